@@ -1,0 +1,316 @@
+// Between Python's batches and leaves: which leaf of a TensorDict or dict goes where in a row, and back.
+// This is the fast path: it takes what it knows to be plain and says no to all else; Python then names the fault
+// or makes the batch plain.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "rows.hpp"
+#include "tensors.hpp"
+
+namespace engram {
+
+constexpr size_t kGilBytes = 256 << 10;  // larger copies release the GIL
+constexpr size_t kBigLeaf = 256 << 10;   // a leaf of a batch of this size has a block of its own
+
+struct Leaf {
+  DType dtype;
+  size_t itemsize, bytes, offset;
+  std::vector<int64_t> shape;
+  bool lazy_bits;  // floats and complex numbers may be lazily negated or conjugated
+};
+
+struct Node {
+  enum Kind { kLeaf, kTensorDict, kDict } kind = kLeaf;
+  size_t leaf = 0;
+  std::vector<std::pair<nb::object, Node>> items;
+  std::vector<int64_t> batch;    // a TensorDict's batch dimensions after the batch's own
+  mutable nb::object size;       // the torch.Size that was last needed
+  mutable std::vector<int64_t> size_lead;
+};
+
+// A checked batch: where its leaves lie, and everything that must live until they are copied.
+struct Plan {
+  Plan() = default;
+  Plan(Plan&&) = default;
+  Plan(const Plan&) = delete;
+  size_t steps = 0, strands = 1;
+  std::vector<LeafSource> leaves;
+  std::vector<nb::object> keep;
+  std::vector<Buffer> buffers;
+  std::vector<std::array<uint8_t, 16>> scalars;
+  size_t bytes = 0;  // of all rows together
+};
+
+class Codec {
+ public:
+  // leaves: (code, bits, shape, offset); tree: (kind, payload) as RowLayout describes it, or None for lists of leaves.
+  Codec(nb::list leaves, nb::object tree, nb::handle td_type, nb::object td_template, nb::object size_type,
+        nb::handle array_type, nb::handle scalar_type)
+      : td_type_(td_type), size_type_(std::move(size_type)), array_type_(array_type), scalar_type_(scalar_type) {
+    for (nb::handle h : leaves) add_leaf(nb::cast<nb::tuple>(h));
+    if (!tree.is_none()) root_ = parse(nb::cast<nb::tuple>(tree)), has_tree_ = true;
+    if (!td_template.is_none())
+      for (auto [k, v] : nb::cast<nb::dict>(td_template)) td_template_.emplace_back(nb::borrow(k), nb::borrow(v));
+    scalars_reserved_ = leaves_.size();
+  }
+
+  const std::vector<Leaf>& leaves() const { return leaves_; }
+
+  // batch_dims 0: one step; 1: [time]; 2: [strand, time] or, with time_dim 0, [time, strand].
+  // time_dim -1 with batch_dims 1: [strand], one time step. None: not plain, or not of this layout.
+  std::optional<Plan> check(nb::handle batch, int batch_dims, int time_dim) const {
+    std::vector<PyObject*> found(leaves_.size(), nullptr);
+    if (!has_tree_ || !flatten(root_, batch.ptr(), found)) return std::nullopt;
+    Plan plan;
+    plan.scalars.reserve(scalars_reserved_);
+    plan.leaves.reserve(leaves_.size()), plan.keep.reserve(leaves_.size());
+    for (size_t k = 0; k < leaves_.size(); ++k)
+      if (!take(k, found[k], batch_dims, time_dim, false, plan)) return std::nullopt;
+    finish(plan);
+    return plan;
+  }
+  // A list of leaves in layout order; `raw`: only item sizes are compared (dtypes that buffers cannot name).
+  std::optional<Plan> check_list(nb::list list, int batch_dims, int time_dim, bool raw) const {
+    if (nb::len(list) != leaves_.size()) return std::nullopt;
+    Plan plan;
+    plan.scalars.reserve(scalars_reserved_);
+    for (size_t k = 0; k < leaves_.size(); ++k)
+      if (!take(k, nb::object(list[k]).ptr(), batch_dims, time_dim, raw, plan)) return std::nullopt;
+    finish(plan);
+    return plan;
+  }
+
+  nb::object build(const Node& node, std::vector<nb::object>& tensors, const std::vector<int64_t>& lead) const {
+    if (node.kind == Node::kLeaf) return std::move(tensors[node.leaf]);
+    nb::dict items;
+    for (const auto& [key, child] : node.items) items[key] = build(child, tensors, lead);
+    return node.kind == Node::kDict ? nb::object(items) : wrap(node, items, lead);
+  }
+  nb::object build(std::vector<nb::object>& tensors, const std::vector<int64_t>& lead, nb::handle extra) const {
+    if (!has_tree_) {
+      nb::list list;
+      for (auto& t : tensors) list.append(std::move(t));
+      return nb::object(list);
+    }
+    if (root_.kind == Node::kLeaf || extra.is_none()) return build(root_, tensors, lead);
+    nb::dict items;
+    for (const auto& [key, child] : root_.items) items[key] = build(child, tensors, lead);
+    if (PyDict_Update(items.ptr(), extra.ptr()) != 0) throw nb::python_error();
+    return root_.kind == Node::kDict ? nb::object(items) : wrap(root_, items, lead);
+  }
+
+ private:
+  void add_leaf(nb::tuple spec) {
+    Leaf leaf;
+    leaf.dtype = {nb::cast<uint8_t>(spec[0]), nb::cast<uint8_t>(spec[1])};
+    leaf.itemsize = std::max(1, leaf.dtype.bits / 8);
+    leaf.bytes = leaf.itemsize;
+    for (nb::handle d : nb::cast<nb::tuple>(spec[2])) {
+      const auto size = nb::cast<int64_t>(d);
+      if (size < 0 || (size > 0 && leaf.bytes > (size_t{1} << 40) / static_cast<size_t>(size)))
+        throw nb::value_error("a leaf's shape is negative or too large");
+      leaf.shape.push_back(size), leaf.bytes *= static_cast<size_t>(size);
+    }
+    leaf.offset = nb::cast<size_t>(spec[3]);
+    leaf.lazy_bits = leaf.dtype.code == kDLFloat || leaf.dtype.code == kDLComplex || leaf.dtype.code == kDLBfloat;
+    leaves_.push_back(std::move(leaf));
+  }
+  Node parse(nb::tuple t) {
+    Node node;
+    const auto kind = nb::cast<std::string>(t[0]);
+    if (kind == "leaf") {
+      node.leaf = nb::cast<size_t>(t[1]);
+      if (node.leaf >= leaves_.size()) throw nb::value_error("the tree names a leaf that is not there");
+      return node;
+    }
+    if (kind != "td" && kind != "dict") throw nb::value_error("unknown kind of node");
+    node.kind = kind == "td" ? Node::kTensorDict : Node::kDict;
+    for (nb::handle item : nb::cast<nb::tuple>(t[1])) {
+      auto pair = nb::cast<nb::tuple>(item);
+      node.items.emplace_back(nb::object(pair[0]), parse(nb::cast<nb::tuple>(pair[1])));
+    }
+    if (kind == "td")
+      for (nb::handle d : nb::cast<nb::tuple>(t[2])) node.batch.push_back(nb::cast<int64_t>(d));
+    return node;
+  }
+
+  // ---- in ----
+  bool flatten(const Node& node, PyObject* o, std::vector<PyObject*>& found) const {
+    if (node.kind == Node::kLeaf) {
+      found[node.leaf] = o;
+      return true;
+    }
+    nb::object held;
+    if (node.kind == Node::kTensorDict) {
+      if (!td_type_.is_valid() || reinterpret_cast<PyObject*>(Py_TYPE(o)) != td_type_.ptr()) return false;
+      static PyObject* attribute = PyUnicode_InternFromString("_tensordict");
+      held = nb::steal(PyObject_GenericGetAttr(o, attribute));
+      if (!held.is_valid()) return PyErr_Clear(), false;
+      o = held.ptr();  // the TensorDict keeps it
+    }
+    if (!PyDict_CheckExact(o) || static_cast<size_t>(PyDict_Size(o)) != node.items.size()) return false;
+    for (const auto& [key, child] : node.items) {
+      PyObject* value = PyDict_GetItemWithError(o, key.ptr());
+      if (!value) return PyErr_Clear(), false;
+      if (!flatten(child, value, found)) return false;
+    }
+    return true;
+  }
+
+  bool take(size_t k, PyObject* o, int batch_dims, int time_dim, bool raw, Plan& plan) const {
+    const Leaf& leaf = leaves_[k];
+    DLTensor t{};
+    if (torch_api().view(o, t)) {
+      if (leaf.lazy_bits && lazy(leaf, o)) return false;
+      Strided s{static_cast<const uint8_t*>(t.data) + t.byte_offset, {t.dtype.code, t.dtype.bits}, t.ndim, t.shape,
+                t.strides, false};
+      plan.keep.push_back(nb::borrow(o));
+      if (place(leaf, s, batch_dims, time_dim, raw, k, plan)) return true;
+      if (!inner_strided(leaf, s, batch_dims)) return false;
+      nb::object tidy = nb::borrow(o).attr("contiguous")();
+      if (!torch_api().view(tidy.ptr(), t)) return false;
+      s = {static_cast<const uint8_t*>(t.data) + t.byte_offset, {t.dtype.code, t.dtype.bits}, t.ndim, t.shape,
+           t.strides, false};
+      plan.keep.push_back(tidy);
+      return place(leaf, s, batch_dims, time_dim, raw, k, plan);
+    }
+    if (reinterpret_cast<PyObject*>(Py_TYPE(o)) == array_type_.ptr() ||
+        PyObject_IsInstance(o, scalar_type_.ptr()) == 1) {
+      Buffer buffer;
+      DType dtype{};
+      if (!buffer.get(o)) return false;
+      const Py_buffer& v = buffer.view();
+      if (!raw && !dtype_of_format(v.format, v.itemsize, dtype)) return false;
+      if (raw) dtype = {0, static_cast<uint8_t>(8 * v.itemsize)};
+      Strided s{static_cast<const uint8_t*>(v.buf), dtype, v.ndim, reinterpret_cast<const int64_t*>(v.shape),
+                reinterpret_cast<const int64_t*>(v.strides), true};
+      plan.buffers.push_back(std::move(buffer));
+      return place(leaf, s, batch_dims, time_dim, raw, k, plan);
+    }
+    return batch_dims == 0 && leaf.shape.empty() && take_number(leaf, o, plan);
+  }
+
+  static bool lazy(const Leaf& leaf, PyObject* o) {
+    static PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+    static PyObject* is_conj = PyUnicode_InternFromString("is_conj");
+    auto says_yes = [&](PyObject* method) {
+      nb::object answer = nb::steal(PyObject_CallMethodObjArgs(o, method, nullptr));
+      if (!answer.is_valid()) return PyErr_Clear(), true;
+      return answer.ptr() == Py_True;
+    };
+    return says_yes(is_neg) || (leaf.dtype.code == kDLComplex && says_yes(is_conj));
+  }
+
+  // The right leaf but for gaps between the elements of one step.
+  static bool inner_strided(const Leaf& leaf, const Strided& s, int batch_dims) {
+    return s.dtype == leaf.dtype && s.ndim == batch_dims + static_cast<int>(leaf.shape.size());
+  }
+
+  static bool place(const Leaf& leaf, const Strided& s, int batch_dims, int time_dim, bool raw, size_t k, Plan& plan) {
+    const int inner = static_cast<int>(leaf.shape.size());
+    if (s.ndim != batch_dims + inner) return false;
+    if (raw ? s.dtype.bits / 8u != leaf.itemsize : !(s.dtype == leaf.dtype)) return false;
+    auto stride = [&](int d) -> int64_t {
+      if (s.strides) return s.in_bytes ? s.strides[d] : s.strides[d] * static_cast<int64_t>(leaf.itemsize);
+      int64_t step = static_cast<int64_t>(leaf.itemsize);
+      for (int i = d + 1; i < s.ndim; ++i) step *= s.shape[i];
+      return step;
+    };
+    int64_t expected = static_cast<int64_t>(leaf.itemsize);
+    for (int d = inner - 1; d >= 0; --d) {
+      if (s.shape[batch_dims + d] != leaf.shape[d]) return false;
+      if (leaf.shape[d] > 1 && stride(batch_dims + d) != expected) return false;
+      expected *= leaf.shape[d];
+    }
+    size_t steps = 1, strands = 1;
+    LeafSource source{leaf.offset, leaf.bytes, s.data, 0, 0};
+    for (int d = 0; d < batch_dims; ++d) {
+      const bool time = d == time_dim;
+      (time ? steps : strands) = static_cast<size_t>(s.shape[d]);
+      (time ? source.stride : source.strand_stride) = stride(d);
+    }
+    if (k > 0 && (plan.steps != steps || plan.strands != strands)) return false;
+    plan.steps = steps, plan.strands = strands;
+    plan.leaves.push_back(source);
+    return true;
+  }
+
+  bool take_number(const Leaf& leaf, PyObject* o, Plan& plan) const {
+    std::array<uint8_t, 16> bytes{};
+    const bool is_bool = PyBool_Check(o), is_int = PyLong_Check(o) && !is_bool;
+    if (leaf.dtype == DType{kDLBool, 8} && is_bool) {
+      bytes[0] = o == Py_True;
+    } else if (leaf.dtype.code == kDLInt && is_int) {
+      int overflow = 0;
+      const long long v = PyLong_AsLongLongAndOverflow(o, &overflow);
+      const int64_t limit = leaf.dtype.bits == 64 ? 0 : int64_t{1} << (leaf.dtype.bits - 1);
+      if (overflow || (limit && (v < -limit || v >= limit))) return false;
+      std::memcpy(bytes.data(), &v, leaf.itemsize);  // little-endian: the low bytes come first
+    } else if (leaf.dtype.code == kDLFloat && (PyFloat_CheckExact(o) || is_int) && leaf.dtype.bits >= 32) {
+      const double v = PyFloat_AsDouble(o);
+      if (v == -1.0 && PyErr_Occurred()) return PyErr_Clear(), false;
+      const auto f = static_cast<float>(v);
+      if (leaf.dtype.bits == 64)
+        std::memcpy(bytes.data(), &v, 8);
+      else
+        std::memcpy(bytes.data(), &f, 4);
+    } else {
+      return false;
+    }
+    if (!plan.leaves.empty() && (plan.steps != 1 || plan.strands != 1)) return false;
+    plan.steps = plan.strands = 1;
+    plan.scalars.push_back(bytes);  // reserved: never moves
+    plan.leaves.push_back({leaf.offset, leaf.bytes, plan.scalars.back().data(), 0, 0});
+    return true;
+  }
+
+  void finish(Plan& plan) const {
+    size_t row = 0;
+    for (const Leaf& leaf : leaves_) row += leaf.bytes;
+    plan.bytes = row * plan.steps * plan.strands;
+  }
+
+  // ---- out ----
+  nb::object wrap(const Node& node, nb::dict items, const std::vector<int64_t>& lead) const {
+    static PyObject* no_arguments = PyTuple_New(0);
+    static PyObject* tensordict = PyUnicode_InternFromString("_tensordict");
+    static PyObject* batch_size = PyUnicode_InternFromString("_batch_size");
+    static auto make = reinterpret_cast<newfunc>(PyType_GetSlot(&PyBaseObject_Type, Py_tp_new));
+    nb::object td = nb::steal(make(reinterpret_cast<PyTypeObject*>(td_type_.ptr()), no_arguments, nullptr));
+    if (!td.is_valid()) throw nb::python_error();
+    for (const auto& [name, value] : td_template_) {
+      PyObject* v = value.ptr();
+      if (name.ptr() == tensordict) v = items.ptr();
+      if (name.ptr() == batch_size) v = size_of(node, lead);
+      if (PyObject_GenericSetAttr(td.ptr(), name.ptr(), v) != 0) throw nb::python_error();
+    }
+    return td;
+  }
+  PyObject* size_of(const Node& node, const std::vector<int64_t>& lead) const {
+    if (!node.size.is_valid() || node.size_lead != lead) {
+      nb::list sizes;
+      for (int64_t d : lead) sizes.append(d);
+      for (int64_t d : node.batch) sizes.append(d);
+      node.size = size_type_(sizes), node.size_lead = lead;
+    }
+    return node.size.ptr();
+  }
+
+  std::vector<Leaf> leaves_;
+  Node root_;
+  bool has_tree_ = false;
+  nb::handle td_type_;
+  std::vector<std::pair<nb::object, nb::object>> td_template_;  // names are interned
+  nb::object size_type_;
+  nb::handle array_type_, scalar_type_;
+  size_t scalars_reserved_ = 0;
+};
+
+}  // namespace engram

@@ -1,0 +1,87 @@
+// The first pages of a store, byte for byte: plain memory, shared memory and files have the same.
+// docs/format.md and docs/memory-model.md describe each field; nothing here moves without a new version number.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace engram {
+
+using Counter = std::atomic<uint64_t>;
+static_assert(Counter::is_always_lock_free && sizeof(Counter) == 8);
+
+constexpr char kMagic[8] = {'E', 'N', 'G', 'R', 'A', 'M', 'S', '1'};
+constexpr uint32_t kVersion = 1;
+constexpr uint32_t kHasTrailer = 1;
+constexpr uint64_t kSeams = 96;
+constexpr uint64_t kLogEntries = 8192;
+
+// What never changes after the store was made; `crc` covers the bytes before it.
+struct Shape {
+  char magic[8];
+  uint32_t version;
+  uint32_t flags;
+  uint64_t lanes;
+  uint64_t lane_capacity;   // time steps
+  uint64_t strands;         // environments that share a lane's counters
+  uint64_t payload_bytes;   // of one row, without its trailer
+  uint64_t row_stride;      // payload and trailer, a multiple of the alignment
+  uint64_t layout_bytes;    // JSON, at layout_offset
+  uint64_t layout_offset;
+  uint64_t log_offset;      // kLogEntries slots (uint64)
+  uint64_t redo_offset;
+  uint64_t redo_bytes;
+  uint64_t rows_offset;
+  uint64_t total_bytes;
+  uint8_t store_id[16];
+  uint32_t crc;
+  uint32_t unused;
+};
+static_assert(sizeof(Shape) == 136);
+
+struct StoreHeader {
+  union {
+    Shape shape;
+    uint8_t shape_lines[192];
+  };
+  alignas(64) Counter incarnation;  // raised by what makes write numbers start again: empty, loads
+  alignas(64) Counter edits;        // odd while rows are changed in place; raised twice by each change
+  Counter log_head;                 // in-place writes ever entered in the log
+  alignas(64) uint8_t boot_id[16];  // of the machine's last session that wrote
+  uint32_t clean;                   // 1: closed by its last user, everything on disk
+  uint32_t session_unused;
+};
+static_assert(sizeof(StoreHeader) == 384);
+
+struct LaneHeader {
+  alignas(64) Counter claimed;    // rows below claimed - lane_capacity may be half overwritten
+  alignas(64) Counter published;  // rows below this are whole
+  alignas(64) Counter base;       // rows below this do not exist
+  alignas(64) Counter origin;     // write_count = published - origin (modulo 2^64)
+  Counter durable;                // published at the last flush
+  Counter term;                   // raised when a process takes the lane, and by recovery
+  Counter seam_first, seam_end;   // seams [first, end) of the ring below are in force
+  Counter seams[kSeams];          // write numbers that no trajectory crosses
+  uint8_t unused[1024 - 256 - 8 * kSeams];
+};
+static_assert(sizeof(LaneHeader) == 1024);
+
+// The end of each row of a store that outlives its processes.
+struct Trailer {
+  uint64_t number;  // the row's write number
+  uint32_t term;
+  uint32_t crc;     // CRC32C over store id, physical row, payload, number, term
+};
+static_assert(sizeof(Trailer) == 16);
+
+struct RedoHeader {
+  std::atomic<uint32_t> state;  // kRedoMarked: the entry is whole and may be only half applied
+  uint32_t crc;                 // over rows, row_stride and the entries
+  uint64_t rows;
+  uint64_t row_stride;
+  uint64_t log_head;            // the log's head after this change
+};
+static_assert(sizeof(RedoHeader) == 32);
+constexpr uint32_t kRedoMarked = 0x52454430;
+
+}  // namespace engram

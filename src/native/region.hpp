@@ -1,0 +1,55 @@
+// A stretch of mapped memory: private to the process, or shared through a file descriptor.
+#pragma once
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace engram {
+
+constexpr size_t kPage = 4096;
+constexpr size_t kHugePage = size_t{2} << 20;
+
+inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+class Region {
+ public:
+  // fd < 0: private memory. The caller has made the file at least `bytes` long.
+  static std::shared_ptr<Region> map(int fd, size_t bytes) {
+    const bool is_private = fd < 0;
+    // Private memory starts on a huge page, so that the kernel can back a big table with huge pages.
+    const size_t slack = is_private && bytes >= 4 * kHugePage ? kHugePage : 0;
+    void* at = ::mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE,
+                      is_private ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED)
+      throw std::runtime_error("cannot map " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
+    auto region = std::shared_ptr<Region>(new Region(static_cast<uint8_t*>(at), bytes + slack));
+    if (slack) {
+      region->start_ += (kHugePage - reinterpret_cast<uintptr_t>(at) % kHugePage) % kHugePage;
+#ifdef MADV_HUGEPAGE
+      ::madvise(region->start_, bytes, MADV_HUGEPAGE);
+#endif
+    }
+    return region;
+  }
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+  ~Region() { ::munmap(mapped_, mapped_bytes_); }
+
+  uint8_t* data() const { return start_; }
+  size_t bytes() const { return mapped_bytes_ - static_cast<size_t>(start_ - mapped_); }
+
+ private:
+  Region(uint8_t* at, size_t bytes) : mapped_(at), start_(at), mapped_bytes_(bytes) {}
+  uint8_t* mapped_;
+  uint8_t* start_;
+  size_t mapped_bytes_;
+};
+
+}  // namespace engram

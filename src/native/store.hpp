@@ -1,0 +1,154 @@
+// A store: header, lanes, log, redo area and rows in one region.
+#pragma once
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "copy.hpp"
+#include "lanes.hpp"
+#include "paging.hpp"
+
+namespace engram {
+
+struct StoreSpec {
+  uint64_t lanes = 1, lane_capacity = 1, strands = 1;
+  uint64_t payload_bytes = 0, alignment = 8;  // payload_bytes 0: counters only, the rows are kept elsewhere
+  bool trailer = false;
+  std::string layout;
+  std::string store_id;
+};
+
+inline Shape shape_of(const StoreSpec& s) {
+  auto refuse = [](const std::string& why) { throw std::invalid_argument(why); };
+  if (s.lanes < 1 || s.lanes > 4096) refuse("lanes must be 1 to 4096, got " + std::to_string(s.lanes));
+  if (s.lane_capacity < 1) refuse("a lane needs room for at least one row");
+  if (s.strands < 1) refuse("strands must be at least 1");
+  if (s.alignment < 8 || s.alignment > 64 || (s.alignment & (s.alignment - 1))) refuse("alignment must be 8 to 64");
+  if (s.store_id.size() != 16) refuse("store_id must have 16 bytes");
+  const unsigned __int128 limit = uint64_t{1} << 56;
+  Shape h{};
+  std::memcpy(h.magic, kMagic, 8);
+  h.version = kVersion;
+  h.flags = s.trailer ? kHasTrailer : 0;
+  h.lanes = s.lanes, h.lane_capacity = s.lane_capacity, h.strands = s.strands, h.payload_bytes = s.payload_bytes;
+  h.row_stride = s.payload_bytes ? round_up(s.payload_bytes, 8) + (s.trailer ? sizeof(Trailer) : 0) : 0;
+  h.row_stride = round_up(h.row_stride, s.alignment);
+  const auto rows = static_cast<unsigned __int128>(s.lanes) * s.lane_capacity * s.strands;
+  if (rows > limit || rows * std::max<uint64_t>(h.row_stride, 1) > limit) refuse("the store would be larger than 2^56");
+  h.layout_bytes = s.layout.size();
+  h.layout_offset = sizeof(StoreHeader) + s.lanes * sizeof(LaneHeader);
+  h.log_offset = round_up(h.layout_offset + s.layout.size(), 64);
+  h.redo_offset = h.log_offset + kLogEntries * 8;
+  h.redo_bytes = s.trailer ? std::max<uint64_t>(round_up(sizeof(RedoHeader) + 8 + h.row_stride, 64), 1 << 16) : 0;
+  h.rows_offset = round_up(h.redo_offset + h.redo_bytes, kPage);
+  h.total_bytes = round_up(h.rows_offset + static_cast<uint64_t>(rows) * h.row_stride, kPage);
+  std::memcpy(h.store_id, s.store_id.data(), 16);
+  h.crc = crc32c(0, &h, offsetof(Shape, crc));
+  return h;
+}
+
+// Throws what is wrong with a header that came from a file; afterwards every address computed from it lies inside.
+inline void check_shape(const Shape& h, const StoreSpec& as_read, size_t bytes) {
+  auto refuse = [](const std::string& why) { throw std::runtime_error(why); };
+  if (std::memcmp(h.magic, kMagic, 8) != 0) refuse("not an engram store (wrong first bytes)");
+  if (h.version != kVersion)
+    refuse("format version " + std::to_string(h.version) + "; this engram reads version " + std::to_string(kVersion));
+  if (crc32c(0, &h, offsetof(Shape, crc)) != h.crc) refuse("the header's checksum does not fit its bytes");
+  const Shape again = shape_of(as_read);
+  if (again.total_bytes != h.total_bytes || again.rows_offset != h.rows_offset || again.row_stride != h.row_stride ||
+      again.redo_offset != h.redo_offset || again.layout_offset != h.layout_offset)
+    refuse("the header contradicts itself");
+  if (h.total_bytes > bytes)
+    refuse("the file has " + std::to_string(bytes) + " bytes, its header needs " + std::to_string(h.total_bytes));
+}
+
+struct ReadResult {
+  std::vector<uint64_t> numbers;    // each row's write number, if asked for
+  std::vector<uint32_t> missing;    // positions of rows that were overwritten while they were read
+  std::vector<uint32_t> unwritten;  // positions of slots that held no row to begin with
+};
+
+class Store {
+ public:
+  static std::shared_ptr<Store> create(int fd, const StoreSpec& spec) {
+    const Shape shape = shape_of(spec);
+    auto store = std::shared_ptr<Store>(new Store(Region::map(fd, shape.total_bytes), fd));
+    StoreHeader* h = store->header();
+    h->shape = shape;
+    std::memcpy(store->at(shape.layout_offset), spec.layout.data(), spec.layout.size());
+    store->ready();
+    return store;
+  }
+  // Maps a store that exists: `bytes` is the size of the file.
+  static std::shared_ptr<Store> open(int fd, size_t bytes) {
+    if (bytes < sizeof(StoreHeader)) throw std::runtime_error("the file is shorter than a header");
+    auto store = std::shared_ptr<Store>(new Store(Region::map(fd, bytes), fd));
+    const Shape& h = store->header()->shape;
+    StoreSpec spec{h.lanes, h.lane_capacity, h.strands, h.payload_bytes, 8, (h.flags & kHasTrailer) != 0, "", ""};
+    if (h.layout_bytes > bytes || h.layout_offset > bytes - h.layout_bytes)
+      throw std::runtime_error("the header points outside the file");
+    spec.layout.assign(reinterpret_cast<const char*>(store->at(h.layout_offset)), h.layout_bytes);
+    spec.store_id.assign(reinterpret_cast<const char*>(h.store_id), 16);
+    for (spec.alignment = 8; spec.alignment < 64 && shape_of(spec).row_stride != h.row_stride; spec.alignment *= 2) {}
+    check_shape(h, spec, bytes);
+    store->ready();
+    return store;
+  }
+
+  Lanes lanes;
+  const Shape& shape() const { return header()->shape; }
+  StoreHeader* header() const { return reinterpret_cast<StoreHeader*>(region_->data()); }
+  uint8_t* at(uint64_t offset) const { return region_->data() + offset; }
+  std::shared_ptr<Region> region() const { return region_; }
+  int fd() const { return fd_; }
+  PageAsker& pages() { return pages_; }
+  std::string layout() const {
+    return {reinterpret_cast<const char*>(at(shape().layout_offset)), shape().layout_bytes};
+  }
+  // The physical row of a time slot of a lane: each strand's rows are consecutive in time.
+  uint64_t physical(uint64_t lane, uint64_t strand, uint64_t slot) const {
+    const Shape& s = shape();
+    return (lane * s.strands + strand) * s.lane_capacity + slot;
+  }
+  uint8_t* row(uint64_t physical_row) const {
+    return region_->data() + shape().rows_offset + physical_row * shape().row_stride;
+  }
+  bool has_trailer() const { return shape().flags & kHasTrailer; }
+  uint64_t slots() const { return shape().lanes * shape().lane_capacity * shape().strands; }
+
+  Trailer* trailer(uint8_t* row) const {
+    return reinterpret_cast<Trailer*>(row + shape().row_stride - sizeof(Trailer));
+  }
+  uint32_t row_crc(const uint8_t* row, uint64_t physical_row, uint64_t number, uint32_t term) const {
+    struct { uint64_t row, number, term; } end{physical_row, number, term};
+    const uint32_t crc = crc32c(id_crc_, row, shape().payload_bytes);
+    return crc32c(crc, &end, sizeof end);
+  }
+  void seal(uint8_t* row, uint64_t physical_row, uint64_t number, uint32_t term) const {
+    Trailer* t = trailer(row);
+    t->number = number, t->term = term, t->crc = row_crc(row, physical_row, number, term);
+  }
+  // A row that was written whole, in this place.
+  bool whole(uint64_t physical_row) const {
+    uint8_t* r = row(physical_row);
+    const Trailer t = *trailer(r);
+    return t.number % shape().lane_capacity == physical_row % shape().lane_capacity &&
+           t.crc == row_crc(r, physical_row, t.number, t.term);
+  }
+
+ private:
+  Store(std::shared_ptr<Region> region, int fd) : region_(std::move(region)), fd_(fd), pages_(fd) {}
+  void ready() {
+    lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))));
+    id_crc_ = crc32c(0, shape().store_id, 16);
+  }
+
+  std::shared_ptr<Region> region_;
+  int fd_;
+  PageAsker pages_;
+  uint32_t id_crc_ = 0;
+};
+
+}  // namespace engram
