@@ -1,0 +1,158 @@
+"""Capacity, counters, seams, and who holds a lane: the one owner of these facts.
+
+`docs/memory-model.md` says what a reader may believe and why; the protocol itself is native.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from engram import _native
+from engram.data.replay_buffers.locks import LaneLocks
+from engram.data.replay_buffers.utils import slots_tensor
+from engram.errors import NoFreeLaneError
+
+_live: weakref.WeakSet[Lanes] = weakref.WeakSet()
+
+
+class Lanes:
+    """The lanes of one store: which rows exist, where the next one goes, and who may put it there.
+
+    Args:
+        store: the native store.
+        locks: of a store that processes share; None for memory that is private to this process.
+        on_take: called with a lane's number when this process has taken it, before its first write.
+    """
+
+    def __init__(
+        self, store: _native.Store, locks: LaneLocks | None = None, on_take: Callable[[int], None] | None = None
+    ) -> None:
+        self.store = store
+        self.locks = locks
+        self.mutex = threading.RLock()
+        self._on_take = on_take
+        self._held: int | None = None
+        self.capacity: int = store.lanes * store.lane_capacity * store.strands
+        self.strands: int = store.strands
+        _live.add(self)
+
+    @classmethod
+    def in_memory(cls, capacity: int) -> Lanes:
+        """Counters alone, for storages that keep their rows elsewhere."""
+        return cls(_native.Store.create(-1, 1, capacity, 1, 0, 8, False, b"", os.urandom(16)))
+
+    # ---- what exists ----
+    def __len__(self) -> int:
+        """Stored steps of all lanes and strands."""
+        return self.store.rows()
+
+    @property
+    def write_count(self) -> int:
+        """Steps ever written, over all lanes and strands."""
+        return self.store.steps_written() * self.strands
+
+    @property
+    def cursor(self) -> int:
+        """Where the next time step goes in the lane of this process (lane 0 before it has one)."""
+        return self.store.cursor(self._held or 0)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every lane has been filled once since it was last empty."""
+        lanes = (self.store.lane(i) for i in range(self.store.lanes))
+        return all(lane["claimed"] - lane["base"] >= self.store.lane_capacity for lane in lanes)
+
+    def states(self) -> list[dict[str, Any]]:
+        """The counters of each lane."""
+        return [self.store.lane(i) for i in range(self.store.lanes)]
+
+    # ---- writing ----
+    def hold(self) -> int:
+        """The lane that this process writes to; the first call takes a free one.
+
+        Raises:
+            NoFreeLaneError: every lane has a writer.
+        """
+        held = self._held
+        return held if held is not None else self._take()
+
+    def _take(self) -> int:
+        with self.mutex:
+            if self._held is not None:
+                return self._held
+            for lane in range(self.store.lanes):
+                if self.locks is None or self.locks.take_lane(lane):
+                    self._prepare(lane)
+                    self._held = lane
+                    return lane
+        n = self.store.lanes
+        raise NoFreeLaneError(
+            f"all {n} lane{'s' if n > 1 else ''} of this store have a writer; make the store with lanes={n + 1} or more, "
+            "or release() one of them"
+        )
+
+    def _prepare(self, lane: int) -> None:
+        assert self.locks is None or self._held is None
+        try:
+            if self._on_take is not None:
+                self._on_take(lane)
+            # Whoever wrote here before may have died in the middle of a trajectory.
+            self.store.add_seam(lane)
+        except BaseException:
+            if self.locks is not None:
+                self.locks.free_lane(lane)
+            raise
+
+    def release(self) -> None:
+        """Gives this process's lane back."""
+        with self.mutex:
+            if self._held is not None and self.locks is not None:
+                self.locks.free_lane(self._held)
+            self._held = None
+
+    @contextlib.contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """For what must not run beside other users of the store: in-place writes, `empty`, `loads`."""
+        with self.mutex:
+            if self.locks is None:
+                yield
+                return
+            with self.locks.alone(what):
+                yield
+
+    def close(self) -> None:
+        """Gives the lane and the locks back."""
+        with self.mutex:
+            self._held = None
+            if self.locks is not None:
+                self.locks.close()
+
+    # ---- drawing ----
+    def uniform(self, seed: Tensor, n: int) -> Tensor | None:
+        """n slots of stored rows drawn uniformly from a seed (int64 [1]); None if nothing is stored."""
+        slots = self.store.uniform(seed, n)
+        return None if slots is None else slots_tensor(slots)
+
+    def generations(self, slots: Tensor) -> Tensor:
+        """The write number that each slot holds; -1 where it holds none."""
+        return slots_tensor(self.store.generations(slots))
+
+    def after_fork(self) -> None:
+        self.mutex = threading.RLock()
+        if self.locks is not None:
+            self._held = None
+
+
+def _after_fork() -> None:
+    for lanes in list(_live):
+        lanes.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

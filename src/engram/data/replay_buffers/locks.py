@@ -1,0 +1,117 @@
+"""Who holds what of a store that several processes share: byte-range locks that die with their process.
+
+Open file description locks (`fcntl(2)`): they belong to the description that took them, so a process that dies
+leaves nothing behind, and a forked child that closes the inherited description does not unlock its parent's lane.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import time
+import weakref
+from collections.abc import Iterator
+
+from engram.errors import StorageInUseError
+
+# Far behind the last byte of any store: locks need no bytes behind them.
+_EVERYBODY = 1 << 60
+_LANES = _EVERYBODY + 1
+_PATIENCE = 10.0  # seconds that an opener waits for one who is alone with the store
+
+_live: weakref.WeakSet[LaneLocks] = weakref.WeakSet()
+
+
+class LaneLocks:
+    """The locks of one open store in this process.
+
+    Everybody who has the store open holds one byte shared; to be alone is to hold it exclusively. Each lane has a
+    byte that its writer holds.
+
+    Args:
+        fd: a descriptor of the file, opened by this object's owner and closed here.
+        reopen: a path that opens the same file again.
+    """
+
+    def __init__(self, fd: int, reopen: str) -> None:
+        self.fd = fd
+        self._reopen = reopen
+        self._join()
+        _live.add(self)
+
+    def take_lane(self, lane: int) -> bool:
+        """Takes a lane unless somebody has it."""
+        return _lock(self.fd, fcntl.F_WRLCK, _LANES + lane)
+
+    def free_lane(self, lane: int) -> None:
+        _lock(self.fd, fcntl.F_UNLCK, _LANES + lane)
+
+    def try_alone(self) -> bool:
+        """Becomes alone with the store, if nobody else has it open; `not_alone` ends that."""
+        return _lock(self.fd, fcntl.F_WRLCK, _EVERYBODY)
+
+    def not_alone(self) -> None:
+        _lock(self.fd, fcntl.F_RDLCK, _EVERYBODY)
+
+    @contextlib.contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """Runs `what` while nobody else has the store open; a StorageInUseError where somebody has."""
+        if not self.try_alone():
+            raise StorageInUseError(
+                f"{what} needs the store alone, and another process or object has it open; close it there first"
+            )
+        try:
+            yield
+        finally:
+            self.not_alone()
+
+    def close(self) -> None:
+        """Gives everything back."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        _live.discard(self)
+
+    def after_fork(self) -> None:
+        """In a child: a description of its own in the place of the parent's, whose locks stay as they are."""
+        if self.fd < 0:
+            return
+        mine = os.open(self._reopen_path(), os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(mine, self.fd, inheritable=False)
+        os.close(mine)
+        self._join()
+
+    def _reopen_path(self) -> str:
+        return self._reopen or f"/proc/self/fd/{self.fd}"
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while not _lock(self.fd, fcntl.F_RDLCK, _EVERYBODY):
+            if time.monotonic() > deadline:
+                raise StorageInUseError("another process has the store for itself alone; try again when it is done")
+            time.sleep(0.002)
+
+
+def _lock(fd: int, kind: int, byte: int) -> bool:
+    flock = struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
+    try:
+        fcntl.fcntl(fd, _SET, flock)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+_SET = getattr(fcntl, "F_OFD_SETLK", 37)
+
+
+def _after_fork() -> None:
+    for locks in list(_live):
+        locks.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

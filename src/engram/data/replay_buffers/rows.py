@@ -1,0 +1,118 @@
+"""Packed rows: private memory, shared memory, or a mapped file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram import _native
+from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.layout import RowLayout
+from engram.data.replay_buffers.utils import slots_tensor
+
+
+class RowTable:
+    """The bytes of the stored rows, and the way in and out of them."""
+
+    def __init__(self, store: _native.Store, layout: RowLayout, mapped: bool) -> None:
+        self._store = store
+        self.layout = layout
+        self._codec = layout.codec
+        self._mapped = mapped
+        self._fast = layout.plain
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of header and rows, used or not."""
+        return self._store.total_bytes
+
+    def append(self, lane: int, plan: _native.Plan) -> Tensor:
+        """Writes a checked batch behind the newest row of a lane; returns its time slots, int64 [steps]."""
+        return slots_tensor(self._store.append(lane, plan))
+
+    def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
+        """Writes a checked batch over rows that exist."""
+        self._store.overwrite(slots, plan)
+
+    def read(
+        self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
+        numbers: bool = False,
+    ) -> tuple[Any, list[int] | None, list[int] | None, Tensor | None]:
+        """Copies rows out.
+
+        Args:
+            slots: int64 [n].
+            shape: batch dimensions with n elements; `[n]` if None.
+            extra: entries to add at the root of the batch.
+            numbers: also give each row's write number.
+
+        Returns:
+            the batch; positions of rows that were overwritten meanwhile (None: none); positions of slots that hold
+            no row (None: none); write numbers (None unless asked for).
+        """
+        if self._fast:
+            return self._store.gather(self._codec, slots, shape, extra, self._mapped, numbers)
+        return self._read_slowly(slots, shape or (len(slots),), extra, numbers)
+
+    def _read_slowly(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, numbers: bool) -> Any:
+        if _native.has_exchange():
+            leaves, gone, absent, found = self._store.gather(self._codec, slots, shape, None, self._mapped, numbers)
+            if isinstance(leaves, list):
+                batch = self.layout.build(leaves, shape)
+            else:
+                batch = leaves
+        else:
+            arrays = self.layout.empty_arrays(len(slots))
+            where = slots.numpy()
+            _, gone, absent, found = self._store.gather_into(self._codec, where, arrays, self._mapped, numbers)
+            batch = self.layout.build(self.layout.tensors_of(arrays, shape), shape)
+        for key, value in (extra or {}).items():
+            batch[key] = value
+        return batch, gone, absent, None if found is None else slots_tensor(found)
+
+    def view(self, start: int, stop: int) -> Any:
+        """Live views of time slots [start, stop): `[time, ...]`, or `[time, strands, ...]` with several strands."""
+        s = self._store
+        lead, steps = ((stop - start,), (1,))
+        if s.strands > 1:
+            lead, steps = (*lead, s.strands), (*steps, s.lane_capacity)
+        offset = s.rows_offset + start * s.row_stride
+        return self.layout.views(s.memory(), offset, s.row_stride, lead, steps)
+
+    # ---- whole blocks, for checkpoints ----
+    def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """uint8 [strands, stop - start, payload bytes]: the rows with these write numbers, copied."""
+        out = np.empty((self._store.strands, stop - start, self._store.payload_bytes), np.uint8)
+        for at, there in self._pieces(lane, start, stop):
+            out[:, at] = there
+        return out
+
+    def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
+        """Puts rows in their places; they become visible when the counters are set."""
+        stop = start + rows.shape[1]
+        for at, there in self._pieces(lane, start, stop):
+            there[...] = rows[:, at]
+        self._store.seal(lane, start, stop)
+
+    def _pieces(self, lane: int, start: int, stop: int) -> list[tuple[slice, np.ndarray[Any, Any]]]:
+        s = self._store
+        shape = (s.lanes, s.strands, s.lane_capacity, s.row_stride)
+        size = s.lanes * s.strands * s.lane_capacity * s.row_stride
+        memory = s.memory()[s.rows_offset : s.rows_offset + size].reshape(shape)[lane]
+        pieces, w = [], start
+        while w < stop:
+            slot = w % s.lane_capacity
+            n = min(stop - w, s.lane_capacity - slot)
+            pieces.append((slice(w - start, w - start + n), memory[:, slot : slot + n, : s.payload_bytes]))
+            w += n
+        return pieces
+
+
+def expand_slots(time_slots: Tensor, strands: int) -> Tensor:
+    """The slots of all strands at these times: int64 [steps * strands], time first."""
+    if strands == 1:
+        return time_slots
+    return (time_slots.unsqueeze(1) * strands + torch.arange(strands)).reshape(-1)

@@ -1,0 +1,92 @@
+"""Small things that several parts need."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def slots_tensor(made: Any) -> Tensor:
+    """int64 [n]: what the native core returned, which is a bytearray where torch lacks the exchange API."""
+    if isinstance(made, Tensor):
+        return made
+    return torch.frombuffer(made, dtype=torch.int64) if len(made) else torch.empty(0, dtype=torch.int64)
+
+
+def human_bytes(n: float) -> str:
+    """12.3 MB: a size as people write it."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(n) < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} TB"
+
+
+def boot_id() -> bytes:
+    """16 bytes that change when the machine starts."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            return bytes.fromhex(f.read().strip().replace("-", ""))
+    except OSError:
+        return bytes(16)  # unknown: every start looks like the last one
+
+
+def free_memory() -> int | None:
+    """Bytes that this process may still take: of the machine, and of its control group; None if unknown."""
+    found = [n for n in (_machine_free(), _group_free()) if n is not None]
+    return min(found) if found else None
+
+
+def _machine_free() -> int | None:
+    try:
+        with open("/proc/meminfo") as f:
+            for line in f:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _group_free() -> int | None:
+    """What the tightest control group above this process leaves; page cache counts as free."""
+    try:
+        with open("/proc/self/cgroup") as f:
+            lines = [line.strip().split(":", 2) for line in f]
+    except OSError:
+        return None
+    found = []
+    for _, controllers, path in lines:
+        if controllers == "":
+            found += _limits("/sys/fs/cgroup", path, "memory.max", "memory.current", "memory.stat", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = "/sys/fs/cgroup/memory"
+            found += _limits(
+                root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"
+            )
+    return min(found) if found else None
+
+
+def _limits(root: str, path: str, limit: str, usage: str, stat: str, cache: str) -> list[int]:
+    found = []
+    while True:
+        folder = os.path.join(root, path.lstrip("/"))
+        try:
+            most = _read(os.path.join(folder, limit))
+            if most.isdigit() and int(most) < 1 << 60:
+                used = int(_read(os.path.join(folder, usage)))
+                stats = dict(line.split() for line in _read(os.path.join(folder, stat)).splitlines())
+                found.append(max(0, int(most) - used + int(stats.get(cache, 0))))
+        except (OSError, ValueError):
+            pass
+        if path in ("", "/"):
+            return found
+        path = os.path.dirname(path)
+
+
+def _read(path: str) -> str:
+    with open(path) as f:
+        return f.read().strip()
