@@ -64,10 +64,13 @@ class Codec {
   const std::vector<Leaf>& leaves() const { return leaves_; }
 
   // batch_dims 0: one step; 1: [time]; 2: [strand, time] or, with time_dim 0, [time, strand].
-  // time_dim -1 with batch_dims 1: [strand], one time step. None: not plain, or not of this layout.
-  std::optional<Plan> check(nb::handle batch, int batch_dims, int time_dim) const {
+  // time_dim -1 with batch_dims 1: [strand], one time step. `extra` is a (key, value) of the root that the batch
+  // need not hold; it goes before what the batch has there. None: not plain, or not of this layout.
+  std::optional<Plan> check(nb::handle batch, int batch_dims, int time_dim, nb::handle extra) const {
     std::vector<PyObject*> found(leaves_.size(), nullptr);
-    if (!has_tree_ || !flatten(root_, batch.ptr(), found)) return std::nullopt;
+    PyObject *key = nullptr, *value = nullptr;
+    if (!extra.is_none() && !PyArg_ParseTuple(extra.ptr(), "OO", &key, &value)) throw nb::python_error();
+    if (!has_tree_ || !flatten(root_, batch.ptr(), found, key, value)) return std::nullopt;
     Plan plan;
     plan.scalars.reserve(scalars_reserved_);
     plan.leaves.reserve(leaves_.size()), plan.keep.reserve(leaves_.size());
@@ -142,7 +145,8 @@ class Codec {
   }
 
   // ---- in ----
-  bool flatten(const Node& node, PyObject* o, std::vector<PyObject*>& found) const {
+  bool flatten(const Node& node, PyObject* o, std::vector<PyObject*>& found, PyObject* extra_key = nullptr,
+               PyObject* extra = nullptr) const {
     if (node.kind == Node::kLeaf) {
       found[node.leaf] = o;
       return true;
@@ -155,9 +159,13 @@ class Codec {
       if (!held.is_valid()) return PyErr_Clear(), false;
       o = held.ptr();  // the TensorDict keeps it
     }
-    if (!PyDict_CheckExact(o) || static_cast<size_t>(PyDict_Size(o)) != node.items.size()) return false;
+    if (!PyDict_CheckExact(o)) return false;
+    const bool one_less = extra_key && !PyDict_Contains(o, extra_key);
+    if (static_cast<size_t>(PyDict_Size(o)) + one_less != node.items.size()) return false;
     for (const auto& [key, child] : node.items) {
-      PyObject* value = PyDict_GetItemWithError(o, key.ptr());
+      PyObject* value = extra_key && PyObject_RichCompareBool(key.ptr(), extra_key, Py_EQ) == 1
+                            ? extra
+                            : PyDict_GetItemWithError(o, key.ptr());
       if (!value) return PyErr_Clear(), false;
       if (!flatten(child, value, found)) return false;
     }

@@ -52,6 +52,23 @@ void maybe_without_gil(bool release, F&& work) {
   }
 }
 
+// The time slots that n steps appended at write number `first` take.
+nb::object slots_from(const Store& store, uint64_t lane, uint64_t first, size_t n) {
+  const uint64_t capacity = store.shape().lane_capacity;
+  return slots_out(n, [&](int64_t* out) {
+    uint64_t slot = first % capacity;
+    for (size_t i = 0; i < n; ++i) {
+      out[i] = static_cast<int64_t>(lane * capacity + slot);
+      if (++slot == capacity) slot = 0;
+    }
+  });
+}
+
+nb::object next_slots(Store& store, uint64_t lane, size_t n) {
+  check_lane(store, lane);
+  return slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
+}
+
 nb::object append(Store& store, uint64_t lane, const Plan& plan) {
   check_lane(store, lane);
   const Shape& s = store.shape();
@@ -64,13 +81,7 @@ nb::object append(Store& store, uint64_t lane, const Plan& plan) {
   maybe_without_gil(plan.bytes > kGilBytes || store.pages().on(), [&] {
     first = RowWriter(store).append(lane, plan.steps, plan.leaves);
   });
-  return slots_out(plan.steps, [&](int64_t* out) {
-    uint64_t slot = first % s.lane_capacity;
-    for (size_t i = 0; i < plan.steps; ++i) {
-      out[i] = static_cast<int64_t>(lane * s.lane_capacity + slot);
-      if (++slot == s.lane_capacity) slot = 0;
-    }
-  });
+  return slots_from(store, lane, first, plan.steps);
 }
 
 nb::object positions(const std::vector<uint32_t>& at) {
@@ -281,6 +292,7 @@ nb::dict lane_state(const Store& store, uint64_t l) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // a buffer that lives until the interpreter ends is no leak
   m.doc() = "The native core of engram: packed rows, lanes, and batches in and out.";
   m.attr("LOG_ENTRIES") = kLogEntries;
   m.attr("SEAMS") = kSeams;
@@ -318,7 +330,8 @@ NB_MODULE(_native, m) {
   nb::class_<Codec>(m, "Codec")
       .def(nb::init<nb::list, nb::object, nb::handle, nb::object, nb::object, nb::handle, nb::handle>(), "leaves"_a,
            "tree"_a.none(), "td_type"_a, "td_template"_a.none(), "size_type"_a, "array_type"_a, "scalar_type"_a)
-      .def("check", &Codec::check, "batch"_a.none(), "batch_dims"_a, "time_dim"_a)
+      .def("check", &Codec::check, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
+           "extra"_a.none() = nb::none())
       .def("check_list", &Codec::check_list, "leaves"_a, "batch_dims"_a, "time_dim"_a, "raw"_a = false);
 
   nb::class_<EpochWalk>(m, "EpochWalk")
@@ -431,6 +444,8 @@ NB_MODULE(_native, m) {
         if (!s.has_trailer() || physical >= s.slots()) throw nb::index_error("no such row with a trailer");
         return s.whole(physical);
       }, "physical"_a)
+      .def_prop_ro("interrupted", [](Store& s) { return InPlaceWriter(s).interrupted(); })
+      .def_prop_ro("fd", [](const Store& s) { return s.fd(); })
       .def("finish_interrupted", [](Store& s) { return InPlaceWriter(s).finish_interrupted(); })
       .def("recover", [](Store& s) {
         if (!s.has_trailer()) throw nb::value_error("rows without trailers cannot be recovered");
@@ -452,6 +467,7 @@ NB_MODULE(_native, m) {
       })
       .def_prop_ro("asking_pages", [](Store& s) { return s.pages().on(); })
       .def("advise_random", [](const Store& s) { ::madvise(s.at(0), s.shape().total_bytes, MADV_RANDOM); })
+      .def("next_slots", &next_slots, "lane"_a, "n"_a)
       .def("append", &append, "lane"_a, "plan"_a)
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
            "mapped"_a = false, "numbers"_a = false)

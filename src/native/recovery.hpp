@@ -30,11 +30,15 @@ class InPlaceWriter {
     }
   }
 
+  bool interrupted() const {
+    return store_.shape().redo_bytes > 0 && redo_header()->state.load(std::memory_order_acquire) == kRedoMarked;
+  }
+
   // Finishes a change that a kill interrupted. True: there was one.
   bool finish_interrupted() {
     const Shape& s = store_.shape();
     bool found = false;
-    if (s.redo_bytes > 0 && redo_header()->state.load(std::memory_order_acquire) == kRedoMarked) {
+    if (interrupted()) {
       RedoHeader* h = redo_header();
       const uint64_t most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
       if (h->rows <= most && h->row_stride == s.row_stride && h->crc == redo_crc(h->rows)) {

@@ -36,17 +36,18 @@ class Lanes:
     ) -> None:
         self.store = store
         self.locks = locks
-        self.mutex = threading.RLock()
+        self.mutex = threading.RLock()  # writers of this process take turns; in-place writes keep readers by slot out
         self._on_take = on_take
         self._held: int | None = None
+        self.asleep = False  # a forked child that has not used the store yet
         self.capacity: int = store.lanes * store.lane_capacity * store.strands
         self.strands: int = store.strands
         _live.add(self)
 
     @classmethod
-    def in_memory(cls, capacity: int) -> Lanes:
+    def in_memory(cls, capacity: int, strands: int = 1) -> Lanes:
         """Counters alone, for storages that keep their rows elsewhere."""
-        return cls(_native.Store.create(-1, 1, capacity, 1, 0, 8, False, b"", os.urandom(16)))
+        return cls(_native.Store.create(-1, 1, capacity, strands, 0, 8, False, b"", os.urandom(16)))
 
     # ---- what exists ----
     def __len__(self) -> int:
@@ -84,6 +85,8 @@ class Lanes:
         return held if held is not None else self._take()
 
     def _take(self) -> int:
+        if self.asleep:
+            self.wake()
         with self.mutex:
             if self._held is not None:
                 return self._held
@@ -110,6 +113,17 @@ class Lanes:
                 self.locks.free_lane(lane)
             raise
 
+    def next_slots(self, steps: int) -> Tensor:
+        """The time slots that the next steps of this process go to: int64 [steps]."""
+        return slots_tensor(self.store.next_slots(self.hold(), steps))
+
+    def advance(self, steps: int) -> Tensor:
+        """Counts steps as written, for storages that keep their rows elsewhere; returns their time slots."""
+        lane = self.hold()
+        slots = slots_tensor(self.store.next_slots(lane, steps))
+        self.store.publish(lane, self.store.claim(lane, steps), steps)
+        return slots
+
     def release(self) -> None:
         """Gives this process's lane back."""
         with self.mutex:
@@ -120,6 +134,8 @@ class Lanes:
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
         """For what must not run beside other users of the store: in-place writes, `empty`, `loads`."""
+        if self.asleep:
+            self.wake()
         with self.mutex:
             if self.locks is None:
                 yield
@@ -137,6 +153,8 @@ class Lanes:
     # ---- drawing ----
     def uniform(self, seed: Tensor, n: int) -> Tensor | None:
         """n slots of stored rows drawn uniformly from a seed (int64 [1]); None if nothing is stored."""
+        if self.asleep:
+            self.wake()
         slots = self.store.uniform(seed, n)
         return None if slots is None else slots_tensor(slots)
 
@@ -144,10 +162,19 @@ class Lanes:
         """The write number that each slot holds; -1 where it holds none."""
         return slots_tensor(self.store.generations(slots))
 
+    def wake(self) -> None:
+        """At the first use in a forked child."""
+        with self.mutex:
+            if self.asleep and self.locks is not None:
+                self.locks.join()
+            self.asleep = False
+
     def after_fork(self) -> None:
+        """In a child: new mutexes, and no lane; a table in private memory is its own copy."""
         self.mutex = threading.RLock()
         if self.locks is not None:
             self._held = None
+            self.asleep = True
 
 
 def _after_fork() -> None:

@@ -89,20 +89,23 @@ class RowLayout:
         return cls(root, leaves)
 
     # ---- batches in ----
-    def plan(self, batch: Any, batch_dims: int, time_dim: int) -> Any:
+    def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> Any:
         """Checks every leaf of a batch against the layout; nothing moves yet.
 
         Args:
             batch: the data.
             batch_dims: how many of its first dimensions are not part of a step: 0, 1 or 2.
             time_dim: which of them is time; the other counts strands.
+            extra: a key of the root and its value, which stands in for what the batch has there.
 
         Raises:
             ValueError: a leaf is missing, new, or has another shape or dtype; the message names it.
             TypeError: a leaf is no plain tensor; the message names it.
         """
-        plan = self.codec.check(batch, batch_dims, time_dim) if self.plain else None
-        return plan if plan is not None else self._plan_slowly(batch, batch_dims, time_dim)
+        plan = self.codec.check(batch, batch_dims, time_dim, extra) if self.plain else None
+        if plan is not None:
+            return plan
+        return self._plan_slowly(batch if extra is None else trees.with_entry(batch, *extra), batch_dims, time_dim)
 
     def _plan_slowly(self, batch: Any, batch_dims: int, time_dim: int) -> Any:
         tensors = []
@@ -124,6 +127,11 @@ class RowLayout:
         if plan is None:
             raise TypeError("the native core cannot read this batch; please report it with the batch's printout")
         return plan
+
+    def fitting(self, batch: Any, batch_dims: int) -> list[Tensor]:
+        """The leaves as plain CPU tensors; errors as `plan`."""
+        values = trees.flatten(self.root, batch)
+        return [self._fitting(leaf, v, batch_dims) for leaf, v in zip(self.leaves, values, strict=True)]
 
     @staticmethod
     def _fitting(leaf: LeafSpec, value: Any, batch_dims: int) -> Tensor:

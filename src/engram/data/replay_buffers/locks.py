@@ -13,7 +13,7 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from engram.errors import StorageInUseError
 
@@ -33,13 +33,17 @@ class LaneLocks:
 
     Args:
         fd: a descriptor of the file, opened by this object's owner and closed here.
-        reopen: a path that opens the same file again.
+        reopen: a path that opens the same file again; "" for a file without a name.
+        needs, mend: what to do, alone, before anybody uses a store that was left in the middle of something.
     """
 
-    def __init__(self, fd: int, reopen: str) -> None:
+    def __init__(
+        self, fd: int, reopen: str = "", needs: Callable[[], bool] | None = None, mend: Callable[[], None] | None = None
+    ) -> None:
         self.fd = fd
+        self._closer = weakref.finalize(self, os.close, fd)
         self._reopen = reopen
-        self._join()
+        self._join(needs, mend)
         _live.add(self)
 
     def take_lane(self, lane: int) -> bool:
@@ -70,26 +74,41 @@ class LaneLocks:
 
     def close(self) -> None:
         """Gives everything back."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._closer()
+        self.fd = -1
         _live.discard(self)
 
     def after_fork(self) -> None:
-        """In a child: a description of its own in the place of the parent's, whose locks stay as they are."""
+        """In a child: a description of its own in the place of the parent's, whose locks stay as they are.
+
+        The child does not count as a user of the store before `join`: most children never touch it.
+        """
         if self.fd < 0:
             return
         mine = os.open(self._reopen_path(), os.O_RDWR | os.O_CLOEXEC)
         os.dup2(mine, self.fd, inheritable=False)
         os.close(mine)
+
+    def join(self) -> None:
+        """Becomes one of those who have the store open."""
         self._join()
 
     def _reopen_path(self) -> str:
         return self._reopen or f"/proc/self/fd/{self.fd}"
 
-    def _join(self) -> None:
+    def _join(self, needs: Callable[[], bool] | None = None, mend: Callable[[], None] | None = None) -> None:
+        """Takes the shared lock; whoever comes first, alone, mends before."""
         deadline = time.monotonic() + _PATIENCE
-        while not _lock(self.fd, fcntl.F_RDLCK, _EVERYBODY):
+        while True:
+            if mend is not None and self.try_alone():
+                mend()
+                self.not_alone()
+                return
+            if _lock(self.fd, fcntl.F_RDLCK, _EVERYBODY):
+                if needs is None or not needs():
+                    return
+                # Whoever was mending died in the middle of it: come in again, alone if possible.
+                _lock(self.fd, fcntl.F_UNLCK, _EVERYBODY)
             if time.monotonic() > deadline:
                 raise StorageInUseError("another process has the store for itself alone; try again when it is done")
             time.sleep(0.002)

@@ -17,8 +17,9 @@ from engram.data.replay_buffers.utils import slots_tensor
 class RowTable:
     """The bytes of the stored rows, and the way in and out of them."""
 
-    def __init__(self, store: _native.Store, layout: RowLayout, mapped: bool) -> None:
-        self._store = store
+    def __init__(self, lanes: Lanes, layout: RowLayout, mapped: bool) -> None:
+        self._lanes = lanes
+        self._store = lanes.store
         self.layout = layout
         self._codec = layout.codec
         self._mapped = mapped
@@ -29,9 +30,18 @@ class RowTable:
         """Bytes of header and rows, used or not."""
         return self._store.total_bytes
 
-    def append(self, lane: int, plan: _native.Plan) -> Tensor:
-        """Writes a checked batch behind the newest row of a lane; returns its time slots, int64 [steps]."""
-        return slots_tensor(self._store.append(lane, plan))
+    def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> _native.Plan:
+        """Checks a batch leaf by leaf, as `RowLayout.plan`."""
+        plan = self.layout.plan(batch, batch_dims, time_dim, extra)
+        if plan.strands != self._store.strands:
+            raise ValueError(
+                f"the batch has {plan.strands} environments, this storage {self._store.strands}; nothing was written"
+            )
+        return plan
+
+    def append(self, plan: _native.Plan) -> Tensor:
+        """Writes a checked batch behind the newest row of this process's lane; returns time slots, int64 [steps]."""
+        return slots_tensor(self._store.append(self._lanes.hold(), plan))
 
     def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
         """Writes a checked batch over rows that exist."""
@@ -53,9 +63,11 @@ class RowTable:
             the batch; positions of rows that were overwritten meanwhile (None: none); positions of slots that hold
             no row (None: none); write numbers (None unless asked for).
         """
+        if self._lanes.asleep:
+            self._lanes.wake()
         if self._fast:
             return self._store.gather(self._codec, slots, shape, extra, self._mapped, numbers)
-        return self._read_slowly(slots, shape or (len(slots),), extra, numbers)
+        return self._read_slowly(slots, (len(slots),) if shape is None else shape, extra, numbers)
 
     def _read_slowly(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, numbers: bool) -> Any:
         if _native.has_exchange():

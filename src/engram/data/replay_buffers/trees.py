@@ -8,7 +8,6 @@ plain TensorDicts and dicts; here is the general way, and here are the errors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -211,18 +210,11 @@ def unflatten(node: Node, leaves: list[Tensor], lead: tuple[int, ...], device: A
     return made if node.kind == "list" else tuple(made)
 
 
-def map_leaves(fn: Callable[..., Any], *objs: Any) -> Any:
-    """Applies `fn` leaf by leaf to batches of one form."""
-    node, first = describe(objs[0], len(objs[0].batch_size) if hasattr(objs[0], "batch_size") else 0)
-    rest = [flatten(node, o) for o in objs[1:]]
-    made = [fn(*parts) for parts in zip([v for _, v in first], *rest, strict=True)]
-    return _rebuild(node, made, objs[0])
-
-
-def _rebuild(node: Node, leaves: list[Any], like: Any) -> Any:
-    lead = tuple(leaves[0].shape[:1]) if leaves and isinstance(leaves[0], Tensor) else ()
-    del like
-    return unflatten(node, leaves, lead, None)
+def with_entry(batch: Any, key: str, value: Any) -> Any:
+    """A shallow copy of a TensorDict, dict or tensorclass with one more entry; what the caller has is not touched."""
+    copy = batch.copy()
+    copy[key] = value
+    return copy
 
 
 def as_tensor(value: Any, path: Path) -> Tensor:

@@ -1,0 +1,10 @@
+"""Which slots to write."""
+
+from engram.data.replay_buffers.writers.base import Writer
+from engram.data.replay_buffers.writers.round_robin import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    TensorDictRoundRobinWriter,
+)
+
+__all__ = ["ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer"]

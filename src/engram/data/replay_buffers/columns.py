@@ -1,0 +1,116 @@
+"""One tensor per key: for a GPU, and for tensors that the user handed over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram.data.replay_buffers import trees
+from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.layout import RowLayout
+
+
+class ColumnTable:
+    """Rows kept as columns `[time, *strands, ...]` on one device. Every call runs under the storage's mutex."""
+
+    def __init__(self, lanes: Lanes, layout: RowLayout, columns: list[Tensor], inner: tuple[int, ...]) -> None:
+        self._lanes = lanes
+        self.layout = layout
+        self._columns = columns
+        self._inner = inner
+        self._device = columns[0].device
+
+    @classmethod
+    def empty(cls, lanes: Lanes, layout: RowLayout, inner: tuple[int, ...], device: torch.device) -> ColumnTable:
+        """Columns with room for every lane."""
+        lead = (lanes.store.lane_capacity, *inner)
+        columns = [torch.zeros((*lead, *x.shape), dtype=x.dtype, device=device) for x in layout.leaves]
+        return cls(lanes, layout, columns, inner)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(c.numel() * c.itemsize for c in self._columns)
+
+    def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> list[Tensor]:
+        """Leaves `[time, *strands, ...]` on the columns' device; errors as `RowLayout.plan`."""
+        if extra is not None:
+            batch = trees.with_entry(batch, *extra)
+        leaves = self.layout.fitting(batch, batch_dims)
+        if batch_dims == 0 or time_dim < 0:
+            leaves = [t.unsqueeze(0) for t in leaves]
+        elif time_dim:
+            leaves = [t.movedim(time_dim, 0) for t in leaves]
+        if len(self._inner) > 1:
+            leaves = [t.reshape(t.shape[0], *self._inner, *t.shape[2:]) for t in leaves]
+        for leaf, t in zip(self.layout.leaves, leaves, strict=True):
+            if tuple(t.shape[1 : 1 + len(self._inner)]) != self._inner:
+                raise ValueError(
+                    f"{trees.show(leaf.path)} has {list(t.shape[1 : 1 + len(self._inner)])} environments, "
+                    f"this storage {list(self._inner)}"
+                )
+        return [t.to(self._device) for t in leaves]
+
+    def append(self, leaves: list[Tensor]) -> Tensor:
+        """Writes behind the newest step; returns time slots, int64 [steps]."""
+        capacity = self._lanes.store.lane_capacity
+        slots = self._lanes.advance(len(leaves[0]))
+        where = slots[-capacity:].to(self._device)
+        for column, leaf in zip(self._columns, leaves, strict=True):
+            column[where] = leaf[-capacity:]
+        return slots
+
+    def overwrite(self, slots: Tensor, leaves: list[Tensor]) -> None:
+        """Writes `leaves` ([n, ...]) over rows that exist."""
+        where = slots.to(self._device)
+        for flat, leaf in zip(self._flat(), leaves, strict=True):
+            flat[where] = leaf
+
+    def read(
+        self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
+        numbers: bool = False,
+    ) -> tuple[Any, list[int] | None, list[int] | None, Tensor | None]:
+        """As `RowTable.read`; nothing is ever overwritten meanwhile."""
+        if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= self._lanes.capacity):
+            raise IndexError(f"a slot lies outside 0 to {self._lanes.capacity - 1}")
+        generation = self._lanes.generations(slots)
+        absent = (generation < 0).nonzero().flatten().tolist()
+        where = slots.to(self._device)
+        lead = (len(slots),) if shape is None else shape
+        leaves = [flat.index_select(0, where) for flat in self._flat()]
+        leaves = [t.reshape(*lead, *x.shape) for t, x in zip(leaves, self.layout.leaves, strict=True)]
+        batch = trees.unflatten(self.layout.root, leaves, lead, self._device)
+        for key, value in (extra or {}).items():
+            batch[key] = value
+        return batch, None, absent or None, generation if numbers else None
+
+    def view(self, start: int, stop: int) -> Any:
+        """Live views of time slots [start, stop)."""
+        leaves = [c[start:stop] for c in self._columns]
+        return trees.unflatten(self.layout.root, leaves, (stop - start, *self._inner), self._device)
+
+    # ---- whole blocks, for checkpoints ----
+    def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """uint8 [strands, stop - start, payload bytes]: packed rows of these write numbers."""
+        slots = torch.arange(start, stop) % self._lanes.store.lane_capacity
+        out = np.empty((self._lanes.strands, stop - start, self.layout.payload_bytes), np.uint8)
+        for column, x in zip(self._columns, self.layout.leaves, strict=True):
+            rows = column[slots.to(self._device)].cpu().reshape(stop - start, self._lanes.strands, *x.shape)
+            raw = rows.contiguous().reshape(stop - start, self._lanes.strands, -1)
+            if x.nbytes:
+                as_bytes = raw.view(torch.uint8).numpy()
+                out[:, :, x.offset : x.offset + x.nbytes] = as_bytes.transpose(1, 0, 2)
+        return out
+
+    def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
+        """Puts packed rows in their places."""
+        slots = (torch.arange(start, start + rows.shape[1]) % self._lanes.store.lane_capacity).to(self._device)
+        for column, x in zip(self._columns, self.layout.leaves, strict=True):
+            part = np.ascontiguousarray(rows[:, :, x.offset : x.offset + x.nbytes].transpose(1, 0, 2))
+            leaf = torch.from_numpy(part).view(x.dtype).reshape(rows.shape[1], *self._inner, *x.shape)
+            column[slots] = leaf.to(self._device)
+
+    def _flat(self) -> list[Tensor]:
+        return [c.flatten(0, len(self._inner)) for c in self._columns]

@@ -1,0 +1,1 @@
+PARTS = ("storage", "sampler", "writer", "generator")

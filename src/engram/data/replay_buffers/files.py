@@ -1,0 +1,145 @@
+"""Making and opening the memory behind a store: private, shared, a temporary file, a file that stays."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engram import _native
+from engram.data.replay_buffers.layout import RowLayout
+from engram.data.replay_buffers.utils import free_memory, human_bytes
+from engram.errors import StorageError
+
+FILE_NAME = "rows.engram"
+
+
+class StoreSize:
+    """How many rows of which layout: what a new store is made from."""
+
+    def __init__(self, layout: RowLayout, lanes: int, lane_capacity: int, strands: int, trailer: bool) -> None:
+        self.layout = layout
+        self.lanes, self.lane_capacity, self.strands, self.trailer = lanes, lane_capacity, strands, trailer
+        self.layout_bytes = layout.to_bytes()
+        self.total_bytes = _native.Store.size_needed(
+            lanes, lane_capacity, strands, layout.payload_bytes, layout.alignment, trailer, len(self.layout_bytes)
+        )
+
+    def create(self, fd: int) -> _native.Store:
+        """A new store in private memory (fd -1) or in a file that has room for it."""
+        return _native.Store.create(
+            fd, self.lanes, self.lane_capacity, self.strands, self.layout.payload_bytes, self.layout.alignment,
+            self.trailer, self.layout_bytes, os.urandom(16),
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        """Size and shape of each key, as it is logged and put into errors."""
+        rows = self.lanes * self.lane_capacity * self.strands
+        keys = ", ".join(
+            f"{'.'.join(map(str, x.path)) or 'tensor'}: {[rows, *x.shape]} {human_bytes(rows * x.nbytes)}"
+            for x in self.layout.leaves
+        )
+        return f"{rows} steps, {human_bytes(self.total_bytes)} ({keys})"
+
+
+def refuse_if_memory_is_short(size: StoreSize) -> None:
+    """A StorageError with the numbers, before anything breaks."""
+    free = free_memory()
+    if free is not None and size.total_bytes > free:
+        raise StorageError(
+            f"not enough memory: the storage needs {human_bytes(size.total_bytes)}, {human_bytes(free)} are free. "
+            f"Use a smaller max_size or LazyMemmapStorage, which keeps its rows in a file. It would hold {size.describe()}"
+        )
+
+
+def open_shared_memory(size: StoreSize) -> int:
+    """A descriptor of memory that processes share and that goes with the last of them."""
+    refuse_if_memory_is_short(size)
+    fd = os.memfd_create("engram", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size.total_bytes)
+    return fd
+
+
+def open_temporary(size: StoreSize) -> int:
+    """A descriptor of an unlinked file in TMPDIR, with its space reserved."""
+    folder = tempfile.gettempdir()
+    handle, path = tempfile.mkstemp(prefix="engram-", dir=folder)
+    os.unlink(path)
+    try:
+        reserve(handle, size, folder)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def reserve(fd: int, size: StoreSize, folder: str | os.PathLike[str]) -> None:
+    """Takes the file's space now: a full disk is an exception here, and not a bus error at some later write."""
+    free = os.statvfs(folder)
+    available = free.f_bavail * free.f_frsize
+    if size.total_bytes > available:
+        raise _disk_full(size, folder, available)
+    try:
+        os.posix_fallocate(fd, 0, size.total_bytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise _disk_full(size, folder, available) from error
+        raise StorageError(f"cannot reserve {human_bytes(size.total_bytes)} in {os.fspath(folder)}: {error}") from error
+
+
+def _disk_full(size: StoreSize, folder: Any, available: int) -> StorageError:
+    return StorageError(
+        f"not enough disk space: the storage needs {human_bytes(size.total_bytes)}, {os.fspath(folder)} has "
+        f"{human_bytes(available)} free. Free some, use a smaller max_size, or another scratch_dir (TMPDIR for temporary "
+        f"files). It would hold {size.describe()}"
+    )
+
+
+def create_named(folder: Path, size: StoreSize, prepare: Any) -> bool:
+    """Makes the store's file whole and then gives it its name; False if somebody else was first.
+
+    `prepare(store)` sets what the header must say before anybody sees the file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _nameless(folder) as (fd, source), _directory(folder) as fd_of_folder:
+        reserve(fd, size, folder)
+        store = size.create(fd)
+        prepare(store)
+        os.fsync(fd)
+        try:
+            # With a directory given, Python calls linkat and follows /proc's link to the nameless file.
+            os.link(source, folder / FILE_NAME, src_dir_fd=fd_of_folder, follow_symlinks=True)
+        except FileExistsError:
+            return False
+        os.fsync(fd_of_folder)
+    return True
+
+
+@contextlib.contextmanager
+def _directory(folder: Path) -> Iterator[int]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _nameless(folder: Path) -> Iterator[tuple[int, str]]:
+    """A new file without a name, and a path that links it; where that is not possible, a temporary name."""
+    try:
+        fd, source, name = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o644), "", None
+        source = f"/proc/self/fd/{fd}"
+    except (OSError, AttributeError):
+        fd, name = tempfile.mkstemp(prefix=".rows-", suffix=".tmp", dir=folder)
+        source = name
+    try:
+        yield fd, source
+    finally:
+        os.close(fd)
+        if name is not None:
+            os.unlink(name)

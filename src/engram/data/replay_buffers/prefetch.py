@@ -1,0 +1,119 @@
+"""Batches prepared by threads while the caller trains."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from engram.data.replay_buffers.reading import Reader
+
+_live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
+
+
+class _Prepared(NamedTuple):
+    future: Future[tuple[Any, dict[str, Any]]]
+    sampler: dict[str, Any]  # the sampler's state before this draw
+    generator: torch.Tensor | None
+    last: bool
+
+
+class Prefetcher:
+    """Keeps up to `depth` batches ready.
+
+    Draws are made in order, by the caller's thread, when a batch is scheduled; threads then read, collate and
+    transform. So the batches are those that one would get without prefetching.
+    """
+
+    def __init__(self, reader: Reader, depth: int, generator: torch.Generator | None) -> None:
+        self._reader = reader
+        self._depth = depth
+        self._generator = generator
+        self._queue: deque[_Prepared] = deque()
+        self._batch_size: int | None = None
+        self._threads = ThreadPoolExecutor(depth, thread_name_prefix="engram-prefetch")
+        _live.add(self)
+
+    def next(self, n: int) -> tuple[Any, dict[str, Any], bool]:
+        """The next batch, its info, and whether it is the last of its epoch.
+
+        Raises: what reading it raised.
+        """
+        with self._reader.lock:
+            if n != self._batch_size:
+                self.drop()
+                self._batch_size = n
+            if not self._queue:
+                self._schedule()
+            prepared = self._queue.popleft()
+            try:
+                batch, info = prepared.future.result()
+            except BaseException:
+                self.drop()
+                raise
+            self._fill()
+        return batch, info, prepared.last
+
+    def _fill(self) -> None:
+        while len(self._queue) < self._depth:
+            try:
+                self._schedule()
+            except Exception:
+                # Nothing to draw any more: the caller gets the error when it asks for this batch.
+                return
+
+    def _schedule(self) -> None:
+        assert self._batch_size is not None
+        sampler = self._reader.sampler.state_dict()
+        generator = None if self._generator is None else self._generator.get_state()
+        ticket = self._reader.draw(self._batch_size)
+        future = self._threads.submit(self._reader.fetch, ticket, True)
+        self._queue.append(_Prepared(future, sampler, generator, ticket.last))
+
+    def drop(self) -> None:
+        """Forgets what was prepared; the sampler is where it was before."""
+        with self._reader.lock:
+            if not self._queue:
+                return
+            oldest = self._queue[0]
+            for prepared in self._queue:
+                if not prepared.future.cancel():
+                    prepared.future.exception()  # wait: it reads from the storage
+            self._queue.clear()
+            self._rewind(oldest)
+
+    def _rewind(self, to: _Prepared) -> None:
+        self._reader.sampler.load_state_dict(to.sampler)
+        if self._generator is not None and to.generator is not None:
+            self._generator.set_state(to.generator)
+
+    def states(self) -> tuple[dict[str, Any] | None, torch.Tensor | None]:
+        """States of sampler and generator before the oldest batch that nobody has got yet; None: as they are."""
+        with self._reader.lock:
+            if not self._queue:
+                return None, None
+            return self._queue[0].sampler, self._queue[0].generator
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.drop()
+        self._threads.shutdown(wait=True)
+
+    def after_fork(self) -> None:
+        """In a child: the threads are the parent's."""
+        self._threads = ThreadPoolExecutor(self._depth, thread_name_prefix="engram-prefetch")
+        if self._queue:
+            self._rewind(self._queue[0])
+        self._queue.clear()
+
+
+def _after_fork() -> None:
+    for prefetcher in list(_live):
+        prefetcher.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,95 @@
+"""Sessions of a store that outlives its processes: what is synced when, and what `open` mends.
+
+docs/memory-model.md, "Power loss", has the reasons.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from engram import _native
+from engram.data.replay_buffers.files import FILE_NAME
+from engram.data.replay_buffers.locks import LaneLocks
+from engram.data.replay_buffers.utils import boot_id
+from engram.errors import StorageError
+
+_log = logging.getLogger("engram")
+
+
+class Session:
+    """One process's use of a named store, from `open` to `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / FILE_NAME
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})") from None
+        try:
+            self.store = _native.Store.open(fd, os.fstat(fd).st_size)
+        except (RuntimeError, ValueError) as error:
+            os.close(fd)
+            raise StorageError(f"{path} cannot be opened: {error}") from error
+        self.dropped = 0
+        self._wrote = False
+        self.locks = LaneLocks(fd, str(path.absolute()), needs=self._needs_mending, mend=self._mend)
+        if self.dropped:
+            _log.warning("%s: %d rows that a power cut had torn were dropped", path, self.dropped)
+
+    def on_take(self, lane: int) -> None:
+        """Before the first write to a lane: from here on an unclean stop of the machine means a scan."""
+        self._wrote = True
+        self.store.raise_term(lane)
+        self.store.boot_id = boot_id()
+        self.store.clean = False
+        self.store.sync_header()
+
+    def flush(self) -> None:
+        """Every row appended so far survives a power cut, until it is overwritten."""
+        published = [self.store.lane(i)["published"] for i in range(self.store.lanes)]
+        os.fsync(self.locks.fd)
+        self.store.mark_durable(published)
+        self.store.sync_header()
+
+    def close(self) -> None:
+        """Marks the store clean if nobody else has it open."""
+        if self._wrote:
+            self.flush()
+            if self.locks.try_alone():
+                self.store.clean = True
+                self.store.sync_header()
+        self._wrote = False
+
+    # ---- when nobody else has the store open ----
+    def _needs_mending(self) -> bool:
+        s = self.store
+        return s.edits % 2 == 1 or s.interrupted or self._machine_stopped()
+
+    def _machine_stopped(self) -> bool:
+        s = self.store
+        return not s.clean and s.boot_id not in (boot_id(), bytes(16))
+
+    def _mend(self) -> None:
+        self.store.mend()
+        if self.store.interrupted or self.store.edits % 2:
+            self.store.finish_interrupted()
+        if self._machine_stopped():
+            self.dropped = self.store.recover()
+            os.fsync(self.store.fd)
+            self.store.boot_id = boot_id()
+            self.store.sync_header()
+
+
+def open_session(folder: Path) -> Session:
+    """Opens the store in a folder.
+
+    Raises:
+        StorageError: there is none, or its file is damaged.
+        StorageInUseError: somebody is alone with it for a long time.
+    """
+    if not folder.is_dir():
+        raise StorageError(f"there is no folder {folder}")
+    return Session(folder)
+

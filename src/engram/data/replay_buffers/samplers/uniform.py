@@ -1,0 +1,138 @@
+"""Uniform sampling, with and without replacement."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+
+from engram import _native
+from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler
+from engram.data.replay_buffers.utils import slots_tensor
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.lanes import Lanes
+    from engram.data.replay_buffers.storages.base import Storage
+
+
+class RandomSampler(Sampler):
+    """Uniform over everything stored, with replacement.
+
+    Example:
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=3)
+        >>> _ = rb.extend(torch.arange(5))
+        >>> rb.sample().shape
+        torch.Size([3])
+    """
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        lanes = storage.lanes
+        slots = None if lanes is None else lanes.uniform(self.draw_seed(), batch_size)
+        if slots is None:
+            raise RuntimeError(f"{EMPTY} Add or extend it first.")
+        return (storage.outward(slots) if storage.ndim > 1 else slots), {}
+
+
+class SamplerWithoutReplacement(Sampler):
+    """Epochs: every stored step once, then all over again.
+
+    Rows appended during an epoch join the next one; rows overwritten meanwhile are skipped. The order is a
+    pseudorandom permutation that needs no memory of the size of the data.
+
+    Args:
+        drop_last: leave out a last batch that is not full.
+        shuffle: in random order; else in the order of slots.
+
+    Example:
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=4)
+        >>> _ = rb.extend(torch.arange(10))
+        >>> [len(batch) for batch in rb]
+        [4, 4, 2]
+    """
+
+    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+        super().__init__()
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self._epoch: dict[str, Any] | None = None  # key, ranges, position, incarnation: all that is saved
+        self._walk: _native.EpochWalk | None = None
+        self._ran_out = False
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        lanes = storage.lanes
+        if lanes is None or not len(lanes):
+            raise RuntimeError(f"{EMPTY} Add or extend it first.")
+        if self.drop_last and batch_size > len(lanes):
+            raise ValueError(
+                f"batch_size={batch_size} is larger than the {len(lanes)} stored steps, and drop_last leaves out batches "
+                "that are not full; sample fewer"
+            )
+        for _ in range(100):  # an epoch can be over before it gave a row, when writers overwrite all of it
+            self._begin_if_needed(lanes)
+            assert self._epoch is not None and self._walk is not None
+            made, position = self._walk.take(lanes.store, self._epoch["position"], batch_size)
+            slots = slots_tensor(made)
+            self._epoch["position"] = position
+            self._ran_out = self._over(lanes, batch_size)
+            if self._ran_out:
+                self._epoch = self._walk = None
+            if len(slots) and not (self.drop_last and len(slots) < batch_size):
+                return (storage.outward(slots) if storage.ndim > 1 else slots), {}
+        raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
+
+    def _begin_if_needed(self, lanes: Lanes) -> None:
+        epoch = self._epoch
+        if epoch is not None and epoch["incarnation"] != lanes.store.incarnation:
+            epoch = None
+        if epoch is None:
+            ranges = [[s["first"], s["published"] - s["first"]] for s in lanes.states()]
+            key = int(self.draw_seed()) if self.shuffle else 0
+            epoch = {"key": key, "ranges": ranges, "position": 0, "incarnation": lanes.store.incarnation}
+            self._walk = None
+        if self._walk is None:
+            ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]
+            self._walk = _native.EpochWalk(lanes.store, epoch["key"], self.shuffle, ranges)
+        self._epoch = epoch
+
+    def _over(self, lanes: Lanes, batch_size: int) -> bool:
+        """Whether nothing (or, with drop_last, no full batch) is left of the epoch."""
+        assert self._walk is not None and self._epoch is not None
+        left = len(self._walk) - self._epoch["position"]
+        if left >= batch_size and not self._some_overwritten(lanes):
+            return False
+        found, _ = self._walk.take(lanes.store, self._epoch["position"], batch_size if self.drop_last else 1)
+        return len(slots_tensor(found)) < (batch_size if self.drop_last else 1)
+
+    def _some_overwritten(self, lanes: Lanes) -> bool:
+        assert self._epoch is not None
+        return any(lanes.store.lane(i)["first"] > r[0] for i, r in enumerate(self._epoch["ranges"]))
+
+    def empty(self) -> None:
+        self._epoch = self._walk = None
+        self._ran_out = False
+
+    @property
+    def ran_out(self) -> bool:
+        return self._ran_out
+
+    def state_dict(self) -> dict[str, Any]:
+        epoch = None if self._epoch is None else {**self._epoch, "ranges": [list(r) for r in self._epoch["ranges"]]}
+        return {"epoch": epoch, "ran_out": self._ran_out, "shuffle": self.shuffle, "drop_last": self.drop_last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("shuffle", "drop_last"):
+            if state[name] != getattr(self, name):
+                raise ValueError(f"the saved sampler has {name}={state[name]}, this one {getattr(self, name)}")
+        self._epoch, self._walk = state["epoch"], None
+        self._ran_out = bool(state["ran_out"])
+
+    def adopt(self, incarnation: int, shifts: list[int]) -> None:
+        """After `loads`: the epoch goes on in a store that counts anew."""
+        if self._epoch is not None:
+            ranges = [[first - shift, rows] for (first, rows), shift in zip(self._epoch["ranges"], shifts, strict=False)]
+            self._epoch = {**self._epoch, "incarnation": incarnation, "ranges": ranges}
+            self._walk = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
+
+

@@ -1,0 +1,256 @@
+"""What every storage does: hold rows, hand them out, say how many there are."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engram.data.replay_buffers.indexing import Selection, outward, select
+from engram.data.replay_buffers.lanes import Lanes
+
+log = logging.getLogger("engram")
+
+_live: weakref.WeakSet[Storage] = weakref.WeakSet()
+
+
+class Rows(NamedTuple):
+    """What a read by slots gave.
+
+    batch: the rows; positions in `gone` were overwritten while they were copied, those in `absent` hold no row;
+    `generation` is each row's write number, if it was asked for.
+    """
+
+    batch: Any
+    gone: list[int] | None = None
+    absent: list[int] | None = None
+    generation: Tensor | None = None
+
+
+class Checked(NamedTuple):
+    """A batch that fits the storage and can be written: `steps` time steps."""
+
+    steps: int
+    data: Any
+
+
+class Storage(abc.ABC):
+    """Holds rows.
+
+    Samplers ask `lanes` what exists and `read` for rows; writers hand a `check`ed batch to `append` or `overwrite`.
+    """
+
+    ndim: int = 1
+
+    def __init__(self, max_size: int | None, checkpointer: Any = None) -> None:
+        if max_size is not None and (isinstance(max_size, bool) or int(max_size) != max_size or max_size < 1):
+            raise ValueError(f"max_size must be a positive integer, got {max_size!r}")
+        self._max_size = None if max_size is None else int(max_size)
+        self._checkpointer = checkpointer
+        self._attached: list[Any] = []
+        self.mutex = threading.RLock()
+        _live.add(self)
+
+    # ---- facts ----
+    @property
+    def max_size(self) -> int | None:
+        """The number of steps that fit; None: no limit."""
+        return self._max_size
+
+    @property
+    @abc.abstractmethod
+    def lanes(self) -> Lanes | None:
+        """Counters of what is stored; None before the first write of a storage that is made then."""
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The shape of the strands: `()` with ndim=1, `(envs,)` with ndim=2."""
+        return ()
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the storage, used or not; 0 before the first write."""
+
+    @property
+    @abc.abstractmethod
+    def _storage(self) -> Any:
+        """The stored data as a live view."""
+
+    @property
+    def _is_full(self) -> bool:
+        return self.lanes is not None and self.lanes.is_full
+
+    def __len__(self) -> int:
+        return 0 if self.lanes is None else len(self.lanes)
+
+    # ---- the write path: check, then append or overwrite ----
+    @abc.abstractmethod
+    def check(self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None) -> Checked:
+        """Checks a batch (or one step, `single`) leaf by leaf; nothing moves. Makes the storage at the first call.
+
+        `time_dim` says which batch dimension is time. With `index_key` each row also stores its own index there.
+
+        Raises:
+            ValueError, TypeError: the batch does not fit; the message names the leaf.
+            StorageError: the storage cannot be made.
+        """
+
+    @abc.abstractmethod
+    def append(self, checked: Checked) -> Tensor:
+        """Writes behind the newest row; returns slots, int64 [steps * strands] in the order of time."""
+
+    @abc.abstractmethod
+    def overwrite(self, slots: Tensor, items: Any) -> None:
+        """Writes items over stored rows, for which the storage must be used by nobody else."""
+
+    # ---- the read path ----
+    @abc.abstractmethod
+    def read(
+        self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
+        numbers: bool = False,
+    ) -> Rows:
+        """Copies the rows of slots (int64 [n]) out; `extra` entries are added at the root of the batch."""
+
+    def get(self, index: Any) -> Any:
+        """The rows at an index, copied.
+
+        Raises:
+            IndexError: a step that has not been written.
+        """
+        if self.lanes is None or not len(self.lanes):
+            return self._get_from_nothing(index)
+        for _ in range(100):
+            selection = select(self.lanes.store, index, self.inner)
+            with self.mutex:
+                rows = self._read_shaped(selection)
+            if rows.absent is not None:
+                slot = int(selection.slots[rows.absent[0]])
+                raise IndexError(f"index {slot} has not been written; {len(self)} steps are stored")
+            if rows.gone is None:
+                return rows.batch
+        raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
+
+    def _read_shaped(self, selection: Selection) -> Rows:
+        return self.read(selection.slots, selection.shape)
+
+    def _get_from_nothing(self, index: Any) -> Any:
+        raise IndexError(f"index {index!r}: nothing has been written to this storage yet")
+
+    def set(self, index: Any, items: Any) -> None:
+        """Replaces stored rows.
+
+        Raises:
+            IndexError: a step that has not been written.
+            StorageInUseError: another process has the storage open.
+        """
+        if self.lanes is None:
+            raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
+        selection = select(self.lanes.store, index, self.inner)
+        with self.lanes.alone("changing stored rows"):
+            self._set(selection, items)
+
+    def _set(self, selection: Selection, items: Any) -> None:
+        self.overwrite(selection.slots, items if selection.shape == () else _flat(items, len(selection.shape)))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.get(index)
+
+    def __setitem__(self, index: Any, items: Any) -> None:
+        self.set(index, items)
+
+    def outward(self, slots: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Slots as users see them."""
+        return outward(slots, self.inner)
+
+    # ---- life ----
+    def empty(self, reset_count: bool = True) -> None:
+        """Forgets every row; the cursor is 0.
+
+        Raises:
+            StorageInUseError: another process has the storage open.
+        """
+        if self.lanes is not None:
+            with self.lanes.alone("empty"):
+                self.lanes.store.empty(reset_count)
+
+    def attach(self, buffer: Any) -> None:
+        """Notes that a buffer uses this storage."""
+        if not any(b is buffer for b in self._attached):
+            self._attached.append(buffer)
+
+    def flush(self) -> None:
+        """Rows appended so far survive a power cut, where the storage outlives its processes."""
+
+    def release(self) -> None:
+        """Gives this process's lane back, for another process to take."""
+        if self.lanes is not None:
+            self.lanes.release()
+
+    def close(self) -> None:
+        """Ends the use of the storage by this object."""
+        self.release()
+
+    # ---- checkpoints ----
+    @property
+    def checkpointer(self) -> Any:
+        """What encodes this storage for disk; may be assigned."""
+        if self._checkpointer is None:
+            self._checkpointer = self._default_checkpointer()
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, checkpointer: Any) -> None:
+        self._checkpointer = checkpointer
+
+    @abc.abstractmethod
+    def _default_checkpointer(self) -> Any: ...
+
+    def register_save_hook(self, hook: Callable[..., Any]) -> None:
+        """Adds a callable that storages' checkpointers apply to what is saved."""
+        self.checkpointer.register_save_hook(hook)
+
+    def register_load_hook(self, hook: Callable[..., Any]) -> None:
+        """Adds a callable that storages' checkpointers apply to what is loaded."""
+        self.checkpointer.register_load_hook(hook)
+
+    def after_fork(self) -> None:
+        """In a child: mutexes that no thread of the parent holds."""
+        self.mutex = threading.RLock()
+        if self.lanes is not None:
+            self.lanes.mutex = self.mutex
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim})"
+
+
+def _flat(items: Any, dims: int) -> Any:
+    """Items with their first `dims` dimensions made one."""
+    if dims <= 1:
+        return items
+    if isinstance(items, Tensor):
+        return items.flatten(0, dims - 1)
+    if hasattr(items, "batch_size"):
+        return items.reshape(-1)
+    if isinstance(items, dict):
+        return {k: _flat(v, dims) for k, v in items.items()}
+    if isinstance(items, list | tuple):
+        return type(items)(_flat(v, dims) for v in items)
+    return torch.as_tensor(items).flatten(0, dims - 1)
+
+
+def _after_fork() -> None:
+    for storage in list(_live):
+        storage.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+__all__ = ["Checked", "Rows", "Storage"]

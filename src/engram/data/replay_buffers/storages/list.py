@@ -1,0 +1,216 @@
+"""Any objects, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from engram.data.replay_buffers.indexing import Selection
+from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
+
+_NO_LIMIT = 1 << 40
+
+
+class ListStorage(Storage):
+    """Keeps any objects in a list.
+
+    Args:
+        max_size: items that fit; without limit if None.
+
+    Example:
+        >>> storage = ListStorage(10)
+        >>> rb = ReplayBuffer(storage=storage, collate_fn=lambda items: items)
+        >>> rb.extend(["a", {"b": 1}])
+        tensor([0, 1])
+        >>> rb[:]
+        ['a', {'b': 1}]
+    """
+
+    def __init__(self, max_size: int | None = None, *, checkpointer: Any = None) -> None:
+        super().__init__(max_size, checkpointer)
+        self._items: list[Any] = []
+        self._start(max_size)
+
+    def _start(self, max_size: int | None) -> None:
+        self._lanes = Lanes.in_memory(max_size or _NO_LIMIT)
+        self._lanes.mutex = self.mutex
+
+    def limit(self, max_size: int) -> None:
+        """Gives an empty storage without limit a size."""
+        if self._max_size is not None or self._items:
+            raise ValueError(f"the storage has {len(self)} items and max_size={self._max_size}: too late for a limit")
+        self._max_size = max_size
+        self._start(max_size)
+
+    @property
+    def lanes(self) -> Lanes:
+        return self._lanes
+
+    @property
+    def _storage(self) -> list[Any]:
+        return self._items
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(item) for item in self._items)
+
+    def check(self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None) -> Checked:
+        rows = [items] if single else _split(items, time_dim)
+        if not rows:
+            raise ValueError("nothing to add: the batch has no items")
+        if index_key is not None:
+            slots = self._lanes.next_slots(len(rows))
+            rows = [_with_index(row, index_key, slot) for row, slot in zip(rows, slots, strict=True)]
+        # A copy: what the caller does to its own object later must not change what is stored.
+        return Checked(len(rows), [copied(row) for row in rows])
+
+    def append(self, checked: Checked) -> Tensor:
+        slots = self._lanes.advance(checked.steps)
+        for slot, item in zip(slots.tolist(), checked.data, strict=True):
+            if slot < len(self._items):
+                self._items[slot] = item
+            else:
+                self._items.append(item)
+        return slots
+
+    def overwrite(self, slots: Tensor, items: Any) -> None:
+        for slot, item in zip(slots.tolist(), items, strict=True):
+            self._items[slot] = copied(item)
+
+    def _set(self, selection: Selection, items: Any) -> None:
+        rows = [items] if selection.shape == () else _split(items, 0)
+        if len(rows) != len(selection.slots):
+            raise ValueError(f"{len(selection.slots)} items are indexed, {len(rows)} given; nothing was written")
+        self.overwrite(selection.slots, rows)
+
+    def read(
+        self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
+        numbers: bool = False,
+    ) -> Rows:
+        """The items themselves, as a list; `extra` is for batches and ignored."""
+        with self.mutex:
+            found = slots.tolist()
+            if found and (min(found) < 0 or max(found) >= len(self._items)):
+                raise IndexError(f"an index lies outside the {len(self._items)} stored items: {found}")
+            generation = self._lanes.generations(slots) if numbers else None
+            return Rows([self._items[i] for i in found], generation=generation)
+
+    def _read_shaped(self, selection: Selection) -> Rows:
+        items = [copied(item) for item in self.read(selection.slots).batch]
+        return Rows(items[0] if selection.shape == () else items)
+
+    def _get_from_nothing(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return []
+        return super()._get_from_nothing(index)
+
+    def empty(self, reset_count: bool = True) -> None:
+        super().empty(reset_count)
+        with self.mutex:
+            self._items.clear()
+
+    # ---- checkpoints: the ItemSource and ItemSink that a checkpointer sees ----
+    def _default_checkpointer(self) -> Any:
+        from engram.data.replay_buffers.checkpointers.list import ListStorageCheckpointer
+
+        return ListStorageCheckpointer()
+
+    def items(self) -> list[Any]:
+        """The items in the order of slots."""
+        with self.mutex:
+            return list(self._items)
+
+    def counters(self) -> dict[str, Any]:
+        """Counters as JSON."""
+        lane = self._lanes.store.lane(0)
+        kept = {k: lane[k] for k in ("published", "origin", "seams")}
+        size = self._max_size or _NO_LIMIT
+        return {"lane_capacity": size, "strands": 1, "lanes": [{**kept, "base": max(lane["base"], lane["first"])}]}
+
+    def check_restore(self, items: list[Any], counters: dict[str, Any]) -> None:
+        """A ValueError where the items do not fit."""
+        if self._max_size is not None and len(items) > self._max_size:
+            raise ValueError(f"the checkpoint does not fit: room for {self._max_size} items here, {len(items)} there")
+
+    def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
+        """Replaces everything by what was saved."""
+        self.check_restore(items, counters)
+        lane, store = counters["lanes"][0], self._lanes.store
+        with self._lanes.alone("loads"):
+            same = counters["lane_capacity"] == store.lane_capacity
+            rows = lane["published"] - lane["base"]
+            if not same:  # oldest first, from slot 0 on
+                first = lane["base"] % counters["lane_capacity"]
+                items = items[first:] + items[:first]
+            shift = 0 if same else lane["base"]
+            store.begin_restore()
+            self._items[:] = items
+            store.restore_lane(0, lane["published"] - shift - rows, lane["published"] - shift,
+                               (lane["origin"] - shift) % (1 << 64), [s - shift for s in lane["seams"] if s > lane["base"]])
+            store.end_restore()
+
+
+def copied(item: Any) -> Any:
+    """A copy of an item's tensors and containers; other objects are what they are."""
+    if isinstance(item, Tensor):
+        return item.detach().clone()
+    if isinstance(item, TensorDictBase) or hasattr(type(item), "_from_tensordict"):
+        return item.clone()
+    if type(item) is dict:
+        return {k: copied(v) for k, v in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(copied(v) for v in item)
+    if hasattr(item, "copy") and type(item).__module__ == "numpy":
+        return item.copy()
+    return item
+
+
+def _split(items: Any, time_dim: int) -> list[Any]:
+    """A batch as items: lists item by item, tensors and TensorDicts along time, pytrees leaf by leaf."""
+    if isinstance(items, list):
+        return items
+    if isinstance(items, Tensor | TensorDictBase) or hasattr(type(items), "_from_tensordict"):
+        return list(items.unbind(time_dim))
+    if isinstance(items, dict):
+        parts = {k: _split(v, time_dim) for k, v in items.items()}
+        _same_length(parts)
+        return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
+    if isinstance(items, tuple):
+        parts = {i: _split(v, time_dim) for i, v in enumerate(items)}
+        _same_length(parts)
+        return list(zip(*parts.values(), strict=True))
+    try:
+        return list(items)
+    except TypeError:
+        raise TypeError(f"extend takes a batch or a list of items, found a {type(items).__name__}; use add") from None
+
+
+def _same_length(parts: dict[Any, list[Any]]) -> None:
+    sizes = {k: len(v) for k, v in parts.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the parts of the batch have different lengths: {sizes}; nothing was written")
+
+
+def _with_index(item: Any, key: str, slot: Tensor) -> Any:
+    if isinstance(item, TensorDictBase | dict) or hasattr(type(item), "_from_tensordict"):
+        copy = item.copy()
+        copy[key] = slot
+        return copy
+    return item
+
+
+def _nbytes(item: Any) -> int:
+    if isinstance(item, Tensor):
+        return item.numel() * item.itemsize
+    if isinstance(item, TensorDictBase):
+        return sum(_nbytes(v) for v in item.values())
+    if isinstance(item, dict):
+        return sum(_nbytes(v) for v in item.values())
+    if isinstance(item, list | tuple):
+        return sum(_nbytes(v) for v in item)
+    return 0
+
+

@@ -1,0 +1,195 @@
+"""Packed rows in a mapped file: larger than memory, and with a `scratch_dir` longer-lived than the process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from engram.data.replay_buffers.files import FILE_NAME, StoreSize, create_named, open_temporary
+from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.layout import RowLayout
+from engram.data.replay_buffers.locks import LaneLocks
+from engram.data.replay_buffers.recovery import Session, open_session
+from engram.data.replay_buffers.rows import RowTable
+from engram.data.replay_buffers.storages.base import log
+from engram.data.replay_buffers.storages.sharing import share_descriptor, store_of_descriptor
+from engram.data.replay_buffers.storages.table import TableStorage
+from engram.data.replay_buffers.utils import boot_id
+from engram.errors import StorageError
+
+
+class LazyMemmapStorage(TableStorage):
+    """Packed rows in a mapped file, made at the first write.
+
+    Without `scratch_dir` the file is temporary (in TMPDIR) and goes with the last process that has it open. With
+    `scratch_dir` the rows outlive the process: `LazyMemmapStorage.open(dir)` gives them back after a normal exit, a
+    crash or `kill -9`, with length, cursor and write count, and goes on writing where they stopped. After a power
+    cut every row that comes back is whole and in its place; rows flushed and not overwritten since are there.
+
+    Args:
+        max_size: steps that fit. With `ndim=2` it is rounded up to whole rows of environments.
+        scratch_dir: a folder for the file.
+        ndim: batch dimensions of the data; the last one is time.
+        existsok: open the store that is in `scratch_dir` instead of refusing it.
+        lanes: how many processes may append.
+
+    Raises:
+        StorageError: there is a store in `scratch_dir` already; or, at the first write and with the numbers, the
+            disk cannot hold it.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tensordict import TensorDict
+        >>> folder = tempfile.mkdtemp()
+        >>> rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=folder))
+        >>> _ = rb.extend(TensorDict({"x": torch.arange(6.0)}, [6]))
+        >>> rb.storage.close()
+        >>> again = LazyMemmapStorage.open(folder)
+        >>> len(again), again[-1]["x"]
+        (6, tensor(5.))
+    """
+
+    def __init__(
+        self,
+        max_size: int | None,
+        scratch_dir: str | os.PathLike[str] | None = None,
+        ndim: int = 1,
+        existsok: bool = False,
+        lanes: int = 1,
+        *,
+        checkpointer: Any = None,
+    ) -> None:
+        super().__init__(max_size, ndim, checkpointer, lanes)
+        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self._session: Session | None = None
+        self.dropped = 0
+        if self.scratch_dir is not None and (self.scratch_dir / FILE_NAME).exists():
+            if not existsok:
+                raise StorageError(
+                    f"{self.scratch_dir} holds a store already, which is never overwritten by accident: open it with "
+                    "LazyMemmapStorage.open(...) or existsok=True, or choose another scratch_dir"
+                )
+            self._open()
+        elif max_size is None:
+            raise ValueError("max_size must be given")
+
+    @classmethod
+    def open(cls, scratch_dir: str | os.PathLike[str], *, checkpointer: Any = None) -> LazyMemmapStorage:
+        """The store in a folder, as it was left.
+
+        Raises:
+            StorageError: there is none, or its file is damaged.
+        """
+        folder = Path(scratch_dir)
+        if not (folder / FILE_NAME).exists():
+            raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})")
+        return cls(None, scratch_dir=folder, existsok=True, checkpointer=checkpointer)
+
+    # ---- making and opening ----
+    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable]:
+        strands = 1
+        for d in self._inner:
+            strands *= d
+        size = StoreSize(layout, self._n_lanes, lane_capacity, strands, trailer=self.scratch_dir is not None)
+        if self.scratch_dir is None:
+            fd = open_temporary(size)
+            log.info("mapped storage in a temporary file: %s", size.describe())
+            store = size.create(fd)
+            store.advise_random()
+            lanes = Lanes(store, LaneLocks(fd))
+            return lanes, RowTable(lanes, layout, mapped=True)
+        with_extras = _Extras(size, self._inner, self.ndim)
+        if create_named(self.scratch_dir, with_extras.size, _start_header):
+            log.info("mapped storage in %s: %s", self.scratch_dir, size.describe())
+        return self._join(layout)
+
+    def _join(self, layout: RowLayout | None) -> tuple[Lanes, RowTable]:
+        """Opens the file, whoever made it; its layout must be this one."""
+        assert self.scratch_dir is not None
+        self._session = session = open_session(self.scratch_dir)
+        self.dropped = session.dropped
+        try:
+            made = json.loads(session.store.layout)
+            found = RowLayout.from_json(made)
+            inner, ndim = tuple(int(d) for d in made["inner"]), int(made["ndim"])
+            different = [] if layout is None else layout.differences(found)
+        except (ValueError, KeyError, TypeError) as error:
+            session.locks.close()
+            raise StorageError(f"{self.scratch_dir / FILE_NAME} has no readable layout: {error}") from error
+        if layout is None:
+            self.ndim, self._inner = ndim, inner
+        elif different or inner != self._inner:
+            session.locks.close()
+            raise StorageError(f"another process made a different store in {self.scratch_dir}: {'; '.join(different)}")
+        if layout is not None:
+            found.root = layout.root  # it may know a tensorclass, which no file names
+        session.store.advise_random()
+        lanes = Lanes(session.store, session.locks, on_take=session.on_take)
+        return lanes, RowTable(lanes, found, mapped=True)
+
+    def _open(self) -> None:
+        asked = self._max_size
+        lanes, table = self._join(None)
+        self._n_lanes = lanes.store.lanes
+        if asked is not None and lanes.capacity not in range(asked, asked + self._n_lanes * lanes.strands):
+            assert lanes.locks is not None
+            lanes.locks.close()
+            raise StorageError(
+                f"the store in {self.scratch_dir} has room for {lanes.capacity} steps, max_size={asked} was asked for"
+            )
+        lanes.mutex = self.mutex
+        self._lanes, self._table = lanes, table
+        self._max_size = self._asked_size = lanes.capacity
+
+    # ---- life ----
+    def flush(self) -> None:
+        """Rows appended so far survive a power cut. Costs a sync of the disk."""
+        if self._session is not None:
+            self._session.flush()
+
+    def close(self) -> None:
+        """Syncs the rows and ends the use of the store; what was written is there for `open`."""
+        if self._lanes is None:
+            return
+        with self.mutex:
+            if self._session is not None:
+                self._session.close()
+            self._lanes.close()
+            self._lanes = self._table = self._session = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._lanes is None or self._lanes.locks is None:
+            raise TypeError("write the first batch to the storage before sending it to another process")
+        state: dict[str, Any] = {"inner": self._inner, "ndim": self.ndim}
+        if self.scratch_dir is not None:
+            return {**state, "scratch_dir": str(self.scratch_dir.absolute())}
+        return {**state, "descriptor": share_descriptor(self._lanes.locks.fd)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "scratch_dir" in state:
+            self.__init__(None, scratch_dir=state["scratch_dir"], existsok=True)  # type: ignore[misc]
+            return
+        store, locks, layout = store_of_descriptor(state["descriptor"])
+        self.__init__(store.lanes * store.lane_capacity, ndim=state["ndim"])  # type: ignore[misc]
+        store.advise_random()
+        lanes = Lanes(store, locks)
+        lanes.mutex = self.mutex
+        self._n_lanes, self._inner, self._lanes = store.lanes, state["inner"], lanes
+        self._table = RowTable(lanes, layout, mapped=True)
+        self._max_size = self._asked_size = lanes.capacity
+
+
+class _Extras:
+    """The size of a named store, whose layout also says how its dimensions are meant."""
+
+    def __init__(self, size: StoreSize, inner: tuple[int, ...], ndim: int) -> None:
+        made = {**json.loads(size.layout_bytes), "inner": list(inner), "ndim": ndim}
+        size.layout_bytes = json.dumps(made, separators=(",", ":")).encode()
+        self.size = size
+
+
+def _start_header(store: Any) -> None:
+    store.boot_id = boot_id()
+    store.clean = True  # nothing in it yet

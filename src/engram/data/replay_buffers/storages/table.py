@@ -1,0 +1,360 @@
+"""What storages with a fixed layout share: the first batch decides it, and a table holds the rows."""
+
+from __future__ import annotations
+
+import abc
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram.data.replay_buffers import trees
+from engram.data.replay_buffers.columns import ColumnTable
+from engram.data.replay_buffers.indexing import Selection
+from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.layout import LeafSpec, RowLayout
+from engram.data.replay_buffers.rows import RowTable, expand_slots
+from engram.data.replay_buffers.storages.base import Checked, Rows, Storage, _flat
+from engram.data.replay_buffers.trees import Node
+
+
+class TableStorage(Storage):
+    """A storage whose rows all have one layout."""
+
+    def __init__(self, max_size: int | None, ndim: int, checkpointer: Any = None, lanes: int = 1) -> None:
+        super().__init__(max_size, checkpointer)
+        if ndim < 1:
+            raise ValueError(f"ndim must be at least 1, got {ndim}")
+        if lanes < 1 or (lanes > 1 and ndim > 1):
+            raise ValueError(f"lanes must be at least 1, and 1 with ndim={ndim}: got {lanes}")
+        self.ndim = ndim
+        self._n_lanes = lanes
+        if self._max_size is not None:
+            self._max_size = math.ceil(self._max_size / lanes) * lanes
+        self._asked_size = self._max_size
+        self._inner: tuple[int, ...] = ()
+        self._first_inner: tuple[int, ...] | None = None  # the strands of a first batch with several strand dimensions
+        self._lanes: Lanes | None = None
+        self._table: RowTable | ColumnTable | None = None
+        self._making = threading.Lock()
+
+    @abc.abstractmethod
+    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
+        """Takes the memory. Raises StorageError, with the numbers, where there is not enough."""
+
+    # ---- facts ----
+    @property
+    def lanes(self) -> Lanes | None:
+        return self._lanes
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        return self._inner
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._table is None else self._table.nbytes
+
+    @property
+    def layout(self) -> RowLayout | None:
+        """Keys, shapes and dtypes of a stored step; None before the first write."""
+        return None if self._table is None else self._table.layout
+
+    @property
+    def _storage(self) -> Any:
+        if self._table is None or self._lanes is None:
+            return None
+        store = self._lanes.store
+        return self._shaped_view(0, store.lanes * store.lane_capacity)
+
+    def _shaped_view(self, start: int, stop: int) -> Any:
+        assert self._table is not None
+        view = self._table.view(start, stop)
+        if len(self._inner) > 1 and isinstance(self._table, RowTable):
+            view = view.reshape(stop - start, *self._inner)
+        return view
+
+    def __getitem__(self, index: Any) -> Any:
+        """Rows at an index; a slice of a storage that has not wrapped is a live view, for reading only."""
+        if isinstance(index, slice) and self._table is not None and self._lanes is not None:
+            lane = self._lanes.store.lane(0)
+            start, stop, step = index.indices(lane["published"] if lane["base"] == 0 else 0)
+            contiguous = self._lanes.store.lanes == 1 and lane["first"] == 0 and lane["base"] == 0
+            if contiguous and step == 1:
+                return self._shaped_view(start, max(start, stop))
+            full = self._lanes.store.lanes == 1 and lane["published"] - lane["first"] == self._lanes.store.lane_capacity
+            start, stop, step = index.indices(self._lanes.store.lane_capacity)
+            if full and step == 1:
+                return self._shaped_view(start, max(start, stop))
+        return self.get(index)
+
+    # ---- making ----
+    def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> RowTable | ColumnTable:
+        with self._making:
+            if self._table is None:
+                layout = RowLayout.of(items, batch_dims)
+                if index_key is not None:
+                    layout = _with_index(layout, index_key, self.ndim)
+                self._adopt(layout, self._first_inner or _strand_shape(items, batch_dims, time_dim))
+        assert self._table is not None
+        return self._table
+
+    def _adopt(self, layout: RowLayout, inner: tuple[int, ...]) -> None:
+        """Makes the table for a layout and strands of this shape."""
+        if self._asked_size is None:
+            raise ValueError("this storage needs a max_size")
+        self._inner = inner
+        try:
+            lane_capacity = math.ceil(self._asked_size / (self._n_lanes * math.prod(inner)))
+            lanes, table = self._make(layout, lane_capacity)
+        except BaseException:
+            self._inner = ()
+            raise
+        lanes.mutex = self.mutex
+        self._table, self._lanes = table, lanes
+        self._max_size = lanes.capacity
+
+    # ---- writing ----
+    def check(self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None) -> Checked:
+        batch_dims = self.ndim - 1 if single else self.ndim
+        if single:
+            time_dim = -1
+        if batch_dims > 1:
+            items, batch_dims, time_dim = self._merge_strands(items, batch_dims, time_dim)
+        table = self._table
+        if table is None:
+            table = self._ensure(items, batch_dims, time_dim, index_key)
+        extra = None if index_key is None else (index_key, self._own_index(items, batch_dims, time_dim))
+        plan = table.plan(items, batch_dims, time_dim, extra)
+        steps = len(plan[0]) if isinstance(plan, list) else plan.steps
+        if steps == 0:
+            raise ValueError("nothing to add: the batch has no steps")
+        return Checked(steps, plan)
+
+    def _merge_strands(self, items: Any, batch_dims: int, time_dim: int) -> tuple[Any, int, int]:
+        """Several strand dimensions become one; their shape is remembered by the first batch."""
+        shape = _lead_shape(items, batch_dims)
+        if time_dim not in (-1, 0, batch_dims - 1):
+            raise ValueError(f"time must be the first or the last batch dimension, got {time_dim} of {batch_dims}")
+        inner = shape if time_dim < 0 else shape[1:] if time_dim == 0 else shape[:-1]
+        if self._table is None:
+            self._first_inner = inner
+        elif inner != self._inner:
+            raise ValueError(f"the batch has environments of shape {list(inner)}, this storage {list(self._inner)}")
+        if len(inner) == 1:
+            return items, batch_dims, time_dim
+        first = 1 if time_dim == 0 else 0
+        merged = _merge(items, first, first + len(inner))
+        return merged, batch_dims - len(inner) + 1, time_dim if time_dim <= 0 else 1
+
+    def _own_index(self, items: Any, batch_dims: int, time_dim: int) -> Tensor:
+        assert self._lanes is not None
+        steps = 1 if time_dim < 0 or batch_dims == 0 else _lead_shape(items, batch_dims)[time_dim]
+        times = self._lanes.next_slots(steps)
+        if self.ndim == 1:
+            return times[0] if batch_dims == 0 else times
+        slots = expand_slots(times, self._lanes.strands)
+        index = torch.stack(tuple(self.outward(slots)), -1).reshape(steps, self._lanes.strands, self.ndim)
+        return index[0] if time_dim < 0 else index if time_dim == 0 else index.transpose(0, 1)
+
+    def append(self, checked: Checked) -> Tensor:
+        assert self._table is not None and self._lanes is not None
+        return expand_slots(self._table.append(checked.data), self._lanes.strands)
+
+    def overwrite(self, slots: Tensor, items: Any) -> None:
+        assert self._table is not None
+        n = len(slots)
+        plan = self._plan_rows(items, n)
+        self._table.overwrite(slots, plan)
+
+    def _plan_rows(self, items: Any, n: int) -> Any:
+        """Rows for in-place writing: [n, ...], whatever strands the storage has; one step is repeated."""
+        assert self._table is not None
+        layout = self._table.layout
+        if _is_single(layout, items):
+            items = _repeat(items, n)
+        if isinstance(self._table, ColumnTable):
+            plan: Any = layout.fitting(items, 1)
+            count = len(plan[0])
+        else:
+            plan = layout.plan(items, 1, 0)
+            count = plan.steps
+        if count != n:
+            raise ValueError(f"{n} steps are indexed, the data have {count}; nothing was written")
+        return plan
+
+    def _set(self, selection: Selection, items: Any) -> None:
+        if selection.slots.unique().numel() != selection.slots.numel():
+            raise ValueError("an index names a step twice; nothing was written")
+        n = len(selection.shape)
+        assert self._table is not None
+        items = items if n <= 1 or _is_single(self._table.layout, items) else _flat(items, n)
+        self.overwrite(selection.slots, items)
+
+    # ---- reading ----
+    def read(
+        self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
+        numbers: bool = False,
+    ) -> Rows:
+        table = self._table
+        if table is None:
+            raise IndexError("nothing has been written to this storage yet")
+        if type(table) is ColumnTable:
+            with self.mutex:
+                return Rows(*table.read(slots, shape, extra, numbers))
+        return Rows(*table.read(slots, shape, extra, numbers))
+
+    # ---- checkpoints: the RowSource and RowSink that a checkpointer sees ----
+    def _default_checkpointer(self) -> Any:
+        from engram.data.replay_buffers.checkpointers.tensor import TensorStorageCheckpointer
+
+        return TensorStorageCheckpointer()
+
+    def layout_state(self) -> dict[str, Any]:
+        """The layout as JSON, with what else a twin needs to make the same table."""
+        if self._table is None:
+            return {"row_bytes": 0}
+        return {**self._table.layout.to_json(), "strands": list(self._inner), "ndim": self.ndim}
+
+    def counters(self) -> dict[str, Any]:
+        """Counters of every lane as JSON."""
+        if self._lanes is None:
+            return {"lane_capacity": 0, "strands": 1, "lanes": []}
+        kept = ("base", "published", "origin", "seams")
+        lanes = [
+            {**{k: s[k] for k in kept}, "base": max(s["base"], s["first"])} for s in self._lanes.states()
+        ]
+        return {"lane_capacity": self._lanes.store.lane_capacity, "strands": self._lanes.strands, "lanes": lanes}
+
+    def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """uint8 [strands, stop - start, row bytes]."""
+        assert self._table is not None
+        return self._table.block(lane, start, stop)
+
+    def check_restore(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
+        """A ValueError that lists every difference between what was saved and this storage."""
+        said = []
+        lanes = counters["lanes"]
+        if layout.get("row_bytes"):
+            saved = RowLayout.from_json(layout)
+            if layout.get("ndim", 1) != self.ndim:
+                said.append(f"ndim is {self.ndim} here, {layout.get('ndim', 1)} there")
+            if self._table is not None:
+                said += self._table.layout.differences(saved)
+                if tuple(layout.get("strands", ())) != self._inner:
+                    said.append(f"environments are {list(self._inner)} here, {layout.get('strands')} there")
+            strands = math.prod(layout.get("strands", ()))
+            room = self._room(strands)
+            rows = [lane["published"] - lane["base"] for lane in lanes]
+            if len(lanes) > self._n_lanes:
+                said.append(f"{self._n_lanes} lanes here, {len(lanes)} there")
+            elif any(r > room for r in rows):
+                said.append(f"room for {room * strands} steps in a lane here, {max(rows) * strands} saved there")
+        if said:
+            raise ValueError("the checkpoint does not fit this storage: " + "; ".join(said))
+
+    def _room(self, strands: int) -> int:
+        if self._lanes is not None:
+            return self._lanes.store.lane_capacity
+        return math.ceil((self._asked_size or 0) / (self._n_lanes * strands))
+
+    def begin_restore(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
+        """Makes the table if there is none and empties it."""
+        self.check_restore(layout, counters)
+        if self._table is None and layout.get("row_bytes"):
+            self._adopt(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
+        if self._lanes is not None:
+            self._lanes.hold()
+            self._lanes.store.begin_restore()
+        self._restoring = counters
+
+    def write_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
+        """Takes rows [strands, n, row bytes] with write numbers from `start` on."""
+        assert self._table is not None
+        self._table.set_block(lane, start - self._shift(lane), rows)
+
+    def end_restore(self) -> None:
+        """Shows the restored rows."""
+        if self._lanes is None:
+            return
+        store = self._lanes.store
+        for i, lane in enumerate(self._restoring["lanes"]):
+            shift = self._shift(i)
+            store.restore_lane(
+                i, lane["base"] - shift, lane["published"] - shift, (lane["origin"] - shift) % (1 << 64),
+                [s - shift for s in lane["seams"] if s > lane["base"]],
+            )  # fmt: skip
+        store.end_restore()
+
+    def abort_restore(self) -> None:
+        """Leaves the storage empty."""
+        if self._lanes is not None:
+            self._lanes.store.begin_restore()
+            self._lanes.store.mend()
+            self._lanes.store.end_restore()
+
+    def _shift(self, lane: int) -> int:
+        """Write numbers stay as they are in a lane of the same capacity; in another one the oldest row is number 0."""
+        assert self._lanes is not None
+        same = self._restoring["lane_capacity"] == self._lanes.store.lane_capacity
+        return 0 if same else int(self._restoring["lanes"][lane]["base"])
+
+
+def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
+    """The layout with one more key at its root, which holds each row's own index."""
+    if layout.root.kind not in ("td", "dict", "class"):
+        raise TypeError(f"a {layout.root.kind} has no place for {key!r}; use RoundRobinWriter, which stores no index")
+    root = layout.root.children[0] if layout.root.kind == "class" else layout.root
+    leaves = list(layout.leaves)
+    index = LeafSpec((key,), torch.int64, () if ndim == 1 else (ndim,))
+    if key in root.keys:
+        node = root.children[root.keys.index(key)]
+        leaves[node.leaf] = index
+        return RowLayout(layout.root, leaves)
+    leaves.append(index)
+    node = Node("leaf", leaf=len(leaves) - 1)
+    root.keys, root.children = (*root.keys, key), (*root.children, node)
+    return RowLayout(layout.root, leaves)
+
+
+def _lead_shape(items: Any, batch_dims: int) -> tuple[int, ...]:
+    shape = getattr(items, "shape", None)
+    if shape is None:
+        _, leaves = trees.describe(items, batch_dims)
+        if not leaves:
+            raise ValueError("nothing to store: the data hold no tensor")
+        shape = np.shape(leaves[0][1]) if not isinstance(leaves[0][1], Tensor) else leaves[0][1].shape
+    if len(shape) < batch_dims:
+        raise ValueError(f"the data have shape {list(shape)}; this storage takes {batch_dims} batch dimensions")
+    return tuple(shape[:batch_dims])
+
+
+def _strand_shape(items: Any, batch_dims: int, time_dim: int) -> tuple[int, ...]:
+    shape = _lead_shape(items, batch_dims)
+    return shape if time_dim < 0 else tuple(d for i, d in enumerate(shape) if i != time_dim)
+
+
+def _merge(items: Any, first: int, last: int) -> Any:
+    if isinstance(items, dict):
+        return {k: _merge(v, first, last) for k, v in items.items()}
+    if isinstance(items, list | tuple):
+        return type(items)(_merge(v, first, last) for v in items)
+    return items.flatten(first, last - 1)
+
+
+def _is_single(layout: RowLayout, items: Any) -> bool:
+    """Whether the data are one step, to be written at every index."""
+    values = trees.flatten(layout.root, items)
+    return np.ndim(values[0]) == len(layout.leaves[0].shape)
+
+
+def _repeat(items: Any, n: int) -> Any:
+    if isinstance(items, dict):
+        return {k: _repeat(v, n) for k, v in items.items()}
+    if isinstance(items, list | tuple):
+        return type(items)(_repeat(v, n) for v in items)
+    items = items if hasattr(items, "expand") else torch.as_tensor(items)
+    return items.expand(n, *items.shape)

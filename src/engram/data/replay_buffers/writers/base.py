@@ -1,0 +1,49 @@
+"""Which slots to write."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.storages.base import Storage
+
+
+class Writer(abc.ABC):
+    """Decides where new rows go."""
+
+    def __init__(self) -> None:
+        self._storage: Storage | None = None
+
+    def register_storage(self, storage: Storage) -> None:
+        """Writes to this storage from now on."""
+        self._storage = storage
+
+    @abc.abstractmethod
+    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor:
+        """Checks and writes a batch (or one step, `single`); returns slots, int64 [steps * strands].
+
+        Raises:
+            ValueError, TypeError: the batch does not fit; nothing was written.
+        """
+
+    @property
+    def _cursor(self) -> int:
+        """Where the next row goes, along the first dimension."""
+        lanes = None if self._storage is None else self._storage.lanes
+        return 0 if lanes is None else lanes.cursor
+
+    def empty(self) -> None:
+        """Forgets what was written."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved; the cursor belongs to the storage's counters."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(cursor={self._cursor})"
