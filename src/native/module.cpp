@@ -138,7 +138,7 @@ nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::opt
     lead = *shape;
   }
   const auto& leaves = codec.leaves();
-  OutBlock shared;
+  OutBlock shared(leaves.size());
   std::vector<std::unique_ptr<OutBlock>> own;
   std::vector<std::pair<OutBlock*, size_t>> where;
   where.reserve(leaves.size());

@@ -76,7 +76,7 @@ struct ReadScratch {
   std::vector<LaneView> views;
   std::vector<SlotNumbers> numbers;
   std::vector<const uint8_t*> rows;
-  std::vector<uint64_t> physical, slot, first;
+  std::vector<uint64_t> physical, slot, number, first;
   std::vector<uint32_t> lane;
 };
 

@@ -73,7 +73,7 @@ inline void out_tensor_deleter(DLManagedTensorVersioned* self) {
 // Several tensors in one block of memory: plan their places, take the block, then make them.
 class OutBlock {
  public:
-  OutBlock() = default;
+  explicit OutBlock(size_t expected = 1) { entries_.reserve(expected); }
   OutBlock(const OutBlock&) = delete;
   // Registers a tensor [lead..., inner...]; returns its position.
   size_t plan(DType dtype, const int64_t* lead, size_t n_lead, const std::vector<int64_t>& inner, size_t bytes) {

@@ -180,8 +180,8 @@ class ReplayBuffer:
             ValueError: no batch size here or in the constructor.
             RuntimeError: nothing is stored.
         """
-        n = self._batch_size if batch_size is None else batch_size
-        if n is None or batch_size is not None:
+        n = self._batch_size
+        if n is None or (batch_size is not None and batch_size != n):
             n = self._agreed_batch_size(batch_size)
         if self._prefetcher is not None:
             batch, info, _ = self._prefetcher.next(n)
@@ -198,6 +198,8 @@ class ReplayBuffer:
                 f"batch_size={self._batch_size}; {batch_size} is used",
                 stacklevel=3,
             )
+        if type(batch_size) is int and batch_size > 0:
+            return batch_size
         checked = _checked_batch_size(batch_size)
         assert checked is not None
         return checked
@@ -219,7 +221,8 @@ class ReplayBuffer:
                 batch, _, last = self._prefetcher.next(self._batch_size)
             else:
                 ticket = self._reader.draw(self._batch_size)
-                (batch, _), last = self._reader.fetch(ticket, self._track_generations), ticket.last
+                batch, _ = self._reader.fetch(ticket.slots, ticket.index, ticket.info, self._track_generations)
+                last = ticket.last
             yield batch
             if last:
                 return

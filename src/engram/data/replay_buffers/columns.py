@@ -14,7 +14,7 @@ from engram.data.replay_buffers.layout import RowLayout
 
 
 class ColumnTable:
-    """Rows kept as columns `[time, *strands, ...]` on one device. Every call runs under the storage's mutex."""
+    """Rows kept as columns `[time, *strands, ...]` on one device. Writers and readers take the storage's mutex."""
 
     def __init__(self, lanes: Lanes, layout: RowLayout, columns: list[Tensor], inner: tuple[int, ...]) -> None:
         self._lanes = lanes
@@ -79,7 +79,8 @@ class ColumnTable:
         absent = (generation < 0).nonzero().flatten().tolist()
         where = slots.to(self._device)
         lead = (len(slots),) if shape is None else shape
-        leaves = [flat.index_select(0, where) for flat in self._flat()]
+        with self._lanes.mutex:
+            leaves = [flat.index_select(0, where) for flat in self._flat()]
         leaves = [t.reshape(*lead, *x.shape) for t, x in zip(leaves, self.layout.leaves, strict=True)]
         batch = trees.unflatten(self.layout.root, leaves, lead, self._device)
         for key, value in (extra or {}).items():

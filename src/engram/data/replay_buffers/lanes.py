@@ -156,7 +156,7 @@ class Lanes:
         if self.asleep:
             self.wake()
         slots = self.store.uniform(seed, n)
-        return None if slots is None else slots_tensor(slots)
+        return slots if slots is None or type(slots) is Tensor else slots_tensor(slots)
 
     def generations(self, slots: Tensor) -> Tensor:
         """The write number that each slot holds; -1 where it holds none."""

@@ -71,7 +71,7 @@ class Prefetcher:
         sampler = self._reader.sampler.state_dict()
         generator = None if self._generator is None else self._generator.get_state()
         ticket = self._reader.draw(self._batch_size)
-        future = self._threads.submit(self._reader.fetch, ticket, True)
+        future = self._threads.submit(self._reader.fetch, ticket.slots, ticket.index, ticket.info, True)
         self._queue.append(_Prepared(future, sampler, generator, ticket.last))
 
     def drop(self) -> None:

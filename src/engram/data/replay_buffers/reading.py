@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engram.data.replay_buffers.indexing import inward
 from engram.data.replay_buffers.samplers.base import Sampler
-from engram.data.replay_buffers.storages.base import Rows, Storage
+from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.list import ListStorage, copied
 from engram.transforms.compose import Compose
 
@@ -50,6 +50,8 @@ class Reader:
         self.collate_fn = collate_fn
         self.pin_memory = pin_memory
         self._attach = attach
+        # Our own samplers give a row's slot as its index where there is one dimension; others may give anything.
+        self._index_is_slots = storage.ndim == 1 and type(sampler).__module__.startswith("engram.")
         self.lock = threading.RLock()  # samplers have state: one draw at a time
 
     def draw(self, n: int) -> Ticket:
@@ -57,38 +59,38 @@ class Reader:
         with self.lock:
             index, info = self.sampler.sample(self.storage, n)
             last = self.sampler.ran_out if hasattr(self.sampler, "ran_out") else False
-        if type(index) is Tensor and index.dtype is torch.int64 and index.ndim == 1:
-            slots = index
-        else:
-            slots = inward(index, self.storage.inner, self.storage.max_size or 0)
-        return Ticket(slots, index, info, last)
+        return Ticket(self._slots_of(index), index, info, last)
 
-    def fetch(self, ticket: Ticket, numbers: bool) -> tuple[Any, dict[str, Any]]:
+    def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
+        """A batch of n and what there is to say about it."""
+        with self.lock:
+            index, info = self.sampler.sample(self.storage, n)
+        return self.fetch(index if self._index_is_slots else self._slots_of(index), index, info, numbers)
+
+    def fetch(self, slots: Tensor, index: Any, info: dict[str, Any], numbers: bool) -> tuple[Any, dict[str, Any]]:
         """Reads what was drawn: the batch, and `info` with its index (and generations with `numbers`)."""
-        info = ticket.info
-        extra = None if self._attach is None else self._attach(ticket.index, info)
-        rows = self.storage.read(ticket.slots, None, extra, numbers)
-        if rows.gone is not None or rows.absent is not None:
-            ticket, rows = self._again(ticket, rows, numbers)
-            info = ticket.info
-            extra = None if self._attach is None else self._attach(ticket.index, info)
+        extra = None if self._attach is None else self._attach(index, info)
+        batch, gone, absent, generation = self.storage.read(slots, None, extra, numbers)
+        if gone is not None or absent is not None:
+            index, batch, generation = self._again(slots, (gone, absent), numbers)
+            extra = None if self._attach is None else self._attach(index, info)
             for key, value in (extra or {}).items():
-                rows.batch[key] = value
-        batch = rows.batch
+                batch[key] = value
         if self.collate_fn is not None:
             batch = self._collate(batch, extra)
         if self.transform.transforms:
             batch = self.transform.forward(batch)
         if self.pin_memory:
             batch = batch.pin_memory()
-        info["index"] = ticket.index
-        if rows.generation is not None:
-            info["generation"] = rows.generation
+        info["index"] = index
+        if generation is not None:
+            info["generation"] = generation
         return batch, info
 
-    def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
-        """A batch of n and what there is to say about it."""
-        return self.fetch(self.draw(n), numbers)
+    def _slots_of(self, index: Any) -> Tensor:
+        if type(index) is Tensor and index.dtype is torch.int64 and index.ndim == 1 and index.device.type == "cpu":
+            return index
+        return inward(index, self.storage.inner, self.storage.max_size or 0)
 
     def _collate(self, items: Any, extra: dict[str, Any] | None) -> Any:
         assert self.collate_fn is not None
@@ -101,21 +103,21 @@ class Reader:
             return batch
         return self.collate_fn(items)
 
-    def _again(self, ticket: Ticket, rows: Rows, numbers: bool) -> tuple[Ticket, Rows]:
-        """Other slots for the rows that are not there any more."""
-        slots = ticket.slots.clone()
+    def _again(
+        self, slots: Tensor, bad: tuple[list[int] | None, list[int] | None], numbers: bool
+    ) -> tuple[Any, Any, Tensor | None]:
+        """Other slots for the rows that are not there any more: their index, the batch, its generations."""
+        slots = slots.clone()
         for attempt in range(1000):
-            bad = sorted({*(rows.gone or ()), *(rows.absent or ())})
-            if not bad:
-                break
+            places = sorted({*(bad[0] or ()), *(bad[1] or ())})
             # After some rounds one row at a time: a whole batch may be too slow for writers of a small ring.
-            for part in [bad] if attempt < _ROUNDS else [[i] for i in bad]:
+            for part in [places] if attempt < _ROUNDS else [[i] for i in places]:
                 slots[torch.tensor(part)] = self.draw_all(len(part))
-            rows = self.storage.read(slots, None, None, numbers)
-        else:
-            raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
-        index = self.storage.outward(slots)
-        return ticket._replace(slots=slots, index=index), rows
+            batch, *bad_now, generation = self.storage.read(slots, None, None, numbers)
+            bad = (bad_now[0], bad_now[1])
+            if bad == (None, None):
+                return self.storage.outward(slots), batch, generation
+        raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 
     def draw_all(self, n: int) -> Tensor:
         """Exactly n slots, over the end of an epoch if need be."""

@@ -21,17 +21,9 @@ log = logging.getLogger("engram")
 _live: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 
-class Rows(NamedTuple):
-    """What a read by slots gave.
-
-    batch: the rows; positions in `gone` were overwritten while they were copied, those in `absent` hold no row;
-    `generation` is each row's write number, if it was asked for.
-    """
-
-    batch: Any
-    gone: list[int] | None = None
-    absent: list[int] | None = None
-    generation: Tensor | None = None
+# What a read by slots gives: the batch; positions of rows that were overwritten while they were copied (None: none);
+# positions of slots that hold no row (None: none); each row's write number (None unless asked for).
+Rows = tuple[Any, list[int] | None, list[int] | None, Tensor | None]
 
 
 class Checked(NamedTuple):
@@ -130,12 +122,12 @@ class Storage(abc.ABC):
         for _ in range(100):
             selection = select(self.lanes.store, index, self.inner)
             with self.mutex:
-                rows = self._read_shaped(selection)
-            if rows.absent is not None:
-                slot = int(selection.slots[rows.absent[0]])
+                batch, gone, absent, _ = self._read_shaped(selection)
+            if absent is not None:
+                slot = int(selection.slots[absent[0]])
                 raise IndexError(f"index {slot} has not been written; {len(self)} steps are stored")
-            if rows.gone is None:
-                return rows.batch
+            if gone is None:
+                return batch
         raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
 
     def _read_shaped(self, selection: Selection) -> Rows:

@@ -96,11 +96,11 @@ class ListStorage(Storage):
             if found and (min(found) < 0 or max(found) >= len(self._items)):
                 raise IndexError(f"an index lies outside the {len(self._items)} stored items: {found}")
             generation = self._lanes.generations(slots) if numbers else None
-            return Rows([self._items[i] for i in found], generation=generation)
+            return [self._items[i] for i in found], None, None, generation
 
     def _read_shaped(self, selection: Selection) -> Rows:
-        items = [copied(item) for item in self.read(selection.slots).batch]
-        return Rows(items[0] if selection.shape == () else items)
+        items = [copied(item) for item in self.read(selection.slots)[0]]
+        return items[0] if selection.shape == () else items, None, None, None
 
     def _get_from_nothing(self, index: Any) -> Any:
         if isinstance(index, slice):

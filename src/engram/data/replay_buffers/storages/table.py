@@ -199,13 +199,9 @@ class TableStorage(Storage):
         self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
         numbers: bool = False,
     ) -> Rows:
-        table = self._table
-        if table is None:
+        if self._table is None:
             raise IndexError("nothing has been written to this storage yet")
-        if type(table) is ColumnTable:
-            with self.mutex:
-                return Rows(*table.read(slots, shape, extra, numbers))
-        return Rows(*table.read(slots, shape, extra, numbers))
+        return self._table.read(slots, shape, extra, numbers)
 
     # ---- checkpoints: the RowSource and RowSink that a checkpointer sees ----
     def _default_checkpointer(self) -> Any:
