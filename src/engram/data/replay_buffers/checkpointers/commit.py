@@ -41,6 +41,7 @@ VERSION = 1
 
 _MOST_OPEN_FILES = 64
 _SPACE_FOR_METADATA = 1 << 16
+_PIECE = 1 << 20  # written while it is still in the cache from hashing
 
 Block = Union[bytes, memoryview, npt.NDArray[Any]]
 
@@ -68,7 +69,7 @@ def saving(path: str | os.PathLike[str], *, keep_last: int = 1, expected_bytes: 
         _make_directories(directory.root)
         with _only_saver(directory):
             directory.refuse_foreign()
-            directory.clean()
+            directory.clean(keep_last)
             _check_space(directory.root, expected_bytes)
             with SnapshotWriter(directory, directory.next_name()) as writer:
                 yield writer
@@ -96,10 +97,11 @@ class SnapshotWriter:
         self._unsynced.append(fd)
         nbytes, hasher = 0, xxhash.xxh3_128()
         for block in blocks:
-            view = _as_bytes(block)
-            hasher.update(view)
-            _write_all(fd, view)
-            nbytes += len(view)
+            whole = _as_bytes(block)
+            for begin in range(0, len(whole), _PIECE):
+                hasher.update(whole[begin : begin + _PIECE])
+                _write_all(fd, whole[begin : begin + _PIECE])
+            nbytes += len(whole)
         os.fchmod(fd, 0o444)
         _start_writing_back(fd)
         self._files[name] = {"nbytes": nbytes, "xxh3_128": hasher.hexdigest()}

@@ -99,10 +99,7 @@ class CheckpointDirectory:
         aside = self.path(CURRENT + ".new")
         document = {"format": _POINTER_FORMAT, "version": 1, "snapshot": pointer.snapshot, "manifest": pointer.manifest}
         try:
-            with open(aside, "wb") as file:
-                file.write(seal(document))
-                file.flush()
-                os.fsync(file.fileno())
+            _write_synced(aside, seal(document))
             os.replace(aside, self.path(CURRENT))
         except BaseException:
             if os.path.lexists(aside):
@@ -121,19 +118,28 @@ class CheckpointDirectory:
                 f"{self.path(CURRENT)} was not written by engram and would be replaced; save to another directory"
             ) from error
 
-    def clean(self) -> None:
-        """Removes what killed saves left: snapshots without a manifest, and those that CURRENT never pointed to."""
+    def clean(self, keep_last: int) -> None:
+        """Removes what killed saves left: snapshots without a manifest, those that CURRENT never pointed to, and
+        those that should have been pruned. Were that left to the end, saves that are all killed would fill the disk.
+        """
+        for name in self._leftovers(keep_last):
+            self.remove(name)
+        for name in self._numbered():
+            self._remove_if_empty(name)
+
+    def _leftovers(self, keep_last: int) -> list[str]:
+        names = self.snapshots()
+        unfinished = {name for name in names if not os.path.lexists(self.path(name, MANIFEST))}
         try:
             pointer = self.current()
         except CorruptCheckpointError:
-            pointer = None  # any finished snapshot may be the one in force: keep them all
-        newest = _number(pointer.snapshot) if pointer else None
-        for name in self.snapshots():
-            unfinished = not os.path.lexists(self.path(name, MANIFEST))
-            if (newest is not None and _number(name) > newest) or (unfinished and _number(name) != newest):
-                self.remove(name)
-        for name in self._numbered():
-            self._remove_if_empty(name)
+            return list(unfinished)  # any finished snapshot may be the one in force: keep them all
+        if pointer is not None:
+            older = [name for name in names if _number(name) < _number(pointer.snapshot) and name not in unfinished]
+            return [name for name in names if name not in [pointer.snapshot, *older[: keep_last - 1]]]
+        # No save ever came to its end, or CURRENT was deleted by hand: what loads(snapshot=...) could rescue stays.
+        rescue = next((name for name in names if self._is_finished(name)), None)
+        return [name for name in names if name != rescue]
 
     def prune(self, keep_last: int) -> None:
         """Removes all but the newest `keep_last` snapshots; those being read stay until a later save."""
@@ -179,6 +185,14 @@ class CheckpointDirectory:
             # a save killed while it wrote the marker leaves the beginning of it
             return MARKER_CONTENT.startswith(file.read(len(MARKER_CONTENT) + 1))
 
+    def _is_finished(self, name: str) -> bool:
+        try:
+            with open(self.path(name, MANIFEST), "rb") as file:
+                unseal(file.read())
+        except (OSError, ValueError):
+            return False
+        return True
+
     def _remove_if_empty(self, name: str) -> None:
         try:
             os.rmdir(self.path(name))  # a save killed before it wrote the marker
@@ -188,6 +202,16 @@ class CheckpointDirectory:
 
 def _number(name: str) -> int:
     return int(name[2:])
+
+
+def _write_synced(path: str, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _remove_content(path: str, except_for: str) -> None:

@@ -28,6 +28,7 @@ from engram.data.replay_buffers.checkpointers.sealed import digest, unseal
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 _BLOCK = 1 << 22
+_PIECE = 1 << 20  # hashed while it is still in the cache
 _ATTEMPTS = 1000
 
 Bytes = npt.NDArray[np.uint8]
@@ -244,7 +245,7 @@ class VerifiedFile:
 
     def _read_into(self, view: memoryview) -> int:
         try:
-            got = os.readv(self._fd, [view])
+            got = os.readv(self._fd, [view[:_PIECE]])
         except OSError as error:
             raise CorruptCheckpointError(self._path, f"it cannot be read ({error.strerror})") from error
         if not got:
@@ -254,9 +255,11 @@ class VerifiedFile:
         return got
 
 
-def newest_whole(directory: CheckpointDirectory) -> str | None:
-    """Name of the newest snapshot whose manifest and files all verify."""
+def newest_whole(directory: CheckpointDirectory, damaged: str = "") -> str | None:
+    """Name of the newest snapshot whose manifest and files all verify, and that does not own the file `damaged`."""
     for name in directory.snapshots():
+        if damaged.startswith(directory.path(name, "")):
+            continue
         try:
             with SnapshotReader(directory, name) as reader:
                 reader.check()
@@ -310,7 +313,7 @@ def _advising(directory: CheckpointDirectory) -> Iterator[None]:
     try:
         yield
     except CorruptCheckpointError as error:
-        whole = newest_whole(directory)
+        whole = newest_whole(directory, error.file)
         raise CorruptCheckpointError(error.file, error.reason, _advice(whole), whole) from error
 
 

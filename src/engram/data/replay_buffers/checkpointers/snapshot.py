@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from engram.data.replay_buffers.checkpointers.base import StorageCheckpointerBase
 from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter, saving
 from engram.data.replay_buffers.checkpointers.directory import is_file_name
 from engram.data.replay_buffers.checkpointers.reading import SnapshotReader, reading
-from engram.data.replay_buffers.checkpointers.sealed import from_json, to_json
+from engram.data.replay_buffers.checkpointers.sealed import to_json
 from engram.data.replay_buffers.checkpointers.state import Blobs, decode, encode
 from engram.data.replay_buffers.checkpointers.tensordicts import CODECS
 from engram.errors import CheckpointError
@@ -40,16 +38,18 @@ def save_snapshot(
     g-000001 {'cursor': 5}
     """
     encoded = {name: _encode_component(name, state) for name, state in components.items()}
-    nbytes = sum(len(text) + blobs.nbytes for text, blobs in encoded.values())
+    trees = {name: tree for name, (tree, _) in encoded.items()}
+    nbytes = len(to_json(trees)) + sum(blobs.nbytes for _, blobs in encoded.values())
     if storage is not None:
         nbytes += storage[0].nbytes(storage[1])
     with saving(path, keep_last=keep_last, expected_bytes=nbytes) as writer:
-        for name, (text, blobs) in encoded.items():
-            _write_component(writer, name, text, blobs)
+        for name, (_, blobs) in encoded.items():
+            if blobs:
+                writer.write_file(_blob_file(name), blobs.blocks())
         state = (
             None if storage is None else {"format": storage[0].format, "state": storage[0].dumps(storage[1], writer)}
         )
-        writer.body = {"components": list(encoded), "storage": state}
+        writer.body = {"components": trees, "storage": state}
     return writer.name
 
 
@@ -107,42 +107,31 @@ class Snapshot:
 class _Components(Mapping[str, Any]):
     def __init__(self, reader: SnapshotReader) -> None:
         self._reader = reader
-        self._names: list[str] = list(reader.body.get("components", []))
+        self._trees: dict[str, Any] = reader.body.get("components", {})
         self._decoded: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._names:
-            raise KeyError(name)
         if name not in self._decoded:
-            self._decoded[name] = _read_component(self._reader, name)
+            self._decoded[name] = _read_component(self._reader, name, self._trees[name])
         return self._decoded[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._trees)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._trees)
 
 
-def _encode_component(name: str, state: Any) -> tuple[bytes, Blobs]:
+def _encode_component(name: str, state: Any) -> tuple[Any, Blobs]:
     if not is_file_name(name) or "/" in name:
         raise ValueError(f"{name!r} is no name for a component; use letters, digits, '_', '-' and '.'")
     blobs = Blobs()
-    return to_json(encode(state, blobs, CODECS, place=name)), blobs
+    return encode(state, blobs, CODECS, place=name), blobs
 
 
-def _write_component(writer: SnapshotWriter, name: str, text: bytes, blobs: Blobs) -> None:
-    writer.write_file(f"components/{name}.json", [text])
-    if blobs.nbytes:
-        writer.write_file(f"components/{name}.bin", blobs.blocks())
-
-
-def _read_component(reader: SnapshotReader, name: str) -> Any:
-    text_file, blob_file = f"components/{name}.json", f"components/{name}.bin"
-    text = np.empty(reader.nbytes(text_file), np.uint8)
-    reader.read_into(text_file, text)
+def _read_component(reader: SnapshotReader, name: str, tree: Any) -> Any:
+    blob_file = _blob_file(name)
     try:
-        tree = from_json(text.tobytes())
         if blob_file not in reader.files:
             return decode(tree, None, CODECS)
         with reader.open(blob_file) as file:
@@ -150,4 +139,8 @@ def _read_component(reader: SnapshotReader, name: str) -> Any:
             file.finish()
             return state
     except ValueError as error:
-        raise reader.malformed(f"{text_file}: {error}") from error
+        raise reader.malformed(f"component {name}: {error}") from error
+
+
+def _blob_file(name: str) -> str:
+    return f"components/{name}.bin"

@@ -60,6 +60,9 @@ class Blobs:
         self.nbytes = 0
         self._arrays: list[Array] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._arrays)
+
     def add(self, array: Array, nbytes: int) -> dict[str, int]:
         """Place of the array in the file. Only refers to it: its bytes are taken when `blocks` comes to it."""
         at = _aligned(self.nbytes)
@@ -264,9 +267,12 @@ def _raw(array: Array) -> bytes | npt.NDArray[Any]:
     if isinstance(array, bytes):
         return array
     if isinstance(array, torch.Tensor):
-        # clone where it is a view: `contiguous` alone gives back a conjugate or negative view as it is
-        dense = array.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        array = dense.reshape(-1).view(torch.uint8).numpy()
+        if array.numel() == 0:
+            return b""
+        flat = array.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        if flat.stride() != (1,):  # "contiguous" with one element, but not to `view`
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        array = flat.view(torch.uint8).numpy()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.nbytes else b""
 
 

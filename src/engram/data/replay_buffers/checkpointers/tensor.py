@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ class _Plan:
     def blocks(self) -> Iterator[tuple[int, int, Rows]]:
         """Lane, first write number and verified rows of each chunk; the rows are valid until the next."""
         buffer = np.empty(max(map(self._nbytes, self.chunks), default=0), np.uint8)
-        for chunk, following in zip(self.chunks, [*self.chunks[1:], None], strict=True):
+        for chunk, following in zip_longest(self.chunks, self.chunks[1:]):
             if following is not None:
                 self._reader.will_read(following.file)
             content = buffer[: self._nbytes(chunk)]
