@@ -32,4 +32,16 @@ class CheckpointError(EngramError, RuntimeError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A file of a checkpoint does not hold the bytes that were saved; the message names it."""
+    """A file of a checkpoint does not hold the bytes that were saved; the message names it.
+
+    `file` is the damaged file, `reason` what is wrong with it, `newest_whole` the name of the newest snapshot of the
+    same checkpoint whose files all verify (None: there is none, or nobody has looked yet).
+    """
+
+    def __init__(self, file: str, reason: str = "", advice: str = "", newest_whole: str | None = None) -> None:
+        super().__init__(file, reason, advice, newest_whole)
+        self.file, self.reason, self.advice, self.newest_whole = file, reason, advice, newest_whole
+
+    def __str__(self) -> str:
+        damage = f"{self.file} is damaged: {self.reason}" if self.reason else self.file
+        return f"{damage}; {self.advice}" if self.advice else damage

@@ -1,0 +1,225 @@
+"""The directory of a checkpoint: the names in it, the pointer to the snapshot in force, and what may be removed."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+
+from engram.data.replay_buffers.checkpointers.locks import FileLock
+from engram.data.replay_buffers.checkpointers.sealed import seal, unseal
+from engram.errors import CheckpointError, CorruptCheckpointError
+
+CURRENT = "CURRENT"
+LOCK = "LOCK"
+MANIFEST = "manifest.json"
+MARKER = "ENGRAM-SNAPSHOT"
+MARKER_CONTENT = b"engram snapshot: this directory belongs to engram, which removes it when it is no longer needed\n"
+
+_SNAPSHOT_NAME = re.compile(r"g-(\d{6,18})", re.ASCII)
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*", re.ASCII)
+_POINTER_FORMAT = "engram checkpoint"
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What CURRENT says: the snapshot in force and the XXH3-128 of its manifest file."""
+
+    snapshot: str
+    manifest: str
+
+
+def is_snapshot_name(name: object) -> bool:
+    return isinstance(name, str) and _SNAPSHOT_NAME.fullmatch(name) is not None
+
+
+def is_file_name(name: object) -> bool:
+    """Whether `name` can only mean a file below its snapshot: no `..`, nothing absolute, nothing hidden."""
+    return isinstance(name, str) and len(name) < 256 and _FILE_NAME.fullmatch(name) is not None
+
+
+def open_below(directory: int, name: str, flags: int = os.O_RDONLY) -> int:
+    """Opens the regular file `name` below the open directory, following no symbolic link on the way."""
+    *parents, last = name.split("/")
+    opened: list[int] = []
+    try:
+        for parent in parents:
+            directory = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            opened.append(directory)
+        # O_NONBLOCK: a pipe put in the file's place must not make us wait for its other end
+        fd = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
+    finally:
+        for parent_fd in opened:
+            os.close(parent_fd)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(f"{name} is not a regular file")
+    return fd
+
+
+def sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class CheckpointDirectory:
+    """`<path>` of a checkpoint: CURRENT, LOCK and snapshots `g-000001`, ..., beside whatever else is there."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def path(self, *names: str) -> str:
+        return os.path.join(self.root, *names)
+
+    def snapshots(self) -> list[str]:
+        """Names of the directories that carry our name and our marker, newest first; unfinished ones included."""
+        return sorted((name for name in self._numbered() if self._is_marked(name)), key=_number, reverse=True)
+
+    def next_name(self) -> str:
+        # Also above directories that only look like ours: we neither write into them nor remove them.
+        return f"g-{max((_number(name) for name in self._numbered()), default=0) + 1:06d}"
+
+    def current(self) -> Pointer | None:
+        """What CURRENT says; None when there is no such file, CorruptCheckpointError when it is not whole."""
+        try:
+            fd = os.open(self.path(CURRENT), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CorruptCheckpointError(self.path(CURRENT), f"it cannot be opened ({error.strerror})") from error
+        with open(fd, "rb") as file:
+            return self._pointer(file.read(1 << 16))
+
+    def point_to(self, pointer: Pointer) -> None:
+        """Moves CURRENT: everything that `pointer` names must be on disk before this is called."""
+        aside = self.path(CURRENT + ".new")
+        document = {"format": _POINTER_FORMAT, "version": 1, "snapshot": pointer.snapshot, "manifest": pointer.manifest}
+        try:
+            _write_synced(aside, seal(document))
+            os.replace(aside, self.path(CURRENT))
+        except BaseException:
+            if os.path.lexists(aside):
+                os.unlink(aside)
+            raise
+        sync_directory(self.root)
+
+    def refuse_foreign(self) -> None:
+        """CheckpointError when CURRENT is there and nothing says that it is ours to replace."""
+        if self.snapshots():
+            return
+        try:
+            self.current()
+        except CorruptCheckpointError as error:
+            raise CheckpointError(
+                f"{self.path(CURRENT)} was not written by engram and would be replaced; save to another directory"
+            ) from error
+
+    def clean(self, keep_last: int) -> None:
+        """Removes what killed saves left: snapshots without a manifest, those that CURRENT never pointed to, and
+        those that should have been pruned. Were that left to the end, saves that are all killed would fill the disk.
+        """
+        for name in self._leftovers(keep_last):
+            self.remove(name)
+        for name in self._numbered():
+            self._remove_if_empty(name)
+
+    def _leftovers(self, keep_last: int) -> list[str]:
+        names = self.snapshots()
+        unfinished = {name for name in names if not os.path.lexists(self.path(name, MANIFEST))}
+        try:
+            pointer = self.current()
+        except CorruptCheckpointError:
+            return list(unfinished)  # any finished snapshot may be the one in force: keep them all
+        if pointer is not None:
+            older = [name for name in names if _number(name) < _number(pointer.snapshot) and name not in unfinished]
+            return [name for name in names if name not in [pointer.snapshot, *older[: keep_last - 1]]]
+        # No save ever came to its end, or CURRENT was deleted by hand: what loads(snapshot=...) could rescue stays.
+        rescue = next((name for name in names if self._is_finished(name)), None)
+        return [name for name in names if name != rescue]
+
+    def prune(self, keep_last: int) -> None:
+        """Removes all but the newest `keep_last` snapshots; those being read stay until a later save."""
+        for name in self.snapshots()[keep_last:]:
+            self.remove(name)
+
+    def remove(self, name: str) -> bool:
+        """Removes a marked snapshot that nobody reads. Killed half-way, it is not a whole one and still marked."""
+        try:
+            lock = FileLock(os.open(self.path(name, MARKER), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), exclusive=True)
+        except BlockingIOError:
+            return False
+        with lock:
+            if os.path.lexists(self.path(name, MANIFEST)):
+                os.unlink(self.path(name, MANIFEST))
+            _remove_content(self.path(name), except_for=MARKER)
+            os.unlink(self.path(name, MARKER))
+            os.rmdir(self.path(name))
+        return True
+
+    def _pointer(self, data: bytes) -> Pointer:
+        try:
+            document = unseal(data)
+        except ValueError as error:
+            raise CorruptCheckpointError(self.path(CURRENT), str(error)) from None
+        snapshot, manifest = document.get("snapshot"), document.get("manifest")
+        if document.get("format") != _POINTER_FORMAT or not is_snapshot_name(snapshot) or not isinstance(manifest, str):
+            raise CorruptCheckpointError(self.path(CURRENT), "it does not name a snapshot and the hash of its manifest")
+        return Pointer(str(snapshot), manifest)
+
+    def _numbered(self) -> list[str]:
+        if not os.path.isdir(self.root):
+            return []
+        with os.scandir(self.root) as entries:
+            return [e.name for e in entries if is_snapshot_name(e.name) and e.is_dir(follow_symlinks=False)]
+
+    def _is_marked(self, name: str) -> bool:
+        try:
+            fd = os.open(self.path(name, MARKER), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return False
+        with open(fd, "rb") as file:
+            # a save killed while it wrote the marker leaves the beginning of it
+            return MARKER_CONTENT.startswith(file.read(len(MARKER_CONTENT) + 1))
+
+    def _is_finished(self, name: str) -> bool:
+        try:
+            with open(self.path(name, MANIFEST), "rb") as file:
+                unseal(file.read())
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _remove_if_empty(self, name: str) -> None:
+        try:
+            os.rmdir(self.path(name))  # a save killed before it wrote the marker
+        except OSError:
+            pass
+
+
+def _number(name: str) -> int:
+    return int(name[2:])
+
+
+def _write_synced(path: str, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_content(path: str, except_for: str) -> None:
+    with os.scandir(path) as entries:
+        found = list(entries)
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            _remove_content(entry.path, except_for="")
+            os.rmdir(entry.path)
+        elif entry.name != except_for:
+            os.unlink(entry.path)

@@ -1,0 +1,54 @@
+"""Advisory locks on files (flock): released by the kernel when their holder dies, so never stale."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+
+class FileLock:
+    """A lock on the open file `fd`, which it owns from now on; `BlockingIOError` when somebody else holds it.
+
+    Never waits: a saver that finds another one must say so at once, and a reader that finds a snapshot being removed
+    must look for the newer one.
+    """
+
+    def __init__(self, fd: int, *, exclusive: bool) -> None:
+        self._fd = fd
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(fd)
+            raise
+        _held.add(self)
+
+    def release(self) -> None:
+        """Gives the lock back; a second call does nothing, nor does one in a forked child."""
+        if self in _held:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self.forget()
+            _held.discard(self)
+
+    def forget(self) -> None:
+        """Closes our side only. Where a forked process shares the lock, it stays in force there."""
+        os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.release()
+
+
+_held: set[FileLock] = set()
+
+
+def _forget_inherited() -> None:
+    # A flock belongs to the description that parent and child share: a child that kept it open would hold the lock
+    # beyond the death of its parent.
+    while _held:
+        _held.pop().forget()
+
+
+os.register_at_fork(after_in_child=_forget_inherited)

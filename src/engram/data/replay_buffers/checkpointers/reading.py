@@ -1,0 +1,323 @@
+"""Reading snapshots: nothing is believed before its size and its hash have been compared with the manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from engram.data.replay_buffers.checkpointers.commit import FORMAT, VERSION
+from engram.data.replay_buffers.checkpointers.directory import (
+    CURRENT,
+    MANIFEST,
+    MARKER,
+    MARKER_CONTENT,
+    CheckpointDirectory,
+    is_file_name,
+    is_snapshot_name,
+    open_below,
+)
+from engram.data.replay_buffers.checkpointers.locks import FileLock
+from engram.data.replay_buffers.checkpointers.sealed import digest, unseal
+from engram.errors import CheckpointError, CorruptCheckpointError
+
+_BLOCK = 1 << 22
+_PIECE = 1 << 20  # hashed while it is still in the cache
+_ATTEMPTS = 1000
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class SnapshotGoneError(CheckpointError):
+    """The snapshot is not there, or a saver is removing it."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest says of one file."""
+
+    nbytes: int
+    xxh3_128: str
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str], snapshot: str | None = None) -> Iterator[SnapshotReader]:
+    """A reader of the snapshot in force below `path`, or of the one named; no saver removes it inside the block.
+
+    CheckpointError: there is none. CorruptCheckpointError, from here or from inside the block: it names the file and
+    the newest snapshot that verifies whole.
+    """
+    directory = CheckpointDirectory(os.path.abspath(os.fspath(path)))
+    with _advising(directory):
+        reader = _open_current(directory) if snapshot is None else _open_named(directory, snapshot)
+        with reader:
+            yield reader
+
+
+class SnapshotReader:
+    """One snapshot, held by a shared lock: `body` as it was saved, and files that are compared with their hashes."""
+
+    def __init__(self, directory: CheckpointDirectory, name: str, manifest_hash: str | None = None) -> None:
+        self.name = name
+        self._path = directory.path(name)
+        self._fd = self._open_directory()
+        try:
+            self._lock = self._lock_marker()
+            try:
+                self._load_manifest(manifest_hash)
+            except BaseException:
+                self._lock.release()
+                raise
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def close(self) -> None:
+        self._lock.release()
+        os.close(self._fd)
+
+    def __enter__(self) -> SnapshotReader:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+
+    def nbytes(self, name: str) -> int:
+        """Size of a file of this snapshot; one that the manifest does not list is a CorruptCheckpointError."""
+        if name not in self.files:
+            raise self.malformed(f"it does not list the file {name}")
+        return self.files[name].nbytes
+
+    def open(self, name: str) -> VerifiedFile:
+        """The file from its beginning; what is taken from it may be believed after `finish`."""
+        self.nbytes(name)
+        return VerifiedFile(self._open_file(name), self.path(name), self.files[name])
+
+    def read_into(self, name: str, buffer: Bytes) -> None:
+        """A whole file, already compared with its hash; `buffer` has its size."""
+        with self.open(name) as file:
+            file.take(buffer)
+            file.finish()
+
+    def will_read(self, name: str) -> None:
+        """Asks for the file's pages, so that the disk works while the caller is busy with another file."""
+        if hasattr(os, "posix_fadvise"):
+            fd = self._open_file(name)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            os.close(fd)
+
+    def check(self, names: Iterable[str] | None = None) -> None:
+        """Compares files (all by default) with their hashes; CorruptCheckpointError names the first that differs."""
+        for name in self.files if names is None else names:
+            with self.open(name) as file:
+                file.finish()
+
+    def path(self, name: str) -> str:
+        return os.path.join(self._path, name)
+
+    def malformed(self, reason: str) -> CorruptCheckpointError:
+        """The error for a manifest whose bytes are whole, and whose content cannot be."""
+        return CorruptCheckpointError(self.path(MANIFEST), reason)
+
+    def _open_directory(self) -> int:
+        try:
+            return os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise SnapshotGoneError(f"{self._path} does not exist") from None
+        except OSError as error:
+            raise CorruptCheckpointError(self._path, f"it is not a directory ({error.strerror})") from error
+
+    def _lock_marker(self) -> FileLock:
+        fd = self._open_file(MARKER)
+        content = os.pread(fd, len(MARKER_CONTENT) + 1, 0)
+        try:
+            lock = FileLock(fd, exclusive=False)
+        except BlockingIOError:
+            raise SnapshotGoneError(f"{self._path} is being removed by a save") from None
+        # A lock got just after the remover let go of it protects nothing any more.
+        if os.fstat(fd).st_nlink == 0:
+            lock.release()
+            raise SnapshotGoneError(f"{self._path} was removed by a save")
+        if content != MARKER_CONTENT:
+            lock.release()
+            raise CorruptCheckpointError(self.path(MARKER), "it does not hold what every snapshot's marker holds")
+        return lock
+
+    def _load_manifest(self, expected: str | None) -> None:
+        try:
+            with open(self._open_file(MANIFEST), "rb") as file:
+                data = file.read()
+            document = unseal(data)
+        except (OSError, ValueError) as error:
+            raise self.malformed(str(error)) from None
+        if expected is not None and digest(data) != expected:
+            raise self.malformed(f"it is not the manifest that {CURRENT} was written for")
+        if document.get("format") != FORMAT or document.get("snapshot") != self.name:
+            raise self.malformed(f"it is the manifest of {document.get('snapshot')!r}, not of {self.name}")
+        if document.get("version") != VERSION:
+            raise CheckpointError(
+                f"{self._path} has format version {document.get('version')}, this engram reads version {VERSION}; "
+                "load it with the engram that wrote it, or a newer one"
+            )
+        self.files, self.body = self._records(document.get("files")), self._body(document.get("body"))
+        for name in self.files:
+            os.close(self._open_file(name))
+
+    def _records(self, files: Any) -> dict[str, FileRecord]:
+        if not isinstance(files, dict):
+            raise self.malformed("it does not list files")
+        records = {}
+        for name, entry in files.items():
+            if not is_file_name(name) or name in (MANIFEST, MARKER):
+                raise self.malformed(f"it lists {name!r}, which is not a name of a file below a snapshot")
+            nbytes, checksum = (entry.get("nbytes"), entry.get("xxh3_128")) if isinstance(entry, dict) else (None, None)
+            if type(nbytes) is not int or nbytes < 0 or type(checksum) is not str:
+                raise self.malformed(f"it lists {name} without size and checksum")
+            records[name] = FileRecord(nbytes, checksum)
+        return records
+
+    def _body(self, body: Any) -> dict[str, Any]:
+        if not isinstance(body, dict):
+            raise self.malformed("it has no body")
+        return body
+
+    def _open_file(self, name: str) -> int:
+        """An open file whose size is the manifest's, so that a size in the manifest can be trusted to allocate."""
+        try:
+            fd = open_below(self._fd, name)
+        except OSError as error:
+            raise CorruptCheckpointError(self.path(name), f"it cannot be opened ({error.strerror or error})") from error
+        record = self.files.get(name) if name not in (MARKER, MANIFEST) else None
+        found = os.fstat(fd).st_size
+        if record is not None and found != record.nbytes:
+            os.close(fd)
+            raise CorruptCheckpointError(self.path(name), f"it has {found} bytes, {record.nbytes} were saved")
+        return fd
+
+
+class VerifiedFile:
+    """A file read once from front to back, with a hash of all that passed."""
+
+    def __init__(self, fd: int, path: str, record: FileRecord) -> None:
+        self._fd = fd
+        self._path = path
+        self._record = record
+        self._hasher = xxhash.xxh3_128()
+        self.position = 0
+
+    @property
+    def remaining(self) -> int:
+        return self._record.nbytes - self.position
+
+    def take(self, buffer: Bytes) -> None:
+        """Fills `buffer` with the bytes that come next."""
+        view = buffer.data
+        while len(view):
+            got = self._read_into(view)
+            self._hasher.update(view[:got])
+            self.position += got
+            view = view[got:]
+
+    def skip(self, nbytes: int) -> None:
+        """Passes over bytes that nobody needs; they count for the hash."""
+        block = np.empty(min(nbytes, _BLOCK), np.uint8)
+        while nbytes > 0:
+            self.take(block[:nbytes])
+            nbytes -= min(nbytes, len(block))
+
+    def finish(self) -> None:
+        """Passes over the rest; CorruptCheckpointError when the whole is not what was saved."""
+        self.skip(self.remaining)
+        if self._hasher.hexdigest() != self._record.xxh3_128:
+            raise CorruptCheckpointError(self._path, "its checksum is not that of the bytes that were saved")
+
+    def __enter__(self) -> VerifiedFile:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        os.close(self._fd)
+
+    def _read_into(self, view: memoryview) -> int:
+        try:
+            got = os.readv(self._fd, [view[:_PIECE]])
+        except OSError as error:
+            raise CorruptCheckpointError(self._path, f"it cannot be read ({error.strerror})") from error
+        if not got:
+            raise CorruptCheckpointError(
+                self._path, f"it ends at byte {self.position}, {self._record.nbytes} were saved"
+            )
+        return got
+
+
+def newest_whole(directory: CheckpointDirectory, damaged: str = "") -> str | None:
+    """Name of the newest snapshot whose manifest and files all verify, and that does not own the file `damaged`."""
+    for name in directory.snapshots():
+        if damaged.startswith(directory.path(name, "")):
+            continue
+        try:
+            with SnapshotReader(directory, name) as reader:
+                reader.check()
+            return name
+        except CheckpointError:
+            continue
+    return None
+
+
+def _open_current(directory: CheckpointDirectory) -> SnapshotReader:
+    for _ in range(_ATTEMPTS):
+        pointer = directory.current()
+        if pointer is None:
+            raise CheckpointError(_nothing_there(directory))
+        try:
+            return SnapshotReader(directory, pointer.snapshot, pointer.manifest)
+        except SnapshotGoneError as error:
+            if directory.current() == pointer:
+                raise CorruptCheckpointError(directory.path(CURRENT), f"it names a snapshot, but {error}") from None
+        except CorruptCheckpointError:
+            if directory.current() == pointer:  # else a save was removing it
+                raise
+    raise CheckpointError(f"{directory.root}: saves replaced the snapshot {_ATTEMPTS} times while it was being opened")
+
+
+def _open_named(directory: CheckpointDirectory, name: str) -> SnapshotReader:
+    if not is_snapshot_name(name):
+        raise ValueError(f"{name!r} is not the name of a snapshot; names look like 'g-000042'")
+    try:
+        return SnapshotReader(directory, name)
+    except SnapshotGoneError as error:
+        raise CheckpointError(f"no snapshot {name}: {error}; there are {_listing(directory)}") from None
+
+
+def _nothing_there(directory: CheckpointDirectory) -> str:
+    if not os.path.isdir(directory.root):
+        return f"no checkpoint at {directory.root}: there is no such directory"
+    message = f"no checkpoint at {directory.root}: there is no {directory.path(CURRENT)}"
+    whole = newest_whole(directory)
+    return message if whole is None else f"{message}; {_advice(whole)}"
+
+
+def _listing(directory: CheckpointDirectory) -> str:
+    names = directory.snapshots() if os.path.isdir(directory.root) else []
+    return ", ".join(names) if names else "none"
+
+
+@contextmanager
+def _advising(directory: CheckpointDirectory) -> Iterator[None]:
+    """Adds to a CorruptCheckpointError which snapshot could be loaded instead."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        whole = newest_whole(directory, error.file)
+        raise CorruptCheckpointError(error.file, error.reason, _advice(whole), whole) from error
+
+
+def _advice(whole: str | None) -> str:
+    if whole is None:
+        return "no other snapshot there verifies whole"
+    return f"the newest snapshot that verifies whole is {whole}: loads(path, snapshot={whole!r})"

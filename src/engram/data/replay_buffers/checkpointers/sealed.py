@@ -1,0 +1,54 @@
+"""Sealed JSON: a document that ends in the hash of everything before it, so that no changed byte goes unnoticed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+import xxhash
+
+_BEFORE_HASH = b',"xxh3_128":"'
+_AFTER_HASH = b'"}\n'
+_HASH_LENGTH = 32
+_TAIL_LENGTH = len(_BEFORE_HASH) + _HASH_LENGTH + len(_AFTER_HASH)
+
+
+def digest(data: bytes) -> str:
+    """XXH3-128 of `data`, as 32 lower-case hexadecimal digits."""
+    return str(xxhash.xxh3_128(data).hexdigest())
+
+
+def seal(document: dict[str, Any]) -> bytes:
+    """`document` as one line of JSON whose last key, `xxh3_128`, is the hash of all bytes before that key."""
+    head = to_json(document)[:-1]
+    return head + _BEFORE_HASH + digest(head).encode() + _AFTER_HASH
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """The document in `data`; ValueError says why it is not the one that was sealed."""
+    if len(data) <= _TAIL_LENGTH:
+        raise ValueError(f"it has {len(data)} bytes, too few for a sealed document")
+    head = data[:-_TAIL_LENGTH]
+    if data[-_TAIL_LENGTH:] != _BEFORE_HASH + digest(head).encode() + _AFTER_HASH:
+        raise ValueError("its bytes do not match the hash at its end")
+    document = from_json(head + b"}")
+    if not isinstance(document, dict):
+        raise ValueError("it is not a JSON object")
+    return document
+
+
+def to_json(value: Any) -> bytes:
+    """Compact ASCII JSON; NaN and infinities, which JSON does not have, are a ValueError."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def from_json(data: bytes) -> Any:
+    """What `to_json` wrote; anything that is not JSON is a ValueError."""
+    try:
+        return json.loads(data, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

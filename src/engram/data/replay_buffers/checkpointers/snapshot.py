@@ -1,0 +1,146 @@
+"""A buffer's whole state as one snapshot: the states of its components, and the rows of its storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from engram.data.replay_buffers.checkpointers.base import StorageCheckpointerBase
+from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter, saving
+from engram.data.replay_buffers.checkpointers.directory import is_file_name
+from engram.data.replay_buffers.checkpointers.reading import SnapshotReader, reading
+from engram.data.replay_buffers.checkpointers.sealed import to_json
+from engram.data.replay_buffers.checkpointers.state import Blobs, decode, encode
+from engram.data.replay_buffers.checkpointers.tensordicts import CODECS
+from engram.errors import CheckpointError
+
+
+def save_snapshot(
+    path: str | os.PathLike[str],
+    components: Mapping[str, Any],
+    storage: tuple[StorageCheckpointerBase[Any, Any], Any] | None = None,
+    *,
+    keep_last: int = 1,
+) -> str:
+    """Saves component states and a storage (its checkpointer, its source) as the new state at `path`; its name.
+
+    `components` maps names (letters, digits, `_`, `-`, `.`) to states as `state.encode` takes them. All of them are
+    encoded before anything is written. Errors as those of `commit.saving`; TypeError for what cannot be encoded.
+    The caller keeps components and source still until this returns.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     name = save_snapshot(path, {"writer": {"cursor": 5}})
+    ...     with open_snapshot(path) as snapshot:
+    ...         print(snapshot.name, snapshot.components["writer"])
+    g-000001 {'cursor': 5}
+    """
+    encoded = {name: _encode_component(name, state) for name, state in components.items()}
+    trees = {name: tree for name, (tree, _) in encoded.items()}
+    nbytes = len(to_json(trees)) + sum(blobs.nbytes for _, blobs in encoded.values())
+    if storage is not None:
+        nbytes += storage[0].nbytes(storage[1])
+    with saving(path, keep_last=keep_last, expected_bytes=nbytes) as writer:
+        for name, (_, blobs) in encoded.items():
+            if blobs:
+                writer.write_file(_blob_file(name), blobs.blocks())
+        state = (
+            None if storage is None else {"format": storage[0].format, "state": storage[0].dumps(storage[1], writer)}
+        )
+        writer.body = {"components": trees, "storage": state}
+    return writer.name
+
+
+@contextmanager
+def open_snapshot(path: str | os.PathLike[str], snapshot: str | None = None) -> Iterator[Snapshot]:
+    """The snapshot in force at `path`, or the one named; no save removes it inside the block.
+
+    Errors as those of `reading.reading`. The order that leaves a buffer untouched when anything is wrong: read the
+    components that are wanted (each is verified), check that they fit, `check_storage`, `load_storage`, then set them.
+    """
+    with reading(path, snapshot) as reader:
+        yield Snapshot(reader)
+
+
+class Snapshot:
+    """An open snapshot. `components` reads and verifies each state when it is asked for."""
+
+    def __init__(self, reader: SnapshotReader) -> None:
+        self.name = reader.name
+        self.components: Mapping[str, Any] = _Components(reader)
+        self._reader = reader
+
+    @property
+    def storage_format(self) -> str | None:
+        """The `format` of the checkpointer that wrote the storage; None when no storage was saved."""
+        storage = self._reader.body.get("storage")
+        return None if storage is None else str(storage.get("format"))
+
+    def check_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
+        """ValueError when the sink cannot take the storage that was saved; changes nothing."""
+        checkpointer.check(sink, self._reader, self._storage_state(checkpointer))
+
+    def load_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
+        """Fills the sink. One that holds rows is untouched unless everything was verified before; an empty one is
+        empty again after an error.
+        """
+        checkpointer.loads(sink, self._reader, self._storage_state(checkpointer))
+
+    def verify(self) -> None:
+        """Compares every file with its hash; CorruptCheckpointError names the first that differs."""
+        self._reader.check()
+
+    def _storage_state(self, checkpointer: StorageCheckpointerBase[Any, Any]) -> dict[str, Any]:
+        if self.storage_format is None:
+            raise CheckpointError(f"{self._reader.path('')} holds no storage; load the other parts only")
+        if self.storage_format != checkpointer.format:
+            raise CheckpointError(
+                f"the storage in {self._reader.path('')} was saved as {self.storage_format!r}, "
+                f"{type(checkpointer).__name__} reads {checkpointer.format!r}; use the checkpointer that saved it"
+            )
+        state: dict[str, Any] = self._reader.body["storage"]["state"]
+        return state
+
+
+class _Components(Mapping[str, Any]):
+    def __init__(self, reader: SnapshotReader) -> None:
+        self._reader = reader
+        self._trees: dict[str, Any] = reader.body.get("components", {})
+        self._decoded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._decoded:
+            self._decoded[name] = _read_component(self._reader, name, self._trees[name])
+        return self._decoded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trees)
+
+    def __len__(self) -> int:
+        return len(self._trees)
+
+
+def _encode_component(name: str, state: Any) -> tuple[Any, Blobs]:
+    if not is_file_name(name) or "/" in name:
+        raise ValueError(f"{name!r} is no name for a component; use letters, digits, '_', '-' and '.'")
+    blobs = Blobs()
+    return encode(state, blobs, CODECS, place=name), blobs
+
+
+def _read_component(reader: SnapshotReader, name: str, tree: Any) -> Any:
+    blob_file = _blob_file(name)
+    try:
+        if blob_file not in reader.files:
+            return decode(tree, None, CODECS)
+        with reader.open(blob_file) as file:
+            state = decode(tree, file, CODECS)
+            file.finish()
+            return state
+    except ValueError as error:
+        raise reader.malformed(f"component {name}: {error}") from error
+
+
+def _blob_file(name: str) -> str:
+    return f"components/{name}.bin"

@@ -1,0 +1,175 @@
+"""Packed rows on disk as they are in memory, in chunks that are keyed by write number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from engram.data.replay_buffers.checkpointers.base import Rows, RowSink, RowSource, StorageCheckpointerBase, apply_hooks
+from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter
+from engram.data.replay_buffers.checkpointers.counters import Counters
+from engram.data.replay_buffers.checkpointers.reading import SnapshotReader
+from engram.data.replay_buffers.checkpointers.sealed import from_json, to_json
+
+CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows `start` to `stop` of a lane in one file, the strands one after the other."""
+
+    lane: int
+    number: int
+    start: int
+    stop: int
+
+    @property
+    def file(self) -> str:
+        return f"storage/rows-{self.lane:05d}-{self.number:08d}.bin"
+
+
+class TensorStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
+    """Saves rows as they are: the size on disk follows the rows that exist, not the capacity.
+
+    Chunk `c` of a lane holds write numbers `c * rows_per_chunk` to `(c + 1) * rows_per_chunk`, as far as they exist.
+    Each layout has one `rows_per_chunk` (about 16 MB), so a later save cuts unchanged rows at the same places.
+    """
+
+    format = "rows"
+
+    def nbytes(self, source: RowSource) -> int:
+        layout = source.layout_state()
+        return 0 if layout is None else Counters(source.counters()).rows * int(layout["row_bytes"])
+
+    def dumps(self, source: RowSource, writer: SnapshotWriter) -> dict[str, Any]:
+        layout, counters = _json_copy(source.layout_state()), _json_copy(source.counters())
+        if layout is None:
+            return {"layout": None, "counters": counters, "rows_per_chunk": 0, "chunks": []}
+        known = Counters(counters)
+        rows_per_chunk = _rows_per_chunk(known.strands * layout["row_bytes"])
+        chunks = list(_cut(known, rows_per_chunk))
+        for chunk in chunks:
+            writer.write_file(chunk.file, [self._rows(source, chunk, known.strands, layout["row_bytes"])])
+        cut = [[chunk.lane, chunk.number, chunk.start, chunk.stop] for chunk in chunks]
+        return {"layout": layout, "counters": counters, "rows_per_chunk": rows_per_chunk, "chunks": cut}
+
+    def check(self, sink: RowSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
+        plan = _Plan(reader, state)
+        sink.check_restore(plan.layout, plan.counters)
+
+    def loads(self, sink: RowSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
+        plan = _Plan(reader, state)
+        sink.check_restore(plan.layout, plan.counters)
+        if len(sink):
+            reader.check(chunk.file for chunk in plan.chunks)
+        sink.begin_restore(plan.layout, plan.counters)
+        try:
+            for lane, start, rows in plan.blocks():
+                sink.write_block(lane, start, self._hooked(self.load_hooks, rows))
+            sink.end_restore()
+        except BaseException:
+            sink.abort_restore()
+            raise
+
+    def _rows(self, source: RowSource, chunk: Chunk, strands: int, row_bytes: int) -> Rows:
+        rows = self._hooked(self.save_hooks, source.read_block(chunk.lane, chunk.start, chunk.stop))
+        expected = (strands, chunk.stop - chunk.start, row_bytes)
+        if rows.dtype != np.uint8 or rows.shape != expected:
+            raise ValueError(f"the storage gave a block of {rows.dtype} {rows.shape}, expected uint8 {expected}")
+        return rows
+
+    def _hooked(self, hooks: list[Any], rows: Rows) -> Rows:
+        changed: Rows = apply_hooks(hooks, rows)
+        if changed.shape != rows.shape or changed.dtype != rows.dtype:
+            raise ValueError(
+                f"a hook made {changed.dtype} {changed.shape} of a block of rows {rows.dtype} {rows.shape}; "
+                "it may change bytes, not how many there are"
+            )
+        return changed
+
+
+class _Plan:
+    """What a snapshot says of its rows, checked to be possible, and its blocks of rows."""
+
+    def __init__(self, reader: SnapshotReader, state: dict[str, Any]) -> None:
+        self._reader = reader
+        try:
+            self.layout: dict[str, Any] | None = state["layout"]
+            self.counters: dict[str, Any] = state["counters"]
+            self._known = Counters(self.counters)
+            self.chunks = [Chunk(*map(_natural, entry)) for entry in state["chunks"]]
+            self._row_bytes = 0 if self.layout is None else _natural(self.layout["row_bytes"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise reader.malformed(f"its description of the rows is malformed ({error!r})") from error
+        self._check_sizes()
+        self._check_coverage()
+
+    def blocks(self) -> Iterator[tuple[int, int, Rows]]:
+        """Lane, first write number and verified rows of each chunk; the rows are valid until the next."""
+        buffer = np.empty(max(map(self._nbytes, self.chunks), default=0), np.uint8)
+        for chunk, following in zip_longest(self.chunks, self.chunks[1:]):
+            if following is not None:
+                self._reader.will_read(following.file)
+            content = buffer[: self._nbytes(chunk)]
+            self._reader.read_into(chunk.file, content)
+            rows = content.reshape(self._known.strands, chunk.stop - chunk.start, self._row_bytes)
+            start = max(chunk.start, self._known.first(chunk.lane))
+            yield chunk.lane, start, rows[:, start - chunk.start :]
+
+    def _nbytes(self, chunk: Chunk) -> int:
+        return self._known.strands * (chunk.stop - chunk.start) * self._row_bytes
+
+    def _check_sizes(self) -> None:
+        for chunk in self.chunks:
+            if chunk.start >= chunk.stop or self._reader.nbytes(chunk.file) != self._nbytes(chunk):
+                raise self._reader.malformed(f"{chunk.file} is not as long as its rows {chunk.start} to {chunk.stop}")
+
+    def _check_coverage(self) -> None:
+        """Each row that exists is in one chunk; a chunk may begin with rows that exist no longer."""
+        reached = [self._known.first(lane) for lane in range(self._known.lanes)]
+        started = [False] * self._known.lanes
+        for chunk in self.chunks:
+            fits = (
+                chunk.lane < len(reached)
+                and chunk.stop > reached[chunk.lane]
+                and (
+                    chunk.start == reached[chunk.lane]
+                    or (chunk.start < reached[chunk.lane] and not started[chunk.lane])
+                )
+            )
+            if not fits:
+                raise self._reader.malformed(f"{chunk.file} does not follow the chunk before it")
+            reached[chunk.lane], started[chunk.lane] = chunk.stop, True
+        expected = [
+            self._known.first(lane) if self.layout is None else self._known.stop(lane) for lane in range(len(reached))
+        ]
+        if reached != expected:
+            raise self._reader.malformed("its chunks do not hold every row that its counters say exists")
+
+
+def _rows_per_chunk(bytes_per_number: int) -> int:
+    return max(1, math.ceil(CHUNK_BYTES / max(1, bytes_per_number)))
+
+
+def _cut(counters: Counters, rows_per_chunk: int) -> Iterator[Chunk]:
+    for lane in range(counters.lanes):
+        first, stop = counters.first(lane), counters.stop(lane)
+        for number in range(first // rows_per_chunk, -(-stop // rows_per_chunk) if stop > first else 0):
+            begin = number * rows_per_chunk
+            yield Chunk(lane, number, max(first, begin), min(stop, begin + rows_per_chunk))
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _json_copy(value: Any) -> Any:
+    # a copy: the storage's own objects may change before the manifest is written
+    return from_json(to_json(value))

@@ -1,0 +1,279 @@
+"""The protocol of a save: one saver, the order in which things reach disk, and what is removed."""
+
+import fcntl
+import json
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import xxhash
+
+from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot, verify
+from engram.data.replay_buffers.checkpointers.commit import saving
+from engram.data.replay_buffers.checkpointers.directory import MARKER, MARKER_CONTENT
+from engram.data.replay_buffers.checkpointers.reading import reading
+from engram.errors import CheckpointError
+
+
+def save(path, value, **options):
+    return save_snapshot(path, {"state": {"value": value, "bytes": b"some bytes"}}, **options)
+
+
+def load(path, snapshot=None):
+    with open_snapshot(path, snapshot) as opened:
+        return opened.components["state"]["value"]
+
+
+def names(path):
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def test_a_second_saver_is_refused_at_once(tmp_path):
+    save(tmp_path, 1)
+    with saving(tmp_path), pytest.raises(CheckpointError, match="another save"):
+        save(tmp_path, 2)
+    save(tmp_path, 3)
+    assert load(tmp_path) == 3
+
+
+def test_a_second_saver_in_another_thread_is_refused(tmp_path):
+    refused = []
+
+    def try_to_save():
+        with pytest.raises(CheckpointError, match="another save"):
+            save(tmp_path, 2)
+        refused.append(True)
+
+    with saving(tmp_path):
+        thread = threading.Thread(target=try_to_save)
+        thread.start()
+        thread.join()
+    assert refused
+
+
+def test_a_dead_savers_lock_is_free_though_a_child_of_its_lives_on(tmp_path):
+    ready, tell = os.pipe()
+    saver = os.fork()
+    if saver == 0:
+        with saving(tmp_path):
+            grandchild = os.fork()
+            if grandchild == 0:
+                os.write(tell, str(os.getpid()).encode())
+            signal.pause()
+    grandchild = int(os.read(ready, 20))
+    os.kill(saver, signal.SIGKILL)
+    os.waitpid(saver, 0)
+    try:
+        save(tmp_path, 1)
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+    assert load(tmp_path) == 1
+
+
+def test_files_reach_disk_before_current_moves_and_the_move_before_old_ones_go(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    events = []
+    fsync, replace, unlink = os.fsync, os.replace, os.unlink
+
+    def log(kind, path):
+        events.append((kind, os.path.relpath(path, tmp_path)))
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (log("sync", os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (log("move", b), replace(a, b))[1])
+    monkeypatch.setattr(os, "unlink", lambda path, **options: (log("remove", path), unlink(path, **options))[1])
+    save(tmp_path, 2)
+    moved = events.index(("move", "CURRENT"))
+    synced_before = {path for kind, path in events[:moved] if kind == "sync"}
+    new = {f"g-000002/{name}" for name in (MARKER, "manifest.json", "components/state.bin")}
+    assert synced_before == {"CURRENT.new", ".", "g-000002", "g-000002/components"} | new
+    assert events[moved + 1] == ("sync", ".")
+    assert all(kind == "remove" and path.startswith("g-000001/") for kind, path in events[moved + 2 :])
+    assert not any(kind == "remove" for kind, _ in events[:moved])
+
+
+def test_keep_last_keeps_so_many_and_the_newest(tmp_path):
+    for value in range(5):
+        save(tmp_path, value, keep_last=3)
+    assert names(tmp_path) == ["CURRENT", "LOCK", "g-000003", "g-000004", "g-000005"]
+    assert [load(tmp_path, f"g-{number:06d}") for number in (3, 4, 5)] == [2, 3, 4]
+    save(tmp_path, 5)
+    assert names(tmp_path) == ["CURRENT", "LOCK", "g-000006"]
+
+
+@pytest.mark.parametrize("keep_last", [0, -1])
+def test_keep_last_below_one_is_refused(tmp_path, keep_last):
+    with pytest.raises(ValueError, match="keep_last"):
+        save(tmp_path, 1, keep_last=keep_last)
+
+
+def test_a_snapshot_being_read_is_not_removed(tmp_path):
+    save(tmp_path, 1)
+    with open_snapshot(tmp_path) as opened:
+        save(tmp_path, 2)
+        save(tmp_path, 3)
+        assert opened.components["state"]["value"] == 1
+        assert names(tmp_path) == ["CURRENT", "LOCK", "g-000001", "g-000003"]
+    save(tmp_path, 4)
+    assert names(tmp_path) == ["CURRENT", "LOCK", "g-000004"]
+
+
+def test_readers_beside_a_saver_always_find_a_whole_state(ram_path):
+    save(ram_path, 0)
+    stop = threading.Event()
+    found = []
+
+    def read():
+        while not stop.is_set():
+            found.append(load(ram_path))
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for value in range(1, 150):
+        save(ram_path, value)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert len(found) > 2 and load(ram_path) == 149
+
+
+def test_leftovers_of_killed_saves_are_removed_and_nothing_else(tmp_path):
+    save(tmp_path, 1)
+    unfinished, empty, beyond = tmp_path / "g-000002", tmp_path / "g-000003", tmp_path / "g-000004"
+    unfinished.mkdir()
+    (unfinished / MARKER).write_bytes(MARKER_CONTENT[:10])
+    (unfinished / "storage").mkdir()
+    (unfinished / "storage" / "rows.bin").write_bytes(b"part")
+    empty.mkdir()
+    beyond.mkdir()
+    (beyond / MARKER).write_bytes(MARKER_CONTENT)
+    (beyond / "manifest.json").write_text("never pointed to")
+    foreign = tmp_path / "g-000005"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("mine")
+    for name in ("notes.txt", "g-7", "g-000009.txt"):
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "g-000008").symlink_to(foreign)
+    assert save(tmp_path, 2) == "g-000006"
+    kept = ["CURRENT", "LOCK", "g-000005", "g-000006", "g-000008", "g-000009.txt", "g-7", "notes.txt"]
+    assert names(tmp_path) == kept
+    assert (foreign / "thesis.tex").read_text() == "mine"
+
+
+def test_finished_snapshots_are_kept_while_current_cannot_be_read(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "CURRENT").write_text("garbage")
+    with pytest.raises(RuntimeError, match="stopped"), saving(tmp_path):
+        raise RuntimeError("stopped")
+    assert load(tmp_path, "g-000001") == 1
+
+
+def test_without_current_the_newest_finished_snapshot_stays_until_a_save_succeeds(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2, keep_last=2)
+    (tmp_path / "CURRENT").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint.*CURRENT.*snapshot='g-000002'"):
+        load(tmp_path)
+    with pytest.raises(RuntimeError, match="stopped"), saving(tmp_path):
+        raise RuntimeError("stopped")
+    assert names(tmp_path) == ["LOCK", "g-000002"] and load(tmp_path, "g-000002") == 2
+    save(tmp_path, 3)
+    assert load(tmp_path) == 3 and names(tmp_path) == ["CURRENT", "LOCK", "g-000003"]
+
+
+def test_a_current_that_is_not_ours_is_not_replaced(tmp_path):
+    (tmp_path / "CURRENT").write_text("MANIFEST-000004\n")
+    with pytest.raises(CheckpointError, match="not written by engram"):
+        save(tmp_path, 1)
+    assert (tmp_path / "CURRENT").read_text() == "MANIFEST-000004\n"
+
+
+def test_an_exception_inside_a_save_leaves_nothing(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(KeyboardInterrupt), saving(tmp_path) as writer:
+        writer.write_file("a/b/c.bin", [b"part"])
+        raise KeyboardInterrupt
+    assert names(tmp_path) == ["CURRENT", "LOCK", "g-000001"] and load(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/x", "a/../x", "", "a//b", ".x", "a/.x", "manifest.json", MARKER, "twice"]
+)
+def test_a_file_name_that_leaves_the_snapshot_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="not a name"), saving(tmp_path) as writer:
+        writer.write_file("twice", [])
+        writer.write_file(name, [b""])
+
+
+def test_more_files_than_may_be_open_can_be_written(ram_path):
+    with saving(ram_path) as writer:
+        for number in range(200):
+            writer.write_file(f"f{number}", [b"a", np.arange(3), memoryview(b"b")])
+    assert verify(ram_path).ok
+
+
+def test_no_descriptors_or_locks_remain(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    save(tmp_path, 1)
+    load(tmp_path)
+    with pytest.raises(RuntimeError), saving(tmp_path) as writer:
+        writer.write_file("x", [b"part"])
+        raise RuntimeError
+    with pytest.raises(CheckpointError):
+        load(tmp_path, "g-000099")
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    with open(tmp_path / "LOCK") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_bytes_of_a_checkpoint_are_those_of_the_format(tmp_path):
+    with saving(tmp_path) as writer:
+        writer.write_file("a.bin", [b"abc"])
+        writer.body["n"] = 1
+    manifest = (tmp_path / "g-000001" / "manifest.json").read_bytes()
+    head = (
+        b'{"format":"engram snapshot","version":1,"snapshot":"g-000001","files":{"a.bin":{"nbytes":3,"xxh3_128":"'
+        + xxhash.xxh3_128(b"abc").hexdigest().encode()
+        + b'"}},"body":{"n":1}'
+    )
+    assert manifest == head + b',"xxh3_128":"' + xxhash.xxh3_128(head).hexdigest().encode() + b'"}\n'
+    current = json.loads((tmp_path / "CURRENT").read_bytes())
+    assert list(current) == ["format", "version", "snapshot", "manifest", "xxh3_128"]
+    assert current["manifest"] == xxhash.xxh3_128(manifest).hexdigest()
+    assert (tmp_path / "g-000001" / "a.bin").read_bytes() == b"abc"
+    assert (tmp_path / "g-000001" / MARKER).read_bytes() == MARKER_CONTENT
+
+
+def test_a_newer_format_is_refused_by_its_version(tmp_path, monkeypatch):
+    from engram.data.replay_buffers.checkpointers import commit
+
+    monkeypatch.setattr(commit, "VERSION", 2)
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="format version 2"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir()])
+def test_loading_where_nothing_was_saved_says_so(tmp_path, make):
+    path = tmp_path / "nothing"
+    make(path)
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        load(path)
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        verify(path)
+
+
+@pytest.mark.parametrize("name", ["..", "/etc", "g-000001/..", "CURRENT"])
+def test_a_snapshot_name_that_is_none_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="not the name of a snapshot"):
+        load(tmp_path, name)
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_read(tmp_path):
+    with saving(tmp_path):
+        pass
+    (tmp_path / "g-000001" / "extra").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="does not list"), reading(tmp_path) as reader:
+        reader.open("extra")

@@ -1,0 +1,154 @@
+"""Saves that are killed: whatever the moment, the next load finds exactly the old state or the new one."""
+
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from contracts.checkpointer import RowRings
+
+from engram.data.replay_buffers.checkpointers import (
+    TensorStorageCheckpointer,
+    open_snapshot,
+    save_snapshot,
+    tensor,
+    verify,
+)
+from engram.errors import CheckpointError
+
+RANDOM_KILLS = int(os.environ.get("ENGRAM_TEST_KILLS", "200"))
+CALLS = ("open", "write", "fsync", "replace", "mkdir", "unlink", "rmdir", "close", "fchmod", "scandir", "posix_fadvise")
+
+
+class Counted(RowRings):
+    """Rings whose rows are all a function of one number."""
+
+    def __init__(self, number: int, size: int = 64) -> None:
+        super().__init__(lane_capacity=size, lanes=2, strands=2, row_bytes=1024)
+        self.memory[:] = np.arange(self.memory.size, dtype=np.uint32).reshape(self.memory.shape) * (number + 7) >> 8
+        self.written = number > 0
+        for lane in self.lanes:
+            lane["published"] = number * size // 3
+
+
+def save(path, number, size=64):
+    components = {"sampler": {"number": number, "tree": torch.full((1000,), float(number))}}
+    save_snapshot(path, components, (TensorStorageCheckpointer(), Counted(number, size)), keep_last=1 + number % 2)
+
+
+def state_at(path, size=64):
+    """The number that was saved, after a check that every part belongs to it; 0 when there is no checkpoint."""
+    rings = Counted(0, size)
+    try:
+        with open_snapshot(path) as opened:
+            opened.load_storage(TensorStorageCheckpointer(), rings)
+            sampler = opened.components["sampler"]
+    except CheckpointError as error:
+        assert "no checkpoint" in str(error)
+        return 0
+    number = sampler["number"]
+    assert torch.equal(sampler["tree"], torch.full((1000,), float(number)))
+    assert rings.contents() == Counted(number, size).contents()
+    return number
+
+
+def in_child(action):
+    """Runs `action` in a forked child that it may kill; True when it came to its end."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert status in (0, signal.SIGKILL)
+    return status == 0
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(tensor, "CHUNK_BYTES", 1 << 15)
+
+
+def test_killed_before_any_system_call_a_save_leaves_the_old_state_or_the_new(ram_path):
+    def save_killed_at(call, number):
+        left = [call]
+
+        def counted(real):
+            def wrapper(*arguments, **options):
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+                return real(*arguments, **options)
+
+            return wrapper
+
+        for name in CALLS:
+            setattr(os, name, counted(getattr(os, name)))
+        save(ram_path, number)
+
+    number, call, finished = 0, 0, False
+    while not finished:
+        finished = in_child(lambda n=number + 1, c=call: save_killed_at(c, n))
+        found = state_at(ram_path)
+        assert found in (number, number + 1)
+        # a first save that is killed early leaves the path without a checkpoint for the next kill, too
+        number, call = found, call + 1
+    assert call > 60 and found == number
+    assert verify(ram_path).ok
+
+
+def killed_save(path, number, after):
+    """Kills a child `after` seconds into a save; whether the save had come to its end, and the seconds it lived."""
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(tell, b"!")
+        save(path, number, size=512)
+        os._exit(0)
+    os.read(ready, 1)
+    began = time.perf_counter()
+    if after is not None:
+        time.sleep(after)
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    os.close(ready)
+    os.close(tell)
+    assert status in (0, signal.SIGKILL)
+    return status == 0, time.perf_counter() - began
+
+
+def test_killed_at_random_moments_a_save_leaves_the_old_state_or_the_new(tmp_path):
+    duration = sorted(killed_save(tmp_path, number, None)[1] for number in range(1, 6))[2]
+    number, outcomes = 5, {"old": 0, "new": 0, "finished": 0}
+    for kill in range(RANDOM_KILLS):
+        finished, _ = killed_save(tmp_path, number + 1, duration * 1.5 * (kill + random.random()) / RANDOM_KILLS)
+        found = state_at(tmp_path, size=512)
+        assert found in (number, number + 1)
+        outcomes["finished" if finished else "old" if found == number else "new"] += 1
+        number = found
+    print(f"{RANDOM_KILLS} kills over {duration * 1000:.0f} ms of a save: {outcomes}")
+    assert outcomes["old"] > RANDOM_KILLS // 5 and outcomes["new"] + outcomes["finished"] > 0
+    assert len(list(tmp_path.glob("g-*"))) <= 4
+    save(tmp_path, 100, size=512)
+    assert state_at(tmp_path, size=512) == 100
+
+
+def test_a_reader_that_is_killed_blocks_no_save(tmp_path):
+    save(tmp_path, 1)
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with open_snapshot(tmp_path):
+            os.write(tell, b"!")
+            signal.pause()
+    os.read(ready, 1)
+    save(tmp_path, 2)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    save(tmp_path, 4)
+    assert [entry.name for entry in tmp_path.glob("g-*")] == ["g-000003"]
