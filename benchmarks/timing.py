@@ -1,0 +1,116 @@
+"""Measuring contenders in turns: every round gives each of them one turn, so that a slow spell hits all alike."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
+Turn = Callable[[int], float]
+"""Runs a piece of work `n` times and returns the seconds that it took."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a measurement may be."""
+
+    rounds: int = 7
+    turn_s: float = 0.05
+    beside_s: float = 0.15  # many switch intervals of the interpreter (5 ms), or the share of each thread is luck
+
+
+QUICK = Pace(rounds=3, turn_s=0.02, beside_s=0.05)
+
+
+@dataclass
+class Samples:
+    """Seconds per call, one figure a round."""
+
+    rounds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+
+def repeat(call: Callable[[], object]) -> Turn:
+    """Make a turn of a Python call."""
+
+    def turn(n: int) -> float:
+        clock = time.perf_counter
+        start = clock()
+        for _ in range(n):
+            call()
+        return clock() - start
+
+    return turn
+
+
+def calls_for(turn: Turn, seconds: float) -> int:
+    """How often to call so that a turn lasts about `seconds`; this is the warm-up too."""
+    n, took = 1, turn(1)
+    while took < seconds / 4 and n < 1 << 24:
+        n = max(2 * n, min(16 * n, int(n * seconds / max(took, 1e-9) / 2)))
+        took = turn(n)
+    return max(1, round(n * seconds / took))
+
+
+@contextmanager
+def quiet_collector() -> Iterator[None]:
+    """Collect garbage before a turn and never in it, for all contenders alike."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    """One Python thread that computes all the time, as a logger, a prefetcher or a collector would."""
+    stop = False
+
+    def work() -> None:
+        x = 0
+        while not stop:
+            x = (x * 31 + 7) % 1_000_003
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop = True
+        thread.join()
+
+
+def in_turns(turns: dict[Name, Turn], pace: Pace, *, beside: bool = False) -> dict[Name, Samples | Exception]:
+    """Measure all turns over interleaved rounds; one that raises is out, and its exception is its result."""
+    results: dict[Name, Samples | Exception] = {}
+    counts: dict[Name, int] = {}
+    seconds = pace.beside_s if beside else pace.turn_s
+    for name, turn in turns.items():
+        try:
+            with quiet_collector():
+                counts[name] = calls_for(turn, seconds)
+            results[name] = Samples()
+        except Exception as error:
+            results[name] = error
+    for _ in range(pace.rounds):
+        for name, turn in turns.items():
+            result = results[name]
+            if isinstance(result, Exception):
+                continue
+            try:
+                with quiet_collector():
+                    result.rounds.append(turn(counts[name]) / counts[name])
+            except Exception as error:
+                results[name] = error
+    return results
