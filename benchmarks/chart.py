@@ -16,7 +16,8 @@ COLOURS = {
     "tianshou": "#edae49",
     "stable-baselines3": "#8d6a9f",
 }
-BAR = 0.16
+GAP = 0.8
+"""Room between two rows, in bars."""
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
@@ -38,10 +39,9 @@ def draw(document: dict[str, Any], path: Path) -> None:
     panels = [panel for panel in panels if panel[2]]
     if not panels:
         return
-    heights = [max(1, len(panel[2])) for panel in panels]
-    total = sum(heights)
+    heights = [_places(rows)[1] for _, _, rows in panels]
     figure_, axes = pyplot.subplots(
-        len(panels), 1, figsize=(10, 1.2 * len(panels) + 0.75 * total), height_ratios=heights, squeeze=False
+        len(panels), 1, figsize=(10, 1.0 * len(panels) + 0.16 * sum(heights)), height_ratios=heights, squeeze=False
     )
     for axis, (title, scale, chosen) in zip(axes[:, 0], panels, strict=True):
         _panel(axis, chosen, scale)
@@ -52,27 +52,35 @@ def draw(document: dict[str, Any], path: Path) -> None:
     pyplot.close(figure_)
 
 
+def _places(rows: list[dict[str, Any]]) -> tuple[list[float], float]:
+    """Where each row's first bar lies, and the height of them all, in bars: rows of one bar take less room."""
+    places, at = [], 0.0
+    for row in rows:
+        places.append(at)
+        at += sum(figure(row, name) is not None for name in LIBRARIES) + GAP
+    return places, at
+
+
 def _panel(axis: Any, rows: list[dict[str, Any]], scale: float) -> None:
-    for at, row in enumerate(rows):
-        present = [name for name in LIBRARIES if figure(row, name)]
-        first = at - BAR * (len(present) - 1) / 2
+    places, height = _places(rows)
+    middles, values = [], []
+    for first, row in zip(places, rows, strict=True):
+        present = [name for name in LIBRARIES if figure(row, name) is not None]
         for i, name in enumerate(present):
             value = (figure(row, name) or 0) * scale
-            axis.barh(first + i * BAR, value, BAR * 0.9, color=COLOURS[name])
-            axis.text(
-                value,
-                first + i * BAR,
-                f" {value:,.3g}" if value < 1000 else f" {value:,.0f}",
-                va="center",
-                fontsize=6.5,
-            )
+            values.append(value)
+            axis.barh(first + i, value, 0.9, color=COLOURS[name])
+            words = f" {value:,.3g}" if value < 1000 else f" {value:,.0f}"
+            axis.text(value, first + i, words, va="center", fontsize=7)
         floor = figure(row, FLOOR)
-        if floor:
-            axis.vlines(floor * scale, at - 0.45, at + 0.45, color="black", linewidth=1.4)
+        if floor is not None:
+            values.append(floor * scale)
+            axis.vlines(floor * scale, first - 0.6, first + len(present) - 0.4, color="black", linewidth=1.6)
+        middles.append(first + (len(present) - 1) / 2)
     axis.set_xscale("log")
-    axis.margins(x=0.12)
-    axis.set_yticks(range(len(rows)), [row["title"] for row in rows], fontsize=8)
-    axis.set_ylim(len(rows) - 0.4, -0.6)
+    axis.set_xlim(min(values) / 3, max(values) * 3)
+    axis.set_yticks(middles, [row["title"] for row in rows], fontsize=8)
+    axis.set_ylim(height - GAP / 2, -GAP / 2 - 0.5)
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

@@ -136,7 +136,7 @@ class StableBaselines3:
             np.zeros(envs, dtype=np.float32),
             [{} for _ in range(envs)],
         )
-        for at in range(0, self._n // envs):
+        for at in range(self._n // envs):
             self.rb.add(obs[at : at + 1].repeat(envs, 0), obs_next[at : at + 1].repeat(envs, 0), *self._step[2:])
 
     def sample(self, batch: int) -> Call:

@@ -1,7 +1,7 @@
 """Collecting CartPole steps: our collectors (`benchmarks/collect.py`) and TorchRL's, in steps a second.
 
-`benchmarks.collect.run()` returns `{"random": {"engram": rate, "floor": rate}, "module": {...}, ...}`: steps a second of
-our collector and of a bare loop that does the same, for each kind of policy.
+`benchmarks.collect.run()` returns `{"random": {"engram": rate, "floor": rate}, "module": {...}, ...}`: steps a second
+of our collector and of a bare loop that does the same, for each kind of policy.
 """
 
 from __future__ import annotations

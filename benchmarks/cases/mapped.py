@@ -1,7 +1,7 @@
 """A mapped buffer three times as large as the memory: 60 M rows, reopened in a control group of 1.6 GB.
 
-Each contender runs in child processes of its own: one builds its files outside the group, one reads them inside. So they
-follow each other here and do not take turns; the floors read a file of packed rows in the same kind of child.
+Each contender runs in child processes of its own: one builds its files outside the group, one reads them inside. So
+they follow each other here and do not take turns; the floors read a file of packed rows in the same kind of child.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def results(*, quick: bool) -> list[Result]:
         row["contenders"] |= {name: missing(reason) for name in FLOORS} if reason else _floors(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    counts = [f"{name} {len(value['rounds'])}" for name, value in row["contenders"].items() if "rounds" in value]
+    row["notes"] += ["batches timed: " + ", ".join(counts)] if counts else []
     return [row]
 
 
