@@ -20,10 +20,10 @@ $(BENCH_VENV)/.peers: $(BENCH_PEERS)
 	$(BENCH_PYTHON) -m pip install --quiet --progress-bar on -r $(BENCH_PEERS)
 	@touch $@
 
-# torch and all else is there by now: --no-deps keeps pip from choosing another version of it.
+# --no-deps: torch and all else is there, and pip must not choose another. A build folder of its own: .venv has one too.
 $(BENCH_VENV)/.engram: $(BENCH_VENV)/.peers $(BENCH_OURS)
 	@echo "building engram into $(BENCH_VENV)"
-	$(BENCH_PYTHON) -m pip install --quiet --no-build-isolation --no-deps -e .
+	$(BENCH_PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings=build-dir=build/bench -e .
 	@touch $@
 
 $(BENCH_FLOOR): benchmarks/native/floor.cpp

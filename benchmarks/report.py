@@ -145,7 +145,8 @@ def machine_line(document: Document) -> str:
     quick = " (--quick: a look, not a measurement)" if document["quick"] else ""
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, Python {machine['python']}, "
-        f"{versions}; read_ahead_kb {machine['read_ahead_kb']}; {machine['date'][:10]}{quick}"
+        f"{versions}; read_ahead_kb {machine['read_ahead_kb']}; "
+        f"load {machine['load']} before the start; {machine['date'][:10]}{quick}"
     )
 
 

@@ -20,7 +20,7 @@ Turn = Callable[[int], float]
 class Pace:
     """How long a measurement may be."""
 
-    rounds: int = 7
+    rounds: int = 9
     turn_s: float = 0.05
     beside_s: float = 0.15  # many switch intervals of the interpreter (5 ms), or the share of each thread is luck
 
@@ -72,38 +72,44 @@ def quiet_collector() -> Iterator[None]:
         gc.enable()
 
 
-@contextmanager
-def busy_thread() -> Iterator[None]:
-    """One Python thread that computes all the time, as a logger, a prefetcher or a collector would."""
-    stop = False
+def beside_busy_thread(turn: Turn) -> Turn:
+    """The same turn beside one Python thread that computes all the time, as a logger or a collector would."""
 
-    def work() -> None:
-        x = 0
-        while not stop:
+    def crowded(n: int) -> float:
+        stop = threading.Event()
+        thread = threading.Thread(target=_compute, args=(stop,), daemon=True)
+        thread.start()
+        try:
+            return turn(n)
+        finally:
+            stop.set()
+            thread.join()
+
+    return crowded
+
+
+def _compute(stop: threading.Event) -> None:
+    x = 0
+    while not stop.is_set():
+        for _ in range(1000):
             x = (x * 31 + 7) % 1_000_003
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop = True
-        thread.join()
 
+def in_turns(turns: dict[Name, Turn], lengths: dict[Name, float], rounds: int) -> dict[Name, Samples | Exception]:
+    """Measure all turns, each of about its length in seconds, in interleaved rounds.
 
-def in_turns(turns: dict[Name, Turn], pace: Pace, *, beside: bool = False) -> dict[Name, Samples | Exception]:
-    """Measure all turns over interleaved rounds; one that raises is out, and its exception is its result."""
+    One that raises is out, and its exception is its result.
+    """
     results: dict[Name, Samples | Exception] = {}
     counts: dict[Name, int] = {}
-    seconds = pace.beside_s if beside else pace.turn_s
     for name, turn in turns.items():
         try:
             with quiet_collector():
-                counts[name] = calls_for(turn, seconds)
+                counts[name] = calls_for(turn, lengths[name])
             results[name] = Samples()
         except Exception as error:
             results[name] = error
-    for _ in range(pace.rounds):
+    for _ in range(rounds):
         for name, turn in turns.items():
             result = results[name]
             if isinstance(result, Exception):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.libraries import Call
-from benchmarks.timing import Pace, Samples, Turn, busy_thread, in_turns, repeat
+from benchmarks.timing import Pace, Samples, Turn, beside_busy_thread, in_turns, repeat
 
 Make = Callable[[], Turn]
 Result = dict[str, Any]
 FLOOR = "floor"
+ALONE, BESIDE = "alone", "beside"
 
 
 @dataclass
@@ -27,6 +29,8 @@ class Row:
     """`us`: microseconds; a library's name: how many times faster; `own`: at most this many times the row `own_of`."""
     own_of: str | None = None
     beside: bool = False
+    warm_up: int = 0
+    """Calls before the first timed one: large memory is not all there at first, whatever the guest system says."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -56,7 +60,7 @@ def missing(error: Exception | str) -> Result:
 
 
 def measure(rows: list[Row], pace: Pace) -> list[Result]:
-    """Build every contender of these rows, then measure all of them in turns: alone, then beside a busy thread."""
+    """Build every contender of these rows, then measure all of them in turns, alone and beside a busy thread."""
     results = {row.key: result(row) for row in rows}
     turns: dict[tuple[str, str], Turn] = {}
     for row in rows:
@@ -68,16 +72,31 @@ def measure(rows: list[Row], pace: Pace) -> list[Result]:
     gc.collect()
     gc.freeze()  # the buffers' objects stay: looking through them before every turn would take seconds
     try:
-        for (key, name), samples in in_turns(turns, pace).items():
-            results[key]["contenders"][name] = _figure(samples)
-        beside = {row.key for row in rows if row.beside}
-        crowded = {at: turn for at, turn in turns.items() if at[0] in beside and at[1] != FLOOR}
-        with busy_thread():
-            for (key, name), samples in in_turns(crowded, pace, beside=True).items():
-                results[key]["contenders"][name]["beside"] = _figure(samples)
+        _warm_up(rows, turns)
+        crowded = {row.key for row in rows if row.beside}
+        all_turns = {}
+        for (key, name), turn in turns.items():  # each beside-turn right after its turn alone: the ratio is what counts
+            all_turns[key, name, ALONE] = turn
+            if key in crowded and name != FLOOR:
+                all_turns[key, name, BESIDE] = beside_busy_thread(turn)
+        lengths = {at: pace.turn_s if at[2] == ALONE else pace.beside_s for at in all_turns}
+        for (key, name, how), samples in in_turns(all_turns, lengths, pace.rounds).items():
+            figures = results[key]["contenders"]
+            if how == ALONE:
+                figures[name] = _figure(samples)
+            else:
+                figures[name][BESIDE] = _figure(samples)
     finally:
         gc.unfreeze()
     return list(results.values())
+
+
+def _warm_up(rows: list[Row], turns: dict[tuple[str, str], Turn]) -> None:
+    calls = {row.key: row.warm_up for row in rows}
+    for (key, _), turn in turns.items():
+        if calls[key]:
+            with suppress(Exception):  # the rounds meet the same error, and report it
+                turn(calls[key])
 
 
 def _figure(samples: Samples | Exception) -> Result:

@@ -31,9 +31,10 @@ def groups(*, quick: bool) -> Iterator[list[Row]]:
         return lambda: rb.add(step)
 
     def adding_numpy(library: str) -> Call:
-        rb = buffer(library, data, batch=BATCH)
-        if library == "torchrl":  # it refuses a dict of numpy in a storage of TensorDicts
+        if library == "torchrl":  # it takes such a step only as a TensorDict
+            rb = buffer(library, data, batch=BATCH)
             return lambda: rb.add(TensorDict(nested))
+        rb = buffer(library, data.to_dict(), batch=BATCH)
         return lambda: rb.add(nested)
 
     def adding_cpprb() -> Call:
