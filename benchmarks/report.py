@@ -41,6 +41,11 @@ def text_of(value: float | None, unit: str) -> str:
     return f"{value * 1e9:.3g} ns"
 
 
+def times(ratio: float) -> str:
+    """A ratio in three digits, or whole."""
+    return f"{ratio:,.0f}x" if ratio >= 100 else f"{ratio:.3g}x"
+
+
 def times_faster(row: Row, peer: str) -> float | None:
     """How many times better ours is than `peer`."""
     ours, theirs = figure(row, OURS), figure(row, peer)
@@ -91,21 +96,21 @@ def cells(row: Row, rows: dict[str, Row]) -> list[str]:
     """The cells of one line of the main table."""
     unit = row["unit"]
     floor, ours = figure(row, FLOOR), figure(row, OURS)
-    over = f"{ours / floor:.3g}x" if ours is not None and floor is not None else ""
+    over = times(ours / floor) if ours is not None and floor is not None else ""
     line = [row["title"], text_of(ours, unit) + _own_words(row, OURS, rows), text_of(floor, unit), over]
     for peer in PEERS:
         if peer not in row["contenders"]:
             line.append("")
             continue
         ratio = times_faster(row, peer)
-        more = f" ({ratio:.3g}x)" if ratio is not None else ""
+        more = f" ({times(ratio)})" if ratio is not None else ""
         line.append(text_of(figure(row, peer), unit) + more + _own_words(row, peer, rows))
     return [*line, *verdict(row, rows)]
 
 
 def _own_words(row: Row, name: str, rows: dict[str, Row]) -> str:
     ratio = of_own(row, name, rows)
-    return f", {ratio:.3g}x its own" if ratio is not None else ""
+    return f", {times(ratio)} its own" if ratio is not None else ""
 
 
 def beside_cells(row: Row) -> list[str]:
@@ -113,7 +118,7 @@ def beside_cells(row: Row) -> list[str]:
     line = [row["title"]]
     for name in (OURS, *PEERS):
         alone, beside = figure(row, name), row["contenders"].get(name, {}).get("beside", {}).get("median")
-        line.append(f"{text_of(beside, 's')} ({beside / alone:.3g}x)" if alone and beside else "")
+        line.append(f"{text_of(beside, 's')} ({times(beside / alone)})" if alone and beside else "")
     alone, beside = figure(row, OURS), row["contenders"].get(OURS, {}).get("beside", {}).get("median")
     met = [beside / alone <= MOST_BESIDE] if alone and beside else [None]
     return [*line, f"at most {MOST_BESIDE:g}x alone", _mark(met)]
@@ -154,7 +159,7 @@ def show(document: Document, console: Console) -> None:
     """Print the tables and the remarks; wide ones are not folded when the output is a file."""
     rows = {row["key"]: row for row in document["rows"]}
     if not console.is_terminal:
-        console = Console(width=220)
+        console = Console(width=250)
     table = Table(*HEADER, title="in brackets: how many times faster engram is", box=box.SIMPLE)
     for row in rows.values():
         table.add_row(*cells(row, rows))
