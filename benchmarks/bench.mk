@@ -1,0 +1,30 @@
+# `make bench`: ours against its peers, in an environment of their own. Included by the Makefile.
+#   make bench                         everything, about a quarter of an hour
+#   make bench BENCH="--quick"         a look, under two minutes
+#   make bench BENCH="--only cartpole" one case; see `python -m benchmarks.bench --help`
+BENCH_VENV ?= .venv-bench
+BENCH_PYTHON := $(BENCH_VENV)/bin/python
+BENCH_PEERS := benchmarks/requirements-peers.txt
+BENCH_FLOOR := benchmarks/native/floor.so
+BENCH_OURS := pyproject.toml CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
+CXX ?= g++
+BENCH ?=
+
+.PHONY: bench
+bench: $(BENCH_VENV)/.engram $(BENCH_FLOOR)
+	PYTHONPATH=. $(BENCH_PYTHON) -m benchmarks.bench $(BENCH)
+
+$(BENCH_VENV)/.peers: $(BENCH_PEERS)
+	@echo "making $(BENCH_VENV) with the peers: a few minutes, once"
+	python3 -m venv $(BENCH_VENV)
+	$(BENCH_PYTHON) -m pip install --quiet --progress-bar on -r $(BENCH_PEERS)
+	@touch $@
+
+# --no-deps: torch and all else is there, and pip must not choose another. A build folder of its own: .venv has one too.
+$(BENCH_VENV)/.engram: $(BENCH_VENV)/.peers $(BENCH_OURS)
+	@echo "building engram into $(BENCH_VENV)"
+	$(BENCH_PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings=build-dir=build/bench -e .
+	@touch $@
+
+$(BENCH_FLOOR): benchmarks/native/floor.cpp
+	$(CXX) -std=c++20 -O3 -Wall -Wextra -shared -fPIC $< -o $@

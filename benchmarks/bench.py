@@ -1,0 +1,88 @@
+"""`python -m benchmarks.bench [--quick] [--only CASE ...]`: measure everything, print the table, write JSON and PNG."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks import chart, report
+from benchmarks.cases import Result, cartpole, classic, collecting, mapped, measure, pixels, writing
+from benchmarks.machine import facts
+from benchmarks.timing import QUICK, Pace
+
+RESULTS = Path(__file__).parent / "results"
+IN_TURNS = {"cartpole": cartpole.groups, "writing": writing.groups, "pixels": pixels.groups, "classic": classic.groups}
+ALONE = {"mapped": mapped.results, "collect": collecting.results}
+CASES = (*IN_TURNS, *ALONE)
+
+
+def run(name: str, *, quick: bool) -> list[Result]:
+    """The results of one case."""
+    if name in ALONE:
+        return ALONE[name](quick=quick)
+    results = []
+    for rows in IN_TURNS[name](quick=quick):
+        results += measure(rows, QUICK if quick else Pace())
+        del rows
+        gc.collect()
+    return results
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks.bench", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--quick", action="store_true", help="small data and few rounds: a look, not a measurement")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "latest.json", help="the JSON file; the PNG lies beside it"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    chosen = arguments()
+    console = Console()
+    torch.set_num_threads(1)
+    logging.disable(logging.INFO)
+    warnings.showwarning = lambda *_, **__: None  # a peer resets the filters at import, so a filter would not do
+    document: dict[str, object] = {
+        "machine": facts(Path(tempfile.gettempdir())),
+        "quick": chosen.quick,
+        "rows": [],
+    }
+    rows: list[Result] = []
+    for name in chosen.only:
+        start = time.perf_counter()
+        with console.status(f"{name} ..."):
+            rows += _attempt(lambda name=name: run(name, quick=chosen.quick), console)
+        console.print(f"{name}: {time.perf_counter() - start:.0f} s")
+    document["rows"] = rows
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.out.write_text(json.dumps(document, indent=1))
+    report.show(document, console)
+    chart.draw(document, chosen.out.with_suffix(".png"))
+    console.print(f"written: {chosen.out} and {chosen.out.with_suffix('.png').name}")
+
+
+def _attempt(case: Callable[[], list[Result]], console: Console) -> list[Result]:
+    try:
+        return case()
+    except Exception:  # a case that cannot even be set up must not cost the others their figures
+        console.print(traceback.format_exc(), markup=False)
+        return []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Collecting CartPole steps: our collectors (`benchmarks/collect.py`) and TorchRL's, in steps a second.
+
+`benchmarks.collect.run()` returns `{"random": {"engram": rate, "floor": rate}, "module": {...}, ...}`: steps a second
+of our collector and of a bare loop that does the same, for each kind of policy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.cases import FLOOR, Result, Row, missing, result
+
+TITLES = {"random": "collector, CartPole, random policy", "module": "collector, CartPole, 2x64 nn.Module"}
+TARGETS = {"random": 0.88, "module": 0.92, "tensordict": 0.92}
+FRAMES = 1000
+
+
+def results(*, quick: bool) -> list[Result]:
+    """One row for each kind of policy that our side or TorchRL's has."""
+    try:
+        ours: dict[str, Any] = importlib.import_module("benchmarks.collect").run()
+        reason: dict[str, Any] = missing("benchmarks.collect.run() has no such figure")
+    except Exception as error:
+        ours, reason = {}, missing(error)
+    peers = {"random": lambda: _torchrl(None), "module": lambda: _torchrl(_network())}
+    return [
+        _row(kind, ours.get(kind, {}), reason, peers.get(kind), seconds=0.3 if quick else 2.0)
+        for kind in dict.fromkeys([*peers, *ours])
+    ]
+
+
+def _row(kind: str, ours: Any, reason: Result, peer: Callable[[], Any] | None, *, seconds: float) -> Result:
+    row = result(
+        Row(f"collect_{kind}", TITLES.get(kind, f"collector, {kind}"), {}, target={FLOOR: TARGETS.get(kind, 0.9)}),
+        unit="steps/s",
+        better="higher",
+    )
+    figures = ours if isinstance(ours, dict) else {"engram": ours}
+    row["contenders"] = {
+        name: {"median": float(rate)} for name, rate in figures.items() if isinstance(rate, (int, float))
+    }
+    row["contenders"].setdefault("engram", reason)
+    if FLOOR not in row["contenders"] and kind == "random":
+        row["contenders"][FLOOR] = {"median": _bare_loop(seconds)}
+    if peer is not None:
+        try:
+            row["contenders"]["torchrl"] = _rates(peer(), seconds)
+        except Exception as error:
+            row["contenders"]["torchrl"] = missing(error)
+    return row
+
+
+def _torchrl(policy: Any) -> Any:
+    """TorchRL's single-process collector; called `Collector` since 0.13."""
+    logging.getLogger("torchrl").setLevel(logging.ERROR)
+    import torchrl.collectors as collectors
+    from torchrl.envs import GymEnv
+
+    made = getattr(collectors, "Collector", None) or collectors.SyncDataCollector
+    return made(GymEnv("CartPole-v1"), policy, frames_per_batch=FRAMES, total_frames=-1)
+
+
+def _network() -> Any:
+    """A 2x64 net with one-hot actions, as TorchRL's users wire it."""
+    from tensordict.nn import TensorDictModule, TensorDictSequential
+    from torch import nn
+    from torchrl.modules import QValueModule
+
+    net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    values = TensorDictModule(net, in_keys=["observation"], out_keys=["action_value"])
+    return TensorDictSequential(values, QValueModule(action_space="one-hot"))
+
+
+def _rates(collector: Any, seconds: float) -> Result:
+    """Steps a second of three stretches of at least `seconds` each."""
+    rates = []
+    try:
+        batches = iter(collector)
+        next(batches)
+        for _ in range(3):
+            start, frames = time.perf_counter(), 0
+            while time.perf_counter() - start < seconds:
+                frames += next(batches).numel()
+            rates.append(frames / (time.perf_counter() - start))
+    finally:
+        collector.shutdown()
+    return {"median": statistics.median(rates), "rounds": rates}
+
+
+def _bare_loop(seconds: float) -> float:
+    """Steps a second of gymnasium alone with random actions."""
+    import gymnasium
+
+    env = gymnasium.make("CartPole-v1")
+    env.reset(seed=0)
+    sample, step = env.action_space.sample, env.step
+    start, frames = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        for _ in range(FRAMES):
+            _, _, terminated, truncated, _ = step(sample())
+            if terminated or truncated:
+                env.reset()
+        frames += FRAMES
+    return frames / (time.perf_counter() - start)
