@@ -341,6 +341,11 @@ class ReplayBuffer:
         return self._writer
 
     @property
+    def generator(self) -> torch.Generator | None:
+        """The buffer's own generator; None: draws come from torch's global one."""
+        return self._generator
+
+    @property
     def batch_size(self) -> int | None:
         return self._batch_size
 
@@ -400,7 +405,8 @@ class ReplayBuffer:
         """
         if not blocking:
             raise NotImplementedError("saving in the background comes in a later release; use blocking=True")
-        with self._reader.lock, self._storage.mutex:
+        # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
+        with self._undisturbed(), self._storage.mutex:
             dumping.save(self, Path(path), keep_last)
 
     def loads(
@@ -425,7 +431,7 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in memory: rows, counters, sampler, writer, generator."""
-        with self._reader.lock, self._storage.mutex:
+        with self._undisturbed(), self._storage.mutex:
             return dumping.state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -434,12 +440,9 @@ class ReplayBuffer:
             dumping.load_state(self, state)
 
     def part_states(self) -> dict[str, Any]:
-        """States of sampler, writer and generator, before any batch that was prepared and not handed out."""
-        sampler, generator = (None, None) if self._prefetcher is None else self._prefetcher.states()
-        if sampler is None:
-            sampler = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else {}
-        if generator is None and self._generator is not None:
-            generator = self._generator.get_state()
+        """States of sampler, writer and generator."""
+        sampler = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else {}
+        generator = None if self._generator is None else self._generator.get_state()
         return {"sampler": sampler, "writer": self._writer.state_dict(), "generator": generator}
 
     @classmethod

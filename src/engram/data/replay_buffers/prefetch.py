@@ -91,13 +91,6 @@ class Prefetcher:
         if self._generator is not None and to.generator is not None:
             self._generator.set_state(to.generator)
 
-    def states(self) -> tuple[dict[str, Any] | None, torch.Tensor | None]:
-        """States of sampler and generator before the oldest batch that nobody has got yet; None: as they are."""
-        with self._reader.lock:
-            if not self._queue:
-                return None, None
-            return self._queue[0].sampler, self._queue[0].generator
-
     def close(self) -> None:
         """Ends the threads."""
         self.drop()

@@ -8,11 +8,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
 from engram.data.replay_buffers.indexing import Selection, outward, select
 from engram.data.replay_buffers.lanes import Lanes
 
@@ -46,6 +48,7 @@ class Storage(abc.ABC):
             raise ValueError(f"max_size must be a positive integer, got {max_size!r}")
         self._max_size = None if max_size is None else int(max_size)
         self._checkpointer = checkpointer
+        self.shifts = []
         self._attached: list[Any] = []
         self.mutex = threading.RLock()
         _live.add(self)
@@ -163,6 +166,14 @@ class Storage(abc.ABC):
         return outward(slots, self.inner)
 
     # ---- life ----
+    def alone(self, what: str) -> AbstractContextManager[None]:
+        """For what must not run beside other users of the storage.
+
+        Raises:
+            StorageInUseError: another process has the storage open.
+        """
+        return self.mutex if self.lanes is None else self.lanes.alone(what)  # type: ignore[return-value]
+
     def empty(self, reset_count: bool = True) -> None:
         """Forgets every row; the cursor is 0.
 
@@ -191,6 +202,27 @@ class Storage(abc.ABC):
         self.release()
 
     # ---- checkpoints ----
+    #: By how much `loads` moved the write numbers of each lane down.
+    shifts: list[int]
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Rows and counters in memory."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replaces everything by what `state_dict` gave; a ValueError where it does not fit."""
+
+    def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> None:
+        """Saves this storage alone."""
+        with self.mutex:
+            save_snapshot(path, {}, (self.checkpointer, self), keep_last=keep_last)
+
+    def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
+        """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
+        with open_snapshot(path, snapshot) as saved, self.alone("loads"):
+            saved.load_storage(self.checkpointer, self)
+
     @property
     def checkpointer(self) -> Any:
         """What encodes this storage for disk; may be assigned."""

@@ -119,38 +119,44 @@ class ListStorage(Storage):
         return ListStorageCheckpointer()
 
     def items(self) -> list[Any]:
-        """The items in the order of slots."""
+        """The items, oldest first."""
         with self.mutex:
-            return list(self._items)
+            first = self._lanes.store.lane(0)["first"] % len(self._items) if self._items else 0
+            return self._items[first:] + self._items[:first]
 
     def counters(self) -> dict[str, Any]:
         """Counters as JSON."""
         lane = self._lanes.store.lane(0)
         kept = {k: lane[k] for k in ("published", "origin", "seams")}
-        size = self._max_size or _NO_LIMIT
-        return {"lane_capacity": size, "strands": 1, "lanes": [{**kept, "base": max(lane["base"], lane["first"])}]}
+        return {"lane_capacity": self._max_size, "strands": 1, "lanes": [{**kept, "base": max(lane["base"], lane["first"])}]}
 
-    def check_restore(self, items: list[Any], counters: dict[str, Any]) -> None:
+    def check_restore(self, counters: dict[str, Any]) -> None:
         """A ValueError where the items do not fit."""
-        if self._max_size is not None and len(items) > self._max_size:
-            raise ValueError(f"the checkpoint does not fit: room for {self._max_size} items here, {len(items)} there")
+        lane = counters["lanes"][0]
+        n = lane["published"] - lane["base"]
+        if self._max_size is not None and n > self._max_size:
+            raise ValueError(f"the checkpoint does not fit: room for {self._max_size} items here, {n} saved there")
 
     def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
-        """Replaces everything by what was saved."""
-        self.check_restore(items, counters)
+        """Replaces everything by what was saved, items oldest first."""
+        self.check_restore(counters)
         lane, store = counters["lanes"][0], self._lanes.store
         with self._lanes.alone("loads"):
-            same = counters["lane_capacity"] == store.lane_capacity
-            rows = lane["published"] - lane["base"]
-            if not same:  # oldest first, from slot 0 on
-                first = lane["base"] % counters["lane_capacity"]
-                items = items[first:] + items[:first]
-            shift = 0 if same else lane["base"]
+            shift = 0 if counters["lane_capacity"] == self._max_size else lane["base"]
+            base, published = lane["base"] - shift, lane["published"] - shift
+            first = (self._max_size or _NO_LIMIT) - base % (self._max_size or _NO_LIMIT)
             store.begin_restore()
-            self._items[:] = items
-            store.restore_lane(0, lane["published"] - shift - rows, lane["published"] - shift,
-                               (lane["origin"] - shift) % (1 << 64), [s - shift for s in lane["seams"] if s > lane["base"]])
+            self._items[:] = items[first:] + items[:first]
+            origin = (lane["origin"] - shift) % (1 << 64)
+            store.restore_lane(0, base, published, origin, [s - shift for s in lane["seams"] if s > lane["base"]])
             store.end_restore()
+            self.shifts = [shift]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"items": [copied(item) for item in self.items()], "counters": self.counters()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restore_items([copied(item) for item in state["items"]], state["counters"])
 
 
 def copied(item: Any) -> Any:

@@ -209,10 +209,10 @@ class TableStorage(Storage):
 
         return TensorStorageCheckpointer()
 
-    def layout_state(self) -> dict[str, Any]:
-        """The layout as JSON, with what else a twin needs to make the same table."""
+    def layout_state(self) -> dict[str, Any] | None:
+        """The layout as JSON, with what else a twin needs to make the same table; None before the first write."""
         if self._table is None:
-            return {"row_bytes": 0}
+            return None
         return {**self._table.layout.to_json(), "strands": list(self._inner), "ndim": self.ndim}
 
     def counters(self) -> dict[str, Any]:
@@ -230,11 +230,11 @@ class TableStorage(Storage):
         assert self._table is not None
         return self._table.block(lane, start, stop)
 
-    def check_restore(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
+    def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """A ValueError that lists every difference between what was saved and this storage."""
         said = []
         lanes = counters["lanes"]
-        if layout.get("row_bytes"):
+        if layout is not None:
             saved = RowLayout.from_json(layout)
             if layout.get("ndim", 1) != self.ndim:
                 said.append(f"ndim is {self.ndim} here, {layout.get('ndim', 1)} there")
@@ -257,10 +257,10 @@ class TableStorage(Storage):
             return self._lanes.store.lane_capacity
         return math.ceil((self._asked_size or 0) / (self._n_lanes * strands))
 
-    def begin_restore(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
+    def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """Makes the table if there is none and empties it."""
         self.check_restore(layout, counters)
-        if self._table is None and layout.get("row_bytes"):
+        if self._table is None and layout is not None:
             self._adopt(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
         if self._lanes is not None:
             self._lanes.hold()
@@ -284,6 +284,23 @@ class TableStorage(Storage):
                 [s - shift for s in lane["seams"] if s > lane["base"]],
             )  # fmt: skip
         store.end_restore()
+        self.shifts = [self._shift(i) for i in range(len(self._restoring["lanes"]))]
+
+    def state_dict(self) -> dict[str, Any]:
+        counters = self.counters()
+        rows = [
+            torch.from_numpy(self.read_block(i, lane["base"], lane["published"]))
+            for i, lane in enumerate(counters["lanes"])
+        ]
+        return {"layout": self.layout_state(), "counters": counters, "rows": rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self.alone("load_state_dict"):
+            self.begin_restore(state["layout"], state["counters"])
+            for i, (lane, rows) in enumerate(zip(state["counters"]["lanes"], state["rows"], strict=True)):
+                if lane["published"] > lane["base"]:
+                    self.write_block(i, lane["base"], rows.numpy())
+            self.end_restore()
 
     def abort_restore(self) -> None:
         """Leaves the storage empty."""
