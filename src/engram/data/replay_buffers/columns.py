@@ -75,12 +75,12 @@ class ColumnTable:
         """As `RowTable.read`; nothing is ever overwritten meanwhile."""
         if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= self._lanes.capacity):
             raise IndexError(f"a slot lies outside 0 to {self._lanes.capacity - 1}")
-        generation = self._lanes.generations(slots)
-        absent = (generation < 0).nonzero().flatten().tolist()
         where = slots.to(self._device)
         lead = (len(slots),) if shape is None else shape
         with self._lanes.mutex:
+            generation = self._lanes.generations(slots)
             leaves = [flat.index_select(0, where) for flat in self._flat()]
+        absent = (generation < 0).nonzero().flatten().tolist()
         leaves = [t.reshape(*lead, *x.shape) for t, x in zip(leaves, self.layout.leaves, strict=True)]
         batch = trees.unflatten(self.layout.root, leaves, lead, self._device)
         for key, value in (extra or {}).items():

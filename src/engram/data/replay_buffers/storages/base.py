@@ -262,7 +262,7 @@ def _flat(items: Any, dims: int) -> Any:
     if isinstance(items, Tensor):
         return items.flatten(0, dims - 1)
     if hasattr(items, "batch_size"):
-        return items.reshape(-1)
+        return items.flatten(0, dims - 1)
     if isinstance(items, dict):
         return {k: _flat(v, dims) for k, v in items.items()}
     if isinstance(items, list | tuple):

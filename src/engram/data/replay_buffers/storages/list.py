@@ -92,15 +92,17 @@ class ListStorage(Storage):
     ) -> Rows:
         """The items themselves, as a list; `extra` is for batches and ignored."""
         with self.mutex:
-            found = slots.tolist()
-            if found and (min(found) < 0 or max(found) >= len(self._items)):
-                raise IndexError(f"an index lies outside the {len(self._items)} stored items: {found}")
+            found, n = slots.tolist(), len(self._items)
+            if found and (min(found) < 0 or max(found) >= self._lanes.capacity):
+                raise IndexError(f"an index lies outside 0 to {self._lanes.capacity - 1}")
+            absent = [k for k, i in enumerate(found) if i >= n]
             generation = self._lanes.generations(slots) if numbers else None
-            return [self._items[i] for i in found], None, None, generation
+            return [self._items[i] if i < n else None for i in found], None, absent or None, generation
 
     def _read_shaped(self, selection: Selection) -> Rows:
-        items = [copied(item) for item in self.read(selection.slots)[0]]
-        return items[0] if selection.shape == () else items, None, None, None
+        found, _, absent, _ = self.read(selection.slots)
+        items = [copied(item) for item in found]
+        return items[0] if selection.shape == () else items, None, absent, None
 
     def _get_from_nothing(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -121,7 +123,7 @@ class ListStorage(Storage):
     def items(self) -> list[Any]:
         """The items, oldest first."""
         with self.mutex:
-            first = self._lanes.store.lane(0)["first"] % len(self._items) if self._items else 0
+            first = self._lanes.store.lane(0)["first"] % (self._max_size or _NO_LIMIT)
             return self._items[first:] + self._items[:first]
 
     def counters(self) -> dict[str, Any]:

@@ -80,14 +80,13 @@ class TableStorage(Storage):
     def __getitem__(self, index: Any) -> Any:
         """Rows at an index; a slice of a storage that has not wrapped is a live view, for reading only."""
         if isinstance(index, slice) and self._table is not None and self._lanes is not None:
-            lane = self._lanes.store.lane(0)
-            start, stop, step = index.indices(lane["published"] if lane["base"] == 0 else 0)
-            contiguous = self._lanes.store.lanes == 1 and lane["first"] == 0 and lane["base"] == 0
-            if contiguous and step == 1:
-                return self._shaped_view(start, max(start, stop))
-            full = self._lanes.store.lanes == 1 and lane["published"] - lane["first"] == self._lanes.store.lane_capacity
-            start, stop, step = index.indices(self._lanes.store.lane_capacity)
-            if full and step == 1:
+            store = self._lanes.store
+            lane = store.lane(0)
+            rows = lane["published"] - lane["first"]
+            # Without gaps, and from slot 0 on: not after a recovery that kept the middle of a ring, not in lanes.
+            whole = store.lanes == 1 and (rows == store.lane_capacity or lane["first"] % store.lane_capacity == 0)
+            start, stop, step = index.indices(max(0, rows))
+            if whole and step == 1:
                 return self._shaped_view(start, max(start, stop))
         return self.get(index)
 
