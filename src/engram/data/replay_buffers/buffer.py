@@ -22,7 +22,7 @@ from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage
-from engram.data.replay_buffers.stacking import stack_rows, swap_dims
+from engram.data.replay_buffers.stacking import chosen, stack_rows, swap_dims
 from engram.data.replay_buffers.writers.base import Writer
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter
 from engram.transforms.compose import Compose
@@ -275,7 +275,7 @@ class ReplayBuffer:
         elif type(items) is list and not isinstance(self._storage, ListStorage):
             items = stack_rows(items, 0)
         with self._undisturbed():
-            self._storage.set(index, items)
+            self._storage.set(index, items, self._writer.index_key)
 
     def _undisturbed(self) -> Any:
         """No draws meanwhile, and nothing that was prepared before."""
@@ -307,12 +307,14 @@ class ReplayBuffer:
             raise IndexError("nothing has been written yet")
         slots = inward(index, storage.inner, storage.max_size or 0)
         wanted = torch.as_tensor(generation).reshape(-1)
-        with self._undisturbed(), storage.mutex:
+        if len(slots) != len(wanted):
+            raise ValueError(f"{len(slots)} steps are indexed, {len(wanted)} generations given; nothing was written")
+        if type(values) is list and not isinstance(storage, ListStorage):
+            values = stack_rows(values, 0)
+        with self._undisturbed(), storage.lanes.alone("update_if_present"):
             there = (storage.lanes.generations(slots) == wanted) & (wanted >= 0)
             if bool(there.any()):
-                with storage.lanes.alone("update_if_present"):
-                    chosen = [v for v, t in zip(values, there.tolist(), strict=True) if t] if type(values) is list else values[there]
-                    storage.overwrite(slots[there], chosen)
+                storage.overwrite(slots[there], chosen(values, there), self._writer.index_key)
         return there
 
     def empty(self, empty_write_count: bool = True) -> None:

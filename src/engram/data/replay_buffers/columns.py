@@ -84,7 +84,7 @@ class ColumnTable:
         leaves = [t.reshape(*lead, *x.shape) for t, x in zip(leaves, self.layout.leaves, strict=True)]
         batch = trees.unflatten(self.layout.root, leaves, lead, self._device)
         for key, value in (extra or {}).items():
-            batch[key] = value
+            trees.put_entry(batch, key, value)
         return batch, None, absent or None, generation if numbers else None
 
     def view(self, start: int, stop: int) -> Any:

@@ -103,7 +103,7 @@ class Storage(abc.ABC):
         """Writes behind the newest row; returns slots, int64 [steps * strands] in the order of time."""
 
     @abc.abstractmethod
-    def overwrite(self, slots: Tensor, items: Any) -> None:
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """Writes items over stored rows, for which the storage must be used by nobody else."""
 
     # ---- the read path ----
@@ -139,8 +139,8 @@ class Storage(abc.ABC):
     def _get_from_nothing(self, index: Any) -> Any:
         raise IndexError(f"index {index!r}: nothing has been written to this storage yet")
 
-    def set(self, index: Any, items: Any) -> None:
-        """Replaces stored rows.
+    def set(self, index: Any, items: Any, index_key: str | None = None) -> None:
+        """Replaces stored rows. With `index_key` each of them keeps its own index there.
 
         Raises:
             IndexError: a step that has not been written.
@@ -150,10 +150,10 @@ class Storage(abc.ABC):
             raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
         selection = select(self.lanes.store, index, self.inner)
         with self.lanes.alone("changing stored rows"):
-            self._set(selection, items)
+            self._set(selection, items, index_key)
 
-    def _set(self, selection: Selection, items: Any) -> None:
-        self.overwrite(selection.slots, items if selection.shape == () else _flat(items, len(selection.shape)))
+    @abc.abstractmethod
+    def _set(self, selection: Selection, items: Any, index_key: str | None) -> None: ...
 
     def __getitem__(self, index: Any) -> Any:
         return self.get(index)
@@ -255,7 +255,7 @@ class Storage(abc.ABC):
         return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim})"
 
 
-def _flat(items: Any, dims: int) -> Any:
+def flat(items: Any, dims: int) -> Any:
     """Items with their first `dims` dimensions made one."""
     if dims <= 1:
         return items
@@ -264,9 +264,9 @@ def _flat(items: Any, dims: int) -> Any:
     if hasattr(items, "batch_size"):
         return items.flatten(0, dims - 1)
     if isinstance(items, dict):
-        return {k: _flat(v, dims) for k, v in items.items()}
+        return {k: flat(v, dims) for k, v in items.items()}
     if isinstance(items, list | tuple):
-        return type(items)(_flat(v, dims) for v in items)
+        return type(items)(flat(v, dims) for v in items)
     return torch.as_tensor(items).flatten(0, dims - 1)
 
 

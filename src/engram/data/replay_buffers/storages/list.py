@@ -10,6 +10,7 @@ from torch import Tensor
 from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
+from engram.data.replay_buffers.trees import with_entry
 
 _NO_LIMIT = 1 << 40
 
@@ -76,15 +77,16 @@ class ListStorage(Storage):
                 self._items.append(item)
         return slots
 
-    def overwrite(self, slots: Tensor, items: Any) -> None:
-        for slot, item in zip(slots.tolist(), items, strict=True):
-            self._items[slot] = copied(item)
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+        for slot, item in zip(slots, items, strict=True):
+            own = item if index_key is None else _with_index(item, index_key, slot)
+            self._items[int(slot)] = copied(own)
 
-    def _set(self, selection: Selection, items: Any) -> None:
+    def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
         rows = [items] if selection.shape == () else _split(items, 0)
         if len(rows) != len(selection.slots):
             raise ValueError(f"{len(selection.slots)} items are indexed, {len(rows)} given; nothing was written")
-        self.overwrite(selection.slots, rows)
+        self.overwrite(selection.slots, rows, index_key)
 
     def read(
         self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
@@ -203,10 +205,8 @@ def _same_length(parts: dict[Any, list[Any]]) -> None:
 
 
 def _with_index(item: Any, key: str, slot: Tensor) -> Any:
-    if isinstance(item, TensorDictBase | dict) or hasattr(type(item), "_from_tensordict"):
-        copy = item.copy()
-        copy[key] = slot
-        return copy
+    if isinstance(item, TensorDictBase | dict) or (hasattr(item, "_from_tensordict") and hasattr(item, key)):
+        return with_entry(item, key, slot)
     return item
 
 

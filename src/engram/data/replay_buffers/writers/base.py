@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 class Writer(abc.ABC):
     """Decides where new rows go."""
 
+    #: The key under which each row also stores its own index; None: it does not.
+    index_key: str | None = None
+
     def __init__(self) -> None:
         self._storage: Storage | None = None
 

@@ -22,14 +22,13 @@ class RoundRobinWriter(Writer):
     """
 
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor:
-        return storage.append(storage.check(items, single, time_dim))
+        return storage.append(storage.check(items, single, time_dim, self.index_key))
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
     """The same, and each row also stores its own slot under `"index"`."""
 
-    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor:
-        return storage.append(storage.check(items, single, time_dim, "index"))
+    index_key = "index"
 
 
 class ImmutableDatasetWriter(Writer):
