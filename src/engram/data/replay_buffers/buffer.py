@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -120,7 +121,9 @@ class ReplayBuffer:
         if collate is None and isinstance(self._storage, ListStorage):
             collate = stack_items
         attach = self._attach if self._attaches else None
-        self._reader = Reader(self._storage, self._sampler, self._transform, collate, attach, self._pin_memory)
+        self._reader = Reader(
+            self._storage, self._sampler, self._transform, collate, attach, self._pin_memory, self._track_generations
+        )
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generator) if self._prefetch else None
 
     # ---- writing ----
@@ -208,7 +211,9 @@ class ReplayBuffer:
     def _attaches(self) -> bool:
         return False
 
-    def _attach(self, index: Any, info: dict[str, Any]) -> dict[str, Any] | None:
+    # Static: a buffer that its own reader held would stay, with all its memory, until the garbage collector comes.
+    @staticmethod
+    def _attach(index: Any, info: dict[str, Any]) -> dict[str, Any] | None:
         """Entries to put at the root of each sampled batch."""
         return None
 
@@ -277,11 +282,12 @@ class ReplayBuffer:
         with self._undisturbed():
             self._storage.set(index, items, self._writer.index_key)
 
-    def _undisturbed(self) -> Any:
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
         """No draws meanwhile, and nothing that was prepared before."""
-        if self._prefetcher is not None:
-            self._prefetcher.drop()
-        return self._reader.lock
+        paused = contextlib.nullcontext() if self._prefetcher is None else self._prefetcher.paused()
+        with paused, self._reader.lock:
+            yield
 
     # ---- what prioritised samplers take; others ignore it ----
     def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:
