@@ -49,7 +49,7 @@ class Storage(abc.ABC):
         self._max_size = None if max_size is None else int(max_size)
         self._checkpointer = checkpointer
         self.shifts = []
-        self._attached: list[Any] = []
+        self._attached: weakref.WeakSet[Any] = weakref.WeakSet()
         self.mutex = threading.RLock()
         _live.add(self)
 
@@ -186,8 +186,7 @@ class Storage(abc.ABC):
 
     def attach(self, buffer: Any) -> None:
         """Notes that a buffer uses this storage."""
-        if not any(b is buffer for b in self._attached):
-            self._attached.append(buffer)
+        self._attached.add(buffer)
 
     def flush(self) -> None:
         """Rows appended so far survive a power cut, where the storage outlives its processes."""
@@ -250,6 +249,15 @@ class Storage(abc.ABC):
         self.mutex = threading.RLock()
         if self.lanes is not None:
             self.lanes.mutex = self.mutex
+        for buffer in list(self._attached):
+            if hasattr(buffer, "after_fork"):
+                buffer.after_fork()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can "
+            "be sent to others, and dumps and loads copy any"
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim})"

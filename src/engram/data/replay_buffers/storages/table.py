@@ -44,6 +44,10 @@ class TableStorage(Storage):
         self._table: RowTable | ColumnTable | None = None
         self._making = threading.Lock()
 
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._making = threading.Lock()
+
     @abc.abstractmethod
     def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
         """Takes the memory. Raises StorageError, with the numbers, where there is not enough."""
