@@ -43,6 +43,8 @@ def select(store: _native.Store, index: Any, inner: tuple[int, ...]) -> Selectio
     """
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
+    if isinstance(index, str):
+        raise IndexError(f"{index!r} is a key; steps are indexed by numbers, slices and masks")
     if not inner:
         flat = _one_dimension(store, index)
         if flat is not None:
