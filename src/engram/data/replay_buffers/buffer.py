@@ -271,6 +271,7 @@ class ReplayBuffer:
             ValueError, TypeError: the data do not fit; the message names the leaf. Nothing is changed.
             StorageInUseError: another process has the storage open.
         """
+        self._writer.allow("rb[...] = ...")
         items = self._transform.inv(items) if self._transform.transforms else items
         if self._storage.ndim > 1:
             if isinstance(index, tuple) and len(index) > 1:
@@ -308,6 +309,7 @@ class ReplayBuffer:
         Raises:
             StorageInUseError: another process has the storage open.
         """
+        self._writer.allow("update_if_present")
         storage = self._storage
         if storage.lanes is None:
             raise IndexError("nothing has been written yet")
@@ -329,6 +331,7 @@ class ReplayBuffer:
         Raises:
             StorageInUseError: another process has the storage open.
         """
+        self._writer.allow("empty")
         with self._undisturbed():
             self._storage.empty(empty_write_count)
             for part in (self._sampler, self._writer):

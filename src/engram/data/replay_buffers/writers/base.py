@@ -32,6 +32,9 @@ class Writer(abc.ABC):
             ValueError, TypeError: the batch does not fit; nothing was written.
         """
 
+    def allow(self, what: str) -> None:
+        """Called before stored rows are changed or forgotten; raises where this writer forbids it."""
+
     @property
     def _cursor(self) -> int:
         """Where the next row goes, along the first dimension."""
