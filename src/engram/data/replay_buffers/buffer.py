@@ -525,7 +525,7 @@ def _with_capacity(storage: Storage | None, capacity: int | None) -> Storage:
 def _checked_batch_size(batch_size: Any) -> int | None:
     if batch_size is None:
         return None
-    if isinstance(batch_size, bool) or int(batch_size) != batch_size or batch_size < 1:
+    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or int(batch_size) < 1:
         raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
     return int(batch_size)
 

@@ -78,14 +78,15 @@ class ListStorage(Storage):
         return slots
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        for slot, item in zip(slots, items, strict=True):
+        rows = _split(items, 0)
+        if len(rows) != len(slots):
+            raise ValueError(f"{len(slots)} items are indexed, {len(rows)} given; nothing was written")
+        for slot, item in zip(slots, rows, strict=True):
             own = item if index_key is None else _with_index(item, index_key, slot)
             self._items[int(slot)] = copied(own)
 
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
         rows = [items] if selection.shape == () else _split(items, 0)
-        if len(rows) != len(selection.slots):
-            raise ValueError(f"{len(selection.slots)} items are indexed, {len(rows)} given; nothing was written")
         self.overwrite(selection.slots, rows, index_key)
 
     def read(
