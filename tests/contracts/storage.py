@@ -178,8 +178,10 @@ class StorageContract:
         rb.extend(steps(0, 13))
         rb.empty()
         assert (len(rb), rb.write_count, rb.writer._cursor, storage._is_full) == (0, 0, 0, False)
-        with pytest.raises(IndexError):
-            rb[0]
+        for index in (0, -1, [0], torch.tensor([5])):
+            with pytest.raises(IndexError):
+                rb[index]
+        assert numbers(rb[:]) == numbers(rb[[]]) == []
         assert rb.extend(steps(20, 24)).tolist() == [0, 1, 2, 3]
         assert numbers(rb[:]) == [20, 21, 22, 23]
 

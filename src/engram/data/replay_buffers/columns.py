@@ -112,7 +112,8 @@ class ColumnTable:
         """Puts packed rows in their places."""
         slots = (torch.arange(start, start + rows.shape[1]) % self._lanes.store.lane_capacity).to(self._device)
         for column, x in zip(self._columns, self.layout.leaves, strict=True):
-            part = np.ascontiguousarray(rows[:, :, x.offset : x.offset + x.nbytes].transpose(1, 0, 2))
+            # A copy with strides of its own: of one row, any strides count as contiguous, and views refuse some.
+            part = rows[:, :, x.offset : x.offset + x.nbytes].transpose(1, 0, 2).copy()
             leaf = torch.from_numpy(part).view(x.dtype).reshape(rows.shape[1], *self._inner, *x.shape)
             column[slots] = leaf.to(self._device)
 

@@ -20,6 +20,8 @@ from engram.data.replay_buffers.lanes import Lanes
 
 log = logging.getLogger("engram")
 
+_MOST = 1 << 56
+
 _live: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 
@@ -44,8 +46,10 @@ class Storage(abc.ABC):
     ndim: int = 1
 
     def __init__(self, max_size: int | None, checkpointer: Any = None) -> None:
-        if max_size is not None and (isinstance(max_size, bool) or int(max_size) != max_size or max_size < 1):
-            raise ValueError(f"max_size must be a positive integer, got {max_size!r}")
+        if max_size is not None and (
+            isinstance(max_size, bool) or not hasattr(max_size, "__index__") or not 0 < int(max_size) <= _MOST
+        ):
+            raise ValueError(f"max_size must be an integer from 1 to 2**56, got {max_size!r}")
         self._max_size = None if max_size is None else int(max_size)
         self._checkpointer = checkpointer
         self.shifts = []
@@ -120,8 +124,8 @@ class Storage(abc.ABC):
         Raises:
             IndexError: a step that has not been written.
         """
-        if self.lanes is None or not len(self.lanes):
-            return self._get_from_nothing(index)
+        if self.lanes is None:
+            raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
         for _ in range(100):
             selection = select(self.lanes.store, index, self.inner)
             with self.mutex:
@@ -135,9 +139,6 @@ class Storage(abc.ABC):
 
     def _read_shaped(self, selection: Selection) -> Rows:
         return self.read(selection.slots, selection.shape)
-
-    def _get_from_nothing(self, index: Any) -> Any:
-        raise IndexError(f"index {index!r}: nothing has been written to this storage yet")
 
     def set(self, index: Any, items: Any, index_key: str | None = None) -> None:
         """Replaces stored rows. With `index_key` each of them keeps its own index there.

@@ -107,11 +107,6 @@ class ListStorage(Storage):
         items = [copied(item) for item in found]
         return items[0] if selection.shape == () else items, None, absent, None
 
-    def _get_from_nothing(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return []
-        return super()._get_from_nothing(index)
-
     def empty(self, reset_count: bool = True) -> None:
         super().empty(reset_count)
         with self.mutex:

@@ -1,0 +1,218 @@
+"""`kill -9` at random moments: what `extend` had returned is there, every row is whole, and writing goes on.
+
+`ENGRAM_TEST_KILLS` says how many kills; 200 by default.
+"""
+
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from contracts.steps import numbers, of_numbers, state_of, steps
+
+from engram.data import LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.errors import StorageError
+
+KILLS = int(os.environ.get("ENGRAM_TEST_KILLS", "200"))
+CAPACITY = 400
+ROWS = 3000
+
+
+def run_and_kill(work, delay):
+    """Runs `work(log)` in a child, where log(n) reports a number; kills it `delay` seconds after its first report.
+    The numbers that came through."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(read)
+            work(lambda *n: os.write(write, struct.pack(f"{len(n)}q", *n)))
+            os._exit(3)
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+            os._exit(4)
+    os.close(write)
+    said = os.read(read, 8)
+    time.sleep(delay)
+    os.kill(pid, signal.SIGKILL)
+    with os.fdopen(read, "rb") as pipe:
+        said += pipe.read()
+    _, status = os.waitpid(pid, 0)
+    assert status == signal.SIGKILL, "the child ended by itself"
+    return list(struct.unpack(f"{len(said) // 8}q", said[: len(said) // 8 * 8]))
+
+
+def rows_in_time_order(rb):
+    """Numbers of all rows, oldest first; each is checked to be whole."""
+    lane = rb.storage.lanes.states()[0]
+    slots = torch.arange(lane["first"], lane["published"]) % rb.storage.lanes.store.lane_capacity
+    return numbers(rb[slots]) if len(slots) else []
+
+
+def check_reopened(folder, returned, most):
+    """The store after a kill: rows that are consecutive numbers, with all that had returned; the number of rows ever
+    written."""
+    rb = ReplayBuffer.open(folder)
+    written = rb.write_count
+    assert returned <= written <= returned + most, (returned, written)
+    rows = rows_in_time_order(rb)
+    assert rows == list(range(written - len(rows), written))
+    # What an interrupted piece was replacing is gone: an eighth of the ring at most.
+    assert len(rb) >= min(written, CAPACITY) - CAPACITY // 8
+    assert rb.writer._cursor == written % CAPACITY
+    assert len(rb) == 0 or numbers(rb.sample(50))
+    rb.storage.close()
+    return written
+
+
+def extend_for_ever(folder, size, seed):
+    def work(log):
+        random_ = random.Random(seed)
+        rb = ReplayBuffer(storage=LazyMemmapStorage(CAPACITY, scratch_dir=folder, existsok=True))
+        at = rb.write_count
+        log(at)
+        for _ in range(1_000_000):
+            n = random_.randint(1, size)
+            rb.extend(steps(at, at + n))
+            at += n
+            log(at)
+
+    return work
+
+
+def kill_writers(folder, kills):
+    written = 0
+    for k in range(kills):
+        size = (1, 40, 300, 1500)[k % 4]
+        said = run_and_kill(extend_for_ever(folder, size, k), random.Random(k).uniform(0, 0.02))
+        assert said[0] == written, "what was there is where the next writer begins"
+        written = check_reopened(folder, said[-1], size)
+    return written
+
+
+def test_killed_at_random_moments_of_extend_nothing_that_returned_is_missing(tmp_path):
+    began = time.monotonic()
+    written = kill_writers(tmp_path / "store", KILLS)
+    print(f"{KILLS} kills, {written} rows, {time.monotonic() - began:.0f} s")
+    assert written > 20 * KILLS
+
+
+@pytest.mark.long
+def test_thousands_of_kills(tmp_path):
+    assert kill_writers(tmp_path / "store", 3000) > 60_000
+
+
+def test_killed_inside_the_copy_of_an_extend_a_prefix_is_there(tmp_path):
+    """One extend of many pieces, so that nearly every kill falls into it."""
+    written, inside = 0, 0
+
+    def work(log):
+        rb = ReplayBuffer(storage=LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path, existsok=True))
+        data = steps(rb.write_count, rb.write_count + 300_000)
+        log(rb.write_count)
+        rb.extend(data)
+        log(rb.write_count)
+        time.sleep(60)
+
+    for k in range(25):
+        said = run_and_kill(work, random.Random(k).uniform(0, 0.02))
+        before = written
+        written = check_reopened(tmp_path, said[-1], 300_000)
+        inside += before < written < before + 300_000
+    assert inside >= 8
+
+
+def test_killed_while_a_store_is_made_there_is_none_or_a_whole_one(tmp_path):
+    made = {"none": 0, "empty": 0, "rows": 0}
+    for k in range(40):
+        folder = tmp_path / str(k)
+
+        def work(log, folder=folder):
+            rb = ReplayBuffer(storage=LazyMemmapStorage(20_000, scratch_dir=folder))
+            log(0)
+            rb.extend(steps(0, 50))
+            log(50)
+            time.sleep(60)
+
+        said = run_and_kill(work, 0.008 * (k / 40) ** 2 if k else 0)
+        try:
+            rb = ReplayBuffer.open(folder)
+        except StorageError as error:
+            assert "no store" in str(error) and said == [0]
+            assert not folder.exists() or list(folder.iterdir()) == []
+            made["none"] += 1
+            rb = ReplayBuffer(storage=LazyMemmapStorage(20_000, scratch_dir=folder))
+        else:
+            assert len(rb) == rb.write_count >= said[-1] and numbers(rb[:]) == [*range(len(rb))]
+            made["rows" if len(rb) else "empty"] += 1
+        rb.extend(steps(len(rb), 60))
+        assert numbers(rb[:]) == [*range(60)]
+    print(made)
+    assert made["none"] and made["rows"]
+
+
+def test_killed_while_rows_are_replaced_each_of_them_is_old_or_new(tmp_path):
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(ROWS, scratch_dir=tmp_path))
+    rb.extend(steps(0, ROWS))
+    rb.storage.close()
+
+    def work(log):
+        mine = TensorDictReplayBuffer.open(tmp_path)
+        log(0)
+        for k in range(1, 1_000_000):
+            mine[:] = of_numbers(torch.arange(ROWS) + ROWS * k)
+            log(k)
+
+    last, kinds = 0, set()
+    for kill in range(60):
+        said = run_and_kill(work, random.Random(kill).uniform(0, 0.01))
+        again = TensorDictReplayBuffer.open(tmp_path)
+        found = numbers(again[:])
+        assert [n % ROWS for n in found] == list(range(ROWS)) and again[:]["index"].tolist() == list(range(ROWS))
+        done = said[-1]
+        allowed = {done, done + 1} if done else {0, 1, last, last + 1}
+        versions = {n // ROWS for n in found}
+        assert versions <= allowed, (versions, allowed)
+        kinds.add(len(versions))
+        last = max(versions)
+        again[:] = of_numbers(torch.arange(ROWS))  # the next child counts from there
+        last = 0
+        assert state_of(again)[:3] == (ROWS, ROWS, 0)
+        assert again.storage.lanes.store.edits % 2 == 0
+        again.storage.close()
+    assert 2 in kinds, "no kill came between two pieces of a replacement"
+
+
+def test_a_writer_that_is_killed_beside_a_reader_is_followed_by_the_next(tmp_path):
+    reader = None
+    written = 0
+    for k in range(10):
+        said = run_and_kill(extend_for_ever(tmp_path, 40, k), 0.01)
+        if reader is None:
+            reader = ReplayBuffer.open(tmp_path)
+        assert reader.write_count >= said[-1] >= written
+        written = reader.write_count
+        rows_in_time_order(reader)
+    assert ReplayBuffer.open(tmp_path).extend(steps(0, 3)).tolist() == [(written + k) % CAPACITY for k in range(3)]
+    assert written in reader.storage.lanes.states()[0]["seams"], "no trajectory goes on behind a dead writer's"
+
+
+def test_a_process_killed_before_it_could_close_leaves_no_file_behind(tmp_path):
+    """A temporary store goes with its process, however it ends."""
+    code = (
+        "import torch, os, sys\n"
+        "from engram.data import LazyMemmapStorage, ReplayBuffer\n"
+        "rb = ReplayBuffer(storage=LazyMemmapStorage(1000))\n"
+        "rb.extend(torch.zeros(10, 100))\n"
+        "print(len(os.listdir(os.environ['TMPDIR'])), flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL and done.stdout == "0\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
