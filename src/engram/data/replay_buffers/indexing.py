@@ -111,7 +111,7 @@ def _check_written(store: _native.Store, slot: int) -> None:
 
 def _points(store: _native.Store, index: tuple[Tensor, ...], inner: tuple[int, ...]) -> Selection:
     """(time, strand, ...) tensors, as samplers give them."""
-    parts = torch.broadcast_tensors(*(i.cpu().to(torch.int64) for i in index))
+    parts = torch.broadcast_tensors(*(i.cpu().to(torch.int64) for i in index))  # type: ignore[no-untyped-call]
     sizes = (store.lanes * store.lane_capacity, *inner)
     slots = torch.zeros_like(parts[0])
     for part, size in zip(parts, sizes, strict=True):

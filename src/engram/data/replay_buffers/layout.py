@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -277,7 +277,8 @@ def _same_as_public() -> bool:
 
 
 def _contiguous(shape: tuple[int, ...]) -> list[int]:
-    strides, step = [], 1
+    strides: list[int] = []
+    step = 1
     for d in reversed(shape):
         strides.insert(0, step)
         step *= max(d, 1)
@@ -308,4 +309,4 @@ def _number(value: Any, tensor: Tensor, leaf: LeafSpec) -> Tensor:
         return torch.tensor(value, dtype=leaf.dtype)
     if isinstance(value, float | int) and leaf.dtype.is_floating_point:
         return torch.tensor(value, dtype=leaf.dtype)
-    return cast(Tensor, tensor)
+    return tensor

@@ -69,7 +69,8 @@ class Reader:
         """A batch of n and what there is to say about it."""
         with self.lock:
             index, info = self.sampler.sample(self.storage, n)
-        return self.fetch(index if self._index_is_slots else self._slots_of(index), index, info, numbers)
+        slots: Any = index if self._index_is_slots else self._slots_of(index)
+        return self.fetch(slots, index, info, numbers)
 
     def fetch(self, slots: Tensor, index: Any, info: dict[str, Any], numbers: bool) -> tuple[Any, dict[str, Any]]:
         """Reads what was drawn: the batch, and `info` with its index (and generations with `numbers`)."""

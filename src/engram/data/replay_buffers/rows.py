@@ -33,7 +33,7 @@ class RowTable:
 
     def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> _native.Plan:
         """Checks a batch leaf by leaf, as `RowLayout.plan`."""
-        plan = self.layout.plan(batch, batch_dims, time_dim, extra)
+        plan: _native.Plan = self.layout.plan(batch, batch_dims, time_dim, extra)
         if plan.strands != self._store.strands:
             raise ValueError(
                 f"the batch has {plan.strands} environments, this storage {self._store.strands}; nothing was written"
@@ -67,7 +67,7 @@ class RowTable:
         if self._lanes.asleep:
             self._lanes.wake()
         if self._fast:
-            return self._store.gather(self._codec, slots, shape, extra, self._mapped, numbers)
+            return self._store.gather(self._codec, slots, shape, extra, self._mapped, numbers)  # type: ignore[no-any-return]
         return self._read_slowly(slots, (len(slots),) if shape is None else shape, extra, numbers)
 
     def _read_slowly(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, numbers: bool) -> Any:
@@ -89,7 +89,8 @@ class RowTable:
     def view(self, start: int, stop: int) -> Any:
         """Live views of time slots [start, stop): `[time, ...]`, or `[time, strands, ...]` with several strands."""
         s = self._store
-        lead, steps = ((stop - start,), (1,))
+        lead: tuple[int, ...] = (stop - start,)
+        steps: tuple[int, ...] = (1,)
         if s.strands > 1:
             lead, steps = (*lead, s.strands), (*steps, s.lane_capacity)
         offset = s.rows_offset + start * s.row_stride

@@ -104,7 +104,7 @@ def _describe(obj: Any, batch_dims: int, path: Path, leaves: list[tuple[Path, An
 
 
 def _inner(obj: Any) -> TensorDictBase:
-    return obj._tensordict  # type: ignore[no-any-return]
+    return obj._tensordict
 
 
 def sorted_items(td: TensorDictBase) -> list[tuple[str, Any]]:

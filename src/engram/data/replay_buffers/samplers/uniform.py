@@ -88,9 +88,9 @@ class SamplerWithoutReplacement(Sampler):
             epoch = None
         self._store_id = store_id
         if epoch is None:
-            ranges = [[s["first"], s["published"] - s["first"]] for s in lanes.states()]
+            existing = [[s["first"], s["published"] - s["first"]] for s in lanes.states()]
             key = int(self.draw_seed()) if self.shuffle else 0
-            epoch = {"key": key, "ranges": ranges, "position": 0, "incarnation": lanes.store.incarnation}
+            epoch = {"key": key, "ranges": existing, "position": 0, "incarnation": lanes.store.incarnation}
             self._walk = None
         if self._walk is None:
             ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]

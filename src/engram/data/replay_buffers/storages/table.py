@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 import threading
 from typing import Any
@@ -197,7 +198,7 @@ class TableStorage(Storage):
         return plan
 
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
-        if selection.slots.unique().numel() != selection.slots.numel():
+        if len(set(selection.slots.tolist())) != len(selection.slots):
             raise ValueError("an index names a step twice; nothing was written")
         n = len(selection.shape)
         assert self._table is not None
@@ -329,7 +330,7 @@ class TableStorage(Storage):
 def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
     """The layout with one more key at its root, which holds each row's own index."""
     kind, cls = layout.root.kind, layout.root.cls
-    if kind not in ("td", "dict", "class") or (cls is not None and key not in cls.__dataclass_fields__):
+    if kind not in ("td", "dict", "class") or (cls is not None and key not in {field.name for field in dataclasses.fields(cls)}):
         found = "tensor" if kind == "leaf" else kind if cls is None else f"{cls.__name__} without such a field"
         raise TypeError(f"a {found} has no place for {key!r}; use RoundRobinWriter, which stores no index")
     root = layout.root.children[0] if layout.root.kind == "class" else layout.root
