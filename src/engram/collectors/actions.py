@@ -1,6 +1,7 @@
 """Where actions come from while a batch of raw gymnasium steps is collected.
 
-A source's `choose(t)` gives one raw action per environment; the observations before step t are there by then.
+A source gives one raw action per environment for a step t, once the observations before it are there, and adds them to
+a list that nobody else changes. Before a step is chosen, `forget` has been called for each environment that was reset.
 """
 
 from __future__ import annotations
@@ -16,58 +17,97 @@ from engram.collectors.observations import Observations
 from engram.envs.gym_codecs import Codec
 from engram.envs.gym_engine import check_action
 from engram.envs.mdp import zero_where
-from engram.envs.policies import FLAGS, ObservationPolicy, TensorDictPolicy
+from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy
 
 Choose = Callable[[int], list[Any]]
 
 
-def random_actions(spec: Any, codec: Codec, batch_size: torch.Size, steps: int) -> Choose:
-    """Actions for `steps` steps, all drawn at once from `spec`, which has the batch dimensions."""
-    drawn, width = spec.rand((steps,)), batch_size.numel()
-    check_action(codec, drawn)
-    raws = codec.decode_rows(drawn.flatten(0, 1) if batch_size else drawn)
-    return [raws[start : start + width] for start in range(0, steps * width, width)].__getitem__
+class ActionSource:
+    """A source that keeps nothing from step to step and writes nothing but the action."""
 
+    def __init__(self, codec: Codec, batch_size: torch.Size) -> None:
+        self._codec = codec
+        self._decode: Choose | Callable[[Any], list[Any]]
+        self._decode = codec.decode_rows if batch_size else lambda action: [codec.decode_one(action)]
 
-def _decoder(codec: Codec, batch_size: torch.Size) -> Callable[[Any], list[Any]]:
-    return codec.decode_rows if batch_size else lambda action: [codec.decode_one(action)]
+    def act(self, t: int) -> Any:
+        """The action `[*batch_size, *spec.shape]` for step t."""
+        raise NotImplementedError
 
-
-class ModuleActions:
-    """A module from one observation tensor to the action, called with nothing in between."""
-
-    def __init__(self, policy: ObservationPolicy, codec: Codec, observations: Observations) -> None:
-        module, row, decode = policy.module, observations.rows(policy.in_key), _decoder(codec, observations.batch_size)
+    def recorder(self, record: list[Any]) -> Choose:
+        """A function from t to raw actions, one per environment, that also adds them to `record`."""
+        act, decode, keep, add, codec = self.act, self._decode, self._codec.keep_rows, record.extend, self._codec
         is_checked = False
 
         def choose(t: int) -> list[Any]:
             nonlocal is_checked
-            action = module(row(t))
-            if not is_checked:
+            action = act(t)
+            if not is_checked:  # one look a batch: a wrong shape or a score instead of a choice shows at once
                 check_action(codec, action)
                 is_checked = True
-            return decode(action)
+            raws = decode(action)
+            add(keep(raws))
+            return raws
 
-        self.choose: Choose = choose
+        return choose
 
-    def forget(self, envs: list[int]) -> None:
-        """A module keeps nothing from step to step."""
+    def forget(self, env: int) -> None:
+        """Environment `env` starts anew: nothing of its last episode goes on."""
 
     def skip(self, t: int) -> None:
-        """A module adds nothing to a random step."""
+        """Step t has a random action from elsewhere."""
 
     def extras(self) -> TensorDictBase | None:
-        """Nothing but the action."""
+        """What the policy wrote in this batch besides the action, `[*batch_size, steps]`."""
         return None
 
 
-class TensorDictActions:
+class RandomActions(ActionSource):
+    """Random actions, drawn for many steps at once."""
+
+    def __init__(self, policy: RandomPolicy, codec: Codec, batch_size: torch.Size) -> None:
+        super().__init__(codec, batch_size)
+        self._spec = policy.action_spec
+        self._batch_size = batch_size
+        self._is_codec_spec = self._spec == codec.spec.expand(*batch_size, *codec.spec.shape)
+
+    def draw(self, steps: int, source: ActionSource) -> tuple[Any, Any]:
+        """Actions `[steps * environments, ...]`, and an iterable of the raw ones; `source` is told to skip the steps."""
+        encoded, raws = self._drawn(steps)
+        return encoded, raws if source is self else _skipping(raws, source, self._batch_size.numel())
+
+    def _drawn(self, steps: int) -> tuple[Any, list[Any]]:
+        if self._is_codec_spec:
+            return self._codec.random_rows(steps * self._batch_size.numel())
+        drawn = self._spec.rand((steps,))
+        check_action(self._codec, drawn)
+        rows = drawn.flatten(0, 1) if self._batch_size else drawn
+        raws = self._codec.decode_rows(rows)
+        return self._codec.encode_rows(raws), raws
+
+
+def _skipping(raws: list[Any], source: ActionSource, width: int) -> Any:
+    for slot, raw in enumerate(raws):
+        if slot % width == 0:
+            source.skip(slot // width)
+        yield raw
+
+
+class ModuleActions(ActionSource):
+    """A module from one observation tensor to the action, called with nothing in between."""
+
+    def __init__(self, policy: ObservationPolicy, codec: Codec, observations: Observations) -> None:
+        super().__init__(codec, observations.batch_size)
+        module, row = policy.module, observations.rows(policy.in_key)
+        self.act = lambda t: module(row(t))  # type: ignore[method-assign]
+
+
+class TensorDictActions(ActionSource):
     """A policy on TensorDicts. What it writes besides the action is kept, stored, and handed to it at the next step."""
 
     def __init__(self, policy: TensorDictPolicy, codec: Codec, batch_size: torch.Size, device: Any) -> None:
+        super().__init__(codec, batch_size)
         self._policy = policy
-        self._codec = codec
-        self._decode = _decoder(codec, batch_size)
         self._kept = TensorDict(batch_size=batch_size, device=device)
         self._flag = torch.zeros(*batch_size, 1, dtype=torch.bool)
         self._blank: TensorDictBase | None = None
@@ -78,30 +118,23 @@ class TensorDictActions:
         self._steps: list[TensorDictBase] = []
         return self
 
-    def choose(self, t: int) -> list[Any]:
-        """Raw actions for step t, one per environment."""
+    def act(self, t: int) -> Any:
         out = self._policy(self._state(t))
-        action = out.get("action")
-        if not self._steps:
-            check_action(self._codec, action)
         self._note(out)
-        return self._decode(action)
+        return out.get("action")
 
     def skip(self, t: int) -> None:
-        """Step t is a random one: the policy's entries are zero."""
         state = self._state(t)
         if self._blank is None:
             self._blank = extras_of(self._policy, state)
         self._note(state.update(self._blank.clone()))
 
-    def forget(self, envs: list[int]) -> None:
-        """These environments start anew: nothing of the last episode goes on."""
+    def forget(self, env: int) -> None:
         mask = torch.zeros_like(self._flag)
-        mask.view(-1)[envs] = True
+        mask.view(-1)[env] = True
         self._kept = zero_where(mask, self._kept)
 
     def extras(self) -> TensorDictBase | None:
-        """What the policy wrote in this batch besides the action, `[*batch_size, steps]`."""
         stacked = stack_steps(self._steps, self._flag.ndim - 1)
         return None if stacked.is_empty() else stacked
 

@@ -18,8 +18,8 @@ class Observations:
     """Raw observations of `width` environments over `steps` steps.
 
     Slot `t * width + e` holds what environment e shows before step t; what follows step t is in the same place of row
-    t + 1. A reset moves the last observation of the old episode aside. Every value is copied on arrival, because
-    environments may go on writing into the arrays that they gave.
+    t + 1. `slots[slot] = raw` takes an observation; it is copied at once, because environments may go on writing into
+    the arrays that they gave. A reset moves the last observation of the old episode aside.
     """
 
     def __init__(self, leaves: list[Leaf], steps: int, batch_size: torch.Size, first_row: Rows | None) -> None:
@@ -32,18 +32,8 @@ class Observations:
         self._last_ones: dict[int, Rows] = {}
         for array, row in zip(self._arrays, first_row or (), strict=first_row is not None):
             array[: self._width] = row
-        self.put: Callable[[int, Any], None] = self._make_put()
-
-    def _make_put(self) -> Callable[[int, Any], None]:
-        if len(self._leaves) == 1 and not self._leaves[0].path:
-            return self._arrays[0].__setitem__  # the shortest way for the common case
-        columns = list(zip(self._leaves, self._arrays, strict=True))
-
-        def put(slot: int, raw: Any) -> None:
-            for leaf, array in columns:
-                array[slot] = leaf.pick(raw)
-
-        return put
+        is_single = len(leaves) == 1 and not leaves[0].path
+        self.slots: Any = self._arrays[0] if is_single else _Columns(leaves, self._arrays)
 
     @property
     def keys(self) -> list[Any]:
@@ -52,16 +42,17 @@ class Observations:
 
     def put_first(self, slot: int, raw: Any) -> None:
         """The first observation of an episode. Raises ValueError for another shape than the space's."""
+        if slot >= self._width:
+            self._last_ones[slot - self._width] = [array[slot].copy() for array in self._arrays]
+        self.slots[slot] = raw
         for leaf in self._leaves:
-            found = np.shape(leaf.pick(raw))
+            first = leaf.pick(raw) if leaf.path else raw
+            found = first.shape if isinstance(first, np.ndarray) else np.shape(first)
             if found != leaf.codec.raw_shape:
                 raise ValueError(
                     f"the environment gave an observation {leaf.key!r} of shape {found}, and its space says "
                     f"{leaf.codec.raw_shape}; correct the environment or its space"
                 )
-        if slot >= self._width:
-            self._last_ones[slot - self._width] = [array[slot].copy() for array in self._arrays]
-        self.put(slot, raw)
 
     def last_row(self) -> Rows:
         """What the environments show after the last step."""
@@ -83,14 +74,26 @@ class Observations:
     def after(self) -> dict[Any, Tensor]:
         """All observations after the steps, the last ones of episodes included; own memory."""
         columns = [array[self._width :].copy() for array in self._arrays]
-        for slot, rows in self._last_ones.items():
-            for column, row in zip(columns, rows, strict=True):
-                column[slot] = row
+        if self._last_ones:
+            slots = list(self._last_ones)
+            for column, rows in zip(columns, zip(*self._last_ones.values(), strict=True), strict=True):
+                column[slots] = rows
         return self._tensors(columns)
 
     def _tensors(self, columns: Rows) -> dict[Any, Tensor]:
         pairs = zip(self._leaves, columns, strict=True)
         return {leaf.key: in_time(leaf.codec.encode(column), self.batch_size) for leaf, column in pairs}
+
+
+class _Columns:
+    """Takes raw observations of several leaves apart."""
+
+    def __init__(self, leaves: list[Leaf], arrays: Rows) -> None:
+        self._pairs = list(zip(leaves, arrays, strict=True))
+
+    def __setitem__(self, slot: int, raw: Any) -> None:
+        for leaf, array in self._pairs:
+            array[slot] = leaf.pick(raw)
 
 
 def in_time(rows: Any, batch_size: torch.Size) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,19 +22,20 @@ class TrajectoryIds:
 
     def __init__(self, envs: int) -> None:
         self.count = 0
-        self._current = torch.zeros(envs, dtype=torch.int64)
-        self._starts_next = torch.ones(envs, dtype=torch.bool)
+        self._current = np.zeros(envs, dtype=np.int64)
+        self._starts_next = np.ones(envs, dtype=np.bool_)
 
     def restart(self) -> None:
         """The next step of every environment starts a trajectory."""
-        self._starts_next.fill_(True)
+        self._starts_next[:] = True
 
     def number(self, done: Tensor) -> Tensor:
         """Ids, int64 `[envs, time]`, of steps whose `("next", "done")` is `done`, bool `[envs, time]`."""
-        starts = torch.cat([self._starts_next.unsqueeze(1), done[:, :-1]], 1)
-        in_time_order = starts.t().reshape(-1).cumsum(0).reshape(done.shape[1], -1).t() + self.count - 1
-        before = self._current.unsqueeze(1).expand_as(done)
-        ids = torch.where(starts, in_time_order, before).cummax(1).values  # later trajectories have higher numbers
-        self.count += int(starts.sum())
-        self._current, self._starts_next = ids[:, -1].clone(), done[:, -1].clone()
-        return ids
+        ends = done.numpy().T  # time first: numbers are given in time order
+        starts = np.concatenate([self._starts_next[None], ends[:-1]])
+        numbers = (self.count - 1 + starts.cumsum()).reshape(starts.shape)
+        if starts.shape[1] > 1:  # what is not a start has the number of the last one of its own environment
+            numbers = np.maximum.accumulate(np.where(starts, numbers, self._current), axis=0)
+        self.count += int(np.count_nonzero(starts))
+        self._current, self._starts_next = numbers[-1].copy(), ends[-1].copy()
+        return torch.from_numpy(np.ascontiguousarray(numbers.T))

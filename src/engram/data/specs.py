@@ -390,6 +390,11 @@ class OneHot(MultiOneHot):
     def _domain(self) -> dict[str, Any]:
         return {"n": self.n}
 
+    def encode(self, choice: Tensor) -> Tensor:
+        """One-hot vectors `[..., n]` of the spec's dtype from integers `[..., 1]`; others are torch's RuntimeError."""
+        blank = torch.zeros(*choice.shape[:-1], self.n, dtype=self.dtype, device=choice.device)
+        return blank.scatter_(-1, choice.long(), 1)
+
 
 class Composite(Spec):
     """Named specs, nested as a TensorDict is; `shape` is the batch shape that every entry's shape starts with.

@@ -43,6 +43,11 @@ class Codec(ABC):
     def decode_rows(self, value: Any) -> list[Any]:
         """`[N, *spec.shape]` as N raw values, which share no memory with it."""
 
+    def random_rows(self, n: int) -> tuple[Any, list[Any]]:
+        """`spec.rand((n,))`, and its raw values."""
+        drawn = self.spec.rand((n,))
+        return drawn, self.decode_rows(drawn)
+
     @abstractmethod
     def keep(self, raw: Any) -> Any:
         """`raw` such that nobody else can change it."""
@@ -101,7 +106,7 @@ class DiscreteCodec(LeafCodec):
     """Integers from `start` on, as categories or one-hot."""
 
     def __init__(self, space: Any, categorical: bool) -> None:
-        n = int(space.n)
+        self._n = n = int(space.n)
         super().__init__(Categorical(n) if categorical else OneHot(n, dtype=torch.int64), space)
         self.start = int(space.start)
         self._one_hot = None if categorical else OneHot(n, dtype=torch.int64)
@@ -111,19 +116,25 @@ class DiscreteCodec(LeafCodec):
         return choice if self._one_hot is None else self._one_hot.encode(choice.unsqueeze(-1))
 
     def decode(self, value: Tensor) -> Any:
-        """The reverse of `encode`: a Python integer, or lists of them."""
+        """The reverse of `encode`: an `np.int64`, which gymnasium checks faster than an `int`, or an array of them."""
         choice = value.detach()
         if self._one_hot is not None:
             choice = (choice.byte() if choice.dtype is torch.bool else choice).argmax(-1)
         elif choice.dtype is not torch.int64:
             choice = choice.long()
-        return (choice + self.start if self.start else choice).tolist()
+        raw = choice.cpu().numpy() if choice.ndim else np.int64(choice.item())
+        return raw + self.start if self.start else raw
 
     def keep(self, raw: Any) -> Any:
         return raw
 
     def keep_rows(self, raws: list[Any]) -> list[Any]:
         return raws  # integers
+
+    def random_rows(self, n: int) -> tuple[Tensor, list[Any]]:
+        choice = torch.randint(self._n, (n,))  # the draw that the spec makes, without the way back from one-hot
+        encoded = choice if self._one_hot is None else self._one_hot.encode(choice.unsqueeze(-1))
+        return encoded, list(choice.numpy() + self.start if self.start else choice.numpy())
 
 
 class MultiDiscreteCodec(LeafCodec):
@@ -196,7 +207,7 @@ def codec_for(space: Any, *, categorical: bool = False) -> Codec:
     >>> import gymnasium
     >>> codec = codec_for(gymnasium.spaces.Discrete(3, start=1))
     >>> codec.encode_rows([1, 3]).tolist(), codec.decode_rows(torch.tensor([[0, 1, 0]]))
-    ([[1, 0, 0], [0, 0, 1]], [2])
+    ([[1, 0, 0], [0, 0, 1]], [np.int64(2)])
     """
     for cls in type(space).__mro__:
         if cls.__name__ in _MAKERS:

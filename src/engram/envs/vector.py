@@ -51,7 +51,7 @@ class SerialEnv(EnvBase):
 
     def engines(self) -> list[GymEngine] | None:
         """What steps the environments raw, for collectors; None unless all are single gymnasium environments."""
-        members = [getattr(env, "engines", lambda: None)() for env in self._envs]
+        members: list[Any] = [getattr(env, "engines", lambda: None)() for env in self._envs]
         if type(self) is not SerialEnv or len(self.batch_size) != 1 or None in members:
             return None
         engines: list[GymEngine] = [engine for member in members for engine in member]
