@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from engram.collectors.extras import extras_of, stack_steps
+from engram.collectors.extras import extras_of
 from engram.collectors.observations import Observations
 from engram.envs.gym_codecs import Codec
 from engram.envs.gym_engine import check_action
-from engram.envs.mdp import zero_where
+from engram.envs.mdp import stack_steps, zero_where
 from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy
 
 Choose = Callable[[int], list[Any]]
@@ -27,6 +27,7 @@ class ActionSource:
 
     def __init__(self, codec: Codec, batch_size: torch.Size) -> None:
         self._codec = codec
+        self._batch_size = batch_size
         self._decode: Choose | Callable[[Any], list[Any]]
         self._decode = codec.decode_rows if batch_size else lambda action: [codec.decode_one(action)]
 
@@ -36,14 +37,15 @@ class ActionSource:
 
     def recorder(self, record: list[Any]) -> Choose:
         """A function from t to raw actions, one per environment, that also adds them to `record`."""
-        act, decode, keep, add, codec = self.act, self._decode, self._codec.keep_rows, record.extend, self._codec
+        act, decode, keep, add = self.act, self._decode, self._codec.keep_rows, record.extend
+        codec, batch_size = self._codec, self._batch_size
         is_checked = False
 
         def choose(t: int) -> list[Any]:
             nonlocal is_checked
             action = act(t)
             if not is_checked:  # one look a batch: a wrong shape or a score instead of a choice shows at once
-                check_action(codec, action)
+                check_action(codec, action, batch_size)
                 is_checked = True
             raws = decode(action)
             add(keep(raws))
@@ -68,11 +70,10 @@ class RandomActions(ActionSource):
     def __init__(self, policy: RandomPolicy, codec: Codec, batch_size: torch.Size) -> None:
         super().__init__(codec, batch_size)
         self._spec = policy.action_spec
-        self._batch_size = batch_size
         self._is_codec_spec = self._spec == codec.spec.expand(*batch_size, *codec.spec.shape)
 
     def draw(self, steps: int, source: ActionSource) -> tuple[Any, Any]:
-        """Actions `[steps * environments, ...]`, and an iterable of the raw ones; `source` is told to skip the steps."""
+        """Actions `[steps * environments, ...]`, and an iterable of the raw ones; `source` skips the steps."""
         encoded, raws = self._drawn(steps)
         return encoded, raws if source is self else _skipping(raws, source, self._batch_size.numel())
 
@@ -80,7 +81,7 @@ class RandomActions(ActionSource):
         if self._is_codec_spec:
             return self._codec.random_rows(steps * self._batch_size.numel())
         drawn = self._spec.rand((steps,))
-        check_action(self._codec, drawn)
+        check_action(self._codec, drawn, (steps, *self._batch_size))
         rows = drawn.flatten(0, 1) if self._batch_size else drawn
         raws = self._codec.decode_rows(rows)
         return self._codec.encode_rows(raws), raws
@@ -148,5 +149,5 @@ class TensorDictActions(ActionSource):
         extras = out.exclude("action", *FLAGS, *self._rows)
         self._steps.append(extras)
         following = extras.get("next", None)
-        kept = extras.exclude("next")
-        self._kept = kept if following is None else kept.update(following)
+        kept = extras.exclude("next").copy()
+        self._kept = kept if following is None else kept.update(following.copy())

@@ -43,7 +43,7 @@ class GymRoller:
     def restart(self) -> None:
         """Every environment is reset before its next step."""
         self._to_reset = list(range(len(self._engines)))
-        self._last_slots: dict[int, int] = {}  # by environment, where max_frames_per_traj ends its episode
+        self._last_slots: dict[int, int] = {}  # by environment: where its last allowed state goes
         self._first_row: Rows | None = None
 
     def roll(self, steps: int, random_steps: int) -> TensorDictBase:
@@ -83,17 +83,17 @@ class GymRoller:
         for env in self._to_reset:
             self._reset(batch, times.start * width + env, env, source)
         self._to_reset.clear()
-        steps, slots = cycle([engine.step for engine in self._engines]), count(times.start * width)
+        steps, following = cycle([engine.step for engine in self._engines]), count((times.start + 1) * width)
         observations, keep_reward, limits = batch.observations.slots, batch.rewards.append, self._last_slots
-        for slot, step, raw in zip(slots, steps, raws):  # noqa: B905
+        for slot, step, raw in zip(following, steps, raws):  # noqa: B905
             observation, reward, terminated, truncated, _ = step(raw)
-            observations[slot + width] = observation
+            observations[slot] = observation
             keep_reward(reward)
             if terminated or truncated or (limits and limits[slot % width] == slot):
                 env = slot % width
-                batch.ends.append((slot, bool(terminated), bool(truncated) or limits.get(env) == slot))
-                if slot + width < end:
-                    self._reset(batch, slot + width, env, source)
+                batch.ends.append((slot - width, bool(terminated), bool(truncated) or limits.get(env) == slot))
+                if slot < end:
+                    self._reset(batch, slot, env, source)
                 else:
                     self._to_reset.append(env)  # when it is needed: the last state must stay, and a restart may come
 
@@ -101,7 +101,7 @@ class GymRoller:
         batch.observations.put_first(slot, self._engines[env].reset())
         source.forget(env)
         if self._limit is not None:
-            self._last_slots[env] = slot + (self._limit - 1) * len(self._engines)
+            self._last_slots[env] = slot + self._limit * len(self._engines)
 
     def _assembled(self, batch: _RawBatch, steps: int, extras: TensorDictBase | None) -> TensorDictBase:
         shape = torch.Size((*self._batch_size, steps))

@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.collectors.extras import extras_of, stack_steps
-from engram.envs.mdp import reset_where, step_mdp
+from engram.collectors.extras import extras_of
+from engram.envs.mdp import reset_where, stack_steps, step_mdp
 from engram.envs.policies import RandomPolicy, TensorDictPolicy
 
 

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.data.specs import Categorical, Composite, Spec, Unbounded
-from engram.envs.mdp import merge_where, reset_where, step_mdp
+from engram.envs.mdp import merge_where, reset_where, stack_steps, step_mdp
 from engram.envs.policies import FLAGS, as_policy
 
 Self = TypeVar("Self", bound="EnvBase")
@@ -87,7 +87,7 @@ class EnvBase(ABC):
             raise KeyError(f"step needs an 'action', got keys {list(td.keys())}; use rand_step, or call a policy first")
         following = self._with_flags(self._step(td))
         kept = td.get("next", None)  # a recurrent policy writes its next hidden state there
-        return td.set("next", following if kept is None else kept.update(following))
+        return td.set("next", following if kept is None else kept.copy().update(following))
 
     def _with_flags(self, td: TensorDictBase) -> TensorDictBase:
         for key in ("terminated", "truncated"):
@@ -140,7 +140,7 @@ class EnvBase(ABC):
             if break_when_any_done and bool(stepped.get(("next", "done")).any()):
                 break
             td = self.maybe_reset(step_mdp(stepped))
-        return torch.stack(steps, len(self.batch_size))
+        return stack_steps(steps, len(self.batch_size))
 
     def fake_tensordict(self) -> TensorDictBase:
         """A stepped TensorDict of zeros, with the keys, shapes and dtypes that real steps have."""

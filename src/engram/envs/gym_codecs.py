@@ -75,13 +75,8 @@ class LeafCodec(Codec):
 
     def decode(self, value: Tensor) -> Any:
         """The reverse of `encode`: an array, always a new one."""
-        return (
-            value.detach()
-            .cpu()
-            .numpy()
-            .astype(self.raw_dtype)
-            .reshape(*value.shape[: value.ndim - self.spec.ndim], *self.raw_shape)
-        )
+        batch = value.shape[: value.ndim - self.spec.ndim]
+        return value.detach().cpu().numpy().astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
 
     @property
     def is_plain(self) -> bool:
@@ -90,7 +85,7 @@ class LeafCodec(Codec):
 
     def encode_rows(self, raws: Sequence[Any]) -> Tensor:
         rows = np.asarray(raws, dtype=self.raw_dtype)
-        return self.encode(rows.reshape(len(raws), *self.raw_shape))
+        return self.encode(rows.reshape((len(raws), *self.raw_shape)))
 
     def decode_rows(self, value: Tensor) -> list[Any]:
         return list(self.decode(value))
@@ -148,12 +143,12 @@ class MultiDiscreteCodec(LeafCodec):
 
     def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
         shape = raw.shape[: raw.ndim - len(self.raw_shape)]
-        choice = torch.from_numpy((raw.astype(np.int64) - self.start).reshape(*shape, -1))
+        choice = torch.from_numpy((raw.astype(np.int64) - self.start).reshape((*shape, -1)))
         return choice if self._one_hot is None else self._one_hot.encode(choice)
 
     def decode(self, value: Tensor) -> Any:
         choice = value.detach().cpu() if self._one_hot is None else self._one_hot.decode(value.detach()).cpu()
-        raw = choice.numpy().reshape(*choice.shape[:-1], *self.raw_shape)
+        raw = choice.numpy().reshape((*choice.shape[:-1], *self.raw_shape))
         return (raw + self.start).astype(self.raw_dtype)
 
 

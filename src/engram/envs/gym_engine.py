@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,19 +57,21 @@ class GymEngine:
         return {leaf.key: leaf.codec.encode_rows([leaf.pick(raw)])[0].clone() for leaf in self.leaves}
 
 
-def check_action(codec: Codec, action: Any) -> None:
-    """Raises ValueError for an action `[*batch, *spec.shape]` that gymnasium could misread.
+def check_action(codec: Codec, action: Any, batch_size: Sequence[int] = ()) -> None:
+    """Raises ValueError for an action `[*batch_size, *spec.shape]` that gymnasium could misread.
 
     The shape must be right; one-hot vectors and categories must lie in their domain. The dtype may differ, and floats
     outside the bounds of a Box are the environment's own affair.
     """
     for key, spec in _leaf_specs(codec).items():
         value = action if key is None else action.get(key)
-        if not spec.has_shape(value) or (not isinstance(spec, (Bounded, Unbounded)) and not _is_choice(spec, value)):
+        fits = value.shape == (*batch_size, *spec.shape)
+        if not fits or (not isinstance(spec, (Bounded, Unbounded)) and not _is_choice(spec, value)):
             where = "" if key is None else f" {key!r}"
             raise ValueError(
                 f"action{where} is not what the environment takes.\n"
-                f"  found:   {value.dtype} {tuple(value.shape)}: {value}\n  allowed: {spec}\n"
+                f"  found:   {value.dtype} {tuple(value.shape)}: {value}\n"
+                f"  allowed: {spec}, after the batch dimensions {tuple(batch_size)}\n"
                 "  A network's scores need an argmax: one_hot(scores.argmax(-1), n), or scores.argmax(-1) with "
                 "GymEnv(..., categorical_action_encoding=True)."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def step_mdp(
     root = root.exclude(*dropped) if dropped else root
     if not exclude_action and not keep_other:
         root.set("action", td.get("action"))
-    return root.update(following.exclude(*dropped))
+    return root.copy().update(following.exclude(*dropped).copy())  # copies: nested entries must not become shared
 
 
 def reset_where(env: Any, td: TensorDictBase, mask: Tensor) -> TensorDictBase:
@@ -60,6 +61,22 @@ def merge_where(mask: Tensor, new: TensorDictBase, old: TensorDictBase) -> Tenso
     )
 
 
+def stack_steps(steps: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
+    """`torch.stack`; entries that only some steps have are zero in the others.
+
+    >>> from tensordict import TensorDict
+    >>> stack_steps([TensorDict(), TensorDict({"hidden": torch.ones(1)})], 0)["hidden"].tolist()
+    [[0.0], [1.0]]
+    """
+    keys = [set(step.keys(True, True)) for step in steps]
+    if any(k != keys[0] for k in keys):
+        models = {key: step.get(key) for step, k in zip(steps, keys, strict=True) for key in k}
+        for step, k in zip(steps, keys, strict=True):
+            for key in models.keys() - k:
+                step.set(key, torch.zeros_like(models[key]))
+    return torch.stack(list(steps), dim)
+
+
 def _like(mask: Tensor, leaf: Tensor, batch_dims: int) -> Tensor:
     flat = mask.reshape(mask.shape[:batch_dims])
-    return flat.reshape(*flat.shape, *(1,) * (leaf.ndim - batch_dims))
+    return flat.reshape((*flat.shape, *(1,) * (leaf.ndim - batch_dims)))
