@@ -26,7 +26,7 @@ class RowRings:
         self.empty()
 
     def empty(self) -> None:
-        self.written = False
+        self.written = self.restoring = False
         self.lanes = [{"base": 0, "published": 0, "origin": 0, "seams": []} for _ in self.memory]
 
     def append(self, lane: int, count: int, salt: int = 0) -> None:
@@ -48,7 +48,7 @@ class RowRings:
             self.read_block(lane, self.first(lane), counters["published"]).tobytes()
             for lane, counters in enumerate(self.lanes)
         ]
-        return self.written, copy.deepcopy(self.lanes), rows
+        return self.restoring, self.written, copy.deepcopy(self.lanes), rows
 
     def layout_state(self) -> dict[str, Any] | None:
         return {"row_bytes": self.row_bytes, "leaves": [["a", "uint8"]]} if self.written else None
@@ -72,6 +72,7 @@ class RowRings:
         self.check_restore(layout, counters)
         self.empty()
         self.memory[:] = 0
+        self.restoring = True
         self._coming = (layout is not None, copy.deepcopy(counters["lanes"]))
 
     def write_block(self, lane: int, start: int, rows: np.ndarray) -> None:
@@ -80,6 +81,7 @@ class RowRings:
 
     def end_restore(self) -> None:
         self.written, self.lanes = self._coming
+        self.restoring = False
 
     def abort_restore(self) -> None:
         self.empty()
