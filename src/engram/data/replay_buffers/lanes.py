@@ -39,6 +39,7 @@ class Lanes:
         self.mutex = threading.RLock()
         self._on_take = on_take
         self._held: int | None = None
+        self._alone = 0
         self.capacity: int = store.lanes * store.lane_capacity * store.strands
         self.strands: int = store.strands
         _live.add(self)
@@ -121,11 +122,16 @@ class Lanes:
     def alone(self, what: str) -> Iterator[None]:
         """For what must not run beside other users of the store: in-place writes, `empty`, `loads`."""
         with self.mutex:
-            if self.locks is None:
+            # What needs the store alone may be made of parts that do: only the outermost takes and drops the lock.
+            if self.locks is None or self._alone:
                 yield
                 return
             with self.locks.alone(what):
-                yield
+                self._alone += 1
+                try:
+                    yield
+                finally:
+                    self._alone -= 1
 
     def close(self) -> None:
         """Gives the lane and the locks back."""
@@ -146,6 +152,7 @@ class Lanes:
 
     def after_fork(self) -> None:
         self.mutex = threading.RLock()
+        self._alone = 0
         if self.locks is not None:
             self._held = None
 
