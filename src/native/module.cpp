@@ -17,8 +17,12 @@ using namespace engram;
 
 namespace {
 
+// Sizes beyond any memory: refused before they are multiplied.
+constexpr size_t kMostBytes = size_t{1} << 46;
+
 // int64 [n] as a tensor; where torch lacks the exchange API as a bytearray, which Python turns into one.
 nb::object slots_out(size_t n, auto fill) {
+  if (n > kMostBytes / 8) throw std::bad_alloc();
   if (!torch_api().api) {
     nb::object bytes = nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(n * 8)));
     if (!bytes.is_valid()) throw nb::python_error();
@@ -129,13 +133,15 @@ nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::opt
   if (!torch_api().api) throw nb::type_error("gather needs the exchange API; use gather_into");
   check_codec(store, codec);
   const SlotsArg slots(nb::borrow(slots_in));
-  static thread_local std::vector<int64_t> lead;
-  lead.assign(1, static_cast<int64_t>(slots.n));
+  std::vector<int64_t> lead(1, static_cast<int64_t>(slots.n));
   if (shape) {
-    int64_t rows = 1;
-    for (int64_t d : *shape) rows *= d;
-    if (rows != static_cast<int64_t>(slots.n)) throw nb::value_error("shape and number of slots differ");
-    lead = *shape;
+    unsigned __int128 rows = 1;
+    for (int64_t d : *shape) {
+      if (d < 0 || rows > kMostBytes) throw nb::value_error("a dimension is negative or too large");
+      rows *= static_cast<uint64_t>(d);
+    }
+    if (rows != slots.n) throw nb::value_error("shape and number of slots differ");
+    lead = std::move(*shape);
   }
   const auto& leaves = codec.leaves();
   OutBlock shared(leaves.size());
@@ -145,8 +151,9 @@ nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::opt
   size_t bytes = 0;
   bool any_shared = false;
   for (const Leaf& leaf : leaves) {
+    if (leaf.bytes > kMostBytes / std::max<size_t>(1, slots.n)) throw std::bad_alloc();
     const size_t size = leaf.bytes * slots.n;
-    bytes += size;
+    if ((bytes += size) > kMostBytes) throw std::bad_alloc();
     OutBlock* block = &shared;
     if (size >= kBigLeaf)
       block = own.emplace_back(std::make_unique<OutBlock>()).get();
@@ -195,22 +202,23 @@ nb::tuple gather_into(Store& store, const Codec& codec, nb::handle slots_in, nb:
 }
 
 void overwrite(Store& store, nb::handle slots_in, const Plan& plan) {
-  const SlotsArg slots(nb::borrow(slots_in));
+  const SlotsArg given(nb::borrow(slots_in));
+  const std::vector<int64_t> slots(given.data, given.data + given.n);  // what is checked is what is written
   const Shape& s = store.shape();
-  if (plan.strands != 1 || plan.steps != slots.n) throw nb::value_error("one row for each slot");
+  if (plan.strands != 1 || plan.steps != slots.size()) throw nb::value_error("one row for each slot");
   for (const LeafSource& leaf : plan.leaves)
     if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
   std::vector<SlotNumbers> numbers;
   for (uint64_t l = 0; l < s.lanes; ++l) numbers.emplace_back(store.lanes.view(l), s.lane_capacity);
-  for (size_t i = 0; i < slots.n; ++i) {
-    const auto slot = static_cast<uint64_t>(slots.data[i]);
+  for (int64_t given_slot : slots) {
+    const auto slot = static_cast<uint64_t>(given_slot);
     if (slot >= store.slots()) refuse_slots(store);
     const uint64_t time = slot / s.strands;
     uint64_t number = 0;
     if (!numbers[time / s.lane_capacity].find(time % s.lane_capacity, number))
       throw nb::index_error(("slot " + std::to_string(slot) + " has not been written").c_str());
   }
-  InPlaceWriter(store).write(slots.data, slots.n, plan.leaves);
+  InPlaceWriter(store).write(slots.data(), slots.size(), plan.leaves);
 }
 
 // Generations of slots: write numbers, -1 where a slot holds no row.
@@ -219,11 +227,11 @@ nb::object generations(Store& store, nb::handle slots_in) {
   const Shape& s = store.shape();
   std::vector<SlotNumbers> numbers;
   for (uint64_t l = 0; l < s.lanes; ++l) numbers.emplace_back(store.lanes.view(l), s.lane_capacity);
-  for (size_t i = 0; i < slots.n; ++i)
-    if (static_cast<uint64_t>(slots.data[i]) >= store.slots()) refuse_slots(store);
   return slots_out(slots.n, [&](int64_t* out) {
     for (size_t i = 0; i < slots.n; ++i) {
-      const uint64_t time = static_cast<uint64_t>(slots.data[i]) / s.strands;
+      const auto slot = static_cast<uint64_t>(slots.data[i]);
+      if (slot >= store.slots()) refuse_slots(store);
+      const uint64_t time = slot / s.strands;
       uint64_t number = 0;
       const bool there = numbers[time / s.lane_capacity].find(time % s.lane_capacity, number);
       out[i] = there ? static_cast<int64_t>(number) : -1;
@@ -257,6 +265,7 @@ class EpochWalk {
   uint64_t size() const { return map_.total(); }
   // Up to n slots from `position` on, rows overwritten since skipped; and the position after them.
   nb::tuple take(const Store& store, uint64_t position, size_t n) const {
+    if (store.lanes.count() != ranges_.size()) throw nb::value_error("the walk was made for another store");
     std::vector<uint64_t> first;
     for (uint64_t l = 0; l < store.lanes.count(); ++l) first.push_back(store.lanes.view(l).first);
     std::vector<int64_t> found;
@@ -400,14 +409,7 @@ NB_MODULE(_native, m) {
         check_lane(s, l);
         s.lanes.lane(l).term.fetch_add(1);
       }, "lane"_a)
-      .def("mend", [](const Store& s) {  // a kill inside `empty` or `loads` left a lane that shows nothing
-        for (uint64_t l = 0; l < s.shape().lanes; ++l) {
-          LaneHeader& h = s.lanes.lane(l);
-          const uint64_t published = h.published.load();
-          if (h.base.load() > published) h.base.store(published), h.durable.store(published);
-          if (h.claimed.load() < published) h.claimed.store(published);
-        }
-      })
+      .def("mend", [](const Store& s) { s.lanes.mend(); })
       .def("mark_durable", [](const Store& s, const std::vector<uint64_t>& published) {
         if (published.size() != s.shape().lanes) throw nb::value_error("one number for each lane");
         for (uint64_t l = 0; l < s.shape().lanes; ++l) s.lanes.lane(l).durable.store(published[l]);
@@ -419,17 +421,19 @@ NB_MODULE(_native, m) {
       })
       .def("empty", [](const Store& s, bool reset_count) { s.lanes.empty(reset_count); }, "reset_count"_a)
       .def("begin_restore", [](const Store& s) {
-        s.header()->incarnation.fetch_add(1);
-        for (uint64_t l = 0; l < s.shape().lanes; ++l) s.lanes.set_counters(l, 0, 0, 0);
+        s.lanes.begin_change();
+        for (uint64_t l = 0; l < s.shape().lanes; ++l) {
+          s.lanes.set_counters(l, 0, 0, 0, {});
+          s.lanes.lane(l).term.fetch_add(1);  // so that no row from before is taken for one of the new
+        }
       })
       .def("restore_lane", [](const Store& s, uint64_t l, uint64_t base, uint64_t published, uint64_t origin,
                               const std::vector<uint64_t>& seams) {
         check_lane(s, l);
         if (base > published) throw nb::value_error("base lies above published");
-        s.lanes.set_counters(l, base, published, origin);
-        s.lanes.set_seams(l, seams);
+        s.lanes.set_counters(l, base, published, origin, seams);
       }, "lane"_a, "base"_a, "published"_a, "origin"_a, "seams"_a)
-      .def("end_restore", [](const Store& s) { s.header()->incarnation.fetch_add(1); })
+      .def("end_restore", [](const Store& s) { s.lanes.end_change(); })
       .def("seal", [](Store& s, uint64_t l, uint64_t start, uint64_t stop) {  // trailers of restored rows
         check_lane(s, l);
         if (!s.has_trailer() || stop < start || stop - start > s.shape().lane_capacity) return;
@@ -451,7 +455,7 @@ NB_MODULE(_native, m) {
         if (!s.has_trailer()) throw nb::value_error("rows without trailers cannot be recovered");
         uint64_t dropped = 0;
         nb::gil_scoped_release unlocked;
-        s.header()->incarnation.fetch_add(1);
+        s.header()->incarnation.fetch_add(2);  // odd would say that a kill shall empty the store
         for (uint64_t l = 0; l < s.shape().lanes; ++l) {
           const LaneScan scan = scan_lane(s, l);
           restore_lane(s, l, scan);

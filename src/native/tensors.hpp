@@ -118,7 +118,9 @@ class OutBlock {
     m.dl_tensor.shape = shape, m.dl_tensor.strides = strides;
     out->block = block_;
     void* tensor = nullptr;
-    --left_;  // from here on the deleter gives it back, also when torch refuses
+    // Where torch refuses (a dtype that it does not know: `Codec` lets none through; no memory) it may have taken
+    // the record or not: leaking the block is the harmless side.
+    --left_;
     if (torch_api().api->managed_tensor_to_py_object_no_sync(&m, &tensor) != 0) throw nb::python_error();
     return static_cast<PyObject*>(tensor);
   }
@@ -181,10 +183,14 @@ class SlotsArg {
  public:
   explicit SlotsArg(nb::handle o) {
     DLTensor t{};
+    if (!torch_api().api && Py_TYPE(o.ptr()) == torch_api().tensor) {
+      array_ = o.attr("numpy")();  // a torch without the exchange API
+      o = array_;
+    }
     if (torch_api().view(o.ptr(), t)) {
       const bool flat = t.ndim == 1 && t.dtype.code == kDLInt && t.dtype.bits == 64 &&
                         (!t.strides || t.strides[0] == 1 || t.shape[0] <= 1);
-      if (flat) {
+      if (flat && aligned(static_cast<const uint8_t*>(t.data) + t.byte_offset)) {
         data = reinterpret_cast<const int64_t*>(static_cast<const uint8_t*>(t.data) + t.byte_offset);
         n = static_cast<size_t>(t.shape[0]);
         return;
@@ -193,7 +199,7 @@ class SlotsArg {
       const Py_buffer& v = buffer_.view();
       DType d{};
       if (v.ndim == 1 && dtype_of_format(v.format, v.itemsize, d) && d == DType{kDLInt, 64} &&
-          (v.strides[0] == 8 || v.shape[0] <= 1)) {
+          (v.strides[0] == 8 || v.shape[0] <= 1) && aligned(v.buf)) {
         data = static_cast<const int64_t*>(v.buf), n = static_cast<size_t>(v.shape[0]);
         return;
       }
@@ -204,7 +210,9 @@ class SlotsArg {
   size_t n = 0;
 
  private:
+  static bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % alignof(int64_t) == 0; }
   Buffer buffer_;
+  nb::object array_;
 };
 
 }  // namespace engram

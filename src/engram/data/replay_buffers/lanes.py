@@ -40,6 +40,7 @@ class Lanes:
         self._on_take = on_take
         self._held: int | None = None
         self.asleep = False  # a forked child that has not used the store yet
+        self._alone = 0
         self.capacity: int = store.lanes * store.lane_capacity * store.strands
         self.strands: int = store.strands
         _live.add(self)
@@ -137,11 +138,16 @@ class Lanes:
         if self.asleep:
             self.wake()
         with self.mutex:
-            if self.locks is None:
+            # What needs the store alone may be made of parts that do: only the outermost takes and drops the lock.
+            if self.locks is None or self._alone:
                 yield
                 return
             with self.locks.alone(what):
-                yield
+                self._alone += 1
+                try:
+                    yield
+                finally:
+                    self._alone -= 1
 
     def close(self) -> None:
         """Gives the lane and the locks back."""
@@ -172,6 +178,7 @@ class Lanes:
     def after_fork(self) -> None:
         """In a child: new mutexes, and no lane; a table in private memory is its own copy."""
         self.mutex = threading.RLock()
+        self._alone = 0
         if self.locks is not None:
             self._held = None
             self.asleep = True

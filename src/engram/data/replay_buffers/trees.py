@@ -264,6 +264,8 @@ def _why_not_plain(t: Tensor) -> str | None:
         return "quantised"
     if t.device.type == "meta":
         return "meta"
+    if t.numel() and t.untyped_storage().nbytes() == 0 and not torch._is_zerotensor(t):
+        return "freed"
     if type(t).__name__ in ("FakeTensor", "FunctionalTensor") or type(t).__torch_dispatch__ is not _NO_DISPATCH:
         return type(t).__name__
     return None
