@@ -29,7 +29,9 @@ class Observations:
         self._width = batch_size.numel()
         slots = (steps + 1) * self._width
         self._arrays = [np.empty((slots, *leaf.codec.raw_shape), leaf.codec.raw_dtype) for leaf in leaves]
-        self._last_ones: dict[int, Rows] = {}
+        self._moved_slots: list[int] = []
+        self._moved: list[Rows] = [[] for _ in leaves]
+        self._is_checked = False
         for array, row in zip(self._arrays, first_row or (), strict=first_row is not None):
             array[: self._width] = row
         is_single = len(leaves) == 1 and not leaves[0].path
@@ -43,16 +45,22 @@ class Observations:
     def put_first(self, slot: int, raw: Any) -> None:
         """The first observation of an episode. Raises ValueError for another shape than the space's."""
         if slot >= self._width:
-            self._last_ones[slot - self._width] = [array[slot].copy() for array in self._arrays]
+            self._moved_slots.append(slot - self._width)
+            for array, moved in zip(self._arrays, self._moved, strict=True):
+                moved.append(array[slot].copy())
+        if not self._is_checked:  # once a batch: numpy itself refuses what does not broadcast
+            self._check(raw)
         self.slots[slot] = raw
+
+    def _check(self, raw: Any) -> None:
         for leaf in self._leaves:
-            first = leaf.pick(raw) if leaf.path else raw
-            found = first.shape if isinstance(first, np.ndarray) else np.shape(first)
+            found = np.shape(leaf.pick(raw))
             if found != leaf.codec.raw_shape:
                 raise ValueError(
                     f"the environment gave an observation {leaf.key!r} of shape {found}, and its space says "
                     f"{leaf.codec.raw_shape}; correct the environment or its space"
                 )
+        self._is_checked = True
 
     def last_row(self) -> Rows:
         """What the environments show after the last step."""
@@ -74,10 +82,9 @@ class Observations:
     def after(self) -> dict[Any, Tensor]:
         """All observations after the steps, the last ones of episodes included; own memory."""
         columns = [array[self._width :].copy() for array in self._arrays]
-        if self._last_ones:
-            slots = list(self._last_ones)
-            for column, rows in zip(columns, zip(*self._last_ones.values(), strict=True), strict=True):
-                column[slots] = rows
+        if self._moved_slots:
+            for column, moved in zip(columns, self._moved, strict=True):
+                column[self._moved_slots] = moved
         return self._tensors(columns)
 
     def _tensors(self, columns: Rows) -> dict[Any, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain, count, cycle
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -83,9 +83,11 @@ class GymRoller:
         for env in self._to_reset:
             self._reset(batch, times.start * width + env, env, source)
         self._to_reset.clear()
-        steps, following = cycle([engine.step for engine in self._engines]), count((times.start + 1) * width)
+        steps, step = [engine.step for engine in self._engines], self._engines[0].step
         observations, keep_reward, limits = batch.observations.slots, batch.rewards.append, self._last_slots
-        for slot, step, raw in zip(following, steps, raws):  # noqa: B905
+        for slot, raw in enumerate(raws, (times.start + 1) * width):  # the slot of the state that follows
+            if width > 1:
+                step = steps[slot % width]
             observation, reward, terminated, truncated, _ = step(raw)
             observations[slot] = observation
             keep_reward(reward)

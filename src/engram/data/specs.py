@@ -392,7 +392,7 @@ class OneHot(MultiOneHot):
 
     def encode(self, choice: Tensor) -> Tensor:
         """One-hot vectors `[..., n]` of the spec's dtype from integers `[..., 1]`; others are torch's RuntimeError."""
-        blank = torch.zeros(*choice.shape[:-1], self.n, dtype=self.dtype, device=choice.device)
+        blank = torch.zeros((*choice.shape[:-1], self.n), dtype=self.dtype, device=choice.device)
         return blank.scatter_(-1, choice.long(), 1)
 
 

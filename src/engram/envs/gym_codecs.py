@@ -88,7 +88,7 @@ class LeafCodec(Codec):
         return self.encode(rows.reshape((len(raws), *self.raw_shape)))
 
     def decode_rows(self, value: Tensor) -> list[Any]:
-        return list(self.decode(value))
+        return [np.asarray(row) for row in self.decode(value)]
 
     def decode_one(self, value: Tensor) -> Any:
         return self.decode(value)
@@ -122,6 +122,9 @@ class DiscreteCodec(LeafCodec):
 
     def keep(self, raw: Any) -> Any:
         return raw
+
+    def decode_rows(self, value: Tensor) -> list[Any]:
+        return list(self.decode(value))
 
     def keep_rows(self, raws: list[Any]) -> list[Any]:
         return raws  # integers
