@@ -42,6 +42,7 @@ struct Plan {
   Plan(Plan&&) = default;
   Plan(const Plan&) = delete;
   size_t steps = 0, strands = 1;
+  bool single = false;  // one step of one strand, without batch dimensions
   std::vector<LeafSource> leaves;
   std::vector<nb::object> keep;
   std::vector<Buffer> buffers;
@@ -89,7 +90,7 @@ class Codec {
     for (size_t k = 0; k < leaves_.size(); ++k)
       if (!take(k, found[k].ptr(), batch_dims, time_dim, false, plan)) return std::nullopt;
     for (nb::object& o : found) plan.keep.push_back(std::move(o));
-    finish(plan);
+    finish(plan, batch_dims);
     return plan;
   }
   // A list of leaves in layout order; `raw`: only item sizes are compared (dtypes that buffers cannot name).
@@ -101,7 +102,7 @@ class Codec {
     for (size_t k = 0; k < leaves_.size(); ++k)
       if (k >= nb::len(list) || !take(k, plan.keep.emplace_back(list[k]).ptr(), batch_dims, time_dim, raw, plan))
         return std::nullopt;
-    finish(plan);
+    finish(plan, batch_dims);
     return plan;
   }
 
@@ -219,7 +220,7 @@ class Codec {
     const Leaf& leaf = leaves_[k];
     DLTensor t{};
     if (torch_api().view(o, t)) {
-      if (leaf.lazy_bits && lazy(leaf, o)) return false;
+      if (leaf.lazy_bits && lazy(o)) return false;
       Strided s{static_cast<const uint8_t*>(t.data) + t.byte_offset, {t.dtype.code, t.dtype.bits}, t.ndim, t.shape,
                 t.strides, false};
       if (place(leaf, s, batch_dims, time_dim, raw, k, plan)) return true;
@@ -249,15 +250,20 @@ class Codec {
     return batch_dims == 0 && leaf.shape.empty() && take_number(leaf, o, plan);
   }
 
-  static bool lazy(const Leaf& leaf, PyObject* o) {
-    static PyObject* is_neg = PyUnicode_InternFromString("is_neg");
-    static PyObject* is_conj = PyUnicode_InternFromString("is_conj");
-    auto says_yes = [&](PyObject* method) {
-      nb::object answer = nb::steal(PyObject_CallMethodObjArgs(o, method, nullptr));
-      if (!answer.is_valid()) return PyErr_Clear(), true;
-      return answer.ptr() == Py_True;
-    };
-    return says_yes(is_neg) || (leaf.dtype.code == kDLComplex && says_yes(is_conj));
+  // Whether a tensor is a lazily negated or conjugated view. Asking torch's `is_neg` releases the GIL, so it is asked
+  // only what no other tensor can be: such tensors are views, or were made in inference mode (and have no version).
+  static bool lazy(PyObject* o) {
+    static PyObject* is_view = PyUnicode_InternFromString("_is_view");
+    static PyObject* version = PyUnicode_InternFromString("_version");
+    nb::object view = nb::steal(PyObject_CallMethodObjArgs(o, is_view, nullptr));
+    if (view.is_valid() && view.ptr() == Py_False) {
+      if (nb::steal(PyObject_GetAttr(o, version)).is_valid()) return false;
+    }
+    PyErr_Clear();
+    if (!torch_api().lazy_bits) return true;
+    nb::object answer = nb::steal(PyObject_CallFunctionObjArgs(torch_api().lazy_bits, o, nullptr));
+    if (!answer.is_valid()) return PyErr_Clear(), true;
+    return answer.ptr() != Py_False;
   }
 
   // The right leaf but for gaps between the elements of one step.
@@ -323,7 +329,8 @@ class Codec {
     return true;
   }
 
-  void finish(Plan& plan) const {
+  void finish(Plan& plan, int batch_dims) const {
+    plan.single = batch_dims == 0;
     size_t row = 0;
     for (const Leaf& leaf : leaves_) row += leaf.bytes;
     plan.bytes = row * plan.steps * plan.strands;

@@ -85,6 +85,7 @@ nb::object append(Store& store, uint64_t lane, const Plan& plan) {
   maybe_without_gil(plan.bytes > kGilBytes || store.pages().on(), [&] {
     first = RowWriter(store).append(lane, plan.steps, plan.leaves);
   });
+  if (plan.single) return nb::int_(lane * s.lane_capacity + first % s.lane_capacity);
   return slots_from(store, lane, first, plan.steps);
 }
 
@@ -317,7 +318,7 @@ NB_MODULE(_native, m) {
 #else
       "";
 #endif
-  m.def("use_torch", &use_torch, "tensor_type"_a, "capsule"_a.none());
+  m.def("use_torch", &use_torch, "tensor_type"_a, "capsule"_a.none(), "lazy_bits"_a.none() = nb::none());
   m.def("has_exchange", [] { return torch_api().api != nullptr; });
   m.def("crc32c", [](nb::bytes b, uint32_t crc) { return crc32c(crc, b.c_str(), b.size()); }, "data"_a, "crc"_a = 0);
   m.def("crc32c_by_table", [](nb::bytes b) {
@@ -471,6 +472,10 @@ NB_MODULE(_native, m) {
       })
       .def_prop_ro("asking_pages", [](Store& s) { return s.pages().on(); })
       .def("advise_random", [](const Store& s) { ::madvise(s.at(0), s.shape().total_bytes, MADV_RANDOM); })
+      .def("next_slot", [](const Store& s, uint64_t l) {
+        check_lane(s, l);
+        return l * s.shape().lane_capacity + s.lanes.lane(l).published.load() % s.shape().lane_capacity;
+      }, "lane"_a)
       .def("next_slots", &next_slots, "lane"_a, "n"_a)
       .def("append", &append, "lane"_a, "plan"_a)
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),

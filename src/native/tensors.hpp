@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "pool.hpp"
@@ -31,6 +32,7 @@ struct Strided {
 struct Torch {
   PyTypeObject* tensor = nullptr;
   const DLPackExchangeAPI* api = nullptr;  // null: a torch without the exchange API
+  PyObject* lazy_bits = nullptr;           // tensor -> whether it is a lazily negated or conjugated view
 
   bool view(PyObject* t, DLTensor& out) const {
     if (!api || Py_TYPE(t) != tensor) return false;
@@ -50,10 +52,11 @@ inline Torch& torch_api() {
   return torch;
 }
 
-inline void use_torch(nb::handle tensor_type, nb::handle capsule) {
+inline void use_torch(nb::handle tensor_type, nb::handle capsule, nb::handle lazy_bits) {
   Torch& torch = torch_api();
   torch.tensor = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
   torch.api = nullptr;
+  if (!lazy_bits.is_none()) Py_XDECREF(std::exchange(torch.lazy_bits, nb::borrow(lazy_bits).release().ptr()));
   if (capsule.is_none()) return;
   auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (!api) throw nb::python_error();

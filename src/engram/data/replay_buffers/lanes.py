@@ -118,6 +118,10 @@ class Lanes:
         """The time slots that the next steps of this process go to: int64 [steps]."""
         return slots_tensor(self.store.next_slots(self.hold(), steps))
 
+    def next_slot(self) -> int:
+        """The time slot that the next step of this process goes to."""
+        return self.store.next_slot(self.hold())
+
     def advance(self, steps: int) -> Tensor:
         """Counts steps as written, for storages that keep their rows elsewhere; returns their time slots."""
         lane = self.hold()

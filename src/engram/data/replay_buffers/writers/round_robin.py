@@ -21,21 +21,21 @@ class RoundRobinWriter(Writer):
         (tensor([0, 1, 2, 3, 4]), 5)
     """
 
-    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor:
+    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
         return storage.append(storage.check(items, single, time_dim))
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
     """The same, and each row also stores its own slot under `"index"`."""
 
-    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor:
+    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
         return storage.append(storage.check(items, single, time_dim, "index"))
 
 
 class ImmutableDatasetWriter(Writer):
     """For data that must not change: any write is an error."""
 
-    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor:
+    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
         raise RuntimeError(
             "this buffer is an immutable dataset (ImmutableDatasetWriter): nothing can be written to it. "
             "set_writer(RoundRobinWriter()) makes it writable"
