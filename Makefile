@@ -6,7 +6,7 @@ NATIVE_SOURCES := $(shell find src/native -name '*.cpp' -o -name '*.hpp' -o -nam
 PYTEST ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check format clean
+.PHONY: help demo test test-long check format stubs clean
 
 help:
 	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (about 3 minutes)"
@@ -45,6 +45,9 @@ check: $(VENV)/.engram
 format: $(VENV)/.tools
 	$(VENV)/bin/python -m ruff check --fix src tests benchmarks examples
 	$(VENV)/bin/python -m ruff format src tests benchmarks examples
+
+stubs: $(VENV)/.engram
+	$(VENV)/bin/python -m nanobind.stubgen -m engram._native -o src/engram/_native.pyi
 
 clean:
 	rm -rf build $(VENV) .venv-bench
