@@ -229,7 +229,9 @@ def as_tensor(value: Any, path: Path) -> Tensor:
         if value.dtype.hasobject or value.dtype.kind in "USMmV":
             raise TypeError(f"{show(path)} is a numpy array of {value.dtype}, which no tensor holds; use a ListStorage")
         array = np.ascontiguousarray(value).reshape(np.shape(value))
-        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable))
+        native = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
+        # C's `long long` is an int64 by another name, which torch does not know.
+        return torch.from_numpy(native.view(f"{native.dtype.kind}{native.dtype.itemsize}"))
     if isinstance(value, bool | int | float | complex):
         return torch.as_tensor(value)
     raise TypeError(
