@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -22,7 +23,7 @@ from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage
-from engram.data.replay_buffers.stacking import stack_rows, swap_dims
+from engram.data.replay_buffers.stacking import chosen, stack_rows, swap_dims
 from engram.data.replay_buffers.writers.base import Writer
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter
 from engram.transforms.compose import Compose
@@ -120,7 +121,9 @@ class ReplayBuffer:
         if collate is None and isinstance(self._storage, ListStorage):
             collate = stack_items
         attach = self._attach if self._attaches else None
-        self._reader = Reader(self._storage, self._sampler, self._transform, collate, attach, self._pin_memory)
+        self._reader = Reader(
+            self._storage, self._sampler, self._transform, collate, attach, self._pin_memory, self._track_generations
+        )
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generator) if self._prefetch else None
 
     # ---- writing ----
@@ -208,7 +211,9 @@ class ReplayBuffer:
     def _attaches(self) -> bool:
         return False
 
-    def _attach(self, index: Any, info: dict[str, Any]) -> dict[str, Any] | None:
+    # Static: a buffer that its own reader held would stay, with all its memory, until the garbage collector comes.
+    @staticmethod
+    def _attach(index: Any, info: dict[str, Any]) -> dict[str, Any] | None:
         """Entries to put at the root of each sampled batch."""
         return None
 
@@ -266,6 +271,7 @@ class ReplayBuffer:
             ValueError, TypeError: the data do not fit; the message names the leaf. Nothing is changed.
             StorageInUseError: another process has the storage open.
         """
+        self._writer.allow("rb[...] = ...")
         items = self._transform.inv(items) if self._transform.transforms else items
         if self._storage.ndim > 1:
             if isinstance(index, tuple) and len(index) > 1:
@@ -275,13 +281,14 @@ class ReplayBuffer:
         elif type(items) is list and not isinstance(self._storage, ListStorage):
             items = stack_rows(items, 0)
         with self._undisturbed():
-            self._storage.set(index, items)
+            self._storage.set(index, items, self._writer.index_key)
 
-    def _undisturbed(self) -> Any:
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
         """No draws meanwhile, and nothing that was prepared before."""
-        if self._prefetcher is not None:
-            self._prefetcher.drop()
-        return self._reader.lock
+        paused = contextlib.nullcontext() if self._prefetcher is None else self._prefetcher.paused()
+        with paused, self._reader.lock:
+            yield
 
     # ---- what prioritised samplers take; others ignore it ----
     def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:
@@ -302,17 +309,20 @@ class ReplayBuffer:
         Raises:
             StorageInUseError: another process has the storage open.
         """
+        self._writer.allow("update_if_present")
         storage = self._storage
         if storage.lanes is None:
             raise IndexError("nothing has been written yet")
         slots = inward(index, storage.inner, storage.max_size or 0)
         wanted = torch.as_tensor(generation).reshape(-1)
-        with self._undisturbed(), storage.mutex:
+        if len(slots) != len(wanted):
+            raise ValueError(f"{len(slots)} steps are indexed, {len(wanted)} generations given; nothing was written")
+        if type(values) is list and not isinstance(storage, ListStorage):
+            values = stack_rows(values, 0)
+        with self._undisturbed(), storage.lanes.alone("update_if_present"):
             there = (storage.lanes.generations(slots) == wanted) & (wanted >= 0)
             if bool(there.any()):
-                with storage.lanes.alone("update_if_present"):
-                    chosen = [v for v, t in zip(values, there.tolist(), strict=True) if t] if type(values) is list else values[there]
-                    storage.overwrite(slots[there], chosen)
+                storage.overwrite(slots[there], chosen(values, there), self._writer.index_key)
         return there
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -321,6 +331,7 @@ class ReplayBuffer:
         Raises:
             StorageInUseError: another process has the storage open.
         """
+        self._writer.allow("empty")
         with self._undisturbed():
             self._storage.empty(empty_write_count)
             for part in (self._sampler, self._writer):
@@ -514,7 +525,7 @@ def _with_capacity(storage: Storage | None, capacity: int | None) -> Storage:
 def _checked_batch_size(batch_size: Any) -> int | None:
     if batch_size is None:
         return None
-    if isinstance(batch_size, bool) or int(batch_size) != batch_size or batch_size < 1:
+    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or int(batch_size) < 1:
         raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
     return int(batch_size)
 

@@ -64,6 +64,9 @@ class ColumnTable:
 
     def overwrite(self, slots: Tensor, leaves: list[Tensor]) -> None:
         """Writes `leaves` ([n, ...]) over rows that exist."""
+        absent = (self._lanes.generations(slots) < 0).nonzero().flatten()
+        if len(absent):
+            raise IndexError(f"slot {int(slots[absent[0]])} has not been written")
         where = slots.to(self._device)
         for flat, leaf in zip(self._flat(), leaves, strict=True):
             flat[where] = leaf
@@ -75,16 +78,16 @@ class ColumnTable:
         """As `RowTable.read`; nothing is ever overwritten meanwhile."""
         if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= self._lanes.capacity):
             raise IndexError(f"a slot lies outside 0 to {self._lanes.capacity - 1}")
-        generation = self._lanes.generations(slots)
-        absent = (generation < 0).nonzero().flatten().tolist()
         where = slots.to(self._device)
         lead = (len(slots),) if shape is None else shape
         with self._lanes.mutex:
+            generation = self._lanes.generations(slots)
             leaves = [flat.index_select(0, where) for flat in self._flat()]
-        leaves = [t.reshape(*lead, *x.shape) for t, x in zip(leaves, self.layout.leaves, strict=True)]
+        absent = (generation < 0).nonzero().flatten().tolist()
+        leaves = [t.reshape((*lead, *x.shape)) for t, x in zip(leaves, self.layout.leaves, strict=True)]
         batch = trees.unflatten(self.layout.root, leaves, lead, self._device)
         for key, value in (extra or {}).items():
-            batch[key] = value
+            trees.put_entry(batch, key, value)
         return batch, None, absent or None, generation if numbers else None
 
     def view(self, start: int, stop: int) -> Any:
@@ -99,8 +102,8 @@ class ColumnTable:
         out = np.empty((self._lanes.strands, stop - start, self.layout.payload_bytes), np.uint8)
         for column, x in zip(self._columns, self.layout.leaves, strict=True):
             rows = column[slots.to(self._device)].cpu().reshape(stop - start, self._lanes.strands, *x.shape)
-            raw = rows.contiguous().reshape(stop - start, self._lanes.strands, -1)
-            if x.nbytes:
+            if x.nbytes and start < stop:
+                raw = rows.contiguous().reshape(stop - start, self._lanes.strands, x.nbytes // x.itemsize)
                 as_bytes = raw.view(torch.uint8).numpy()
                 out[:, :, x.offset : x.offset + x.nbytes] = as_bytes.transpose(1, 0, 2)
         return out

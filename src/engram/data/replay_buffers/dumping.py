@@ -70,6 +70,8 @@ def _differences(buffer: ReplayBuffer, wanted: dict[str, Any]) -> list[str]:
     for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
         if name in wanted and wanted[name]["kind"] != type(part).__name__:
             said.append(f"the {name} is a {type(part).__name__} here, a {wanted[name]['kind']} there")
+        elif name in wanted and hasattr(part, "differences"):
+            said += part.differences(wanted[name]["state"])
     return said
 
 

@@ -104,8 +104,7 @@ def create_named(folder: Path, size: StoreSize, prepare: Any) -> bool:
 
     `prepare(store)` sets what the header must say before anybody sees the file.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with _nameless(folder) as (fd, source), _directory(folder) as fd_of_folder:
+    with _made(folder), _nameless(folder) as (fd, source), _directory(folder) as fd_of_folder:
         reserve(fd, size, folder)
         store = size.create(fd)
         prepare(store)
@@ -117,6 +116,22 @@ def create_named(folder: Path, size: StoreSize, prepare: Any) -> bool:
             return False
         os.fsync(fd_of_folder)
     return True
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Makes a folder and those above it; those that it made go again when the block fails."""
+    missing = [f for f in (folder, *folder.parents) if not f.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for made in missing:
+            try:
+                made.rmdir()
+            except OSError:
+                break  # somebody else uses it by now
+        raise
 
 
 @contextlib.contextmanager

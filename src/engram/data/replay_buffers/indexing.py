@@ -43,6 +43,8 @@ def select(store: _native.Store, index: Any, inner: tuple[int, ...]) -> Selectio
     """
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
+    if isinstance(index, str):
+        raise IndexError(f"{index!r} is a key; steps are indexed by numbers, slices and masks")
     if not inner:
         flat = _one_dimension(store, index)
         if flat is not None:
@@ -52,14 +54,14 @@ def select(store: _native.Store, index: Any, inner: tuple[int, ...]) -> Selectio
     grid = stored_slots(store).reshape(-1, *inner)
     try:
         found = grid[_torch_index(index)]
-    except (IndexError, TypeError) as error:
-        raise IndexError(f"{index!r} does not index the stored steps {list(grid.shape)}: {error}") from error
+    except (IndexError, TypeError, ValueError, OverflowError) as error:
+        raise IndexError(f"{index!r:.80} does not index the stored steps {list(grid.shape)}: {error}") from error
     return Selection(found.reshape(-1).contiguous(), tuple(found.shape))
 
 
 def _one_dimension(store: _native.Store, index: Any) -> Selection | None:
     """The usual cases, without listing what is stored."""
-    if isinstance(index, bool | np.bool_):
+    if isinstance(index, bool | np.bool_) or _is_single_bool(index):
         raise IndexError("a single bool is no index; a mask has one entry for each stored step")
     if hasattr(index, "__index__") and not (isinstance(index, Tensor | np.ndarray) and index.ndim):
         i = operator.index(index)
@@ -70,7 +72,7 @@ def _one_dimension(store: _native.Store, index: Any) -> Selection | None:
     if isinstance(index, range):
         index = torch.tensor(list(index), dtype=torch.int64)
     elif isinstance(index, list | np.ndarray):
-        index = torch.as_tensor(np.asarray(index))
+        index = _listed(index)
     if isinstance(index, Tensor) and index.dtype != torch.bool:
         if index.dtype.is_floating_point or index.dtype.is_complex:
             if index.numel() == 0:
@@ -85,6 +87,19 @@ def _one_dimension(store: _native.Store, index: Any) -> Selection | None:
             index = torch.where(index < 0, stored[index.clamp(max=-1)], index)
         return Selection(index.reshape(-1).contiguous(), tuple(index.shape))
     return None
+
+
+def _is_single_bool(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.ndim == 0 and index.dtype == torch.bool
+
+
+def _listed(index: Any) -> Tensor:
+    """A list or array of indices as a tensor; an empty one is one of integers."""
+    try:
+        array = np.asarray(index)
+        return torch.as_tensor(array if array.size or array.dtype == np.bool_ else array.astype(np.int64))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise IndexError(f"{index!r:.80} is no list of indices: {error}") from None
 
 
 def _check_written(store: _native.Store, slot: int) -> None:
@@ -112,7 +127,7 @@ def _torch_index(index: Any) -> Any:
     if isinstance(index, range):
         return torch.tensor(list(index), dtype=torch.int64)
     if isinstance(index, list | np.ndarray):
-        return torch.as_tensor(np.asarray(index))
+        return _listed(index)
     return index.cpu() if isinstance(index, Tensor) else index
 
 

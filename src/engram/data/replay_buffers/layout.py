@@ -131,18 +131,7 @@ class RowLayout:
         return self._plan_slowly(batch if extra is None else trees.with_entry(batch, *extra), batch_dims, time_dim)
 
     def _plan_slowly(self, batch: Any, batch_dims: int, time_dim: int) -> Any:
-        tensors = []
-        lead: tuple[int, ...] | None = None
-        for leaf, value in zip(self.leaves, trees.flatten(self.root, batch), strict=True):
-            tensor = self._fitting(leaf, value, batch_dims)
-            if lead is None:
-                lead = tuple(tensor.shape[:batch_dims])
-            if tuple(tensor.shape[:batch_dims]) != lead:
-                raise ValueError(
-                    f"{trees.show(leaf.path)} has the batch dimensions {list(tensor.shape[:batch_dims])}, "
-                    f"other leaves {list(lead)}; nothing was written"
-                )
-            tensors.append(tensor.contiguous())
+        tensors = [tensor.contiguous() for tensor in self.fitting(batch, batch_dims)]
         plan = self.codec.check_list(tensors, batch_dims, time_dim)
         if plan is None:  # a torch without the exchange API: through numpy, by size where numpy lacks the dtype
             arrays = [_numpy(t) for t in tensors]
@@ -153,8 +142,16 @@ class RowLayout:
 
     def fitting(self, batch: Any, batch_dims: int) -> list[Tensor]:
         """The leaves as plain CPU tensors; errors as `plan`."""
-        values = trees.flatten(self.root, batch)
-        return [self._fitting(leaf, v, batch_dims) for leaf, v in zip(self.leaves, values, strict=True)]
+        tensors: list[Tensor] = []
+        for leaf, value in zip(self.leaves, trees.flatten(self.root, batch), strict=True):
+            tensor = self._fitting(leaf, value, batch_dims)
+            if tensors and tensor.shape[:batch_dims] != tensors[0].shape[:batch_dims]:
+                raise ValueError(
+                    f"{trees.show(leaf.path)} has the batch dimensions {list(tensor.shape[:batch_dims])}, "
+                    f"other leaves {list(tensors[0].shape[:batch_dims])}; nothing was written"
+                )
+            tensors.append(tensor)
+        return tensors
 
     @staticmethod
     def _fitting(leaf: LeafSpec, value: Any, batch_dims: int) -> Tensor:

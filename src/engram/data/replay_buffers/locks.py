@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
-from engram.errors import StorageInUseError
+from engram.errors import StorageError, StorageInUseError
 
 # Far behind the last byte of any store: locks need no bytes behind them.
 _EVERYBODY = 1 << 60
@@ -43,6 +43,7 @@ class LaneLocks:
         self.fd = fd
         self._closer = weakref.finalize(self, os.close, fd)
         self._reopen = reopen
+        self._broken = ""
         self._join(needs, mend)
         _live.add(self)
 
@@ -85,16 +86,32 @@ class LaneLocks:
         """
         if self.fd < 0:
             return
-        mine = os.open(self._reopen_path(), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            mine = self._own_description()
+        except OSError as error:
+            # With the parent's description the child would believe to hold what its parent holds.
+            self._broken = f"this forked process could not open the store for itself: {error}"
+            return
         os.dup2(mine, self.fd, inheritable=False)
         os.close(mine)
 
     def join(self) -> None:
-        """Becomes one of those who have the store open."""
+        """Becomes one of those who have the store open.
+
+        Raises:
+            StorageError: this is a forked process that could not open the store for itself.
+        """
+        if self._broken:
+            raise StorageError(self._broken)
         self._join()
 
-    def _reopen_path(self) -> str:
-        return self._reopen or f"/proc/self/fd/{self.fd}"
+    def _own_description(self) -> int:
+        try:
+            return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)  # whatever the file is called now
+        except OSError:
+            if not self._reopen:
+                raise
+        return os.open(self._reopen, os.O_RDWR | os.O_CLOEXEC)
 
     def _join(self, needs: Callable[[], bool] | None = None, mend: Callable[[], None] | None = None) -> None:
         """Takes the shared lock; whoever comes first, alone, mends before."""

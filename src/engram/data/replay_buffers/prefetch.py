@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -36,6 +39,8 @@ class Prefetcher:
         self._queue: deque[_Prepared] = deque()
         self._batch_size: int | None = None
         self._threads = ThreadPoolExecutor(depth, thread_name_prefix="engram-prefetch")
+        # Taken before the reader's lock, and alone while a batch is waited for: its thread may have to draw again.
+        self._lock = threading.RLock()
         _live.add(self)
 
     def next(self, n: int) -> tuple[Any, dict[str, Any], bool]:
@@ -43,7 +48,7 @@ class Prefetcher:
 
         Raises: what reading it raised.
         """
-        with self._reader.lock:
+        with self._lock:
             if n != self._batch_size:
                 self.drop()
                 self._batch_size = n
@@ -68,15 +73,20 @@ class Prefetcher:
 
     def _schedule(self) -> None:
         assert self._batch_size is not None
-        sampler = self._reader.sampler.state_dict()
-        generator = None if self._generator is None else self._generator.get_state()
-        ticket = self._reader.draw(self._batch_size)
+        with self._reader.lock:
+            sampler = self._reader.sampler.state_dict() if hasattr(self._reader.sampler, "state_dict") else {}
+            generator = None if self._generator is None else self._generator.get_state()
+            try:
+                ticket = self._reader.draw(self._batch_size)
+            except BaseException:
+                self._rewind(sampler, generator)
+                raise
         future = self._threads.submit(self._reader.fetch, ticket.slots, ticket.index, ticket.info, True)
         self._queue.append(_Prepared(future, sampler, generator, ticket.last))
 
     def drop(self) -> None:
         """Forgets what was prepared; the sampler is where it was before."""
-        with self._reader.lock:
+        with self._lock:
             if not self._queue:
                 return
             oldest = self._queue[0]
@@ -84,12 +94,21 @@ class Prefetcher:
                 if not prepared.future.cancel():
                     prepared.future.exception()  # wait: it reads from the storage
             self._queue.clear()
-            self._rewind(oldest)
+            with self._reader.lock:
+                self._rewind(oldest.sampler, oldest.generator)
 
-    def _rewind(self, to: _Prepared) -> None:
-        self._reader.sampler.load_state_dict(to.sampler)
-        if self._generator is not None and to.generator is not None:
-            self._generator.set_state(to.generator)
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is prepared inside the block, and what was prepared before is forgotten."""
+        with self._lock:
+            self.drop()
+            yield
+
+    def _rewind(self, sampler: dict[str, Any], generator: torch.Tensor | None) -> None:
+        if hasattr(self._reader.sampler, "load_state_dict"):
+            self._reader.sampler.load_state_dict(sampler)
+        if self._generator is not None and generator is not None:
+            self._generator.set_state(generator)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -97,10 +116,11 @@ class Prefetcher:
         self._threads.shutdown(wait=True)
 
     def after_fork(self) -> None:
-        """In a child: the threads are the parent's."""
+        """In a child: the threads are the parent's, and a lock may be held by one of them."""
+        self._lock = threading.RLock()
         self._threads = ThreadPoolExecutor(self._depth, thread_name_prefix="engram-prefetch")
         if self._queue:
-            self._rewind(self._queue[0])
+            self._rewind(self._queue[0].sampler, self._queue[0].generator)
         self._queue.clear()
 
 

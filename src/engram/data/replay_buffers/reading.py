@@ -14,6 +14,7 @@ from engram.data.replay_buffers.indexing import inward
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.list import ListStorage, copied
+from engram.data.replay_buffers.trees import put_entry
 from engram.transforms.compose import Compose
 
 _ROUNDS = 8  # of drawing again; then row by row
@@ -33,6 +34,7 @@ class Reader:
 
     Args:
         attach: from a batch's index and info, entries to add at its root; None for none.
+        with_generation: where entries are added, also add each row's write number.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Reader:
         collate_fn: Callable[[Any], Any] | None,
         attach: Callable[[Any, dict[str, Any]], dict[str, Any] | None] | None,
         pin_memory: bool,
+        with_generation: bool = False,
     ) -> None:
         self.storage = storage
         self.sampler = sampler
@@ -50,6 +53,7 @@ class Reader:
         self.collate_fn = collate_fn
         self.pin_memory = pin_memory
         self._attach = attach
+        self._with_generation = with_generation
         # Our own samplers give a row's slot as its index where there is one dimension; others may give anything.
         self._index_is_slots = storage.ndim == 1 and type(sampler).__module__.startswith("engram.")
         self.lock = threading.RLock()  # samplers have state: one draw at a time
@@ -75,9 +79,11 @@ class Reader:
             index, batch, generation = self._again(slots, (gone, absent), numbers)
             extra = None if self._attach is None else self._attach(index, info)
             for key, value in (extra or {}).items():
-                batch[key] = value
+                put_entry(batch, key, value)
         if self.collate_fn is not None:
             batch = self._collate(batch, extra)
+        if generation is not None and extra is not None and self._with_generation:
+            put_entry(batch, "generation", generation)
         if self.transform.transforms:
             batch = self.transform.forward(batch)
         if self.pin_memory:
@@ -97,9 +103,9 @@ class Reader:
         if isinstance(self.storage, ListStorage):
             # A collate function of the user's own may change what it gets; the default one copies anyhow.
             batch = self.collate_fn(items if self.collate_fn is stack_items else [copied(i) for i in items])
-            if extra and isinstance(batch, TensorDictBase | dict):
-                for key, value in extra.items():
-                    batch[key] = value
+            if isinstance(batch, TensorDictBase | dict):
+                for key, value in (extra or {}).items():
+                    put_entry(batch, key, value)
             return batch
         return self.collate_fn(items)
 

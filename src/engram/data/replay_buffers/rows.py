@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
+from engram.data.replay_buffers import trees
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import RowLayout
 from engram.data.replay_buffers.utils import slots_tensor
@@ -86,7 +87,7 @@ class RowTable:
             _, gone, absent, found = self._store.gather_into(self._codec, where, arrays, self._mapped, numbers)
             batch = self.layout.build(self.layout.tensors_of(arrays, shape), shape)
         for key, value in (extra or {}).items():
-            batch[key] = value
+            trees.put_entry(batch, key, value)
         return batch, gone, absent, None if found is None else slots_tensor(found)
 
     def view(self, start: int, stop: int) -> Any:

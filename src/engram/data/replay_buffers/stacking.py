@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -54,3 +55,20 @@ def swap_dims(rows: Any, time_dim: int, to_time: bool) -> Any:
     order = list(range(rows.batch_dims))
     order.insert(target, order.pop(source))
     return rows.permute(*order)
+
+
+def chosen(rows: Any, mask: Tensor) -> Any:
+    """The rows of a batch, or of a list of items, where the mask is true.
+
+    Raises:
+        ValueError: there is not one row for each entry of the mask.
+    """
+    if isinstance(rows, dict):
+        return {k: chosen(v, mask) for k, v in rows.items()}
+    if isinstance(rows, tuple):
+        return tuple(chosen(v, mask) for v in rows)
+    if len(rows) != len(mask):
+        raise ValueError(f"{len(mask)} steps are indexed, the values have {len(rows)}; nothing was written")
+    if isinstance(rows, list):
+        return [row for row, wanted in zip(rows, mask.tolist(), strict=True) if wanted]
+    return rows[mask.numpy() if isinstance(rows, np.ndarray) else mask]

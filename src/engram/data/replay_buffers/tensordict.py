@@ -41,7 +41,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def _attaches(self) -> bool:
         return True
 
-    def _attach(self, index: Any, info: dict[str, Any]) -> dict[str, Any] | None:
+    @staticmethod
+    def _attach(index: Any, info: dict[str, Any]) -> dict[str, Any] | None:
         entries: dict[str, Any] = {"index": torch.stack(index, -1) if isinstance(index, tuple) else index}
         if "priority_weight" in info:
             entries["priority_weight"] = info["priority_weight"]

@@ -213,8 +213,16 @@ def unflatten(node: Node, leaves: list[Tensor], lead: tuple[int, ...], device: A
 def with_entry(batch: Any, key: str, value: Any) -> Any:
     """A shallow copy of a TensorDict, dict or tensorclass with one more entry; what the caller has is not touched."""
     copy = batch.copy()
-    copy[key] = value
+    put_entry(copy, key, value)
     return copy
+
+
+def put_entry(batch: Any, key: str, value: Any) -> None:
+    """One more entry in a TensorDict, dict or tensorclass."""
+    if isinstance(batch, dict):
+        batch[key] = value
+    else:
+        batch.set(key, value)
 
 
 def as_tensor(value: Any, path: Path) -> Tensor:

@@ -62,5 +62,12 @@ class Sampler(abc.ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
 
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        """What of a saved state does not fit this sampler."""
+        return []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_generator": None}  # the buffer's: it comes with the buffer
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

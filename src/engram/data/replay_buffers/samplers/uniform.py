@@ -55,6 +55,7 @@ class SamplerWithoutReplacement(Sampler):
         self.shuffle = shuffle
         self._epoch: dict[str, Any] | None = None  # key, ranges, position, incarnation: all that is saved
         self._walk: _native.EpochWalk | None = None
+        self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
         self._ran_out = False
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
@@ -80,9 +81,12 @@ class SamplerWithoutReplacement(Sampler):
         raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
 
     def _begin_if_needed(self, lanes: Lanes) -> None:
-        epoch = self._epoch
-        if epoch is not None and epoch["incarnation"] != lanes.store.incarnation:
+        epoch, store_id = self._epoch, lanes.store.store_id
+        if epoch is not None and (
+            epoch["incarnation"] != lanes.store.incarnation or self._store_id not in (None, store_id)
+        ):
             epoch = None
+        self._store_id = store_id
         if epoch is None:
             ranges = [[s["first"], s["published"] - s["first"]] for s in lanes.states()]
             key = int(self.draw_seed()) if self.shuffle else 0
@@ -119,11 +123,21 @@ class SamplerWithoutReplacement(Sampler):
         return {"epoch": epoch, "ran_out": self._ran_out, "shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("shuffle", "drop_last"):
-            if state[name] != getattr(self, name):
-                raise ValueError(f"the saved sampler has {name}={state[name]}, this one {getattr(self, name)}")
-        self._epoch, self._walk = state["epoch"], None
+        different = self.differences(state)
+        if different:
+            raise ValueError("; ".join(different))
+        self._epoch, self._walk, self._store_id = state["epoch"], None, None
         self._ran_out = bool(state["ran_out"])
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        return [
+            f"the sampler has {name}={getattr(self, name)} here, {state[name]} there"
+            for name in ("shuffle", "drop_last")
+            if state[name] != getattr(self, name)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_walk": None}
 
     def adopt(self, incarnation: int, shifts: list[int]) -> None:
         """After `loads`: the epoch goes on in a store that counts anew."""

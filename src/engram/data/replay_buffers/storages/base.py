@@ -49,7 +49,7 @@ class Storage(abc.ABC):
         self._max_size = None if max_size is None else int(max_size)
         self._checkpointer = checkpointer
         self.shifts = []
-        self._attached: list[Any] = []
+        self._attached: weakref.WeakSet[Any] = weakref.WeakSet()
         self.mutex = threading.RLock()
         _live.add(self)
 
@@ -106,7 +106,7 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def overwrite(self, slots: Tensor, items: Any) -> None:
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """Writes items over stored rows, for which the storage must be used by nobody else."""
 
     # ---- the read path ----
@@ -142,8 +142,8 @@ class Storage(abc.ABC):
     def _get_from_nothing(self, index: Any) -> Any:
         raise IndexError(f"index {index!r}: nothing has been written to this storage yet")
 
-    def set(self, index: Any, items: Any) -> None:
-        """Replaces stored rows.
+    def set(self, index: Any, items: Any, index_key: str | None = None) -> None:
+        """Replaces stored rows. With `index_key` each of them keeps its own index there.
 
         Raises:
             IndexError: a step that has not been written.
@@ -153,10 +153,10 @@ class Storage(abc.ABC):
             raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
         selection = select(self.lanes.store, index, self.inner)
         with self.lanes.alone("changing stored rows"):
-            self._set(selection, items)
+            self._set(selection, items, index_key)
 
-    def _set(self, selection: Selection, items: Any) -> None:
-        self.overwrite(selection.slots, items if selection.shape == () else _flat(items, len(selection.shape)))
+    @abc.abstractmethod
+    def _set(self, selection: Selection, items: Any, index_key: str | None) -> None: ...
 
     def __getitem__(self, index: Any) -> Any:
         return self.get(index)
@@ -189,8 +189,7 @@ class Storage(abc.ABC):
 
     def attach(self, buffer: Any) -> None:
         """Notes that a buffer uses this storage."""
-        if not any(b is buffer for b in self._attached):
-            self._attached.append(buffer)
+        self._attached.add(buffer)
 
     def flush(self) -> None:
         """Rows appended so far survive a power cut, where the storage outlives its processes."""
@@ -253,23 +252,32 @@ class Storage(abc.ABC):
         self.mutex = threading.RLock()
         if self.lanes is not None:
             self.lanes.mutex = self.mutex
+        for buffer in list(self._attached):
+            if hasattr(buffer, "after_fork"):
+                buffer.after_fork()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can "
+            "be sent to others, and dumps and loads copy any"
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim})"
 
 
-def _flat(items: Any, dims: int) -> Any:
+def flat(items: Any, dims: int) -> Any:
     """Items with their first `dims` dimensions made one."""
     if dims <= 1:
         return items
     if isinstance(items, Tensor):
         return items.flatten(0, dims - 1)
     if hasattr(items, "batch_size"):
-        return items.reshape(-1)
+        return items.flatten(0, dims - 1)
     if isinstance(items, dict):
-        return {k: _flat(v, dims) for k, v in items.items()}
+        return {k: flat(v, dims) for k, v in items.items()}
     if isinstance(items, list | tuple):
-        return type(items)(_flat(v, dims) for v in items)
+        return type(items)(flat(v, dims) for v in items)
     return torch.as_tensor(items).flatten(0, dims - 1)
 
 

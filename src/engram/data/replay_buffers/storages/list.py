@@ -10,6 +10,7 @@ from torch import Tensor
 from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
+from engram.data.replay_buffers.trees import with_entry
 
 _NO_LIMIT = 1 << 40
 
@@ -76,15 +77,17 @@ class ListStorage(Storage):
                 self._items.append(item)
         return slots
 
-    def overwrite(self, slots: Tensor, items: Any) -> None:
-        for slot, item in zip(slots.tolist(), items, strict=True):
-            self._items[slot] = copied(item)
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+        rows = _split(items, 0)
+        if len(rows) != len(slots):
+            raise ValueError(f"{len(slots)} items are indexed, {len(rows)} given; nothing was written")
+        for slot, item in zip(slots, rows, strict=True):
+            own = item if index_key is None else _with_index(item, index_key, slot)
+            self._items[int(slot)] = copied(own)
 
-    def _set(self, selection: Selection, items: Any) -> None:
+    def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
         rows = [items] if selection.shape == () else _split(items, 0)
-        if len(rows) != len(selection.slots):
-            raise ValueError(f"{len(selection.slots)} items are indexed, {len(rows)} given; nothing was written")
-        self.overwrite(selection.slots, rows)
+        self.overwrite(selection.slots, rows, index_key)
 
     def read(
         self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
@@ -92,15 +95,17 @@ class ListStorage(Storage):
     ) -> Rows:
         """The items themselves, as a list; `extra` is for batches and ignored."""
         with self.mutex:
-            found = slots.tolist()
-            if found and (min(found) < 0 or max(found) >= len(self._items)):
-                raise IndexError(f"an index lies outside the {len(self._items)} stored items: {found}")
+            found, n = slots.tolist(), len(self._items)
+            if found and (min(found) < 0 or max(found) >= self._lanes.capacity):
+                raise IndexError(f"an index lies outside 0 to {self._lanes.capacity - 1}")
+            absent = [k for k, i in enumerate(found) if i >= n]
             generation = self._lanes.generations(slots) if numbers else None
-            return [self._items[i] for i in found], None, None, generation
+            return [self._items[i] if i < n else None for i in found], None, absent or None, generation
 
     def _read_shaped(self, selection: Selection) -> Rows:
-        items = [copied(item) for item in self.read(selection.slots)[0]]
-        return items[0] if selection.shape == () else items, None, None, None
+        found, _, absent, _ = self.read(selection.slots)
+        items = [copied(item) for item in found]
+        return items[0] if selection.shape == () else items, None, absent, None
 
     def _get_from_nothing(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -121,7 +126,7 @@ class ListStorage(Storage):
     def items(self) -> list[Any]:
         """The items, oldest first."""
         with self.mutex:
-            first = self._lanes.store.lane(0)["first"] % len(self._items) if self._items else 0
+            first = self._lanes.store.lane(0)["first"] % (self._max_size or _NO_LIMIT)
             return self._items[first:] + self._items[:first]
 
     def counters(self) -> dict[str, Any]:
@@ -201,10 +206,8 @@ def _same_length(parts: dict[Any, list[Any]]) -> None:
 
 
 def _with_index(item: Any, key: str, slot: Tensor) -> Any:
-    if isinstance(item, TensorDictBase | dict) or hasattr(type(item), "_from_tensordict"):
-        copy = item.copy()
-        copy[key] = slot
-        return copy
+    if isinstance(item, TensorDictBase | dict) or (hasattr(item, "_from_tensordict") and hasattr(item, key)):
+        return with_entry(item, key, slot)
     return item
 
 

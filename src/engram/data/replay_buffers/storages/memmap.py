@@ -130,15 +130,21 @@ class LazyMemmapStorage(TableStorage):
         return lanes, RowTable(lanes, found, mapped=True)
 
     def _open(self) -> None:
-        asked = self._max_size
+        asked, asked_ndim, asked_lanes = self._max_size, self.ndim, self._n_lanes
         lanes, table = self._join(None)
         self._n_lanes = lanes.store.lanes
-        if asked is not None and lanes.capacity not in range(asked, asked + self._n_lanes * lanes.strands):
-            assert lanes.locks is not None
-            lanes.locks.close()
-            raise StorageError(
-                f"the store in {self.scratch_dir} has room for {lanes.capacity} steps, max_size={asked} was asked for"
-            )
+        if asked is not None:
+            said = []
+            if lanes.capacity not in range(asked, asked + self._n_lanes * lanes.strands):
+                said.append(f"room for {lanes.capacity} steps, max_size={asked} was asked for")
+            if asked_ndim != self.ndim:
+                said.append(f"ndim={self.ndim}, ndim={asked_ndim} was asked for")
+            if asked_lanes != self._n_lanes:
+                said.append(f"lanes={self._n_lanes}, lanes={asked_lanes} was asked for")
+            if said:
+                assert lanes.locks is not None
+                lanes.locks.close()
+                raise StorageError(f"the store in {self.scratch_dir} has {'; '.join(said)}; LazyMemmapStorage.open takes it as it is")
         lanes.mutex = self.mutex
         self._lanes, self._table = lanes, table
         self._max_size = self._asked_size = lanes.capacity

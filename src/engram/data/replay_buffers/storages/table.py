@@ -17,8 +17,11 @@ from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec, RowLayout
 from engram.data.replay_buffers.rows import RowTable, expand_slots
-from engram.data.replay_buffers.storages.base import Checked, Rows, Storage, _flat
+from engram.data.replay_buffers.storages.base import Checked, Rows, Storage, flat
 from engram.data.replay_buffers.trees import Node
+
+
+_NO_STEPS = "nothing to add: the batch has no steps"
 
 
 class TableStorage(Storage):
@@ -39,6 +42,10 @@ class TableStorage(Storage):
         self._first_inner: tuple[int, ...] | None = None  # the strands of a first batch with several strand dimensions
         self._lanes: Lanes | None = None
         self._table: RowTable | ColumnTable | None = None
+        self._making = threading.Lock()
+
+    def after_fork(self) -> None:
+        super().after_fork()
         self._making = threading.Lock()
 
     @abc.abstractmethod
@@ -80,14 +87,13 @@ class TableStorage(Storage):
     def __getitem__(self, index: Any) -> Any:
         """Rows at an index; a slice of a storage that has not wrapped is a live view, for reading only."""
         if isinstance(index, slice) and self._table is not None and self._lanes is not None:
-            lane = self._lanes.store.lane(0)
-            start, stop, step = index.indices(lane["published"] if lane["base"] == 0 else 0)
-            contiguous = self._lanes.store.lanes == 1 and lane["first"] == 0 and lane["base"] == 0
-            if contiguous and step == 1:
-                return self._shaped_view(start, max(start, stop))
-            full = self._lanes.store.lanes == 1 and lane["published"] - lane["first"] == self._lanes.store.lane_capacity
-            start, stop, step = index.indices(self._lanes.store.lane_capacity)
-            if full and step == 1:
+            store = self._lanes.store
+            lane = store.lane(0)
+            rows = lane["published"] - lane["first"]
+            # Without gaps, and from slot 0 on: not after a recovery that kept the middle of a ring, not in lanes.
+            whole = store.lanes == 1 and (rows == store.lane_capacity or lane["first"] % store.lane_capacity == 0)
+            start, stop, step = index.indices(max(0, rows))
+            if whole and step == 1:
                 return self._shaped_view(start, max(start, stop))
         return self.get(index)
 
@@ -96,6 +102,9 @@ class TableStorage(Storage):
         with self._making:
             if self._table is None:
                 layout = RowLayout.of(items, batch_dims)
+                # The first batch decides the layout only if it can be written itself.
+                if not layout.plan(items, batch_dims, time_dim).steps:
+                    raise ValueError(_NO_STEPS)
                 if index_key is not None:
                     layout = _with_index(layout, index_key, self.ndim)
                 self._adopt(layout, self._first_inner or _strand_shape(items, batch_dims, time_dim))
@@ -131,7 +140,7 @@ class TableStorage(Storage):
         plan = table.plan(items, batch_dims, time_dim, extra)
         steps = len(plan[0]) if isinstance(plan, list) else plan.steps
         if steps == 0:
-            raise ValueError("nothing to add: the batch has no steps")
+            raise ValueError(_NO_STEPS)
         return Checked(steps, plan)
 
     def _merge_strands(self, items: Any, batch_dims: int, time_dim: int) -> tuple[Any, int, int]:
@@ -166,18 +175,19 @@ class TableStorage(Storage):
         assert self._table is not None and self._lanes is not None
         return expand_slots(self._table.append(checked.data), self._lanes.strands)
 
-    def overwrite(self, slots: Tensor, items: Any) -> None:
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         assert self._table is not None
-        n = len(slots)
-        plan = self._plan_rows(items, n)
-        self._table.overwrite(slots, plan)
+        self._table.overwrite(slots, self._plan_rows(items, slots, index_key))
 
-    def _plan_rows(self, items: Any, n: int) -> Any:
+    def _plan_rows(self, items: Any, slots: Tensor, index_key: str | None) -> Any:
         """Rows for in-place writing: [n, ...], whatever strands the storage has; one step is repeated."""
         assert self._table is not None
-        layout = self._table.layout
+        layout, n = self._table.layout, len(slots)
         if _is_single(layout, items):
             items = _repeat(items, n)
+        if index_key is not None and any(leaf.path == (index_key,) for leaf in layout.leaves):
+            own = self.outward(slots)
+            items = trees.with_entry(items, index_key, torch.stack(own, -1) if isinstance(own, tuple) else own)
         if isinstance(self._table, ColumnTable):
             plan: Any = layout.fitting(items, 1)
             count = len(plan[0])
@@ -188,13 +198,13 @@ class TableStorage(Storage):
             raise ValueError(f"{n} steps are indexed, the data have {count}; nothing was written")
         return plan
 
-    def _set(self, selection: Selection, items: Any) -> None:
+    def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
         if selection.slots.unique().numel() != selection.slots.numel():
             raise ValueError("an index names a step twice; nothing was written")
         n = len(selection.shape)
         assert self._table is not None
-        items = items if n <= 1 or _is_single(self._table.layout, items) else _flat(items, n)
-        self.overwrite(selection.slots, items)
+        items = items if n <= 1 or _is_single(self._table.layout, items) else flat(items, n)
+        self.overwrite(selection.slots, items, index_key)
 
     # ---- reading ----
     def read(
@@ -320,8 +330,10 @@ class TableStorage(Storage):
 
 def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
     """The layout with one more key at its root, which holds each row's own index."""
-    if layout.root.kind not in ("td", "dict", "class"):
-        raise TypeError(f"a {layout.root.kind} has no place for {key!r}; use RoundRobinWriter, which stores no index")
+    kind, cls = layout.root.kind, layout.root.cls
+    if kind not in ("td", "dict", "class") or (cls is not None and key not in cls.__dataclass_fields__):
+        found = "tensor" if kind == "leaf" else kind if cls is None else f"{cls.__name__} without such a field"
+        raise TypeError(f"a {found} has no place for {key!r}; use RoundRobinWriter, which stores no index")
     root = layout.root.children[0] if layout.root.kind == "class" else layout.root
     leaves = list(layout.leaves)
     index = LeafSpec((key,), torch.int64, () if ndim == 1 else (ndim,))
@@ -362,8 +374,14 @@ def _merge(items: Any, first: int, last: int) -> Any:
 
 def _is_single(layout: RowLayout, items: Any) -> bool:
     """Whether the data are one step, to be written at every index."""
-    values = trees.flatten(layout.root, items)
-    return np.ndim(values[0]) == len(layout.leaves[0].shape)
+    leaf = layout.leaves[0]
+    value = items
+    for key in leaf.path:
+        try:
+            value = value.get(key) if hasattr(value, "_from_tensordict") else value[key]
+        except (KeyError, IndexError, TypeError):
+            return False  # it does not fit, which is said when the rows are checked
+    return np.ndim(value) == len(leaf.shape)
 
 
 def _repeat(items: Any, n: int) -> Any:

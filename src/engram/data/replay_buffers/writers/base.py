@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 class Writer(abc.ABC):
     """Decides where new rows go."""
 
+    #: The key under which each row also stores its own index; None: it does not.
+    index_key: str | None = None
+
     def __init__(self) -> None:
         self._storage: Storage | None = None
 
@@ -28,6 +31,9 @@ class Writer(abc.ABC):
         Raises:
             ValueError, TypeError: the batch does not fit; nothing was written.
         """
+
+    def allow(self, what: str) -> None:
+        """Called before stored rows are changed or forgotten; raises where this writer forbids it."""
 
     @property
     def _cursor(self) -> int:

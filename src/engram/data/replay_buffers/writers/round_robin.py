@@ -22,21 +22,26 @@ class RoundRobinWriter(Writer):
     """
 
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
-        return storage.append(storage.check(items, single, time_dim))
+        return storage.append(storage.check(items, single, time_dim, self.index_key))
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
     """The same, and each row also stores its own slot under `"index"`."""
 
-    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
-        return storage.append(storage.check(items, single, time_dim, "index"))
+    index_key = "index"
 
 
 class ImmutableDatasetWriter(Writer):
     """For data that must not change: any write is an error."""
 
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
-        raise RuntimeError(
-            "this buffer is an immutable dataset (ImmutableDatasetWriter): nothing can be written to it. "
+        raise self._refusal("writing")
+
+    def allow(self, what: str) -> None:
+        raise self._refusal(what)
+
+    def _refusal(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"this buffer is an immutable dataset (ImmutableDatasetWriter), which {what} would change. "
             "set_writer(RoundRobinWriter()) makes it writable"
         )

@@ -1,0 +1,253 @@
+"""RandomSampler and SamplerWithoutReplacement: contract, epochs, and statistics at the 1e-6 level."""
+
+import math
+from collections import Counter
+from itertools import permutations
+
+import pytest
+import torch
+from contracts.sampler import SamplerContract
+from contracts.steps import env_steps, numbers, steps
+
+from engram import _native
+from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
+
+
+class TestRandomSampler(SamplerContract):
+    def make(self):
+        return RandomSampler()
+
+
+class TestSamplerWithoutReplacement(SamplerContract):
+    def make(self):
+        return SamplerWithoutReplacement()
+
+
+class TestSamplerWithoutReplacementInOrder(SamplerContract):
+    def make(self):
+        return SamplerWithoutReplacement(drop_last=True, shuffle=False)
+
+    # 4 of 3 stored steps are no full batch
+    def test_only_stored_steps_are_drawn_and_info_says_which(self, rb):
+        rb.extend(steps(0, 13))
+        assert [rb.sample(return_info=True)[1]["index"].tolist() for _ in range(4)] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+
+
+# ---- statistics ----
+def chi_square_limit(cells, p=1e-6):
+    """The value that a chi-square statistic of `cells` equally likely cells exceeds with probability p (Wilson and
+    Hilferty's approximation)."""
+    k = cells - 1
+    z = 2**0.5 * torch.erfinv(torch.tensor(1 - 2 * p, dtype=torch.float64)).item()
+    return k * (1 - 2 / (9 * k) + z * math.sqrt(2 / (9 * k))) ** 3
+
+
+def assert_uniform(drawn, cells):
+    counts = Counter(drawn)
+    assert set(counts) <= set(cells)
+    expected = len(drawn) / len(cells)
+    statistic = sum((counts[c] - expected) ** 2 / expected for c in cells)
+    assert statistic < chi_square_limit(len(cells)), (statistic, chi_square_limit(len(cells)))
+    return statistic
+
+
+def filled(path, lanes=1, ndim=1, writes=(30,), capacity=40, lists=False):
+    if lanes > 1:  # each object of a store takes a lane of its own, as another process would
+        rbs = [ReplayBuffer(storage=LazyMemmapStorage(capacity * lanes, path, existsok=True, lanes=lanes)) for _ in writes]
+        for k, (rb, n) in enumerate(zip(rbs, writes, strict=True)):
+            rb.extend(steps(1000 * k, 1000 * k + n))
+        return rbs[0]
+    rb = ReplayBuffer(storage=ListStorage(capacity) if lists else LazyTensorStorage(capacity, ndim=ndim))
+    for n in writes:
+        rb.extend(env_steps(3, 0, n) if ndim == 2 else steps(0, n))
+    return rb
+
+
+BUFFERS = {
+    "partly filled": {},
+    "full": {"writes": (40,)},
+    "wrapped": {"writes": (57,)},
+    "one step": {"writes": (1,)},
+    "list": {"writes": (57,), "lists": True},
+    "environments": {"ndim": 2, "writes": (5,)},
+    "environments, wrapped": {"ndim": 2, "writes": (20,)},
+    "lanes of different fill": {"lanes": 3, "writes": (5, 57, 17)},
+    "an empty lane": {"lanes": 3, "writes": (5, 30)},
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_random_draws_are_uniform_over_what_is_stored(tmp_path, name):
+    torch.manual_seed(0)
+    rb = filled(tmp_path, **BUFFERS[name])
+    flat = [n for part in numbers(rb[:]) for n in (part if isinstance(part, list) else [part])]
+    assert len(set(flat)) == len(rb) == len(flat)
+    drawn = numbers(rb.sample(60_000)) + [n for _ in range(600) for n in numbers(rb.sample(5))]
+    if len(flat) > 1:
+        assert_uniform(drawn, flat)
+
+
+def test_the_statistics_find_a_small_bias():
+    torch.manual_seed(0)
+    drawn = torch.randint(40, (110_000,))
+    assert_uniform(drawn.tolist(), range(40))
+    drawn[:1500] = 7
+    with pytest.raises(AssertionError):
+        assert_uniform(drawn.tolist(), range(40))
+
+
+def test_successive_draws_are_independent(tmp_path):
+    torch.manual_seed(0)
+    rb = filled(tmp_path, writes=(9,), capacity=9)
+    drawn = numbers(rb.sample(90_000))
+    assert_uniform(list(zip(drawn[::2], drawn[1::2], strict=True)), [(a, b) for a in range(9) for b in range(9)])
+    first = [numbers(rb.sample(2)) for _ in range(8_000)]
+    pairs = [(a[0], b[0]) for a, b in zip(first[::2], first[1::2], strict=True)]
+    assert_uniform(pairs, [(a, b) for a in range(9) for b in range(9)])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_every_order_of_a_small_epoch_is_as_likely(n):
+    torch.manual_seed(0)
+    rb = ReplayBuffer(storage=LazyTensorStorage(n), sampler=SamplerWithoutReplacement())
+    rb.extend(torch.arange(n))
+    orders = [tuple(rb.sample(n).tolist()) for _ in range(120 * math.factorial(n) + 2000)]
+    assert_uniform(orders, list(permutations(range(n))))
+
+
+def test_every_order_of_a_small_epoch_is_as_likely_across_batches():
+    torch.manual_seed(0)
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), sampler=SamplerWithoutReplacement())
+    rb.extend(torch.arange(6))
+    orders = [tuple(rb.sample(3).tolist() + rb.sample(3).tolist()) for _ in range(5000)]
+    assert_uniform(orders, list(permutations([2, 3, 4, 5])))
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 1000, 65_536, 65_537, 70_000, 131_072, 200_003])
+def test_a_permutation_holds_every_number_once(n):
+    order = torch.tensor(_native.permutation(12345 + n, n, 0, n))
+    assert torch.equal(order.sort().values, torch.arange(n))
+
+
+def test_places_in_a_large_permutation_are_uniform():
+    n, places = 70_000, []
+    for key in range(3000):
+        places += [p * 50 // n for p in _native.permutation(key * 7919, n, 17, 2)]
+    assert_uniform(places, range(50))
+
+
+# ---- epochs ----
+@pytest.mark.parametrize("name", BUFFERS)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_step_is_drawn_once_in_each_epoch(tmp_path, name, shuffle):
+    rb = filled(tmp_path, **BUFFERS[name])
+    rb.set_sampler(SamplerWithoutReplacement(shuffle=shuffle))
+    stored = sorted(n for part in numbers(rb[:]) for n in (part if isinstance(part, list) else [part]))
+    for _ in range(3):
+        seen = []
+        while len(seen) < len(stored):
+            seen += numbers(rb.sample(7))
+        assert sorted(seen) == stored
+
+
+@pytest.mark.parametrize("drop_last, sizes", [(False, [4, 4, 2]), (True, [4, 4])])
+def test_an_epoch_of_10_in_batches_of_4(drop_last, sizes):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(drop_last), batch_size=4)
+    rb.extend(torch.arange(10))
+    for _ in range(3):
+        batches = [batch.tolist() for batch in rb]
+        assert [len(b) for b in batches] == sizes
+        assert len({n for b in batches for n in b}) == sum(sizes)
+    for k in range(6):
+        assert len(rb.sample()) == sizes[k % len(sizes)]
+
+
+def test_in_order_means_in_the_order_of_slots():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(shuffle=False), batch_size=4)
+    rb.extend(torch.arange(13))
+    assert [batch.tolist() for batch in rb] == [[10, 11, 12, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_steps_appended_in_an_epoch_join_the_next_one():
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement(), batch_size=4)
+    rb.extend(torch.arange(10))
+    first = rb.sample().tolist()
+    rb.extend(torch.arange(10, 16))
+    first += rb.sample().tolist() + rb.sample().tolist()
+    assert sorted(first) == list(range(10))
+    assert sorted(n for batch in rb for n in batch.tolist()) == list(range(16))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_steps_overwritten_in_an_epoch_are_skipped(shuffle):
+    for seed in range(20):
+        torch.manual_seed(seed)
+        sampler = SamplerWithoutReplacement(shuffle=shuffle)
+        rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=3)
+        rb.extend(torch.arange(10))
+        seen = rb.sample().tolist()
+        rb.extend(torch.arange(10, 14))
+        while not sampler.ran_out:
+            seen += rb.sample().tolist()
+        assert sorted(set(seen) | set(range(4))) == list(range(10)) and len(seen) == len(set(seen))
+        assert sorted(n for batch in rb for n in batch.tolist()) == list(range(4, 14))
+
+
+def test_an_epoch_that_is_overwritten_whole_ends_and_the_next_begins():
+    for drop_last in (False, True):
+        sampler = SamplerWithoutReplacement(drop_last)
+        rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=3)
+        rb.extend(torch.arange(10))
+        rb.sample()
+        rb.extend(torch.arange(10, 22))
+        assert rb.sample().min() >= 12
+
+
+def test_a_batch_larger_than_what_is_stored_is_the_whole_epoch_or_an_error():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement())
+    rb.extend(torch.arange(6))
+    assert sorted(rb.sample(8).tolist()) == list(range(6))
+    rb.set_sampler(SamplerWithoutReplacement(drop_last=True))
+    with pytest.raises(ValueError, match=r"batch_size=8 is larger than the 6"):
+        rb.sample(8)
+    assert len(rb.sample(6)) == 6
+
+
+def test_empty_ends_the_epoch():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=4)
+    rb.extend(torch.arange(10))
+    rb.sample()
+    rb.empty()
+    rb.extend(torch.arange(20, 25))
+    assert sorted(n for batch in rb for n in batch.tolist()) == list(range(20, 25))
+
+
+def test_a_saved_epoch_of_other_settings_is_refused_and_nothing_changes(tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=4)
+    rb.extend(torch.arange(10))
+    rb.dumps(tmp_path / "saved")
+    for sampler, said in ((SamplerWithoutReplacement(drop_last=True), "drop_last"), (RandomSampler(), "RandomSampler")):
+        other = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        other.extend(torch.arange(50, 53))
+        for load in (lambda rb=other: rb.loads(tmp_path / "saved"), lambda r=other: r.load_state_dict(rb.state_dict())):
+            with pytest.raises(ValueError, match=said):
+                load()
+        assert other[:].tolist() == [50, 51, 52]
+
+
+def test_an_epoch_takes_no_memory_of_the_size_of_the_data():
+    import tracemalloc
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(3_000_000), sampler=SamplerWithoutReplacement(), batch_size=64)
+    rb.extend(torch.zeros(3_000_000, dtype=torch.int8))
+    from resource import RUSAGE_SELF, getrusage
+
+    rb.sample()
+    before = getrusage(RUSAGE_SELF).ru_maxrss
+    tracemalloc.start()
+    rb.sampler.empty()
+    for _ in range(100):
+        rb.sample()
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    assert getrusage(RUSAGE_SELF).ru_maxrss - before < 3000  # KB

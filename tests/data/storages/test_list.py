@@ -1,0 +1,113 @@
+"""ListStorage."""
+
+import numpy as np
+import pytest
+import torch
+from contracts.steps import numbers, steps
+from contracts.storage import StorageContract
+from tensordict import TensorDict
+
+from engram.data import ListStorage, ReplayBuffer
+
+
+class TestListStorage(StorageContract):
+    def make(self, capacity, path):
+        return ListStorage(capacity)
+
+    def shaped(self, n):
+        made = super().shaped(n)
+        return made if n.ndim < 2 else list(made.reshape(-1).unbind(0))
+
+
+def test_any_objects_are_stored():
+    rb = ReplayBuffer(storage=ListStorage(10), collate_fn=lambda items: items)
+    things = ["a", {"b": 1}, None, (1, [2]), object(), {1, 2}]
+    rb.extend(things)
+    assert rb[:] == things and rb[4] is things[4]
+    assert all(item in things for item in rb.sample(20))
+
+
+def test_without_a_limit_it_grows():
+    rb = ReplayBuffer(storage=ListStorage())
+    for start in range(0, 3000, 300):
+        rb.extend(list(range(start, start + 300)))
+    assert len(rb) == 3000 and rb[2999] == 2999 and rb[-1] == 2999 and rb.storage.max_size is None
+    assert not rb.storage._is_full
+
+
+def test_a_storage_without_a_limit_takes_the_buffers_capacity():
+    rb = ReplayBuffer(5, storage=ListStorage())
+    rb.extend(list(range(7)))
+    assert rb[:] == [5, 6, 2, 3, 4] and rb.storage.max_size == 5
+
+
+def test_the_default_storage_has_room_for_1000_or_the_capacity():
+    assert ReplayBuffer().storage.max_size == 1000 and ReplayBuffer(7).storage.max_size == 7
+
+
+def test_items_of_an_emptied_storage_are_saved_in_their_order(tmp_path):
+    for storage in (ListStorage(10), ListStorage()):
+        rb = ReplayBuffer(storage=storage)
+        rb.extend(list(range(6)))
+        rb.empty()
+        rb.extend([1, 2, 3, 4])
+        rb.dumps(tmp_path / "saved")
+        twin = ReplayBuffer(storage=ListStorage(storage.max_size))
+        twin.loads(tmp_path / "saved")
+        assert twin[:] == [1, 2, 3, 4] and storage.items() == [1, 2, 3, 4]
+
+
+def test_a_dict_a_tuple_and_arrays_are_split_into_items():
+    rb = ReplayBuffer(storage=ListStorage(10))
+    rb.extend({"a": torch.arange(3), "b": {"c": np.arange(6).reshape(3, 2)}})
+    assert rb[1]["a"] == 1 and rb[1]["b"]["c"].tolist() == [2, 3]
+    rb.empty()
+    rb.extend((torch.arange(3), np.arange(3)))
+    assert rb[2] == (2, 2)
+    rb.empty()
+    rb.extend(np.arange(4))
+    assert rb[:] == [0, 1, 2, 3]
+
+
+def test_parts_of_different_lengths_are_refused():
+    rb = ReplayBuffer(storage=ListStorage(10))
+    for data in ({"a": torch.arange(3), "b": torch.arange(4)}, (torch.arange(3), torch.arange(4))):
+        with pytest.raises(ValueError, match="3.*4"):
+            rb.extend(data)
+    for nothing in ([], torch.zeros(0), {"a": torch.zeros(0)}):
+        with pytest.raises(ValueError, match="nothing to add"):
+            rb.extend(nothing)
+    with pytest.raises(TypeError, match="int.*add"):
+        rb.extend(3)
+    assert len(rb) == 0
+
+
+def test_the_default_collate_stacks():
+    rb = ReplayBuffer(storage=ListStorage(10))
+    rb.extend(steps(0, 5))
+    batch = rb.sample(7)
+    assert isinstance(batch, TensorDict) and batch.batch_size == (7,)
+    numbers(batch)
+    rb.empty()
+    rb.extend([{"x": 1.0, "y": (torch.zeros(2), "s")}] * 3)
+    batch = rb.sample(4)
+    assert batch["x"].shape == (4,) and batch["y"][0].shape == (4, 2) and batch["y"][1] == ["s"] * 4
+
+
+def test_the_live_view_is_the_list():
+    rb = ReplayBuffer(storage=ListStorage(3))
+    rb.extend(["a", "b", "c", "d"])
+    assert rb.storage._storage == ["d", "b", "c"]
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+def test_a_bad_size_is_refused(size):
+    with pytest.raises(ValueError, match="max_size"):
+        ListStorage(size)
+
+
+def test_it_cannot_be_sent_to_another_process_and_says_what_can():
+    import pickle
+
+    with pytest.raises(TypeError, match="LazyTensorStorage"):
+        pickle.dumps(ListStorage(3))

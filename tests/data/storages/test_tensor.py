@@ -1,0 +1,151 @@
+"""LazyTensorStorage and TensorStorage."""
+
+import logging
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from contracts.steps import numbers, steps
+from contracts.table import TableContract
+from tensordict import TensorDict
+
+from engram.data import LazyTensorStorage, ReplayBuffer, TensorStorage
+
+
+class TestLazyTensorStorage(TableContract):
+    def make(self, capacity, path):
+        return LazyTensorStorage(capacity)
+
+
+class TestSharedLazyTensorStorage(TableContract):
+    def make(self, capacity, path):
+        return LazyTensorStorage(capacity, shared=True)
+
+
+class TestLazyTensorStorageWithLanes(TableContract):
+    """One process writes one lane: its room is that of the lane."""
+
+    room_is_max_size = False
+    test_a_slice_of_the_storage_is_a_live_view = None  # lanes have gaps between them
+
+    def make(self, capacity, path):
+        return LazyTensorStorage(3 * capacity, shared=True, lanes=3)
+
+
+class TestTensorStorage(TableContract):
+    """Emptied, it is a storage like others whose layout is known from the start."""
+
+    fresh = False
+
+    def make(self, capacity, path):
+        storage = TensorStorage(steps(0, capacity))
+        storage.empty()
+        return storage
+
+    @pytest.fixture
+    def rb(self, storage, request):
+        # Tests of other layouts need other tensors.
+        first = {
+            "exotic": {"n": torch.zeros(10).long(), "obs": torch.zeros(10, 3)},
+            "vmap": {"n": torch.zeros(10).long(), "obs": torch.zeros(10, 3)},
+            "lengths": {"n": torch.zeros(10).long(), "obs": torch.zeros(10, 3)},
+            "any_kind": {"c": torch.zeros(10, 2).cfloat(), "x": torch.zeros(10, 4), "s": torch.zeros(10, 3, 2)},
+            "numpy_arrays": {"a": torch.zeros(10, 2).int(), "b": torch.zeros(10)},
+            "its_leaf_cannot": {"a": torch.zeros(10).to(torch.int8), "d": torch.zeros(10).bool()},
+        }
+        for name, data in first.items():
+            if name in request.node.name:
+                storage = TensorStorage(data)
+                storage.empty()
+        return ReplayBuffer(storage=storage, batch_size=4)
+
+    def test_data_of_dtypes_that_fill_rows_unevenly_come_back(self):
+        dtypes = [torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.complex64]
+        bits = torch.randint(0, 2, (7, 3))
+        rb = ReplayBuffer(storage=TensorStorage({str(d): torch.zeros(7, 3, dtype=d) for d in dtypes}))
+        rb.extend({str(d): bits.to(d) for d in dtypes})
+        for d in dtypes:
+            assert rb[:][str(d)].dtype == d and torch.equal(rb[:][str(d)].to(torch.int64), bits)
+
+
+def test_existing_tensors_are_the_stored_rows():
+    data = steps(0, 10)
+    storage = TensorStorage(data)
+    rb = ReplayBuffer(storage=storage, batch_size=4)
+    assert len(rb) == 10 and storage.max_size == 10 and numbers(rb[:]) == list(range(10))
+    assert storage[:]["obs"].data_ptr() == data["obs"].data_ptr() == storage._storage["obs"].data_ptr()
+    assert rb.extend(steps(50, 53)).tolist() == [0, 1, 2]
+    assert data["n"].tolist() == [50, 51, 52, *range(3, 10)]
+    rb[3] = steps(70, 71)[0]
+    assert data["n"][3] == 70
+
+
+@pytest.mark.parametrize("max_size, ndim", [(9, 1), (11, 1), (4, 2)])
+def test_a_size_that_does_not_fit_the_tensors_is_refused(max_size, ndim):
+    with pytest.raises(ValueError, match=str(max_size)):
+        TensorStorage(torch.zeros(10, 2), max_size, ndim=ndim)
+
+
+def test_tensors_of_different_lengths_and_empty_ones_are_refused():
+    with pytest.raises(ValueError, match="'b'"):
+        TensorStorage({"a": torch.zeros(3), "b": torch.zeros(4)})
+    with pytest.raises(ValueError):
+        TensorStorage(torch.zeros(0))
+    with pytest.raises(ValueError):
+        TensorStorage({})
+    with pytest.raises(TypeError, match="'a'"):
+        TensorStorage({"a": "text"})
+
+
+def test_numpy_arrays_can_be_the_stored_rows():
+    data = np.arange(6.0).reshape(6, 1)
+    rb = ReplayBuffer(storage=TensorStorage(data))
+    rb.extend(np.full((2, 1), 9.0))
+    assert data[:, 0].tolist() == [9, 9, 2, 3, 4, 5]
+
+
+def test_making_a_storage_logs_where_it_is_its_size_and_its_keys(caplog):
+    with caplog.at_level(logging.INFO, "engram"):
+        ReplayBuffer(storage=LazyTensorStorage(1000)).extend(steps(0, 3))
+    assert "memory" in caplog.text and "1000 steps" in caplog.text
+    assert "next.reward: [1000, 1] 8 KB" in caplog.text and "obs: [1000, 3] 12 KB" in caplog.text
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+def test_a_bad_size_is_refused(size):
+    with pytest.raises(ValueError, match="max_size"):
+        LazyTensorStorage(size)
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    for settings in ({"lanes": 2}, {"lanes": 0, "shared": True}, {"ndim": 0}, {"lanes": 2, "shared": True, "ndim": 2}):
+        with pytest.raises(ValueError):
+            LazyTensorStorage(10, **settings)
+
+
+def test_capacity_rounds_up_to_equal_lanes():
+    storage = LazyTensorStorage(100, shared=True, lanes=3)
+    assert storage.max_size == 102
+    ReplayBuffer(storage=storage).extend(steps(0, 40))
+    assert storage.max_size == 102 and len(storage) == 34
+
+
+def test_private_memory_cannot_be_sent_and_says_why():
+    storage = LazyTensorStorage(10)
+    ReplayBuffer(storage=storage).extend(steps(0, 3))
+    with pytest.raises(TypeError, match="shared=True"):
+        pickle.dumps(storage)
+    with pytest.raises(TypeError, match="write"):
+        pickle.dumps(LazyTensorStorage(10, shared=True))
+
+
+def test_a_first_batch_that_is_refused_decides_nothing():
+    for bad in ({"a": torch.zeros(5), "b": torch.zeros(4)}, {"a": torch.zeros(0)}, [{"a": 1}, {"b": 1}], {"a": "text"}):
+        storage = LazyTensorStorage(10)
+        rb = ReplayBuffer(storage=storage)
+        with pytest.raises((ValueError, TypeError)):
+            rb.extend(bad)
+        assert storage.layout is None and storage.lanes is None
+        rb.extend(TensorDict({"other": torch.zeros(3)}, [3]))
+        assert len(rb) == 3

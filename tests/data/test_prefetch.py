@@ -1,0 +1,289 @@
+"""Prefetch: the same batches, only earlier."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+
+from engram.data import LazyTensorStorage, ListStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
+
+SAMPLERS = [RandomSampler, SamplerWithoutReplacement]
+STORAGES = [ListStorage, LazyTensorStorage]
+
+
+def make(prefetch, sampler=SamplerWithoutReplacement, storage=LazyTensorStorage, n=50, seed=3, **more):
+    rb = ReplayBuffer(
+        storage=storage(n), sampler=sampler(), prefetch=prefetch, batch_size=7,
+        generator=torch.Generator().manual_seed(seed), **more,
+    )  # fmt: skip
+    rb.extend(torch.arange(n))
+    return rb
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("depth", [1, 4])
+def test_the_batches_are_those_without_it(sampler, storage, depth):
+    with_, without = make(depth, sampler, storage), make(0, sampler, storage)
+    for k in range(40):
+        if k % 9 == 8:  # another size for once: what was prepared is drawn again
+            assert with_.sample(3).tolist() == without.sample(3).tolist()
+        else:
+            assert with_.sample().tolist() == without.sample().tolist()
+
+
+def test_no_batch_is_lost_or_repeated_without_replacement():
+    rb = make(5)
+    for _ in range(4):
+        seen = [n for batch in rb for n in batch.tolist()]
+        assert sorted(seen) == list(range(50))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rb: rb.__setitem__(0, torch.tensor(0)),
+        lambda rb: rb.append_transform(lambda x: x),
+        lambda rb: rb.load_state_dict(rb.state_dict()),
+        lambda rb: rb.update_if_present(torch.tensor([0]), torch.tensor([0]), torch.tensor([0])),
+        lambda rb: rb.set_writer(rb.writer),
+    ],
+    ids=["rb[i]=", "transform", "loads", "update_if_present", "set_writer"],
+)
+def test_a_change_drops_what_was_prepared_and_rewinds(sampler, change):
+    with_, without = make(4, sampler), make(0, sampler)
+    for k in range(20):
+        assert with_.sample().tolist() == without.sample().tolist()
+        if k % 4 == 3:
+            change(with_)
+            change(without)
+
+
+def test_no_prepared_batch_outlives_a_replacement_an_empty_or_a_load(tmp_path):
+    rb = make(4, RandomSampler)
+    rb.dumps(tmp_path)
+    rb.sample()
+    rb[:] = torch.arange(100, 150)
+    assert rb.sample().min() >= 100
+    rb.empty()
+    rb.extend(torch.arange(200, 210))
+    assert rb.sample().min() >= 200
+    rb.loads(tmp_path)
+    assert rb.sample().max() < 50
+    rb.sample()
+    rb.set_sampler(SamplerWithoutReplacement(shuffle=False))
+    assert rb.sample().tolist() == [0, 1, 2, 3, 4, 5, 6]
+    storage = LazyTensorStorage(9)
+    ReplayBuffer(storage=storage).extend(torch.arange(300, 309))
+    rb.set_storage(storage)
+    assert rb.sample().min() >= 300
+
+
+def test_an_emptied_buffer_says_so_and_recovers():
+    rb = make(3)
+    rb.sample()
+    rb.empty()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+            rb.sample()
+    rb.extend(torch.arange(7))
+    assert sorted(rb.sample().tolist()) == list(range(7))
+
+
+def test_errors_reach_the_caller_and_the_next_batch_comes():
+    calls = []
+
+    def fails_at_third(batch):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ArithmeticError("third")
+        return batch
+
+    rb = make(2, transform=fails_at_third)
+    seen = []
+    for _ in range(8):
+        try:
+            seen += rb.sample().tolist()
+        except ArithmeticError as error:
+            assert "third" in str(error)
+            seen.append(None)
+    assert seen.count(None) == 1 and len(seen) > 40
+
+
+def test_an_error_costs_the_same_batch_as_without_prefetch():
+    def run(depth):
+        bad = []
+
+        def transform(batch):
+            if 13 in batch.tolist() and not bad:
+                bad.append(1)
+                raise ArithmeticError
+            return batch
+
+        rb = make(depth, transform=transform)
+        out = []
+        for _ in range(8):
+            try:
+                out.append(rb.sample().tolist())
+            except ArithmeticError:
+                out.append(None)
+        return out
+
+    assert run(3) == run(0)
+
+
+def test_a_state_saved_in_the_middle_resumes_exactly(tmp_path):
+    for sampler in SAMPLERS:
+        rb, twin = make(4, sampler), make(2, sampler, seed=9)
+        for _ in range(5):
+            rb.sample()
+        rb.dumps(tmp_path / sampler.__name__)
+        twin.loads(tmp_path / sampler.__name__)
+        assert [rb.sample().tolist() for _ in range(9)] == [twin.sample().tolist() for _ in range(9)]
+
+
+def test_a_batch_that_a_writer_overtook_is_drawn_again_and_nobody_waits_for_ever(monkeypatch):
+    """The thread that reads must draw again while the caller waits for it."""
+    for storage in (LazyTensorStorage(50), ListStorage(50)):
+        rb = ReplayBuffer(storage=storage, prefetch=2, batch_size=7)
+        rb.extend(torch.arange(50))
+        read, torn = storage.read, []
+
+        def read_torn(slots, *args, _read=read, _torn=torn, **kwargs):
+            batch, gone, absent, generation = _read(slots, *args, **kwargs)
+            if len(_torn) < 9:
+                _torn.append(1)
+                return batch, [0, 3], absent, generation
+            return batch, gone, absent, generation
+
+        monkeypatch.setattr(storage, "read", read_torn)
+        done = []
+        thread = threading.Thread(target=lambda rb=rb, done=done: done.extend(rb.sample().tolist() for _ in range(5)), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert len(done) == 5, "the caller and its thread wait for each other"
+
+
+def test_threads_that_share_a_buffer_get_each_batch_once():
+    rb = make(4, n=7000)
+    seen, lock = [], threading.Lock()
+
+    def take():
+        for _ in range(250):
+            batch = rb.sample().tolist()
+            with lock:
+                seen.extend(batch)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert sorted(seen) == list(range(7000))
+
+
+def test_while_a_thread_prepares_nothing_stale_survives_an_empty():
+    """Dropping and emptying are one step: no batch is prepared between them."""
+    rb = make(3, RandomSampler, n=20)
+    stop, wrong = threading.Event(), []
+    low = [0]
+
+    def take():
+        while not stop.is_set():
+            at_least = low[0]
+            try:
+                found = int(rb.sample().min())
+            except RuntimeError:
+                continue
+            if found < at_least:
+                wrong.append((found, at_least))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    for k in range(1, 300):
+        rb.empty()
+        low[0] = 1000 * k
+        rb.extend(torch.arange(20) + 1000 * k)
+    stop.set()
+    thread.join()
+    assert not wrong, wrong[:3]
+
+
+def test_a_forked_child_goes_on_with_the_same_batches():
+    rb = make(4)
+    for _ in range(3):
+        rb.sample()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        os.write(write, repr([rb.sample().tolist() for _ in range(4)]).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(read, 10000).decode() == repr([rb.sample().tolist() for _ in range(4)])
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_child_forked_while_threads_sample_and_write_can_use_the_buffer(depth):
+    rb = make(depth, RandomSampler, n=1000)
+    stop = threading.Event()
+
+    def use(what):
+        while not stop.is_set():
+            what()
+
+    work = [rb.sample, rb.sample, lambda: rb.extend(torch.arange(100)), lambda: rb[:10]]
+    threads = [threading.Thread(target=use, args=(w,), daemon=True) for w in work]
+    for t in threads:
+        t.start()
+    try:
+        for _ in range(25):
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)
+                rb.extend(torch.arange(5))
+                rb.sample()
+                rb[0] = torch.tensor(3)
+                rb.empty()
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0, "the child hung on a lock that a thread of its parent held"
+    finally:
+        stop.set()
+        for t in threads:
+            t.join()
+
+
+def test_threads_end_with_their_buffer():
+    gc.collect()
+    before = threading.active_count()
+    rb = make(3)
+    rb.sample()
+    assert threading.active_count() > before
+    del rb
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("end", ["pass", "del rb; sys.exit(0)", "threading.Thread(target=rb.sample).start()"])
+def test_the_interpreter_exits_while_batches_are_prepared(end):
+    code = f"""
+        import sys, threading, time, torch
+        from engram.data import LazyTensorStorage, ReplayBuffer
+        rb = ReplayBuffer(storage=LazyTensorStorage(1000), prefetch=4, batch_size=8, transform=lambda x: time.sleep(0.05) or x)
+        rb.extend(torch.arange(1000))
+        for _ in range(3):
+            rb.sample()
+        {end}
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr

@@ -1,0 +1,74 @@
+"""TensorDictReplayBuffer: what it adds to samples."""
+
+import pytest
+import torch
+from contracts.steps import numbers, steps
+from tensordict import TensorDict
+
+from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
+from engram.data import TensorDictRoundRobinWriter as Writer
+
+
+@pytest.fixture(params=[ListStorage, LazyTensorStorage, LazyMemmapStorage], ids=lambda c: c.__name__)
+def storage(request):
+    return request.param(10)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_samples_carry_their_indices(storage, prefetch):
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=6, prefetch=prefetch)
+    rb.extend(steps(0, 13))
+    for _ in range(10):
+        batch, info = rb.sample(return_info=True)
+        assert batch["index"].dtype == torch.int64 and torch.equal(batch["index"], info["index"])
+        assert [rb[int(i)]["n"].item() for i in batch["index"]] == numbers(batch)
+        assert "generation" not in batch.keys()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_samples_carry_generations_on_request(storage, prefetch):
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=6, prefetch=prefetch, track_generations=True)
+    rb.extend(steps(0, 13))
+    for _ in range(5):
+        batch, info = rb.sample(return_info=True)
+        assert batch["generation"].tolist() == numbers(batch) == info["generation"].tolist()
+    applied = rb.update_if_present(batch["index"].unique(), batch["generation"].unique() * 0 - 1, steps(0, 6)[: len(batch["index"].unique())])
+    assert not applied.any()
+
+
+def test_its_writer_stores_the_index_too(storage):
+    rb = TensorDictReplayBuffer(storage=storage)
+    assert type(rb.writer) is Writer
+    rb.extend(steps(0, 3))
+    assert int(rb[1]["index"]) == 1
+
+
+def test_the_device_of_samples_is_the_storages_at_every_level():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=6)
+    data = steps(0, 13)
+    assert data.device is None
+    rb.extend(data)
+    for batch in (rb.sample(), rb[:], rb[1], rb.storage[0:2]):
+        assert batch.device == torch.device("cpu") and batch["next"].device == torch.device("cpu")
+        assert batch["next"].batch_size == batch.batch_size
+
+
+def test_the_priority_key_is_what_was_asked_for():
+    assert TensorDictReplayBuffer().priority_key == "td_error"
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), priority_key="loss", batch_size=4)
+    rb.extend(steps(0, 5))
+    batch = rb.sample()
+    with pytest.raises(KeyError, match="'loss'"):
+        rb.update_tensordict_priority(batch)
+    rb.update_tensordict_priority(batch.set("loss", torch.ones(4)))
+    with pytest.raises(KeyError, match="'index'"):
+        rb.update_tensordict_priority(TensorDict({"loss": torch.ones(4)}, [4]))
+
+
+def test_a_batch_that_is_written_back_keeps_its_rows_whole(storage):
+    rb = TensorDictReplayBuffer(storage=storage, batch_size=4)
+    rb.extend(steps(0, 10))
+    batch = rb.sample()
+    rb.extend(batch)  # with its old indices
+    assert [int(rb[i]["index"]) for i in range(10)] == list(range(10))
+    assert numbers(rb[0:4]) == numbers(batch)

@@ -1,0 +1,121 @@
+"""Any number of threads may add and sample."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+from contracts.steps import numbers, of_numbers
+
+from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
+
+SECONDS = float(os.environ.get("ENGRAM_TEST_SECONDS", "1.5"))
+BATCH = 37
+STORAGES = {
+    "list": lambda: ListStorage(500),
+    "memory": lambda: LazyTensorStorage(500),
+    "shared": lambda: LazyTensorStorage(1000, shared=True, lanes=2),
+    "mapped": lambda: LazyMemmapStorage(500),
+    "columns": lambda: emptied(TensorStorage(of_numbers(torch.arange(500)))),
+}
+
+
+def emptied(storage):
+    storage.empty()
+    return storage
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("name", STORAGES)
+def test_threads_that_write_and_sample_never_see_a_torn_or_mixed_step(name, prefetch):
+    rb = ReplayBuffer(storage=STORAGES[name](), batch_size=64, prefetch=prefetch)
+    rb.extend(of_numbers(torch.arange(BATCH)))
+    stop, errors, counts = threading.Event(), [], {"written": BATCH, "drawn": 0}
+    lock = threading.Lock()
+
+    def guarded(work):
+        def run():
+            try:
+                while not stop.is_set():
+                    work()
+            except BaseException as error:
+                errors.append(error)
+                stop.set()
+
+        return run
+
+    def extend(worker, state):
+        state[0] += 1
+        rb.extend(of_numbers(torch.arange(BATCH) + 10_000_000 * worker + BATCH * state[0]))
+        with lock:
+            counts["written"] += BATCH
+
+    def add():
+        rb.add(of_numbers(torch.tensor(5)))
+        with lock:
+            counts["written"] += 1
+
+    def sample():
+        assert len(numbers(rb.sample())) == 64
+        counts["drawn"] += 1
+
+    def read():
+        numbers(rb[:50])
+        numbers(rb[[1, 30, -1]])
+
+    def extend_of(worker):
+        state = [0]
+        return lambda: extend(worker, state)
+
+    work = [extend_of(1), extend_of(2), add, sample, sample, read]
+    threads = [threading.Thread(target=guarded(w)) for w in work]
+    for t in threads:
+        t.start()
+    time.sleep(SECONDS)
+    stop.set()
+    for t in threads:
+        t.join(60)
+        assert not t.is_alive(), "a thread hangs"
+    assert not errors, errors[0]
+    assert rb.write_count == counts["written"] and counts["drawn"] > 3
+    numbers(rb[:])
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_whole_extends_follow_each_other(name):
+    rb = ReplayBuffer(storage=STORAGES[name]())
+    where, lock = {}, threading.Lock()
+
+    def write(worker):
+        for k in range(4):
+            index = rb.extend(of_numbers(torch.arange(BATCH) + 1000 * worker + 100 * k))
+            with lock:
+                where[worker, k] = index
+
+    threads = [threading.Thread(target=write, args=(w,)) for w in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for (worker, k), index in where.items():
+        assert (index.diff() == 1).all()
+        assert numbers(rb[index]) == (torch.arange(BATCH) + 1000 * worker + 100 * k).tolist()
+    assert sorted(i for index in where.values() for i in index.tolist()) == list(range(12 * BATCH))
+
+
+def test_the_first_writes_of_several_threads_make_one_storage():
+    for _ in range(20):
+        rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        barrier = threading.Barrier(4)
+
+        def write(n, rb=rb, barrier=barrier):
+            barrier.wait()
+            rb.extend(of_numbers(torch.tensor([n])))
+
+        threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert sorted(numbers(rb[:])) == [0, 1, 2, 3]
