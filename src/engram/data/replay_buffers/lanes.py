@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,8 @@ from engram import _native
 from engram.data.replay_buffers.locks import LaneLocks
 from engram.data.replay_buffers.utils import slots_tensor
 from engram.errors import NoFreeLaneError
+
+_LOOKS = 10_000
 
 _live: weakref.WeakSet[Lanes] = weakref.WeakSet()
 
@@ -166,7 +169,20 @@ class Lanes:
         if self.asleep:
             self.wake()
         slots = self.store.uniform(seed, n)
+        if slots is None:
+            slots = self._look_again(seed, n)
         return slots if slots is None or type(slots) is Tensor else slots_tensor(slots)
+
+    def _look_again(self, seed: Tensor, n: int) -> Any:
+        """A tiny lane can show no row for the moment in which its writer replaces them all."""
+        for _ in range(_LOOKS):
+            if not any(lane["published"] > lane["base"] for lane in self.states()):
+                return None
+            time.sleep(0)
+            slots = self.store.uniform(seed, n)
+            if slots is not None:
+                return slots
+        return None
 
     def generations(self, slots: Tensor) -> Tensor:
         """The write number that each slot holds; -1 where it holds none."""
