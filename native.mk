@@ -17,7 +17,7 @@ test-native-sanitized: $(VENV)/.engram
 	PYTHONPATH=$(SANITIZED)/package ENGRAM_SANITIZED=1 \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	  $(VENV)/bin/python -m pytest -q -p no:cacheprovider tests/native -m "not long" $(TORTURES) $(PYTEST)
+	  $(VENV)/bin/python -m pytest -q -p no:cacheprovider --capture=sys tests/native -m "not long" $(TORTURES) $(PYTEST)
 
 # Ten minutes of writers, readers and kills.
 torture: $(VENV)/.engram

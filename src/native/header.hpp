@@ -1,5 +1,5 @@
 // The first pages of a store, byte for byte: plain memory, shared memory and files have the same.
-// docs/format.md and docs/memory-model.md describe each field; nothing here moves without a new version number.
+// docs/store-format.md and docs/memory-model.md describe each field; nothing here moves without a new version number.
 #pragma once
 #include <atomic>
 #include <cstddef>

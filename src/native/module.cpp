@@ -120,7 +120,7 @@ nb::tuple finish_read(nb::object rows, const Reading& reading, bool numbers) {
   nb::object generation = nb::none();
   if (numbers)
     generation = slots_out(reading.result.numbers.size(), [&](int64_t* out) {
-      std::memcpy(out, reading.result.numbers.data(), reading.result.numbers.size() * 8);
+      std::copy(reading.result.numbers.begin(), reading.result.numbers.end(), out);
     });
   return nb::make_tuple(rows, positions(reading.result.missing), positions(reading.result.unwritten), generation);
 }

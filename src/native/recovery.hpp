@@ -51,7 +51,7 @@ class InPlaceWriter {
     if (interrupted()) {
       RedoHeader* h = redo_header();
       const uint64_t rows = h->rows, most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
-      if (rows <= most && h->row_stride == s.row_stride) {
+      if (rows >= 1 && rows <= most && h->row_stride == s.row_stride) {
         // A copy: what is checked is what is applied.
         std::vector<uint64_t> entry(rows * (8 + s.row_stride) / 8);
         std::memcpy(entry.data(), h + 1, entry.size() * 8);
