@@ -470,7 +470,8 @@ class ReplayBuffer:
         state = self.__dict__.copy()
         for name in ("_reader", "_prefetcher"):
             del state[name]
-        state["_generator"] = None if self._generator is None else self._generator.get_state()
+        # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
+        state["_generator"] = None if self._generator is None else self._generator.get_state().numpy().tobytes()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -478,7 +479,7 @@ class ReplayBuffer:
         self.__dict__.update(state)
         if saved is not None:
             self._generator = torch.Generator()
-            self._generator.set_state(saved)
+            self._generator.set_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8))
         self._wire()
 
     def after_fork(self) -> None:

@@ -41,25 +41,28 @@ class LaneLocks:
         self, fd: int, reopen: str = "", needs: Callable[[], bool] | None = None, mend: Callable[[], None] | None = None
     ) -> None:
         self.fd = fd
-        self._closer = weakref.finalize(self, os.close, fd)
         self._reopen = reopen
         self._broken = ""
+        # A description of its own for the locks: a map keeps the description that it was made through alive, so a
+        # process that dies would hold its locks for as long as a child that it had forked keeps the map.
+        self._locked = self._own_description()
+        self._closer = weakref.finalize(self, _close, fd, self._locked)
         self._join(needs, mend)
         _live.add(self)
 
     def take_lane(self, lane: int) -> bool:
         """Takes a lane unless somebody has it."""
-        return _lock(self.fd, fcntl.F_WRLCK, _LANES + lane)
+        return _lock(self._locked, fcntl.F_WRLCK, _LANES + lane)
 
     def free_lane(self, lane: int) -> None:
-        _lock(self.fd, fcntl.F_UNLCK, _LANES + lane)
+        _lock(self._locked, fcntl.F_UNLCK, _LANES + lane)
 
     def try_alone(self) -> bool:
         """Becomes alone with the store, if nobody else has it open; `not_alone` ends that."""
-        return _lock(self.fd, fcntl.F_WRLCK, _EVERYBODY)
+        return _lock(self._locked, fcntl.F_WRLCK, _EVERYBODY)
 
     def not_alone(self) -> None:
-        _lock(self.fd, fcntl.F_RDLCK, _EVERYBODY)
+        _lock(self._locked, fcntl.F_RDLCK, _EVERYBODY)
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
@@ -92,7 +95,7 @@ class LaneLocks:
             # With the parent's description the child would believe to hold what its parent holds.
             self._broken = f"this forked process could not open the store for itself: {error}"
             return
-        os.dup2(mine, self.fd, inheritable=False)
+        os.dup2(mine, self._locked, inheritable=False)
         os.close(mine)
 
     def join(self) -> None:
@@ -121,14 +124,19 @@ class LaneLocks:
                 mend()
                 self.not_alone()
                 return
-            if _lock(self.fd, fcntl.F_RDLCK, _EVERYBODY):
+            if _lock(self._locked, fcntl.F_RDLCK, _EVERYBODY):
                 if needs is None or not needs():
                     return
                 # Whoever was mending died in the middle of it: come in again, alone if possible.
-                _lock(self.fd, fcntl.F_UNLCK, _EVERYBODY)
+                _lock(self._locked, fcntl.F_UNLCK, _EVERYBODY)
             if time.monotonic() > deadline:
                 raise StorageInUseError("another process has the store for itself alone; try again when it is done")
             time.sleep(0.002)
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _lock(fd: int, kind: int, byte: int) -> bool:

@@ -67,7 +67,12 @@ class Sampler(abc.ABC):
         return []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_generator": None}  # the buffer's: it comes with the buffer
+        # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
+        return {k: v for k, v in self.__dict__.items() if k not in ("_generator", "_seed")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Sampler.__init__(self)
+        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -1,0 +1,333 @@
+"""Stores that several processes write and read: forked children, spawned ones, and those that open a folder."""
+
+import multiprocessing as mp
+import os
+import threading
+
+import pytest
+import torch
+from contracts.children import Child, Signal
+from contracts.steps import env_steps, numbers, steps
+
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+from engram.errors import NoFreeLaneError, StorageError, StorageInUseError
+
+KINDS = {
+    "shared memory": lambda path, lanes: LazyTensorStorage(lanes * 100, shared=True, lanes=lanes),
+    "temporary file": lambda path, lanes: LazyMemmapStorage(lanes * 100, lanes=lanes),
+    "named file": lambda path, lanes: LazyMemmapStorage(lanes * 100, scratch_dir=path, lanes=lanes),
+}
+
+
+@pytest.fixture(params=KINDS)
+def make(request, tmp_path):
+    return lambda lanes: ReplayBuffer(storage=KINDS[request.param](tmp_path / "store", lanes), batch_size=8)
+
+
+def test_forked_children_write_lanes_of_their_own_and_everybody_sees_all_rows(make):
+    rb = make(3)
+    rb.extend(steps(0, 10))
+
+    def write(start):
+        index = rb.extend(steps(start, start + 10))
+        return index.tolist(), rb.writer._cursor, len(rb)
+
+    first = Child(lambda: write(1000)).result()
+    assert first[0] == [*range(100, 110)] and first[1:] == (10, 20)  # its lane is free again: it has ended
+    assert numbers(rb[:]) == [*range(10), *range(1000, 1010)]
+    assert (len(rb), rb.write_count, rb.writer._cursor) == (20, 20, 10)
+    go, done, second = Signal(), Signal(), None
+
+    def write_and_wait():
+        found = write(2000)
+        done.send()
+        go.wait()
+        return found
+
+    second = Child(write_and_wait)
+    done.wait()
+    third = Child(lambda: write(3000)).result()
+    go.send()
+    assert second.result()[0] == [*range(110, 120)]
+    assert third[0] == [*range(200, 210)]
+    assert sorted(numbers(rb[:])) == sorted([*range(10), *range(1000, 1010), *range(2000, 2010), *range(3000, 3010)])
+
+
+def test_one_writer_more_than_lanes_is_an_error_that_says_so(make):
+    rb = make(2)
+    rb.extend(steps(0, 3))
+    done, go = Signal(), Signal()
+    child = Child(lambda: (rb.extend(steps(10, 13)), done.send(), go.wait()) and None)
+    done.wait()
+    with pytest.raises(NoFreeLaneError, match=r"all 2 lanes.*lanes=3.*release\(\)"):
+        Child(lambda: rb.extend(steps(20, 23)).tolist()).result()
+    assert Child(lambda: sorted(numbers(rb[:]))).result() == [0, 1, 2, 10, 11, 12]
+    rb.storage.release()
+    assert Child(lambda: rb.extend(steps(20, 23)).tolist()).result() == [3, 4, 5]
+    go.send()
+    child.result()
+    assert rb.extend(steps(30, 32)).tolist() == [6, 7]
+    assert rb.storage.lanes.states()[0]["seams"] == [3, 6]
+
+
+def test_what_needs_the_store_alone_is_refused_while_another_has_it_open(make, tmp_path):
+    rb = make(2)
+    rb.extend(steps(0, 10))
+    rb.dumps(tmp_path / "saved")
+    done, go = Signal(), Signal()
+    child = Child(lambda: (numbers(rb[:]), done.send(), go.wait()) and None)  # it only reads
+    done.wait()
+    before = numbers(rb[:])
+    for what in (
+        lambda: rb.__setitem__(0, steps(50, 51)[0]),
+        lambda: rb.empty(),
+        lambda: rb.loads(tmp_path / "saved"),
+        lambda: rb.load_state_dict(rb.state_dict()),
+        lambda: rb.update_if_present(torch.tensor([0]), torch.tensor([0]), steps(50, 51)),
+    ):
+        with pytest.raises(StorageInUseError, match="alone"):
+            what()
+    assert numbers(rb[:]) == before
+    rb.extend(steps(10, 12))
+    rb.sample()
+    go.send()
+    child.result()
+    rb[0] = steps(50, 51)[0]
+    rb.loads(tmp_path / "saved")
+    rb.empty()
+    assert len(rb) == 0
+
+
+def test_a_child_that_never_touches_the_store_blocks_nobody(make):
+    rb = make(2)
+    rb.extend(steps(0, 10))
+    go = Signal()
+    child = Child(lambda: (go.wait(), rb.extend(steps(70, 73)), sorted(numbers(rb[:])))[-1])
+    rb[0] = steps(50, 51)[0]
+    rb.empty()
+    rb.extend(steps(20, 22))
+    go.send()
+    assert child.result() == [20, 21, 70, 71, 72]
+
+
+def test_a_child_is_refused_while_its_parent_has_the_store_open(make):
+    rb = make(1)
+    rb.extend(steps(0, 5))
+    for what in (rb.empty, lambda: rb.__setitem__(0, steps(50, 51)[0])):
+        with pytest.raises(StorageInUseError):
+            Child(what).result()
+    with pytest.raises(NoFreeLaneError):
+        Child(lambda: rb.extend(steps(5, 6)).tolist()).result()
+    assert numbers(rb[:]) == [0, 1, 2, 3, 4]
+
+
+def test_the_lane_of_a_writer_that_is_killed_is_free_and_has_a_seam(make):
+    rb = make(2)
+    rb.extend(steps(0, 3))
+    done, go = Signal(), Signal()
+    child = Child(lambda: (rb.extend(steps(10, 14)), done.send(), go.wait()))
+    done.wait()
+    child.kill()
+    assert Child(lambda: rb.extend(steps(20, 22)).tolist()).result() == [104, 105]
+    assert rb.storage.lanes.states()[1]["seams"] == [4]
+    assert numbers(rb[:]) == [0, 1, 2, 10, 11, 12, 13, 20, 21]
+
+
+def test_a_writer_that_is_killed_holds_nothing_though_a_child_of_it_lives_on(make):
+    rb = make(2)
+    rb.extend(steps(0, 3))
+    ready, go = Signal(), Signal()
+
+    def work():
+        rb.extend(steps(10, 14))
+        idle = Child(lambda: go.wait())
+        ready.send()
+        return idle.result()
+
+    child = Child(work)
+    ready.wait()
+    child.kill()
+    try:
+        rb[0] = steps(50, 51)[0]
+        assert Child(lambda: rb.extend(steps(20, 22)).tolist()).result() == [104, 105]
+    finally:
+        go.send()
+
+
+def test_a_live_view_keeps_no_lock(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path))
+    rb.extend(steps(0, 3))
+    view = rb.storage[0:3]
+    rb.storage.close()
+    other = ReplayBuffer.open(tmp_path)
+    other[0] = steps(50, 51)[0]
+    assert numbers(view) == [50, 1, 2]
+
+
+def test_private_memory_is_a_childs_own_copy():
+    rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
+    rb.extend(steps(0, 5))
+    assert Child(lambda: (rb.extend(steps(5, 7)), rb.empty(), rb.extend(steps(50, 53)), numbers(rb[:]))[-1]).result() == [
+        50, 51, 52,
+    ]  # fmt: skip
+    assert numbers(rb[:]) == [0, 1, 2, 3, 4]
+
+
+def test_readers_in_other_processes_never_see_a_torn_row(make):
+    rb = make(2)
+    rb.extend(steps(0, 50))
+    stop = Signal()
+
+    def read():
+        torch.manual_seed(os.getpid())
+        for _ in range(400):
+            numbers(rb.sample())
+        numbers(rb[:60])
+        return True
+
+    def write():
+        for k in range(400):
+            rb.extend(steps(1_000_000 + 31 * k, 1_000_000 + 31 * (k + 1)))
+        return True
+
+    children = [Child(read), Child(write)]
+    for k in range(400):
+        rb.extend(steps(31 * k, 31 * (k + 1)))
+    assert all(child.result() for child in children)
+    numbers(rb[:])
+    assert rb.write_count == 50 + 2 * 400 * 31
+    stop.send()
+
+
+def test_a_sampler_without_replacement_follows_rows_of_other_processes(make):
+    rb = make(2)
+    rb.set_sampler(SamplerWithoutReplacement())
+    rb.extend(steps(0, 10))
+    Child(lambda: rb.extend(steps(10, 20)).tolist()).result()
+    assert sorted(n for batch in rb for n in numbers(batch)) == list(range(20))
+
+
+def test_two_processes_that_make_a_store_at_once_agree(tmp_path):
+    for k in range(12):
+        folder = tmp_path / f"s{k}"
+        go = [Signal(), Signal()]
+
+        def work(n, folder=folder, go=go):
+            rb = ReplayBuffer(storage=LazyMemmapStorage(200, scratch_dir=folder, lanes=2))
+            go[n].wait()
+            rb.extend(steps(1000 * n, 1000 * n + 30))
+            rb.storage.close()
+            return True
+
+        children = [Child(lambda n=n: work(n)) for n in range(2)]
+        for g in go:
+            g.send()
+        assert all(c.result() for c in children)
+        assert sorted(numbers(ReplayBuffer.open(folder)[:])) == [*range(30), *range(1000, 1030)]
+        assert [f.name for f in folder.iterdir()] == ["rows.engram"]
+
+
+def test_a_process_that_makes_another_layout_in_the_same_folder_is_refused(tmp_path):
+    one, other = (ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path, lanes=2)) for _ in range(2))
+    one.extend(steps(0, 5))
+    with pytest.raises(StorageError, match="'n' is missing|different store"):
+        other.extend(steps(0, 5).exclude("n"))
+    one.empty()
+    other.extend(steps(5, 7))
+    assert len(one) == 2
+
+
+def test_a_renamed_folder_confuses_no_child(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(200, scratch_dir=tmp_path / "a", lanes=2))
+    rb.extend(steps(0, 5))
+    (tmp_path / "a").rename(tmp_path / "b")
+    other = ReplayBuffer(storage=LazyMemmapStorage(200, scratch_dir=tmp_path / "a", lanes=2))
+    other.extend(steps(50, 55))
+    assert Child(lambda: rb.extend(steps(5, 8)).tolist()).result() == [100, 101, 102]
+    assert numbers(rb[:]) == [0, 1, 2, 3, 4, 5, 6, 7] and len(other) == 5
+
+
+def _sent(rbs, go, queue):
+    try:
+        for rb in rbs:
+            index = rb.extend(steps(1000, 1010))
+            queue.put((index.tolist(), len(rb), sorted(numbers(rb[:])), rb.sample().batch_size[0]))
+        go.wait(60)
+    except BaseException as error:
+        queue.put(repr(error))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_buffers_can_be_sent_to_another_process(tmp_path, method):
+    context = mp.get_context(method)
+    rbs = []
+    for kind in KINDS:
+        generator = torch.Generator().manual_seed(1)
+        storage = KINDS[kind](tmp_path / "store", 2)
+        sampler = RandomSampler()
+        rb = TensorDictReplayBuffer(storage=storage, batch_size=8, sampler=sampler, prefetch=2, generator=generator)
+        rb.extend(steps(0, 10))
+        rb.sample()
+        rbs.append(rb)
+    go, queue = context.Event(), context.Queue()
+    child = context.Process(target=_sent, args=(rbs, go, queue))
+    child.start()
+    for rb in rbs:
+        assert queue.get(timeout=200) == ([*range(100, 110)], 20, [*range(10), *range(1000, 1010)], 8)
+        assert len(rb) == 20
+    for rb in rbs:
+        with pytest.raises(StorageInUseError):
+            rb.empty()
+    go.set()
+    child.join(60)
+    assert child.exitcode == 0
+    for rb in rbs:
+        rb.empty()
+
+
+def test_a_store_of_environments_can_be_sent(tmp_path):
+    for storage in (LazyTensorStorage(30, ndim=2, shared=True), LazyMemmapStorage(30, ndim=2)):
+        rb = ReplayBuffer(storage=storage)
+        rb.extend(env_steps(3, 0, 4))
+        queue = mp.get_context("fork").Queue()
+        queue.put(storage)
+        got = ReplayBuffer(storage=queue.get(timeout=30))
+        assert numbers(got[:]) == numbers(rb[:]) and got.storage.ndim == 2 and got.storage.max_size == 30
+        with pytest.raises(NoFreeLaneError):
+            got.extend(env_steps(3, 4, 5))
+        rb.extend(env_steps(3, 4, 5))
+        assert numbers(got[4]) == [4, 1004, 2004]
+
+
+def test_a_fork_while_another_thread_makes_the_store_leaves_the_child_free(monkeypatch):
+    storage = LazyTensorStorage(100)
+    rb = ReplayBuffer(storage=storage)
+    inside, go = threading.Event(), threading.Event()
+    make = storage._make
+
+    def slow(*args):
+        inside.set()
+        go.wait(30)
+        return make(*args)
+
+    monkeypatch.setattr(storage, "_make", slow)
+    thread = threading.Thread(target=lambda: rb.extend(steps(0, 3)))
+    thread.start()
+    inside.wait(30)
+
+    def work():
+        go.set()
+        rb.extend(steps(5, 7))
+        return numbers(rb[:])
+
+    child = Child(work, seconds=20)
+    go.set()
+    thread.join()
+    assert child.result() == [5, 6]
