@@ -133,6 +133,28 @@ def test_flags_versions_and_ids(tmp_path: Path, image: bytes) -> None:
             open_image(tmp_path / "s", resealed(made))
 
 
+def test_a_flipped_bit_of_the_shape_is_told_from_a_forged_one(tmp_path: Path, image: bytes) -> None:
+    made = bytearray(image)
+    made[48] ^= 1  # the row's stride
+    with pytest.raises(RuntimeError, match="the header's checksum"):
+        open_image(tmp_path / "s", made)
+    with pytest.raises(RuntimeError, match="contradicts"):
+        open_image(tmp_path / "s", resealed(made))
+
+
+def test_counters_that_promise_more_rows_than_there_is_room_for_draw_no_slot_outside(
+    tmp_path: Path, image: bytes
+) -> None:
+    made = bytearray(image)
+    struct.pack_into("<Q", made, HEADER_BYTES, 0)  # claimed
+    struct.pack_into("<Q", made, HEADER_BYTES + 64, 1_000_007)  # published
+    s, fd = open_image(tmp_path / "s", made)
+    assert s.lane(0)["published"] - s.lane(0)["first"] == 20
+    drawn = s.uniform(slots(1), 5000)
+    assert int(drawn.min()) >= 0 and int(drawn.max()) < 40
+    os.close(fd)
+
+
 def test_counters_of_all_kinds(tmp_path: Path, image: bytes) -> None:
     draw = random.Random(0)
     extremes = [0, 1, 19, 20, 21, 35, (1 << 63) - 1, 1 << 63, (1 << 63) | 5, (1 << 64) - 1, (1 << 64) - 20, 1 << 40]

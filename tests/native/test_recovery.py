@@ -200,6 +200,24 @@ def test_a_tail_of_an_older_term_is_not_joined_to_the_newer_rows(tmp_path: Path)
     os.close(fd)
 
 
+def test_an_older_row_between_two_newer_ones_ends_the_block(tmp_path: Path) -> None:
+    code, width = words(4)
+    with file_store(tmp_path / "s", width, 16) as s:
+        append_strands(s, code, 12)
+        old = s.memory().tobytes()
+        s.restore_lane(0, 0, 6, 0, [])  # a recovery kept 0 to 5; 6 to 11 lie there, whole
+        s.raise_term(0)
+        append_strands(s, code, 3)
+        s.mark_durable([6])
+        image = bytearray(s.memory().tobytes())
+        at = s.rows_offset + 7 * s.row_stride
+        image[at : at + s.row_stride] = old[at : at + s.row_stride]  # the new row 7 never reached the disk
+    s, fd = open_image(tmp_path / "s", image)
+    s.recover()
+    assert (s.lane(0)["first"], s.lane(0)["published"]) == (0, 7)
+    os.close(fd)
+
+
 def test_rows_from_before_an_empty_do_not_come_back(tmp_path: Path) -> None:
     code, width = words(4)
     with file_store(tmp_path / "s", width, 16) as s:
