@@ -18,6 +18,7 @@ namespace engram {
 
 constexpr size_t kGilBytes = 256 << 10;  // larger copies release the GIL
 constexpr size_t kBigLeaf = 256 << 10;   // a leaf of a batch of this size has a block of its own
+constexpr size_t kMostLeafBytes = size_t{1} << 40;
 
 struct Leaf {
   DType dtype;
@@ -41,6 +42,7 @@ struct Plan {
   Plan(Plan&&) = default;
   Plan(const Plan&) = delete;
   size_t steps = 0, strands = 1;
+  bool single = false;  // one step of one strand, without batch dimensions
   std::vector<LeafSource> leaves;
   std::vector<nb::object> keep;
   std::vector<Buffer> buffers;
@@ -53,9 +55,16 @@ class Codec {
   // leaves: (code, bits, shape, offset); tree: (kind, payload) as RowLayout describes it, or None for lists of leaves.
   Codec(nb::list leaves, nb::object tree, nb::handle td_type, nb::object td_template, nb::object size_type,
         nb::handle array_type, nb::handle scalar_type)
-      : td_type_(td_type), size_type_(std::move(size_type)), array_type_(array_type), scalar_type_(scalar_type) {
-    for (nb::handle h : leaves) add_leaf(nb::cast<nb::tuple>(h));
-    if (!tree.is_none()) root_ = parse(nb::cast<nb::tuple>(tree)), has_tree_ = true;
+      : td_type_(nb::borrow(td_type)), size_type_(std::move(size_type)), array_type_(nb::borrow(array_type)),
+        scalar_type_(nb::borrow(scalar_type)) {
+    for (nb::handle h : leaves) add_leaf(tuple_of(h, 4));
+    if (!tree.is_none()) {
+      if (!PyType_Check(td_type.ptr())) throw nb::type_error("td_type must be a type");
+      std::vector<bool> named(leaves_.size(), false);
+      root_ = parse(tuple_of(tree, 2), named), has_tree_ = true;
+      for (bool is_named : named)
+        if (!is_named) throw nb::value_error("the tree must name each leaf once");
+    }
     if (!td_template.is_none())
       for (auto [k, v] : nb::cast<nb::dict>(td_template)) td_template_.emplace_back(nb::borrow(k), nb::borrow(v));
     scalars_reserved_ = leaves_.size();
@@ -67,26 +76,33 @@ class Codec {
   // time_dim -1 with batch_dims 1: [strand], one time step. `extra` is a (key, value) of the root that the batch
   // need not hold; it goes before what the batch has there. None: not plain, or not of this layout.
   std::optional<Plan> check(nb::handle batch, int batch_dims, int time_dim, nb::handle extra) const {
-    std::vector<PyObject*> found(leaves_.size(), nullptr);
+    check_dims(batch_dims, time_dim);
+    std::vector<nb::object> found(leaves_.size());
     PyObject *key = nullptr, *value = nullptr;
-    if (!extra.is_none() && !PyArg_ParseTuple(extra.ptr(), "OO", &key, &value)) throw nb::python_error();
+    if (!extra.is_none()) {
+      if (!PyTuple_Check(extra.ptr())) throw nb::type_error("extra must be a tuple of a key and a value");
+      if (!PyArg_ParseTuple(extra.ptr(), "OO", &key, &value)) throw nb::python_error();
+    }
     if (!has_tree_ || !flatten(root_, batch.ptr(), found, key, value)) return std::nullopt;
     Plan plan;
     plan.scalars.reserve(scalars_reserved_);
     plan.leaves.reserve(leaves_.size()), plan.keep.reserve(leaves_.size());
     for (size_t k = 0; k < leaves_.size(); ++k)
-      if (!take(k, found[k], batch_dims, time_dim, false, plan)) return std::nullopt;
-    finish(plan);
+      if (!take(k, found[k].ptr(), batch_dims, time_dim, false, plan)) return std::nullopt;
+    for (nb::object& o : found) plan.keep.push_back(std::move(o));
+    finish(plan, batch_dims);
     return plan;
   }
   // A list of leaves in layout order; `raw`: only item sizes are compared (dtypes that buffers cannot name).
   std::optional<Plan> check_list(nb::list list, int batch_dims, int time_dim, bool raw) const {
+    check_dims(batch_dims, time_dim);
     if (nb::len(list) != leaves_.size()) return std::nullopt;
     Plan plan;
     plan.scalars.reserve(scalars_reserved_);
     for (size_t k = 0; k < leaves_.size(); ++k)
-      if (!take(k, nb::object(list[k]).ptr(), batch_dims, time_dim, raw, plan)) return std::nullopt;
-    finish(plan);
+      if (k >= nb::len(list) || !take(k, plan.keep.emplace_back(list[k]).ptr(), batch_dims, time_dim, raw, plan))
+        return std::nullopt;
+    finish(plan, batch_dims);
     return plan;
   }
 
@@ -110,45 +126,73 @@ class Codec {
   }
 
  private:
+  static nb::tuple tuple_of(nb::handle h, size_t least) {
+    auto t = nb::cast<nb::tuple>(h);
+    if (t.size() < least) throw nb::value_error("a tuple is too short");
+    return t;
+  }
+  static void check_dims(int batch_dims, int time_dim) {
+    const bool good = batch_dims == 0 || (batch_dims == 1 && (time_dim == 0 || time_dim == -1)) ||
+                      (batch_dims == 2 && (time_dim == 0 || time_dim == 1));
+    if (!good) throw nb::value_error("batch_dims must be 0 to 2, time_dim one of them (or -1 with one)");
+  }
+  // What torch can hold: it must never refuse a tensor that was made over our memory.
+  static bool known(DType d) {
+    switch (d.code) {
+      case kDLInt: case kDLUInt: return d.bits == 8 || d.bits == 16 || d.bits == 32 || d.bits == 64;
+      case kDLFloat: return d.bits == 16 || d.bits == 32 || d.bits == 64;
+      case kDLBfloat: return d.bits == 16;
+      case kDLComplex: return d.bits == 64 || d.bits == 128;
+      case kDLBool: return d.bits == 8;
+      default: return false;
+    }
+  }
   void add_leaf(nb::tuple spec) {
     Leaf leaf;
     leaf.dtype = {nb::cast<uint8_t>(spec[0]), nb::cast<uint8_t>(spec[1])};
-    leaf.itemsize = std::max(1, leaf.dtype.bits / 8);
+    if (!known(leaf.dtype)) throw nb::value_error("a leaf has a dtype that tensors do not have");
+    leaf.itemsize = leaf.dtype.bits / 8;
     leaf.bytes = leaf.itemsize;
+    size_t span = leaf.itemsize;  // as if no dimension were 0: strides are computed so
     for (nb::handle d : nb::cast<nb::tuple>(spec[2])) {
       const auto size = nb::cast<int64_t>(d);
-      if (size < 0 || (size > 0 && leaf.bytes > (size_t{1} << 40) / static_cast<size_t>(size)))
+      if (size < 0 || (size > 0 && span > kMostLeafBytes / static_cast<size_t>(size)))
         throw nb::value_error("a leaf's shape is negative or too large");
+      span *= std::max<size_t>(1, static_cast<size_t>(size));
       leaf.shape.push_back(size), leaf.bytes *= static_cast<size_t>(size);
     }
     leaf.offset = nb::cast<size_t>(spec[3]);
+    if (leaf.offset > kMostLeafBytes) throw nb::value_error("a leaf lies too far inside the row");
     leaf.lazy_bits = leaf.dtype.code == kDLFloat || leaf.dtype.code == kDLComplex || leaf.dtype.code == kDLBfloat;
     leaves_.push_back(std::move(leaf));
   }
-  Node parse(nb::tuple t) {
+  Node parse(nb::tuple t, std::vector<bool>& named) {
     Node node;
     const auto kind = nb::cast<std::string>(t[0]);
     if (kind == "leaf") {
       node.leaf = nb::cast<size_t>(t[1]);
       if (node.leaf >= leaves_.size()) throw nb::value_error("the tree names a leaf that is not there");
+      if (named[node.leaf]) throw nb::value_error("the tree must name each leaf once");
+      named[node.leaf] = true;
       return node;
     }
     if (kind != "td" && kind != "dict") throw nb::value_error("unknown kind of node");
     node.kind = kind == "td" ? Node::kTensorDict : Node::kDict;
     for (nb::handle item : nb::cast<nb::tuple>(t[1])) {
-      auto pair = nb::cast<nb::tuple>(item);
-      node.items.emplace_back(nb::object(pair[0]), parse(nb::cast<nb::tuple>(pair[1])));
+      auto pair = tuple_of(item, 2);
+      node.items.emplace_back(nb::object(pair[0]), parse(tuple_of(pair[1], 2), named));
     }
     if (kind == "td")
-      for (nb::handle d : nb::cast<nb::tuple>(t[2])) node.batch.push_back(nb::cast<int64_t>(d));
+      for (nb::handle d : nb::cast<nb::tuple>(tuple_of(t, 3)[2])) node.batch.push_back(nb::cast<int64_t>(d));
     return node;
   }
 
   // ---- in ----
-  bool flatten(const Node& node, PyObject* o, std::vector<PyObject*>& found, PyObject* extra_key = nullptr,
+  // Leaves are held: looking at one (or comparing keys) can run Python code, which could drop the others.
+  bool flatten(const Node& node, PyObject* o, std::vector<nb::object>& found, PyObject* extra_key = nullptr,
                PyObject* extra = nullptr) const {
     if (node.kind == Node::kLeaf) {
-      found[node.leaf] = o;
+      found[node.leaf] = nb::borrow(o);
       return true;
     }
     nb::object held;
@@ -160,14 +204,14 @@ class Codec {
       o = held.ptr();  // the TensorDict keeps it
     }
     if (!PyDict_CheckExact(o)) return false;
-    const bool one_less = extra_key && !PyDict_Contains(o, extra_key);
+    const bool one_less = extra_key && PyDict_Contains(o, extra_key) == 0;
     if (static_cast<size_t>(PyDict_Size(o)) + one_less != node.items.size()) return false;
     for (const auto& [key, child] : node.items) {
       PyObject* value = extra_key && PyObject_RichCompareBool(key.ptr(), extra_key, Py_EQ) == 1
                             ? extra
                             : PyDict_GetItemWithError(o, key.ptr());
       if (!value) return PyErr_Clear(), false;
-      if (!flatten(child, value, found)) return false;
+      if (!flatten(child, nb::object(nb::borrow(value)).ptr(), found)) return false;
     }
     return true;
   }
@@ -176,10 +220,9 @@ class Codec {
     const Leaf& leaf = leaves_[k];
     DLTensor t{};
     if (torch_api().view(o, t)) {
-      if (leaf.lazy_bits && lazy(leaf, o)) return false;
+      if (leaf.lazy_bits && lazy(o)) return false;
       Strided s{static_cast<const uint8_t*>(t.data) + t.byte_offset, {t.dtype.code, t.dtype.bits}, t.ndim, t.shape,
                 t.strides, false};
-      plan.keep.push_back(nb::borrow(o));
       if (place(leaf, s, batch_dims, time_dim, raw, k, plan)) return true;
       if (!inner_strided(leaf, s, batch_dims)) return false;
       nb::object tidy = nb::borrow(o).attr("contiguous")();
@@ -189,13 +232,15 @@ class Codec {
       plan.keep.push_back(tidy);
       return place(leaf, s, batch_dims, time_dim, raw, k, plan);
     }
-    if (reinterpret_cast<PyObject*>(Py_TYPE(o)) == array_type_.ptr() ||
-        PyObject_IsInstance(o, scalar_type_.ptr()) == 1) {
+    const int is_scalar = PyObject_IsInstance(o, scalar_type_.ptr());
+    if (is_scalar < 0) PyErr_Clear();
+    if (reinterpret_cast<PyObject*>(Py_TYPE(o)) == array_type_.ptr() || is_scalar == 1) {
       Buffer buffer;
       DType dtype{};
       if (!buffer.get(o)) return false;
       const Py_buffer& v = buffer.view();
       if (!raw && !dtype_of_format(v.format, v.itemsize, dtype)) return false;
+      if (v.itemsize > 16 || (!v.buf && v.len > 0)) return false;
       if (raw) dtype = {0, static_cast<uint8_t>(8 * v.itemsize)};
       Strided s{static_cast<const uint8_t*>(v.buf), dtype, v.ndim, reinterpret_cast<const int64_t*>(v.shape),
                 reinterpret_cast<const int64_t*>(v.strides), true};
@@ -205,15 +250,20 @@ class Codec {
     return batch_dims == 0 && leaf.shape.empty() && take_number(leaf, o, plan);
   }
 
-  static bool lazy(const Leaf& leaf, PyObject* o) {
-    static PyObject* is_neg = PyUnicode_InternFromString("is_neg");
-    static PyObject* is_conj = PyUnicode_InternFromString("is_conj");
-    auto says_yes = [&](PyObject* method) {
-      nb::object answer = nb::steal(PyObject_CallMethodObjArgs(o, method, nullptr));
-      if (!answer.is_valid()) return PyErr_Clear(), true;
-      return answer.ptr() == Py_True;
-    };
-    return says_yes(is_neg) || (leaf.dtype.code == kDLComplex && says_yes(is_conj));
+  // Whether a tensor is a lazily negated or conjugated view. Asking torch's `is_neg` releases the GIL, so it is asked
+  // only what no other tensor can be: such tensors are views, or were made in inference mode (and have no version).
+  static bool lazy(PyObject* o) {
+    static PyObject* is_view = PyUnicode_InternFromString("_is_view");
+    static PyObject* version = PyUnicode_InternFromString("_version");
+    nb::object view = nb::steal(PyObject_CallMethodObjArgs(o, is_view, nullptr));
+    if (view.is_valid() && view.ptr() == Py_False) {
+      if (nb::steal(PyObject_GetAttr(o, version)).is_valid()) return false;
+    }
+    PyErr_Clear();
+    if (!torch_api().lazy_bits) return true;
+    nb::object answer = nb::steal(PyObject_CallFunctionObjArgs(torch_api().lazy_bits, o, nullptr));
+    if (!answer.is_valid()) return PyErr_Clear(), true;
+    return answer.ptr() != Py_False;
   }
 
   // The right leaf but for gaps between the elements of one step.
@@ -279,7 +329,8 @@ class Codec {
     return true;
   }
 
-  void finish(Plan& plan) const {
+  void finish(Plan& plan, int batch_dims) const {
+    plan.single = batch_dims == 0;
     size_t row = 0;
     for (const Leaf& leaf : leaves_) row += leaf.bytes;
     plan.bytes = row * plan.steps * plan.strands;
@@ -314,10 +365,10 @@ class Codec {
   std::vector<Leaf> leaves_;
   Node root_;
   bool has_tree_ = false;
-  nb::handle td_type_;
+  nb::object td_type_;
   std::vector<std::pair<nb::object, nb::object>> td_template_;  // names are interned
   nb::object size_type_;
-  nb::handle array_type_, scalar_type_;
+  nb::object array_type_, scalar_type_;
   size_t scalars_reserved_ = 0;
 };
 

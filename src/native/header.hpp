@@ -1,5 +1,5 @@
 // The first pages of a store, byte for byte: plain memory, shared memory and files have the same.
-// docs/format.md and docs/memory-model.md describe each field; nothing here moves without a new version number.
+// docs/store-format.md and docs/memory-model.md describe each field; nothing here moves without a new version number.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -34,8 +34,8 @@ struct Shape {
   uint64_t rows_offset;
   uint64_t total_bytes;
   uint8_t store_id[16];
+  uint32_t layout_crc;      // of the layout's JSON
   uint32_t crc;
-  uint32_t unused;
 };
 static_assert(sizeof(Shape) == 136);
 
@@ -44,7 +44,7 @@ struct StoreHeader {
     Shape shape;
     uint8_t shape_lines[192];
   };
-  alignas(64) Counter incarnation;  // raised by what makes write numbers start again: empty, loads
+  alignas(64) Counter incarnation;  // odd while write numbers start again (empty, loads); raised twice by each
   alignas(64) Counter edits;        // odd while rows are changed in place; raised twice by each change
   Counter log_head;                 // in-place writes ever entered in the log
   alignas(64) uint8_t boot_id[16];  // of the machine's last session that wrote

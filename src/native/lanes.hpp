@@ -48,9 +48,10 @@ struct Epoch {
 class Lanes {
  public:
   Lanes() = default;
-  Lanes(StoreHeader* header, LaneHeader* lanes) : header_(header), lanes_(lanes) {}
+  // `shape` was checked; the copy in the store may change under us (a damaged disk, another process).
+  Lanes(StoreHeader* header, LaneHeader* lanes, const Shape& shape) : header_(header), lanes_(lanes), shape_(shape) {}
 
-  const Shape& shape() const { return header_->shape; }
+  const Shape& shape() const { return shape_; }
   uint64_t count() const { return shape().lanes; }
   uint64_t capacity() const { return shape().lane_capacity; }
   uint64_t strands() const { return shape().strands; }
@@ -95,7 +96,8 @@ class Lanes {
     LaneView v;
     v.published = h.published.load(std::memory_order_acquire);
     v.claimed = h.claimed.load(std::memory_order_acquire);
-    v.first = first_of(h, v.claimed);
+    // Claimed is never below published in a sound header; a damaged one must not show more rows than there is room for.
+    v.first = first_of(h, std::max(v.claimed, v.published));
     return v;
   }
   // The oldest row that is still whole, for a reader that has just copied rows: call after its acquire fence.
@@ -122,6 +124,7 @@ class Lanes {
     const uint64_t at = h.published.load(std::memory_order_relaxed);
     const uint64_t first_row = first_of(h, h.claimed.load(std::memory_order_relaxed));
     uint64_t first = h.seam_first.load(std::memory_order_relaxed), end = h.seam_end.load(std::memory_order_relaxed);
+    if (end - first > kSeams) first = end > kSeams ? end - kSeams : 0;  // a damaged header
     if (at <= first_row) return;  // nothing before it: no trajectory to cut
     if (end > first && h.seams[(end - 1) % kSeams].load(std::memory_order_relaxed) == at) return;
     while (first < end && h.seams[first % kSeams].load(std::memory_order_relaxed) <= first_row) ++first;
@@ -147,39 +150,70 @@ class Lanes {
   }
 
   // ---- alone ----
+  // Write numbers start again. The incarnation is odd meanwhile, so that `mend` notices a kill.
+  void begin_change() const {
+    if (header_->incarnation.load() % 2 == 0) header_->incarnation.fetch_add(1);
+  }
+  void end_change() const {
+    if (header_->incarnation.load() % 2 == 1) header_->incarnation.fetch_add(1);
+  }
   // Every row is gone, the cursor is 0. Numbers never go back, so that a reader's old number finds nothing.
   void empty(bool reset_count) const {
-    header_->incarnation.fetch_add(1, std::memory_order_acq_rel);
+    begin_change();
+    for (uint64_t l = 0; l < count(); ++l) empty_lane(l, reset_count);
+    end_change();
+  }
+  // Whoever is killed inside leaves a lane that shows nothing, and what `mend` needs to finish emptying it: `base`
+  // says where the numbers go on, `durable` how many rows were ever written.
+  void set_counters(uint64_t l, uint64_t base, uint64_t published, uint64_t origin,
+                    const std::vector<uint64_t>& seams) const {
+    LaneHeader& h = lanes_[l];
+    h.durable.store(published - origin);
+    h.base.store(kMoving | published);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    set_seams(l, seams);
+    h.origin.store(origin);
+    h.claimed.store(published);
+    h.published.store(published);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    h.base.store(base);
+    h.durable.store(base);
+  }
+  // Finishes an `empty` that a kill interrupted, and empties what an interrupted `loads` left.
+  void mend() const {
+    const bool interrupted = header_->incarnation.load() % 2 == 1;
     for (uint64_t l = 0; l < count(); ++l) {
       LaneHeader& h = lanes_[l];
-      const uint64_t at = h.published.load(std::memory_order_relaxed);
-      const uint64_t next = round_up(std::max(at, h.claimed.load(std::memory_order_relaxed)), capacity());
-      const uint64_t count = reset_count ? 0 : at - h.origin.load(std::memory_order_relaxed);
-      set_counters(l, next, next, next - count);
+      const uint64_t base = h.base.load();
+      if (base & kMoving) {
+        const uint64_t at = base & ~kMoving;
+        set_counters(l, at, at, at - h.durable.load(), {});
+      } else if (interrupted) {
+        empty_lane(l, false);
+      }
+      const uint64_t published = h.published.load();
+      if (h.base.load() > published) h.base.store(published);
+      if (h.claimed.load() < published) h.claimed.store(published);
+      if (h.durable.load() > published) h.durable.store(published);
     }
-    header_->incarnation.fetch_add(1, std::memory_order_acq_rel);
-  }
-  void set_counters(uint64_t l, uint64_t base, uint64_t published, uint64_t origin) const {
-    LaneHeader& h = lanes_[l];
-    // `base` past everything first: whoever is killed between these stores leaves an empty lane, never a wrong row.
-    h.base.store(~uint64_t{0} >> 1, std::memory_order_seq_cst);
-    h.seam_first.store(0, std::memory_order_relaxed);
-    h.seam_end.store(0, std::memory_order_relaxed);
-    h.origin.store(origin, std::memory_order_relaxed);
-    h.durable.store(base, std::memory_order_relaxed);
-    h.claimed.store(published, std::memory_order_seq_cst);
-    h.published.store(published, std::memory_order_seq_cst);
-    h.base.store(base, std::memory_order_seq_cst);
+    end_change();
   }
   void set_seams(uint64_t l, const std::vector<uint64_t>& at) const {
     LaneHeader& h = lanes_[l];
     const size_t skip = at.size() > kSeams ? at.size() - kSeams : 0;
+    h.seam_end.store(0), h.seam_first.store(0);
     for (size_t i = skip; i < at.size(); ++i) h.seams[i - skip].store(at[i], std::memory_order_relaxed);
-    h.seam_first.store(0, std::memory_order_relaxed);
     h.seam_end.store(at.size() - skip, std::memory_order_release);
   }
 
  private:
+  static constexpr uint64_t kMoving = uint64_t{1} << 63;
+  void empty_lane(uint64_t l, bool reset_count) const {
+    LaneHeader& h = lanes_[l];
+    const uint64_t at = h.published.load();
+    const uint64_t next = round_up(std::max(at, h.claimed.load()), capacity());
+    set_counters(l, next, next, next - (reset_count ? 0 : at - h.origin.load()), {});
+  }
   static void store_claimed(LaneHeader& h, uint64_t to) {
     if (to > h.claimed.load(std::memory_order_relaxed)) h.claimed.store(to, std::memory_order_relaxed);
   }
@@ -190,6 +224,7 @@ class Lanes {
 
   StoreHeader* header_ = nullptr;
   LaneHeader* lanes_ = nullptr;
+  Shape shape_{};
 };
 
 }  // namespace engram

@@ -7,289 +7,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "codec.hpp"
-#include "draw.hpp"
-#include "recovery.hpp"
+#include "calls.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 using namespace engram;
-
-namespace {
-
-// int64 [n] as a tensor; where torch lacks the exchange API as a bytearray, which Python turns into one.
-nb::object slots_out(size_t n, auto fill) {
-  if (!torch_api().api) {
-    nb::object bytes = nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(n * 8)));
-    if (!bytes.is_valid()) throw nb::python_error();
-    fill(reinterpret_cast<int64_t*>(PyByteArray_AsString(bytes.ptr())));
-    return bytes;
-  }
-  OutBlock block;
-  const int64_t lead = static_cast<int64_t>(n);
-  static const std::vector<int64_t> scalar;
-  block.plan({kDLInt, 64}, &lead, 1, scalar, n * 8);
-  block.take();
-  fill(reinterpret_cast<int64_t*>(block.data(0)));
-  return nb::steal(block.make(0));
-}
-
-std::string bytes_of(nb::bytes b) { return {b.c_str(), b.size()}; }
-
-void check_lane(const Store& store, uint64_t lane) {
-  if (lane >= store.shape().lanes)
-    throw nb::index_error(("lane " + std::to_string(lane) + " of " + std::to_string(store.shape().lanes)).c_str());
-}
-
-// Releases the GIL for the time of a long copy only: getting it back beside a busy thread costs milliseconds.
-template <typename F>
-void maybe_without_gil(bool release, F&& work) {
-  if (release) {
-    nb::gil_scoped_release unlocked;
-    work();
-  } else {
-    work();
-  }
-}
-
-// The time slots that n steps appended at write number `first` take.
-nb::object slots_from(const Store& store, uint64_t lane, uint64_t first, size_t n) {
-  const uint64_t capacity = store.shape().lane_capacity;
-  return slots_out(n, [&](int64_t* out) {
-    uint64_t slot = first % capacity;
-    for (size_t i = 0; i < n; ++i) {
-      out[i] = static_cast<int64_t>(lane * capacity + slot);
-      if (++slot == capacity) slot = 0;
-    }
-  });
-}
-
-nb::object next_slots(Store& store, uint64_t lane, size_t n) {
-  check_lane(store, lane);
-  return slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
-}
-
-nb::object append(Store& store, uint64_t lane, const Plan& plan) {
-  check_lane(store, lane);
-  const Shape& s = store.shape();
-  if (plan.strands != s.strands)
-    throw nb::value_error(("the batch has " + std::to_string(plan.strands) + " strands, the store " +
-                           std::to_string(s.strands)).c_str());
-  for (const LeafSource& leaf : plan.leaves)
-    if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
-  uint64_t first = 0;
-  maybe_without_gil(plan.bytes > kGilBytes || store.pages().on(), [&] {
-    first = RowWriter(store).append(lane, plan.steps, plan.leaves);
-  });
-  return slots_from(store, lane, first, plan.steps);
-}
-
-nb::object positions(const std::vector<uint32_t>& at) {
-  if (at.empty()) return nb::none();
-  nb::list list;
-  for (uint32_t i : at) list.append(i);
-  return nb::object(list);
-}
-
-struct Reading {
-  ReadResult result;
-  bool inside = true;
-};
-
-void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies, bool mapped, bool numbers,
-               Reading& out) {
-  static thread_local ReadScratch scratch;
-  RowReader reader(store, scratch);
-  if (!(out.inside = reader.find(slots, n))) return;
-  reader.copy(copies.data(), copies.size(), mapped);
-  reader.settle(numbers, out.result);
-}
-
-void check_codec(const Store& store, const Codec& codec) {
-  for (const Leaf& leaf : codec.leaves())
-    if (leaf.offset + leaf.bytes > store.shape().payload_bytes)
-      throw nb::value_error("the layout does not fit the rows of this store");
-}
-
-nb::tuple finish_read(nb::object rows, const Reading& reading, bool numbers) {
-  nb::object generation = nb::none();
-  if (numbers)
-    generation = slots_out(reading.result.numbers.size(), [&](int64_t* out) {
-      std::memcpy(out, reading.result.numbers.data(), reading.result.numbers.size() * 8);
-    });
-  return nb::make_tuple(rows, positions(reading.result.missing), positions(reading.result.unwritten), generation);
-}
-
-void refuse_slots(const Store& store) {
-  throw nb::index_error(("a slot lies outside 0 to " + std::to_string(store.slots() - 1)).c_str());
-}
-
-nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::optional<std::vector<int64_t>> shape,
-                 nb::handle extra, bool mapped, bool numbers) {
-  if (!torch_api().api) throw nb::type_error("gather needs the exchange API; use gather_into");
-  check_codec(store, codec);
-  const SlotsArg slots(nb::borrow(slots_in));
-  static thread_local std::vector<int64_t> lead;
-  lead.assign(1, static_cast<int64_t>(slots.n));
-  if (shape) {
-    int64_t rows = 1;
-    for (int64_t d : *shape) rows *= d;
-    if (rows != static_cast<int64_t>(slots.n)) throw nb::value_error("shape and number of slots differ");
-    lead = *shape;
-  }
-  const auto& leaves = codec.leaves();
-  OutBlock shared(leaves.size());
-  std::vector<std::unique_ptr<OutBlock>> own;
-  std::vector<std::pair<OutBlock*, size_t>> where;
-  where.reserve(leaves.size());
-  size_t bytes = 0;
-  bool any_shared = false;
-  for (const Leaf& leaf : leaves) {
-    const size_t size = leaf.bytes * slots.n;
-    bytes += size;
-    OutBlock* block = &shared;
-    if (size >= kBigLeaf)
-      block = own.emplace_back(std::make_unique<OutBlock>()).get();
-    else
-      any_shared = true;
-    where.emplace_back(block, block->plan(leaf.dtype, lead.data(), lead.size(), leaf.shape, size));
-  }
-  if (any_shared) shared.take();
-  for (auto& block : own) block->take();
-  static thread_local std::vector<LeafCopy> copies;
-  copies.clear();
-  for (size_t k = 0; k < leaves.size(); ++k)
-    copies.push_back({leaves[k].offset, leaves[k].bytes, where[k].first->data(where[k].second),
-                      static_cast<ptrdiff_t>(leaves[k].bytes)});
-  Reading reading;
-  maybe_without_gil(bytes > kGilBytes || (mapped && store.pages().on()),
-                    [&] { read_rows(store, slots.data, slots.n, copies, mapped, numbers, reading); });
-  if (!reading.inside) refuse_slots(store);
-  std::vector<nb::object> tensors;
-  tensors.reserve(leaves.size());
-  for (auto [block, i] : where) tensors.push_back(nb::steal(block->make(i)));
-  return finish_read(codec.build(tensors, lead, extra), reading, numbers);
-}
-
-// The same into arrays that exist: one per leaf, [n, ...], writable and contiguous.
-nb::tuple gather_into(Store& store, const Codec& codec, nb::handle slots_in, nb::list arrays, bool mapped,
-                      bool numbers) {
-  check_codec(store, codec);
-  const SlotsArg slots(nb::borrow(slots_in));
-  const auto& leaves = codec.leaves();
-  if (nb::len(arrays) != leaves.size()) throw nb::value_error("one array for each leaf");
-  std::vector<Buffer> buffers(leaves.size());
-  std::vector<LeafCopy> copies;
-  for (size_t k = 0; k < leaves.size(); ++k) {
-    if (!buffers[k].get(nb::object(arrays[k]).ptr(), true)) throw nb::type_error("arrays must be writable buffers");
-    const Py_buffer& v = buffers[k].view();
-    if (static_cast<size_t>(v.len) != leaves[k].bytes * slots.n || !PyBuffer_IsContiguous(&v, 'C'))
-      throw nb::value_error("an array has the wrong size or is not contiguous");
-    copies.push_back({leaves[k].offset, leaves[k].bytes, static_cast<uint8_t*>(v.buf),
-                      static_cast<ptrdiff_t>(leaves[k].bytes)});
-  }
-  Reading reading;
-  read_rows(store, slots.data, slots.n, copies, mapped, numbers, reading);
-  if (!reading.inside) refuse_slots(store);
-  return finish_read(nb::none(), reading, numbers);
-}
-
-void overwrite(Store& store, nb::handle slots_in, const Plan& plan) {
-  const SlotsArg slots(nb::borrow(slots_in));
-  const Shape& s = store.shape();
-  if (plan.strands != 1 || plan.steps != slots.n) throw nb::value_error("one row for each slot");
-  for (const LeafSource& leaf : plan.leaves)
-    if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
-  std::vector<SlotNumbers> numbers;
-  for (uint64_t l = 0; l < s.lanes; ++l) numbers.emplace_back(store.lanes.view(l), s.lane_capacity);
-  for (size_t i = 0; i < slots.n; ++i) {
-    const auto slot = static_cast<uint64_t>(slots.data[i]);
-    if (slot >= store.slots()) refuse_slots(store);
-    const uint64_t time = slot / s.strands;
-    uint64_t number = 0;
-    if (!numbers[time / s.lane_capacity].find(time % s.lane_capacity, number))
-      throw nb::index_error(("slot " + std::to_string(slot) + " has not been written").c_str());
-  }
-  InPlaceWriter(store).write(slots.data, slots.n, plan.leaves);
-}
-
-// Generations of slots: write numbers, -1 where a slot holds no row.
-nb::object generations(Store& store, nb::handle slots_in) {
-  const SlotsArg slots(nb::borrow(slots_in));
-  const Shape& s = store.shape();
-  std::vector<SlotNumbers> numbers;
-  for (uint64_t l = 0; l < s.lanes; ++l) numbers.emplace_back(store.lanes.view(l), s.lane_capacity);
-  for (size_t i = 0; i < slots.n; ++i)
-    if (static_cast<uint64_t>(slots.data[i]) >= store.slots()) refuse_slots(store);
-  return slots_out(slots.n, [&](int64_t* out) {
-    for (size_t i = 0; i < slots.n; ++i) {
-      const uint64_t time = static_cast<uint64_t>(slots.data[i]) / s.strands;
-      uint64_t number = 0;
-      const bool there = numbers[time / s.lane_capacity].find(time % s.lane_capacity, number);
-      out[i] = there ? static_cast<int64_t>(number) : -1;
-    }
-  });
-}
-
-nb::object uniform(Store& store, nb::handle seed_in, size_t n) {
-  const SlotsArg seed(nb::borrow(seed_in));
-  if (seed.n < 1) throw nb::value_error("no seed");
-  if (store.lanes.rows() == 0) return nb::none();
-  bool drawn = false;
-  nb::object slots = slots_out(n, [&](int64_t* out) {
-    drawn = draw_uniform(store.lanes, static_cast<uint64_t>(seed.data[0]), out, n);
-  });
-  return drawn ? slots : nb::none();
-}
-
-// One pass over the rows that existed when it was made.
-class EpochWalk {
- public:
-  EpochWalk(const Store& store, uint64_t key, bool shuffle, std::vector<std::pair<uint64_t, uint64_t>> ranges)
-      : map_(store.lanes.capacity(), store.lanes.strands()), ranges_(std::move(ranges)), permutation_(0, 0, false) {
-    if (ranges_.size() != store.lanes.count()) throw nb::value_error("one range for each lane");
-    for (auto [first, rows] : ranges_) {
-      if (rows > store.lanes.capacity()) throw nb::value_error("a range is longer than its lane");
-      map_.add(first, rows);
-    }
-    permutation_ = Permutation(key, map_.total(), shuffle);
-  }
-  uint64_t size() const { return map_.total(); }
-  // Up to n slots from `position` on, rows overwritten since skipped; and the position after them.
-  nb::tuple take(const Store& store, uint64_t position, size_t n) const {
-    std::vector<uint64_t> first;
-    for (uint64_t l = 0; l < store.lanes.count(); ++l) first.push_back(store.lanes.view(l).first);
-    std::vector<int64_t> found;
-    found.reserve(std::min<uint64_t>(n, map_.total()));
-    for (; position < map_.total() && found.size() < n; ++position) {
-      uint64_t lane = 0, number = 0;
-      const int64_t slot = map_.by_slot(permutation_.at(position), lane, number);
-      if (number >= first[lane]) found.push_back(slot);
-    }
-    nb::object slots = slots_out(found.size(), [&](int64_t* out) {
-      std::copy(found.begin(), found.end(), out);
-    });
-    return nb::make_tuple(slots, position);
-  }
-
- private:
-  RowMap map_;
-  std::vector<std::pair<uint64_t, uint64_t>> ranges_;
-  Permutation permutation_;
-};
-
-nb::dict lane_state(const Store& store, uint64_t l) {
-  check_lane(store, l);
-  const LaneHeader& h = store.lanes.lane(l);
-  const LaneView v = store.lanes.view(l);
-  nb::dict d;
-  d["first"] = v.first, d["published"] = v.published, d["claimed"] = v.claimed;
-  d["base"] = h.base.load(), d["origin"] = h.origin.load(), d["durable"] = h.durable.load();
-  d["term"] = h.term.load(), d["seams"] = store.lanes.seams(l);
-  return d;
-}
-
-}  // namespace
 
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a buffer that lives until the interpreter ends is no leak
@@ -308,7 +30,7 @@ NB_MODULE(_native, m) {
 #else
       "";
 #endif
-  m.def("use_torch", &use_torch, "tensor_type"_a, "capsule"_a.none());
+  m.def("use_torch", &use_torch, "tensor_type"_a, "capsule"_a.none(), "lazy_bits"_a.none() = nb::none());
   m.def("has_exchange", [] { return torch_api().api != nullptr; });
   m.def("crc32c", [](nb::bytes b, uint32_t crc) { return crc32c(crc, b.c_str(), b.size()); }, "data"_a, "crc"_a = 0);
   m.def("crc32c_by_table", [](nb::bytes b) {
@@ -400,14 +122,7 @@ NB_MODULE(_native, m) {
         check_lane(s, l);
         s.lanes.lane(l).term.fetch_add(1);
       }, "lane"_a)
-      .def("mend", [](const Store& s) {  // a kill inside `empty` or `loads` left a lane that shows nothing
-        for (uint64_t l = 0; l < s.shape().lanes; ++l) {
-          LaneHeader& h = s.lanes.lane(l);
-          const uint64_t published = h.published.load();
-          if (h.base.load() > published) h.base.store(published), h.durable.store(published);
-          if (h.claimed.load() < published) h.claimed.store(published);
-        }
-      })
+      .def("mend", [](const Store& s) { s.lanes.mend(); })
       .def("mark_durable", [](const Store& s, const std::vector<uint64_t>& published) {
         if (published.size() != s.shape().lanes) throw nb::value_error("one number for each lane");
         for (uint64_t l = 0; l < s.shape().lanes; ++l) s.lanes.lane(l).durable.store(published[l]);
@@ -419,17 +134,19 @@ NB_MODULE(_native, m) {
       })
       .def("empty", [](const Store& s, bool reset_count) { s.lanes.empty(reset_count); }, "reset_count"_a)
       .def("begin_restore", [](const Store& s) {
-        s.header()->incarnation.fetch_add(1);
-        for (uint64_t l = 0; l < s.shape().lanes; ++l) s.lanes.set_counters(l, 0, 0, 0);
+        s.lanes.begin_change();
+        for (uint64_t l = 0; l < s.shape().lanes; ++l) {
+          s.lanes.set_counters(l, 0, 0, 0, {});
+          s.lanes.lane(l).term.fetch_add(1);  // so that no row from before is taken for one of the new
+        }
       })
       .def("restore_lane", [](const Store& s, uint64_t l, uint64_t base, uint64_t published, uint64_t origin,
                               const std::vector<uint64_t>& seams) {
         check_lane(s, l);
         if (base > published) throw nb::value_error("base lies above published");
-        s.lanes.set_counters(l, base, published, origin);
-        s.lanes.set_seams(l, seams);
+        s.lanes.set_counters(l, base, published, origin, seams);
       }, "lane"_a, "base"_a, "published"_a, "origin"_a, "seams"_a)
-      .def("end_restore", [](const Store& s) { s.header()->incarnation.fetch_add(1); })
+      .def("end_restore", [](const Store& s) { s.lanes.end_change(); })
       .def("seal", [](Store& s, uint64_t l, uint64_t start, uint64_t stop) {  // trailers of restored rows
         check_lane(s, l);
         if (!s.has_trailer() || stop < start || stop - start > s.shape().lane_capacity) return;
@@ -451,7 +168,7 @@ NB_MODULE(_native, m) {
         if (!s.has_trailer()) throw nb::value_error("rows without trailers cannot be recovered");
         uint64_t dropped = 0;
         nb::gil_scoped_release unlocked;
-        s.header()->incarnation.fetch_add(1);
+        s.header()->incarnation.fetch_add(2);  // odd would say that a kill shall empty the store
         for (uint64_t l = 0; l < s.shape().lanes; ++l) {
           const LaneScan scan = scan_lane(s, l);
           restore_lane(s, l, scan);
@@ -467,6 +184,10 @@ NB_MODULE(_native, m) {
       })
       .def_prop_ro("asking_pages", [](Store& s) { return s.pages().on(); })
       .def("advise_random", [](const Store& s) { ::madvise(s.at(0), s.shape().total_bytes, MADV_RANDOM); })
+      .def("next_slot", [](const Store& s, uint64_t l) {
+        check_lane(s, l);
+        return l * s.shape().lane_capacity + s.lanes.lane(l).published.load() % s.shape().lane_capacity;
+      }, "lane"_a)
       .def("next_slots", &next_slots, "lane"_a, "n"_a)
       .def("append", &append, "lane"_a, "plan"_a)
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),

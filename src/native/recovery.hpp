@@ -1,5 +1,7 @@
 // Changing rows in place so that a kill cannot tear them, and finding what a power cut left.
 #pragma once
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "rows.hpp"
@@ -12,6 +14,8 @@ class InPlaceWriter {
   explicit InPlaceWriter(Store& store) : store_(store) {}
 
   // Writes plan row i over slot slots[i]. Every slot holds a row (the caller has looked).
+  // A power cut in the middle of an edit of a flushed row must not tear it: it would cut the lane's block of whole rows
+  // in two. Such edits wait for the disk, once for the redo area and once for the rows.
   void write(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves) {
     const Shape& s = store_.shape();
     const bool redo = s.redo_bytes > 0;
@@ -23,10 +27,16 @@ class InPlaceWriter {
       edits.fetch_add(1, std::memory_order_acq_rel);  // odd
       std::atomic_thread_fence(std::memory_order_release);
       if (redo) mark(take);
-      apply(staged_.data(), physical_.data(), take);
-      log(slots + done, take);
+      const bool sync = redo && store_.fd() >= 0 && any_durable(take);
+      const bool marked = !sync || synced(s.redo_offset, s.redo_bytes);
+      if (marked) {
+        apply(staged_.data(), physical_.data(), take);
+        log(slots + done, take, store_.header()->log_head.load(std::memory_order_relaxed));
+      }
+      const bool applied = !sync || (marked && rows_synced(take));
       if (redo) redo_header()->state.store(0, std::memory_order_release);
       edits.fetch_add(1, std::memory_order_acq_rel);
+      if (!applied) throw std::runtime_error(std::string("cannot sync rows: ") + std::strerror(errno));
     }
   }
 
@@ -40,14 +50,14 @@ class InPlaceWriter {
     bool found = false;
     if (interrupted()) {
       RedoHeader* h = redo_header();
-      const uint64_t most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
-      if (h->rows <= most && h->row_stride == s.row_stride && h->crc == redo_crc(h->rows)) {
-        const auto* physical = reinterpret_cast<const uint64_t*>(h + 1);
-        bool inside = true;
-        for (uint64_t i = 0; i < h->rows; ++i) inside &= physical[i] < store_.slots();
-        if (inside) apply(reinterpret_cast<const uint8_t*>(physical + h->rows), physical, h->rows);
-        store_.header()->log_head.store(h->log_head, std::memory_order_release);
-        found = inside;
+      const uint64_t rows = h->rows, most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
+      if (rows >= 1 && rows <= most && h->row_stride == s.row_stride) {
+        // A copy: what is checked is what is applied.
+        std::vector<uint64_t> entry(rows * (8 + s.row_stride) / 8);
+        std::memcpy(entry.data(), h + 1, entry.size() * 8);
+        found = h->crc == redo_crc(entry.data(), rows);
+        for (uint64_t i = 0; i < rows; ++i) found &= entry[i] < store_.slots();
+        if (found) finish(entry, rows, h->log_head);
       }
       h->state.store(0, std::memory_order_release);
     }
@@ -58,9 +68,41 @@ class InPlaceWriter {
 
  private:
   RedoHeader* redo_header() const { return reinterpret_cast<RedoHeader*>(store_.at(store_.shape().redo_offset)); }
-  uint32_t redo_crc(uint64_t rows) const {
-    RedoHeader* h = redo_header();
-    return crc32c(crc32c(0, &h->rows, sizeof(RedoHeader) - 8), h + 1, rows * (8 + store_.shape().row_stride));
+  uint32_t redo_crc(const uint64_t* entry, uint64_t rows) const {
+    const RedoHeader* h = redo_header();
+    return crc32c(crc32c(0, &h->rows, sizeof(RedoHeader) - 8), entry, rows * (8 + store_.shape().row_stride));
+  }
+  void finish(std::vector<uint64_t>& entry, uint64_t rows, uint64_t log_head) {
+    const Shape& s = store_.shape();
+    auto* staged = reinterpret_cast<uint8_t*>(entry.data() + rows);
+    std::vector<int64_t> slots;
+    for (uint64_t i = 0; i < rows; ++i) {
+      const uint64_t p = entry[i], strand = p / s.lane_capacity % s.strands;
+      const uint64_t time = p / (s.lane_capacity * s.strands) * s.lane_capacity + p % s.lane_capacity;
+      slots.push_back(static_cast<int64_t>(time * s.strands + strand));
+      // After a power cut the mark may be older than the row: a newer row stays.
+      const Trailer mine = *reinterpret_cast<const Trailer*>(staged + (i + 1) * s.row_stride - sizeof(Trailer));
+      if (store_.whole(p) && store_.trailer(store_.row(p))->number > mine.number) continue;
+      apply(staged + i * s.row_stride, &p, 1);
+    }
+    log(slots.data(), rows, log_head - rows);
+  }
+  bool any_durable(size_t n) const {
+    const Shape& s = store_.shape();
+    for (size_t i = 0; i < n; ++i) {
+      const uint64_t lane = physical_[i] / (s.lane_capacity * s.strands);
+      if (store_.trailer(store_.row(physical_[i]))->number < store_.lanes.lane(lane).durable.load()) return true;
+    }
+    return false;
+  }
+  bool synced(uint64_t offset, uint64_t bytes) const {
+    const uint64_t from = offset / kPage * kPage;
+    return ::msync(store_.at(from), offset + bytes - from, MS_SYNC) == 0;
+  }
+  bool rows_synced(size_t n) const {
+    const auto [low, high] = std::minmax_element(physical_.begin(), physical_.begin() + static_cast<ptrdiff_t>(n));
+    const uint64_t stride = store_.shape().row_stride;
+    return synced(store_.shape().rows_offset + *low * stride, (*high - *low + 1) * stride);
   }
   // The new rows, whole, with the trailers they will have.
   void stage(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, size_t skip) {
@@ -91,17 +133,17 @@ class InPlaceWriter {
     auto* physical = reinterpret_cast<uint64_t*>(h + 1);
     std::memcpy(physical, physical_.data(), 8 * n);
     std::memcpy(physical + n, staged_.data(), staged_.size());
-    h->crc = redo_crc(n);
+    h->crc = redo_crc(physical, n);
     h->state.store(kRedoMarked, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_release);  // no row changes before the mark
   }
   void apply(const uint8_t* rows, const uint64_t* physical, size_t n) {
     const size_t stride = store_.shape().row_stride;
     for (size_t i = 0; i < n; ++i) std::memcpy(store_.row(physical[i]), rows + i * stride, stride);
   }
-  void log(const int64_t* slots, size_t n) {
+  void log(const int64_t* slots, size_t n, uint64_t at) {
     Counter& head = store_.header()->log_head;
     auto* entries = reinterpret_cast<Counter*>(store_.at(store_.shape().log_offset));
-    uint64_t at = head.load(std::memory_order_relaxed);
     for (size_t i = 0; i < n; ++i, ++at)
       entries[at % kLogEntries].store(static_cast<uint64_t>(slots[i]), std::memory_order_relaxed);
     head.store(at, std::memory_order_release);
@@ -114,6 +156,7 @@ class InPlaceWriter {
 
 struct LaneScan {
   uint64_t base = 0, published = 0, dropped = 0, term = 0;
+  std::vector<uint64_t> seams;
 };
 
 // What of a lane is whole after a power cut (docs/memory-model.md, "Power loss"). Reads every row of the lane.
@@ -124,7 +167,7 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   std::vector<uint64_t> number(capacity, kNone);
   std::vector<uint32_t> term(capacity, 0);
   LaneScan found;
-  uint64_t newest = kNone;
+  uint64_t newest = kNone;  // of the highest term: numbers of lower terms may be left over from before a recovery
   for (uint64_t slot = 0; slot < capacity; ++slot) {
     const Trailer first = *store.trailer(store.row(store.physical(l, 0, slot)));
     bool whole = true;
@@ -135,14 +178,14 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
     }
     if (!whole) continue;
     number[slot] = first.number, term[slot] = first.term;
-    found.term = std::max<uint64_t>(found.term, first.term);
-    if (newest == kNone || first.number > newest) newest = first.number;
+    if (newest == kNone || std::pair(uint64_t{first.term}, first.number) > std::pair(found.term, newest))
+      found.term = first.term, newest = first.number;
   }
   const LaneHeader& h = store.lanes.lane(l);
   const uint64_t before = h.published.load(), first_before = store.lanes.view(l).first;
   const uint64_t base = h.base.load(), durable = h.durable.load();
   const uint64_t had = before > first_before ? before - first_before : 0;
-  found.base = found.published = std::max(before, newest == kNone ? 0 : newest + 1);
+  found.base = found.published = std::max({before, base, newest == kNone ? 0 : newest + 1});
   if (newest == kNone || newest < base) {  // rows from before an `empty` are not rows
     found.dropped = had;
     return found;
@@ -157,15 +200,25 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   while (from > low && joined(from - 1)) --from;
   while (to < newest && joined(to)) ++to;
   found.base = from, found.published = to + 1;
+  // A new term is a new writer. Its seam in the header may not have reached the disk.
+  found.seams = store.lanes.seams(l);
+  for (uint64_t w = from + 1; w <= to; ++w)
+    if (term[w % capacity] != term[(w - 1) % capacity]) found.seams.push_back(w);
+  std::erase_if(found.seams, [&](uint64_t w) { return w <= from || w > to; });
+  std::sort(found.seams.begin(), found.seams.end());
+  found.seams.erase(std::unique(found.seams.begin(), found.seams.end()), found.seams.end());
   const uint64_t kept = to + 1 - from;
   found.dropped = had > kept ? had - kept : 0;
   return found;
 }
 
-// The block's lower end can be above `published - capacity`: claimed must not hide rows, nor show overwritten ones.
-inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
+// A kill in here is no harm: the next `open` scans again and finds the same block.
+inline void restore_lane(Store& store, uint64_t l, LaneScan scan) {
   LaneHeader& h = store.lanes.lane(l);
-  h.base.store(scan.base), h.claimed.store(scan.published), h.published.store(scan.published);
+  if (scan.seams.size() > kSeams) scan.base = std::max(scan.base, scan.seams[scan.seams.size() - kSeams - 1]);
+  h.claimed.store(scan.published), h.published.store(scan.published);
+  h.base.store(scan.base);
+  store.lanes.set_seams(l, scan.seams);
   h.durable.store(scan.published);
   h.term.store(std::max(h.term.load(), scan.term) + 1);
 }

@@ -1,6 +1,7 @@
 // A store: header, lanes, log, redo area and rows in one region.
 #pragma once
-#include <chrono>
+#include <sys/stat.h>
+
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,11 +24,15 @@ struct StoreSpec {
 inline Shape shape_of(const StoreSpec& s) {
   auto refuse = [](const std::string& why) { throw std::invalid_argument(why); };
   if (s.lanes < 1 || s.lanes > 4096) refuse("lanes must be 1 to 4096, got " + std::to_string(s.lanes));
+  const unsigned __int128 limit = uint64_t{1} << 56;
   if (s.lane_capacity < 1) refuse("a lane needs room for at least one row");
   if (s.strands < 1) refuse("strands must be at least 1");
+  // Each alone first: products and roundings below must not wrap around.
+  if (s.lane_capacity > limit || s.strands > limit || s.payload_bytes > limit || s.layout.size() > limit)
+    refuse("the store would be larger than 2^56");
+  if (s.trailer && s.payload_bytes == 0) refuse("rows without bytes have no trailer");
   if (s.alignment < 8 || s.alignment > 64 || (s.alignment & (s.alignment - 1))) refuse("alignment must be 8 to 64");
   if (s.store_id.size() != 16) refuse("store_id must have 16 bytes");
-  const unsigned __int128 limit = uint64_t{1} << 56;
   Shape h{};
   std::memcpy(h.magic, kMagic, 8);
   h.version = kVersion;
@@ -45,23 +50,33 @@ inline Shape shape_of(const StoreSpec& s) {
   h.rows_offset = round_up(h.redo_offset + h.redo_bytes, kPage);
   h.total_bytes = round_up(h.rows_offset + static_cast<uint64_t>(rows) * h.row_stride, kPage);
   std::memcpy(h.store_id, s.store_id.data(), 16);
+  h.layout_crc = crc32c(0, s.layout.data(), s.layout.size());
   h.crc = crc32c(0, &h, offsetof(Shape, crc));
   return h;
 }
 
-// Throws what is wrong with a header that came from a file; afterwards every address computed from it lies inside.
-inline void check_shape(const Shape& h, const StoreSpec& as_read, size_t bytes) {
+// The shape of a store that came from a file, or what is wrong with it. Afterwards every address computed from it lies
+// inside the file: it equals, byte for byte, the one that this code would make.
+inline Shape checked_shape(const uint8_t* file, size_t bytes) {
   auto refuse = [](const std::string& why) { throw std::runtime_error(why); };
+  if (bytes < sizeof(StoreHeader)) refuse("the file is shorter than a header");
+  Shape h;
+  std::memcpy(&h, file, sizeof h);
   if (std::memcmp(h.magic, kMagic, 8) != 0) refuse("not an engram store (wrong first bytes)");
   if (h.version != kVersion)
     refuse("format version " + std::to_string(h.version) + "; this engram reads version " + std::to_string(kVersion));
   if (crc32c(0, &h, offsetof(Shape, crc)) != h.crc) refuse("the header's checksum does not fit its bytes");
-  const Shape again = shape_of(as_read);
-  if (again.total_bytes != h.total_bytes || again.rows_offset != h.rows_offset || again.row_stride != h.row_stride ||
-      again.redo_offset != h.redo_offset || again.layout_offset != h.layout_offset)
-    refuse("the header contradicts itself");
   if (h.total_bytes > bytes)
     refuse("the file has " + std::to_string(bytes) + " bytes, its header needs " + std::to_string(h.total_bytes));
+  if (h.layout_bytes > bytes || h.layout_offset > bytes - h.layout_bytes) refuse("the header points outside the file");
+  StoreSpec spec{h.lanes, h.lane_capacity, h.strands, h.payload_bytes, 8, (h.flags & kHasTrailer) != 0, "", ""};
+  spec.layout.assign(reinterpret_cast<const char*>(file) + h.layout_offset, h.layout_bytes);
+  spec.store_id.assign(reinterpret_cast<const char*>(h.store_id), 16);
+  for (spec.alignment = 8; spec.alignment < 64 && shape_of(spec).row_stride != h.row_stride; spec.alignment *= 2) {}
+  const Shape again = shape_of(spec);
+  if (again.layout_crc != h.layout_crc) refuse("the layout's checksum does not fit its bytes");
+  if (std::memcmp(&again, &h, sizeof h) != 0) refuse("the header contradicts itself");
+  return h;
 }
 
 struct ReadResult {
@@ -72,33 +87,28 @@ struct ReadResult {
 
 class Store {
  public:
+  // fd < 0: private memory. A file must have the store's size already: touching what it lacks is a bus error.
   static std::shared_ptr<Store> create(int fd, const StoreSpec& spec) {
     const Shape shape = shape_of(spec);
+    if (fd >= 0 && file_bytes(fd) < shape.total_bytes) throw std::invalid_argument("the file is smaller than the store");
     auto store = std::shared_ptr<Store>(new Store(Region::map(fd, shape.total_bytes), fd));
-    StoreHeader* h = store->header();
-    h->shape = shape;
+    store->header()->shape = shape;
     std::memcpy(store->at(shape.layout_offset), spec.layout.data(), spec.layout.size());
-    store->ready();
+    store->ready(shape);
     return store;
   }
   // Maps a store that exists: `bytes` is the size of the file.
   static std::shared_ptr<Store> open(int fd, size_t bytes) {
-    if (bytes < sizeof(StoreHeader)) throw std::runtime_error("the file is shorter than a header");
+    if (bytes < sizeof(StoreHeader) || file_bytes(fd) < bytes)
+      throw std::runtime_error("the file is shorter than " + std::to_string(std::max(bytes, sizeof(StoreHeader))) +
+                               " bytes");
     auto store = std::shared_ptr<Store>(new Store(Region::map(fd, bytes), fd));
-    const Shape& h = store->header()->shape;
-    StoreSpec spec{h.lanes, h.lane_capacity, h.strands, h.payload_bytes, 8, (h.flags & kHasTrailer) != 0, "", ""};
-    if (h.layout_bytes > bytes || h.layout_offset > bytes - h.layout_bytes)
-      throw std::runtime_error("the header points outside the file");
-    spec.layout.assign(reinterpret_cast<const char*>(store->at(h.layout_offset)), h.layout_bytes);
-    spec.store_id.assign(reinterpret_cast<const char*>(h.store_id), 16);
-    for (spec.alignment = 8; spec.alignment < 64 && shape_of(spec).row_stride != h.row_stride; spec.alignment *= 2) {}
-    check_shape(h, spec, bytes);
-    store->ready();
+    store->ready(checked_shape(store->at(0), bytes));
     return store;
   }
 
   Lanes lanes;
-  const Shape& shape() const { return header()->shape; }
+  const Shape& shape() const { return lanes.shape(); }
   StoreHeader* header() const { return reinterpret_cast<StoreHeader*>(region_->data()); }
   uint8_t* at(uint64_t offset) const { return region_->data() + offset; }
   std::shared_ptr<Region> region() const { return region_; }
@@ -140,9 +150,14 @@ class Store {
 
  private:
   Store(std::shared_ptr<Region> region, int fd) : region_(std::move(region)), fd_(fd), pages_(fd) {}
-  void ready() {
-    lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))));
-    id_crc_ = crc32c(0, shape().store_id, 16);
+  void ready(const Shape& shape) {
+    lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))), shape);
+    id_crc_ = crc32c(0, shape.store_id, 16);
+  }
+  static uint64_t file_bytes(int fd) {
+    struct stat found;
+    if (::fstat(fd, &found) != 0) throw std::runtime_error(std::string("cannot look at the file: ") + std::strerror(errno));
+    return static_cast<uint64_t>(found.st_size);
   }
 
   std::shared_ptr<Region> region_;

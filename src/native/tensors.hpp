@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "pool.hpp"
@@ -31,6 +32,7 @@ struct Strided {
 struct Torch {
   PyTypeObject* tensor = nullptr;
   const DLPackExchangeAPI* api = nullptr;  // null: a torch without the exchange API
+  PyObject* lazy_bits = nullptr;           // tensor -> whether it is a lazily negated or conjugated view
 
   bool view(PyObject* t, DLTensor& out) const {
     if (!api || Py_TYPE(t) != tensor) return false;
@@ -50,10 +52,11 @@ inline Torch& torch_api() {
   return torch;
 }
 
-inline void use_torch(nb::handle tensor_type, nb::handle capsule) {
+inline void use_torch(nb::handle tensor_type, nb::handle capsule, nb::handle lazy_bits) {
   Torch& torch = torch_api();
   torch.tensor = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
   torch.api = nullptr;
+  if (!lazy_bits.is_none()) Py_XDECREF(std::exchange(torch.lazy_bits, nb::borrow(lazy_bits).release().ptr()));
   if (capsule.is_none()) return;
   auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (!api) throw nb::python_error();
@@ -118,7 +121,9 @@ class OutBlock {
     m.dl_tensor.shape = shape, m.dl_tensor.strides = strides;
     out->block = block_;
     void* tensor = nullptr;
-    --left_;  // from here on the deleter gives it back, also when torch refuses
+    // Where torch refuses (a dtype that it does not know: `Codec` lets none through; no memory) it may have taken
+    // the record or not: leaking the block is the harmless side.
+    --left_;
     if (torch_api().api->managed_tensor_to_py_object_no_sync(&m, &tensor) != 0) throw nb::python_error();
     return static_cast<PyObject*>(tensor);
   }
@@ -181,10 +186,14 @@ class SlotsArg {
  public:
   explicit SlotsArg(nb::handle o) {
     DLTensor t{};
+    if (!torch_api().api && Py_TYPE(o.ptr()) == torch_api().tensor) {
+      array_ = o.attr("numpy")();  // a torch without the exchange API
+      o = array_;
+    }
     if (torch_api().view(o.ptr(), t)) {
       const bool flat = t.ndim == 1 && t.dtype.code == kDLInt && t.dtype.bits == 64 &&
                         (!t.strides || t.strides[0] == 1 || t.shape[0] <= 1);
-      if (flat) {
+      if (flat && aligned(static_cast<const uint8_t*>(t.data) + t.byte_offset)) {
         data = reinterpret_cast<const int64_t*>(static_cast<const uint8_t*>(t.data) + t.byte_offset);
         n = static_cast<size_t>(t.shape[0]);
         return;
@@ -193,7 +202,7 @@ class SlotsArg {
       const Py_buffer& v = buffer_.view();
       DType d{};
       if (v.ndim == 1 && dtype_of_format(v.format, v.itemsize, d) && d == DType{kDLInt, 64} &&
-          (v.strides[0] == 8 || v.shape[0] <= 1)) {
+          (v.strides[0] == 8 || v.shape[0] <= 1) && aligned(v.buf)) {
         data = static_cast<const int64_t*>(v.buf), n = static_cast<size_t>(v.shape[0]);
         return;
       }
@@ -204,7 +213,9 @@ class SlotsArg {
   size_t n = 0;
 
  private:
+  static bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % alignof(int64_t) == 0; }
   Buffer buffer_;
+  nb::object array_;
 };
 
 }  // namespace engram

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
+from engram.data.replay_buffers.checkpointers.base import Rows
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -26,8 +27,8 @@ class RowRings:
         self.empty()
 
     def empty(self) -> None:
-        self.written = False
-        self.lanes = [{"base": 0, "published": 0, "origin": 0, "seams": []} for _ in self.memory]
+        self.written = self.restoring = False
+        self.lanes: list[dict[str, Any]] = [{"base": 0, "published": 0, "origin": 0, "seams": []} for _ in self.memory]
 
     def append(self, lane: int, count: int, salt: int = 0) -> None:
         """Rows whose bytes are a function of lane, strand, write number and `salt`."""
@@ -40,7 +41,7 @@ class RowRings:
         self.lanes[lane]["published"] += count
 
     def first(self, lane: int) -> int:
-        return max(self.lanes[lane]["base"], self.lanes[lane]["published"] - self.lane_capacity)
+        return int(max(self.lanes[lane]["base"], self.lanes[lane]["published"] - self.lane_capacity))
 
     def contents(self) -> Any:
         """Everything that must be equal after a load, in a form that `==` compares."""
@@ -48,7 +49,7 @@ class RowRings:
             self.read_block(lane, self.first(lane), counters["published"]).tobytes()
             for lane, counters in enumerate(self.lanes)
         ]
-        return self.written, copy.deepcopy(self.lanes), rows
+        return self.restoring, self.written, copy.deepcopy(self.lanes), rows
 
     def layout_state(self) -> dict[str, Any] | None:
         return {"row_bytes": self.row_bytes, "leaves": [["a", "uint8"]]} if self.written else None
@@ -56,8 +57,9 @@ class RowRings:
     def counters(self) -> dict[str, Any]:
         return {"lane_capacity": self.lane_capacity, "strands": self.strands, "lanes": self.lanes}
 
-    def read_block(self, lane: int, start: int, stop: int) -> np.ndarray:
-        return self.memory[lane][:, np.arange(start, stop) % self.lane_capacity]
+    def read_block(self, lane: int, start: int, stop: int) -> Rows:
+        rows: Rows = self.memory[lane][:, np.arange(start, stop) % self.lane_capacity]
+        return rows
 
     def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         differences = []
@@ -72,27 +74,30 @@ class RowRings:
         self.check_restore(layout, counters)
         self.empty()
         self.memory[:] = 0
+        self.restoring = True
         self._coming = (layout is not None, copy.deepcopy(counters["lanes"]))
 
-    def write_block(self, lane: int, start: int, rows: np.ndarray) -> None:
+    def write_block(self, lane: int, start: int, rows: Rows) -> None:
         numbers = np.arange(start, start + rows.shape[1])
         self.memory[lane][:, numbers % self.lane_capacity] = rows
 
     def end_restore(self) -> None:
         self.written, self.lanes = self._coming
+        self.restoring = False
 
     def abort_restore(self) -> None:
         self.empty()
 
     def __len__(self) -> int:
-        return self.strands * sum(c["published"] - self.first(lane) for lane, c in enumerate(self.lanes))
+        return int(self.strands * sum(c["published"] - self.first(lane) for lane, c in enumerate(self.lanes)))
 
 
 class ItemList:
     """A ring of Python objects: the ItemSource and ItemSink that checkpointers are tested with."""
 
     def __init__(self, capacity: int | None = 100) -> None:
-        self.capacity, self.stored = capacity, []
+        self.capacity = capacity
+        self.stored: list[Any] = []
         self.published = self.base = 0
 
     def append(self, items: list[Any]) -> None:

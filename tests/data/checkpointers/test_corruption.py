@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from contracts.checkpointer import RowRings, flip, overwrite
 
+from contracts.checkpointer import RowRings, flip, overwrite
 from engram.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
     open_snapshot,

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 import torch
-from contracts.checkpointer import RowRings
 
+from contracts.checkpointer import RowRings
 from engram.data.replay_buffers.checkpointers import TensorStorageCheckpointer, commit, open_snapshot, save_snapshot
 from engram.errors import CheckpointError
 

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from contracts.checkpointer import RowRings
 
+from contracts.checkpointer import RowRings
 from engram.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
     open_snapshot,

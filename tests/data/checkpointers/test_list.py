@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from contracts.checkpointer import CheckpointerContract, ItemList
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
+from contracts.checkpointer import CheckpointerContract, ItemList
 from engram.data.replay_buffers.checkpointers import ListStorageCheckpointer, list, open_snapshot, save_snapshot
 
 

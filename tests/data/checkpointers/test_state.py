@@ -189,10 +189,16 @@ def test_a_forged_description_is_an_error_before_anything_is_allocated(tmp_path,
         edit(*tree.values())
         return tree
 
+    def allocate(size, *arguments, **options):
+        assert size <= value.nbytes
+        return empty(size, *arguments, **options)
+
     monkeypatch.setattr(snapshot, "encode", forge)
     save_snapshot(tmp_path, {"state": value})
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", allocate)
     with (
-        pytest.raises(CorruptCheckpointError, match="manifest.json is damaged: component state"),
+        pytest.raises(CorruptCheckpointError, match=r"manifest\.json is damaged: component state"),
         open_snapshot(tmp_path) as opened,
     ):
         opened.components["state"]
@@ -207,7 +213,7 @@ def test_a_forged_tree_is_an_error(tmp_path, monkeypatch, tree):
     monkeypatch.setattr(snapshot, "encode", lambda *arguments, **options: tree)
     save_snapshot(tmp_path, {"state": 1})
     with (
-        pytest.raises(CorruptCheckpointError, match="manifest.json is damaged: component state"),
+        pytest.raises(CorruptCheckpointError, match=r"manifest\.json is damaged: component state"),
         open_snapshot(tmp_path) as opened,
     ):
         opened.components["state"]

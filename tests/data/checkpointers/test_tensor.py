@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from contracts.checkpointer import CheckpointerContract, RowRings, data_files
 
+from contracts.checkpointer import CheckpointerContract, RowRings, data_files
 from engram.data.replay_buffers.checkpointers import TensorStorageCheckpointer, open_snapshot, save_snapshot, tensor
 
 

@@ -141,7 +141,7 @@ class ReplayBuffer:
         self._wrote(slots, item)
         if storage.ndim > 1:
             return torch.stack(tuple(storage.outward(slots)), -1)
-        return int(slots[0])
+        return slots if type(slots) is int else int(slots[0])
 
     def extend(self, items: Any) -> Tensor:
         """Stores a batch of steps; returns their indices: int64 [n], with ndim=2 [n, 2].
@@ -163,7 +163,7 @@ class ReplayBuffer:
             return torch.stack(tuple(storage.outward(slots)), -1)
         return slots
 
-    def _wrote(self, slots: Tensor, items: Any) -> None:
+    def _wrote(self, slots: Tensor | int, items: Any) -> None:
         """After each write; for buffers that take more from the data than rows."""
 
     @property

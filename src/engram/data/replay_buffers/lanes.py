@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,8 @@ from engram import _native
 from engram.data.replay_buffers.locks import LaneLocks
 from engram.data.replay_buffers.utils import slots_tensor
 from engram.errors import NoFreeLaneError
+
+_LOOKS = 10_000
 
 _live: weakref.WeakSet[Lanes] = weakref.WeakSet()
 
@@ -40,6 +43,7 @@ class Lanes:
         self._on_take = on_take
         self._held: int | None = None
         self.asleep = False  # a forked child that has not used the store yet
+        self._alone = 0
         self.capacity: int = store.lanes * store.lane_capacity * store.strands
         self.strands: int = store.strands
         _live.add(self)
@@ -117,6 +121,10 @@ class Lanes:
         """The time slots that the next steps of this process go to: int64 [steps]."""
         return slots_tensor(self.store.next_slots(self.hold(), steps))
 
+    def next_slot(self) -> int:
+        """The time slot that the next step of this process goes to."""
+        return self.store.next_slot(self.hold())
+
     def advance(self, steps: int) -> Tensor:
         """Counts steps as written, for storages that keep their rows elsewhere; returns their time slots."""
         lane = self.hold()
@@ -137,11 +145,16 @@ class Lanes:
         if self.asleep:
             self.wake()
         with self.mutex:
-            if self.locks is None:
+            # What needs the store alone may be made of parts that do: only the outermost takes and drops the lock.
+            if self.locks is None or self._alone:
                 yield
                 return
             with self.locks.alone(what):
-                yield
+                self._alone += 1
+                try:
+                    yield
+                finally:
+                    self._alone -= 1
 
     def close(self) -> None:
         """Gives the lane and the locks back."""
@@ -156,7 +169,20 @@ class Lanes:
         if self.asleep:
             self.wake()
         slots = self.store.uniform(seed, n)
+        if slots is None:
+            slots = self._look_again(seed, n)
         return slots if slots is None or type(slots) is Tensor else slots_tensor(slots)
+
+    def _look_again(self, seed: Tensor, n: int) -> Any:
+        """A tiny lane can show no row for the moment in which its writer replaces them all."""
+        for _ in range(_LOOKS):
+            if not any(lane["published"] > lane["base"] for lane in self.states()):
+                return None
+            time.sleep(0)
+            slots = self.store.uniform(seed, n)
+            if slots is not None:
+                return slots
+        return None
 
     def generations(self, slots: Tensor) -> Tensor:
         """The write number that each slot holds; -1 where it holds none."""
@@ -172,6 +198,7 @@ class Lanes:
     def after_fork(self) -> None:
         """In a child: new mutexes, and no lane; a table in private memory is its own copy."""
         self.mutex = threading.RLock()
+        self._alone = 0
         if self.locks is not None:
             self._held = None
             self.asleep = True

@@ -16,7 +16,30 @@ from engram import _native
 from engram.data.replay_buffers import trees
 from engram.data.replay_buffers.trees import Node, Path
 
-_native.use_torch(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None))
+
+
+def _lazy_mask() -> int:
+    """The bits of a dispatch key set that negative and conjugate views have and other tensors have not."""
+    plain = torch.zeros(1, dtype=torch.complex64)
+    views = (plain.conj(), plain.conj().imag)
+    usual = torch._C._dispatch_keys(plain).raw_repr()
+    return sum({torch._C._dispatch_keys(v).raw_repr() & ~usual for v in views})
+
+
+def _is_lazy(t: Tensor) -> bool:
+    """`is_neg() or is_conj()`, without releasing the GIL: beside a busy thread that costs milliseconds."""
+    return torch._C._dispatch_keys(t).raw_repr() & _LAZY_MASK != 0
+
+
+try:
+    _LAZY_MASK = _lazy_mask()
+except AttributeError:  # another torch
+
+    def _is_lazy(t: Tensor) -> bool:
+        return t.is_neg() or t.is_conj()
+
+
+_native.use_torch(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), _is_lazy)
 
 _CPU = torch.device("cpu")
 

@@ -40,9 +40,13 @@ class RowTable:
             )
         return plan
 
-    def append(self, plan: _native.Plan) -> Tensor:
-        """Writes a checked batch behind the newest row of this process's lane; returns time slots, int64 [steps]."""
-        return slots_tensor(self._store.append(self._lanes.hold(), plan))
+    def append(self, plan: _native.Plan) -> Tensor | int:
+        """Writes a checked batch behind the newest row of this process's lane.
+
+        Returns time slots, int64 [steps]; of a single step without batch dimensions its slot.
+        """
+        made = self._store.append(self._lanes.hold(), plan)
+        return made if type(made) in (Tensor, int) else slots_tensor(made)
 
     def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
         """Writes a checked batch over rows that exist."""
@@ -125,8 +129,8 @@ class RowTable:
         return pieces
 
 
-def expand_slots(time_slots: Tensor, strands: int) -> Tensor:
+def expand_slots(time_slots: Tensor | int, strands: int) -> Tensor | int:
     """The slots of all strands at these times: int64 [steps * strands], time first."""
-    if strands == 1:
+    if strands == 1 or isinstance(time_slots, int):
         return time_slots
     return (time_slots.unsqueeze(1) * strands + torch.arange(strands)).reshape(-1)

@@ -237,7 +237,9 @@ def as_tensor(value: Any, path: Path) -> Tensor:
         if value.dtype.hasobject or value.dtype.kind in "USMmV":
             raise TypeError(f"{show(path)} is a numpy array of {value.dtype}, which no tensor holds; use a ListStorage")
         array = np.ascontiguousarray(value).reshape(np.shape(value))
-        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable))
+        native = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
+        # C's `long long` is an int64 by another name, which torch does not know.
+        return torch.from_numpy(native.view(f"{native.dtype.kind}{native.dtype.itemsize}"))
     if isinstance(value, bool | int | float | complex):
         return torch.as_tensor(value)
     raise TypeError(
@@ -272,6 +274,8 @@ def _why_not_plain(t: Tensor) -> str | None:
         return "quantised"
     if t.device.type == "meta":
         return "meta"
+    if t.numel() and t.untyped_storage().nbytes() == 0 and not torch._is_zerotensor(t):
+        return "freed"
     if type(t).__name__ in ("FakeTensor", "FunctionalTensor") or type(t).__torch_dispatch__ is not _NO_DISPATCH:
         return type(t).__name__
     return None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from engram.data.replay_buffers.checkpointers.base import StorageCheckpointerBase
-from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter, saving
+from engram.data.replay_buffers.checkpointers.commit import saving
 from engram.data.replay_buffers.checkpointers.directory import is_file_name
 from engram.data.replay_buffers.checkpointers.reading import SnapshotReader, reading
 from engram.data.replay_buffers.checkpointers.sealed import to_json

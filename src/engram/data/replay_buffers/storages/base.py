@@ -103,8 +103,11 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def append(self, checked: Checked) -> Tensor:
-        """Writes behind the newest row; returns slots, int64 [steps * strands] in the order of time."""
+    def append(self, checked: Checked) -> Tensor | int:
+        """Writes behind the newest row; returns slots, int64 [steps * strands] in the order of time.
+
+        Of one step without batch dimensions it may return the slot as a number.
+        """
 
     @abc.abstractmethod
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:

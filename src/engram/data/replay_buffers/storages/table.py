@@ -160,17 +160,19 @@ class TableStorage(Storage):
         merged = _merge(items, first, first + len(inner))
         return merged, batch_dims - len(inner) + 1, time_dim if time_dim <= 0 else 1
 
-    def _own_index(self, items: Any, batch_dims: int, time_dim: int) -> Tensor:
+    def _own_index(self, items: Any, batch_dims: int, time_dim: int) -> Tensor | int:
         assert self._lanes is not None
-        steps = 1 if time_dim < 0 or batch_dims == 0 else _lead_shape(items, batch_dims)[time_dim]
+        if batch_dims == 0:
+            return self._lanes.next_slot() if isinstance(self._table, RowTable) else self._lanes.next_slots(1)[0]
+        steps = 1 if time_dim < 0 else _lead_shape(items, batch_dims)[time_dim]
         times = self._lanes.next_slots(steps)
         if self.ndim == 1:
-            return times[0] if batch_dims == 0 else times
+            return times
         slots = expand_slots(times, self._lanes.strands)
         index = torch.stack(tuple(self.outward(slots)), -1).reshape(steps, self._lanes.strands, self.ndim)
         return index[0] if time_dim < 0 else index if time_dim == 0 else index.transpose(0, 1)
 
-    def append(self, checked: Checked) -> Tensor:
+    def append(self, checked: Checked) -> Tensor | int:
         assert self._table is not None and self._lanes is not None
         return expand_slots(self._table.append(checked.data), self._lanes.strands)
 

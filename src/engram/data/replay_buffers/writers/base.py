@@ -25,7 +25,7 @@ class Writer(abc.ABC):
         self._storage = storage
 
     @abc.abstractmethod
-    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor:
+    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
         """Checks and writes a batch (or one step, `single`); returns slots, int64 [steps * strands].
 
         Raises:

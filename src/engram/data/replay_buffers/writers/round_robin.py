@@ -21,7 +21,7 @@ class RoundRobinWriter(Writer):
         (tensor([0, 1, 2, 3, 4]), 5)
     """
 
-    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor:
+    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
         return storage.append(storage.check(items, single, time_dim, self.index_key))
 
 
@@ -34,7 +34,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
 class ImmutableDatasetWriter(Writer):
     """For data that must not change: any write is an error."""
 
-    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor:
+    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
         raise self._refusal("writing")
 
     def allow(self, what: str) -> None:

@@ -1,0 +1,56 @@
+# Each target makes what it needs by itself: a fresh machine needs Python 3.10 or newer and a C++20 compiler.
+VENV ?= .venv
+PYTHON ?= python3
+PIP := $(VENV)/bin/python -m pip
+NATIVE_SOURCES := $(shell find src/native -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
+PYTEST ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long check format stubs clean
+
+help:
+	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (about 3 minutes)"
+	@echo "make test       the tests"
+	@echo "make check      ruff, mypy, layering, stubs"
+	@echo "make bench      ours against other replay libraries (about a quarter of an hour)"
+	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
+
+$(VENV)/.tools: constraints.txt
+	@echo "[1/2] making $(VENV) with the tested versions: a few minutes, once"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --progress-bar on -c constraints.txt torch tensordict numpy gymnasium xxhash rich \
+	  nanobind scikit-build-core ninja cmake pytest hypothesis ruff mypy matplotlib
+	@touch $@
+
+$(VENV)/.engram: $(VENV)/.tools pyproject.toml CMakeLists.txt $(NATIVE_SOURCES)
+	@echo "[2/2] building engram's native core into $(VENV): under a minute"
+	$(PIP) install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+demo: $(VENV)/.engram
+	$(VENV)/bin/python examples/dqn_cartpole.py
+
+test: $(VENV)/.engram
+	$(VENV)/bin/python -m pytest -m "not long" $(PYTEST)
+
+test-long: $(VENV)/.engram
+	$(VENV)/bin/python -m pytest -m long $(PYTEST)
+
+check: $(VENV)/.engram
+	$(VENV)/bin/python -m ruff check src tests benchmarks examples
+	$(VENV)/bin/python -m ruff format --check src tests benchmarks examples
+	$(VENV)/bin/python -m mypy
+	$(VENV)/bin/python -m pytest -q tests/test_layering.py tests/native/test_stubs.py
+
+format: $(VENV)/.tools
+	$(VENV)/bin/python -m ruff check --fix src tests benchmarks examples
+	$(VENV)/bin/python -m ruff format src tests benchmarks examples
+
+stubs: $(VENV)/.engram
+	$(VENV)/bin/python -m nanobind.stubgen -m engram._native -o src/engram/_native.pyi
+
+clean:
+	rm -rf build $(VENV) .venv-bench
+
+include benchmarks/bench.mk
+-include native.mk

@@ -1,0 +1,139 @@
+"""SyncDataCollector against loops written by hand, on CartPole-v1: `python benchmarks/collect.py`.
+
+The bare loop draws its actions before the clock starts (as `np.int64`, which gymnasium checks faster than `int`), adds
+up rewards, and keeps no data at all; the collector draws, steps, copies and makes TED batches. The torch loop has the
+same net, under `torch.no_grad` too. Both sides make their environment by `gymnasium.make("CartPole-v1")`, with one
+thread. Rounds are short, and in each one the contestants follow each other in alternating order; figures are medians
+over rounds, ratios medians of each round's own. Time is CPU time of this process, so that whatever else the machine
+does counts less.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from engram.collectors import SyncDataCollector
+from engram.envs import GymEnv
+
+FRAMES_PER_BATCH = 1000
+Run = Callable[[int], None]
+
+
+class Greedy(nn.Module):
+    """A 2x64 MLP and an argmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+        self.scores = nn.Sequential(*layers)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.scores(observation).argmax(-1)
+
+
+def bare_loop() -> Run:
+    env = gymnasium.make("CartPole-v1")
+
+    def run(frames: int) -> None:
+        total = 0.0
+        env.reset(seed=0)
+        for action in actions[:frames]:
+            _, reward, terminated, truncated, _ = env.step(action)
+            total += reward
+            if terminated or truncated:
+                env.reset()
+                total = 0.0
+
+    actions = list(torch.randint(2, (100_000,)).numpy())
+    return run
+
+
+def torch_loop(net: nn.Module) -> Run:
+    env = gymnasium.make("CartPole-v1")
+
+    @torch.no_grad()
+    def run(frames: int) -> None:
+        total = 0.0
+        observation, _ = env.reset(seed=0)
+        for _ in range(frames):
+            action = net(torch.from_numpy(observation)).item()
+            observation, reward, terminated, truncated, _ = env.step(action)
+            total += reward
+            if terminated or truncated:
+                observation, _ = env.reset()
+                total = 0.0
+
+    return run
+
+
+def collector(policy: Any) -> Run:
+    env = GymEnv("CartPole-v1", categorical_action_encoding=policy is not None)
+
+    def run(frames: int) -> None:
+        env.set_seed(0)
+        for _ in SyncDataCollector(env, policy, frames_per_batch=FRAMES_PER_BATCH, total_frames=frames):
+            pass
+
+    return run
+
+
+def seconds(run: Run, frames: int) -> float:
+    start = time.process_time()
+    run(frames)
+    return time.process_time() - start
+
+
+def compare(floor: Run, contestants: dict[str, Run], frames: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Steps per second, and the share of the floor's, of each contestant."""
+    runs = {"floor": floor, **contestants}
+    for run in runs.values():
+        run(FRAMES_PER_BATCH)  # warm up
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    for round_number in range(rounds):
+        order = list(runs) if round_number % 2 == 0 else list(reversed(runs))
+        for name in order:
+            rates[name].append(frames / seconds(runs[name], frames))
+    ratios = {name: [mine / base for mine, base in zip(rates[name], rates["floor"], strict=True)] for name in runs}
+    return {
+        name: {"steps_per_second": statistics.median(rates[name]), "ratio": statistics.median(ratios[name])}
+        for name in runs
+    }
+
+
+def run(rounds: int = 21) -> dict[str, Any]:
+    """Figures by name: steps per second, ratio to the hand-written loop, target ratio."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        torch.manual_seed(0)
+        net = Greedy()
+        module = TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
+        random = compare(bare_loop(), {"random": collector(None)}, 5_000, rounds)
+        nets = {"nn.Module": collector(net), "TensorDictModule": collector(module)}
+        network = compare(torch_loop(net), nets, 2_000, rounds)
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        "bare gymnasium loop": random["floor"],
+        "collector, random policy": {**random["random"], "target": 0.88},
+        "torch loop by hand, 2x64": network["floor"],
+        "collector, nn.Module 2x64": {**network["nn.Module"], "target": 0.92},
+        "collector, TensorDictModule 2x64": {**network["TensorDictModule"], "target": 0.92},
+    }
+
+
+if __name__ == "__main__":
+    figures = run()
+    for name, figure in figures.items():
+        target = f"  (target {figure['target']:.0%})" if "target" in figure else ""
+        print(f"{name:34} {figure['steps_per_second']:>10,.0f} steps/s  {figure['ratio']:7.1%}{target}")
+    print(json.dumps(figures))

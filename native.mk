@@ -1,0 +1,28 @@
+# The native core under sanitizers, and with reorderings planted that the tests must see.
+.PHONY: test-native-sanitized torture torture-planted
+
+SANITIZED := build/sanitized
+TORTURES := --deselect tests/native/test_torture.py
+
+# Leaks are not looked for: Python and torch keep memory until the end.
+test-native-sanitized: $(VENV)/.engram
+	@echo "[1/2] building the native core with AddressSanitizer and UBSan into $(SANITIZED): about a minute, once"
+	$(VENV)/bin/python -m cmake --version >/dev/null 2>&1 && CMAKE="$(VENV)/bin/python -m cmake" || CMAKE=cmake; \
+	  $$CMAKE -S . -B $(SANITIZED) -DPython_EXECUTABLE=$(abspath $(VENV)/bin/python) -DENGRAM_SANITIZE=ON >/dev/null && \
+	  $$CMAKE --build $(SANITIZED) --parallel 2
+	@rm -rf $(SANITIZED)/package && mkdir -p $(SANITIZED)/package
+	@cp -r src/engram $(SANITIZED)/package/ && rm -f $(SANITIZED)/package/engram/_native*.so
+	@cp $(SANITIZED)/_native*.so $(SANITIZED)/package/engram/
+	@echo "[2/2] the native tests under both"
+	PYTHONPATH=$(SANITIZED)/package ENGRAM_SANITIZED=1 \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	  $(VENV)/bin/python -m pytest -q -p no:cacheprovider --capture=sys tests/native -m "not long" $(TORTURES) $(PYTEST)
+
+# Ten minutes of writers, readers and kills.
+torture: $(VENV)/.engram
+	$(VENV)/bin/python -m pytest -q -m long tests/native/test_torture.py -k "not planted" $(PYTEST)
+
+# Builds each forbidden reordering and sees that the torture notices it; then that the sound build stands the same.
+torture-planted: $(VENV)/.engram
+	$(VENV)/bin/python -m pytest -q -m long tests/native/test_torture.py -k "planted" $(PYTEST)

@@ -1,0 +1,111 @@
+"""The observations of one batch, written as they come and made into tensors once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram.envs.gym_codecs import Leaf
+
+Rows = list[np.ndarray[Any, Any]]
+
+
+class Observations:
+    """Raw observations of `width` environments over `steps` steps.
+
+    Slot `t * width + e` holds what environment e shows before step t; what follows step t is in the same place of row
+    t + 1. `slots[slot] = raw` takes an observation; it is copied at once, because environments may go on writing into
+    the arrays that they gave. A reset moves the last observation of the old episode aside.
+    """
+
+    def __init__(self, leaves: list[Leaf], steps: int, batch_size: torch.Size, first_row: Rows | None) -> None:
+        self._leaves = leaves
+        self._steps = steps
+        self.batch_size = batch_size
+        self._width = batch_size.numel()
+        slots = (steps + 1) * self._width
+        self._arrays = [np.empty((slots, *leaf.codec.raw_shape), leaf.codec.raw_dtype) for leaf in leaves]
+        self._moved_slots: list[int] = []
+        self._moved: list[Rows] = [[] for _ in leaves]
+        self._is_checked = False
+        for array, row in zip(self._arrays, first_row or (), strict=first_row is not None):
+            array[: self._width] = row
+        is_single = len(leaves) == 1 and not leaves[0].path
+        self.slots: Any = self._arrays[0] if is_single else _Columns(leaves, self._arrays)
+
+    @property
+    def keys(self) -> list[Any]:
+        """The keys of the observations."""
+        return [leaf.key for leaf in self._leaves]
+
+    def put_first(self, slot: int, raw: Any) -> None:
+        """The first observation of an episode. Raises ValueError for another shape than the space's."""
+        if slot >= self._width:
+            self._moved_slots.append(slot - self._width)
+            for array, moved in zip(self._arrays, self._moved, strict=True):
+                moved.append(array[slot].copy())
+        if not self._is_checked:  # once a batch: numpy itself refuses what does not broadcast
+            self._check(raw)
+        self.slots[slot] = raw
+
+    def _check(self, raw: Any) -> None:
+        for leaf in self._leaves:
+            found = np.shape(leaf.pick(raw))
+            if found != leaf.codec.raw_shape:
+                raise ValueError(
+                    f"the environment gave an observation {leaf.key!r} of shape {found}, and its space says "
+                    f"{leaf.codec.raw_shape}; correct the environment or its space"
+                )
+        self._is_checked = True
+
+    def last_row(self) -> Rows:
+        """What the environments show after the last step."""
+        return [array[-self._width :].copy() for array in self._arrays]
+
+    def rows(self, key: Any) -> Callable[[int], Tensor]:
+        """A function from t to the observation `[*batch_size, *shape]` before step t, once it is there."""
+        index = self.keys.index(key)
+        codec, array = self._leaves[index].codec, self._arrays[index]
+        by_row = array.reshape(self._steps + 1, *self.batch_size, *codec.raw_shape)
+        if codec.is_plain:
+            return torch.from_numpy(by_row).unbind(0).__getitem__  # views: a third of the cost of one index each
+        return lambda t: codec.encode(by_row[t])
+
+    def before(self) -> dict[Any, Tensor]:
+        """All observations before the steps, `[*batch_size, steps, *shape]` by key."""
+        return self._tensors([array[: -self._width] for array in self._arrays])
+
+    def after(self) -> dict[Any, Tensor]:
+        """All observations after the steps, the last ones of episodes included; own memory."""
+        columns = [array[self._width :].copy() for array in self._arrays]
+        if self._moved_slots:
+            for column, moved in zip(columns, self._moved, strict=True):
+                column[self._moved_slots] = moved
+        return self._tensors(columns)
+
+    def _tensors(self, columns: Rows) -> dict[Any, Tensor]:
+        pairs = zip(self._leaves, columns, strict=True)
+        return {leaf.key: in_time(leaf.codec.encode(column), self.batch_size) for leaf, column in pairs}
+
+
+class _Columns:
+    """Takes raw observations of several leaves apart."""
+
+    def __init__(self, leaves: list[Leaf], arrays: Rows) -> None:
+        self._pairs = list(zip(leaves, arrays, strict=True))
+
+    def __setitem__(self, slot: int, raw: Any) -> None:
+        for leaf, array in self._pairs:
+            array[slot] = leaf.pick(raw)
+
+
+def in_time(rows: Any, batch_size: torch.Size) -> Any:
+    """`[time * envs, ...]`, tensor or TensorDict, as `[*batch_size, time, ...]`."""
+    if not batch_size:
+        return rows
+    by_time = rows.reshape(-1, batch_size.numel(), *rows.shape[1:])
+    return by_time.transpose(0, 1).contiguous()

@@ -1,0 +1,78 @@
+"""Rolling any environment forward through its TensorDict interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from engram.collectors.extras import extras_of
+from engram.envs.mdp import reset_where, stack_steps, step_mdp
+from engram.envs.policies import RandomPolicy, TensorDictPolicy
+
+
+class TensorDictRoller:
+    """Steps `env` with `policy`; episodes go on from one batch to the next.
+
+    Resets wait until the state is needed: the last state of a batch stays under `next`, and nothing is reset twice.
+    """
+
+    def __init__(self, env: Any, policy: TensorDictPolicy, max_frames_per_traj: int | None) -> None:
+        self._env = env
+        self._policy = policy
+        self._random = RandomPolicy(env.action_spec)
+        self._limit = max_frames_per_traj
+        self._state: TensorDictBase | None = None
+        self._over: Tensor | None = None
+        self._lengths = torch.zeros(*env.batch_size, 1, dtype=torch.int64)
+        self._extras: TensorDictBase | None = None
+
+    def restart(self) -> None:
+        """Every environment is reset before its next step."""
+        self._state = None
+        self._lengths.zero_()
+
+    def roll(self, steps: int, random_steps: int) -> TensorDictBase:
+        """`[*batch_size, steps]` in TED, the first `random_steps` with random actions."""
+        try:
+            stepped = [self._step(is_random=t < random_steps) for t in range(steps)]
+        except BaseException:
+            self.restart()  # half a batch is lost: no trajectory may go on across the gap
+            raise
+        return stack_steps(stepped, len(self._env.batch_size))
+
+    def _step(self, is_random: bool) -> TensorDictBase:
+        td = self._env.step(self._with_action(self._ready_state(), is_random))
+        following = td.get("next")
+        if self._limit is not None:
+            self._truncate(following, self._limit)
+        self._over = following.get("done")
+        self._state = step_mdp(td)
+        return td
+
+    def _ready_state(self) -> TensorDictBase:
+        if self._state is None:
+            return self._env.reset()
+        if self._over is not None and bool(self._over.any()):
+            return reset_where(self._env, self._state, self._over)
+        return self._state.copy()
+
+    def _with_action(self, state: TensorDictBase, is_random: bool) -> TensorDictBase:
+        if is_random:
+            if self._extras is None:
+                self._extras = extras_of(self._policy, state)
+            td = self._random(state.update(self._extras.clone()))
+        else:
+            td = self._policy(state)
+        dtype = self._env.action_spec.dtype
+        action = td.get("action")
+        return td if dtype is None or action.dtype == dtype else td.set("action", action.to(dtype))
+
+    def _truncate(self, following: TensorDictBase, limit: int) -> None:
+        self._lengths += 1
+        too_long = (self._lengths >= limit).to(following.get("done").device)
+        following.set("truncated", following.get("truncated") | too_long)
+        following.set("done", following.get("done") | too_long)
+        self._lengths[following.get("done").cpu()] = 0

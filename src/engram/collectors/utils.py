@@ -1,0 +1,66 @@
+"""Helpers around collected batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+Key = str | tuple[str, ...]
+
+
+def split_trajectories(
+    batch: TensorDictBase,
+    *,
+    trajectory_key: Key | None = None,
+    done_key: Key = ("next", "done"),
+    mask_key: Key = ("collector", "mask"),
+) -> TensorDictBase:
+    """The trajectories of `batch` `[*, time]`, one a row, padded with zeros: `[trajectories, longest]`.
+
+    Rows come in the order of `batch`, environment by environment. `mask_key` (bool `[trajectories, longest]`) is True
+    for steps, False for padding. Boundaries are changes of `trajectory_key` (None: `("collector", "traj_ids")` if it is
+    there, and ends of episodes by `done_key`). Raises ValueError for a batch without steps.
+
+    >>> from tensordict import TensorDict
+    >>> ids = torch.tensor([0, 0, 1])
+    >>> batch = TensorDict({"collector": {"traj_ids": ids}, "x": torch.tensor([5, 6, 7])}, batch_size=[3])
+    >>> split_trajectories(batch)["x"].tolist()
+    [[5, 6], [7, 0]]
+    """
+    if batch.ndim == 0 or batch.numel() == 0:
+        raise ValueError(f"split_trajectories needs a batch [*, time] with steps, got shape {tuple(batch.shape)}")
+    rows = batch.reshape(-1, batch.shape[-1])
+    is_start = _starts(rows, trajectory_key, done_key).reshape(-1)
+    starts = is_start.nonzero().squeeze(1)
+    lengths = torch.diff(starts, append=starts.new_tensor([is_start.numel()]))
+    trajectory = is_start.cumsum(0) - 1
+    position = torch.arange(is_start.numel(), device=starts.device) - starts[trajectory]
+    shape = (starts.numel(), int(lengths.max()))
+
+    def pad(leaf: Tensor) -> Tensor:
+        padded = leaf.new_zeros(*shape, *leaf.shape[1:])
+        padded[trajectory, position] = leaf
+        return padded
+
+    split = rows.reshape(-1).apply(pad, batch_size=shape)
+    mask = torch.arange(shape[1], device=starts.device) < lengths.unsqueeze(1)
+    return split.set(mask_key, mask)
+
+
+def _starts(rows: TensorDictBase, trajectory_key: Key | None, done_key: Key) -> Tensor:
+    ids: Any = rows.get(("collector", "traj_ids") if trajectory_key is None else trajectory_key, None)
+    if ids is None and trajectory_key is not None:
+        raise KeyError(f"there is no trajectory key {trajectory_key!r}; there are {list(rows.keys(True, True))}")
+    if ids is not None:
+        changes = ids[:, 1:] != ids[:, :-1]
+    else:
+        done = rows.get(done_key)
+        changes = done.reshape(*rows.shape, -1).any(-1)[:, :-1]
+    return torch.cat([torch.ones_like(changes[:, :1]) if changes.shape[1] else _one_each(rows), changes], 1)
+
+
+def _one_each(rows: TensorDictBase) -> Tensor:
+    return torch.ones(rows.shape[0], 1, dtype=torch.bool, device=rows.device)

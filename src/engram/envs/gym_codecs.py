@@ -1,0 +1,243 @@
+"""Gymnasium's spaces as specs, and their values as tensors.
+
+A codec translates whole batches at once. *Raw* values are what gymnasium gives and takes. Spaces are recognised by the
+names of their classes, so that nothing here needs gymnasium itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from engram.data.specs import (
+    Binary,
+    Bounded,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    OneHot,
+    Spec,
+    Unbounded,
+)
+
+Key = str | tuple[str, ...]
+
+
+class Codec(ABC):
+    """Raw values of one space, to and from tensors."""
+
+    spec: Spec
+
+    @abstractmethod
+    def encode_rows(self, raws: Sequence[Any]) -> Any:
+        """N raw values as a tensor or TensorDict `[N, *spec.shape]`."""
+
+    @abstractmethod
+    def decode_rows(self, value: Any) -> list[Any]:
+        """`[N, *spec.shape]` as N raw values, which share no memory with it."""
+
+    def random_rows(self, n: int) -> tuple[Any, list[Any]]:
+        """`spec.rand((n,))`, and its raw values."""
+        drawn = self.spec.rand((n,))
+        return drawn, self.decode_rows(drawn)
+
+    @abstractmethod
+    def keep(self, raw: Any) -> Any:
+        """`raw` such that nobody else can change it."""
+
+    def decode_one(self, value: Any) -> Any:
+        """`[*spec.shape]` as one raw value."""
+        return self.decode_rows(value.unsqueeze(0))[0]
+
+    def keep_rows(self, raws: list[Any]) -> list[Any]:
+        """`keep` of each."""
+        return [self.keep(raw) for raw in raws]
+
+
+class LeafCodec(Codec):
+    """A space whose raw values are arrays of one dtype and shape."""
+
+    def __init__(self, spec: Spec, space: Any) -> None:
+        self.spec = spec
+        self.raw_dtype = np.dtype(space.dtype)
+        self.raw_shape = tuple(space.shape)
+
+    def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
+        """`[..., *raw_shape]` as `[..., *spec.shape]`; may share memory."""
+        return torch.from_numpy(raw)
+
+    def decode(self, value: Tensor) -> Any:
+        """The reverse of `encode`: an array, always a new one."""
+        batch = value.shape[: value.ndim - self.spec.ndim]
+        return value.detach().cpu().numpy().astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensor is the raw array, unchanged."""
+        return type(self).encode is LeafCodec.encode
+
+    def encode_rows(self, raws: Sequence[Any]) -> Tensor:
+        rows = np.asarray(raws, dtype=self.raw_dtype)
+        return self.encode(rows.reshape((len(raws), *self.raw_shape)))
+
+    def decode_rows(self, value: Tensor) -> list[Any]:
+        return [np.asarray(row) for row in self.decode(value)]
+
+    def decode_one(self, value: Tensor) -> Any:
+        return self.decode(value)
+
+    def keep(self, raw: Any) -> Any:
+        return raw.copy()
+
+
+class DiscreteCodec(LeafCodec):
+    """Integers from `start` on, as categories or one-hot."""
+
+    def __init__(self, space: Any, categorical: bool) -> None:
+        self._n = n = int(space.n)
+        super().__init__(Categorical(n) if categorical else OneHot(n, dtype=torch.int64), space)
+        self.start = int(space.start)
+        self._one_hot = None if categorical else OneHot(n, dtype=torch.int64)
+
+    def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
+        choice = torch.from_numpy(raw.astype(np.int64) - self.start)
+        return choice if self._one_hot is None else self._one_hot.encode(choice.unsqueeze(-1))
+
+    def decode(self, value: Tensor) -> Any:
+        """The reverse of `encode`: an `np.int64`, which gymnasium checks faster than an `int`, or an array of them."""
+        choice = value.detach()
+        if self._one_hot is not None:
+            choice = (choice.byte() if choice.dtype is torch.bool else choice).argmax(-1)
+        elif choice.dtype is not torch.int64:
+            choice = choice.long()
+        raw = choice.cpu().numpy() if choice.ndim else np.int64(choice.item())
+        return raw + self.start if self.start else raw
+
+    def keep(self, raw: Any) -> Any:
+        return raw
+
+    def decode_rows(self, value: Tensor) -> list[Any]:
+        return list(self.decode(value))
+
+    def keep_rows(self, raws: list[Any]) -> list[Any]:
+        return raws  # integers
+
+    def random_rows(self, n: int) -> tuple[Tensor, list[Any]]:
+        choice = torch.randint(self._n, (n,))  # the draw that the spec makes, without the way back from one-hot
+        encoded = choice if self._one_hot is None else self._one_hot.encode(choice.unsqueeze(-1))
+        return encoded, list(choice.numpy() + self.start if self.start else choice.numpy())
+
+
+class MultiDiscreteCodec(LeafCodec):
+    """Arrays of integers, as a vector of categories or of one-hot vectors in a row."""
+
+    def __init__(self, space: Any, categorical: bool) -> None:
+        nvec = [int(n) for n in np.asarray(space.nvec).reshape(-1)]
+        self._one_hot = None if categorical else MultiOneHot(nvec, dtype=torch.int64)
+        super().__init__(MultiCategorical(nvec) if self._one_hot is None else self._one_hot, space)
+        self.start = np.asarray(getattr(space, "start", 0), dtype=np.int64)
+
+    def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
+        shape = raw.shape[: raw.ndim - len(self.raw_shape)]
+        choice = torch.from_numpy((raw.astype(np.int64) - self.start).reshape((*shape, -1)))
+        return choice if self._one_hot is None else self._one_hot.encode(choice)
+
+    def decode(self, value: Tensor) -> Any:
+        choice = value.detach().cpu() if self._one_hot is None else self._one_hot.decode(value.detach()).cpu()
+        raw = choice.numpy().reshape((*choice.shape[:-1], *self.raw_shape))
+        return (raw + self.start).astype(self.raw_dtype)
+
+
+class NestedCodec(Codec):
+    """A Dict or Tuple of spaces, as a TensorDict; a Tuple's keys are "0", "1", ..."""
+
+    def __init__(self, parts: Mapping[Any, Codec], build: Callable[[dict[Any, Any]], Any]) -> None:
+        self.parts = dict(parts)
+        self._build = build
+        self.spec = Composite({str(key): part.spec for key, part in self.parts.items()})
+
+    def encode_rows(self, raws: Sequence[Any]) -> TensorDict:
+        columns = {str(k): part.encode_rows([raw[k] for raw in raws]) for k, part in self.parts.items()}
+        return TensorDict(columns, batch_size=[len(raws)])
+
+    def decode_rows(self, value: Any) -> list[Any]:
+        columns = [part.decode_rows(value.get(str(key))) for key, part in self.parts.items()]
+        return [self._build(dict(zip(self.parts, row, strict=True))) for row in zip(*columns, strict=True)]
+
+    def keep(self, raw: Any) -> Any:
+        return self._build({key: part.keep(raw[key]) for key, part in self.parts.items()})
+
+
+class Leaf(NamedTuple):
+    """One array of an observation: its TensorDict key, the way to it in the raw value, its codec."""
+
+    key: Key
+    path: tuple[Any, ...]
+    codec: LeafCodec
+
+    def pick(self, raw: Any) -> Any:
+        """This leaf of a raw observation."""
+        for step in self.path:
+            raw = raw[step]
+        return raw
+
+
+def leaves_of(codec: Codec, key: tuple[str, ...] = (), path: tuple[Any, ...] = ()) -> list[Leaf]:
+    """All leaves of a codec, in order."""
+    if isinstance(codec, NestedCodec):
+        return [leaf for k, part in codec.parts.items() for leaf in leaves_of(part, (*key, str(k)), (*path, k))]
+    assert isinstance(codec, LeafCodec)
+    return [Leaf(key if len(key) > 1 else key[0], path, codec)]
+
+
+def codec_for(space: Any, *, categorical: bool = False) -> Codec:
+    """The codec of a gymnasium space; `categorical` says how Discrete and MultiDiscrete are encoded.
+
+    Raises TypeError for spaces without a fixed shape (Text, Graph, Sequence, OneOf).
+
+    >>> import gymnasium
+    >>> codec = codec_for(gymnasium.spaces.Discrete(3, start=1))
+    >>> codec.encode_rows([1, 3]).tolist(), codec.decode_rows(torch.tensor([[0, 1, 0]]))
+    ([[1, 0, 0], [0, 0, 1]], [np.int64(2)])
+    """
+    for cls in type(space).__mro__:
+        if cls.__name__ in _MAKERS:
+            return _MAKERS[cls.__name__](space, categorical)
+    raise TypeError(f"a space of type {type(space).__name__} has no tensor form; there are {', '.join(_MAKERS)}")
+
+
+def _box_spec(space: Any) -> Spec:
+    dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
+    if not dtype.is_floating_point and dtype.itemsize == 8:
+        finite = bool((space.low > np.iinfo(space.dtype).min).any() or (space.high < np.iinfo(space.dtype).max).any())
+    else:
+        finite = bool(np.isfinite(space.low).any() or np.isfinite(space.high).any())
+    if not finite:
+        return Unbounded(space.shape, dtype=dtype)
+    return Bounded(torch.tensor(space.low), torch.tensor(space.high), shape=space.shape, dtype=dtype)
+
+
+def _tuple_codec(space: Any, categorical: bool) -> Codec:
+    parts = {index: codec_for(part, categorical=categorical) for index, part in enumerate(space.spaces)}
+    return NestedCodec(parts, lambda row: tuple(row.values()))
+
+
+def _dict_codec(space: Any, categorical: bool) -> Codec:
+    return NestedCodec({k: codec_for(part, categorical=categorical) for k, part in space.spaces.items()}, dict)
+
+
+_MAKERS: dict[str, Callable[[Any, bool], Codec]] = {
+    "Box": lambda space, categorical: LeafCodec(_box_spec(space), space),
+    "Discrete": DiscreteCodec,
+    "MultiDiscrete": MultiDiscreteCodec,
+    "MultiBinary": lambda space, categorical: LeafCodec(Binary(shape=space.shape), space),
+    "Dict": _dict_codec,
+    "Tuple": _tuple_codec,
+}

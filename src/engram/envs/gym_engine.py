@@ -1,0 +1,111 @@
+"""One gymnasium environment with its codecs: raw steps, for those who translate by the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from engram.data.specs import Bounded, Composite, Unbounded
+from engram.envs.gym_codecs import Codec, Leaf, codec_for, leaves_of
+
+RESERVED = ("_reset", "action", "collector", "done", "next", "reward", "terminated", "truncated")
+RawStep = Callable[[Any], tuple[Any, Any, bool, bool, Any]]
+
+
+class GymEngine:
+    """A gymnasium environment stepped with raw values; without frame skip, `step` is its own bound method.
+
+    A Dict's entries are observations of their own; any other observation is called `observation_key`.
+    """
+
+    def __init__(self, env: Any, *, categorical: bool, frame_skip: int | None, observation_key: str) -> None:
+        self.env = env
+        self.step: RawStep = env.step if frame_skip is None else _repeated(env.step, frame_skip)
+        self.action: Codec = codec_for(env.action_space, categorical=categorical)
+        observation = codec_for(env.observation_space, categorical=categorical)
+        has_own_keys = isinstance(getattr(env.observation_space, "spaces", None), dict)
+        self.leaves: list[Leaf] = leaves_of(observation, () if has_own_keys else (observation_key,))
+        self.observation_spec = _composite(self.leaves)
+        self._seed: int | None = None
+
+    def has_spaces_of(self, other: GymEngine) -> bool:
+        """Whether raw values of both mean the same."""
+        mine, theirs = self.env, other.env
+        return bool(mine.action_space == theirs.action_space and mine.observation_space == theirs.observation_space)
+
+    def seed(self, seed: int) -> None:
+        """The next reset starts from `seed`."""
+        self._seed = seed
+
+    def reset(self) -> Any:
+        """The first raw observation of a new episode."""
+        seed, self._seed = self._seed, None
+        observation, _ = self.env.reset() if seed is None else self.env.reset(seed=seed)
+        return observation
+
+    def raw_action(self, action: Tensor | TensorDictBase) -> Any:
+        """One action for `step`. Raises ValueError where it is not what the spec says."""
+        check_action(self.action, action)
+        return self.action.decode_one(action)
+
+    def observation(self, raw: Any) -> dict[Any, Tensor]:
+        """A raw observation as tensors of their own memory, by key."""
+        return {leaf.key: leaf.codec.encode_rows([leaf.pick(raw)])[0].clone() for leaf in self.leaves}
+
+
+def check_action(codec: Codec, action: Any, batch_size: Sequence[int] = ()) -> None:
+    """Raises ValueError for an action `[*batch_size, *spec.shape]` that gymnasium could misread.
+
+    The shape must be right; one-hot vectors and categories must lie in their domain. The dtype may differ, and floats
+    outside the bounds of a Box are the environment's own affair.
+    """
+    for key, spec in _leaf_specs(codec).items():
+        value = action if key is None else action.get(key)
+        fits = value.shape == (*batch_size, *spec.shape)
+        if not fits or (not isinstance(spec, (Bounded, Unbounded)) and not _is_choice(spec, value)):
+            where = "" if key is None else f" {key!r}"
+            raise ValueError(
+                f"action{where} is not what the environment takes.\n"
+                f"  found:   {value.dtype} {tuple(value.shape)}: {value}\n"
+                f"  allowed: {spec}, after the batch dimensions {tuple(batch_size)}\n"
+                "  A network's scores need an argmax: one_hot(scores.argmax(-1), n), or scores.argmax(-1) with "
+                "GymEnv(..., categorical_action_encoding=True)."
+            )
+
+
+def _is_choice(spec: Any, value: Tensor) -> bool:
+    cast = value.to(spec.dtype)
+    return bool(spec.is_in(cast)) and torch.equal(cast.to(value.dtype), value)
+
+
+def _leaf_specs(codec: Codec) -> dict[Any, Any]:
+    return dict(codec.spec.leaves()) if isinstance(codec.spec, Composite) else {None: codec.spec}
+
+
+def _composite(leaves: list[Leaf]) -> Composite:
+    spec = Composite()
+    for leaf in leaves:
+        root = leaf.key if isinstance(leaf.key, str) else leaf.key[0]
+        if root in RESERVED:
+            raise ValueError(
+                f"the observation space has a key {root!r}, which engram uses itself; rename it by a wrapper"
+            )
+        spec[leaf.key] = leaf.codec.spec
+    return spec
+
+
+def _repeated(step: RawStep, times: int) -> RawStep:
+    def step_times(action: Any) -> tuple[Any, Any, bool, bool, Any]:
+        total = 0.0
+        for _ in range(times):
+            observation, reward, terminated, truncated, info = step(action)
+            total += float(reward)
+            if terminated or truncated:
+                break
+        return observation, total, terminated, truncated, info
+
+    return step_times

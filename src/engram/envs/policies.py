@@ -1,0 +1,148 @@
+"""What users hand over as a policy, brought to one form: a callable from TensorDict to TensorDict."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from torch import nn
+
+from engram.data.specs import Spec
+
+FLAGS = ("done", "terminated", "truncated")
+TensorDictPolicy = Callable[[TensorDictBase], TensorDictBase]
+
+
+class RandomPolicy:
+    """Writes a random action, drawn from the spec with torch's global generator.
+
+    `action_spec` has the batch dimensions of the TensorDicts that come, or fewer, which are then added.
+
+    >>> from tensordict import TensorDict
+    >>> from engram.data.specs import Categorical
+    >>> RandomPolicy(Categorical(2).expand(3))(TensorDict(batch_size=[3]))["action"].shape
+    torch.Size([3])
+    """
+
+    def __init__(self, action_spec: Spec, action_key: str | tuple[str, ...] = "action") -> None:
+        self.action_spec = action_spec
+        self.action_key = action_key
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        batch_is_in_spec = td.batch_size == self.action_spec.shape[: td.ndim]
+        return td.set(self.action_key, self.action_spec.rand(() if batch_is_in_spec else td.batch_size))
+
+    def __repr__(self) -> str:
+        return f"RandomPolicy(action_spec={self.action_spec!r})"
+
+
+class ObservationPolicy:
+    """A module from the tensor under `in_key` to the action."""
+
+    def __init__(self, module: Callable[..., Any], in_key: str | tuple[str, ...]) -> None:
+        self.module = module
+        self.in_key = in_key
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        return td.set("action", self.module(td.get(self.in_key)))
+
+
+class CallablePolicy:
+    """A callable on TensorDicts whose result is looked at: it may also have written in place and returned None."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        result = self.function(td)
+        result = td if result is None else result
+        if not isinstance(result, TensorDictBase) or result.get("action", None) is None:
+            found = f"keys {list(result.keys())}" if isinstance(result, TensorDictBase) else type(result).__name__
+            raise TypeError(
+                f"a policy must return a TensorDict with an 'action' entry, got {found}; a function of observation "
+                "tensors must be an nn.Module, or be wrapped in TensorDictModule(f, in_keys=[...], out_keys=['action'])"
+            )
+        return result
+
+
+def as_policy(policy: Any, env: Any) -> TensorDictPolicy:
+    """The policy for `env` that the user means by `policy`.
+
+    None and `env.rand_step` are random; modules with `in_keys` and plain callables take TensorDicts; any other
+    `nn.Module` takes the observation tensor. Raises TypeError for what is not callable, and ValueError for a module on
+    observations where there are several.
+    """
+    if policy is None:
+        return RandomPolicy(env.action_spec)
+    if isinstance(policy, RandomPolicy):
+        return _fitted(policy, env)
+    if getattr(policy, "__name__", None) in ("rand_step", "rand_action") and hasattr(policy, "__self__"):
+        return _fitted(RandomPolicy(policy.__self__.action_spec), env)
+    if not callable(policy):
+        raise TypeError(f"policy must be a callable, an nn.Module or None, got {type(policy).__name__}")
+    if isinstance(policy, nn.Module) and not _takes_tensordict(policy):
+        return ObservationPolicy(policy, _only_observation(env))
+    return CallablePolicy(policy)
+
+
+def direct_module(policy: TensorDictPolicy) -> ObservationPolicy | None:
+    """The module from one observation to the action inside `policy`, if calling it alone does the same; else None.
+
+    A TensorDictModule qualifies while it is exactly that class, reads one key, writes the action only, and nobody has
+    hooked or changed its call.
+    """
+    if isinstance(policy, ObservationPolicy):
+        return policy
+    module: Any = policy.function if isinstance(policy, CallablePolicy) else None
+    if type(module) is not TensorDictModule or not _is_plain(module):
+        return None
+    return ObservationPolicy(module.module, module.in_keys[0])
+
+
+def _fitted(policy: RandomPolicy, env: Any) -> RandomPolicy:
+    spec, wanted = policy.action_spec, env.action_spec.shape
+    if spec.shape == wanted:
+        return policy
+    if (*env.batch_size, *spec.shape) != tuple(wanted):
+        raise ValueError(
+            f"the random policy draws actions of shape {tuple(spec.shape)}, and the environment takes {tuple(wanted)}; "
+            "make it with the environment's own action_spec"
+        )
+    return RandomPolicy(spec.expand(*wanted), policy.action_key)
+
+
+def _is_plain(module: Any) -> bool:
+    state = vars(module)
+    hooked = any(value for name, value in state.items() if name.endswith("_hooks") and name.startswith("_"))
+    options = [state.get(name) for name in ("method", "method_kwargs", "_kwargs", "_out_to_in_map")]
+    keys_fit = len(module.in_keys) == 1 and list(module.out_keys) == ["action"] == list(module.out_keys_source)
+    changed = hooked or any(options) or "forward" in state or "__call__" in state
+    return keys_fit and not changed and state.get("inplace", True) is True and isinstance(module.module, nn.Module)
+
+
+def _takes_tensordict(module: nn.Module) -> bool:
+    if isinstance(module, TensorDictModuleBase) or (hasattr(module, "in_keys") and hasattr(module, "out_keys")):
+        return True
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    first = parameters[0] if parameters else None
+    return first is not None and (first.name in ("td", "tensordict") or "TensorDict" in str(first.annotation))
+
+
+def _only_observation(env: Any) -> Any:
+    keys = [key for key in _leaf_keys(env.observation_spec) if key not in FLAGS]
+    if len(keys) != 1:
+        raise ValueError(
+            f"an nn.Module policy gets one observation, and the environment has {keys}; wrap it in "
+            "TensorDictModule(module, in_keys=[...], out_keys=['action'])"
+        )
+    return keys[0]
+
+
+def _leaf_keys(spec: Any) -> list[Any]:
+    return list(spec.leaves()) if hasattr(spec, "leaves") else list(spec.keys(True, True))

@@ -1,0 +1,306 @@
+// What the module's functions do: arguments are checked here, before memory is touched.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "codec.hpp"
+#include "draw.hpp"
+#include "recovery.hpp"
+
+namespace engram {
+
+
+// Sizes beyond any memory: refused before they are multiplied.
+constexpr size_t kMostBytes = size_t{1} << 46;
+
+// int64 [n] as a tensor; where torch lacks the exchange API as a bytearray, which Python turns into one.
+inline nb::object slots_out(size_t n, auto fill) {
+  if (n > kMostBytes / 8) throw std::bad_alloc();
+  if (!torch_api().api) {
+    nb::object bytes = nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(n * 8)));
+    if (!bytes.is_valid()) throw nb::python_error();
+    fill(reinterpret_cast<int64_t*>(PyByteArray_AsString(bytes.ptr())));
+    return bytes;
+  }
+  OutBlock block;
+  const int64_t lead = static_cast<int64_t>(n);
+  static const std::vector<int64_t> scalar;
+  block.plan({kDLInt, 64}, &lead, 1, scalar, n * 8);
+  block.take();
+  fill(reinterpret_cast<int64_t*>(block.data(0)));
+  return nb::steal(block.make(0));
+}
+
+inline std::string bytes_of(nb::bytes b) { return {b.c_str(), b.size()}; }
+
+inline void check_lane(const Store& store, uint64_t lane) {
+  if (lane >= store.shape().lanes)
+    throw nb::index_error(("lane " + std::to_string(lane) + " of " + std::to_string(store.shape().lanes)).c_str());
+}
+
+// Releases the GIL for the time of a long copy only: getting it back beside a busy thread costs milliseconds.
+template <typename F>
+inline void maybe_without_gil(bool release, F&& work) {
+  if (release) {
+    nb::gil_scoped_release unlocked;
+    work();
+  } else {
+    work();
+  }
+}
+
+// The time slots that n steps appended at write number `first` take.
+inline nb::object slots_from(const Store& store, uint64_t lane, uint64_t first, size_t n) {
+  const uint64_t capacity = store.shape().lane_capacity;
+  return slots_out(n, [&](int64_t* out) {
+    uint64_t slot = first % capacity;
+    for (size_t i = 0; i < n; ++i) {
+      out[i] = static_cast<int64_t>(lane * capacity + slot);
+      if (++slot == capacity) slot = 0;
+    }
+  });
+}
+
+inline nb::object next_slots(Store& store, uint64_t lane, size_t n) {
+  check_lane(store, lane);
+  return slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
+}
+
+inline nb::object append(Store& store, uint64_t lane, const Plan& plan) {
+  check_lane(store, lane);
+  const Shape& s = store.shape();
+  if (plan.strands != s.strands)
+    throw nb::value_error(("the batch has " + std::to_string(plan.strands) + " strands, the store " +
+                           std::to_string(s.strands)).c_str());
+  for (const LeafSource& leaf : plan.leaves)
+    if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
+  uint64_t first = 0;
+  maybe_without_gil(plan.bytes > kGilBytes || store.pages().on(), [&] {
+    first = RowWriter(store).append(lane, plan.steps, plan.leaves);
+  });
+  if (plan.single) return nb::int_(lane * s.lane_capacity + first % s.lane_capacity);
+  return slots_from(store, lane, first, plan.steps);
+}
+
+inline nb::object positions(const std::vector<uint32_t>& at) {
+  if (at.empty()) return nb::none();
+  nb::list list;
+  for (uint32_t i : at) list.append(i);
+  return nb::object(list);
+}
+
+struct Reading {
+  ReadResult result;
+  bool inside = true;
+};
+
+inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies, bool mapped, bool numbers,
+               Reading& out) {
+  static thread_local ReadScratch scratch;
+  RowReader reader(store, scratch);
+  if (!(out.inside = reader.find(slots, n))) return;
+  reader.copy(copies.data(), copies.size(), mapped);
+  reader.settle(numbers, out.result);
+}
+
+inline void check_codec(const Store& store, const Codec& codec) {
+  for (const Leaf& leaf : codec.leaves())
+    if (leaf.offset + leaf.bytes > store.shape().payload_bytes)
+      throw nb::value_error("the layout does not fit the rows of this store");
+}
+
+inline nb::tuple finish_read(nb::object rows, const Reading& reading, bool numbers) {
+  nb::object generation = nb::none();
+  if (numbers)
+    generation = slots_out(reading.result.numbers.size(), [&](int64_t* out) {
+      std::copy(reading.result.numbers.begin(), reading.result.numbers.end(), out);
+    });
+  return nb::make_tuple(rows, positions(reading.result.missing), positions(reading.result.unwritten), generation);
+}
+
+inline void refuse_slots(const Store& store) {
+  throw nb::index_error(("a slot lies outside 0 to " + std::to_string(store.slots() - 1)).c_str());
+}
+
+inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::optional<std::vector<int64_t>> shape,
+                 nb::handle extra, bool mapped, bool numbers) {
+  if (!torch_api().api) throw nb::type_error("gather needs the exchange API; use gather_into");
+  check_codec(store, codec);
+  const SlotsArg slots(nb::borrow(slots_in));
+  std::vector<int64_t> lead(1, static_cast<int64_t>(slots.n));
+  if (shape) {
+    unsigned __int128 rows = 1;
+    for (int64_t d : *shape) {
+      if (d < 0 || rows > kMostBytes) throw nb::value_error("a dimension is negative or too large");
+      rows *= static_cast<uint64_t>(d);
+    }
+    if (rows != slots.n) throw nb::value_error("shape and number of slots differ");
+    lead = std::move(*shape);
+  }
+  const auto& leaves = codec.leaves();
+  OutBlock shared(leaves.size());
+  std::vector<std::unique_ptr<OutBlock>> own;
+  std::vector<std::pair<OutBlock*, size_t>> where;
+  where.reserve(leaves.size());
+  size_t bytes = 0;
+  bool any_shared = false;
+  for (const Leaf& leaf : leaves) {
+    if (leaf.bytes > kMostBytes / std::max<size_t>(1, slots.n)) throw std::bad_alloc();
+    const size_t size = leaf.bytes * slots.n;
+    if ((bytes += size) > kMostBytes) throw std::bad_alloc();
+    OutBlock* block = &shared;
+    if (size >= kBigLeaf)
+      block = own.emplace_back(std::make_unique<OutBlock>()).get();
+    else
+      any_shared = true;
+    where.emplace_back(block, block->plan(leaf.dtype, lead.data(), lead.size(), leaf.shape, size));
+  }
+  if (any_shared) shared.take();
+  for (auto& block : own) block->take();
+  static thread_local std::vector<LeafCopy> copies;
+  copies.clear();
+  for (size_t k = 0; k < leaves.size(); ++k)
+    copies.push_back({leaves[k].offset, leaves[k].bytes, where[k].first->data(where[k].second),
+                      static_cast<ptrdiff_t>(leaves[k].bytes)});
+  Reading reading;
+  maybe_without_gil(bytes > kGilBytes || (mapped && store.pages().on()),
+                    [&] { read_rows(store, slots.data, slots.n, copies, mapped, numbers, reading); });
+  if (!reading.inside) refuse_slots(store);
+  std::vector<nb::object> tensors;
+  tensors.reserve(leaves.size());
+  for (auto [block, i] : where) tensors.push_back(nb::steal(block->make(i)));
+  return finish_read(codec.build(tensors, lead, extra), reading, numbers);
+}
+
+// The same into arrays that exist: one per leaf, [n, ...], writable and contiguous.
+inline nb::tuple gather_into(Store& store, const Codec& codec, nb::handle slots_in, nb::list arrays, bool mapped,
+                      bool numbers) {
+  check_codec(store, codec);
+  const SlotsArg slots(nb::borrow(slots_in));
+  const auto& leaves = codec.leaves();
+  if (nb::len(arrays) != leaves.size()) throw nb::value_error("one array for each leaf");
+  std::vector<Buffer> buffers(leaves.size());
+  std::vector<LeafCopy> copies;
+  for (size_t k = 0; k < leaves.size(); ++k) {
+    if (!buffers[k].get(nb::object(arrays[k]).ptr(), true)) throw nb::type_error("arrays must be writable buffers");
+    const Py_buffer& v = buffers[k].view();
+    if (static_cast<size_t>(v.len) != leaves[k].bytes * slots.n || !PyBuffer_IsContiguous(&v, 'C'))
+      throw nb::value_error("an array has the wrong size or is not contiguous");
+    copies.push_back({leaves[k].offset, leaves[k].bytes, static_cast<uint8_t*>(v.buf),
+                      static_cast<ptrdiff_t>(leaves[k].bytes)});
+  }
+  Reading reading;
+  read_rows(store, slots.data, slots.n, copies, mapped, numbers, reading);
+  if (!reading.inside) refuse_slots(store);
+  return finish_read(nb::none(), reading, numbers);
+}
+
+inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan) {
+  const SlotsArg given(nb::borrow(slots_in));
+  const std::vector<int64_t> slots(given.data, given.data + given.n);  // what is checked is what is written
+  const Shape& s = store.shape();
+  if (plan.strands != 1 || plan.steps != slots.size()) throw nb::value_error("one row for each slot");
+  for (const LeafSource& leaf : plan.leaves)
+    if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
+  std::vector<SlotNumbers> numbers;
+  for (uint64_t l = 0; l < s.lanes; ++l) numbers.emplace_back(store.lanes.view(l), s.lane_capacity);
+  for (int64_t given_slot : slots) {
+    const auto slot = static_cast<uint64_t>(given_slot);
+    if (slot >= store.slots()) refuse_slots(store);
+    const uint64_t time = slot / s.strands;
+    uint64_t number = 0;
+    if (!numbers[time / s.lane_capacity].find(time % s.lane_capacity, number))
+      throw nb::index_error(("slot " + std::to_string(slot) + " has not been written").c_str());
+  }
+  InPlaceWriter(store).write(slots.data(), slots.size(), plan.leaves);
+}
+
+// Generations of slots: write numbers, -1 where a slot holds no row.
+inline nb::object generations(Store& store, nb::handle slots_in) {
+  const SlotsArg slots(nb::borrow(slots_in));
+  const Shape& s = store.shape();
+  std::vector<SlotNumbers> numbers;
+  for (uint64_t l = 0; l < s.lanes; ++l) numbers.emplace_back(store.lanes.view(l), s.lane_capacity);
+  return slots_out(slots.n, [&](int64_t* out) {
+    for (size_t i = 0; i < slots.n; ++i) {
+      const auto slot = static_cast<uint64_t>(slots.data[i]);
+      if (slot >= store.slots()) refuse_slots(store);
+      const uint64_t time = slot / s.strands;
+      uint64_t number = 0;
+      const bool there = numbers[time / s.lane_capacity].find(time % s.lane_capacity, number);
+      out[i] = there ? static_cast<int64_t>(number) : -1;
+    }
+  });
+}
+
+inline nb::object uniform(Store& store, nb::handle seed_in, size_t n) {
+  const SlotsArg seed(nb::borrow(seed_in));
+  if (seed.n < 1) throw nb::value_error("no seed");
+  if (store.lanes.rows() == 0) return nb::none();
+  bool drawn = false;
+  nb::object slots = slots_out(n, [&](int64_t* out) {
+    drawn = draw_uniform(store.lanes, static_cast<uint64_t>(seed.data[0]), out, n);
+  });
+  return drawn ? slots : nb::none();
+}
+
+// One pass over the rows that existed when it was made.
+class EpochWalk {
+ public:
+  EpochWalk(const Store& store, uint64_t key, bool shuffle, std::vector<std::pair<uint64_t, uint64_t>> ranges)
+      : map_(store.lanes.capacity(), store.lanes.strands()), ranges_(std::move(ranges)), permutation_(0, 0, false) {
+    if (ranges_.size() != store.lanes.count()) throw nb::value_error("one range for each lane");
+    for (auto [first, rows] : ranges_) {
+      if (rows > store.lanes.capacity()) throw nb::value_error("a range is longer than its lane");
+      map_.add(first, rows);
+    }
+    permutation_ = Permutation(key, map_.total(), shuffle);
+  }
+  uint64_t size() const { return map_.total(); }
+  // Up to n slots from `position` on, rows overwritten since skipped; and the position after them.
+  nb::tuple take(const Store& store, uint64_t position, size_t n) const {
+    if (store.lanes.count() != ranges_.size()) throw nb::value_error("the walk was made for another store");
+    std::vector<uint64_t> first;
+    for (uint64_t l = 0; l < store.lanes.count(); ++l) first.push_back(store.lanes.view(l).first);
+    std::vector<int64_t> found;
+    found.reserve(std::min<uint64_t>(n, map_.total()));
+    for (; position < map_.total() && found.size() < n; ++position) {
+      uint64_t lane = 0, number = 0;
+      const int64_t slot = map_.by_slot(permutation_.at(position), lane, number);
+      if (number >= first[lane]) found.push_back(slot);
+    }
+    nb::object slots = slots_out(found.size(), [&](int64_t* out) {
+      std::copy(found.begin(), found.end(), out);
+    });
+    return nb::make_tuple(slots, position);
+  }
+
+ private:
+  RowMap map_;
+  std::vector<std::pair<uint64_t, uint64_t>> ranges_;
+  Permutation permutation_;
+};
+
+inline nb::dict lane_state(const Store& store, uint64_t l) {
+  check_lane(store, l);
+  const LaneHeader& h = store.lanes.lane(l);
+  const LaneView v = store.lanes.view(l);
+  nb::dict d;
+  d["first"] = v.first, d["published"] = v.published, d["claimed"] = v.claimed;
+  d["base"] = h.base.load(), d["origin"] = h.origin.load(), d["durable"] = h.durable.load();
+  d["term"] = h.term.load(), d["seams"] = store.lanes.seams(l);
+  return d;
+}
+
+}  // namespace engram

@@ -1,0 +1,97 @@
+"""What every environment must do; a test class that inherits it says how to make one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram.envs import check_env_specs, step_mdp
+
+FLAGS = ("done", "terminated", "truncated")
+
+
+class EnvContract:
+    def make(self):
+        raise NotImplementedError
+
+    @pytest.fixture
+    def env(self):
+        env = self.make()
+        yield env
+        env.close()
+
+    def test_every_value_is_what_its_spec_says(self, env):
+        check_env_specs(env, seed=0)
+
+    def test_a_reset_gives_the_observations_and_flags_that_are_false(self, env):
+        td = env.reset()
+        assert set(td.keys()) == {*env.observation_spec.keys(), *FLAGS}
+        assert td.batch_size == env.batch_size
+        for flag in FLAGS:
+            assert td[flag].dtype is torch.bool and td[flag].shape == (*env.batch_size, 1) and not td[flag].any()
+
+    def test_a_step_puts_what_follows_under_next(self, env):
+        td = env.rand_step(env.reset())
+        assert set(td["next"].keys()) == {*env.observation_spec.keys(), *FLAGS, "reward"}
+        assert td["next", "reward"].dtype is torch.float32 and td["next", "reward"].shape == (*env.batch_size, 1)
+        assert (td["next", "done"] == (td["next", "terminated"] | td["next", "truncated"])).all()
+
+    def test_a_rollout_has_time_as_its_last_dimension(self, env):
+        batch = env.rollout(4, break_when_any_done=False)
+        assert batch.batch_size == (*env.batch_size, 4)
+
+    def test_a_rollout_goes_on_where_the_last_step_ended(self, env):
+        batch = env.rollout(30, break_when_any_done=False)
+        time = len(env.batch_size)
+        before, after = batch.narrow(time, 1, 29), batch.narrow(time, 0, 29)
+        goes_on = ~after["next", "done"].squeeze(-1)
+        for key in env.observation_spec.leaves():
+            old = after["next"].get(key)[goes_on]
+            assert torch.equal(before.get(key)[goes_on], old)
+
+    def test_the_structure_of_a_step_is_that_of_the_fake_one(self, env):
+        step, fake = env.rand_step(env.reset()), env.fake_tensordict()
+        keys = set(fake.keys(True, True))
+        assert set(step.keys(True, True)) == keys
+        assert all(step.get(k).shape == fake.get(k).shape and step.get(k).dtype == fake.get(k).dtype for k in keys)
+
+    def test_equal_seeds_give_equal_episodes(self, env):
+        env.set_seed(3)
+        torch.manual_seed(0)
+        first = env.rollout(10)
+        env.set_seed(3)
+        torch.manual_seed(0)
+        assert bool((env.rollout(10) == first).all())
+
+    def test_set_seed_returns_the_first_seed_that_is_free(self, env):
+        assert env.set_seed(5) == 5 + env.batch_size.numel()
+
+    def test_later_steps_do_not_change_earlier_ones(self, env):
+        td = env.rand_step(env.reset())
+        kept = td.clone()
+        env.rand_step(step_mdp(td))
+        assert bool((td == kept).all())
+
+    def test_outputs_are_on_no_device_unless_one_was_asked_for(self, env):
+        assert env.reset().device is None
+        env.to("cpu")
+        td = env.rand_step(env.reset())
+        assert td.device == torch.device("cpu") and td["next"].device == torch.device("cpu")
+
+    def test_a_step_without_an_action_says_so(self, env):
+        td = env.reset()
+        with pytest.raises(KeyError, match="needs an 'action'"):
+            env.step(td)
+
+    def test_an_action_of_another_shape_is_refused(self, env):
+        td = env.reset()
+        wrong = torch.zeros(*env.batch_size, 17)
+        with pytest.raises(ValueError, match="action is not what the environment takes"):
+            env.step(TensorDict({**td, "action": wrong}, batch_size=env.batch_size))
+
+    def test_a_closed_environment_says_so_and_closes_again_quietly(self, env):
+        env.close()
+        env.close()
+        with pytest.raises(RuntimeError, match="was closed"):
+            env.reset()

@@ -1,0 +1,143 @@
+"""Specs draw, test and project within their domain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from engram.data.specs import (
+    Binary,
+    Bounded,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    OneHot,
+    Unbounded,
+)
+
+SPECS = [
+    Unbounded((3,)),
+    Unbounded((2,), dtype=torch.int64),
+    Unbounded((2,), dtype=torch.uint8),
+    Unbounded((2,), dtype=torch.bool),
+    Bounded(-1.0, 2.0, (3, 2)),
+    Bounded(0, 255, (4,), dtype=torch.uint8),
+    Bounded(-3, 3, (4,), dtype=torch.int32),
+    Bounded(torch.tensor([-1.0, -torch.inf, 0.0, -torch.inf]), torch.tensor([1.0, 0.0, torch.inf, torch.inf])),
+    Bounded(-3e38, 3e38, (50,)),
+    Categorical(4),
+    Categorical(4, (3,)),
+    OneHot(5),
+    OneHot(5, dtype=torch.int64),
+    MultiOneHot([2, 3]),
+    MultiCategorical([2, 3, 4]),
+    Binary(6),
+]
+every_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
+
+
+@every_spec
+def test_draws_lie_in_the_domain(spec):
+    drawn = spec.rand((200,))
+    assert drawn.shape == (200, *spec.shape) and drawn.dtype == spec.dtype
+    assert spec.is_in(drawn)
+
+
+@every_spec
+def test_draws_follow_torchs_global_generator(spec):
+    torch.manual_seed(1)
+    first = spec.rand((20,))
+    torch.manual_seed(1)
+    assert torch.equal(spec.rand((20,)), first)
+
+
+@every_spec
+def test_what_lies_in_the_domain_is_projected_on_itself(spec):
+    drawn = spec.rand((20,))
+    assert torch.equal(spec.project(drawn), drawn)
+
+
+@every_spec
+@given(seed=st.integers(0, 1000), scale=st.floats(0.1, 1e4))
+def test_whatever_is_projected_lies_in_the_domain(spec, seed, scale):
+    value = torch.randn(7, *spec.shape, generator=torch.Generator().manual_seed(seed)) * scale
+    assert spec.is_in(spec.project(value))
+
+
+@every_spec
+def test_an_expanded_spec_draws_with_the_batch_dimensions(spec):
+    assert spec.expand(2, 3, *spec.shape).rand().shape == (2, 3, *spec.shape)
+
+
+@every_spec
+def test_a_spec_moved_and_rebuilt_is_equal_to_itself(spec):
+    assert spec.to("cpu").to("cpu") == spec.to("cpu")
+    assert spec.to(torch.float64).dtype is torch.float64
+    assert spec == spec.expand(*spec.shape)
+
+
+@every_spec
+def test_zero_has_the_specs_shape_and_dtype(spec):
+    zero = spec.zero((2,))
+    assert zero.shape == (2, *spec.shape) and zero.dtype == spec.dtype and not zero.any()
+
+
+def test_another_dtype_or_shape_does_not_lie_in_the_domain():
+    spec = Bounded(-1, 1, (2,))
+    assert not spec.is_in(torch.zeros(2, dtype=torch.float64))
+    assert not spec.is_in(torch.zeros(3))
+    assert not spec.is_in("a string")
+
+
+@pytest.mark.parametrize("value", [[0, 0, 0], [1, 1, 0], [2, 0, 0], [-1, 1, 1]])
+def test_a_one_hot_vector_has_exactly_one_one(value):
+    assert not OneHot(3, dtype=torch.int64).is_in(torch.tensor(value))
+
+
+def test_all_values_of_a_small_domain_are_drawn():
+    assert Categorical(3).rand((200,)).unique().tolist() == [0, 1, 2]
+    assert Bounded(-1, 1, (), dtype=torch.int64).rand((200,)).unique().tolist() == [-1, 0, 1]
+
+
+def test_a_composite_draws_a_tensordict_of_its_shape():
+    spec = Composite(a=Unbounded((2, 4)), b=Composite(c=OneHot(3).expand(2, 3), shape=(2,)), shape=(2,))
+    drawn = spec.rand((5,))
+    assert drawn.batch_size == (5, 2) and drawn["b", "c"].shape == (5, 2, 3)
+    assert spec.is_in(drawn) and not spec.is_in(TensorDict({"a": drawn["a"]}, batch_size=[5, 2]))
+
+
+def test_a_composite_takes_nested_keys():
+    spec = Composite()
+    spec["a", "b"] = Categorical(2)
+    assert list(spec.leaves()) == [("a", "b")] and spec["a", "b"] == Categorical(2) and ("a", "b") in spec
+
+
+def test_a_composite_expands_all_its_entries():
+    spec = Composite(a=Unbounded((4,)), b=Composite(c=Categorical(2))).expand(3)
+    assert spec["a"].shape == (3, 4) and spec["b", "c"].shape == (3,) and spec["b"].shape == (3,)
+
+
+def test_a_composite_refuses_an_entry_without_its_batch_dimensions():
+    with pytest.raises(ValueError, match="expand it first"):
+        Composite(a=Unbounded((4,)), shape=(3,))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Categorical(0),
+        lambda: OneHot(3, shape=(4,)),
+        lambda: Bounded(1, -1, (2,)),
+        lambda: MultiCategorical([]),
+        lambda: Unbounded((3,)).expand(2, 4),
+        lambda: Unbounded((3,)).project(torch.zeros(4)),
+        lambda: Binary(),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(make):
+    with pytest.raises(ValueError):
+        make()

@@ -1,0 +1,352 @@
+"""Batches in and out: what is taken as it lies, what is made plain first, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from engram import _native
+from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.layout import RowLayout
+from engram.data.replay_buffers.utils import slots_tensor
+from native.support import DTYPES, codec, slots, store
+
+
+def values(dtype: torch.dtype, *shape: int) -> Tensor:
+    raw = torch.randint(0, 2 if dtype == torch.bool else 100, shape)
+    made = raw.to(dtype)
+    return made * (1 + 2j) if dtype.is_complex else made
+
+
+def kept(data: Any, batch_dims: int = 1, time_dim: int = 0, form: Any = None) -> Any:
+    """What a store gives back for a batch of one lane, through the layout of `form` or of the batch itself."""
+    layout = RowLayout.of(data if form is None else form, batch_dims)
+    plan = layout.plan(data, batch_dims, time_dim)
+    s = store(layout.payload_bytes, max(plan.steps, 1), strands=plan.strands, alignment=layout.alignment)
+    s.append(0, plan)
+    where = torch.arange(plan.steps * plan.strands)
+    if layout.plain:
+        return s.gather(layout.codec, where)[0]
+    arrays = layout.empty_arrays(len(where))
+    s.gather_into(layout.codec, where, arrays)
+    return layout.build(layout.tensors_of(arrays, (len(where),)), (len(where),))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def plain_td(n: int = 3) -> TensorDict:
+    inner = {"reward": torch.ones(n, 1), "done": torch.zeros(n, 1, dtype=torch.bool)}
+    return TensorDict({"a": torch.arange(n * 2.0).reshape(n, 2), "next": TensorDict(inner, [n])}, [n])
+
+
+class TestTensorsGoInAndOut:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_of_every_dtype(self, dtype: torch.dtype) -> None:
+        data = {"x": values(dtype, 5, 3), "y": values(dtype, 5)}
+        back = kept(data)
+        assert same(back["x"], data["x"]) and same(back["y"], data["y"])
+
+    @pytest.mark.usefixtures("without_exchange")
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_of_every_dtype_where_torch_lacks_the_exchange(self, dtype: torch.dtype) -> None:
+        data = {"x": values(dtype, 5, 3), "y": values(dtype, 5)}
+        layout = RowLayout.of(data, 1)
+        s = store(layout.payload_bytes, 5, alignment=layout.alignment)
+        made = slots_tensor(s.append(0, layout.plan(data, 1, 0)))
+        assert made.tolist() == [0, 1, 2, 3, 4]
+        arrays = layout.empty_arrays(5)
+        _, missing, unwritten, numbers = s.gather_into(layout.codec, made, arrays, numbers=True)
+        assert missing is None and unwritten is None and slots_tensor(numbers).tolist() == [0, 1, 2, 3, 4]
+        back = layout.build(layout.tensors_of(arrays, (5,)), (5,))
+        assert same(back["x"], data["x"]) and same(back["y"], data["y"])
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 31, 32, 33, 63, 64, 65, 1000])
+    @pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 100])
+    def test_of_every_size_in_every_number(self, size: int, n: int) -> None:
+        x = torch.randint(0, 255, (n, size), dtype=torch.uint8)
+        assert same(kept({"x": x, "y": x.flip(1)})["x"], x)
+
+    def test_strided_transposed_sliced_expanded_and_flipped(self) -> None:
+        base = torch.arange(240.0).reshape(4, 6, 10)
+        for x in (base[:, ::2], base.transpose(0, 2), base[1:, :, 3:7], base[:, :1].expand(4, 6, 10), base.flip(0),
+                  base[:, 0, 0], base.permute(2, 1, 0)[::3]):  # fmt: skip
+            assert same(kept({"x": x})["x"], x.contiguous())
+
+    def test_views_with_an_offset_into_their_memory(self) -> None:
+        x = torch.arange(20.0)[7:13]
+        assert same(kept({"x": x})["x"], x.clone())
+
+    def test_conjugates_negatives_and_their_parts(self) -> None:
+        z = torch.complex(torch.randn(4, 2), torch.randn(4, 2))
+        for x in (z.conj(), z.conj().imag, z.imag, z.real, -z.conj(), torch._neg_view(z)):
+            assert same(kept({"x": x})["x"], x.resolve_conj().resolve_neg().contiguous())
+
+    def test_gradients_are_left_behind(self) -> None:
+        x = torch.randn(4, 2, requires_grad=True)
+        for leaf in (x, x * 2, torch.nn.Parameter(torch.randn(4, 2))):
+            back = kept({"x": leaf})["x"]
+            assert not back.requires_grad and torch.equal(back, leaf.detach())
+
+    def test_tensors_of_zeros_without_memory(self) -> None:
+        x = torch._efficientzerotensor((4, 2))
+        assert same(kept({"x": x})["x"], torch.zeros(4, 2))
+
+    def test_leaves_and_batches_of_size_0(self) -> None:
+        back = kept({"x": torch.zeros(4, 0), "y": torch.ones(4), "z": torch.zeros(4, 0, 3)})
+        assert back["x"].shape == (4, 0) and back["z"].shape == (4, 0, 3) and same(back["y"], torch.ones(4))
+        assert kept({"x": torch.zeros(0, 3)})["x"].shape == (0, 3)
+
+    def test_tensordicts_keep_their_nested_batch_sizes(self) -> None:
+        td = TensorDict({"a": torch.ones(3, 2), "in": TensorDict({"b": torch.zeros(3, 4, 5)}, [3, 4])}, [3])
+        back = kept(td)
+        assert type(back) is TensorDict and back.batch_size == (3,) and back["in"].batch_size == (3, 4)
+        assert (back == td).all() and back.device == torch.device("cpu")
+
+    def test_lists_of_leaves(self) -> None:
+        data = [torch.ones(3, 2), torch.arange(3)]
+        back = kept(data)
+        assert isinstance(back, list) and same(back[0], data[0]) and same(back[1], data[1])
+
+
+class TestArraysAndNumbers:
+    @pytest.mark.parametrize("name", ["b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "e", "f", "d", "?", "F", "D"])
+    def test_numpy_arrays_of_every_kind(self, name: str) -> None:
+        x = np.arange(6).reshape(3, 2).astype(name)
+        assert np.array_equal(kept({"x": x})["x"].numpy(), x)
+
+    def test_strided_flipped_and_swapped_arrays(self) -> None:
+        base = np.arange(24.0).reshape(4, 6)
+        for x in (base[::-1], base[:, ::-1], base.T, base[::2, 1::2], base.astype(">f8"), np.asfortranarray(base)):
+            assert np.array_equal(kept({"x": x})["x"].numpy(), x.astype("=f8"))
+
+    def test_arrays_that_may_not_be_written(self) -> None:
+        x = np.arange(6.0).reshape(3, 2)
+        x.flags.writeable = False
+        assert np.array_equal(kept({"x": x})["x"].numpy(), x)
+
+    def test_numpy_scalars_and_python_numbers_are_steps(self) -> None:
+        form = {
+            "f": torch.tensor(0.0), "d": torch.tensor(0.0, dtype=torch.float64), "i": torch.tensor(0),
+            "s": torch.tensor(0, dtype=torch.int8), "b": torch.tensor(False), "u": torch.tensor(0, dtype=torch.uint8),
+        }  # fmt: skip
+        for data in (
+            {"f": 1.5, "d": 2, "i": -3, "s": 127, "b": True, "u": 255},
+            {"f": np.float32(1.5), "d": np.float64(2), "i": np.int64(-3), "s": np.int8(127), "b": np.bool_(True),
+             "u": np.uint8(255)},
+        ):  # fmt: skip
+            back = {k: v[0].item() for k, v in kept(data, 0, 0, form).items()}
+            assert back == {"f": 1.5, "d": 2.0, "i": -3, "s": 127, "b": True, "u": 255}
+
+    @pytest.mark.parametrize("bad", [128, -129, 1 << 70, True, 1.0, "1", None, 1j])
+    def test_numbers_that_do_not_fit_are_refused(self, bad: Any) -> None:
+        layout = RowLayout.of({"x": torch.tensor(0, dtype=torch.int8)}, 0)
+        with pytest.raises((ValueError, TypeError, OverflowError, RuntimeError)):
+            layout.plan({"x": bad}, 0, 0)
+
+    @pytest.mark.parametrize(
+        "bad", [np.array(["a", "b"]), np.array([None, 1]), np.array([1, 2], "M8[s]"), np.zeros(2, "f4,i4"), object()]
+    )
+    def test_what_no_tensor_holds_is_refused_by_name(self, bad: Any) -> None:
+        with pytest.raises(TypeError, match="'x'"):
+            RowLayout.of({"x": bad}, 1)
+
+
+class TestRefusals:
+    def test_exotic_tensors_are_refused_by_name(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        layout = RowLayout.of({"x": torch.zeros(4, 2)}, 1)
+        with FakeTensorMode():
+            fake = torch.zeros(4, 2)
+        freed = torch.zeros(4, 2)
+        freed.untyped_storage().resize_(0)
+        for bad in (
+            torch.zeros(4, 2, device="meta"), torch.zeros(4, 2).to_sparse(), fake, freed,
+            torch.quantize_per_tensor(torch.zeros(4, 2), 0.1, 0, torch.quint8),
+        ):  # fmt: skip
+            with pytest.raises(TypeError, match="'x'"):
+                layout.plan({"x": bad}, 1, 0)
+
+    def test_tensors_inside_vmap_and_grad_are_refused_by_name(self) -> None:
+        layout = RowLayout.of({"x": torch.zeros(4, 2)}, 1)
+
+        def use(x: Tensor) -> Tensor:
+            layout.plan({"x": x}, 1, 0)
+            return x.sum()
+
+        with pytest.raises(TypeError, match="functorch"):
+            torch.vmap(use)(torch.zeros(3, 4, 2))
+        with pytest.raises(TypeError, match="functorch"):
+            torch.func.grad(use)(torch.zeros(4, 2))
+
+    @pytest.mark.parametrize("change", [
+        lambda d: d.pop("a"), lambda d: d.update(c=torch.zeros(3)), lambda d: d.update(a=torch.zeros(3, 3)),
+        lambda d: d.update(a=torch.zeros(3, 2, dtype=torch.float64)), lambda d: d.update(a=torch.zeros(2, 2)),
+        lambda d: d.update(a=torch.zeros(3)), lambda d: d.update(a={"x": torch.zeros(3, 2)}),
+        lambda d: d.update(b=torch.zeros(3, 1)), lambda d: d.update(a=torch.zeros(3, 2, 1)),
+    ])  # fmt: skip
+    def test_other_keys_shapes_and_dtypes_are_refused_by_name(self, change: Any) -> None:
+        layout = RowLayout.of({"a": torch.zeros(3, 2), "b": torch.zeros(3)}, 1)
+        data = {"a": torch.zeros(3, 2), "b": torch.zeros(3)}
+        change(data)
+        assert layout.codec.check(data, 1, 0) is None
+        with pytest.raises(ValueError, match=r"'[abc]'"):
+            layout.plan(data, 1, 0)
+
+    def test_a_layout_of_a_tensordict_takes_no_dict_without_a_look(self) -> None:
+        layout = RowLayout.of(plain_td(), 1)
+        assert layout.codec.check(plain_td().to_dict(), 1, 0) is None
+        assert layout.codec.check(plain_td(), 1, 0).steps == 3
+        assert layout.codec.check(torch.zeros(3), 1, 0) is None
+        assert layout.codec.check(None, 1, 0) is None
+
+    def test_an_object_whose_class_cannot_be_told_is_refused(self) -> None:
+        class Liar:
+            @property
+            def __class__(self) -> type:  # type: ignore[override]
+                raise RuntimeError("no")
+
+        code, _ = codec((torch.float32, (2,)))
+        assert code.check_list([Liar()], 1, 0) is None
+
+    def test_an_object_that_empties_the_batch_while_it_is_looked_at(self) -> None:
+        data: dict[str, Any] = {}
+
+        class Emptier:
+            @property
+            def __class__(self) -> type:  # type: ignore[override]
+                data.clear()
+                return int
+
+        data.update(a=Emptier(), b=torch.zeros(3, 1 << 12))
+        layout = RowLayout.of({"a": torch.zeros(3, 1), "b": torch.zeros(3, 1 << 12)}, 1)
+        assert layout.codec.check(data, 1, 0) is None
+
+    @pytest.mark.parametrize("dims", [(-1, 0), (3, 0), (1, 1), (1, -2), (2, -1), (2, 2)])
+    def test_dimensions_that_do_not_exist_are_refused(self, dims: tuple[int, int]) -> None:
+        code, _ = codec((torch.float32, (2,)))
+        with pytest.raises(ValueError, match="batch_dims"):
+            code.check_list([torch.zeros(3, 2)], *dims)
+
+    @pytest.mark.parametrize("leaf", [
+        (2, 12, (2,), 0), (9, 32, (2,), 0), (2, 32, (-1,), 0), (2, 32, (1 << 50,), 0), (2, 32, (0, 1 << 50), 0),
+        (2, 32, (1 << 30, 1 << 30), 0), (2, 32, (2,), (1 << 64) - 4), (2, 32, (2,)),
+    ])  # fmt: skip
+    def test_leaves_that_no_row_holds_are_refused(self, leaf: tuple[Any, ...]) -> None:
+        with pytest.raises(ValueError):
+            _native.Codec([leaf], None, TensorDict, None, torch.Size, np.ndarray, np.generic)
+
+    @pytest.mark.parametrize("tree", [
+        ("leaf",), ("leaf", 1), ("leaf", 0), ("dict", (("a", ("leaf", 0)), ("b", ("leaf", 0)))), ("set", ()),
+        ("td", (("a", ("leaf", 0)), ("b", ("leaf", 1)))), ("dict", (("a",),)),
+    ])  # fmt: skip
+    def test_trees_that_do_not_name_each_leaf_once_are_refused(self, tree: tuple[Any, ...]) -> None:
+        leaves = [(2, 32, (), 0), (2, 32, (), 4)]
+        with pytest.raises(ValueError):
+            _native.Codec(leaves, tree, TensorDict, None, torch.Size, np.ndarray, np.generic)
+
+    def test_a_codec_that_does_not_fit_the_rows_reads_and_writes_nothing(self) -> None:
+        s = store(8, 4)
+        narrow, _ = codec((torch.float32, (2,)))
+        wide, _ = codec((torch.float32, (3,)))
+        s.append(0, narrow.check_list([torch.zeros(4, 2)], 1, 0))
+        with pytest.raises(ValueError, match="outside the row"):
+            s.append(0, wide.check_list([torch.zeros(4, 3)], 1, 0))
+        with pytest.raises(ValueError, match="does not fit"):
+            s.gather(wide, slots(0))
+        with pytest.raises(ValueError, match="does not fit"):
+            s.gather_into(wide, slots(0), [np.zeros((1, 3), np.float32)])
+
+
+class TestGatherInto:
+    def test_fills_arrays_that_exist(self) -> None:
+        code, width = codec((torch.float32, (2,)), (torch.uint8, ()))
+        s = store(width, 4)
+        s.append(0, code.check_list([torch.arange(8.0).reshape(4, 2), torch.arange(4, dtype=torch.uint8)], 1, 0))
+        out = [np.zeros((2, 2), np.float32), np.zeros(2, np.uint8)]
+        s.gather_into(code, np.array([3, 1]), out)
+        assert out[0].tolist() == [[6, 7], [2, 3]] and out[1].tolist() == [3, 1]
+
+    @pytest.mark.parametrize("out", [
+        [np.zeros((2, 3), np.float32)], [], [np.zeros((4, 2), np.float32)[::2]], [np.zeros((1, 2), np.float32)],
+        [np.zeros((2, 2, 2), np.float32)],
+    ])  # fmt: skip
+    def test_arrays_of_another_size_or_with_gaps_are_refused(self, out: list[Any]) -> None:
+        code, width = codec((torch.float32, (2,)))
+        s = store(width, 4)
+        s.append(0, code.check_list([torch.zeros(4, 2)], 1, 0))
+        with pytest.raises(ValueError):
+            s.gather_into(code, slots(0, 1), out)
+
+    def test_what_cannot_be_written_is_refused(self) -> None:
+        code, width = codec((torch.float32, (2,)))
+        s = store(width, 4)
+        for out in (bytes(16), object()):
+            with pytest.raises(TypeError, match="writable"):
+                s.gather_into(code, slots(0, 1), [out])
+
+
+class TestStrands:
+    def test_env_first_and_time_first_batches_hold_the_same_rows(self) -> None:
+        x = torch.arange(24).reshape(3, 4, 2)  # [envs, time, 2]
+        code, width = codec((torch.int64, (2,)))
+        for data, time_dim in ((x, 1), (x.transpose(0, 1), 0), (x.transpose(0, 1).contiguous(), 0)):
+            s = store(width, 4, strands=3)
+            assert s.append(0, code.check_list([data], 2, time_dim)).tolist() == [0, 1, 2, 3]
+            rows = s.gather(code, torch.arange(12))[0][0]
+            assert torch.equal(rows.reshape(4, 3, 2), x.transpose(0, 1))
+
+    def test_one_step_of_all_envs(self) -> None:
+        code, width = codec((torch.int64, ()))
+        s = store(width, 4, strands=3)
+        for t in range(3):
+            s.append(0, code.check_list([torch.arange(3) + 10 * t], 1, -1))
+        assert s.gather(code, torch.arange(9))[0][0].tolist() == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+
+    def test_another_number_of_envs_is_refused(self) -> None:
+        code, width = codec((torch.int64, ()))
+        s = store(width, 4, strands=3)
+        with pytest.raises(ValueError, match="strands"):
+            s.append(0, code.check_list([torch.zeros(2, 4, dtype=torch.int64)], 2, 1))
+        assert s.rows() == 0
+
+
+@pytest.mark.usefixtures("without_exchange")
+class TestWithoutTheExchange:
+    def test_drawing_generations_and_edits_take_tensors_too(self) -> None:
+        layout = RowLayout.of({"x": torch.zeros(3, 2)}, 1)
+        s = store(layout.payload_bytes, 4)
+        s.append(0, layout.plan({"x": torch.ones(3, 2)}, 1, 0))
+        lanes = Lanes(s)
+        drawn = lanes.uniform(torch.tensor([5]), 100)
+        assert drawn is not None and set(drawn.tolist()) == {0, 1, 2}
+        assert lanes.generations(torch.arange(4)).tolist() == [0, 1, 2, -1]
+        s.overwrite(slots(1), layout.plan({"x": torch.zeros(1, 2)}, 1, 0))
+        assert slots_tensor(s.uniform(torch.tensor([5]), 0)).tolist() == []
+
+    def test_gather_says_what_to_use(self) -> None:
+        code, width = codec((torch.float32, (2,)))
+        with pytest.raises(TypeError, match="gather_into"):
+            store(width, 4).gather(code, slots(0))
+
+    def test_tensors_are_no_plain_batch(self) -> None:
+        code, _ = codec((torch.float32, (2,)))
+        assert code.check_list([torch.zeros(3, 2)], 1, 0) is None
+        assert code.check_list([np.zeros((3, 2), np.float64)], 1, 0, raw=True) is None
+        assert code.check_list([np.zeros((3, 2), np.int32)], 1, 0, raw=True).steps == 3
+        assert code.check_list([np.zeros((3, 2), "V33")], 1, 0, raw=True) is None
+
+
+def test_a_capsule_of_something_else_is_refused() -> None:
+    import datetime
+
+    with pytest.raises(ValueError, match="PyCapsule"):
+        _native.use_torch(Tensor, datetime.datetime_CAPI)
+    _native.use_torch(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None))
