@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
-from contracts.steps import env_steps, numbers, steps
 
+from contracts.steps import env_steps, numbers, steps
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 
 
@@ -51,7 +51,10 @@ class SamplerContract:
         def draw(global_seed):
             torch.manual_seed(global_seed)
             rb = ReplayBuffer(
-                storage=LazyTensorStorage(50), sampler=self.make(), generator=torch.Generator().manual_seed(5), batch_size=4
+                storage=LazyTensorStorage(50),
+                sampler=self.make(),
+                generator=torch.Generator().manual_seed(5),
+                batch_size=4,
             )
             rb.extend(torch.arange(50))
             before = torch.get_rng_state()

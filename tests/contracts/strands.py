@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from contracts.steps import env_steps, numbers, of_numbers, state_of
 
+from contracts.steps import env_steps, numbers, of_numbers, state_of
 from engram.data import ReplayBuffer, SamplerWithoutReplacement, TensorDictReplayBuffer
 
 
@@ -33,7 +33,15 @@ class StrandsContract:
     def test_reading_gives_environments_by_time(self, rb):
         rb.extend(env_steps(3, 0, 8))
         whole = np.array([[1000 * e + t for t in range(8)] for e in range(3)])
-        for index in (slice(None), slice(2, 5), [1, 3], [], torch.tensor([0, -1]), torch.tensor([True, False] * 4), range(2)):
+        for index in (
+            slice(None),
+            slice(2, 5),
+            [1, 3],
+            [],
+            torch.tensor([0, -1]),
+            torch.tensor([True, False] * 4),
+            range(2),
+        ):
             where = np.asarray(index) if isinstance(index, list | range) else index
             where = where.numpy() if isinstance(where, torch.Tensor) else where
             expected = whole[:, where.astype(int) if isinstance(where, np.ndarray) and not where.size else where]

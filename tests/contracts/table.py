@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 import torch
-from contracts.steps import numbers, steps
-from contracts.storage import StorageContract
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from contracts.steps import numbers, steps
+from contracts.storage import StorageContract
 from engram.data import ReplayBuffer
 
 
@@ -123,7 +123,7 @@ class TableContract(StorageContract):
 
     def test_leaves_of_different_lengths_are_refused(self, rb):
         rb.extend(dict(steps(0, 5).exclude("next", "done").items()))
-        with pytest.raises(ValueError, match="'obs'.*4.*3"):
+        with pytest.raises(ValueError, match=r"'obs'.*4.*3"):
             rb.extend({"n": torch.arange(3), "obs": torch.zeros(4, 3)})
         assert len(rb) == 5
 
@@ -149,7 +149,7 @@ class TableContract(StorageContract):
 
     def test_a_number_that_its_leaf_cannot_hold_is_refused(self, rb):
         rb.extend({"a": torch.zeros(2, dtype=torch.int8), "d": torch.zeros(2, dtype=torch.bool)})
-        with pytest.raises(ValueError, match="'a'.*300"):
+        with pytest.raises(ValueError, match=r"'a'.*300"):
             rb.add({"a": 300, "d": True})
         with pytest.raises(ValueError, match="'d'"):
             rb.add({"a": 1, "d": 2})

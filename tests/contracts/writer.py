@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contracts.steps import numbers, steps
 
+from contracts.steps import numbers, steps
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
 
 

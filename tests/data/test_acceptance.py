@@ -1,8 +1,8 @@
 """The acceptance scenario, from the buffer's side: three environments, checkpoints after every batch into a twin."""
 
 import torch
-from contracts.steps import env_steps, numbers, state_of
 
+from contracts.steps import env_steps, numbers, state_of
 from engram.data import LazyMemmapStorage, ReplayBuffer, SamplerWithoutReplacement, TensorDictReplayBuffer
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contracts.steps import numbers, state_of, steps
 from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 
+from contracts.steps import numbers, state_of, steps
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -64,7 +64,7 @@ def assert_same(found: Any, expected: Any) -> None:
     elif isinstance(expected, dict | TensorDict):
         assert type(found) is type(expected) and list(found.keys()) == list(expected.keys())
         assert getattr(found, "batch_size", None) == getattr(expected, "batch_size", None)
-        for key in expected.keys():  # noqa: SIM118 -- a TensorDict iterates over rows
+        for key in expected.keys():
             assert_same(found[key], expected[key])
     elif isinstance(expected, tuple | list):
         assert type(found) is type(expected) and len(found) == len(expected)
@@ -139,7 +139,7 @@ def test_constants_that_are_no_tensors_live_in_the_layout(storage, tmp_path):
     rb.add(data(1)[0])
     assert rb[:]["env"] == "hi" and rb[0]["env"] == "hi" and rb.sample()["env"] == "hi"
     rb.extend(torch.stack([data(1)[0], data(1)[0]]))
-    with pytest.raises(ValueError, match="'env' is the constant 'hi'.*'ho'"):
+    with pytest.raises(ValueError, match=r"'env' is the constant 'hi'.*'ho'"):
         rb.extend(data(2, "ho"))
     with pytest.raises(ValueError, match="'env' is missing"):
         rb.extend(data(2).exclude("env"))
@@ -155,7 +155,7 @@ def test_values_that_are_neither_tensors_nor_constants_name_the_leaf_and_the_lis
     thing = TensorDict({"x": torch.arange(2), "env": NonTensorData(object(), batch_size=[2])}, [2])
     for data in (varying, thing, {"x": torch.arange(2), "env": "text"}, {"x": torch.arange(2), "env": None}):
         storage_ = storage(10)
-        with pytest.raises(TypeError, match="'env'.*ListStorage"):
+        with pytest.raises(TypeError, match=r"'env'.*ListStorage"):
             ReplayBuffer(storage=storage_).extend(data)
         assert storage_.lanes is None
 
@@ -306,7 +306,7 @@ def test_no_batch_size_anywhere_says_where_to_give_one():
 def test_a_conflict_of_batch_sizes_warns_and_the_call_wins(prefetch):
     rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=3, prefetch=prefetch)
     rb.extend(torch.arange(5))
-    with pytest.warns(UserWarning, match="batch_size=4.*batch_size=3; 4 is used") as caught:
+    with pytest.warns(UserWarning, match=r"batch_size=4.*batch_size=3; 4 is used") as caught:
         assert len(rb.sample(4)) == 4
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -342,7 +342,7 @@ def test_iterating_without_replacement_is_an_epoch(prefetch):
     rb.extend(torch.arange(10))
     for _ in range(4):
         batches = [b.tolist() for b in rb]
-        assert [len(b) for b in batches] == [4, 4, 2] and sorted(sum(batches, [])) == list(range(10))
+        assert [len(b) for b in batches] == [4, 4, 2] and sorted(n for b in batches for n in b) == list(range(10))
 
 
 def test_next_is_a_sample():
@@ -440,7 +440,9 @@ def test_shared_makes_a_lazy_storage_shared():
 
 
 def test_a_buffer_prints_its_parts():
-    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=3, transform=Shift())
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=3, transform=Shift()
+    )
     text = repr(rb)
     for word in ("ReplayBuffer(", "LazyTensorStorage(max_size=10", "SamplerWithoutReplacement(", "RoundRobinWriter(",
                  "batch_size=3", "Compose(Shift())", "collate_fn=None"):  # fmt: skip
@@ -466,16 +468,18 @@ def test_a_sampler_of_ones_own_needs_one_method():
 
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda c: c.__name__)
 def test_a_sampler_that_returns_what_is_not_there_is_an_error(storage):
+    at = [0]
+
     class Beyond(RandomSampler):
         def sample(self, storage, batch_size):
-            return torch.tensor([at] * batch_size), {}
+            return torch.tensor([at[0]] * batch_size), {}
 
     rb = ReplayBuffer(storage=storage(10), sampler=Beyond(), batch_size=2)
     rb.extend(torch.arange(5))
-    for at in (10, -1, 2**40):
+    for at[0] in (10, -1, 2**40):
         with pytest.raises(IndexError):
             rb.sample()
-    at = 7
+    at[0] = 7
     with pytest.raises((IndexError, RuntimeError)):
         rb.sample()
 

@@ -166,7 +166,9 @@ def test_a_batch_that_a_writer_overtook_is_drawn_again_and_nobody_waits_for_ever
 
         monkeypatch.setattr(storage, "read", read_torn)
         done = []
-        thread = threading.Thread(target=lambda rb=rb, done=done: done.extend(rb.sample().tolist() for _ in range(5)), daemon=True)
+        thread = threading.Thread(
+            target=lambda rb=rb, done=done: done.extend(rb.sample().tolist() for _ in range(5)), daemon=True
+        )
         thread.start()
         thread.join(20)
         assert len(done) == 5, "the caller and its thread wait for each other"
@@ -279,7 +281,8 @@ def test_the_interpreter_exits_while_batches_are_prepared(end):
     code = f"""
         import sys, threading, time, torch
         from engram.data import LazyTensorStorage, ReplayBuffer
-        rb = ReplayBuffer(storage=LazyTensorStorage(1000), prefetch=4, batch_size=8, transform=lambda x: time.sleep(0.05) or x)
+        slow = lambda x: time.sleep(0.05) or x
+        rb = ReplayBuffer(storage=LazyTensorStorage(1000), prefetch=4, batch_size=8, transform=slow)
         rb.extend(torch.arange(1000))
         for _ in range(3):
             rb.sample()

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts.steps import numbers, of_numbers
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from contracts.steps import numbers, of_numbers
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -63,7 +70,9 @@ class BufferMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
         self.folders = 0
 
-    @initialize(data=st.data(), capacity=st.integers(1, 11), sampler=st.sampled_from(["random", "epoch", "last dropped"]))
+    @initialize(
+        data=st.data(), capacity=st.integers(1, 11), sampler=st.sampled_from(["random", "epoch", "last dropped"])
+    )
     def start(self, data, capacity, sampler):
         self.kind = data.draw(st.sampled_from(self.storages))
         self.buffer = data.draw(st.sampled_from([ReplayBuffer, TensorDictReplayBuffer]))
@@ -135,7 +144,9 @@ class BufferMachine(RuleBasedStateMachine):
         data = self.batch(columns)
         index = self.rb.add(data[:, 0] if self.envs else data[0])
         (where,) = self.oracle.write(columns)
-        assert (index.tolist() if self.envs else index) == ([[where, e] for e in range(self.columns)] if self.envs else where)
+        assert (index.tolist() if self.envs else index) == (
+            [[where, e] for e in range(self.columns)] if self.envs else where
+        )
 
     @precondition(lambda self: self.oracle.stored())
     @rule(data=st.data())

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from contracts.steps import numbers, steps
 from tensordict import TensorDict
 
+from contracts.steps import numbers, steps
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 from engram.data import TensorDictRoundRobinWriter as Writer
 
@@ -32,7 +32,9 @@ def test_samples_carry_generations_on_request(storage, prefetch):
     for _ in range(5):
         batch, info = rb.sample(return_info=True)
         assert batch["generation"].tolist() == numbers(batch) == info["generation"].tolist()
-    applied = rb.update_if_present(batch["index"].unique(), batch["generation"].unique() * 0 - 1, steps(0, 6)[: len(batch["index"].unique())])
+    applied = rb.update_if_present(
+        batch["index"].unique(), batch["generation"].unique() * 0 - 1, steps(0, 6)[: len(batch["index"].unique())]
+    )
     assert not applied.any()
 
 

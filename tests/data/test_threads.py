@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
-from contracts.steps import numbers, of_numbers
 
+from contracts.steps import numbers, of_numbers
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
 
 SECONDS = float(os.environ.get("ENGRAM_TEST_SECONDS", "1.5"))

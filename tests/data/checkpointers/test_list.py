@@ -63,7 +63,7 @@ def test_tensordicts_come_back_with_batch_size_names_and_nesting(tmp_path):
     loaded = round_trip(tmp_path, item)
     assert type(loaded) is TensorDict
     assert loaded.batch_size == item.batch_size and loaded.names == ["time"] and loaded.device is None
-    assert loaded["inner"].batch_size == inner.batch_size and "empty" in loaded.keys()  # noqa: SIM118
+    assert loaded["inner"].batch_size == inner.batch_size and "empty" in loaded.keys()
     assert (loaded == item).all()
 
 

@@ -6,11 +6,18 @@ from itertools import permutations
 
 import pytest
 import torch
+
 from contracts.sampler import SamplerContract
 from contracts.steps import env_steps, numbers, steps
-
 from engram import _native
-from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+)
 
 
 class TestRandomSampler(SamplerContract):
@@ -53,7 +60,9 @@ def assert_uniform(drawn, cells):
 
 def filled(path, lanes=1, ndim=1, writes=(30,), capacity=40, lists=False):
     if lanes > 1:  # each object of a store takes a lane of its own, as another process would
-        rbs = [ReplayBuffer(storage=LazyMemmapStorage(capacity * lanes, path, existsok=True, lanes=lanes)) for _ in writes]
+        rbs = [
+            ReplayBuffer(storage=LazyMemmapStorage(capacity * lanes, path, existsok=True, lanes=lanes)) for _ in writes
+        ]
         for k, (rb, n) in enumerate(zip(rbs, writes, strict=True)):
             rb.extend(steps(1000 * k, 1000 * k + n))
         return rbs[0]

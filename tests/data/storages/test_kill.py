@@ -13,8 +13,8 @@ import time
 
 import pytest
 import torch
-from contracts.steps import numbers, of_numbers, state_of, steps
 
+from contracts.steps import numbers, of_numbers, state_of, steps
 from engram.data import LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
 

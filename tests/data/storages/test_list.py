@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from contracts.steps import numbers, steps
-from contracts.storage import StorageContract
 from tensordict import TensorDict
 
+from contracts.steps import numbers, steps
+from contracts.storage import StorageContract
 from engram.data import ListStorage, ReplayBuffer
 
 
@@ -72,12 +72,12 @@ def test_a_dict_a_tuple_and_arrays_are_split_into_items():
 def test_parts_of_different_lengths_are_refused():
     rb = ReplayBuffer(storage=ListStorage(10))
     for data in ({"a": torch.arange(3), "b": torch.arange(4)}, (torch.arange(3), torch.arange(4))):
-        with pytest.raises(ValueError, match="3.*4"):
+        with pytest.raises(ValueError, match=r"3.*4"):
             rb.extend(data)
     for nothing in ([], torch.zeros(0), {"a": torch.zeros(0)}):
         with pytest.raises(ValueError, match="nothing to add"):
             rb.extend(nothing)
-    with pytest.raises(TypeError, match="int.*add"):
+    with pytest.raises(TypeError, match=r"int.*add"):
         rb.extend(3)
     assert len(rb) == 0
 

@@ -5,9 +5,9 @@ import os
 
 import pytest
 import torch
+
 from contracts.steps import env_steps, numbers, state_of, steps
 from contracts.table import TableContract
-
 from engram.data import LazyMemmapStorage, ReplayBuffer, SamplerWithoutReplacement
 from engram.errors import StorageError, StorageInUseError
 
@@ -74,7 +74,9 @@ def test_an_existing_store_is_never_overwritten_by_accident(tmp_path):
     assert numbers(rb[:]) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("settings, said", [({"max_size": 20}, "20"), ({"ndim": 2}, "ndim=2"), ({"lanes": 2}, "lanes=2")])
+@pytest.mark.parametrize(
+    "settings, said", [({"max_size": 20}, "20"), ({"ndim": 2}, "ndim=2"), ({"lanes": 2}, "lanes=2")]
+)
 def test_a_store_of_other_settings_is_not_opened(tmp_path, settings, said):
     rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
     rb.extend(steps(0, 3))
@@ -133,7 +135,9 @@ def test_a_second_object_in_the_same_process_sees_the_same_rows(tmp_path):
 
 
 def test_a_buffer_that_is_dropped_gives_its_store_back_at_once(tmp_path):
-    rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path), sampler=SamplerWithoutReplacement(), prefetch=2)
+    rb = ReplayBuffer(
+        storage=LazyMemmapStorage(10, scratch_dir=tmp_path), sampler=SamplerWithoutReplacement(), prefetch=2
+    )
     rb.extend(steps(0, 3))
     rb.sample(2)
     del rb

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
+
 from contracts.children import Child, Signal
 from contracts.steps import env_steps, numbers, steps
-
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -64,7 +64,7 @@ def test_one_writer_more_than_lanes_is_an_error_that_says_so(make):
     rb = make(2)
     rb.extend(steps(0, 3))
     done, go = Signal(), Signal()
-    child = Child(lambda: (rb.extend(steps(10, 13)), done.send(), go.wait()) and None)
+    child = Child(lambda: [rb.extend(steps(10, 13)).tolist(), done.send(), go.wait()])
     done.wait()
     with pytest.raises(NoFreeLaneError, match=r"all 2 lanes.*lanes=3.*release\(\)"):
         Child(lambda: rb.extend(steps(20, 23)).tolist()).result()
@@ -82,7 +82,7 @@ def test_what_needs_the_store_alone_is_refused_while_another_has_it_open(make, t
     rb.extend(steps(0, 10))
     rb.dumps(tmp_path / "saved")
     done, go = Signal(), Signal()
-    child = Child(lambda: (numbers(rb[:]), done.send(), go.wait()) and None)  # it only reads
+    child = Child(lambda: [numbers(rb[:]), done.send(), go.wait()])  # it only reads
     done.wait()
     before = numbers(rb[:])
     for what in (
@@ -174,9 +174,10 @@ def test_a_live_view_keeps_no_lock(tmp_path):
 def test_private_memory_is_a_childs_own_copy():
     rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
     rb.extend(steps(0, 5))
-    assert Child(lambda: (rb.extend(steps(5, 7)), rb.empty(), rb.extend(steps(50, 53)), numbers(rb[:]))[-1]).result() == [
-        50, 51, 52,
-    ]  # fmt: skip
+    child = Child(
+        lambda: [rb.extend(steps(5, 7)).tolist(), rb.empty(), rb.extend(steps(50, 53)).tolist(), numbers(rb[:])]
+    )
+    assert child.result()[-1] == [50, 51, 52]
     assert numbers(rb[:]) == [0, 1, 2, 3, 4]
 
 

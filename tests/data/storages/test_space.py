@@ -7,8 +7,8 @@ import textwrap
 
 import pytest
 import torch
-from contracts.steps import steps
 
+from contracts.steps import steps
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.data.replay_buffers import files, utils
 from engram.errors import StorageError
@@ -38,7 +38,9 @@ def test_a_full_disk_is_an_error_with_the_numbers_at_the_first_write(small_disk)
     storage = LazyMemmapStorage(100_000, scratch_dir=small_disk / "a" / "b")
     rb = ReplayBuffer(storage=storage)
     for write in (lambda: rb.extend(steps(0, 5)), lambda: rb.add(steps(0, 1)[0])):
-        with pytest.raises(StorageError, match=r"not enough disk space: .* needs [\d.]+ MB, .* has [\d.]+ (MB|KB) free"):
+        with pytest.raises(
+            StorageError, match=r"not enough disk space: .* needs [\d.]+ MB, .* has [\d.]+ (MB|KB) free"
+        ):
             write()
     assert free(small_disk) == before and list(small_disk.iterdir()) == []
     assert len(rb) == 0 and storage.lanes is None
@@ -83,7 +85,9 @@ def test_tmpdir_is_honoured_and_a_full_one_is_no_signal(small_disk):
             print("refused", error)
     """
     env = {**os.environ, "TMPDIR": str(small_disk)}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0 and str(small_disk) in done.stdout, done.stderr
     assert list(small_disk.iterdir()) == []
 
@@ -163,7 +167,9 @@ def test_a_real_control_group_limits_a_real_process(tmp_path):
             print("refused", error)
     """
     try:
-        done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200
+        )
     finally:
         os.rmdir(group)
     assert done.returncode == 0 and "refused not enough memory" in done.stdout, done.stderr

@@ -1,9 +1,9 @@
 """Storages of several environments."""
 
 import torch
+
 from contracts.steps import numbers, of_numbers
 from contracts.strands import StrandsContract
-
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
 
 

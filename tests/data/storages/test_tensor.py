@@ -6,10 +6,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from contracts.steps import numbers, steps
-from contracts.table import TableContract
 from tensordict import TensorDict
 
+from contracts.steps import numbers, steps
+from contracts.table import TableContract
 from engram.data import LazyTensorStorage, ReplayBuffer, TensorStorage
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from contracts.steps import env_steps, numbers, steps
-from contracts.writer import WriterContract
 from tensordict import TensorDict, tensorclass
 
+from contracts.steps import env_steps, numbers, steps
+from contracts.writer import WriterContract
 from engram.data import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -74,7 +74,9 @@ def test_data_without_keys_have_no_place_for_an_index():
         with pytest.raises(TypeError, match="RoundRobinWriter"):
             rb.extend(data)
         assert rb.storage.lanes is None
-        assert TensorDictReplayBuffer(storage=LazyTensorStorage(5), writer=RoundRobinWriter()).extend(data).shape == (3,)
+        assert TensorDictReplayBuffer(storage=LazyTensorStorage(5), writer=RoundRobinWriter()).extend(data).shape == (
+            3,
+        )
 
 
 @tensorclass

@@ -19,11 +19,11 @@ from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.reading import Reader, stack_items
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.samplers.uniform import RandomSampler
+from engram.data.replay_buffers.stacking import chosen, stack_rows, swap_dims
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage
-from engram.data.replay_buffers.stacking import chosen, stack_rows, swap_dims
 from engram.data.replay_buffers.writers.base import Writer
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter
 from engram.transforms.compose import Compose
@@ -86,7 +86,9 @@ class ReplayBuffer:
         self._generator = generator
         self._track_generations = track_generations
         self._pin_memory = pin_memory and torch.cuda.is_available()
-        self._transform = transform if isinstance(transform, Compose) else Compose(*([] if transform is None else [transform]))
+        self._transform = (
+            transform if isinstance(transform, Compose) else Compose(*([] if transform is None else [transform]))
+        )
         if prefetch is not None and prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more, got {prefetch}")
         self._prefetch = prefetch or 0
@@ -137,7 +139,7 @@ class ReplayBuffer:
             item = self._transform.inv(item)
         storage = self._storage
         with storage.mutex:
-            slots = self._writer.write(storage, item, True, -1)
+            slots: Any = self._writer.write(storage, item, True, -1)
         self._wrote(slots, item)
         if storage.ndim > 1:
             return torch.stack(tuple(storage.outward(slots)), -1)
@@ -157,11 +159,12 @@ class ReplayBuffer:
         if type(items) is list and not isinstance(storage, ListStorage):
             items = stack_rows(items, self._time_dim)
         with storage.mutex:
-            slots = self._writer.write(storage, items, False, self._time_dim)
+            slots: Any = self._writer.write(storage, items, False, self._time_dim)
         self._wrote(slots, items)
         if storage.ndim > 1:
             return torch.stack(tuple(storage.outward(slots)), -1)
-        return slots
+        made: Tensor = slots
+        return made
 
     def _wrote(self, slots: Tensor | int, items: Any) -> None:
         """After each write; for buffers that take more from the data than rows."""
@@ -275,7 +278,9 @@ class ReplayBuffer:
         items = self._transform.inv(items) if self._transform.transforms else items
         if self._storage.ndim > 1:
             if isinstance(index, tuple) and len(index) > 1:
-                raise IndexError("rb[...] = ... goes along time; use rb.storage[time, env] = ... for single environments")
+                raise IndexError(
+                    "rb[...] = ... goes along time; use rb.storage[time, env] = ... for single environments"
+                )
             if not _is_int(index):
                 items = swap_dims(items, self._time_dim, to_time=False)
         elif type(items) is list and not isinstance(self._storage, ListStorage):

@@ -72,7 +72,10 @@ class ColumnTable:
             flat[where] = leaf
 
     def read(
-        self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
+        self,
+        slots: Tensor,
+        shape: tuple[int, ...] | None = None,
+        extra: dict[str, Any] | None = None,
         numbers: bool = False,
     ) -> tuple[Any, list[int] | None, list[int] | None, Tensor | None]:
         """As `RowTable.read`; nothing is ever overwritten meanwhile."""

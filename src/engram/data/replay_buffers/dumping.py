@@ -30,7 +30,9 @@ def load(buffer: ReplayBuffer, path: Path, snapshot: str | None, parts: tuple[st
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
     with open_snapshot(path, snapshot) as saved:
-        wanted: dict[str, Any] = {name: saved.components[name] for name in ("sampler", "writer", "generator") if name in parts}
+        wanted: dict[str, Any] = {
+            name: saved.components[name] for name in ("sampler", "writer", "generator") if name in parts
+        }
         said = _differences(buffer, wanted)
         storage = buffer.storage
         if "storage" in parts:

@@ -52,7 +52,8 @@ def refuse_if_memory_is_short(size: StoreSize) -> None:
     if free is not None and size.total_bytes > free:
         raise StorageError(
             f"not enough memory: the storage needs {human_bytes(size.total_bytes)}, {human_bytes(free)} are free. "
-            f"Use a smaller max_size or LazyMemmapStorage, which keeps its rows in a file. It would hold {size.describe()}"
+            "Use a smaller max_size or LazyMemmapStorage, which keeps its rows in a file. "
+            f"It would hold {size.describe()}"
         )
 
 
@@ -94,8 +95,8 @@ def reserve(fd: int, size: StoreSize, folder: str | os.PathLike[str]) -> None:
 def _disk_full(size: StoreSize, folder: Any, available: int) -> StorageError:
     return StorageError(
         f"not enough disk space: the storage needs {human_bytes(size.total_bytes)}, {os.fspath(folder)} has "
-        f"{human_bytes(available)} free. Free some, use a smaller max_size, or another scratch_dir (TMPDIR for temporary "
-        f"files). It would hold {size.describe()}"
+        f"{human_bytes(available)} free. Free some, use a smaller max_size, or another scratch_dir (TMPDIR for "
+        f"temporary files). It would hold {size.describe()}"
     )
 
 

@@ -103,9 +103,10 @@ def _listed(index: Any) -> Tensor:
 
 
 def _check_written(store: _native.Store, slot: int) -> None:
-    if slot >= store.lanes * store.lane_capacity * store.strands or int(
-        slots_tensor(store.generations(torch.tensor([slot]).numpy()))[0]
-    ) < 0:
+    if (
+        slot >= store.lanes * store.lane_capacity * store.strands
+        or int(slots_tensor(store.generations(torch.tensor([slot]).numpy()))[0]) < 0
+    ):
         raise IndexError(f"index {slot} has not been written; {store.rows()} steps are stored")
 
 

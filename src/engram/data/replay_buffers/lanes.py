@@ -101,8 +101,8 @@ class Lanes:
                     return lane
         n = self.store.lanes
         raise NoFreeLaneError(
-            f"all {n} lane{'s' if n > 1 else ''} of this store have a writer; make the store with lanes={n + 1} or more, "
-            "or release() one of them"
+            f"all {n} lane{'s' if n > 1 else ''} of this store have a writer; make the store with lanes={n + 1} or "
+            "more, or release() one of them"
         )
 
     def _prepare(self, lane: int) -> None:

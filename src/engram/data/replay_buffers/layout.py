@@ -17,7 +17,6 @@ from engram.data.replay_buffers import trees
 from engram.data.replay_buffers.trees import Node, Path
 
 
-
 def _lazy_mask() -> int:
     """The bits of a dispatch key set that negative and conjugate views have and other tensors have not."""
     plain = torch.zeros(1, dtype=torch.complex64)
@@ -177,10 +176,7 @@ class RowLayout:
 
     def empty_arrays(self, n: int) -> list[Any]:
         """Room for n steps: one numpy array a leaf, of its size."""
-        return [
-            np.empty((n, *leaf.shape), dtype=_numpy_dtype(leaf.dtype))
-            for leaf in self.leaves
-        ]
+        return [np.empty((n, *leaf.shape), dtype=_numpy_dtype(leaf.dtype)) for leaf in self.leaves]
 
     def tensors_of(self, arrays: list[Any], lead: tuple[int, ...]) -> list[Tensor]:
         """Tensors over the arrays of `empty_arrays`."""
@@ -189,7 +185,9 @@ class RowLayout:
             for a, leaf in zip(arrays, self.leaves, strict=True)
         ]
 
-    def views(self, memory: Any, rows_offset: int, row_stride: int, lead: tuple[int, ...], steps: tuple[int, ...]) -> Any:
+    def views(
+        self, memory: Any, rows_offset: int, row_stride: int, lead: tuple[int, ...], steps: tuple[int, ...]
+    ) -> Any:
         """Live views of stored rows: leaf [*lead, ...] with a distance of `steps` rows along each of `lead`."""
         raw = torch.from_numpy(memory)
         leaves = []
@@ -218,7 +216,8 @@ class RowLayout:
         """Reads what `to_json` wrote; a ValueError where it is not that."""
         try:
             leaves = [
-                LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], tuple(int(d) for d in x["shape"])) for x in made["leaves"]
+                LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], tuple(int(d) for d in x["shape"]))
+                for x in made["leaves"]
             ]
             layout = cls(Node.from_json(made["root"]), leaves)
         except (KeyError, TypeError, AttributeError) as error:

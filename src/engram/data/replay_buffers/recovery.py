@@ -92,4 +92,3 @@ def open_session(folder: Path) -> Session:
     if not folder.is_dir():
         raise StorageError(f"there is no folder {folder}")
     return Session(folder)
-

@@ -14,6 +14,8 @@ from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import RowLayout
 from engram.data.replay_buffers.utils import slots_tensor
 
+_Read = tuple[Any, list[int] | None, list[int] | None, Tensor | None]
+
 
 class RowTable:
     """The bytes of the stored rows, and the way in and out of them."""
@@ -45,7 +47,7 @@ class RowTable:
 
         Returns time slots, int64 [steps]; of a single step without batch dimensions its slot.
         """
-        made = self._store.append(self._lanes.hold(), plan)
+        made: Any = self._store.append(self._lanes.hold(), plan)
         return made if type(made) in (Tensor, int) else slots_tensor(made)
 
     def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
@@ -53,9 +55,12 @@ class RowTable:
         self._store.overwrite(slots, plan)
 
     def read(
-        self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
+        self,
+        slots: Tensor,
+        shape: tuple[int, ...] | None = None,
+        extra: dict[str, Any] | None = None,
         numbers: bool = False,
-    ) -> tuple[Any, list[int] | None, list[int] | None, Tensor | None]:
+    ) -> _Read:
         """Copies rows out.
 
         Args:
@@ -71,16 +76,13 @@ class RowTable:
         if self._lanes.asleep:
             self._lanes.wake()
         if self._fast:
-            return self._store.gather(self._codec, slots, shape, extra, self._mapped, numbers)  # type: ignore[no-any-return]
+            return self._store.gather(self._codec, slots, shape, extra, self._mapped, numbers)
         return self._read_slowly(slots, (len(slots),) if shape is None else shape, extra, numbers)
 
-    def _read_slowly(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, numbers: bool) -> Any:
+    def _read_slowly(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, numbers: bool) -> _Read:
         if _native.has_exchange():
             leaves, gone, absent, found = self._store.gather(self._codec, slots, shape, None, self._mapped, numbers)
-            if isinstance(leaves, list):
-                batch = self.layout.build(leaves, shape)
-            else:
-                batch = leaves
+            batch = self.layout.build(leaves, shape) if isinstance(leaves, list) else leaves
         else:
             arrays = self.layout.empty_arrays(len(slots))
             where = slots.numpy()

@@ -46,7 +46,9 @@ class Node:
     def from_json(cls, made: dict[str, Any]) -> Node:
         kind = made["kind"]
         if kind not in ("leaf", "td", "dict", "list", "tuple", "constant"):
-            raise ValueError(f"a layout has nodes of the kinds leaf, td, dict, list, tuple and constant; found {kind!r}")
+            raise ValueError(
+                f"a layout has nodes of the kinds leaf, td, dict, list, tuple and constant; found {kind!r}"
+            )
         return cls(
             kind,
             leaf=int(made.get("leaf", -1)),
@@ -169,7 +171,9 @@ def _flatten(node: Node, obj: Any, path: Path, out: list[Any]) -> None:
     else:
         wanted = list if node.kind == "list" else tuple
         if not isinstance(obj, wanted) or len(obj) != len(node.children):
-            raise ValueError(f"{show(path)} is a {node.kind} of {len(node.children)} in this storage, found {obj!r:.80}")
+            raise ValueError(
+                f"{show(path)} is a {node.kind} of {len(node.children)} in this storage, found {obj!r:.80}"
+            )
         for i, child in enumerate(node.children):
             _flatten(child, obj[i], (*path, i), out)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-
 from engram import _native
 from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler
 from engram.data.replay_buffers.utils import slots_tensor
@@ -64,8 +63,8 @@ class SamplerWithoutReplacement(Sampler):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         if self.drop_last and batch_size > len(lanes):
             raise ValueError(
-                f"batch_size={batch_size} is larger than the {len(lanes)} stored steps, and drop_last leaves out batches "
-                "that are not full; sample fewer"
+                f"batch_size={batch_size} is larger than the {len(lanes)} stored steps, and drop_last leaves out "
+                "batches that are not full; sample fewer"
             )
         for _ in range(100):  # an epoch can be over before it gave a row, when writers overwrite all of it
             self._begin_if_needed(lanes)
@@ -142,11 +141,11 @@ class SamplerWithoutReplacement(Sampler):
     def adopt(self, incarnation: int, shifts: list[int]) -> None:
         """After `loads`: the epoch goes on in a store that counts anew."""
         if self._epoch is not None:
-            ranges = [[first - shift, rows] for (first, rows), shift in zip(self._epoch["ranges"], shifts, strict=False)]
+            ranges = [
+                [first - shift, rows] for (first, rows), shift in zip(self._epoch["ranges"], shifts, strict=False)
+            ]
             self._epoch = {**self._epoch, "incarnation": incarnation, "ranges": ranges}
             self._walk = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
-
-

@@ -116,7 +116,10 @@ class Storage(abc.ABC):
     # ---- the read path ----
     @abc.abstractmethod
     def read(
-        self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
+        self,
+        slots: Tensor,
+        shape: tuple[int, ...] | None = None,
+        extra: dict[str, Any] | None = None,
         numbers: bool = False,
     ) -> Rows:
         """Copies the rows of slots (int64 [n]) out; `extra` entries are added at the root of the batch."""

@@ -90,7 +90,10 @@ class ListStorage(Storage):
         self.overwrite(selection.slots, rows, index_key)
 
     def read(
-        self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
+        self,
+        slots: Tensor,
+        shape: tuple[int, ...] | None = None,
+        extra: dict[str, Any] | None = None,
         numbers: bool = False,
     ) -> Rows:
         """The items themselves, as a list; `extra` is for batches and ignored."""
@@ -128,7 +131,11 @@ class ListStorage(Storage):
         """Counters as JSON."""
         lane = self._lanes.store.lane(0)
         kept = {k: lane[k] for k in ("published", "origin", "seams")}
-        return {"lane_capacity": self._max_size, "strands": 1, "lanes": [{**kept, "base": max(lane["base"], lane["first"])}]}
+        return {
+            "lane_capacity": self._max_size,
+            "strands": 1,
+            "lanes": [{**kept, "base": max(lane["base"], lane["first"])}],
+        }
 
     def check_restore(self, counters: dict[str, Any]) -> None:
         """A ValueError where the items do not fit."""
@@ -216,5 +223,3 @@ def _nbytes(item: Any) -> int:
     if isinstance(item, list | tuple):
         return sum(_nbytes(v) for v in item)
     return 0
-
-

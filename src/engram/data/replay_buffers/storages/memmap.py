@@ -144,7 +144,9 @@ class LazyMemmapStorage(TableStorage):
             if said:
                 assert lanes.locks is not None
                 lanes.locks.close()
-                raise StorageError(f"the store in {self.scratch_dir} has {'; '.join(said)}; LazyMemmapStorage.open takes it as it is")
+                raise StorageError(
+                    f"the store in {self.scratch_dir} has {'; '.join(said)}; LazyMemmapStorage.open takes it as it is"
+                )
         lanes.mutex = self.mutex
         self._lanes, self._table = lanes, table
         self._max_size = self._asked_size = lanes.capacity

@@ -21,7 +21,6 @@ from engram.data.replay_buffers.rows import RowTable, expand_slots
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage, flat
 from engram.data.replay_buffers.trees import Node
 
-
 _NO_STEPS = "nothing to add: the batch has no steps"
 
 
@@ -168,7 +167,7 @@ class TableStorage(Storage):
         times = self._lanes.next_slots(steps)
         if self.ndim == 1:
             return times
-        slots = expand_slots(times, self._lanes.strands)
+        slots: Any = expand_slots(times, self._lanes.strands)
         index = torch.stack(tuple(self.outward(slots)), -1).reshape(steps, self._lanes.strands, self.ndim)
         return index[0] if time_dim < 0 else index if time_dim == 0 else index.transpose(0, 1)
 
@@ -209,7 +208,10 @@ class TableStorage(Storage):
 
     # ---- reading ----
     def read(
-        self, slots: Tensor, shape: tuple[int, ...] | None = None, extra: dict[str, Any] | None = None,
+        self,
+        slots: Tensor,
+        shape: tuple[int, ...] | None = None,
+        extra: dict[str, Any] | None = None,
         numbers: bool = False,
     ) -> Rows:
         if self._table is None:
@@ -233,9 +235,7 @@ class TableStorage(Storage):
         if self._lanes is None:
             return {"lane_capacity": 0, "strands": 1, "lanes": []}
         kept = ("base", "published", "origin", "seams")
-        lanes = [
-            {**{k: s[k] for k in kept}, "base": max(s["base"], s["first"])} for s in self._lanes.states()
-        ]
+        lanes = [{**{k: s[k] for k in kept}, "base": max(s["base"], s["first"])} for s in self._lanes.states()]
         return {"lane_capacity": self._lanes.store.lane_capacity, "strands": self._lanes.strands, "lanes": lanes}
 
     def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
@@ -332,7 +332,9 @@ class TableStorage(Storage):
 def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
     """The layout with one more key at its root, which holds each row's own index."""
     kind, cls = layout.root.kind, layout.root.cls
-    if kind not in ("td", "dict", "class") or (cls is not None and key not in {field.name for field in dataclasses.fields(cls)}):
+    if kind not in ("td", "dict", "class") or (
+        cls is not None and key not in {field.name for field in dataclasses.fields(cls)}
+    ):
         found = "tensor" if kind == "leaf" else kind if cls is None else f"{cls.__name__} without such a field"
         raise TypeError(f"a {found} has no place for {key!r}; use RoundRobinWriter, which stores no index")
     root = layout.root.children[0] if layout.root.kind == "class" else layout.root

@@ -1,0 +1,40 @@
+"""Every example in a docstring runs."""
+
+import doctest
+import importlib
+import pkgutil
+
+import numpy as np
+import pytest
+import tensordict
+import torch
+
+import engram
+import engram.data
+
+MODULES = sorted(m.name for m in pkgutil.walk_packages(engram.__path__, "engram.") if not m.name.startswith("engram._"))
+
+
+def names() -> dict[str, object]:
+    """What examples may use without importing it."""
+    known = {name: getattr(engram.data, name) for name in engram.data.__all__}
+    transforms = importlib.import_module("engram.transforms")
+    known |= {name: getattr(transforms, name) for name in transforms.__all__}
+    return known | {"torch": torch, "np": np, "TensorDict": tensordict.TensorDict}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_examples_of_a_module_are_true(module):
+    torch.manual_seed(0)
+    found = importlib.import_module(module)
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    for test in finder.find(found, module, globs={**names(), **vars(found)}):
+        runner.run(test)
+    assert runner.summarize(verbose=False).failed == 0
+
+
+def test_there_are_examples():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    counts = {m: sum(len(t.examples) for t in finder.find(importlib.import_module(m), m)) for m in MODULES}
+    assert sum(counts.values()) > 40 and counts["engram.data.replay_buffers.buffer"] > 0

@@ -1,0 +1,127 @@
+"""Imports point down the list of the parts only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import engram
+
+ROOT = Path(engram.__file__).parent
+BUFFERS = "engram.data.replay_buffers"
+# From the top to the bottom: who stands on a line may import from its own line and from those below. A name stands for
+# the module and everything in it; the longest name that fits counts.
+LAYERS = [
+    ["engram", "engram.cli", "engram.distributed", "engram.testing"],
+    ["engram.collectors"],
+    ["engram.envs"],
+    ["engram.data", BUFFERS],  # the public names
+    [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.ensemble"],
+    [f"{BUFFERS}.prefetch", f"{BUFFERS}.dumping"],
+    [f"{BUFFERS}.reading"],
+    ["engram.transforms", "engram.data.postprocs", f"{BUFFERS}.stacking"],
+    [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
+    [f"{BUFFERS}.storages"],
+    [f"{BUFFERS}.checkpointers"],
+    ["engram.data.specs", f"{BUFFERS}.ted", f"{BUFFERS}.episodes"],
+    [f"{BUFFERS}.recovery", f"{BUFFERS}.rows", f"{BUFFERS}.columns"],
+    [f"{BUFFERS}.files", f"{BUFFERS}.lanes", f"{BUFFERS}.layout", f"{BUFFERS}.indexing"],
+    [f"{BUFFERS}.locks", f"{BUFFERS}.trees"],
+    [f"{BUFFERS}.utils"],
+    ["engram._native"],
+    ["engram.errors"],
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+# Optional packages, and the only file that imports each.
+ONE_FILE = {"h5py": "checkpointers/h5.py", "ray": "distributed"}
+
+
+def level_of(module: str) -> int | None:
+    parts = module.split(".")
+    for k in range(len(parts), 0, -1):
+        name = ".".join(parts[:k])
+        if name in LEVEL:
+            # An unknown part of a package stands nowhere.
+            return LEVEL[name] if k == len(parts) or name not in ("engram", "engram.data", BUFFERS) else None
+    return None
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for file in sorted(ROOT.rglob("*.py")):
+        name = ".".join(("engram", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        found[name] = file
+    return found
+
+
+def imports(file: Path) -> set[str]:
+    """Modules that a file imports, `if TYPE_CHECKING` apart."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.orelse:
+                visit(child)
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in MODULES or full == "engram._native" else str(node.module))
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(file.read_text()))
+    return found
+
+
+MODULES = modules()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module):
+    mine = level_of(module)
+    assert mine is not None, f"{module} has no place in LAYERS: give it one"
+    wrong = []
+    for name in imports(MODULES[module]):
+        if name.split(".")[0] != "engram" or name == "engram" or same_room(name, module):
+            continue  # anybody may ask for the version
+        level = level_of(name)
+        assert level is not None, f"{module} imports {name}, which has no place in LAYERS"
+        if level < mine:
+            wrong.append(name)
+    assert not wrong, f"{module} imports from above: {wrong}"
+
+
+def same_room(a: str, b: str) -> bool:
+    return level_of(a) == level_of(b)
+
+
+def test_modules_of_one_line_import_each_other_in_no_circle():
+    edges = {m: {n for n in imports(f) if n in MODULES and n != m} for m, f in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"a circle of imports: {' -> '.join((*path, module))}"
+        if module not in done:
+            for name in edges[module]:
+                visit(name, (*path, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("package", ONE_FILE)
+def test_an_optional_package_is_imported_by_one_file_only(package):
+    for module, file in MODULES.items():
+        if ONE_FILE[package] not in str(file):
+            assert package not in {name.split(".")[0] for name in imports(file)}, module
+
+
+def test_checkpointers_see_no_storage_class():
+    for module, file in MODULES.items():
+        if module.startswith(f"{BUFFERS}.checkpointers"):
+            assert not any("storages" in name or "rows" in name.split(".")[-1] for name in imports(file)), module

@@ -1,0 +1,70 @@
+"""The names that users import; this fails when one slips in or out."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+BUFFERS = {
+    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "RandomSampler", "ReplayBuffer",
+    "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "Storage", "TensorDictReplayBuffer",
+    "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
+}  # fmt: skip
+NAMES = {
+    "engram.data": BUFFERS,
+    "engram.data.replay_buffers": BUFFERS,
+    "engram.data.replay_buffers.samplers": {"RandomSampler", "Sampler", "SamplerWithoutReplacement"},
+    "engram.data.replay_buffers.writers": {
+        "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",
+    },
+    "engram.data.replay_buffers.storages": {
+        "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",
+    },
+    "engram.transforms": {"Compose", "Transform"},
+}  # fmt: skip
+ERRORS = {
+    "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError", "CorruptCheckpointError",
+}  # fmt: skip
+MEMBERS = {
+    "ReplayBuffer": {
+        "add", "append_transform", "batch_size", "dim_extend", "dump", "dumps", "empty", "extend", "generator",
+        "insert_transform", "load", "load_state_dict", "loads", "mark_update", "open", "register_load_hook",
+        "register_save_hook", "sample", "sampler", "save", "set_sampler", "set_storage", "set_writer", "state_dict",
+        "storage", "update_if_present", "update_priority", "write_count", "writer",
+    },
+    "LazyMemmapStorage": {
+        "attach", "checkpointer", "close", "dumps", "empty", "flush", "get", "load_state_dict", "loads", "max_size",
+        "nbytes", "open", "register_load_hook", "register_save_hook", "release", "set", "state_dict",
+        "_is_full", "_storage",
+    },
+    "RoundRobinWriter": {"_cursor", "load_state_dict", "state_dict"},
+    "RandomSampler": {"load_state_dict", "sample", "state_dict"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_a_module_offers_these_names_and_no_others(module):
+    found = importlib.import_module(module)
+    assert set(found.__all__) == NAMES[module] and list(found.__all__) == sorted(found.__all__)
+    for name in found.__all__:
+        assert getattr(found, name) is not None
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_class_offers_what_the_specification_names(name):
+    assert MEMBERS[name] <= set(dir(getattr(importlib.import_module("engram.data"), name)))
+
+
+def test_the_tree_of_errors_is_the_one_that_is_drawn():
+    errors = importlib.import_module("engram.errors")
+    assert {n for n, e in vars(errors).items() if isinstance(e, type)} == ERRORS
+    assert all(n in errors.__doc__ and issubclass(getattr(errors, n), errors.EngramError) for n in ERRORS)
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = (
+        "import sys, engram; print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'numpy', 'tensordict'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
