@@ -53,27 +53,34 @@ class Settings:
 
     seed: int = 0
     frames: int = 60_000  # the budget
-    kill_at: int = 5_000
+    kill_at: int = 5_500
     solved_at: float = 475.0
     capacity: int = 50_000
     frames_per_batch: int = 100
     batch_size: int = 128
     warm_up: int = 1_000  # frames before the first update
-    frames_per_update: int = 4
-    learning_rate: float = 2e-3
+    frames_per_update: int = 2
+    learning_rate: float = 1e-3
     gamma: float = 0.99
-    target_rate: float = 0.02  # how far the target network follows with each update
-    explore_for: int = 6_000  # frames in which epsilon falls from 1 to
+    reward_scale: float = 0.1
+    target_rate: float = 0.01
+    explore_for: int = 5_000  # frames in which epsilon falls from 1 to
     least_epsilon: float = 0.05
-    evaluate_every: int = 2_000
+    evaluate_every: int = 1_000
     evaluation_episodes: int = 20
+    save_every: int = 2_000
 
     def quick(self) -> Settings:
         """A run of seconds that learns nothing. Its small buffer has gone round when the kill comes."""
         return replace(
             self, frames=1_500, kill_at=900, solved_at=0.0, capacity=550, warm_up=200, evaluate_every=600,
-            evaluation_episodes=4,
+            evaluation_episodes=4, save_every=600,
         )  # fmt: skip
+
+    @property
+    def highest_value(self) -> float:
+        """The value of a pole that never falls. Where all starts there, learning is about what makes it fall."""
+        return self.reward_scale / (1 - self.gamma)
 
     def epsilon(self, frames: int) -> float:
         """How often a random action is taken after so many frames."""
@@ -106,11 +113,11 @@ class Training:
     def __init__(self, settings: Settings, folder: RunFolder, supervisor: Connection) -> None:
         torch.manual_seed(settings.seed)
         self._settings, self._folder, self._supervisor = settings, folder, supervisor
-        q = q_network(OBSERVATION_SIZES, actions=2)
+        q = q_network(OBSERVATION_SIZES, actions=2, first_value=settings.highest_value)
         self._policy = EpsilonGreedy(q)
-        self._learner = Learner(q, settings.learning_rate, settings.gamma, settings.target_rate)
+        self._learner = Learner(q, settings.learning_rate, settings.gamma, settings.target_rate, settings.reward_scale)
         self._collector = SyncDataCollector(make_env, self._policy, frames_per_batch=settings.frames_per_batch)
-        self._evaluation = Evaluation(make_env, q, settings.evaluation_episodes)
+        self._evaluation = Evaluation(make_env, self._learner.target, settings.evaluation_episodes)
         self._ledger = Ledger(folder.ledger)
         self._episodes = Episodes()
         self._sample_times: deque[float] = deque(maxlen=200)
@@ -147,21 +154,20 @@ class Training:
     def run(self, kill_at: int | None) -> None:
         """Collects, learns, evaluates and saves, in turns."""
         settings = self._settings
-        due = (self.frames // settings.evaluate_every + 1) * settings.evaluate_every
         if kill_at is None:
             self._make_up_for_lost_updates()
-        while self.frames < settings.frames:
-            if kill_at is not None and self.frames >= kill_at:
+        while (before := self.frames) < settings.frames:
+            if kill_at is not None and before >= kill_at:
                 self._buffer.set_writer(FatalWriter())
             batch = self._collect()
             self._learn()
             self._tell_progress(batch)
-            if self.frames >= due:
-                due += settings.evaluate_every
+            if _passed(settings.evaluate_every, before, self.frames):
                 score = self._evaluation.mean_return()
                 self._tell("evaluation", frames=self.frames, score=score)
                 if score >= settings.solved_at and kill_at is None:
                     break
+            if _passed(settings.save_every, before, self.frames):
                 self._save()
         self._buffer.storage.close()
 
@@ -209,6 +215,11 @@ class Training:
 
     def _tell(self, what: str, **facts: Any) -> None:
         self._supervisor.send((what, facts))
+
+
+def _passed(every: int, before: int, now: int) -> bool:
+    """Whether a multiple of `every` lies in (before, now]."""
+    return now // every > before // every
 
 
 # ---- the parent process ----

@@ -22,11 +22,11 @@ class Scaled(nn.Module):
         return observation * self._factors
 
 
-def q_network(observation_sizes: Sequence[float], actions: int, width: int = 64) -> nn.Module:
-    """Observation `[..., len(observation_sizes)]` to the value of each action `[..., actions]`."""
-    first = nn.Linear(len(observation_sizes), width)
-    layers = (first, nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, actions))
-    return nn.Sequential(Scaled(observation_sizes), *layers)
+def q_network(observation_sizes: Sequence[float], actions: int, first_value: float, width: int = 64) -> nn.Module:
+    """From observations `[..., entries]` to the value of each action `[..., actions]`, at first `first_value`."""
+    first, last = nn.Linear(len(observation_sizes), width), nn.Linear(width, actions)
+    nn.init.constant_(last.bias, first_value)
+    return nn.Sequential(Scaled(observation_sizes), first, nn.ReLU(), nn.Linear(width, width), nn.ReLU(), last)
 
 
 class Greedy(nn.Module):
@@ -52,14 +52,20 @@ class EpsilonGreedy(Greedy):
 
 
 class Learner:
-    """A network, its target copy and its optimizer; all that gradient steps change."""
+    """A network, its target copy and its optimizer; all that gradient steps change.
 
-    def __init__(self, q: nn.Module, learning_rate: float, gamma: float, target_rate: float) -> None:
+    The target follows the network slowly, by `target_rate` of the distance with each update: an average over its last
+    states, which is also the steadier player of the two. Rewards are multiplied by `reward_scale`.
+    """
+
+    def __init__(
+        self, q: nn.Module, learning_rate: float, gamma: float, target_rate: float, reward_scale: float
+    ) -> None:
         self.q = q
         self.updates = 0
-        self._target = copy.deepcopy(q).requires_grad_(False)
+        self.target = copy.deepcopy(q).requires_grad_(False)
         self._optimizer = torch.optim.Adam(q.parameters(), lr=learning_rate, fused=True)
-        self._gamma = gamma
+        self._gamma, self._reward_scale = gamma, reward_scale
         self._target_rate = target_rate
 
     def update(self, batch: TensorDictBase) -> None:
@@ -67,9 +73,10 @@ class Learner:
         observation, following = batch["observation"], batch["next", "observation"]
         with torch.no_grad():
             best = self.q(following).argmax(-1, keepdim=True)  # chosen by one network, valued by the other
-            value = self._target(following).gather(-1, best)
+            value = self.target(following).gather(-1, best)
             # A pole that still stands when time is up has a future: only `terminated` ends the sum of rewards.
-            goal = batch["next", "reward"] + self._gamma * value * ~batch["next", "terminated"]
+            reward = batch["next", "reward"] * self._reward_scale
+            goal = reward + self._gamma * value * ~batch["next", "terminated"]
         chosen = self.q(observation).gather(-1, batch["action"].unsqueeze(-1))
         loss = nn.functional.smooth_l1_loss(chosen, goal)
         self._optimizer.zero_grad()
@@ -77,17 +84,17 @@ class Learner:
         self._optimizer.step()
         self.updates += 1
         with torch.no_grad():
-            for slow, fast in zip(self._target.parameters(), self.q.parameters(), strict=True):
+            for slow, fast in zip(self.target.parameters(), self.q.parameters(), strict=True):
                 slow.lerp_(fast, self._target_rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, the optimizer's state and the number of updates."""
-        parts = {"q": self.q, "target": self._target, "optimizer": self._optimizer}
+        parts = {"q": self.q, "target": self.target, "optimizer": self._optimizer}
         return {"updates": self.updates, **{name: part.state_dict() for name, part in parts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what `state_dict` gave."""
         self.q.load_state_dict(state["q"])
-        self._target.load_state_dict(state["target"])
+        self.target.load_state_dict(state["target"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
