@@ -1,0 +1,1 @@
+"""What the examples need besides engram, a concept a file."""

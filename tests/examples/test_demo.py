@@ -1,0 +1,118 @@
+"""The demo in its short form, and the ledger that it rests on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram.data import LazyMemmapStorage, TensorDictReplayBuffer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / "dqn_cartpole.py"), "--quick", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+class TestDemo:
+    def test_it_is_killed_and_resumes_without_a_loss(self, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        done = run_demo("--run-dir", str(folder), "--seed", "3")
+        assert done.returncode == 0, done.stdout + done.stderr
+        history = json.loads((folder / "history.json").read_text())
+        assert (history["killed_at"], history["resumed_from"]) == (950, 600)
+        assert history["evaluations"][-1][0] > history["killed_at"]
+        assert "NO" not in done.stdout and "\x1b" not in done.stdout
+        assert (folder / "learning_curve.png").stat().st_size > 10_000
+
+    def test_a_folder_of_somebody_else_is_left_alone(self, tmp_path: Path) -> None:
+        (tmp_path / "thesis.txt").write_text("years of work")
+        done = run_demo("--run-dir", str(tmp_path))
+        assert done.returncode == 2 and "--run-dir" in done.stderr
+        assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+class TestLedger:
+    """Every loss that the demo claims to see, made on purpose."""
+
+    CAPACITY = 20
+
+    @pytest.fixture(autouse=True)
+    def _examples_on_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def written(self, folder: Path, batches: int = 3) -> tuple[TensorDictReplayBuffer, Path]:
+        """A buffer with batches of 8 steps, all in the ledger."""
+        from support.ledger import Ledger
+
+        storage = LazyMemmapStorage(self.CAPACITY, scratch_dir=folder / "rows")
+        buffer, ledger = TensorDictReplayBuffer(storage=storage), Ledger(folder / "ledger")
+        for _ in range(batches):
+            batch = TensorDict({"x": torch.randn(8, 3), "next": {"done": torch.zeros(8, 1, dtype=torch.bool)}}, [8])
+            ledger.announce(batch)
+            buffer.extend(batch)
+            ledger.returned(buffer.write_count)
+        return buffer, folder / "ledger"
+
+    def failed(self, ledger: Path, buffer: TensorDictReplayBuffer) -> set[str]:
+        from support.ledger import verify
+
+        return {check.what for check in verify(ledger, buffer) if not check.holds}
+
+    @pytest.mark.parametrize("batches", [1, 2, 3, 7])
+    def test_a_whole_buffer_passes_before_and_after_it_went_round(self, tmp_path: Path, batches: int) -> None:
+        buffer, ledger = self.written(tmp_path, batches)
+        assert self.failed(ledger, buffer) == set()
+
+    def test_a_changed_byte_is_seen(self, tmp_path: Path) -> None:
+        buffer, ledger = self.written(tmp_path)
+        row = buffer[3].exclude("index")
+        row["next", "done"] = ~row["next", "done"]
+        buffer[3] = row.set("index", torch.tensor(3))
+        assert self.failed(ledger, buffer) == {"rows intact", "checksum of all rows"}
+
+    def test_a_missing_extend_is_seen(self, tmp_path: Path) -> None:
+        from support.ledger import Ledger
+
+        buffer, ledger = self.written(tmp_path)
+        writer = Ledger(ledger)
+        writer.announce(buffer[:8])
+        writer.returned(buffer.write_count + 8)
+        assert "write count" in self.failed(ledger, buffer)
+
+    def test_rows_that_nobody_wrote_are_seen(self, tmp_path: Path) -> None:
+        buffer, ledger = self.written(tmp_path)
+        buffer.extend(buffer[:1].exclude("index"))
+        assert {"write count", "rows intact"} <= self.failed(ledger, buffer)
+
+    def test_a_prefix_of_an_interrupted_extend_may_be_there(self, tmp_path: Path) -> None:
+        from support.ledger import Ledger
+
+        buffer, ledger = self.written(tmp_path)
+        batch = buffer[:8].exclude("index").clone()
+        Ledger(ledger).announce(batch)
+        assert self.failed(ledger, buffer) == set()
+        buffer.extend(batch[:5])
+        assert self.failed(ledger, buffer) == set()
+
+    def test_after_a_resume_the_rest_of_an_interrupted_extend_is_void(self, tmp_path: Path) -> None:
+        from support.ledger import Ledger
+
+        buffer, ledger = self.written(tmp_path)
+        batch, other = (buffer[:8].exclude("index").clone() for _ in range(2))
+        other["x"] += 1
+        writer = Ledger(ledger)
+        writer.announce(batch)
+        buffer.extend(batch[:5])
+        writer.found(buffer.write_count)
+        writer.announce(other)
+        buffer.extend(other)
+        writer.returned(buffer.write_count)
+        assert self.failed(ledger, buffer) == set()
