@@ -162,7 +162,7 @@ class Training:
             batch = self._collect()
             self._learn()
             self._tell_progress(batch)
-            if _passed(settings.evaluate_every, before, self.frames):
+            if _passed(settings.evaluate_every, before, self.frames) or self.frames >= settings.frames:
                 score = self._evaluation.mean_return()
                 self._tell("evaluation", frames=self.frames, score=score)
                 if score >= settings.solved_at and kill_at is None:
@@ -187,7 +187,6 @@ class Training:
             updates=self._learner.updates,
             episodes=self._episodes.ended_in(batch),
             fill=len(self._buffer) / self._settings.capacity,
-            epsilon=self._policy.epsilon,
             sample_us=median(self._sample_times) * 1e6 if self._sample_times else None,
         )
 
@@ -225,7 +224,7 @@ def _passed(every: int, before: int, now: int) -> bool:
 # ---- the parent process ----
 def main() -> int:
     settings, folder = _arguments()
-    screen, history = Screen(settings.frames, settings.solved_at), History()
+    screen, history = Screen(settings.solved_at), History()
     began = time.perf_counter()
 
     screen.headline(f"1. Training until SIGKILL in the middle of an extend, after frame {settings.kill_at:,}")
@@ -238,7 +237,10 @@ def main() -> int:
     frames, after_kill = look_for_losses(folder)
     history.killed_at, history.resumed_from = frames, int(checkpoints.newest(folder.checkpoints).name)
     screen.checks(after_kill)
-    screen.say(f"Of these rows {frames - history.resumed_from:,} are newer than the checkpoint.")
+    screen.say(
+        f"Of the {settings.frames_per_batch} rows of the interrupted extend the first {frames - settings.kill_at} are "
+        f"there. {frames - history.resumed_from:,} rows are newer than the checkpoint."
+    )
 
     screen.headline(f"3. Resuming: weights of frame {history.resumed_from:,}, rows up to frame {frames:,}")
     exit_code = supervise(settings, folder, screen, history, None)
@@ -281,7 +283,7 @@ def supervise(
         while True:
             try:
                 what, facts = receiving.recv()
-            except EOFError:
+            except (EOFError, OSError):  # at the end of a message, or within one
                 break
             history.add(what, facts)
             screen.show(what, facts)
@@ -312,8 +314,9 @@ def _arguments() -> tuple[Settings, RunFolder]:
         settings = settings.quick()
     if arguments.frames is not None:
         settings = replace(settings, frames=arguments.frames)
-    if settings.frames <= settings.kill_at:
-        parser.error(f"--frames must be more than {settings.kill_at}, where the process is killed")
+    least = settings.kill_at + settings.frames_per_batch
+    if settings.frames <= least:
+        parser.error(f"--frames must be more than {least}: something is to be left to do after the kill")
     try:
         return settings, RunFolder.made_new(arguments.run_dir)
     except FileExistsError as error:

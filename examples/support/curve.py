@@ -33,12 +33,12 @@ def draw(history: History, solved_at: float, path: Path) -> None:
                   xytext=(3, -6), textcoords="offset points")  # fmt: skip
     if solved_at > 0:
         axes.axhline(solved_at, color=_QUIET, lw=1, ls="--")
-        axes.annotate(f"learned: {solved_at:g}", (1, solved_at), xycoords=("axes fraction", "data"), ha="right",
-                      va="bottom", color=_QUIET, fontsize=9, xytext=(-4, 2), textcoords="offset points")  # fmt: skip
+        axes.annotate(f"learned: {solved_at:g}", (0, solved_at), xycoords=("axes fraction", "data"), ha="left",
+                      va="bottom", color=_QUIET, fontsize=9, xytext=(4, 2), textcoords="offset points")  # fmt: skip
     axes.set(xlabel="frames", ylabel="return of an episode", xlim=(0, None), ylim=(0, 585))
     axes.set_title("CartPole-v1: a double DQN on a memory-mapped buffer that was killed on the way", fontsize=11)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="center right", frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)

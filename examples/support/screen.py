@@ -21,9 +21,9 @@ _WINDOW = 10  # messages over which steps/s are taken
 class Screen:
     """Shows a run as it goes."""
 
-    def __init__(self, budget: int, solved_at: float) -> None:
+    def __init__(self, solved_at: float) -> None:
         self._console = Console(highlight=False)
-        self._budget, self._solved_at = budget, solved_at
+        self._solved_at = solved_at
         self._returns: deque[float] = deque(maxlen=20)
         self._live: Live | None = None
 
@@ -39,7 +39,7 @@ class Screen:
     # ---- while a process trains ----
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Shows progress in between; without a terminal only `evaluation` and `checkpoint` are shown, a line each."""
+        """Shows progress in between; without a terminal there is a line for each evaluation only."""
         self._clock: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
         self._line = Text("starting a process ...", style="dim")
         if not self._console.is_terminal:
@@ -54,25 +54,22 @@ class Screen:
         if what == "progress":
             self._progress(**facts)
         elif what == "evaluation":
-            solved = "[green]" if facts["score"] >= self._solved_at else ""
-            self.say(f"{self._line.plain}   greedy return {solved}{facts['score']:.1f}")
+            score = facts["score"]
+            style = "green" if score >= self._solved_at else ""
+            self._console.print(Text.assemble(self._line, (f"  greedy {score:.1f}", style)), soft_wrap=True)
         elif what == "resumed":
             self.say(f"made up for {facts['updates']:,} updates that had been lost")
 
-    def _progress(
-        self, frames: int, updates: int, episodes: list[float], fill: float, epsilon: float, sample_us: float | None
-    ) -> None:
+    def _progress(self, frames: int, updates: int, episodes: list[float], fill: float, sample_us: float | None) -> None:
         self._returns.extend(episodes)
         self._clock.append((time.perf_counter(), frames))
         (then, frames_then), (now, _) = self._clock[0], self._clock[-1]
         speed = f"{(frames - frames_then) / (now - then):,.0f}" if now > then else "-"
         mean = f"{sum(self._returns) / len(self._returns):.0f}" if self._returns else "-"
         batch = "-" if sample_us is None else f"{sample_us:.0f}"
-        line = (
-            f"frame {frames:>6,}/{self._budget:,}   {speed:>6} steps/s   return {mean:>3}   "
-            f"buffer {fill:>4.0%}   batch {batch:>3} us   epsilon {epsilon:.2f}"
+        self._line = Text(
+            f"frame {frames:>6,}  {speed:>5} steps/s  return {mean:>3}  buffer {fill:>4.0%}  batch {batch:>3} us"
         )
-        self._line = Text(line)
         if self._live is not None:
             self._live.update(self._line)
 
