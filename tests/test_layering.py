@@ -17,7 +17,9 @@ LAYERS = [
     ["engram.envs"],
     ["engram.data", BUFFERS],  # the public names
     [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.ensemble"],
-    [f"{BUFFERS}.prefetch", f"{BUFFERS}.dumping"],
+    [f"{BUFFERS}.saving"],
+    [f"{BUFFERS}.parts"],
+    [f"{BUFFERS}.prefetch"],
     [f"{BUFFERS}.reading"],
     ["engram.transforms", "engram.data.postprocs", f"{BUFFERS}.stacking"],
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],

@@ -172,7 +172,7 @@ def test_step_mdp_moves_next_up_and_leaves_the_stepped_data_alone():
     root = step_mdp(td)
     assert set(root.keys()) == {"observation", "done", "terminated", "truncated"}
     assert torch.equal(root["observation"], td["next", "observation"])
-    assert "next" in td.keys()  # noqa: SIM118
+    assert "next" in td.keys()
 
 
 def test_check_env_specs_names_what_does_not_fit():

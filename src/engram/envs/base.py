@@ -166,7 +166,7 @@ class EnvBase(ABC):
             self.is_closed = True
             self._close()
 
-    def _close(self) -> None:  # noqa: B027
+    def _close(self) -> None:
         """What there is to release."""
 
     def _refuse_if_closed(self) -> None:

@@ -238,7 +238,7 @@ def test_two_processes_that_make_a_store_at_once_agree(tmp_path):
 def test_a_process_that_makes_another_layout_in_the_same_folder_is_refused(tmp_path):
     one, other = (ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path, lanes=2)) for _ in range(2))
     one.extend(steps(0, 5))
-    with pytest.raises(StorageError, match="'n' is missing|different store"):
+    with pytest.raises(StorageError, match=r"'n' is missing|different store"):
         other.extend(steps(0, 5).exclude("n"))
     one.empty()
     other.extend(steps(5, 7))

@@ -2,18 +2,71 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
-
-if TYPE_CHECKING:
-    from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.parts import BufferParts
 
 PARTS = ("storage", "sampler", "writer", "generator")
 
 
-def save(buffer: ReplayBuffer, path: Path, keep_last: int) -> None:
+class SavedBuffer(BufferParts):
+    """A buffer's parts that can be saved as one."""
+
+    def dumps(self, path: str | os.PathLike[str], *, blocking: bool = True, keep_last: int = 1) -> None:
+        """Saves everything: a whole snapshot beside the last one, which it then replaces.
+
+        Killed at any moment, `loads` finds the old state or the new one, exactly.
+
+        Raises:
+            CheckpointError: it cannot be written (disk full, read-only, ...); the last snapshot is as it was.
+        """
+        if not blocking:
+            raise NotImplementedError("saving in the background comes in a later release; use blocking=True")
+        # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
+        with self._undisturbed(), self._storage.mutex:
+            _save(self, Path(path), keep_last)
+
+    def loads(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        snapshot: str | None = None,
+        parts: tuple[str, ...] = PARTS,
+    ) -> None:
+        """Takes over a saved state: the batches that follow are those that would have followed there.
+
+        Raises:
+            CorruptCheckpointError: a file is not what was saved; the message names it. A buffer that holds rows is
+                as it was, an empty one stays empty.
+            ValueError: the checkpoint does not fit this buffer; every difference is listed.
+        """
+        with self._undisturbed():
+            _load(self, Path(path), snapshot, parts)
+
+    dump = save = dumps
+    load = loads
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state in memory: rows, counters, sampler, writer, generator."""
+        with self._undisturbed(), self._storage.mutex:
+            return _state_of(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
+        with self._undisturbed():
+            _load_state(self, state)
+
+    def part_states(self) -> dict[str, Any]:
+        """States of sampler, writer and generator."""
+        sampler = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else {}
+        generator = None if self._generator is None else self._generator.get_state()
+        return {"sampler": sampler, "writer": self._writer.state_dict(), "generator": generator}
+
+
+def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
     """Saves every part as one snapshot. The caller holds the buffer still."""
     states = buffer.part_states()
     components = {
@@ -24,7 +77,7 @@ def save(buffer: ReplayBuffer, path: Path, keep_last: int) -> None:
     save_snapshot(path, components, (buffer.storage.checkpointer, buffer.storage), keep_last=keep_last)
 
 
-def load(buffer: ReplayBuffer, path: Path, snapshot: str | None, parts: tuple[str, ...]) -> None:
+def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[str, ...]) -> None:
     """Takes parts over, after everything that is wanted was found to fit. The caller holds the buffer still."""
     unknown = [p for p in parts if p not in PARTS]
     if unknown:
@@ -48,12 +101,12 @@ def load(buffer: ReplayBuffer, path: Path, snapshot: str | None, parts: tuple[st
         _adopt(buffer, wanted, storage_too="storage" in parts)
 
 
-def state_of(buffer: ReplayBuffer) -> dict[str, Any]:
+def _state_of(buffer: SavedBuffer) -> dict[str, Any]:
     """Everything, in memory."""
     return {"storage": buffer.storage.state_dict(), **_kinds(buffer), **buffer.part_states()}
 
 
-def load_state(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
+def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     """Takes over what `state_of` gave."""
     wanted = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
     said = _differences(buffer, wanted)
@@ -63,11 +116,11 @@ def load_state(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
     _adopt(buffer, wanted, storage_too=True)
 
 
-def _kinds(buffer: ReplayBuffer) -> dict[str, str]:
+def _kinds(buffer: SavedBuffer) -> dict[str, str]:
     return {"sampler_kind": type(buffer.sampler).__name__, "writer_kind": type(buffer.writer).__name__}
 
 
-def _differences(buffer: ReplayBuffer, wanted: dict[str, Any]) -> list[str]:
+def _differences(buffer: SavedBuffer, wanted: dict[str, Any]) -> list[str]:
     said = []
     for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
         if name in wanted and wanted[name]["kind"] != type(part).__name__:
@@ -77,7 +130,7 @@ def _differences(buffer: ReplayBuffer, wanted: dict[str, Any]) -> list[str]:
     return said
 
 
-def _adopt(buffer: ReplayBuffer, wanted: dict[str, Any], storage_too: bool) -> None:
+def _adopt(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> None:
     for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
         if name in wanted and hasattr(part, "load_state_dict"):
             part.load_state_dict(wanted[name]["state"])

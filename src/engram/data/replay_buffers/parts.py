@@ -1,0 +1,248 @@
+"""The parts of a replay buffer and how they are wired together."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from engram.data.replay_buffers.prefetch import Prefetcher
+from engram.data.replay_buffers.reading import Reader, stack_items
+from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.samplers.uniform import RandomSampler
+from engram.data.replay_buffers.storages.base import Storage
+from engram.data.replay_buffers.storages.list import ListStorage
+from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
+from engram.data.replay_buffers.storages.tensor import LazyTensorStorage
+from engram.data.replay_buffers.writers.base import Writer
+from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter
+from engram.transforms.compose import Compose
+
+_DEFAULT_CAPACITY = 1000
+
+B = TypeVar("B", bound="BufferParts")
+
+
+class BufferParts:
+    """Holds the parts, makes them know each other, and exchanges them. `ReplayBuffer` says what they are for."""
+
+    def __init__(
+        self,
+        capacity: int | None = None,
+        /,
+        *,
+        storage: Storage | Callable[[], Storage] | None = None,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: Writer | Callable[[], Writer] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        transform: Any = None,
+        batch_size: int | None = None,
+        dim_extend: int | None = None,
+        generator: torch.Generator | None = None,
+        shared: bool = False,
+        checkpointer: Any = None,
+        track_generations: bool = False,
+    ) -> None:
+        self._storage = _with_capacity(_made(storage, Storage, "storage"), capacity)
+        self._sampler = _made(sampler, object, "sampler") or RandomSampler()
+        self._writer = _made(writer, Writer, "writer") or self._default_writer()
+        self._collate_fn = collate_fn
+        self._batch_size = checked_batch_size(batch_size)
+        self._generator = generator
+        self._track_generations = track_generations
+        self._pin_memory = pin_memory and torch.cuda.is_available()
+        self._transform = (
+            transform if isinstance(transform, Compose) else Compose(*([] if transform is None else [transform]))
+        )
+        if prefetch is not None and prefetch < 0:
+            raise ValueError(f"prefetch must be 0 or more, got {prefetch}")
+        self._prefetch = prefetch or 0
+        self._dim_extend = dim_extend
+        if dim_extend is not None and not 0 <= dim_extend < max(self._storage.ndim, 1):
+            raise ValueError(f"dim_extend must be 0 to {self._storage.ndim - 1} for this storage, got {dim_extend}")
+        if shared:
+            self._share()
+        if checkpointer is not None:
+            self._storage.checkpointer = checkpointer
+        self._wire()
+
+    def _default_writer(self) -> Writer:
+        return RoundRobinWriter()
+
+    def _share(self) -> None:
+        if isinstance(self._storage, LazyTensorStorage):
+            self._storage.shared = True
+        elif not isinstance(self._storage, LazyMemmapStorage):
+            raise ValueError(
+                f"shared=True needs LazyTensorStorage or LazyMemmapStorage, whose rows processes can share, "
+                f"not {type(self._storage).__name__}"
+            )
+
+    def _wire(self) -> None:
+        """Makes the parts know each other; again after each change of one."""
+        self._storage.attach(self)
+        self._writer.register_storage(self._storage)
+        if hasattr(self._sampler, "use_generator"):
+            self._sampler.use_generator(self._generator)
+        collate = self._collate_fn
+        if collate is None and isinstance(self._storage, ListStorage):
+            collate = stack_items
+        attach = self._attach if self._attaches else None
+        self._reader = Reader(
+            self._storage, self._sampler, self._transform, collate, attach, self._pin_memory, self._track_generations
+        )
+        self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generator) if self._prefetch else None
+
+    @property
+    def _attaches(self) -> bool:
+        return False
+
+    # Static: a buffer that its own reader held would stay, with all its memory, until the garbage collector comes.
+    @staticmethod
+    def _attach(index: Any, info: dict[str, Any]) -> dict[str, Any] | None:
+        """Entries to put at the root of each sampled batch."""
+        return None
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """No draws meanwhile, and nothing that was prepared before."""
+        paused = contextlib.nullcontext() if self._prefetcher is None else self._prefetcher.paused()
+        with paused, self._reader.lock:
+            yield
+
+    # ---- parts ----
+    @property
+    def storage(self) -> Storage:
+        return self._storage
+
+    @property
+    def sampler(self) -> Any:
+        return self._sampler
+
+    @property
+    def writer(self) -> Writer:
+        return self._writer
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The buffer's own generator; None: draws come from torch's global one."""
+        return self._generator
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._batch_size
+
+    def set_sampler(self, sampler: Any) -> Any:
+        """Uses another sampler from now on; returns the old one."""
+        return self._replace("_sampler", sampler)
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Uses another writer from now on; returns the old one."""
+        old: Writer = self._replace("_writer", writer)
+        return old
+
+    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
+        """Uses another storage from now on; returns the old one."""
+        if collate_fn is not None:
+            self._collate_fn = collate_fn
+        old: Storage = self._replace("_storage", storage)
+        return old
+
+    def _replace(self, name: str, part: Any) -> Any:
+        with self._undisturbed():
+            old = getattr(self, name)
+            setattr(self, name, part)
+            if self._prefetcher is not None:
+                self._prefetcher.close()
+            self._wire()
+        return old
+
+    def append_transform(self: B, transform: Any, *, invert: bool = False) -> B:
+        """Adds a transform at the end; with `invert` a callable is applied on writing instead of on reading."""
+        with self._undisturbed():
+            self._transform.append(transform, invert=invert)
+        return self
+
+    def insert_transform(self: B, index: int, transform: Any, *, invert: bool = False) -> B:
+        """Adds a transform before the one at `index`."""
+        with self._undisturbed():
+            self._transform.insert(index, transform, invert=invert)
+        return self
+
+    def register_save_hook(self, hook: Callable[..., Any]) -> None:
+        """Adds a callable that is applied to what the storage saves."""
+        self._storage.register_save_hook(hook)
+
+    def register_load_hook(self, hook: Callable[..., Any]) -> None:
+        """Adds a callable that is applied to what the storage loads."""
+        self._storage.register_load_hook(hook)
+
+    # ---- processes ----
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("_reader", "_prefetcher"):
+            del state[name]
+        # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
+        state["_generator"] = None if self._generator is None else self._generator.get_state().numpy().tobytes()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state["_generator"]
+        self.__dict__.update(state)
+        if saved is not None:
+            self._generator = torch.Generator()
+            self._generator.set_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8))
+        self._wire()
+
+    def after_fork(self) -> None:
+        """In a child: a lock that no thread of the parent holds."""
+        self._reader.lock = threading.RLock()
+
+    def __repr__(self) -> str:
+        collate = self._reader.collate_fn
+        said = {
+            "storage": self._storage,
+            "sampler": self._sampler,
+            "writer": self._writer,
+            "batch_size": self._batch_size,
+            "transform": self._transform,
+            "collate_fn": getattr(collate, "__name__", collate),
+        }
+        inner = ",\n".join(f"    {k}={v}" for k, v in said.items())
+        return f"{type(self).__name__}(\n{inner})"
+
+
+def _made(part: Any, kind: type, name: str) -> Any:
+    """An instance from an instance or a factory without arguments."""
+    if part is None:
+        return None
+    is_part = isinstance(part, kind) if kind is not object else hasattr(part, "sample") and not isinstance(part, type)
+    if is_part:
+        return part
+    if callable(part):
+        return part()
+    raise TypeError(f"{name} must be a {kind.__name__} or something that makes one, got a {type(part).__name__}")
+
+
+def _with_capacity(storage: Storage | None, capacity: int | None) -> Storage:
+    if storage is None:
+        return ListStorage(_DEFAULT_CAPACITY if capacity is None else capacity)
+    if capacity is None or storage.max_size == capacity:
+        return storage
+    if storage.max_size is None and isinstance(storage, ListStorage):
+        storage.limit(capacity)
+        return storage
+    raise ValueError(f"capacity={capacity}, but the storage has max_size={storage.max_size}; give one of them")
+
+
+def checked_batch_size(batch_size: Any) -> int | None:
+    if batch_size is None:
+        return None
+    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or int(batch_size) < 1:
+        raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
+    return int(batch_size)
