@@ -20,6 +20,8 @@
 
 namespace engram {
 
+constexpr size_t kWarmBytes = 256 << 10;  // of a batch: what stays in the second-level cache until it is copied
+
 
 // Sizes beyond any memory: refused before they are multiplied.
 constexpr size_t kMostBytes = size_t{1} << 46;
@@ -133,6 +135,22 @@ inline void refuse_slots(const Store& store) {
   throw nb::index_error(("a slot lies outside 0 to " + std::to_string(store.slots() - 1)).c_str());
 }
 
+// Asks memory for one of `parts` parts of a batch's rows.
+inline void warm_rows(const Store& store, const SlotsArg& slots, size_t part, size_t parts) {
+  const Shape& s = store.shape();
+  if (s.row_stride > kPrefetchBytes || slots.n * s.row_stride > kWarmBytes) return;
+  const uint64_t all = store.slots();
+  for (size_t i = slots.n * part / parts; i < slots.n * (part + 1) / parts; ++i) {
+    const auto slot = static_cast<uint64_t>(slots.data[i]);
+    if (slot >= all) return;  // the read refuses it
+    uint64_t time = slot, strand = 0, lane = 0;
+    if (s.strands > 1) time = slot / s.strands, strand = slot - time * s.strands;
+    if (s.lanes > 1) lane = time / s.lane_capacity, time -= lane * s.lane_capacity;
+    const uint8_t* row = store.row(store.physical(lane, strand, time));
+    prefetch_rows<0>(&row, 1, s.row_stride);
+  }
+}
+
 inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::optional<std::vector<int64_t>> shape,
                  nb::handle extra, bool mapped, bool numbers) {
   if (!torch_api().api) throw nb::type_error("gather needs the exchange API; use gather_into");
@@ -168,6 +186,14 @@ inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, s
   }
   if (any_shared) shared.take();
   for (auto& block : own) block->take();
+  // The tensors first, while the rows come in from memory behind them; then the copy into the tensors' memory.
+  std::vector<nb::object> tensors;
+  tensors.reserve(leaves.size());
+  for (size_t k = 0; k < where.size(); ++k) {
+    warm_rows(store, slots, k, where.size());
+    tensors.push_back(nb::steal(where[k].first->make(where[k].second)));
+  }
+  // From here to the copy no Python code runs, so that a finaliser that samples cannot use this memory meanwhile.
   static thread_local std::vector<LeafCopy> copies;
   copies.clear();
   for (size_t k = 0; k < leaves.size(); ++k)
@@ -177,9 +203,6 @@ inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, s
   maybe_without_gil(bytes > kGilBytes || (mapped && store.pages().on()),
                     [&] { read_rows(store, slots.data, slots.n, copies, mapped, numbers, reading); });
   if (!reading.inside) refuse_slots(store);
-  std::vector<nb::object> tensors;
-  tensors.reserve(leaves.size());
-  for (auto [block, i] : where) tensors.push_back(nb::steal(block->make(i)));
   return finish_read(codec.build(tensors, lead, extra), reading, numbers);
 }
 
