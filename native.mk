@@ -13,6 +13,7 @@ test-native-sanitized: $(VENV)/.engram
 	@rm -rf $(SANITIZED)/package && mkdir -p $(SANITIZED)/package
 	@cp -r src/engram $(SANITIZED)/package/ && rm -f $(SANITIZED)/package/engram/_native*.so
 	@cp $(SANITIZED)/_native*.so $(SANITIZED)/package/engram/
+	@cp tests/native/before_editable.py $(SANITIZED)/package/sitecustomize.py
 	@echo "[2/2] the native tests under both"
 	PYTHONPATH=$(SANITIZED)/package ENGRAM_SANITIZED=1 \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \

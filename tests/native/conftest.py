@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from engram import _native
 from native.support import EXCHANGE
+
+if os.environ.get("ENGRAM_SANITIZED") and "sanitized" not in _native.__file__:
+    raise pytest.UsageError(f"the sanitized build was asked for, and {_native.__file__} was found")
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ class TestOverwriting:
             s.overwrite(slots(0), wide.check_list([torch.zeros(1, 2, dtype=torch.int64)], 1, 0))
 
     def test_a_thread_that_reads_meanwhile_is_told_that_its_rows_are_gone(self) -> None:
-        width, n = 8192, 16  # a batch of 1 MB: its copy releases the GIL
+        width, n = 8192, 64  # a batch of 4 MB: its copy releases the GIL
         code, row_bytes = words(width)
         s = store(row_bytes, n)
         append_words(s, code, n)

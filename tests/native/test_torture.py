@@ -80,4 +80,5 @@ def build(reordering: str, folder: Path) -> Path:
     shutil.copytree(ROOT / "src" / "engram", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (extension,) = (folder / "build").glob("_native*.so")
     shutil.copy(extension, package)
+    shutil.copy(HERE / "before_editable.py", package.parent / "sitecustomize.py")
     return package.parent
