@@ -1,0 +1,47 @@
+"""The whole way at once: environments, collector, mapped storage, checkpoint, twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engram.collectors import SyncDataCollector
+from engram.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+from engram.envs import GymEnv, SerialEnv
+
+
+@pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
+def test_a_twin_equals_the_buffer_after_every_batch_of_three_environments(tmp_path, storage):
+    torch.manual_seed(0)
+    env = SerialEnv(3, lambda: GymEnv("CartPole-v1"))
+    ours, twin = (TensorDictReplayBuffer(storage=storage(100, ndim=2), batch_size=4) for _ in range(2))
+    batches = 0
+    with (
+        pytest.warns(UserWarning, match="total_frames"),
+        SyncDataCollector(env, frames_per_batch=22, total_frames=400) as collector,
+    ):
+        for batch in collector:
+            assert batch.shape == (3, 8)
+            ours.extend(batch)
+            ours.dumps(tmp_path / "checkpoint")
+            twin.loads(tmp_path / "checkpoint")
+            assert ours.storage.max_size == twin.storage.max_size == 102
+            assert (ours[:] == twin[:]).all() and ours[:].shape == twin[:].shape
+            assert (len(ours), ours.write_count, ours.writer._cursor) == (
+                len(twin),
+                twin.write_count,
+                twin.writer._cursor,
+            )
+            assert (ours[:]["observation"][:, -8:] == batch["observation"]).all() or len(ours) == 102
+            batches += 1
+    assert batches == 17
+
+
+def test_a_collector_writes_directly_into_a_buffer(tmp_path):
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(1000, scratch_dir=tmp_path / "rows"), batch_size=32)
+    with SyncDataCollector(GymEnv("CartPole-v1"), frames_per_batch=50, total_frames=200, replay_buffer=rb) as collector:
+        assert list(collector) == [None] * 4
+    assert len(rb) == 200
+    next_is_next = rb[:]["next", "observation"][:-1] == rb[:]["observation"][1:]
+    over = rb[:]["next", "done"][:-1]
+    assert (next_is_next | over).all()
