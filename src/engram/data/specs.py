@@ -366,7 +366,7 @@ class MultiOneHot(_Leaf):
     def encode(self, choice: Tensor) -> Tensor:
         """One-hot vectors `[..., sum(nvec)]` of the spec's dtype from integers `[..., len(nvec)]`."""
         parts = [one_hot(column, n) for column, n in zip(choice.long().unbind(-1), self.nvec, strict=True)]
-        return torch.cat(parts, -1).to(self.dtype)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).to(self.dtype)
 
     def decode(self, value: Tensor) -> Tensor:
         """Integers `[..., len(nvec)]`, int64, from one-hot vectors; of other vectors the largest entry wins."""
