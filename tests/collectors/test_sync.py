@@ -50,8 +50,8 @@ class Proxy(EnvBase):
         self.inner.set_seed(seed)
 
 
-def reference(worlds, batches, steps, limit=None):
-    """What a collector with `Rule` must give, `[envs, time]` for each batch, by gymnasium alone."""
+def reference(worlds, batches, steps, limit=None, choose=lambda state: int(state.sum()) % 3):
+    """What a collector whose policy is `choose` must give, `[envs, time]` for each batch, by gymnasium alone."""
     states, ages, ids, count = [None] * len(worlds), [0] * len(worlds), [None] * len(worlds), 0
     for number in range(batches):
         rows = {}
@@ -61,7 +61,7 @@ def reference(worlds, batches, steps, limit=None):
                     states[e] = world.reset(seed=e if ids[e] is None else None)[0].copy()
                     ages[e], ids[e], count = 0, count, count + 1
             for e, world in enumerate(worlds):
-                action = int(states[e].sum()) % 3
+                action = choose(states[e])
                 following, reward, terminated, truncated, _ = world.step(action)
                 following, ages[e] = following.copy(), ages[e] + 1
                 truncated = truncated or ages[e] == limit
@@ -136,6 +136,21 @@ def test_any_episodes_are_those_of_a_gymnasium_loop(lengths, steps, limit):
     for batch, expected in zip(batches, reference(copies, 3, steps, limit), strict=True):
         single = len(lengths) == 1
         assert_same(batch, {key: value[0] if single else value for key, value in expected.items()})
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    steps=st.integers(1, 9),
+    limit=st.none() | st.integers(1, 7),
+    reuse=st.booleans(),
+)
+@settings(max_examples=50, deadline=None)
+def test_random_episodes_are_those_of_a_gymnasium_loop_with_the_same_actions(lengths, steps, limit, reuse):
+    batches = collect([Countdown(tuple(lengths), reuse)], None, batches=3, frames=steps, max_frames_per_traj=limit)
+    actions = iter(torch.cat([batch["action"] for batch in batches]).argmax(-1).tolist())
+    world = Countdown(tuple(lengths))
+    for batch, expected in zip(batches, reference([world], 3, steps, limit, lambda _: next(actions)), strict=True):
+        assert_same(batch, {key: value[0] for key, value in expected.items()})
 
 
 def on_tensordicts(td):
@@ -488,6 +503,62 @@ def test_an_observation_of_another_shape_than_its_space_is_refused():
 
     with pytest.raises(ValueError, match="its space says"):
         collect([Liar()], None)
+
+
+VALUES = np.array([1, 0, 2, 1])
+DRIFTED = {
+    "integers of the same size": VALUES.astype(np.int32),
+    "doubles": VALUES.astype(np.float64),
+    "the other byte order": VALUES.astype(">f4"),
+    "every second entry": np.repeat(VALUES, 2).astype(np.float32)[::2],
+    "one more dimension": VALUES.astype(np.float32)[None],
+    "a list": VALUES.tolist(),
+    "a masked array": np.ma.masked_array(VALUES.astype(np.float32), VALUES == 0, fill_value=7.0),
+    "a tensor": torch.tensor(VALUES, dtype=torch.float32),
+}
+
+
+class Drifts(Echo):
+    """Steps, other than resets, show what they are told to."""
+
+    def __init__(self, shown):
+        box = SPACES["box"]
+        super().__init__(type(box)(-9.0, 9.0, (4,), np.float32), box)
+        self.shown = shown
+
+    def step(self, action):
+        return self.shown, *super().step(action)[1:]
+
+
+@pytest.mark.parametrize("name", DRIFTED)
+@pytest.mark.parametrize("policy", [None, nn.Sequential(nn.Linear(4, 2), nn.Tanh())], ids=["random", "module"])
+def test_an_observation_of_another_kind_than_its_space_is_stored_as_numpy_assigns_it(name, policy):
+    batch = SyncDataCollector(GymEnv(Drifts(DRIFTED[name])), policy, frames_per_batch=8).rollout()
+    assert torch.equal(batch["next", "observation"], torch.tensor(VALUES, dtype=torch.float32).expand(8, 4))
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (2,), (8,), (0,)])
+@pytest.mark.parametrize("policy", [None, nn.Sequential(nn.Linear(4, 2), nn.Tanh())], ids=["random", "module"])
+def test_an_observation_that_changes_its_shape_within_an_episode_is_refused(shape, policy):
+    world = GymEnv(Drifts(np.zeros(shape, np.float32)))
+    with pytest.raises(ValueError, match="could not broadcast"):
+        SyncDataCollector(world, policy, frames_per_batch=8).rollout()
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [[1.0, 0.1], [1.0, np.float32(0.1)], [1.0, 2], [1, 0.5], [1.0, True], [np.array([1.0]), np.array([0.1])]],
+    ids=repr,
+)
+def test_rewards_of_any_kind_are_stored_as_single_floats(rewards):
+    class Pays(Echo):
+        def step(self, action):
+            observation, _, *rest = super().step(action)
+            return observation, rewards[self.t - 1], *rest
+
+    batch = SyncDataCollector(GymEnv(Pays(SPACES["box"], SPACES["box"])), frames_per_batch=2).rollout()
+    expected = torch.tensor([float(np.squeeze(reward)) for reward in rewards], dtype=torch.float32)
+    assert torch.equal(batch["next", "reward"], expected.unsqueeze(-1))
 
 
 def test_collector_is_another_name():

@@ -6,7 +6,8 @@ a list that nobody else changes. Before a step is chosen, `forget` has been call
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ from engram.envs.gym_engine import check_action
 from engram.envs.mdp import stack_steps, zero_where
 from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy
 
-Choose = Callable[[int], list[Any]]
-
 
 class ActionSource:
     """A source that keeps nothing from step to step and writes nothing but the action."""
@@ -28,30 +27,39 @@ class ActionSource:
     def __init__(self, codec: Codec, batch_size: torch.Size) -> None:
         self._codec = codec
         self._batch_size = batch_size
-        self._decode: Choose | Callable[[Any], list[Any]]
-        self._decode = codec.decode_rows if batch_size else lambda action: [codec.decode_one(action)]
 
     def act(self, t: int) -> Any:
         """The action `[*batch_size, *spec.shape]` for step t."""
         raise NotImplementedError
 
-    def recorder(self, record: list[Any]) -> Choose:
-        """A function from t to raw actions, one per environment, that also adds them to `record`."""
-        act, decode, keep, add = self.act, self._decode, self._codec.keep_rows, record.extend
-        codec, batch_size = self._codec, self._batch_size
-        is_checked = False
+    def actions(self, times: range) -> Iterator[Any]:
+        """`act` for each step, when its turn comes."""
+        return map(self.act, times)
 
-        def choose(t: int) -> list[Any]:
-            nonlocal is_checked
-            action = act(t)
-            if not is_checked:  # one look a batch: a wrong shape or a score instead of a choice shows at once
-                check_action(codec, action, batch_size)
-                is_checked = True
+    def raws(self, times: range, record: list[Any]) -> Iterator[Any]:
+        """One raw action per environment for each step, when its turn comes; each is also added to `record`."""
+        return self._of_several(times, record) if self._batch_size else self._of_one(times, record)
+
+    def _checked(self, times: range) -> Iterator[Any]:
+        actions = self.actions(times)
+        for first in actions:  # one look a batch: a wrong shape or a score instead of a choice shows at once
+            check_action(self._codec, first, self._batch_size)
+            return chain((first,), actions)
+        return actions
+
+    def _of_one(self, times: range, record: list[Any]) -> Iterator[Any]:
+        decode, keep, add = self._codec.decode_one, self._codec.keep, record.append
+        for action in self._checked(times):
+            raw = decode(action)
+            add(keep(raw))
+            yield raw
+
+    def _of_several(self, times: range, record: list[Any]) -> Iterator[Any]:
+        decode, keep, add = self._codec.decode_rows, self._codec.keep_rows, record.extend
+        for action in self._checked(times):
             raws = decode(action)
             add(keep(raws))
-            return raws
-
-        return choose
+            yield from raws
 
     def forget(self, env: int) -> None:
         """Environment `env` starts anew: nothing of its last episode goes on."""
@@ -99,8 +107,10 @@ class ModuleActions(ActionSource):
 
     def __init__(self, policy: ObservationPolicy, codec: Codec, observations: Observations) -> None:
         super().__init__(codec, observations.batch_size)
-        module, row = policy.module, observations.rows(policy.in_key)
-        self.act = lambda t: module(row(t))  # type: ignore[method-assign]
+        self._module, self._row = policy.module, observations.rows(policy.in_key)
+
+    def actions(self, times: range) -> Iterator[Any]:
+        return map(self._module, map(self._row, times))
 
 
 class TensorDictActions(ActionSource):

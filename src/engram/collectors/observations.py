@@ -49,18 +49,9 @@ class Observations:
             for array, moved in zip(self._arrays, self._moved, strict=True):
                 moved.append(array[slot].copy())
         if not self._is_checked:  # once a batch: numpy itself refuses what does not broadcast
-            self._check(raw)
+            check_shapes(self._leaves, raw)
+            self._is_checked = True
         self.slots[slot] = raw
-
-    def _check(self, raw: Any) -> None:
-        for leaf in self._leaves:
-            found = np.shape(leaf.pick(raw))
-            if found != leaf.codec.raw_shape:
-                raise ValueError(
-                    f"the environment gave an observation {leaf.key!r} of shape {found}, and its space says "
-                    f"{leaf.codec.raw_shape}; correct the environment or its space"
-                )
-        self._is_checked = True
 
     def last_row(self) -> Rows:
         """What the environments show after the last step."""
@@ -103,9 +94,22 @@ class _Columns:
             array[slot] = leaf.pick(raw)
 
 
+def check_shapes(leaves: list[Leaf], raw: Any) -> None:
+    """Raises ValueError for a raw observation of another shape than the space's."""
+    for leaf in leaves:
+        found = np.shape(leaf.pick(raw))
+        if found != leaf.codec.raw_shape:
+            raise ValueError(
+                f"the environment gave an observation {leaf.key!r} of shape {found}, and its space says "
+                f"{leaf.codec.raw_shape}; correct the environment or its space"
+            )
+
+
 def in_time(rows: Any, batch_size: torch.Size) -> Any:
-    """`[time * envs, ...]`, tensor or TensorDict, as `[*batch_size, time, ...]`."""
+    """`[time * envs, ...]`, tensor, array or TensorDict, as `[*batch_size, time, ...]`."""
     if not batch_size:
         return rows
     by_time = rows.reshape(-1, batch_size.numel(), *rows.shape[1:])
+    if isinstance(rows, np.ndarray):
+        return np.ascontiguousarray(by_time.swapaxes(0, 1))
     return by_time.transpose(0, 1).contiguous()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from engram.collectors.actions import ModuleActions, RandomActions, TensorDictActions
 from engram.collectors.observations import Observations, Rows, in_time
+from engram.collectors.packed import PackedObservations, can_pack
+from engram.collectors.trajectories import TrajectoryIds
 from engram.envs.gym_engine import GymEngine
 from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, direct_module
 
@@ -22,21 +23,29 @@ class GymRoller:
     """Does what `TensorDictRoller` does, for one or several gymnasium environments, key by key the same.
 
     Per step there are the environment, the policy, a copy of the observation and a list append or two. A slot is
-    `t * width + env`.
+    `t * width + env`. Where no policy reads the observations and they are small, they are kept as bytes.
     """
 
     def __init__(
-        self, env: Any, engines: list[GymEngine], policy: TensorDictPolicy, max_frames_per_traj: int | None
+        self,
+        env: Any,
+        engines: list[GymEngine],
+        policy: TensorDictPolicy,
+        max_frames_per_traj: int | None,
+        ids: TrajectoryIds,
     ) -> None:
         self._engines = engines
         self._policy = policy
         self._limit = max_frames_per_traj
+        self._ids = ids
         self._batch_size: torch.Size = env.batch_size
         self._device = env.device
         self._codec = engines[0].action
         self._random = RandomActions(RandomPolicy(env.action_spec), self._codec, self._batch_size)
         if isinstance(policy, RandomPolicy):
             self._random = RandomActions(policy, self._codec, self._batch_size)
+        self.is_random = isinstance(policy, RandomPolicy)
+        self._packs = self.is_random and can_pack(engines[0].leaves, len(engines))
         self._on_tensordicts = TensorDictActions(policy, self._codec, self._batch_size, self._device)
         self.restart()
 
@@ -48,16 +57,30 @@ class GymRoller:
 
     def roll(self, steps: int, random_steps: int) -> TensorDictBase:
         """`[*batch_size, steps]` in TED, the first `random_steps` with random actions."""
-        batch = _RawBatch(Observations(self._engines[0].leaves, steps, self._batch_size, self._first_row))
+        batch = _RawBatch(self._empty_observations(steps))
         source = self._source(batch.observations)
         try:
-            self._run_all(batch, steps, steps if source is self._random else random_steps, source)
+            self._run_all(batch, steps, steps if self.is_random else random_steps, source)
         except BaseException:
             self.restart()  # half a batch is lost: no trajectory may go on across the gap
             raise
         self._first_row = batch.observations.last_row()
         self._last_slots = {env: slot - steps * len(self._engines) for env, slot in self._last_slots.items()}
         return self._assembled(batch, steps, source.extras())
+
+    def _empty_observations(self, steps: int) -> Observations | PackedObservations:
+        leaves = self._engines[0].leaves
+        if self._packs:
+            return PackedObservations(leaves[0], self._first_row)
+        return Observations(leaves, steps, self._batch_size, self._first_row)
+
+    def _source(self, observations: Observations | PackedObservations) -> Source:
+        if isinstance(observations, PackedObservations) or self.is_random:
+            return self._random
+        direct = direct_module(self._policy)  # looked at again for each batch: hooks come and go
+        if direct is not None:
+            return ModuleActions(direct, self._codec, observations)
+        return self._on_tensordicts.begin(observations)
 
     def _run_all(self, batch: _RawBatch, steps: int, random_steps: int, source: Source) -> None:
         if random_steps:
@@ -67,22 +90,16 @@ class GymRoller:
         if random_steps < steps:
             record: list[Any] = []
             times = range(random_steps, steps)
-            self._run(batch, chain.from_iterable(map(source.recorder(record), times)), times, source)
+            self._run(batch, source.raws(times, record), times, source)
             batch.actions.append(self._codec.encode_rows(record))
-
-    def _source(self, observations: Observations) -> Source:
-        if isinstance(self._policy, RandomPolicy):
-            return self._random
-        direct = direct_module(self._policy)  # looked at again for each batch: hooks come and go
-        if direct is not None:
-            return ModuleActions(direct, self._codec, observations)
-        return self._on_tensordicts.begin(observations)
 
     def _run(self, batch: _RawBatch, raws: Iterable[Any], times: range, source: Source) -> None:
         width, end = len(self._engines), times.stop * len(self._engines)
         for env in self._to_reset:
             self._reset(batch, times.start * width + env, env, source)
         self._to_reset.clear()
+        if isinstance(batch.observations, PackedObservations):
+            return self._step_packed(batch, batch.observations, raws, end)
         steps, step = [engine.step for engine in self._engines], self._engines[0].step
         observations, keep_reward, limits = batch.observations.slots, batch.rewards.append, self._last_slots
         for slot, raw in enumerate(raws, (times.start + 1) * width):  # the slot of the state that follows
@@ -99,6 +116,26 @@ class GymRoller:
                 else:
                     self._to_reset.append(env)  # when it is needed: the last state must stay, and a restart may come
 
+    def _step_packed(self, batch: _RawBatch, observations: PackedObservations, raws: Iterable[Any], end: int) -> None:
+        step, keep, pack = self._engines[0].step, observations.rows.append, observations.pack
+        ndarray, dtype, shape = np.ndarray, observations.dtype, observations.shape
+        rewards, limits = batch.rewards, self._last_slots
+        keep_reward = rewards.append
+        for raw in raws:
+            observation, reward, terminated, truncated, _ = step(raw)
+            if type(observation) is ndarray and observation.dtype is dtype and observation.shape == shape:
+                keep(observation.tobytes())  # bytes say nothing of dtype and shape: any other goes through numpy
+            else:
+                keep(pack(observation))
+            keep_reward(reward)
+            if terminated or truncated or (limits and limits[0] == len(rewards)):
+                slot = len(rewards)
+                batch.ends.append((slot - 1, bool(terminated), bool(truncated) or limits.get(0) == slot))
+                if slot < end:
+                    self._reset(batch, slot, 0, self._random)
+                else:
+                    self._to_reset.append(0)
+
     def _reset(self, batch: _RawBatch, slot: int, env: int, source: Source) -> None:
         batch.observations.put_first(slot, self._engines[env].reset())
         source.forget(env)
@@ -106,36 +143,48 @@ class GymRoller:
             self._last_slots[env] = slot + self._limit * len(self._engines)
 
     def _assembled(self, batch: _RawBatch, steps: int, extras: TensorDictBase | None) -> TensorDictBase:
+        def of_batch(entries: dict[Any, Any]) -> TensorDict:
+            return TensorDict(entries, batch_size=shape, device=self._device)
+
         shape = torch.Size((*self._batch_size, steps))
-        action = in_time(batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions), self._batch_size)
-        flags = {key: torch.zeros(*shape, 1, dtype=torch.bool) for key in FLAGS}
-        before = {**batch.observations.before(), "action": action, **flags}
-        after = {**batch.observations.after(), **batch.outcomes(self._batch_size)}
-        following = TensorDict(after, batch_size=shape, device=self._device)
-        td = TensorDict({**before, "next": following}, batch_size=shape, device=self._device)
+        outcomes = batch.outcomes(self._batch_size)
+        ids = self._ids.number(outcomes["done"].reshape(-1, steps))
+        actions = batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions)
+        before = {
+            **batch.observations.before(),
+            "action": in_time(actions, self._batch_size),
+            **{key: torch.from_numpy(np.zeros((*shape, 1), dtype=np.bool_)) for key in FLAGS},
+            "collector": of_batch({"traj_ids": torch.from_numpy(ids.reshape(shape))}),
+        }
+        columns = {key: torch.from_numpy(column) for key, column in outcomes.items()}
+        td = of_batch({**before, "next": of_batch({**batch.observations.after(), **columns})})
         return td if extras is None else extras.update(td)
 
 
 class _RawBatch:
     """What grows while a batch is collected."""
 
-    def __init__(self, observations: Observations) -> None:
+    def __init__(self, observations: Observations | PackedObservations) -> None:
         self.observations = observations
         self.actions: list[Any] = []  # encoded, in blocks
         self.rewards: list[Any] = []
         self.ends: list[tuple[int, bool, bool]] = []  # slot, terminated, truncated
 
-    def outcomes(self, batch_size: torch.Size) -> dict[str, torch.Tensor]:
-        """Reward and flags, `[*batch_size, steps, 1]`."""
+    def outcomes(self, batch_size: torch.Size) -> dict[str, np.ndarray[Any, Any]]:
+        """Reward and flags, `[*batch_size, steps, 1]`, each with memory of its own."""
         slots = len(self.rewards)
-        flags = np.zeros((2, slots, 1), dtype=np.bool_)
-        if self.ends:
-            ended, terminated, truncated = zip(*self.ends, strict=True)
-            flags[:, ended, 0] = terminated, truncated
-        columns = {
-            "reward": np.asarray(self.rewards, dtype=np.float32).reshape(slots, 1),
-            "done": flags[0] | flags[1],
-            "terminated": flags[0].copy(),
-            "truncated": flags[1].copy(),
-        }
-        return {key: in_time(torch.from_numpy(column), batch_size) for key, column in columns.items()}
+        terminated, truncated, done = (np.zeros((slots, 1), dtype=np.bool_) for _ in range(3))
+        for slot, is_terminated, is_truncated in self.ends:  # few: most flags stay zero
+            terminated[slot], truncated[slot], done[slot] = is_terminated, is_truncated, True
+        reward = _as_floats(self.rewards).reshape(slots, 1)
+        columns = {"reward": reward, "done": done, "terminated": terminated, "truncated": truncated}
+        return {key: in_time(column, batch_size) for key, column in columns.items()} if batch_size else columns
+
+
+def _as_floats(rewards: list[Any]) -> np.ndarray[Any, Any]:
+    if type(rewards[0]) is float:
+        try:
+            return np.fromiter(rewards, np.float32, len(rewards))  # a third of the cost, and no arrays of one number
+        except (TypeError, ValueError):
+            pass
+    return np.asarray(rewards, dtype=np.float32)

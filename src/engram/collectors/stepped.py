@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.collectors.extras import extras_of
+from engram.collectors.trajectories import TrajectoryIds
 from engram.envs.mdp import reset_where, stack_steps, step_mdp
 from engram.envs.policies import RandomPolicy, TensorDictPolicy
 
@@ -19,8 +20,11 @@ class TensorDictRoller:
     Resets wait until the state is needed: the last state of a batch stays under `next`, and nothing is reset twice.
     """
 
-    def __init__(self, env: Any, policy: TensorDictPolicy, max_frames_per_traj: int | None) -> None:
+    is_random = False  # whatever the policy: the environment may hold one
+
+    def __init__(self, env: Any, policy: TensorDictPolicy, max_frames_per_traj: int | None, ids: TrajectoryIds) -> None:
         self._env = env
+        self._ids = ids
         self._policy = policy
         self._random = RandomPolicy(env.action_spec)
         self._limit = max_frames_per_traj
@@ -41,7 +45,10 @@ class TensorDictRoller:
         except BaseException:
             self.restart()  # half a batch is lost: no trajectory may go on across the gap
             raise
-        return stack_steps(stepped, len(self._env.batch_size))
+        batch = stack_steps(stepped, len(self._env.batch_size))
+        done = batch.get(("next", "done")).reshape(-1, steps)
+        ids = self._ids.number(done.cpu().numpy())
+        return batch.set(("collector", "traj_ids"), torch.from_numpy(ids).reshape(batch.shape))
 
     def _step(self, is_random: bool) -> TensorDictBase:
         td = self._env.step(self._with_action(self._ready_state(), is_random))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -83,13 +84,14 @@ class SyncDataCollector:
         self._finalizer = weakref.finalize(self, self.env.close) if makes_env else None
         self._place(device, storing_device, policy_device, env_device)
         self._weights = PolicyWeights(policy, self._policy_device)
+        self._no_grad = torch.no_grad()  # made once: a new one for each batch costs as much as a step
         self._exploration_type = exploration_type
         self._reset_at_each_iter = reset_at_each_iter
         self._postproc, self._split_trajs, self._replay_buffer = postproc, split_trajs, replay_buffer
         self._init_random_frames = init_random_frames or 0
         self._set_sizes(frames_per_batch, total_frames)
-        self._roller = self._make_roller(max_frames_per_traj)
         self._ids = TrajectoryIds(self._width)
+        self._roller = self._make_roller(max_frames_per_traj)
         self.frames = 0
         self.batches = 0
         self.is_shut_down = False
@@ -118,8 +120,8 @@ class SyncDataCollector:
         policy = self._with_devices(as_policy(self._weights.policy, self.env))
         engines = getattr(self.env, "engines", lambda: None)()
         if engines is not None and _is_cpu(self.env.device):
-            return GymRoller(self.env, engines, policy, max_frames_per_traj)
-        return TensorDictRoller(self.env, policy, max_frames_per_traj)
+            return GymRoller(self.env, engines, policy, max_frames_per_traj, self._ids)
+        return TensorDictRoller(self.env, policy, max_frames_per_traj, self._ids)
 
     def _with_devices(self, policy: TensorDictPolicy) -> TensorDictPolicy:
         ours, theirs = self._policy_device, self.env.device
@@ -161,14 +163,13 @@ class SyncDataCollector:
             self._restart()
         random_left = max(0, self._init_random_frames - self.frames)
         random_steps = min(self._steps, -(-random_left // self._width))
-        with torch.no_grad(), set_exploration_type(self._exploration_type):
+        acting = nullcontext() if self._roller.is_random else set_exploration_type(self._exploration_type)
+        with self._no_grad, acting:
             try:
                 batch = self._roller.roll(self._steps, random_steps)
             except BaseException:
                 self._ids.restart()
                 raise
-        ids = self._ids.number(batch.get(("next", "done")).reshape(self._width, self._steps).cpu())
-        batch.set(("collector", "traj_ids"), ids.reshape(batch.shape))
         return batch if self._storing_device is None else batch.to(self._storing_device)
 
     def _restart(self) -> None:

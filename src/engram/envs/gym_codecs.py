@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from engram.data.specs import (
     Unbounded,
 )
 
+LARGEST_TABLE = 256  # choices: one-hot rows are then at most half a megabyte
 Key = str | tuple[str, ...]
 
 
@@ -111,13 +113,17 @@ class DiscreteCodec(LeafCodec):
         return choice if self._one_hot is None else self._one_hot.encode(choice.unsqueeze(-1))
 
     def decode(self, value: Tensor) -> Any:
-        """The reverse of `encode`: an `np.int64`, which gymnasium checks faster than an `int`, or an array of them."""
-        choice = value.detach()
-        if self._one_hot is not None:
-            choice = (choice.byte() if choice.dtype is torch.bool else choice).argmax(-1)
-        elif choice.dtype is not torch.int64:
-            choice = choice.long()
-        raw = choice.cpu().numpy() if choice.ndim else np.int64(choice.item())
+        choice = self._chosen(value.detach())
+        return choice.long().cpu().numpy() + self.start
+
+    def _chosen(self, value: Tensor) -> Tensor:
+        if self._one_hot is None:
+            return value
+        return (value.byte() if value.dtype is torch.bool else value).argmax(-1)
+
+    def decode_one(self, value: Tensor) -> Any:
+        """One `np.int64`, which gymnasium checks faster than an `int`."""
+        raw = np.int64(self._chosen(value).item())
         return raw + self.start if self.start else raw
 
     def keep(self, raw: Any) -> Any:
@@ -130,9 +136,23 @@ class DiscreteCodec(LeafCodec):
         return raws  # integers
 
     def random_rows(self, n: int) -> tuple[Tensor, list[Any]]:
-        choice = torch.randint(self._n, (n,))  # the draw that the spec makes, without the way back from one-hot
-        encoded = choice if self._one_hot is None else self._one_hot.encode(choice.unsqueeze(-1))
-        return encoded, list(choice.numpy() + self.start if self.start else choice.numpy())
+        choice = torch.randint(self._n, (n,))  # the draw that the spec makes
+        if self._n > LARGEST_TABLE:
+            encoded = choice if self._one_hot is None else self._one_hot.encode(choice.unsqueeze(-1))
+            return encoded, list(choice.numpy() + self.start)
+        raws = self._raw_by_choice.take(choice.numpy()).tolist()
+        if self._one_hot is None:
+            return choice, raws
+        return torch.from_numpy(self._hot_by_choice.take(choice.numpy(), 0)), raws
+
+    @cached_property
+    def _raw_by_choice(self) -> np.ndarray[Any, Any]:
+        """Raw values that exist already: to make each one anew costs five times as much."""
+        return np.array(list(np.arange(self.start, self.start + self._n)), dtype=object)
+
+    @cached_property
+    def _hot_by_choice(self) -> np.ndarray[Any, Any]:
+        return np.eye(self._n, dtype=np.int64)
 
 
 class MultiDiscreteCodec(LeafCodec):

@@ -1,0 +1,22 @@
+"""Specs: the shape, dtype, device and domain of a tensor, and what can be drawn from it.
+
+A spec is a value: nothing changes it after it exists (`Composite` may be given more entries). `shape` is the whole
+shape of a tensor, with batch dimensions first. All draws come from torch's global generator.
+"""
+
+from engram.data.specs.base import Spec
+from engram.data.specs.choices import Binary, Categorical, MultiCategorical, MultiOneHot, OneHot
+from engram.data.specs.composite import Composite
+from engram.data.specs.numbers import Bounded, Unbounded
+
+__all__ = [
+    "Binary",
+    "Bounded",
+    "Categorical",
+    "Composite",
+    "MultiCategorical",
+    "MultiOneHot",
+    "OneHot",
+    "Spec",
+    "Unbounded",
+]
