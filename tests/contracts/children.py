@@ -9,6 +9,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+
+def alone_after_fork(seconds: int) -> None:
+    """In a forked child: an end after some seconds, and no threads of OpenMP, which wait for ever after a fork."""
+    signal.alarm(seconds)
+    torch.set_num_threads(1)
+
 
 class Child:
     """A forked child that runs `work`; at most for `seconds`."""
@@ -17,16 +25,13 @@ class Child:
         self._read, write = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            signal.alarm(seconds)
-            os.close(self._read)
             try:
-                result: tuple[str, Any] = ("result", work())
-            except BaseException as error:
-                error.__traceback__ = None
-                result = ("error", (error, traceback.format_exc()))
-            with os.fdopen(write, "wb") as pipe:
-                pipe.write(pickle.dumps(result))
-            os._exit(0)
+                alone_after_fork(seconds)
+                os.close(self._read)
+                with os.fdopen(write, "wb") as pipe:
+                    pipe.write(pickle.dumps(_outcome(work)))
+            finally:
+                os._exit(0)  # whatever happened: it must not go on with the tests of its parent
         os.close(write)
 
     def result(self) -> Any:
@@ -44,6 +49,14 @@ class Child:
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self._read)
+
+
+def _outcome(work: Callable[[], Any]) -> tuple[str, Any]:
+    try:
+        return "result", work()
+    except BaseException as error:
+        error.__traceback__ = None
+        return "error", (error, traceback.format_exc())
 
 
 class Signal:

@@ -1,8 +1,6 @@
 """Prefetch: the same batches, only earlier."""
 
 import gc
-import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -12,6 +10,7 @@ import time
 import pytest
 import torch
 
+from contracts.children import Child
 from engram.data import LazyTensorStorage, ListStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
 
 SAMPLERS = [RandomSampler, SamplerWithoutReplacement]
@@ -223,14 +222,8 @@ def test_a_forked_child_goes_on_with_the_same_batches():
     rb = make(4)
     for _ in range(3):
         rb.sample()
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(30)
-        os.write(write, repr([rb.sample().tolist() for _ in range(4)]).encode())
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert os.read(read, 10000).decode() == repr([rb.sample().tolist() for _ in range(4)])
+    child = Child(lambda: [rb.sample().tolist() for _ in range(4)], seconds=30)
+    assert child.result() == [rb.sample().tolist() for _ in range(4)]
 
 
 @pytest.mark.parametrize("depth", [0, 3])
@@ -248,15 +241,15 @@ def test_a_child_forked_while_threads_sample_and_write_can_use_the_buffer(depth)
         t.start()
     try:
         for _ in range(25):
-            pid = os.fork()
-            if pid == 0:
-                signal.alarm(20)
+
+            def work():
                 rb.extend(torch.arange(5))
                 rb.sample()
                 rb[0] = torch.tensor(3)
                 rb.empty()
-                os._exit(0)
-            assert os.waitpid(pid, 0)[1] == 0, "the child hung on a lock that a thread of its parent held"
+                return len(rb)
+
+            assert Child(work, seconds=20).result() == 0, "it must not wait for a lock that a thread of its parent held"
     finally:
         stop.set()
         for t in threads:

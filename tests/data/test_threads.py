@@ -104,6 +104,30 @@ def test_whole_extends_follow_each_other(name):
     assert sorted(i for index in where.values() for i in index.tolist()) == list(range(12 * BATCH))
 
 
+@pytest.mark.parametrize("name", STORAGES)
+def test_a_generation_belongs_to_the_row_beside_it(name):
+    rb = ReplayBuffer(storage=STORAGES[name](), batch_size=64, track_generations=True)
+    rb.extend(of_numbers(torch.arange(BATCH)))
+    stop = threading.Event()
+
+    def write():
+        at = BATCH
+        while not stop.is_set():
+            rb.extend(of_numbers(torch.arange(at, at + BATCH)))
+            at += BATCH
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        until = time.monotonic() + SECONDS / 2
+        while time.monotonic() < until:
+            batch, info = rb.sample(return_info=True)
+            assert len(set((info["generation"] - batch["n"]).tolist())) == 1, "generations of other rows"
+    finally:
+        stop.set()
+        thread.join()
+
+
 def test_the_first_writes_of_several_threads_make_one_storage():
     for _ in range(20):
         rb = ReplayBuffer(storage=LazyTensorStorage(100))
