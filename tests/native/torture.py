@@ -59,7 +59,16 @@ class Torture:
         self.lanes = lanes
         self.side = mmap.mmap(-1, _PAGE)
         self.faults: list[str] = []
-        self.done = {"kills": 0, "seams": 0, "rounds": 0, "rows": 0, "missing": 0, "unwritten": 0, "written": 0}
+        self.done = {
+            "kills": 0,
+            "checks": 0,
+            "seams": 0,
+            "rounds": 0,
+            "rows": 0,
+            "missing": 0,
+            "unwritten": 0,
+            "written": 0,
+        }
 
     def run(self, seconds: float, until_fault: bool) -> None:
         readers = [self._start(self._read, i) for i in range(self.readers)]
@@ -80,8 +89,10 @@ class Torture:
         self.side[_STOP] = 1
         for child in readers + writers:
             self._finish(child)
-        self._check_rest()
-        self.done["written"] = self._open().steps_written()
+        for lane in range(self.lanes):
+            if not self._check_rest(lane):
+                self.faults.append(f"lane {lane} is held, and every process has ended")
+        self.done["written"] = sum(struct.unpack_from(f"{self.lanes}q", self.side, _RETURNED))
 
     # ---- the controller ----
     def _start(self, work: Any, i: int) -> _Child:
@@ -91,7 +102,9 @@ class Torture:
         writer.kill()
         self.done["kills"] += 1
         self.done["seams"] += writer.found_seam()
-        self._check_rest(writer.lane())
+        lane = writer.lane()
+        if lane is not None:
+            self.done["checks"] += self._check_rest(lane)
         return self._start(self._write, i)
 
     def _finish(self, child: _Child) -> None:
@@ -100,28 +113,30 @@ class Torture:
         for key, value in said.items():
             self.done[key] += value
 
-    def _check_rest(self, only: int | None = None) -> None:
-        """Nobody writes to these lanes now: every row is there and whole, and none that had returned is missing."""
-        s = self._open()
-        code, _ = words(self.width)
-        for lane in range(self.lanes) if only is None else [only]:
+    def _check_rest(self, lane: int) -> bool:
+        """While nobody writes to a lane every row of it is there and whole, and none that had returned is missing.
+
+        False: another writer was quicker to take the lane.
+        """
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        s = _native.Store.open(fd, os.fstat(fd).st_size)
+        locks = LaneLocks(fd, str(self.path))
+        try:
+            if not locks.take_lane(lane):
+                return False
             state = s.lane(lane)
             returned = struct.unpack_from("q", self.side, _RETURNED + _WIDTH * lane)[0]
             if state["published"] < returned:
                 self.faults.append(f"lane {lane}: {returned} rows had returned, {state['published']} are published")
             there = torch.arange(state["first"], state["published"])
-            rows, missing, unwritten, numbers = s.gather(
-                code, there % self.capacity + lane * self.capacity, numbers=True
-            )
+            where = there % self.capacity + lane * self.capacity
+            rows, missing, unwritten, numbers = s.gather(words(self.width)[0], where, numbers=True)
             if missing or unwritten or not torch.equal(numbers, there):
                 self.faults.append(f"lane {lane} at rest: {missing} missing, {unwritten} unwritten")
             self.faults += _wrong(rows[0], numbers, lane, "at rest")
-
-    def _open(self) -> _native.Store:
-        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        opened = _native.Store.open(fd, os.fstat(fd).st_size)
-        os.close(fd)
-        return opened
+            return True
+        finally:
+            locks.close()
 
     # ---- the other processes ----
     def _join(self) -> Lanes:
