@@ -175,3 +175,17 @@ def test_flush_costs_nothing_but_time(tmp_path):
     rb.storage.flush()
     assert rb.storage.lanes.states()[0]["durable"] == 3
     assert torch.equal(rb[:]["n"], torch.arange(3))
+
+
+def test_a_store_that_is_only_changed_is_not_clean_before_it_is_closed(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
+    rb.extend(torch.arange(5))
+    rb.storage.close()
+    again = LazyMemmapStorage.open(tmp_path)
+    assert again.lanes.store.clean
+    again[2] = torch.tensor(7)
+    assert not again.lanes.store.clean
+    again.close()
+    reopened = LazyMemmapStorage.open(tmp_path)
+    assert reopened.lanes.store.clean
+    assert reopened[2] == 7

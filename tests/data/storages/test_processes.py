@@ -147,8 +147,8 @@ def test_a_writer_that_is_killed_holds_nothing_though_a_child_of_it_lives_on(mak
 
     def work():
         rb.extend(steps(10, 14))
-        idle = Child(lambda: go.wait())
-        ready.send()
+        # The idle child says when it runs: before that it still holds what it inherited.
+        idle = Child(lambda: (ready.send(), go.wait()))
         return idle.result()
 
     child = Child(work)

@@ -32,15 +32,21 @@ class Lanes:
         store: the native store.
         locks: of a store that processes share; None for memory that is private to this process.
         on_take: called with a lane's number when this process has taken it, before its first write.
+        on_alone: called before each change that needs the store alone.
     """
 
     def __init__(
-        self, store: _native.Store, locks: LaneLocks | None = None, on_take: Callable[[int], None] | None = None
+        self,
+        store: _native.Store,
+        locks: LaneLocks | None = None,
+        on_take: Callable[[int], None] | None = None,
+        on_alone: Callable[[], None] | None = None,
     ) -> None:
         self.store = store
         self.locks = locks
         self.mutex = threading.RLock()  # writers of this process take turns; in-place writes keep readers by slot out
         self._on_take = on_take
+        self._on_alone = on_alone
         self._held: int | None = None
         self.asleep = False  # a forked child that has not used the store yet
         self._alone = 0
@@ -152,6 +158,8 @@ class Lanes:
             with self.locks.alone(what):
                 self._alone += 1
                 try:
+                    if self._on_alone is not None:
+                        self._on_alone()
                     yield
                 finally:
                     self._alone -= 1

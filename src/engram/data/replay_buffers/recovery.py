@@ -39,9 +39,19 @@ class Session:
             _log.warning("%s: %d rows that a power cut had torn were dropped", path, self.dropped)
 
     def on_take(self, lane: int) -> None:
-        """Before the first write to a lane: from here on an unclean stop of the machine means a scan."""
+        """Before the first write to a lane."""
         self._wrote = True
         self.store.raise_term(lane)
+        self._begin()
+
+    def on_alone(self) -> None:
+        """Before a change of stored rows or counters."""
+        if not self._wrote:
+            self._wrote = True
+            self._begin()
+
+    def _begin(self) -> None:
+        """From here on an unclean stop of the machine means a scan."""
         self.store.boot_id = boot_id()
         self.store.clean = False
         self.store.sync_header()
@@ -65,7 +75,7 @@ class Session:
     # ---- when nobody else has the store open ----
     def _needs_mending(self) -> bool:
         s = self.store
-        return s.edits % 2 == 1 or s.interrupted or self._machine_stopped()
+        return s.edits % 2 == 1 or s.incarnation % 2 == 1 or s.interrupted or self._machine_stopped()
 
     def _machine_stopped(self) -> bool:
         s = self.store

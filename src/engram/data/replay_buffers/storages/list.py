@@ -59,14 +59,15 @@ class ListStorage(Storage):
         return sum(_nbytes(item) for item in self._items)
 
     def check(self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None) -> Checked:
-        rows = [items] if single else _split(items, time_dim)
+        # A copy: what the caller does to its own object later must not change what is stored. Of a batch once, whole;
+        # its items are then views of that copy.
+        rows = [copied(items)] if single else _split(copied(items), time_dim)
         if not rows:
             raise ValueError("nothing to add: the batch has no items")
         if index_key is not None:
             slots = self._lanes.next_slots(len(rows))
             rows = [_with_index(row, index_key, slot) for row, slot in zip(rows, slots, strict=True)]
-        # A copy: what the caller does to its own object later must not change what is stored.
-        return Checked(len(rows), [copied(row) for row in rows])
+        return Checked(len(rows), rows)
 
     def append(self, checked: Checked) -> Tensor:
         slots = self._lanes.advance(checked.steps)

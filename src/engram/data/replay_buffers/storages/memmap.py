@@ -126,7 +126,7 @@ class LazyMemmapStorage(TableStorage):
         if layout is not None:
             found.root = layout.root  # it may know a tensorclass, which no file names
         session.store.advise_random()
-        lanes = Lanes(session.store, session.locks, on_take=session.on_take)
+        lanes = Lanes(session.store, session.locks, on_take=session.on_take, on_alone=session.on_alone)
         return lanes, RowTable(lanes, found, mapped=True)
 
     def _open(self) -> None:
