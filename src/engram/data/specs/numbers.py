@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engram.data.specs.base import Device, TensorSpec, Self
+from engram.data.specs.base import Device, Self, TensorSpec
 
 
 class Unbounded(TensorSpec):
