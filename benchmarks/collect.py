@@ -117,9 +117,9 @@ def run(rounds: int = 21) -> dict[str, Any]:
         torch.manual_seed(0)
         net = Greedy()
         module = TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
-        random = compare(bare_loop(), {"random": collector(None)}, 5_000, rounds)
+        random = compare(bare_loop(), {"random": collector(None)}, 5_000, 2 * rounds)
         nets = {"nn.Module": collector(net), "TensorDictModule": collector(module)}
-        network = compare(torch_loop(net), nets, 2_000, rounds)
+        network = compare(torch_loop(net), nets, 1_000, 2 * rounds)
     finally:
         torch.set_num_threads(threads)
     return {

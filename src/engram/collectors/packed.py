@@ -17,25 +17,28 @@ LARGEST = 1024  # bytes of one observation: above, the second copy costs more th
 
 def can_pack(leaves: list[Leaf], width: int) -> bool:
     """Whether the observations are one small array of one environment."""
-    codec = leaves[0].codec
     is_single = width == 1 and len(leaves) == 1 and not leaves[0].path
-    size = math.prod(codec.raw_shape) * codec.raw_dtype.itemsize
-    return is_single and len(codec.raw_shape) > 0 and 0 < size <= LARGEST
+    return is_single and len(leaves[0].codec.raw_shape) > 0 and 0 < _size(leaves[0]) <= LARGEST
+
+
+def _size(leaf: Leaf) -> int:
+    return int(math.prod(leaf.codec.raw_shape) * leaf.codec.raw_dtype.itemsize)
 
 
 class PackedObservations:
-    """What `Observations` is, for one environment, while nobody reads the observations: a list append for each.
+    """What `Observations` is, for one environment, while nobody reads the observations.
 
-    `rows` grows by one observation a step. Who appends bytes has looked at `dtype` and `shape`; `pack` makes bytes of
-    anything else, exactly as numpy assigns it to a row of an array.
+    `rows` grows by the bytes of one observation a step. Who extends it has looked at the array's `dtype` and `shape`,
+    which bytes do not have; `pack` makes bytes of anything else, exactly as numpy assigns it to a row of an array.
     """
 
     def __init__(self, leaf: Leaf, first_row: Rows | None) -> None:
         self._leaf = leaf
         self.dtype = leaf.codec.raw_dtype
         self.shape = leaf.codec.raw_shape
-        self.rows: list[bytes] = [] if first_row is None else [first_row[0].tobytes()]
-        self._moved: dict[int, bytes] = {}  # by step: the last observation of an episode
+        self._size = _size(leaf)
+        self.rows = bytearray() if first_row is None else bytearray(first_row[0].tobytes())
+        self._moved: dict[int, bytearray] = {}  # by step: the last observation of an episode
 
     def pack(self, raw: Any) -> bytes:
         """The bytes of one observation. Raises ValueError where numpy cannot broadcast it to the space's shape."""
@@ -45,37 +48,34 @@ class PackedObservations:
 
     def put_first(self, slot: int, raw: Any) -> None:
         """The first observation of an episode. Raises ValueError for another shape than the space's."""
-        rows = self.rows
-        if rows:
-            last = rows.pop()
-            if slot:
-                self._moved[slot - 1] = last
+        last = self.rows[-self._size :]
+        if slot:
+            self._moved[slot - 1] = last
         if type(raw) is np.ndarray and raw.dtype is self.dtype and raw.shape == self.shape:
-            rows.append(raw.tobytes())
+            self.rows[slot * self._size :] = raw.tobytes()
         else:
             check_shapes([self._leaf], raw)
-            rows.append(self.pack(raw))
+            self.rows[slot * self._size :] = self.pack(raw)
 
     def last_row(self) -> Rows:
         """What the environment shows after the last step."""
-        return [np.frombuffer(self.rows[-1], self.dtype).reshape((1, *self.shape))]
+        return [self._array[-1:].copy()]
 
     def before(self) -> dict[Any, Tensor]:
         """The observations before the steps, `[steps, *shape]` under their key."""
-        return self._tensor(self._joined[:-1])
+        return self._tensor(self._array[:-1])
 
     def after(self) -> dict[Any, Tensor]:
         """The observations after the steps, the last ones of episodes included; own memory."""
-        following = self._joined[1:].copy()
+        following = self._array[1:].copy()
         if self._moved:
             moved = np.frombuffer(b"".join(self._moved.values()), self.dtype)
             following[list(self._moved)] = moved.reshape((-1, *self.shape))
         return self._tensor(following)
 
     @cached_property
-    def _joined(self) -> np.ndarray[Any, Any]:
-        whole = bytearray().join(self.rows)  # not bytes: torch wants memory that may be written
-        return np.frombuffer(whole, self.dtype).reshape((len(self.rows), *self.shape))
+    def _array(self) -> np.ndarray[Any, Any]:
+        return np.frombuffer(self.rows, self.dtype).reshape((-1, *self.shape))
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> dict[Any, Tensor]:
         return {self._leaf.key: self._leaf.codec.encode(array)}

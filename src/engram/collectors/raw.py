@@ -24,6 +24,7 @@ class GymRoller:
 
     Per step there are the environment, the policy, a copy of the observation and a list append or two. A slot is
     `t * width + env`. Where no policy reads the observations and they are small, they are kept as bytes.
+    `is_random` says that only random actions are taken.
     """
 
     def __init__(
@@ -41,10 +42,9 @@ class GymRoller:
         self._batch_size: torch.Size = env.batch_size
         self._device = env.device
         self._codec = engines[0].action
-        self._random = RandomActions(RandomPolicy(env.action_spec), self._codec, self._batch_size)
-        if isinstance(policy, RandomPolicy):
-            self._random = RandomActions(policy, self._codec, self._batch_size)
         self.is_random = isinstance(policy, RandomPolicy)
+        random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
+        self._random = RandomActions(random, self._codec, self._batch_size)
         self._packs = self.is_random and can_pack(engines[0].leaves, len(engines))
         self._on_tensordicts = TensorDictActions(policy, self._codec, self._batch_size, self._device)
         self.restart()
@@ -117,7 +117,8 @@ class GymRoller:
                     self._to_reset.append(env)  # when it is needed: the last state must stay, and a restart may come
 
     def _step_packed(self, batch: _RawBatch, observations: PackedObservations, raws: Iterable[Any], end: int) -> None:
-        step, keep, pack = self._engines[0].step, observations.rows.append, observations.pack
+        step, reset, limit = self._engines[0].step, self._engines[0].reset, self._limit
+        keep, pack = observations.rows.extend, observations.pack
         ndarray, dtype, shape = np.ndarray, observations.dtype, observations.shape
         rewards, limits = batch.rewards, self._last_slots
         keep_reward = rewards.append
@@ -131,10 +132,12 @@ class GymRoller:
             if terminated or truncated or (limits and limits[0] == len(rewards)):
                 slot = len(rewards)
                 batch.ends.append((slot - 1, bool(terminated), bool(truncated) or limits.get(0) == slot))
-                if slot < end:
-                    self._reset(batch, slot, 0, self._random)
-                else:
+                if slot == end:
                     self._to_reset.append(0)
+                    continue
+                observations.put_first(slot, reset())
+                if limit is not None:
+                    limits[0] = slot + limit
 
     def _reset(self, batch: _RawBatch, slot: int, env: int, source: Source) -> None:
         batch.observations.put_first(slot, self._engines[env].reset())

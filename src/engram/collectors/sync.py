@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,7 +83,6 @@ class SyncDataCollector:
         self._finalizer = weakref.finalize(self, self.env.close) if makes_env else None
         self._place(device, storing_device, policy_device, env_device)
         self._weights = PolicyWeights(policy, self._policy_device)
-        self._no_grad = torch.no_grad()  # made once: a new one for each batch costs as much as a step
         self._exploration_type = exploration_type
         self._reset_at_each_iter = reset_at_each_iter
         self._postproc, self._split_trajs, self._replay_buffer = postproc, split_trajs, replay_buffer
@@ -163,14 +161,18 @@ class SyncDataCollector:
             self._restart()
         random_left = max(0, self._init_random_frames - self.frames)
         random_steps = min(self._steps, -(-random_left // self._width))
-        acting = nullcontext() if self._roller.is_random else set_exploration_type(self._exploration_type)
-        with self._no_grad, acting:
-            try:
-                batch = self._roller.roll(self._steps, random_steps)
-            except BaseException:
-                self._ids.restart()
-                raise
+        try:
+            batch = self._rolled(random_steps)
+        except BaseException:
+            self._ids.restart()
+            raise
         return batch if self._storing_device is None else batch.to(self._storing_device)
+
+    def _rolled(self, random_steps: int) -> TensorDictBase:
+        if self._roller.is_random:  # no policy: the two switches would cost as much as four steps of CartPole
+            return self._roller.roll(self._steps, random_steps)
+        with torch.no_grad(), set_exploration_type(self._exploration_type):
+            return self._roller.roll(self._steps, random_steps)
 
     def _restart(self) -> None:
         self._roller.restart()
