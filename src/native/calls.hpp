@@ -249,6 +249,14 @@ inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan) {
   InPlaceWriter(store).write(slots.data(), slots.size(), plan.leaves);
 }
 
+// Changes of rows that are kept elsewhere: followers look at these slots again.
+inline void note_edits(Store& store, nb::handle slots_in) {
+  const SlotsArg slots(nb::borrow(slots_in));
+  for (size_t i = 0; i < slots.n; ++i)
+    if (static_cast<uint64_t>(slots.data[i]) >= store.slots()) refuse_slots(store);
+  InPlaceWriter(store).note(slots.data, slots.n);
+}
+
 // Generations of slots: write numbers, -1 where a slot holds no row.
 inline nb::object generations(Store& store, nb::handle slots_in) {
   const SlotsArg slots(nb::borrow(slots_in));

@@ -194,6 +194,7 @@ NB_MODULE(_native, m) {
            "mapped"_a = false, "numbers"_a = false)
       .def("gather_into", &gather_into, "codec"_a, "slots"_a, "arrays"_a, "mapped"_a = false, "numbers"_a = false)
       .def("overwrite", &overwrite, "slots"_a, "plan"_a)
+      .def("note_edits", &note_edits, "slots"_a)
       .def("generations", &generations, "slots"_a)
       .def("uniform", &uniform, "seed"_a, "n"_a);
 }

@@ -40,6 +40,9 @@ class InPlaceWriter {
     }
   }
 
+  // Enters changes of rows that are kept elsewhere in the log.
+  void note(const int64_t* slots, size_t n) { log(slots, n, store_.header()->log_head.load(std::memory_order_relaxed)); }
+
   bool interrupted() const {
     return store_.shape().redo_bytes > 0 && redo_header()->state.load(std::memory_order_acquire) == kRedoMarked;
   }

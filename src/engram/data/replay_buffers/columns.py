@@ -70,6 +70,7 @@ class ColumnTable:
         where = slots.to(self._device)
         for flat, leaf in zip(self._flat(), leaves, strict=True):
             flat[where] = leaf
+        self._lanes.store.note_edits(slots)
 
     def read(
         self,

@@ -20,7 +20,7 @@ _live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 
 class _Prepared(NamedTuple):
     future: Future[tuple[Any, dict[str, Any]]]
-    sampler: dict[str, Any]  # the sampler's state before this draw
+    sampler: Any  # the sampler's position before this draw
     generator: torch.Tensor | None
     last: bool
 
@@ -74,7 +74,7 @@ class Prefetcher:
     def _schedule(self) -> None:
         assert self._batch_size is not None
         with self._reader.lock:
-            sampler = self._reader.sampler.state_dict() if hasattr(self._reader.sampler, "state_dict") else {}
+            sampler = _position(self._reader.sampler)
             generator = None if self._generator is None else self._generator.get_state()
             try:
                 ticket = self._reader.draw(self._batch_size)
@@ -104,9 +104,8 @@ class Prefetcher:
             self.drop()
             yield
 
-    def _rewind(self, sampler: dict[str, Any], generator: torch.Tensor | None) -> None:
-        if hasattr(self._reader.sampler, "load_state_dict"):
-            self._reader.sampler.load_state_dict(sampler)
+    def _rewind(self, sampler: Any, generator: torch.Tensor | None) -> None:
+        _go_back(self._reader.sampler, sampler)
         if self._generator is not None and generator is not None:
             self._generator.set_state(generator)
 
@@ -122,6 +121,18 @@ class Prefetcher:
         if self._queue:
             self._rewind(self._queue[0].sampler, self._queue[0].generator)
         self._queue.clear()
+
+
+def _position(sampler: Any) -> Any:
+    """Where a sampler stands; one of a user's own may have a state only, or none."""
+    take = getattr(sampler, "position", None) or getattr(sampler, "state_dict", None)
+    return None if take is None else take()
+
+
+def _go_back(sampler: Any, position: Any) -> None:
+    rewind = getattr(sampler, "rewind", None) or getattr(sampler, "load_state_dict", None)
+    if rewind is not None:
+        rewind(position)
 
 
 def _after_fork() -> None:

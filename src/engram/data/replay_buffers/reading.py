@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.data.replay_buffers.indexing import inward
-from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.samplers.base import Sampler, redrawn
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.list import ListStorage, copied
 from engram.data.replay_buffers.trees import put_entry
@@ -56,6 +57,7 @@ class Reader:
         self._with_generation = with_generation
         # Our own samplers give a row's slot as its index where there is one dimension; others may give anything.
         self._index_is_slots = storage.ndim == 1 and type(sampler).__module__.startswith("engram.")
+        self._finish = _own(sampler, "finish")
         self.lock = threading.RLock()  # samplers have state: one draw at a time
 
     def draw(self, n: int) -> Ticket:
@@ -77,12 +79,14 @@ class Reader:
         extra = None if self._attach is None else self._attach(index, info)
         batch, gone, absent, generation = self.storage.read(slots, None, extra, numbers)
         if gone is not None or absent is not None:
-            index, batch, generation = self._again(slots, (gone, absent), numbers)
+            index, batch, generation = self._again(slots, info, (gone, absent), numbers)
             extra = None if self._attach is None else self._attach(index, info)
             for key, value in (extra or {}).items():
                 put_entry(batch, key, value)
         if self.collate_fn is not None:
-            batch = self._collate(batch, extra)
+            batch = self._collate(batch, extra, info)
+        elif self._finish is not None:
+            batch = self._finish(batch, info)
         if generation is not None and extra is not None and self._with_generation:
             put_entry(batch, "generation", generation)
         if self.transform.transforms:
@@ -99,39 +103,44 @@ class Reader:
             return index
         return inward(index, self.storage.inner, self.storage.max_size or 0)
 
-    def _collate(self, items: Any, extra: dict[str, Any] | None) -> Any:
+    def _collate(self, items: Any, extra: dict[str, Any] | None, info: dict[str, Any]) -> Any:
         assert self.collate_fn is not None
-        if isinstance(self.storage, ListStorage):
-            # A collate function of the user's own may change what it gets; the default one copies anyhow.
-            batch = self.collate_fn(items if self.collate_fn is stack_items else [copied(i) for i in items])
-            if isinstance(batch, TensorDictBase | dict):
-                for key, value in (extra or {}).items():
-                    put_entry(batch, key, value)
-            return batch
-        return self.collate_fn(items)
+        finish = self._finish or _as_it_is
+        if not isinstance(self.storage, ListStorage):
+            return self.collate_fn(finish(items, info))
+        # A collate function of the user's own may change what it gets; the default one copies anyhow.
+        batch = self.collate_fn(items if self.collate_fn is stack_items else [copied(i) for i in items])
+        if isinstance(batch, TensorDictBase | dict):
+            for key, value in (extra or {}).items():
+                put_entry(batch, key, value)
+        return finish(batch, info)
 
     def _again(
-        self, slots: Tensor, bad: tuple[list[int] | None, list[int] | None], numbers: bool
+        self, slots: Tensor, info: dict[str, Any], bad: tuple[list[int] | None, list[int] | None], numbers: bool
     ) -> tuple[Any, Any, Tensor | None]:
         """Other slots for the rows that are not there any more: their index, the batch, its generations."""
-        slots = slots.clone()
+        redraw = getattr(self.sampler, "redraw", None) or functools.partial(redrawn, self.sampler)
         for attempt in range(1000):
             places = sorted({*(bad[0] or ()), *(bad[1] or ())})
             # After some rounds one row at a time: a whole batch may be too slow for writers of a small ring.
-            for part in [places] if attempt < _ROUNDS else [[i] for i in places]:
-                slots[torch.tensor(part)] = self.draw_all(len(part))
+            with self.lock:
+                for part in [places] if attempt < _ROUNDS else [[i] for i in places]:
+                    slots = redraw(self.storage, slots, info, part)
             batch, *bad_now, generation = self.storage.read(slots, None, None, numbers)
             bad = (bad_now[0], bad_now[1])
             if bad == (None, None):
                 return self.storage.outward(slots), batch, generation
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 
-    def draw_all(self, n: int) -> Tensor:
-        """Exactly n slots, over the end of an epoch if need be."""
-        found = [self.draw(n).slots]
-        while sum(map(len, found)) < n:
-            found.append(self.draw(n - sum(map(len, found))).slots)
-        return torch.cat(found)[:n]
+
+def _own(sampler: Any, name: str) -> Any:
+    """A method that the sampler has of its own; None where it is the one that does nothing."""
+    method = getattr(sampler, name, None)
+    return None if getattr(type(sampler), name, None) is getattr(Sampler, name) else method
+
+
+def _as_it_is(batch: Any, info: dict[str, Any]) -> Any:
+    return batch
 
 
 def stack_items(items: list[Any]) -> Any:

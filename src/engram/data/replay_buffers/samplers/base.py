@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram.data.replay_buffers.indexing import inward
+
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
 
@@ -38,6 +40,23 @@ class Sampler(abc.ABC):
             RuntimeError: the storage is empty.
         """
 
+    def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
+        """Other rows for some places of a batch, whose rows were overwritten while they were read.
+
+        Args:
+            slots: int64 [n], what was drawn.
+            info: what `sample` said of it; what it says of these places is changed too.
+            places: positions in the batch.
+
+        Returns:
+            the slots to read instead, int64 [n].
+        """
+        return redrawn(self, storage, slots, info, places)
+
+    def finish(self, batch: Any, info: dict[str, Any]) -> Any:
+        """The batch as this sampler hands it out, from the rows that were read; `info` is what `sample` said."""
+        return batch
+
     def use_generator(self, generator: torch.Generator | None) -> None:
         """Draws from this generator from now on; None: torch's global one."""
         self._generator = generator
@@ -66,6 +85,14 @@ class Sampler(abc.ABC):
         """What of a saved state does not fit this sampler."""
         return []
 
+    def position(self) -> Any:
+        """What a draw changes, for `rewind`: taken before every batch that is prepared ahead, so small."""
+        return self.state_dict()
+
+    def rewind(self, position: Any) -> None:
+        """Draws again what was drawn since this position."""
+        self.load_state_dict(position)
+
     def __getstate__(self) -> dict[str, Any]:
         # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
         return {k: v for k, v in self.__dict__.items() if k not in ("_generator", "_seed")}
@@ -76,3 +103,19 @@ class Sampler(abc.ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+def redrawn(sampler: Any, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
+    """`Sampler.redraw` for a sampler that draws each row by itself, with an entry a row in its info."""
+    slots, n, done = slots.clone(), len(slots), 0
+    while done < len(places):  # an epoch's last draw may give fewer
+        index, said = sampler.sample(storage, len(places) - done)
+        found = inward(index, storage.inner, storage.max_size or 0)[: len(places) - done]
+        at = torch.tensor(places[done : done + len(found)])
+        slots[at] = found
+        for key, value in said.items():
+            old = info.get(key)
+            if isinstance(value, Tensor) and isinstance(old, Tensor) and value.ndim and len(old) == n:
+                info[key] = old.index_copy(0, at, value[: len(at)])
+        done += len(found)
+    return slots

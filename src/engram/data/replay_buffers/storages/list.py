@@ -85,6 +85,7 @@ class ListStorage(Storage):
         for slot, item in zip(slots, rows, strict=True):
             own = item if index_key is None else _with_index(item, index_key, slot)
             self._items[int(slot)] = copied(own)
+        self._lanes.store.note_edits(slots)
 
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
         rows = [items] if selection.shape == () else _split(items, 0)

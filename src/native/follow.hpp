@@ -1,0 +1,89 @@
+// Followers: samplers that take in what was written since they last looked. Nobody notifies anybody.
+#pragma once
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "store.hpp"
+
+namespace engram {
+
+// The slot of a row as samplers know it: (lane * lane_capacity + write number mod lane_capacity) * strands + strand.
+inline uint64_t slot_of(const Shape& s, uint64_t lane, uint64_t number, uint64_t strand = 0) {
+  return (lane * s.lane_capacity + number % s.lane_capacity) * s.strands + strand;
+}
+
+// Where a follower stands in a store. One thread at a time looks.
+//
+// A visitor has
+//   restart(store)             forget everything: another store, numbers that started again, or a log that is too short;
+//   vanished(lane, from, to)   rows with these write numbers are gone or being overwritten, and no new row is in their
+//                              slots yet; the visitor may never have seen them;
+//   rows(lane, from, to)       these rows are new; `from` is the last call's `to` unless rows in between came and went;
+//   edited(slot)               a row changed in place; it may have vanished since.
+class Follower {
+ public:
+  template <typename Visitor>
+  void look(const Store& store, Visitor&& visitor) {
+    const StoreHeader& h = *store.header();
+    const Shape& s = store.shape();
+    const uint64_t incarnation = h.incarnation.load(std::memory_order_acquire);
+    // Before the counters: an edit that comes after this is seen next time, and of a row that was taken in by then.
+    const uint64_t log_head = h.log_head.load(std::memory_order_acquire);
+    if (!follows(store, incarnation) || log_head < log_ || log_head - log_ > kLogEntries) {
+      seen_.assign(s.lanes, {});
+      std::memcpy(id_, s.store_id, sizeof id_);
+      incarnation_ = incarnation, log_ = log_head, started_ = true;
+      visitor.restart(store);
+    }
+    for (uint64_t l = 0; l < s.lanes; ++l) {
+      const LaneView view = store.lanes.view(l);
+      Seen& seen = seen_[l];
+      const uint64_t replaced = view.published > s.lane_capacity ? view.published - s.lane_capacity : 0;
+      const uint64_t gone = std::max(seen.first, replaced);
+      if (gone < view.first) visitor.vanished(l, gone, view.first);
+      const uint64_t from = std::max(seen.published, view.first);
+      if (from < view.published) visitor.rows(l, from, view.published);
+      seen = {std::max(seen.first, view.first), std::max(seen.published, view.published)};
+    }
+    const auto* entries = reinterpret_cast<const Counter*>(store.at(s.log_offset));
+    for (; log_ < log_head; ++log_) {
+      const uint64_t slot = entries[log_ % kLogEntries].load(std::memory_order_relaxed);
+      if (slot < store.slots()) visitor.edited(slot);
+    }
+  }
+
+  bool follows(const Store& store) const {
+    return follows(store, store.header()->incarnation.load(std::memory_order_acquire));
+  }
+  // Everything is taken in anew at the next look.
+  void forget() { started_ = false; }
+
+  // ---- state, for checkpoints ----
+  struct Seen {
+    uint64_t first = 0, published = 0;
+  };
+  const std::vector<Seen>& seen() const { return seen_; }
+  uint64_t log() const { return log_; }
+  // Goes on as one that has seen these rows of this store, and its log up to now.
+  void resume(const Store& store, std::vector<Seen> seen) {
+    seen_ = std::move(seen);
+    std::memcpy(id_, store.shape().store_id, sizeof id_);
+    incarnation_ = store.header()->incarnation.load(std::memory_order_acquire);
+    log_ = store.header()->log_head.load(std::memory_order_acquire);
+    started_ = seen_.size() == store.shape().lanes;
+  }
+
+ private:
+  bool follows(const Store& store, uint64_t incarnation) const {
+    return started_ && incarnation == incarnation_ && seen_.size() == store.shape().lanes &&
+           std::memcmp(id_, store.shape().store_id, sizeof id_) == 0;
+  }
+
+  std::vector<Seen> seen_;
+  uint64_t incarnation_ = 0, log_ = 0;
+  uint8_t id_[16] = {};
+  bool started_ = false;
+};
+
+}  // namespace engram
