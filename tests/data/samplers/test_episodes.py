@@ -26,7 +26,10 @@ def writers(kind, path):
     if kind == "columns":
         return [columns()]
     store = LazyMemmapStorage(2 * CAPACITY, path, lanes=2)
-    return [ReplayBuffer(storage=store), ReplayBuffer(storage=LazyMemmapStorage(2 * CAPACITY, path, existsok=True, lanes=2))]
+    return [
+        ReplayBuffer(storage=store),
+        ReplayBuffer(storage=LazyMemmapStorage(2 * CAPACITY, path, existsok=True, lanes=2)),
+    ]
 
 
 def columns():
