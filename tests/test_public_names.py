@@ -7,14 +7,17 @@ import sys
 import pytest
 
 BUFFERS = {
-    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "RandomSampler", "ReplayBuffer",
-    "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "Storage", "TensorDictReplayBuffer",
+    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "PrioritizedReplayBuffer",
+    "PrioritizedSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement",
+    "Storage", "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
 }  # fmt: skip
 NAMES = {
     "engram.data": BUFFERS,
     "engram.data.replay_buffers": BUFFERS,
-    "engram.data.replay_buffers.samplers": {"RandomSampler", "Sampler", "SamplerWithoutReplacement"},
+    "engram.data.replay_buffers.samplers": {
+        "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement",
+    },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",
     },

@@ -1,7 +1,8 @@
 """Replay buffers and their parts."""
 
 from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
+from engram.data.replay_buffers.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
+from engram.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, SamplerWithoutReplacement
 from engram.data.replay_buffers.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -22,12 +23,15 @@ __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
     "RandomSampler",
     "ReplayBuffer",
     "RoundRobinWriter",
     "Sampler",
     "SamplerWithoutReplacement",
     "Storage",
+    "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",

@@ -16,6 +16,13 @@ def slots_tensor(made: Any) -> Tensor:
     return torch.frombuffer(made, dtype=torch.int64) if len(made) else torch.empty(0, dtype=torch.int64)
 
 
+def values_tensor(made: Any, dtype: torch.dtype) -> Tensor:
+    """[n] of this dtype, as `slots_tensor`."""
+    if isinstance(made, Tensor):
+        return made
+    return torch.frombuffer(made, dtype=dtype) if len(made) else torch.empty(0, dtype=dtype)
+
+
 def human_bytes(n: float) -> str:
     """12.3 MB: a size as people write it."""
     for unit in ("B", "KB", "MB", "GB"):
