@@ -1,5 +1,6 @@
 """Replay buffers, their parts, and specs."""
 
+from engram.data.postprocs import MultiStep
 from engram.data.replay_buffers import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -22,6 +23,7 @@ __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "MultiStep",
     "RandomSampler",
     "ReplayBuffer",
     "RoundRobinWriter",
