@@ -13,8 +13,13 @@ BUFFERS = {
     "SliceSamplerWithoutReplacement", "Storage", "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer", "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
 }  # fmt: skip
+TRANSFORMS = {
+    "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale", "InitTracker",
+    "MultiStepTransform", "ObservationNorm", "RenameTransform", "Resize", "Reward2GoTransform", "RewardScaling",
+    "RewardSum", "SelectTransform", "StepCounter", "ToTensorImage", "Transform", "UnsqueezeTransform", "VecNorm",
+}  # fmt: skip
 NAMES = {
-    "engram.data": BUFFERS,
+    "engram.data": BUFFERS | {"MultiStep"},
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
         "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
@@ -26,9 +31,8 @@ NAMES = {
     "engram.data.replay_buffers.storages": {
         "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",
     },
-    "engram.transforms": {
-        "Compose", "Transform",
-    },
+    "engram.envs.transforms": TRANSFORMS,
+    "engram.transforms": TRANSFORMS,
 }  # fmt: skip
 ERRORS = {
     "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError", "CorruptCheckpointError",
