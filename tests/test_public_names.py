@@ -21,6 +21,10 @@ NAMES = {
     "engram.data.replay_buffers.storages": {
         "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",
     },
+    "engram.testing": {
+        "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",
+        "TableContract", "WriterContract", "chi_square", "env_steps", "numbers", "of_numbers", "state_of", "steps",
+    },
     "engram.transforms": {"Compose", "Transform"},
 }  # fmt: skip
 ERRORS = {

@@ -19,7 +19,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from contracts.steps import numbers, of_numbers
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -30,6 +29,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.testing import numbers, of_numbers
 
 
 class Oracle:
@@ -97,7 +97,7 @@ class BufferMachine(RuleBasedStateMachine):
         return self.buffer(storage=storage, sampler=self.make_sampler(), generator=torch.Generator().manual_seed(1))
 
     def tensors(self):
-        from contracts.steps import of_numbers as make
+        from engram.testing import of_numbers as make
 
         shape = (self.capacity, self.envs) if self.envs else (self.capacity,)
         data = make(torch.zeros(shape, dtype=torch.int64))

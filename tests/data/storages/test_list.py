@@ -5,9 +5,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.steps import numbers, steps
-from contracts.storage import StorageContract
 from engram.data import ListStorage, ReplayBuffer
+from engram.testing import StorageContract, numbers, steps
 
 
 class TestListStorage(StorageContract):
