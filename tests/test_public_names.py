@@ -8,13 +8,15 @@ import pytest
 
 BUFFERS = {
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "RandomSampler", "ReplayBuffer",
-    "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "Storage", "TensorDictReplayBuffer",
+    "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "SliceSampler", "Storage", "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
 }  # fmt: skip
 NAMES = {
     "engram.data": BUFFERS,
     "engram.data.replay_buffers": BUFFERS,
-    "engram.data.replay_buffers.samplers": {"RandomSampler", "Sampler", "SamplerWithoutReplacement"},
+    "engram.data.replay_buffers.samplers": {
+        "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SliceSampler",
+    },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",
     },

@@ -1,7 +1,7 @@
 """Replay buffers and their parts."""
 
 from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
+from engram.data.replay_buffers.samplers import RandomSampler, Sampler, SamplerWithoutReplacement, SliceSampler
 from engram.data.replay_buffers.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -27,6 +27,7 @@ __all__ = [
     "RoundRobinWriter",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SliceSampler",
     "Storage",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
