@@ -47,8 +47,8 @@ class RandomOracle:
 
     # ---- what it draws ----
     def refusal(self, n: int) -> str | None:
-        """What the error says where n rows cannot be drawn; rows are stored."""
-        return None
+        """What the error says where n rows cannot be drawn."""
+        return None if self.ring.stored() else "Cannot sample from an empty storage"
 
     def drew(self, n: int, rows: list[Row], info: dict[str, Any], batch: Any) -> None:
         """Fails where this batch cannot have been drawn."""
@@ -86,7 +86,8 @@ class EpochOracle(RandomOracle):
         self.begin()
 
     def refusal(self, n: int) -> str | None:
-        return "drop_last" if self.drop_last and n > len(self.ring.rows()) else None
+        too_many = "drop_last" if self.drop_last and n > len(self.ring.rows()) else None
+        return super().refusal(n) or too_many
 
     def _still_there(self) -> list[Row]:
         return [row for row, number in self.left or [] if self.ring.order[row[0]] == number]
@@ -115,7 +116,7 @@ class InOrderOracle(EpochOracle):
     shuffle = False
 
 
-SAMPLERS = {
+UNIFORM = {
     "random": RandomOracle,
     "epoch": EpochOracle,
     "epoch, last dropped": LastDroppedOracle,

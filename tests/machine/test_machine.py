@@ -3,8 +3,7 @@
 import pytest
 
 from machine.machine import drive
-from machine.samplers import SAMPLERS
-from machine.storages import STORAGES
+from machine.parts import SAMPLERS, STORAGES
 
 RINGS = [["round robin", "immutable"], ["with index"]]  # writers that may follow each other
 PLACES = [(storage, envs) for storage, kind in STORAGES.items() for envs in ((0, 2) if kind.takes_envs else (0,))]

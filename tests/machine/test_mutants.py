@@ -4,9 +4,7 @@ import pytest
 
 from machine.machine import drive
 from machine.mutants import MUTANTS
-from machine.samplers import SAMPLERS
-from machine.storages import STORAGES
-from machine.writers import WRITERS
+from machine.parts import SAMPLERS, STORAGES, WRITERS
 
 
 @pytest.mark.parametrize("name", MUTANTS)
