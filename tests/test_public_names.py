@@ -8,14 +8,16 @@ import pytest
 
 BUFFERS = {
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "RandomSampler", "ReplayBuffer",
-    "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "SliceSampler", "Storage", "TensorDictReplayBuffer",
+    "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
+    "SliceSamplerWithoutReplacement", "Storage", "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
 }  # fmt: skip
 NAMES = {
     "engram.data": BUFFERS,
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
-        "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SliceSampler",
+        "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
+        "SliceSamplerWithoutReplacement",
     },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",

@@ -312,8 +312,14 @@ inline void bind_episodes(nb::module_& m) {
       }, "which"_a, "fresh"_a)
       .def("stale", [](const SliceBatch& b, const Store& s) { return b.stale(s); }, "store"_a);
   nb::class_<SliceEpoch>(m, "SliceEpoch")
-      .def(nb::init<uint64_t, bool, std::vector<uint64_t>, std::vector<uint64_t>>(), "key"_a, "shuffle"_a, "counts"_a,
-           "lasts"_a)
+      .def("__init__", [](SliceEpoch* epoch, uint64_t key, bool shuffle, std::vector<uint64_t> counts,
+                          std::vector<int64_t> lasts) {
+        uint64_t total = 0;
+        for (uint64_t n : counts)
+          if (n > kMostBytes || (total += n) > kMostBytes) throw nb::value_error("an epoch beyond any memory");
+        if (counts.size() != lasts.size()) throw nb::value_error("a last row for each strand");
+        new (epoch) SliceEpoch(key, shuffle, std::move(counts), std::move(lasts));
+      }, "key"_a, "shuffle"_a, "counts"_a, "lasts"_a)
       .def("__len__", &SliceEpoch::size)
       .def_ro("counts", &SliceEpoch::counts)
       .def_ro("lasts", &SliceEpoch::lasts);

@@ -177,21 +177,23 @@ struct SliceBatch {
 };
 
 // An epoch over the trajectories that were long enough when it began: each strand's number of them, and the last row of
-// the newest of them. Which of them are left follows from the rows that are stored.
+// the newest of them (-1: gone). Which of them are left follows from the rows that are stored.
 struct SliceEpoch {
   Permutation order{0, 0, false};
-  std::vector<uint64_t> counts, lasts, before = {0};
+  std::vector<uint64_t> counts, before = {0};
+  std::vector<int64_t> lasts;
 
-  SliceEpoch(uint64_t key, bool shuffle, std::vector<uint64_t> counts_in, std::vector<uint64_t> lasts_in)
+  SliceEpoch(uint64_t key, bool shuffle, std::vector<uint64_t> counts_in, std::vector<int64_t> lasts_in)
       : counts(std::move(counts_in)), lasts(std::move(lasts_in)) {
     for (uint64_t n : counts) before.push_back(before.back() + n);
     order = Permutation(key, before.back(), shuffle);
   }
   static SliceEpoch begin(const EpisodeIndex& index, const LongEnough& all, uint64_t key, bool shuffle) {
-    std::vector<uint64_t> counts, lasts;
+    std::vector<uint64_t> counts;
+    std::vector<int64_t> lasts;
     for (uint64_t k = 0; k < index.strands(); ++k) {
       counts.push_back(all.count(k));
-      lasts.push_back(counts.back() ? all.at(index, k, counts.back() - 1).stop - 1 : 0);
+      lasts.push_back(counts.back() ? static_cast<int64_t>(all.at(index, k, counts.back() - 1).stop) - 1 : -1);
     }
     return {key, shuffle, std::move(counts), std::move(lasts)};
   }
@@ -199,7 +201,7 @@ struct SliceEpoch {
   void follow(const EpisodeIndex& index, const LongEnough& all) {
     if (!left_.empty() && version_ == index.version()) return;
     left_.resize(counts.size());
-    for (uint64_t k = 0; k < counts.size(); ++k) left_[k] = counts[k] ? all.up_to(index, k, lasts[k]) : 0;
+    for (uint64_t k = 0; k < counts.size(); ++k) left_[k] = lasts[k] < 0 ? 0 : all.up_to(index, k, lasts[k]);
     version_ = index.version();
   }
   // The trajectory at a position of the epoch; false: it was overwritten, or is too short by now.

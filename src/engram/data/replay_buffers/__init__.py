@@ -1,7 +1,14 @@
 """Replay buffers and their parts."""
 
 from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.samplers import RandomSampler, Sampler, SamplerWithoutReplacement, SliceSampler
+from engram.data.replay_buffers.samplers import (
+    RandomSampler,
+    Sampler,
+    SamplerWithoutReplacement,
+    SequenceSampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
 from engram.data.replay_buffers.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -27,7 +34,9 @@ __all__ = [
     "RoundRobinWriter",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SequenceSampler",
     "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "Storage",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",

@@ -151,8 +151,11 @@ class SliceSampler(Sampler):
         which = sorted({int(ids[place]) for place in places if place < len(ids)})
         if not which:
             return slots
-        old = info["slices"]
-        slices = old.replaced(which, self._slices(storage, old.rule, len(which)))
+        slices = info["slices"]
+        while which:  # an epoch's last draw may give fewer
+            fresh = self._slices(storage, slices.rule, len(which))
+            slices = slices.replaced(which[: len(fresh)], fresh)
+            which = which[len(fresh) :]
         info.update(self._said(storage, slices)[1])
         return slots_tensor(slices.slots())
 
