@@ -7,17 +7,18 @@ import sys
 import pytest
 
 BUFFERS = {
-    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "RandomSampler", "ReplayBuffer",
-    "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
-    "SliceSamplerWithoutReplacement", "Storage", "TensorDictReplayBuffer",
+    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "PrioritizedReplayBuffer",
+    "PrioritizedSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement",
+    "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement", "Storage",
+    "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
 }  # fmt: skip
 NAMES = {
     "engram.data": BUFFERS,
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
-        "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
-        "SliceSamplerWithoutReplacement",
+    "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",
@@ -32,7 +33,8 @@ NAMES = {
     "engram.transforms": {"Compose", "Transform"},
 }  # fmt: skip
 ERRORS = {
-    "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError", "CorruptCheckpointError",
+    "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError",
+    "CorruptCheckpointError",
 }  # fmt: skip
 MEMBERS = {
     "ReplayBuffer": {

@@ -1,7 +1,9 @@
 """Replay buffers and their parts."""
 
 from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
 from engram.data.replay_buffers.samplers import (
+    PrioritizedSampler,
     RandomSampler,
     Sampler,
     SamplerWithoutReplacement,
@@ -29,6 +31,8 @@ __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
     "RandomSampler",
     "ReplayBuffer",
     "RoundRobinWriter",
@@ -38,6 +42,7 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
+    "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",

@@ -56,9 +56,10 @@ class ReplayBuffer(SavedBuffer):
         if self._transform.transforms:
             item = self._transform.inv(item)
         storage = self._storage
+        self._check_extras(item, True)
         with storage.mutex:
             slots: Any = self._writer.write(storage, item, True, -1)
-        self._wrote(slots, item)
+            self._wrote(slots, item, True)
         if storage.ndim > 1:
             return torch.stack(tuple(storage.outward(slots)), -1)
         return slots if type(slots) is int else int(slots[0])
@@ -76,16 +77,20 @@ class ReplayBuffer(SavedBuffer):
         storage = self._storage
         if type(items) is list and not isinstance(storage, ListStorage):
             items = stack_rows(items, self._time_dim)
+        self._check_extras(items, False)
         with storage.mutex:
             slots: Any = self._writer.write(storage, items, False, self._time_dim)
-        self._wrote(slots, items)
+            self._wrote(slots, items, False)
         if storage.ndim > 1:
             return torch.stack(tuple(storage.outward(slots)), -1)
         made: Tensor = slots
         return made
 
-    def _wrote(self, slots: Tensor | int, items: Any) -> None:
-        """After each write; for buffers that take more from the data than rows."""
+    def _check_extras(self, items: Any, single: bool) -> None:
+        """Before each write; for buffers that take more from the data than rows. Raises where it is not valid."""
+
+    def _wrote(self, slots: Tensor | int, items: Any, single: bool) -> None:
+        """After each write, before another thread writes; takes what `_check_extras` has checked."""
 
     @property
     def _time_dim(self) -> int:

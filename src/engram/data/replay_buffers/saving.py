@@ -61,6 +61,8 @@ class SavedBuffer(BufferParts):
 
     def part_states(self) -> dict[str, Any]:
         """States of sampler, writer and generator."""
+        if hasattr(self._sampler, "follow"):
+            self._sampler.follow(self._storage)
         sampler = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else {}
         generator = None if self._generator is None else self._generator.get_state()
         return {"sampler": sampler, "writer": self._writer.state_dict(), "generator": generator}
@@ -139,3 +141,5 @@ def _adopt(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> No
     lanes = buffer.storage.lanes
     if storage_too and lanes is not None and hasattr(buffer.sampler, "adopt"):
         buffer.sampler.adopt(lanes.store.incarnation, buffer.storage.shifts)
+    if hasattr(buffer.sampler, "follow"):
+        buffer.sampler.follow(buffer.storage)
