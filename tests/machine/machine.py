@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from engram.data import ReplayBuffer, TensorDictReplayBuffer
 from engram.testing import chi_square
 from machine.parts import SAMPLERS, STORAGES, WRITERS
-from machine.ring import Ring, Row, Source, Step, as_data, as_steps
+from machine.ring import Ring, Row, Source, Step, as_data, as_steps, priority_of
 
 FORBIDDEN = "immutable"
 
@@ -112,6 +112,9 @@ class BufferMachine(RuleBasedStateMachine):
     def wrote(self, columns: list[list[Step]]) -> list[int]:
         where = self.writer.write(self.ring, columns)
         self.sampler.wrote([slot for slot in where if slot >= 0])
+        if self.buffer is TensorDictReplayBuffer:  # which takes priorities from the data
+            steps = [((t, e), step) for t, c in zip(where, columns, strict=True) if t >= 0 for e, step in enumerate(c)]
+            self.sampler.updated([row for row, _ in steps], [priority_of(step.n) for _, step in steps])
         self.remember()
         return where
 
@@ -268,12 +271,13 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_epoch(self, data: st.DataObject) -> None:
         n = data.draw(st.sampled_from(self.sampler.batch_sizes))
-        if not self.sampler.refusal(n):
+        if self.sampler.refusal(n):
+            return
+        self.draw(n)
+        while self.sampler.sure and not self.sampler.ran_out():
+            assert not self.rb.sampler.ran_out
             self.draw(n)
-            while not self.sampler.ran_out():
-                assert not self.rb.sampler.ran_out
-                self.draw(n)
-            assert self.rb.sampler.ran_out
+        assert self.rb.sampler.ran_out or not self.sampler.sure
 
     # ---- other parts ----
     @rule(data=st.data())

@@ -26,6 +26,11 @@ def value_of(n: int) -> float:
     return float(n * 7919 % 100_003)
 
 
+def priority_of(n: int) -> float:
+    """The priority that a step brings along."""
+    return n * 31 % 17 / 4
+
+
 def as_data(columns: list[list[Step]], envs: int) -> TensorDict:
     """Columns as users give them: [envs, time], with envs=0 [time]."""
     n = torch.tensor([[s.n for s in column] for column in columns])
@@ -34,6 +39,7 @@ def as_data(columns: list[list[Step]], envs: int) -> TensorDict:
     n, done, traj = (t.T.contiguous() if envs else t[:, 0] for t in (n, done, traj))
     data = of_numbers(n)
     data["traj"], data["value"] = traj, torch.tensor([value_of(int(k)) for k in n.flatten()]).reshape(n.shape)
+    data["td_error"] = torch.tensor([priority_of(int(k)) for k in n.flatten()]).reshape(n.shape)
     data["next", "done"], data["next", "terminated"] = done[..., None], done[..., None].clone()
     data["next", "truncated"] = torch.zeros_like(done[..., None])
     return data

@@ -55,6 +55,12 @@ class RandomOracle:
         assert len(rows) == n
         assert set(rows) <= set(self.ring.rows())
 
+    sure = True  # whether `ran_out` is known
+
+    def ran_out(self) -> bool:
+        """Whether the last draw ended an epoch."""
+        return False
+
     def frequencies(self) -> dict[Hashable, float]:
         """What is drawn, with its relative frequency."""
         return dict.fromkeys(self.ring.rows(), 1.0)
@@ -104,7 +110,6 @@ class EpochOracle(RandomOracle):
             self.left = None
 
     def ran_out(self) -> bool:
-        """Whether the last draw ended an epoch."""
         return self.left is None
 
 
