@@ -14,9 +14,10 @@ BUFFERS = {
     "TensorDictReplayBuffer", "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
 }  # fmt: skip
 TRANSFORMS = {
-    "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale", "InitTracker",
-    "MultiStepTransform", "ObservationNorm", "RenameTransform", "Resize", "Reward2GoTransform", "RewardScaling",
-    "RewardSum", "SelectTransform", "StepCounter", "ToTensorImage", "Transform", "UnsqueezeTransform", "VecNorm",
+    "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale",
+    "InitTracker", "MultiStepTransform", "ObservationNorm", "RenameTransform", "Resize",
+    "Reward2GoTransform", "RewardScaling", "RewardSum", "SelectTransform", "StepCounter", "ToTensorImage",
+    "Transform", "UnsqueezeTransform", "VecNorm",
 }  # fmt: skip
 NAMES = {
     "engram.data": BUFFERS | {"MultiStep"},
@@ -33,6 +34,11 @@ NAMES = {
     },
     "engram.envs.transforms": TRANSFORMS,
     "engram.transforms": TRANSFORMS,
+    "engram.testing": {
+        "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",
+        "TableContract", "WriterContract", "chi_square", "env_steps", "numbers", "of_numbers", "state_of",
+        "steps",
+    },
 }  # fmt: skip
 ERRORS = {
     "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError", "CorruptCheckpointError",

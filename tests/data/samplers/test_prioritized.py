@@ -6,13 +6,12 @@ import threading
 import numpy as np
 import pytest
 import torch
+from engram.testing.numbered import env_steps, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from contracts.children import Child
-from contracts.sampler import SamplerContract
-from contracts.steps import env_steps, steps
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -25,6 +24,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.testing.sampler import SamplerContract
 
 EVERY = slice(None)
 

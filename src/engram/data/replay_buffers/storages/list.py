@@ -170,6 +170,7 @@ class ListStorage(Storage):
             shift = 0 if counters["lane_capacity"] == self._max_size else lane["base"]
             base, published = lane["base"] - shift, lane["published"] - shift
             first = (self._max_size or _NO_LIMIT) - base % (self._max_size or _NO_LIMIT)
+            self._lanes.hold()  # as the writer of what is loaded: trajectories go on
             store.begin_restore()
             self._items[:] = items[first:] + items[:first]
             origin = (lane["origin"] - shift) % (1 << 64)
