@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engram import _native
@@ -83,6 +84,25 @@ class Lanes:
     def states(self) -> list[dict[str, Any]]:
         """The counters of each lane."""
         return [self.store.lane(i) for i in range(self.store.lanes)]
+
+    # ---- what changed: for saves ----
+    def identity(self) -> dict[str, Any]:
+        """JSON that, with a lane and a write number, names a row; and how far the log of in-place changes has come."""
+        s = self.store
+        return {"store": s.store_id.hex(), "incarnation": s.incarnation, "log": s.log_head}
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        """Lane and write number of rows changed in place since `identity()` was `since`; None if that is not known."""
+        now = self.identity()
+        if any(since.get(k) != now[k] for k in ("store", "incarnation")) or type(since.get("log")) is not int:
+            return None
+        try:
+            slots = torch.tensor(self.store.log(since["log"]), dtype=torch.int64)
+        except (IndexError, TypeError):
+            return None
+        lane_slots = self.store.lane_capacity * self.strands
+        numbers = self.generations(slots).tolist()
+        return [(slot // lane_slots, w) for slot, w in zip(slots.tolist(), numbers, strict=True) if w >= 0]
 
     # ---- writing ----
     def hold(self) -> int:

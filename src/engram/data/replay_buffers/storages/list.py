@@ -139,6 +139,14 @@ class ListStorage(Storage):
             "lanes": [{**kept, "base": max(lane["base"], lane["first"])}],
         }
 
+    def identity(self) -> dict[str, Any]:
+        """What names these rows, as `Lanes.identity`."""
+        return self._lanes.identity()
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        """Rows changed in place, as `Lanes.edited`."""
+        return self._lanes.edited(since)
+
     def check_restore(self, counters: dict[str, Any]) -> None:
         """A ValueError where the items do not fit."""
         lane = counters["lanes"][0]

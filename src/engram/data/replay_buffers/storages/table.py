@@ -243,6 +243,14 @@ class TableStorage(Storage):
         assert self._table is not None
         return self._table.block(lane, start, stop)
 
+    def identity(self) -> dict[str, Any]:
+        """What names these rows, as `Lanes.identity`."""
+        return {} if self._lanes is None else self._lanes.identity()
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        """Rows changed in place, as `Lanes.edited`."""
+        return None if self._lanes is None else self._lanes.edited(since)
+
     def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """A ValueError that lists every difference between what was saved and this storage."""
         said = []
