@@ -211,6 +211,21 @@ def test_buffers_that_change_in_every_way_are_equal_after_each_save(tmp_path, ki
         assert state_of(twin) == state_of(rb)
 
 
+@pytest.mark.parametrize("make", [lambda: ListStorage(60), lambda: LazyTensorStorage(60)], ids=["list", "memory"])
+def test_rows_that_have_the_numbers_of_others_are_not_taken_for_them(tmp_path, make):
+    rbs = [ReplayBuffer(storage=make()) for _ in range(2)]
+    for k, rb in enumerate(rbs):
+        rb.extend(steps(100 * k, 100 * k + 50))
+        rb.dumps(tmp_path / "shared")
+        rb.dumps(tmp_path / str(k))
+    for source in (tmp_path / "0", tmp_path / "1"):
+        rbs[0].loads(source)
+        rbs[0].dumps(tmp_path / "shared")
+        twin = ReplayBuffer(storage=make())
+        twin.loads(tmp_path / "shared")
+        assert state_of(twin) == state_of(rbs[0])
+
+
 def test_one_percent_more_writes_about_one_percent(tmp_path):
     tensor_module.CHUNK_BYTES = 1 << 14
     rb = ReplayBuffer(storage=LazyTensorStorage(100_000))

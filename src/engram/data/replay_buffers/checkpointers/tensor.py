@@ -99,7 +99,6 @@ class TensorStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
             old.place: old
             for old in found
             if (new := now.get(old.place)) is not None
-            and old.start <= new.start
             and old.stop == new.stop
             and unchanged.holds(new.lane, new.start, new.stop)
         }
