@@ -91,18 +91,14 @@ class Lanes:
         s = self.store
         return {"store": s.store_id.hex(), "incarnation": s.incarnation, "log": s.log_head}
 
-    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
-        """Lane and write number of rows changed in place since `identity()` was `since`; None if that is not known."""
-        now = self.identity()
-        if any(since.get(k) != now[k] for k in ("store", "incarnation")) or type(since.get("log")) is not int:
-            return None
-        try:
-            slots = torch.tensor(self.store.log(since["log"]), dtype=torch.int64)
-        except (IndexError, TypeError):
-            return None
+    def log(self) -> list[tuple[int, int] | None]:
+        """Lane and write number of the rows that the log of in-place changes names, as far as it reaches back; None
+        for rows that are gone."""
+        head = self.store.log_head
+        slots = torch.tensor(self.store.log(max(0, head - _native.LOG_ENTRIES)), dtype=torch.int64)
         lane_slots = self.store.lane_capacity * self.strands
         numbers = self.generations(slots).tolist()
-        return [(slot // lane_slots, w) for slot, w in zip(slots.tolist(), numbers, strict=True) if w >= 0]
+        return [(slot // lane_slots, w) if w >= 0 else None for slot, w in zip(slots.tolist(), numbers, strict=True)]
 
     # ---- writing ----
     def hold(self) -> int:
@@ -227,6 +223,7 @@ class Lanes:
         """In a child: new mutexes, and no lane; a table in private memory is its own copy."""
         self.mutex = threading.RLock()
         self._alone = 0
+        self.store.end_save()  # its thread is the parent's
         if self.locks is not None:
             self._held = None
             self.asleep = True

@@ -16,7 +16,11 @@ Rows = npt.NDArray[np.uint8]
 
 
 class RowSource(Protocol):
-    """A storage that holds packed rows, as it is read by a save. Nothing changes in it meanwhile."""
+    """A storage that holds packed rows, as it is read by a save, each row once.
+
+    Nothing changes in it meanwhile, except that a lane's `base` may rise to leave out rows that other processes
+    overwrote before they were read.
+    """
 
     def layout_state(self) -> dict[str, Any] | None:
         """The layout of a row as JSON; `row_bytes` is its payload without trailer. None before the first write."""

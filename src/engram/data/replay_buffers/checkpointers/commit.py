@@ -96,6 +96,7 @@ class SnapshotWriter:
         self.previous: dict[str, Any] = {} if previous is None else previous.body
         self._in_force = previous
         self._needs = needs
+        self._written = 0
         self._directory = directory
         self._files: dict[str, dict[str, Any]] = {}
         self._unsynced: list[int] = []
@@ -105,6 +106,11 @@ class SnapshotWriter:
         """CheckpointError when the disk has no room for this many bytes: better known before they are written."""
         self._needs.nbytes = nbytes
         _check_space(self._directory.root, nbytes)
+
+    @property
+    def progress(self) -> float:
+        """The part of the needed bytes that is written."""
+        return self._written / max(1, self._needs.nbytes)
 
     def reuse(self, *names: str) -> bool:
         """Takes files of these names over from the snapshot in force, by hard links where there are such.
@@ -137,6 +143,7 @@ class SnapshotWriter:
             for begin in range(0, len(whole), _PIECE):
                 hasher.update(whole[begin : begin + _PIECE])
                 _write_all(fd, whole[begin : begin + _PIECE])
+                self._written += len(whole[begin : begin + _PIECE])
             nbytes += len(whole)
         os.fchmod(fd, 0o444)
         _start_writing_back(fd)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,12 +23,13 @@ def save_snapshot(
     storage: tuple[StorageCheckpointerBase[Any, Any], Any] | None = None,
     *,
     keep_last: int = 1,
+    began: Callable[[SnapshotWriter], None] | None = None,
 ) -> str:
     """Saves component states and a storage (its checkpointer, its source) as the new state at `path`; its name.
 
     `components` maps names (letters, digits, `_`, `-`, `.`) to states as `state.encode` takes them. All of them are
     encoded before anything is written. Errors as those of `commit.saving`; TypeError for what cannot be encoded.
-    The caller keeps components and source still until this returns.
+    The caller keeps components and source still until this returns. `began` is called when the path is ours.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -41,6 +42,8 @@ def save_snapshot(
     trees = {name: tree for name, (tree, _) in encoded.items()}
     nbytes = len(to_json(trees)) + sum(blobs.nbytes for _, blobs in encoded.values())
     with saving(path, keep_last=keep_last) as writer:
+        if began is not None:
+            began(writer)
         writer.need(nbytes + (0 if storage is None else storage[0].nbytes(storage[1], _previous(writer, storage[0]))))
         for name, (_, blobs) in encoded.items():
             if blobs:

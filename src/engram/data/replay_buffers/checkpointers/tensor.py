@@ -72,7 +72,10 @@ class TensorStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
             else:
                 writer.write_file(chunk.file, [self._rows(source, chunk, known.strands, layout["row_bytes"])])
             cut.append([chunk.lane, chunk.number, chunk.start, chunk.stop])
-        return {**said, "counters": counters, "chunks": cut}
+        # Other processes may have overwritten the oldest rows before they were read.
+        counters = _json_copy(source.counters())
+        left = Counters(counters)
+        return {**said, "counters": counters, "chunks": [c for c in cut if c[3] > left.first(c[0])]}
 
     def _said(self, source: RowSource, layout: dict[str, Any]) -> dict[str, Any]:
         per_number = Counters(source.counters()).strands * layout["row_bytes"]

@@ -19,7 +19,9 @@ from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec, RowLayout
 from engram.data.replay_buffers.rows import RowTable, expand_slots
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage, flat
+from engram.data.replay_buffers.storages.frozen import Changes, CopiedRows, FrozenRows, NothingYet
 from engram.data.replay_buffers.trees import Node
+from engram.errors import CheckpointError
 
 _NO_STEPS = "nothing to add: the batch has no steps"
 
@@ -245,11 +247,26 @@ class TableStorage(Storage):
 
     def identity(self) -> dict[str, Any]:
         """What names these rows, as `Lanes.identity`."""
-        return {} if self._lanes is None else self._lanes.identity()
+        return self._changes().identity()
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
-        """Rows changed in place, as `Lanes.edited`."""
-        return None if self._lanes is None else self._lanes.edited(since)
+        """Rows changed in place since `identity()` was `since`; None if that is not known."""
+        return self._changes().edited(since)
+
+    def _changes(self) -> Changes | NothingYet:
+        return NothingYet() if self._lanes is None else Changes(self._lanes)
+
+    def freeze(self) -> Any:
+        """The rows as they are now, for a save in the background; the caller holds the mutex, here and to close it."""
+        if self._table is None or self._lanes is None:
+            return NothingYet()
+        if isinstance(self._table, ColumnTable):
+            return CopiedRows(self._lanes, self)
+        if self._lanes.store.saving:
+            raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
+        layout = self.layout_state()
+        assert layout is not None
+        return FrozenRows(self._lanes, layout, self.counters(), self._table.layout.payload_bytes)
 
     def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """A ValueError that lists every difference between what was saved and this storage."""
