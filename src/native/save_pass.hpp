@@ -76,7 +76,6 @@ class SavePass {
   void settle() {
     const Shape& s = lanes_.shape();
     for (uint64_t lane = 0; lane < s.lanes; ++lane) preserve(lane, 0, s.lane_capacity);
-    settled_.store(true);
   }
   const Shape& shape() const { return lanes_.shape(); }
   uint64_t preserved_bytes() {
@@ -138,7 +137,7 @@ class SavePass {
   // After rows [start, stop) were copied: those below the oldest whole row may be torn.
   void note_lost(uint64_t lane, uint64_t start, uint64_t stop) {
     std::atomic_thread_fence(std::memory_order_acquire);
-    const uint64_t first = settled_.load() ? 0 : lanes_.first_now(lane);
+    const uint64_t first = lanes_.first_now(lane);
     if (start < first) lost_[lane] = std::max(lost_[lane], std::min(first, stop));
   }
   // The number of the row that is to be saved from a slot.
@@ -160,7 +159,6 @@ class SavePass {
   std::vector<Block> blocks_;
   std::mutex mutex_;
   std::unordered_map<uint64_t, std::unique_ptr<uint8_t[]>> copies_;
-  std::atomic<bool> settled_{false};
 };
 
 }  // namespace engram

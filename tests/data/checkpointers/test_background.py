@@ -331,3 +331,32 @@ def test_saves_beside_a_busy_writer_are_whole(tmp_path, kind):
     finally:
         stop.set()
         writer.join()
+
+
+def blocks(source):
+    return [
+        source.read_block(i, lane["base"], lane["published"]).tobytes()
+        for i, lane in enumerate(source.counters()["lanes"])
+    ]
+
+
+@pytest.mark.parametrize("kind", ["memory", "mapped", "environments", "tensors"])
+@pytest.mark.parametrize("what", ["append", "replace", "empty", "loads"])
+def test_a_frozen_storage_gives_its_rows_as_they_were(tmp_path, kind, what):
+    rb = ReplayBuffer(storage=storage(kind, tmp_path))
+    rb.extend(batch(kind, 500, 520))
+    rb.dumps(tmp_path / "other")
+    rb.extend(batch(kind, 0, 45 if kind != "environments" else 25))
+    expected, counters = blocks(rb.storage), rb.storage.counters()
+    frozen = rb.storage.freeze()
+    if what == "append":
+        rb.extend(batch(kind, 800, 820))
+    elif what == "replace":
+        rb[3] = batch(kind, 900, 901)[0] if kind != "environments" else batch(kind, 900, 901)[:, 0]
+    elif what == "empty":
+        rb.empty()
+        rb.extend(batch(kind, 700, 720))
+    else:
+        rb.loads(tmp_path / "other")
+    assert blocks(frozen) == expected and frozen.counters() == counters and frozen.left_out == 0
+    frozen.close()
