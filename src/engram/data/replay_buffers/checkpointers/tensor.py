@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from engram.data.replay_buffers.checkpointers.base import Rows, RowSink, RowSource, StorageCheckpointerBase, apply_hooks
 from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter
 from engram.data.replay_buffers.checkpointers.counters import Counters
-from engram.data.replay_buffers.checkpointers.reading import SnapshotReader
+from engram.data.replay_buffers.checkpointers.reading import THREADS, SnapshotReader, in_parallel
 from engram.data.replay_buffers.checkpointers.sealed import from_json, to_json
 from engram.data.replay_buffers.checkpointers.unchanged import Unchanged
 
@@ -117,12 +118,18 @@ class TensorStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
             reader.check(chunk.file for chunk in plan.chunks)
         sink.begin_restore(plan.layout, plan.counters)
         try:
-            for lane, start, rows in plan.blocks():
-                sink.write_block(lane, start, self._hooked(self.load_hooks, rows))
+            # Hooks see the blocks in their order; without any, several files are read, hashed and copied at once.
+            in_parallel(
+                (functools.partial(self._load, sink, plan, c) for c in plan.chunks), 1 if self.load_hooks else THREADS
+            )
             sink.end_restore()
         except BaseException:
             sink.abort_restore()
             raise
+
+    def _load(self, sink: RowSink, plan: _Plan, chunk: Chunk) -> None:
+        start, rows = plan.rows(chunk)
+        sink.write_block(chunk.lane, start, self._hooked(self.load_hooks, rows))
 
     def _rows(self, source: RowSource, chunk: Chunk, strands: int, row_bytes: int) -> Rows:
         rows = self._hooked(self.save_hooks, source.read_block(chunk.lane, chunk.start, chunk.stop))
@@ -146,6 +153,7 @@ class _Plan:
 
     def __init__(self, reader: SnapshotReader, state: dict[str, Any]) -> None:
         self._reader = reader
+        self._buffers = threading.local()
         try:
             self.layout: dict[str, Any] | None = state["layout"]
             self.counters: dict[str, Any] = state["counters"]
@@ -157,17 +165,16 @@ class _Plan:
         self._check_sizes()
         self._check_coverage()
 
-    def blocks(self) -> Iterator[tuple[int, int, Rows]]:
-        """Lane, first write number and verified rows of each chunk; the rows are valid until the next."""
-        buffer = np.empty(max(map(self._nbytes, self.chunks), default=0), np.uint8)
-        for chunk, following in zip_longest(self.chunks, self.chunks[1:]):
-            if following is not None:
-                self._reader.will_read(following.file)
-            content = buffer[: self._nbytes(chunk)]
-            self._reader.read_into(chunk.file, content)
-            rows = content.reshape(self._known.strands, chunk.stop - chunk.start, self._row_bytes)
-            start = max(chunk.start, self._known.first(chunk.lane))
-            yield chunk.lane, start, rows[:, start - chunk.start :]
+    def rows(self, chunk: Chunk) -> tuple[int, Rows]:
+        """First write number and verified rows of a chunk; they are valid until this thread's next call."""
+        nbytes = self._nbytes(chunk)
+        if len(getattr(self._buffers, "buffer", ())) < nbytes:
+            self._buffers.buffer = np.empty(nbytes, np.uint8)
+        content = self._buffers.buffer[:nbytes]
+        self._reader.read_into(chunk.file, content)
+        rows = content.reshape(self._known.strands, chunk.stop - chunk.start, self._row_bytes)
+        start = max(chunk.start, self._known.first(chunk.lane))
+        return start, rows[:, start - chunk.start :]
 
     def _nbytes(self, chunk: Chunk) -> int:
         return self._known.strands * (chunk.stop - chunk.start) * self._row_bytes
