@@ -6,7 +6,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from engram.testing.numbered import env_steps, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -24,6 +23,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.testing.numbered import env_steps, steps
 from engram.testing.sampler import SamplerContract
 
 EVERY = slice(None)
