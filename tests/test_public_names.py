@@ -7,18 +7,18 @@ import sys
 import pytest
 
 BUFFERS = {
-    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "PrioritizedReplayBuffer",
-    "PrioritizedSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement",
-    "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement", "Storage",
-    "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer",
-    "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
+    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage",
+    "PrioritizedReplayBuffer", "PrioritizedSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter",
+    "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
+    "SliceSamplerWithoutReplacement", "Storage", "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer", "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
 }  # fmt: skip
 NAMES = {
     "engram.data": BUFFERS,
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
-    "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
-    "SliceSamplerWithoutReplacement",
+        "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
+        "SliceSampler", "SliceSamplerWithoutReplacement",
     },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",
@@ -30,11 +30,12 @@ NAMES = {
         "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",
         "TableContract", "WriterContract", "chi_square", "env_steps", "numbers", "of_numbers", "state_of", "steps",
     },
-    "engram.transforms": {"Compose", "Transform"},
+    "engram.transforms": {
+        "Compose", "Transform",
+    },
 }  # fmt: skip
 ERRORS = {
-    "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError",
-    "CorruptCheckpointError",
+    "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError", "CorruptCheckpointError",
 }  # fmt: skip
 MEMBERS = {
     "ReplayBuffer": {

@@ -177,19 +177,21 @@ inline bool set_priorities(Priorities& self, const Store& store, nb::handle slot
   self.look(store);
   const KnownRows known(store, self);
   static thread_local std::vector<Priorities::Change> changes;
-  changes.clear();
-  uint64_t skipped = 0;
-  for (size_t i = 0; i < slots->n; ++i) self.prefetch(static_cast<uint64_t>(slots->data[i]));
+  changes.resize(slots->n);
+  // Powers are computed while what is known of the rows comes in from memory.
   for (size_t i = 0; i < slots->n; ++i) {
+    const auto slot = static_cast<uint64_t>(slots->data[i]);
     const double p = priorities[i];
+    self.prefetch(slot);
     if (!(p >= 0 && std::isfinite(p))) refuse_priority(p, i);
-    const double leaf = self.exponent().leaf(std::max(p, kZeroPriority));
-    if (!(leaf <= kMostLeaf)) refuse_priority(p, i);
-    if (known.there(slots->data[i], generations ? generations->data + i : nullptr))
-      changes.push_back({static_cast<uint64_t>(slots->data[i]), p, leaf});
-    else
-      ++skipped;
+    changes[i] = {slot, p, self.exponent().leaf(std::max(p, kZeroPriority))};
+    if (!(changes[i].leaf <= kMostLeaf)) refuse_priority(p, i);
   }
+  size_t kept = 0;
+  for (size_t i = 0; i < slots->n; ++i)
+    if (known.there(slots->data[i], generations ? generations->data + i : nullptr)) changes[kept++] = changes[i];
+  const uint64_t skipped = slots->n - kept;
+  changes.resize(kept);
   self.set(changes);
   self.skip(skipped);
   return true;

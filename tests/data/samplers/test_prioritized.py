@@ -6,8 +6,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from contracts.sampler import SamplerContract
-from contracts.steps import env_steps, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -25,6 +23,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.testing import SamplerContract, env_steps, steps
 
 EVERY = slice(None)
 

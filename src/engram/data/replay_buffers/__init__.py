@@ -1,7 +1,12 @@
 """Replay buffers and their parts."""
 
-from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
+from engram.data.replay_buffers.buffer import (
+    ReplayBuffer,
+)
+from engram.data.replay_buffers.prioritized import (
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+)
 from engram.data.replay_buffers.samplers import (
     PrioritizedSampler,
     RandomSampler,
@@ -18,7 +23,9 @@ from engram.data.replay_buffers.storages import (
     Storage,
     TensorStorage,
 )
-from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
+from engram.data.replay_buffers.tensordict import (
+    TensorDictReplayBuffer,
+)
 from engram.data.replay_buffers.writers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,
