@@ -13,8 +13,14 @@ BUFFERS = {
     "SliceSamplerWithoutReplacement", "Storage", "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer", "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
 }  # fmt: skip
+TRANSFORMS = {
+    "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale",
+    "InitTracker", "MultiStepTransform", "ObservationNorm", "RenameTransform", "Resize",
+    "Reward2GoTransform", "RewardScaling", "RewardSum", "SelectTransform", "StepCounter", "ToTensorImage",
+    "Transform", "UnsqueezeTransform", "VecNorm",
+}  # fmt: skip
 NAMES = {
-    "engram.data": BUFFERS,
+    "engram.data": BUFFERS | {"MultiStep"},
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
         "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
@@ -26,12 +32,12 @@ NAMES = {
     "engram.data.replay_buffers.storages": {
         "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",
     },
+    "engram.envs.transforms": TRANSFORMS,
+    "engram.transforms": TRANSFORMS,
     "engram.testing": {
         "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",
-        "TableContract", "WriterContract", "chi_square", "env_steps", "numbers", "of_numbers", "state_of", "steps",
-    },
-    "engram.transforms": {
-        "Compose", "Transform",
+        "TableContract", "WriterContract", "chi_square", "env_steps", "numbers", "of_numbers", "state_of",
+        "steps",
     },
 }  # fmt: skip
 ERRORS = {

@@ -1,5 +1,8 @@
 """Replay buffers, their parts, and specs."""
 
+from engram.data.postprocs import (
+    MultiStep,
+)
 from engram.data.replay_buffers import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -28,6 +31,7 @@ __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "MultiStep",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "RandomSampler",

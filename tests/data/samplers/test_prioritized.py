@@ -23,7 +23,8 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.testing import SamplerContract, env_steps, steps
+from engram.testing.numbered import env_steps, steps
+from engram.testing.sampler import SamplerContract
 
 EVERY = slice(None)
 
