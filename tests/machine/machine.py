@@ -46,7 +46,12 @@ class BufferMachine(RuleBasedStateMachine):
         self.folders = 0
         self.rb: Any = None
 
-    @initialize(data=st.data(), capacity=st.integers(1, 11), seed=st.integers(0, 1000), tensordict=st.booleans())
+    @initialize(
+        data=st.data(),
+        capacity=st.one_of(st.integers(1, 6), st.integers(7, 24)),
+        seed=st.integers(0, 1000),
+        tensordict=st.booleans(),
+    )
     def start(self, data: st.DataObject, capacity: int, seed: int, tensordict: bool) -> None:
         self.storage_kind = STORAGES[data.draw(st.sampled_from(self.storage_kinds))]
         self.buffer = TensorDictReplayBuffer if tensordict else ReplayBuffer
@@ -169,8 +174,13 @@ class BufferMachine(RuleBasedStateMachine):
         fresh = [k for k, s in enumerate(stale) if not s]
         self.replaced([slots[k] for k in fresh], [columns[k] for k in fresh])
 
-    @rule(keep=st.booleans())
-    def empty(self, keep: bool) -> None:
+    @rule(
+        what=st.sampled_from(["refused", "refused", "refused", "empty", "empty, count kept"]), beyond=st.integers(0, 60)
+    )
+    def empty(self, what: str, beyond: int) -> None:
+        if what == "refused":
+            return self.refused(beyond)
+        keep = what == "empty, count kept"
         if self.writer.forbids:
             return self.forbidden(lambda: self.rb.empty(empty_write_count=not keep))
         self.rb.empty(empty_write_count=not keep)
@@ -179,9 +189,10 @@ class BufferMachine(RuleBasedStateMachine):
         self.writer.begin(self.ring)
         self.forget()
 
-    @precondition(lambda self: self.ring.stored() and not self.writer.forbids)
-    @rule(beyond=st.integers(0, 60))
     def refused(self, beyond: int) -> None:
+        """What does not fit, and what is not there, is refused and changes nothing."""
+        if not self.ring.stored() or self.writer.forbids:
+            return
         bad = self.data(self.source.take(2))
         bad["obs"] = bad["obs"].double()
         if self.storage_kind is STORAGES["list"]:
@@ -226,9 +237,11 @@ class BufferMachine(RuleBasedStateMachine):
         return torch.tensor([slot * self.source.columns + env for slot, env in rows])
 
     # ---- sampling ----
-    @rule(data=st.data())
-    def sample(self, data: st.DataObject) -> None:
-        self.draw(data.draw(st.sampled_from(self.sampler.batch_sizes)))
+    @rule(data=st.data(), times=st.integers(1, 4))
+    def sample(self, data: st.DataObject, times: int) -> None:
+        n = data.draw(st.sampled_from(self.sampler.batch_sizes))
+        for _ in range(times):
+            self.draw(n)
 
     def draw(self, n: int) -> list[Row]:
         """A batch, held against the oracle; its rows, none where it is refused as it must be."""
@@ -278,6 +291,7 @@ class BufferMachine(RuleBasedStateMachine):
             assert not self.rb.sampler.ran_out
             self.draw(n)
         assert self.rb.sampler.ran_out or not self.sampler.sure
+        self.draw(n)
 
     # ---- other parts ----
     @rule(data=st.data())

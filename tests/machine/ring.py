@@ -74,7 +74,7 @@ class Source:
         traj, left = self._now[env]
         if not left:
             self._trajs += 1
-            traj, left = self._trajs, self._random.choice([1, 1, 2, 3, 4, 6, 9, 20])
+            traj, left = self._trajs, self._random.choice([1, 2, 2, 3, 4, 5, 9])
         self._now[env] = (traj, left - 1)
         self._n += 1
         return Step(self._n - 1, left == 1, traj)
