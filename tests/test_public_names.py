@@ -9,14 +9,16 @@ import pytest
 BUFFERS = {
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "PrioritizedReplayBuffer",
     "PrioritizedSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement",
-    "Storage", "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer",
+    "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement", "Storage", "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
 }  # fmt: skip
 NAMES = {
     "engram.data": BUFFERS,
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
-        "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement",
+        "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
+        "SliceSampler", "SliceSamplerWithoutReplacement",
     },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",

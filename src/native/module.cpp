@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "calls.hpp"
+#include "episodes_module.hpp"
 #include "priorities_module.hpp"
 
 namespace nb = nanobind;
@@ -198,5 +199,6 @@ NB_MODULE(_native, m) {
       .def("note_edits", &note_edits, "slots"_a)
       .def("generations", &generations, "slots"_a)
       .def("uniform", &uniform, "seed"_a, "n"_a);
+  bind_episodes(m);
   bind_priorities(m);
 }

@@ -198,7 +198,7 @@ inline bool set_priorities(Priorities& self, const Store& store, nb::handle slot
 }
 
 // Gives rows the priority of new ones.
-inline void mark_rows(Priorities& self, const Store& store, nb::handle slots_in) {
+inline void mark_priorities(Priorities& self, const Store& store, nb::handle slots_in) {
   const SlotsArg slots{nb::borrow(slots_in)};
   self.look(store);
   const KnownRows known(store, self);
@@ -314,7 +314,7 @@ inline void bind_priorities(nb::module_& m) {
       .def("draw", &draw_by_priority, "store"_a, "seed"_a, "n"_a, "beta"_a, "wide"_a)
       .def("look", &Priorities::look, "store"_a)
       .def("set", &set_priorities, "store"_a, "slots"_a, "priorities"_a, "generations"_a.none() = nb::none())
-      .def("mark", &mark_rows, "store"_a, "slots"_a)
+      .def("mark", &mark_priorities, "store"_a, "slots"_a)
       .def("check", [](const Priorities& self, nb::handle priorities) {
         const NumbersArg given(priorities);
         if (!given.fits()) throw nb::type_error("priorities must be contiguous float32 or float64");

@@ -2,7 +2,15 @@
 
 from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.prioritized import PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer
-from engram.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, SamplerWithoutReplacement
+from engram.data.replay_buffers.samplers import (
+    PrioritizedSampler,
+    RandomSampler,
+    Sampler,
+    SamplerWithoutReplacement,
+    SequenceSampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
 from engram.data.replay_buffers.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -30,6 +38,9 @@ __all__ = [
     "RoundRobinWriter",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SequenceSampler",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "Storage",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",

@@ -218,6 +218,14 @@ class TableStorage(Storage):
             raise IndexError("nothing has been written to this storage yet")
         return self._table.read(slots, shape, extra, numbers)
 
+    def leaf(self, path: trees.Path) -> LeafSpec | None:
+        leaves = () if self._table is None else self._table.layout.leaves
+        return next((leaf for leaf in leaves if leaf.path == path), None)
+
+    def column(self, path: trees.Path, slots: Tensor) -> Tensor:
+        assert self._table is not None
+        return self._table.column(path, slots)
+
     # ---- checkpoints: the RowSource and RowSink that a checkpointer sees ----
     def _default_checkpointer(self) -> Any:
         from engram.data.replay_buffers.checkpointers.tensor import TensorStorageCheckpointer
