@@ -99,10 +99,9 @@ class EpisodeIndex {
   template <typename Signals>
   void look(const Store& store, Signals& signals) {
     follower_.look(store, Visitor<Signals>{*this, store, signals});
-    for (uint64_t l = 0; l < lanes_.size(); ++l) {
-      const uint64_t first = store.lanes.view(l).first;
-      if (first > lanes_[l].first) forget(l, first);
-    }
+    // What was read of rows that were overwritten meanwhile says nothing: they go, and their boundaries with them.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    for (uint64_t l = 0; l < lanes_.size(); ++l) forget(l, store.lanes.first_now(l));
   }
   bool follows(const Store& store) const { return follower_.follows(store); }
   void forget_all() { follower_.forget(); }
@@ -206,9 +205,6 @@ class EpisodeIndex {
       }
     }
     lane.published = to, lane.version = ++version_;
-    // What was read of rows that were overwritten meanwhile says nothing: they go, and their boundaries with them.
-    std::atomic_thread_fence(std::memory_order_acquire);
-    forget(l, store.lanes.first_now(l));
   }
 
   template <typename Signals>
