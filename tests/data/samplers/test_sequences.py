@@ -37,7 +37,9 @@ def test_a_window_is_burn_in_and_training_steps_with_padding_around(storage, str
             ends = [i == left + len(real) - 1 for i in range(6)]
             done = row["next", "done"].flatten().tolist()
             assert row["next", "truncated"].flatten().tolist() == ends
-            assert [d for d, m in zip(done, mask, strict=True) if m] == [e for e, m in zip(ends, mask, strict=True) if m]
+            assert [d for d, m in zip(done, mask, strict=True) if m] == [
+                e for e, m in zip(ends, mask, strict=True) if m
+            ]
             assert row["is_init"].flatten().tolist() == [i == left for i in range(6)]
             trained |= {i for i, m in zip(n[2:], mask[2:], strict=True) if m}
         warm_up, training = sampler.split(batch)
