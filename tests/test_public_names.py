@@ -7,17 +7,23 @@ import sys
 import pytest
 
 BUFFERS = {
-    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "RandomSampler", "ReplayBuffer",
-    "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
-    "SliceSamplerWithoutReplacement", "Storage", "TensorDictReplayBuffer",
-    "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
+    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage",
+    "PrioritizedReplayBuffer", "PrioritizedSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter",
+    "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
+    "SliceSamplerWithoutReplacement", "Storage", "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer", "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
+}  # fmt: skip
+TRANSFORMS = {
+    "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale", "InitTracker",
+    "MultiStepTransform", "ObservationNorm", "RenameTransform", "Resize", "Reward2GoTransform", "RewardScaling",
+    "RewardSum", "SelectTransform", "StepCounter", "ToTensorImage", "Transform", "UnsqueezeTransform", "VecNorm",
 }  # fmt: skip
 NAMES = {
-    "engram.data": BUFFERS,
+    "engram.data": BUFFERS | {"MultiStep"},
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
-        "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
-        "SliceSamplerWithoutReplacement",
+        "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
+        "SliceSampler", "SliceSamplerWithoutReplacement",
     },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",
@@ -25,7 +31,8 @@ NAMES = {
     "engram.data.replay_buffers.storages": {
         "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",
     },
-    "engram.transforms": {"Compose", "Transform"},
+    "engram.envs.transforms": TRANSFORMS,
+    "engram.transforms": TRANSFORMS,
 }  # fmt: skip
 ERRORS = {
     "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError", "CorruptCheckpointError",

@@ -85,6 +85,7 @@ struct Trajectory {
 class EpisodeIndex {
  public:
   static constexpr uint64_t kBlock = 1 << 14;  // rows that a scan takes at a time
+  static constexpr uint64_t kAhead = 16;       // strands whose first row is brought in ahead
 
   // `bytes` of a flag or id: 1, 2, 4 or 8.
   EpisodeIndex(bool by_id, uint64_t bytes) : by_id_(by_id), bytes_(bytes) {}
@@ -196,6 +197,8 @@ class EpisodeIndex {
     signals.expect(l, from, to);
     for (uint64_t j = 0; j < per_lane_; ++j) {
       Strand& strand = strands_[l * per_lane_ + j];
+      // Few rows of each of many strands, far from each other.
+      if (j + kAhead < per_lane_) __builtin_prefetch(signals.run(l, j + kAhead, from, 1).at);
       bool cut = strand.starts.empty();
       uint64_t at = from;
       for (uint64_t next : cuts) {

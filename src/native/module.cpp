@@ -9,6 +9,7 @@
 
 #include "calls.hpp"
 #include "episodes_module.hpp"
+#include "priorities_module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -199,4 +200,5 @@ NB_MODULE(_native, m) {
       .def("generations", &generations, "slots"_a)
       .def("uniform", &uniform, "seed"_a, "n"_a);
   bind_episodes(m);
+  bind_priorities(m);
 }

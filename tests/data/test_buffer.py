@@ -445,7 +445,7 @@ def test_a_buffer_prints_its_parts():
     )
     text = repr(rb)
     for word in ("ReplayBuffer(", "LazyTensorStorage(max_size=10", "SamplerWithoutReplacement(", "RoundRobinWriter(",
-                 "batch_size=3", "Compose(Shift())", "collate_fn=None"):  # fmt: skip
+                 "batch_size=3", "Compose(\n        Shift())", "collate_fn=None"):  # fmt: skip
         assert word in text, text
 
 

@@ -102,6 +102,22 @@ def test_an_epoch_of_another_store_is_refused():
             assert all(slot in range(10) for slot in slices.slots().tolist())
 
 
+def test_the_running_trajectory_is_long_enough_again_when_its_writer_has_written():
+    store = _native.Store.create(-1, 1, 10, 1, 0, 8, False, b"", bytes(16))
+    index, rule, seed = _native.Episodes(True, None, 8), _native.SliceRule(8, 8), torch.tensor([1])
+
+    def fetch(lane, start, stop):
+        return np.zeros(stop - start, np.int64)
+
+    for _ in range(3):
+        store.publish(0, store.claim(0, 10), 10)
+        assert index.draw(store, rule, seed, 2, fetch) is not None
+        at = store.claim(0, 5)
+        assert index.draw(store, rule, seed, 2, fetch) is None
+        store.publish(0, at, 5)
+        assert index.draw(store, rule, seed, 2, fetch) is not None
+
+
 def test_a_seed_and_slots_are_int64_tensors():
     index, storage, rule = Episodes(end_key="done"), stored(), _native.SliceRule(1, 1)
     for wrong in (torch.tensor([1.0]), torch.tensor(1), [1]):

@@ -1,10 +1,15 @@
 """Replay buffers, their parts, and specs."""
 
+from engram.data.postprocs import (
+    MultiStep,
+)
 from engram.data.replay_buffers import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedReplayBuffer,
+    PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
@@ -14,6 +19,7 @@ from engram.data.replay_buffers import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     Storage,
+    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
     TensorStorage,
@@ -25,6 +31,9 @@ __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "MultiStep",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
     "RandomSampler",
     "ReplayBuffer",
     "RoundRobinWriter",
@@ -34,6 +43,7 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
+    "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",

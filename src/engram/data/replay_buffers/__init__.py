@@ -1,7 +1,14 @@
 """Replay buffers and their parts."""
 
-from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.buffer import (
+    ReplayBuffer,
+)
+from engram.data.replay_buffers.prioritized import (
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+)
 from engram.data.replay_buffers.samplers import (
+    PrioritizedSampler,
     RandomSampler,
     Sampler,
     SamplerWithoutReplacement,
@@ -16,7 +23,9 @@ from engram.data.replay_buffers.storages import (
     Storage,
     TensorStorage,
 )
-from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
+from engram.data.replay_buffers.tensordict import (
+    TensorDictReplayBuffer,
+)
 from engram.data.replay_buffers.writers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,
@@ -29,6 +38,8 @@ __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
     "RandomSampler",
     "ReplayBuffer",
     "RoundRobinWriter",
@@ -38,6 +49,7 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
+    "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",

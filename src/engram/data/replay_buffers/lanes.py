@@ -178,18 +178,21 @@ class Lanes:
             self.wake()
         slots = self.store.uniform(seed, n)
         if slots is None:
-            slots = self._look_again(seed, n)
+            slots = self.look_again(lambda: self.store.uniform(seed, n))
         return slots if slots is None or type(slots) is Tensor else slots_tensor(slots)
 
-    def _look_again(self, seed: Tensor, n: int) -> Any:
-        """A tiny lane can show no row for the moment in which its writer replaces them all."""
+    def look_again(self, draw: Callable[[], Any]) -> Any:
+        """What `draw` gives, which was None; still None if nothing is stored.
+
+        A tiny lane can show no row for the moment in which its writer replaces them all.
+        """
         for _ in range(_LOOKS):
             if not any(lane["published"] > lane["base"] for lane in self.states()):
                 return None
             time.sleep(0)
-            slots = self.store.uniform(seed, n)
-            if slots is not None:
-                return slots
+            drawn = draw()
+            if drawn is not None:
+                return drawn
         return None
 
     def generations(self, slots: Tensor) -> Tensor:

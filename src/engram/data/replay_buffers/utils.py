@@ -22,6 +22,13 @@ def flags_tensor(made: Any, *shape: int) -> Tensor:
     return flags.reshape(shape) if shape else flags
 
 
+def values_tensor(made: Any, dtype: torch.dtype) -> Tensor:
+    """[n] of this dtype, as `slots_tensor`."""
+    if isinstance(made, Tensor):
+        return made
+    return torch.frombuffer(made, dtype=dtype) if len(made) else torch.empty(0, dtype=dtype)
+
+
 def human_bytes(n: float) -> str:
     """12.3 MB: a size as people write it."""
     for unit in ("B", "KB", "MB", "GB"):

@@ -64,6 +64,12 @@ class Sampler(abc.ABC):
         """The batch as this sampler hands it out, from the rows that were read; `info` is what `sample` said."""
         return batch
 
+    def check_storage(self, storage: Storage) -> None:
+        """Called when a buffer puts the two together. ValueError: the sampler cannot be used with this storage."""
+
+    def follow(self, storage: Storage) -> None:
+        """Takes in what was written since it last looked: before a state is saved, and after one was loaded."""
+
     def use_generator(self, generator: torch.Generator | None) -> None:
         """Draws from this generator from now on; None: torch's global one."""
         self._generator = generator
