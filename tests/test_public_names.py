@@ -8,15 +8,16 @@ import pytest
 
 BUFFERS = {
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "RandomSampler", "ReplayBuffer",
-    "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "Storage", "TensorDictReplayBuffer",
-    "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
+    "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "Storage", "TensorDictMaxValueWriter",
+    "TensorDictReplayBuffer", "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
 }  # fmt: skip
 NAMES = {
     "engram.data": BUFFERS,
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {"RandomSampler", "Sampler", "SamplerWithoutReplacement"},
     "engram.data.replay_buffers.writers": {
-        "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",
+        "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictMaxValueWriter", "TensorDictRoundRobinWriter",
+        "Writer",
     },
     "engram.data.replay_buffers.storages": {
         "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",

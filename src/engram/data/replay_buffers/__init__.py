@@ -13,6 +13,7 @@ from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
 from engram.data.replay_buffers.writers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,
+    TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
     Writer,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "Sampler",
     "SamplerWithoutReplacement",
     "Storage",
+    "TensorDictMaxValueWriter",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",

@@ -85,7 +85,7 @@ class ReplayBuffer(SavedBuffer):
         return made
 
     def _wrote(self, slots: Tensor | int, items: Any) -> None:
-        """After each write; for buffers that take more from the data than rows."""
+        """After each write, for buffers that take more from the data than rows; slot -1: the writer refused it."""
 
     @property
     def _time_dim(self) -> int:
