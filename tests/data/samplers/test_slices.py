@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
+from engram.testing.sampler import SamplerContract
+from engram.testing.numbered import numbers, steps
 from tensordict import TensorDict, tensorclass
 
-from contracts.sampler import SamplerContract
-from contracts.steps import numbers, steps
 from data.samplers.episode_data import episodes, slices_of
 from data.samplers.test_uniform import assert_uniform
 from engram.data import (
