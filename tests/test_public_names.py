@@ -8,7 +8,8 @@ import pytest
 
 BUFFERS = {
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "PrioritizedReplayBuffer",
-    "PrioritizedSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement",
+    "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter", "Sampler",
+    "SamplerWithoutReplacement",
     "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement", "Storage", "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
@@ -17,8 +18,8 @@ NAMES = {
     "engram.data": BUFFERS,
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
-        "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
-        "SliceSampler", "SliceSamplerWithoutReplacement",
+        "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement",
+        "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement",
     },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",
