@@ -8,9 +8,9 @@ import pytest
 
 BUFFERS = {
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage",
-    "PrioritizedReplayBuffer", "PrioritizedSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter",
-    "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
-    "SliceSamplerWithoutReplacement", "Storage", "TensorDictMaxValueWriter",
+    "PrioritizedReplayBuffer", "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler",
+    "ReplayBuffer", "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
+    "SliceSampler", "SliceSamplerWithoutReplacement", "Storage", "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer", "TensorDictRoundRobinWriter",
     "TensorStorage", "Writer",
 }  # fmt: skip
@@ -24,8 +24,8 @@ NAMES = {
     "engram.data": BUFFERS | {"MultiStep"},
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
-        "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
-        "SliceSampler", "SliceSamplerWithoutReplacement",
+        "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement",
+        "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement",
     },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictMaxValueWriter", "TensorDictRoundRobinWriter",
