@@ -8,6 +8,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "calls.hpp"
+#include "episodes_module.hpp"
+#include "priorities_module.hpp"
 #include "heap_module.hpp"
 
 namespace nb = nanobind;
@@ -198,6 +200,7 @@ NB_MODULE(_native, m) {
       .def("note_edits", &note_edits, "slots"_a)
       .def("generations", [](const Store& s, nb::handle slots) { return generations(s, slots); }, "slots"_a)
       .def("uniform", &uniform, "seed"_a, "n"_a);
-
+  bind_episodes(m);
+  bind_priorities(m);
   bind_heap(m);
 }

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 
-from contracts.steps import numbers, state_of, steps
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -22,6 +21,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.testing import numbers, state_of, steps
 from engram.transforms import Compose, Transform
 
 STORAGES = [ListStorage, LazyTensorStorage, LazyMemmapStorage]
@@ -445,7 +445,7 @@ def test_a_buffer_prints_its_parts():
     )
     text = repr(rb)
     for word in ("ReplayBuffer(", "LazyTensorStorage(max_size=10", "SamplerWithoutReplacement(", "RoundRobinWriter(",
-                 "batch_size=3", "Compose(Shift())", "collate_fn=None"):  # fmt: skip
+                 "batch_size=3", "Compose(\n        Shift())", "collate_fn=None"):  # fmt: skip
         assert word in text, text
 
 

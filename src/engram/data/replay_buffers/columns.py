@@ -95,6 +95,11 @@ class ColumnTable:
             trees.put_entry(batch, key, value)
         return batch, None, absent or None, generation if numbers else None
 
+    def column(self, path: trees.Path, slots: Tensor) -> Tensor:
+        """One leaf of the steps at time slots: [n, *strands, ...]."""
+        at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
+        return self._columns[at][slots.to(self._device)]
+
     def view(self, start: int, stop: int) -> Any:
         """Live views of time slots [start, stop)."""
         leaves = [c[start:stop] for c in self._columns]

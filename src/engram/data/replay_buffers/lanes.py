@@ -180,18 +180,21 @@ class Lanes:
             self.wake()
         slots = self.store.uniform(seed, n)
         if slots is None:
-            slots = self._look_again(seed, n)
+            slots = self.look_again(lambda: self.store.uniform(seed, n))
         return slots if slots is None or type(slots) is Tensor else slots_tensor(slots)
 
-    def _look_again(self, seed: Tensor, n: int) -> Any:
-        """A tiny lane can show no row for the moment in which its writer replaces them all."""
+    def look_again(self, draw: Callable[[], Any]) -> Any:
+        """What `draw` gives, which was None; still None if nothing is stored.
+
+        A tiny lane can show no row for the moment in which its writer replaces them all.
+        """
         for _ in range(_LOOKS):
             if not any(lane["published"] > lane["base"] for lane in self.states()):
                 return None
             time.sleep(0)
-            slots = self.store.uniform(seed, n)
-            if slots is not None:
-                return slots
+            drawn = draw()
+            if drawn is not None:
+                return drawn
         return None
 
     def generations(self, slots: Tensor) -> Tensor:
@@ -209,6 +212,13 @@ class Lanes:
         if self.numbers is None:
             self.numbers = _native.RowNumbers(self.store)
         self.numbers.replaced(self.store, slots)
+
+    def counted(self, slots: Tensor, generation: Tensor) -> Tensor:
+        """Generations (int64 [n]) by the counters alone, as native code compares them; -1: another row by now."""
+        if self.numbers is None:
+            return generation
+        there = self.generations(slots) == generation
+        return torch.where(there, slots_tensor(self.store.generations(slots)), -1)
 
     def numbers_state(self) -> dict[str, Any] | None:
         """The numbers of replaced rows; None where there are none."""

@@ -96,6 +96,14 @@ class RowTable:
             trees.put_entry(batch, key, value)
         return batch, gone, absent, None if found is None else slots_tensor(found)
 
+    def column(self, path: trees.Path, slots: Tensor) -> Tensor:
+        """One leaf of the steps at time slots: [n, *strands, ...]."""
+        # A view whose gaps are the rest of the rows.
+        whole = trees.flatten(self.layout.root, self.view(0, self._store.lanes * self._store.lane_capacity))
+        at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
+        leaf: Tensor = whole[at][slots]
+        return leaf
+
     def view(self, start: int, stop: int) -> Any:
         """Live views of time slots [start, stop): `[time, ...]`, or `[time, strands, ...]` with several strands."""
         s = self._store

@@ -17,6 +17,8 @@ from torch import Tensor
 from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
 from engram.data.replay_buffers.indexing import Selection, outward, select
 from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.layout import LeafSpec
+from engram.data.replay_buffers.trees import Path
 
 log = logging.getLogger("engram")
 
@@ -123,14 +125,6 @@ class Storage(abc.ABC):
         """Writes rows (int64 [n]) of a checked batch over stored ones, for which the storage must be used alone."""
 
     @abc.abstractmethod
-    def column(self, path: tuple[str, ...], slots: Tensor) -> Any:
-        """One leaf of stored rows: a tensor [n, ...], or a list of what items of a list storage have there.
-
-        Raises:
-            KeyError: the rows have no such leaf.
-        """
-
-    @abc.abstractmethod
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """Writes items over stored rows, for which the storage must be used by nobody else."""
 
@@ -144,6 +138,14 @@ class Storage(abc.ABC):
         numbers: bool = False,
     ) -> Rows:
         """Copies the rows of slots (int64 [n]) out; `extra` entries are added at the root of the batch."""
+
+    @abc.abstractmethod
+    def leaf(self, path: Path) -> LeafSpec | None:
+        """Dtype and shape of one leaf of a stored step; None: steps have none there."""
+
+    @abc.abstractmethod
+    def column(self, path: Path, slots: Tensor) -> Tensor:
+        """One leaf of the steps at these time slots: [n, *strands, ...]. The caller holds the storage's mutex."""
 
     def get(self, index: Any) -> Any:
         """The rows at an index, copied.

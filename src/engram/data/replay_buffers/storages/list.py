@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
-from engram.data.replay_buffers.trees import entry, with_entry
+from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, with_entry
 
 _NO_LIMIT = 1 << 40
 
@@ -92,9 +94,6 @@ class ListStorage(Storage):
             self._items[slot] = copied(checked.data[row])
         self._lanes.store.note_edits(slots)
 
-    def column(self, path: tuple[str, ...], slots: Tensor) -> Any:
-        return [entry(self._items[slot], path) for slot in slots.tolist()]
-
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         rows = _split(items, 0)
         if len(rows) != len(slots):
@@ -123,6 +122,20 @@ class ListStorage(Storage):
             absent = [k for k, i in enumerate(found) if i >= n]
             generation = self._lanes.generations(slots) if numbers else None
             return [self._items[i] if i < n else None for i in found], None, absent or None, generation
+
+    def leaf(self, path: Path) -> LeafSpec | None:
+        """As the oldest item has it."""
+        found = entry(self._items[0], path) if self._items else None
+        if found is None:
+            return None
+        tensor = as_tensor(found, path)
+        return LeafSpec(path, tensor.dtype, tuple(tensor.shape))
+
+    def column(self, path: Path, slots: Tensor) -> Tensor:
+        found = [entry(self._items[slot], path) for slot in slots.tolist()]
+        if any(value is None for value in found):
+            raise KeyError(f"some of the stored items have no {show(path)}")
+        return torch.stack([as_tensor(value, path) for value in found])
 
     def _read_shaped(self, selection: Selection) -> Rows:
         found, _, absent, _ = self.read(selection.slots)
@@ -171,6 +184,7 @@ class ListStorage(Storage):
             shift = 0 if counters["lane_capacity"] == self._max_size else lane["base"]
             base, published = lane["base"] - shift, lane["published"] - shift
             first = (self._max_size or _NO_LIMIT) - base % (self._max_size or _NO_LIMIT)
+            self._lanes.hold()  # as the writer of what is loaded: trajectories go on
             store.begin_restore()
             self._items[:] = items[first:] + items[:first]
             origin = (lane["origin"] - shift) % (1 << 64)

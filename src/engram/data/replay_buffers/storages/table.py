@@ -237,11 +237,13 @@ class TableStorage(Storage):
             raise IndexError("nothing has been written to this storage yet")
         return self._table.read(slots, shape, extra, numbers)
 
-    def column(self, path: tuple[str, ...], slots: Tensor) -> Any:
-        if self._table is None or all(leaf.path != path for leaf in self._table.layout.leaves):
-            raise KeyError(f"the stored rows have no leaf {trees.show(path)}")
-        live = trees.entry(self._storage, path)
-        return live.flatten(0, len(self._inner))[slots.to(live.device)]
+    def leaf(self, path: trees.Path) -> LeafSpec | None:
+        leaves = () if self._table is None else self._table.layout.leaves
+        return next((leaf for leaf in leaves if leaf.path == path), None)
+
+    def column(self, path: trees.Path, slots: Tensor) -> Tensor:
+        assert self._table is not None
+        return self._table.column(path, slots)
 
     # ---- checkpoints: the RowSource and RowSink that a checkpointer sees ----
     def _default_checkpointer(self) -> Any:

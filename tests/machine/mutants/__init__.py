@@ -1,0 +1,9 @@
+"""Parts that are wrong by one, planted one at a time."""
+
+from machine.mutants.samplers import SAMPLER_MUTANTS
+from machine.mutants.storages import STORAGE_MUTANTS
+from machine.mutants.writers import WRITER_MUTANTS
+
+MUTANTS = {**STORAGE_MUTANTS, **SAMPLER_MUTANTS, **WRITER_MUTANTS}
+
+__all__ = ["MUTANTS"]

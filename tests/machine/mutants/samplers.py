@@ -1,0 +1,100 @@
+"""Samplers that are wrong by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engram import _native
+from engram.data import RandomSampler, SamplerWithoutReplacement, SliceSampler, Storage
+from engram.data.replay_buffers.samplers import slices
+from machine.mutants.base import Mutant, Patch, around
+
+
+def newest_of(storage: Storage) -> int:
+    generations = storage.lanes.generations(torch.arange(storage.max_size))
+    return int(generations.argmax())
+
+
+def never_the_newest(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
+    slots, info = sample()
+    return torch.where(slots == newest_of(storage), (slots + 1) % len(storage), slots), info
+
+
+def one_further(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
+    slots, info = sample()
+    return (slots + 1) % storage.max_size, info
+
+
+def repeats_its_first(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
+    slots, info = sample()
+    slots[-1] = slots[0]
+    return slots, info
+
+
+def one_short(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
+    slots, info = sample()
+    return slots[: max(1, len(slots) - 1)], info
+
+
+def begins_at_the_second(begin: Any, sampler: Any, lanes: Any) -> None:
+    before = sampler.state_dict()["epoch"]
+    begin()
+    state = sampler.state_dict()
+    if before is None and len(lanes) > 1:
+        state["epoch"]["position"] = 1
+        sampler.load_state_dict(state)
+        begin()
+
+
+def only_longer_ones(rule: Any, sampler: Any, length: int) -> Any:
+    """A trajectory of exactly a slice's length is left out; short ones that are one step long, too."""
+    before, after = (length - 1 if cut else 0 for cut in sampler.span)
+    return _native.SliceRule(length, length + 1 if sampler.strict_length else 2, before, after)
+
+
+def one_window_fewer(rule: Any, sampler: Any, length: int) -> Any:
+    return _native.SliceRule(length, 1, length - 2, length - 1)
+
+
+def marks_the_step_before(patch: Patch) -> None:
+    original = slices.mark_last
+
+    def mark(batch: Any, path: Any, drawn: Any) -> Tensor:
+        leaf = original(batch, path, drawn)
+        leaf.copy_(leaf.roll(-1, 0).clone())
+        return leaf
+
+    patch.setattr(slices, "mark_last", mark)
+
+
+SAMPLER_MUTANTS = {
+    "random draws that never hit the newest row": Mutant(around(RandomSampler, "sample", never_the_newest)),
+    "random draws one further": Mutant(around(RandomSampler, "sample", one_further)),
+    "random draws one row short": Mutant(around(RandomSampler, "sample", one_short)),
+    "an epoch that repeats a row": Mutant(
+        around(SamplerWithoutReplacement, "sample", repeats_its_first), sampler="epoch"
+    ),
+    "an epoch that leaves out its first row": Mutant(
+        around(SamplerWithoutReplacement, "_begin_if_needed", begins_at_the_second), sampler="epoch"
+    ),
+    "an epoch in order that begins at the second row": Mutant(
+        around(SamplerWithoutReplacement, "sample", one_further), sampler="epoch in order"
+    ),
+    "an epoch that drops one row more than the last batch": Mutant(
+        around(SamplerWithoutReplacement, "sample", one_short), sampler="epoch, last dropped"
+    ),
+    "slices one further, so over a trajectory's end": Mutant(
+        around(SliceSampler, "sample", one_further), sampler="slices"
+    ),
+    "slices of trajectories that are longer than a slice": Mutant(
+        around(SliceSampler, "_rule", only_longer_ones), sampler="slices by id"
+    ),
+    "short slices of two steps at least": Mutant(
+        around(SliceSampler, "_rule", only_longer_ones), sampler="short slices"
+    ),
+    "spans that miss one window": Mutant(around(SliceSampler, "_rule", one_window_fewer), sampler="spans"),
+    "slices that mark the step before their last": Mutant(marks_the_step_before, sampler="two slices"),
+}
