@@ -5,8 +5,6 @@ import re
 
 import pytest
 import torch
-from engram.testing.sampler import SamplerContract
-from engram.testing.numbered import numbers, steps
 from tensordict import TensorDict, tensorclass
 
 from data.samplers.episode_data import episodes, slices_of
@@ -20,6 +18,8 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.testing.numbered import numbers, steps
+from engram.testing.sampler import SamplerContract
 
 
 class SliceContract(SamplerContract):

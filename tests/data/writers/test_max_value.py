@@ -17,6 +17,7 @@ from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSampler,
     ReplayBuffer,
     RoundRobinWriter,
     TensorDictMaxValueWriter,
@@ -103,6 +104,8 @@ class TestWhatStays:
         rb = ReplayBuffer(storage=ListStorage(2), writer=TensorDictMaxValueWriter("r"), collate_fn=list)
         made = [{"r": torch.ones(n)} for n in (3, 1, 2)]
         assert rb.extend(made).tolist() == [0, 1, 1] and rb.add({"r": 9.0}) == 1
+        rb.set_writer(TensorDictMaxValueWriter("r"))
+        assert rb.extend(made[:1]).tolist() == [-1] and rb.add({"r": torch.full((5,), 1.0)}) == 0
 
     def test_in_tensors_that_exist(self):
         rb = ReplayBuffer(storage=TensorStorage(items([1.0, 2.0, 3.0])), writer=TensorDictMaxValueWriter())
@@ -159,11 +162,11 @@ class TestRanks:
 
     def test_a_missing_key_complex_values_and_data_without_keys_are_refused(self):
         rb = make()
-        with pytest.raises(KeyError, match=r"'reward'.*keys are \['id'"):
+        with pytest.raises(KeyError, match=r"'reward'"):
             rb.extend(items([1.0]).exclude(("next", "reward")).set("next", TensorDict({"id": torch.zeros(1)}, [1])))
         with pytest.raises(KeyError, match="'next', 'reward'"):
             rb.extend(TensorDict({"x": torch.zeros(1)}, [1]))
-        with pytest.raises(TypeError, match="a Tensor"):
+        with pytest.raises(KeyError, match="none: a Tensor"):
             rb.extend(torch.zeros(3))
         with pytest.raises(TypeError, match="complex"):
             make(rank_key="r").extend(TensorDict({"r": torch.zeros(2, dtype=torch.complex64)}, [2]))
@@ -461,3 +464,28 @@ def test_any_sequence_of_writes_leaves_what_an_oracle_has(tmp_path_factory, stor
             generation = int(rb.storage.lanes.generations(torch.tensor([slot]))[0])
             of_row = tokens.setdefault(slot, {})
             assert of_row.setdefault(generation, oracle.rows[slot][0]) == oracle.rows[slot][0]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_priority_for_a_row_that_was_replaced_is_skipped(storage):
+    rb = TensorDictReplayBuffer(
+        storage=storage(4), writer=TensorDictMaxValueWriter(), sampler=PrioritizedSampler(4, 1.0, 0.0), batch_size=4
+    )
+    rb.extend(items([1.0, 2.0, 3.0, 4.0]))
+    rb.sample()
+    was = rb.storage.lanes.generations(torch.arange(4))
+    rb.extend(items([5.0], [10]))
+    now = rb.storage.lanes.generations(torch.arange(4))
+    rb.update_priority(torch.arange(4), torch.tensor([7.0, 7.0, 7.0, 7.0]), was)
+    assert rb.sampler.priorities(torch.arange(4)).tolist() == [1.0, 7.0, 7.0, 7.0] and rb.sampler.skipped == 1
+    rb.update_priority(torch.arange(4), torch.tensor([8.0, 8.0, 8.0, 8.0]), now)
+    assert rb.sampler.priorities(torch.arange(4)).tolist() == [8.0] * 4
+
+
+def test_priorities_that_come_with_the_data_of_a_refused_item_go_nowhere():
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter(), sampler=PrioritizedSampler(2, 1.0, 0.0)
+    )
+    data = items([1.0, 2.0, 0.0, 3.0]).set("td_error", torch.tensor([4.0, 5.0, 6.0, 7.0]))
+    assert rb.extend(data).tolist() == [0, 1, -1, 0]
+    assert rb.sampler.priorities(torch.arange(2)).tolist() == [7.0, 5.0]

@@ -228,6 +228,13 @@ class Lanes:
             self.numbers = _native.RowNumbers(self.store)
         self.numbers.replaced(self.store, slots)
 
+    def counted(self, slots: Tensor, generation: Tensor) -> Tensor:
+        """Generations (int64 [n]) by the counters alone, as native code compares them; -1: another row by now."""
+        if self.numbers is None:
+            return generation
+        there = self.generations(slots) == generation
+        return torch.where(there, slots_tensor(self.store.generations(slots)), -1)
+
     def numbers_state(self) -> dict[str, Any] | None:
         """The numbers of replaced rows; None where there are none."""
         if self.numbers is None:

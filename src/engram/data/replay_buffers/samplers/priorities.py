@@ -166,6 +166,7 @@ class HasPriorities(Sampler):
         mine = self._following(where, lanes)
         if (
             type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
+            and (generation is None or lanes.numbers is None)
             and mine.set(lanes.store, index, priority, generation)
         ):  # fmt: skip
             return
@@ -177,7 +178,7 @@ class HasPriorities(Sampler):
                 raise ValueError(
                     f"{len(slots)} steps are indexed, {len(generation)} generations given; nothing was changed"
                 )
-            generation = generation.contiguous().numpy()
+            generation = lanes.counted(slots, generation).contiguous().numpy()
         mine.set(lanes.store, slots.numpy(), p.numpy(), generation)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:

@@ -125,14 +125,6 @@ class Storage(abc.ABC):
         """Writes rows (int64 [n]) of a checked batch over stored ones, for which the storage must be used alone."""
 
     @abc.abstractmethod
-    def values_at(self, path: tuple[str, ...], slots: Tensor) -> Any:
-        """One leaf of stored rows: a tensor [n, ...], or a list of what items of a list storage have there.
-
-        Raises:
-            KeyError: the rows have no such leaf.
-        """
-
-    @abc.abstractmethod
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """Writes items over stored rows, for which the storage must be used by nobody else."""
 

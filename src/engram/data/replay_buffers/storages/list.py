@@ -13,7 +13,7 @@ from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.frozen import Changes, FrozenItems
-from engram.data.replay_buffers.trees import Path, as_tensor, entry, found_entry, show, with_entry
+from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, with_entry
 
 _NO_LIMIT = 1 << 40
 
@@ -94,9 +94,6 @@ class ListStorage(Storage):
             # A copy: a row alone would keep its whole batch in memory.
             self._items[slot] = copied(checked.data[row])
         self._lanes.store.note_edits(slots)
-
-    def values_at(self, path: tuple[str, ...], slots: Tensor) -> Any:
-        return [found_entry(self._items[slot], path) for slot in slots.tolist()]
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         rows = _split(items, 0)

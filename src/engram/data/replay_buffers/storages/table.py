@@ -242,12 +242,6 @@ class TableStorage(SavedTable):
         leaves = () if self._table is None else self._table.layout.leaves
         return next((leaf for leaf in leaves if leaf.path == path), None)
 
-    def values_at(self, path: tuple[str, ...], slots: Tensor) -> Any:
-        if self._table is None or all(leaf.path != path for leaf in self._table.layout.leaves):
-            raise KeyError(f"the stored rows have no leaf {trees.show(path)}")
-        live = trees.found_entry(self._storage, path)
-        return live.flatten(0, len(self._inner))[slots.to(live.device)]
-
     def column(self, path: trees.Path, slots: Tensor) -> Tensor:
         assert self._table is not None
         return self._table.column(path, slots)

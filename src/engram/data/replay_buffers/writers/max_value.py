@@ -127,9 +127,7 @@ class TensorDictMaxValueWriter(Writer):
         if behind is not None:
             try:
                 for slots in torch.split(slots_tensor(behind), _PIECE):
-                    found = storage.values_at(self._path, slots)
-                    values = self._stacked(found) if isinstance(found, list) else self._numbers(found)
-                    heap.put(slots, values, self.reduction)
+                    heap.put(slots, self._stored(storage, slots), self.reduction)
             except BaseException:
                 heap.forget()
                 raise
@@ -138,13 +136,33 @@ class TensorDictMaxValueWriter(Writer):
     def _values(self, items: Any, single: bool) -> Tensor:
         """What the ranks are made of: [items, ...]."""
         if isinstance(items, list):
-            return self._stacked([trees.found_entry(item, self._path) for item in items])
-        values: Tensor = self._numbers(trees.found_entry(items, self._path))
+            return self._stacked([self._entry(item) for item in items])
+        values = self._numbers(self._entry(items))
         if single:
             return values.unsqueeze(0)
         if values.ndim == 0:
             raise ValueError(f"{trees.show(self._path)} has no dimension for the items of a batch; use add")
         return values
+
+    def _entry(self, items: Any) -> Any:
+        found = trees.entry(items, self._path)
+        if found is None:
+            has = sorted(map(str, items.keys())) if hasattr(items, "keys") else f"none: a {type(items).__name__}"
+            raise KeyError(f"the rank {trees.show(self._path)} is not in the data, whose keys are {has}")
+        return found
+
+    def _stored(self, storage: Storage, slots: Tensor) -> Tensor:
+        """The same of stored rows."""
+        if storage.leaf(self._path) is None:
+            raise KeyError(f"the rank {trees.show(self._path)} is not in the stored rows")
+        try:
+            return self._numbers(storage.column(self._path, slots))
+        except RuntimeError:  # items of a list storage may have different shapes
+            if len(slots) == 1:
+                raise
+            one_by_one = [slots[i : i + 1] for i in range(len(slots))]
+            ranks = [_native.ranks(self._numbers(storage.column(self._path, s)), self.reduction) for s in one_by_one]
+            return torch.tensor(ranks, dtype=torch.float64)
 
     def _numbers(self, leaf: Any) -> Tensor:
         plain = type(leaf) is Tensor and leaf.is_cpu and leaf.layout is torch.strided and not is_lazy(leaf)
