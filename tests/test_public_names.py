@@ -7,27 +7,40 @@ import sys
 import pytest
 
 BUFFERS = {
-    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "RandomSampler", "ReplayBuffer",
-    "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "Storage", "TensorDictReplayBuffer",
-    "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
+    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage",
+    "PrioritizedReplayBuffer", "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler",
+    "ReplayBuffer", "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
+    "SliceSampler", "SliceSamplerWithoutReplacement", "Storage", "TensorDictMaxValueWriter",
+    "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer", "TensorDictRoundRobinWriter",
+    "TensorStorage", "Writer",
 }  # fmt: skip
 TRANSFORMS = {
-    "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale", "InitTracker",
-    "MultiStepTransform", "ObservationNorm", "RenameTransform", "Resize", "Reward2GoTransform", "RewardScaling",
-    "RewardSum", "SelectTransform", "StepCounter", "ToTensorImage", "Transform", "UnsqueezeTransform", "VecNorm",
+    "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale",
+    "InitTracker", "MultiStepTransform", "ObservationNorm", "RenameTransform", "Resize",
+    "Reward2GoTransform", "RewardScaling", "RewardSum", "SelectTransform", "StepCounter", "ToTensorImage",
+    "Transform", "UnsqueezeTransform", "VecNorm",
 }  # fmt: skip
 NAMES = {
     "engram.data": BUFFERS | {"MultiStep"},
     "engram.data.replay_buffers": BUFFERS,
-    "engram.data.replay_buffers.samplers": {"RandomSampler", "Sampler", "SamplerWithoutReplacement"},
+    "engram.data.replay_buffers.samplers": {
+        "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement",
+        "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement",
+    },
     "engram.data.replay_buffers.writers": {
-        "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",
+        "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictMaxValueWriter", "TensorDictRoundRobinWriter",
+        "Writer",
     },
     "engram.data.replay_buffers.storages": {
         "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",
     },
     "engram.envs.transforms": TRANSFORMS,
     "engram.transforms": TRANSFORMS,
+    "engram.testing": {
+        "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",
+        "TableContract", "WriterContract", "chi_square", "env_steps", "numbers", "of_numbers", "state_of",
+        "steps",
+    },
 }  # fmt: skip
 ERRORS = {
     "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError", "CorruptCheckpointError",

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 
-from contracts.steps import numbers, state_of, steps
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -22,6 +21,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.testing import numbers, state_of, steps
 from engram.transforms import Compose, Transform
 
 STORAGES = [ListStorage, LazyTensorStorage, LazyMemmapStorage]

@@ -57,9 +57,10 @@ class ReplayBuffer(SavedBuffer):
         if self._transform.transforms:
             return self._write_through(item, True)
         storage = self._storage
+        self._check_extras(item, True)
         with storage.mutex:
             slots: Any = self._writer.write(storage, item, True, -1)
-        self._wrote(slots, item)
+            self._wrote(slots, item, True)
         return self._index_of(slots, True)
 
     def extend(self, items: Any) -> Tensor:
@@ -72,15 +73,16 @@ class ReplayBuffer(SavedBuffer):
             ValueError, TypeError: the batch does not fit the storage; the message names the leaf. Nothing is changed.
         """
         if self._transform.transforms:
-            made: Tensor = self._write_through(items, False)
-            return made
+            written: Tensor = self._write_through(items, False)
+            return written
         storage = self._storage
         if type(items) is list and not isinstance(storage, ListStorage):
             items = stack_rows(items, self._time_dim)
+        self._check_extras(items, False)
         with storage.mutex:
             slots: Any = self._writer.write(storage, items, False, self._time_dim)
-        self._wrote(slots, items)
-        made = self._index_of(slots, False)
+            self._wrote(slots, items, False)
+        made: Tensor = self._index_of(slots, False)
         return made
 
     def _write_through(self, items: Any, single: bool) -> Any:
@@ -89,7 +91,7 @@ class ReplayBuffer(SavedBuffer):
         if not transform.write_in_order:
             writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
             with storage.mutex:
-                slots, items = self._written(writing)
+                slots = self._written(writing)
         else:
             with storage.mutex:
                 if type(items) is list:
@@ -97,26 +99,27 @@ class ReplayBuffer(SavedBuffer):
                 before = transform.state_dict()
                 try:
                     writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
-                    slots, items = self._written(writing)
+                    slots = self._written(writing)
                 except BaseException:
                     transform.load_state_dict(before)
                     raise
-        if items is not None:
-            self._wrote(slots, items)
         return self._index_of(slots, writing.single and not writing.resized)
 
-    def _written(self, writing: Writing) -> tuple[Any, Any]:
-        """Slots, and the data as they were written (None: nothing was). The caller holds the mutex."""
+    def _written(self, writing: Writing) -> Any:
+        """Writes what is to be written, if anything; returns slots. The caller holds the mutex."""
         storage, items, time_dim = self._storage, writing.items, -1 if writing.single else writing.time_dim
         if writing.held is not None:
             # What waits in a transform must fit, too: an error later would belong to somebody else's data.
             self._writer.allow("extend")
             storage.check(writing.held, writing.single, time_dim, self._writer.index_key)
         if items is None:
-            return torch.empty(0, dtype=torch.int64), None
+            return torch.empty(0, dtype=torch.int64)
         if type(items) is list and not isinstance(storage, ListStorage):
             items = stack_rows(items, time_dim)
-        return self._writer.write(storage, items, writing.single, time_dim), items
+        self._check_extras(items, writing.single)
+        slots = self._writer.write(storage, items, writing.single, time_dim)
+        self._wrote(slots, items, writing.single)
+        return slots
 
     def _index_of(self, slots: Any, single: bool) -> Any:
         """Slots as `add` (`single`) and `extend` return them."""
@@ -129,8 +132,14 @@ class ReplayBuffer(SavedBuffer):
             return slots
         return slots if type(slots) is int else int(slots[0])
 
-    def _wrote(self, slots: Tensor | int, items: Any) -> None:
-        """After each write; for buffers that take more from the data than rows."""
+    def _check_extras(self, items: Any, single: bool) -> None:
+        """Before each write; for buffers that take more from the data than rows. Raises where it is not valid."""
+
+    def _wrote(self, slots: Tensor | int, items: Any, single: bool) -> None:
+        """After each write, before another thread writes; takes what `_check_extras` has checked.
+
+        A slot of -1: the writer refused that step.
+        """
 
     @property
     def _time_dim(self) -> int:

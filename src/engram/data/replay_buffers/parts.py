@@ -86,6 +86,7 @@ class BufferParts:
 
     def _wire(self) -> None:
         """Makes the parts know each other; again after each change of one."""
+        self._check_parts()
         self._storage.attach(self)
         self._writer.register_storage(self._storage)
         if hasattr(self._sampler, "use_generator"):
@@ -98,6 +99,10 @@ class BufferParts:
             self._storage, self._sampler, self._transform, collate, attach, self._pin_memory, self._track_generations
         )
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generator) if self._prefetch else None
+
+    def _check_parts(self) -> None:
+        if hasattr(self._sampler, "check_storage"):
+            self._sampler.check_storage(self._storage)
 
     @property
     def _attaches(self) -> bool:
@@ -158,9 +163,19 @@ class BufferParts:
         with self._undisturbed():
             old = getattr(self, name)
             setattr(self, name, part)
+            try:
+                self._check_parts()
+            except BaseException:
+                setattr(self, name, old)
+                raise
             if self._prefetcher is not None:
                 self._prefetcher.close()
-            self._wire()
+            try:
+                self._wire()
+            except BaseException:  # the parts do not fit each other
+                setattr(self, name, old)
+                self._wire()
+                raise
         return old
 
     def append_transform(self: B, transform: Any, *, invert: bool = False) -> B:

@@ -17,6 +17,8 @@ from torch import Tensor
 from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
 from engram.data.replay_buffers.indexing import Selection, outward, select
 from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.layout import LeafSpec
+from engram.data.replay_buffers.trees import Path
 
 log = logging.getLogger("engram")
 
@@ -92,10 +94,18 @@ class Storage(abc.ABC):
 
     # ---- the write path: check, then append or overwrite ----
     @abc.abstractmethod
-    def check(self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None) -> Checked:
+    def check(
+        self,
+        items: Any,
+        single: bool,
+        time_dim: int = 0,
+        index_key: str | None = None,
+        index: Tensor | None = None,
+    ) -> Checked:
         """Checks a batch (or one step, `single`) leaf by leaf; nothing moves. Makes the storage at the first call.
 
-        `time_dim` says which batch dimension is time. With `index_key` each row also stores its own index there.
+        `time_dim` says which batch dimension is time. With `index_key` each row also stores its own index there:
+        `index` (int64 [steps]), or where `append` will put it.
 
         Raises:
             ValueError, TypeError: the batch does not fit; the message names the leaf.
@@ -103,10 +113,23 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def append(self, checked: Checked) -> Tensor | int:
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         """Writes behind the newest row; returns slots, int64 [steps * strands] in the order of time.
 
-        Of one step without batch dimensions it may return the slot as a number.
+        With `most`, only so many of the first steps. Of one step without batch dimensions it may return the slot as a
+        number.
+        """
+
+    @abc.abstractmethod
+    def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
+        """Writes rows (int64 [n]) of a checked batch over stored ones, for which the storage must be used alone."""
+
+    @abc.abstractmethod
+    def values_at(self, path: tuple[str, ...], slots: Tensor) -> Any:
+        """One leaf of stored rows: a tensor [n, ...], or a list of what items of a list storage have there.
+
+        Raises:
+            KeyError: the rows have no such leaf.
         """
 
     @abc.abstractmethod
@@ -123,6 +146,14 @@ class Storage(abc.ABC):
         numbers: bool = False,
     ) -> Rows:
         """Copies the rows of slots (int64 [n]) out; `extra` entries are added at the root of the batch."""
+
+    @abc.abstractmethod
+    def leaf(self, path: Path) -> LeafSpec | None:
+        """Dtype and shape of one leaf of a stored step; None: steps have none there."""
+
+    @abc.abstractmethod
+    def column(self, path: Path, slots: Tensor) -> Tensor:
+        """One leaf of the steps at these time slots: [n, *strands, ...]. The caller holds the storage's mutex."""
 
     def get(self, index: Any) -> Any:
         """The rows at an index, copied.
@@ -210,6 +241,13 @@ class Storage(abc.ABC):
     # ---- checkpoints ----
     #: By how much `loads` moved the write numbers of each lane down.
     shifts: list[int]
+
+    @abc.abstractmethod
+    def freeze(self) -> Any:
+        """What the checkpointer saves, as it is now, while the storage goes on: it has `left_out` and `close()`.
+
+        The caller holds the mutex, here and at `close`.
+        """
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec, RowLayout
 from engram.data.replay_buffers.rows import RowTable, expand_slots
-from engram.data.replay_buffers.storages.base import Checked, Rows, Storage, flat
+from engram.data.replay_buffers.storages.base import Checked, Rows, flat
+from engram.data.replay_buffers.storages.saved_table import SavedTable
 from engram.data.replay_buffers.trees import Node
 
 _NO_STEPS = "nothing to add: the batch has no steps"
 
 
-class TableStorage(Storage):
+class TableStorage(SavedTable):
     """A storage whose rows all have one layout."""
 
     def __init__(self, max_size: int | None, ndim: int, checkpointer: Any = None, lanes: int = 1) -> None:
@@ -127,7 +128,14 @@ class TableStorage(Storage):
         self._max_size = lanes.capacity
 
     # ---- writing ----
-    def check(self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None) -> Checked:
+    def check(
+        self,
+        items: Any,
+        single: bool,
+        time_dim: int = 0,
+        index_key: str | None = None,
+        index: Tensor | None = None,
+    ) -> Checked:
         batch_dims = self.ndim - 1 if single else self.ndim
         if single:
             time_dim = -1
@@ -136,7 +144,11 @@ class TableStorage(Storage):
         table = self._table
         if table is None:
             table = self._ensure(items, batch_dims, time_dim, index_key)
-        extra = None if index_key is None else (index_key, self._own_index(items, batch_dims, time_dim))
+        extra: tuple[str, Any] | None = None
+        if index is not None and index_key is not None:
+            extra = (index_key, index[0] if single else index) if self._stores(index_key) else None
+        elif index_key is not None:
+            extra = (index_key, self._own_index(items, batch_dims, time_dim))
         plan = table.plan(items, batch_dims, time_dim, extra)
         steps = len(plan[0]) if isinstance(plan, list) else plan.steps
         if steps == 0:
@@ -171,9 +183,17 @@ class TableStorage(Storage):
         index = torch.stack(tuple(self.outward(slots)), -1).reshape(steps, self._lanes.strands, self.ndim)
         return index[0] if time_dim < 0 else index if time_dim == 0 else index.transpose(0, 1)
 
-    def append(self, checked: Checked) -> Tensor | int:
+    def _stores(self, key: str) -> bool:
+        assert self._table is not None
+        return any(leaf.path == (key,) for leaf in self._table.layout.leaves)
+
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         assert self._table is not None and self._lanes is not None
-        return expand_slots(self._table.append(checked.data), self._lanes.strands)
+        return expand_slots(self._table.append(checked.data, most), self._lanes.strands)
+
+    def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
+        assert self._table is not None
+        self._table.overwrite(slots, checked.data, rows)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         assert self._table is not None
@@ -185,7 +205,7 @@ class TableStorage(Storage):
         layout, n = self._table.layout, len(slots)
         if _is_single(layout, items):
             items = _repeat(items, n)
-        if index_key is not None and any(leaf.path == (index_key,) for leaf in layout.leaves):
+        if index_key is not None and self._stores(index_key):
             own = self.outward(slots)
             items = trees.with_entry(items, index_key, torch.stack(own, -1) if isinstance(own, tuple) else own)
         if isinstance(self._table, ColumnTable):
@@ -218,115 +238,19 @@ class TableStorage(Storage):
             raise IndexError("nothing has been written to this storage yet")
         return self._table.read(slots, shape, extra, numbers)
 
-    # ---- checkpoints: the RowSource and RowSink that a checkpointer sees ----
-    def _default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.tensor import TensorStorageCheckpointer
+    def leaf(self, path: trees.Path) -> LeafSpec | None:
+        leaves = () if self._table is None else self._table.layout.leaves
+        return next((leaf for leaf in leaves if leaf.path == path), None)
 
-        return TensorStorageCheckpointer()
+    def values_at(self, path: tuple[str, ...], slots: Tensor) -> Any:
+        if self._table is None or all(leaf.path != path for leaf in self._table.layout.leaves):
+            raise KeyError(f"the stored rows have no leaf {trees.show(path)}")
+        live = trees.found_entry(self._storage, path)
+        return live.flatten(0, len(self._inner))[slots.to(live.device)]
 
-    def layout_state(self) -> dict[str, Any] | None:
-        """The layout as JSON, with what else a twin needs to make the same table; None before the first write."""
-        if self._table is None:
-            return None
-        return {**self._table.layout.to_json(), "strands": list(self._inner), "ndim": self.ndim}
-
-    def counters(self) -> dict[str, Any]:
-        """Counters of every lane as JSON."""
-        if self._lanes is None:
-            return {"lane_capacity": 0, "strands": 1, "lanes": []}
-        kept = ("base", "published", "origin", "seams")
-        lanes = [{**{k: s[k] for k in kept}, "base": max(s["base"], s["first"])} for s in self._lanes.states()]
-        return {"lane_capacity": self._lanes.store.lane_capacity, "strands": self._lanes.strands, "lanes": lanes}
-
-    def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """uint8 [strands, stop - start, row bytes]."""
+    def column(self, path: trees.Path, slots: Tensor) -> Tensor:
         assert self._table is not None
-        return self._table.block(lane, start, stop)
-
-    def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
-        """A ValueError that lists every difference between what was saved and this storage."""
-        said = []
-        lanes = counters["lanes"]
-        if layout is not None:
-            saved = RowLayout.from_json(layout)
-            if layout.get("ndim", 1) != self.ndim:
-                said.append(f"ndim is {self.ndim} here, {layout.get('ndim', 1)} there")
-            if self._table is not None:
-                said += self._table.layout.differences(saved)
-                if tuple(layout.get("strands", ())) != self._inner:
-                    said.append(f"environments are {list(self._inner)} here, {layout.get('strands')} there")
-            strands = math.prod(layout.get("strands", ()))
-            room = self._room(strands)
-            rows = [lane["published"] - lane["base"] for lane in lanes]
-            if len(lanes) > self._n_lanes:
-                said.append(f"{self._n_lanes} lanes here, {len(lanes)} there")
-            elif any(r > room for r in rows):
-                said.append(f"room for {room * strands} steps in a lane here, {max(rows) * strands} saved there")
-        if said:
-            raise ValueError("the checkpoint does not fit this storage: " + "; ".join(said))
-
-    def _room(self, strands: int) -> int:
-        if self._lanes is not None:
-            return self._lanes.store.lane_capacity
-        return math.ceil((self._asked_size or 0) / (self._n_lanes * strands))
-
-    def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
-        """Makes the table if there is none and empties it."""
-        self.check_restore(layout, counters)
-        if self._table is None and layout is not None:
-            self._adopt(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
-        if self._lanes is not None:
-            self._lanes.hold()
-            self._lanes.store.begin_restore()
-        self._restoring = counters
-
-    def write_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
-        """Takes rows [strands, n, row bytes] with write numbers from `start` on."""
-        assert self._table is not None
-        self._table.set_block(lane, start - self._shift(lane), rows)
-
-    def end_restore(self) -> None:
-        """Shows the restored rows."""
-        if self._lanes is None:
-            return
-        store = self._lanes.store
-        for i, lane in enumerate(self._restoring["lanes"]):
-            shift = self._shift(i)
-            store.restore_lane(
-                i, lane["base"] - shift, lane["published"] - shift, (lane["origin"] - shift) % (1 << 64),
-                [s - shift for s in lane["seams"] if s > lane["base"]],
-            )  # fmt: skip
-        store.end_restore()
-        self.shifts = [self._shift(i) for i in range(len(self._restoring["lanes"]))]
-
-    def state_dict(self) -> dict[str, Any]:
-        counters = self.counters()
-        rows = [
-            torch.from_numpy(self.read_block(i, lane["base"], lane["published"]))
-            for i, lane in enumerate(counters["lanes"])
-        ]
-        return {"layout": self.layout_state(), "counters": counters, "rows": rows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        with self.alone("load_state_dict"):
-            self.begin_restore(state["layout"], state["counters"])
-            for i, (lane, rows) in enumerate(zip(state["counters"]["lanes"], state["rows"], strict=True)):
-                if lane["published"] > lane["base"]:
-                    self.write_block(i, lane["base"], rows.numpy())
-            self.end_restore()
-
-    def abort_restore(self) -> None:
-        """Leaves the storage empty."""
-        if self._lanes is not None:
-            self._lanes.store.begin_restore()
-            self._lanes.store.mend()
-            self._lanes.store.end_restore()
-
-    def _shift(self, lane: int) -> int:
-        """Write numbers stay as they are in a lane of the same capacity; in another one the oldest row is number 0."""
-        assert self._lanes is not None
-        same = self._restoring["lane_capacity"] == self._lanes.store.lane_capacity
-        return 0 if same else int(self._restoring["lanes"][lane]["base"])
+        return self._table.column(path, slots)
 
 
 def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
