@@ -85,6 +85,7 @@ struct Trajectory {
 class EpisodeIndex {
  public:
   static constexpr uint64_t kBlock = 1 << 14;  // rows that a scan takes at a time
+  static constexpr uint64_t kAhead = 16;       // strands whose first row is brought in ahead
 
   // `bytes` of a flag or id: 1, 2, 4 or 8.
   EpisodeIndex(bool by_id, uint64_t bytes) : by_id_(by_id), bytes_(bytes) {}
@@ -99,10 +100,9 @@ class EpisodeIndex {
   template <typename Signals>
   void look(const Store& store, Signals& signals) {
     follower_.look(store, Visitor<Signals>{*this, store, signals});
-    for (uint64_t l = 0; l < lanes_.size(); ++l) {
-      const uint64_t first = store.lanes.view(l).first;
-      if (first > lanes_[l].first) forget(l, first);
-    }
+    // What was read of rows that were overwritten meanwhile says nothing: they go, and their boundaries with them.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    for (uint64_t l = 0; l < lanes_.size(); ++l) forget(l, store.lanes.first_now(l));
   }
   bool follows(const Store& store) const { return follower_.follows(store); }
   void forget_all() { follower_.forget(); }
@@ -197,6 +197,8 @@ class EpisodeIndex {
     signals.expect(l, from, to);
     for (uint64_t j = 0; j < per_lane_; ++j) {
       Strand& strand = strands_[l * per_lane_ + j];
+      // Few rows of each of many strands, far from each other.
+      if (j + kAhead < per_lane_) __builtin_prefetch(signals.run(l, j + kAhead, from, 1).at);
       bool cut = strand.starts.empty();
       uint64_t at = from;
       for (uint64_t next : cuts) {
@@ -206,9 +208,6 @@ class EpisodeIndex {
       }
     }
     lane.published = to, lane.version = ++version_;
-    // What was read of rows that were overwritten meanwhile says nothing: they go, and their boundaries with them.
-    std::atomic_thread_fence(std::memory_order_acquire);
-    forget(l, store.lanes.first_now(l));
   }
 
   template <typename Signals>

@@ -190,8 +190,10 @@ class Priorities {
     void vanished(uint64_t lane, uint64_t from, uint64_t to) { self.fill(store.shape(), lane, from, to, {}); }
     void rows(uint64_t lane, uint64_t from, uint64_t to) {
       if (self.within_) {
-        // All rows of the call get what the first one gets: from then on one that is as high is always stored.
-        self.fill(store.shape(), lane, from, from + 1, {});
+        // All new rows get what the first of them got, whether it is still stored or not: from then on there was always
+        // one as high.
+        const uint64_t first = self.follower_.seen()[lane].published;
+        self.fill(store.shape(), lane, first, first + 1, {});
         self.latest_ = self.new_priority();
       }
       self.fill(store.shape(), lane, from, to, self.new_priority());

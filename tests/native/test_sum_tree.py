@@ -110,3 +110,12 @@ def test_leaves_that_there_are_not_are_refused():
     with pytest.raises(ValueError, match="one value"):
         tree.set(np.array([1, 2]), np.array([1.0]))
     assert tree.total == 0
+
+
+def test_a_rest_that_rounding_makes_as_large_as_the_child_stays_inside_it():
+    ulp = 2.0**-52
+    values = np.zeros(64)
+    values[0], values[8] = 1.5 * ulp, 1 + 2 * ulp  # their sum is rounded up, and the rest below it as well
+    tree = built(values)
+    assert (1 + 3 * ulp) - values[0] == values[8] and tree.total > 1 + 3 * ulp
+    assert tree.find([1 + 3 * ulp]) == [8]
