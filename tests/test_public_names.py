@@ -8,9 +8,9 @@ import pytest
 
 BUFFERS = {
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage",
-    "PrioritizedReplayBuffer", "PrioritizedSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter",
-    "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
-    "SliceSamplerWithoutReplacement", "Storage", "TensorDictPrioritizedReplayBuffer",
+    "PrioritizedReplayBuffer", "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler",
+    "ReplayBuffer", "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
+    "SliceSampler", "SliceSamplerWithoutReplacement", "Storage", "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer", "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
 }  # fmt: skip
 TRANSFORMS = {
@@ -23,8 +23,8 @@ NAMES = {
     "engram.data": BUFFERS | {"MultiStep"},
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
-        "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
-        "SliceSampler", "SliceSamplerWithoutReplacement",
+        "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement",
+        "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement",
     },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",

@@ -117,6 +117,7 @@ class EpisodeIndex {
   uint64_t strands() const { return strands_.size(); }  // of all lanes, lane by lane
   uint64_t version() const { return version_; }         // raised by each change
   uint64_t restarts() const { return restarts_; }
+  uint64_t edits() const { return edits_; }  // raised where a boundary in the middle came or went
   uint64_t lane_version(uint64_t lane) const { return lanes_[lane].version; }
   uint64_t per_lane() const { return per_lane_; }
   const Strand& strand(uint64_t k) const { return strands_[k]; }
@@ -272,13 +273,13 @@ class EpisodeIndex {
   void correct(uint64_t l, Strand& strand, uint64_t w, bool starts) {
     if (strand.starts.holds(w) == starts) return;
     starts ? strand.starts.insert(w) : strand.starts.erase(w);
-    ++strand.edits, lanes_[l].version = ++version_;
+    ++strand.edits, ++edits_, lanes_[l].version = ++version_;
   }
 
   bool by_id_;
   uint64_t bytes_;
   Follower follower_;
-  uint64_t per_lane_ = 1, version_ = 0, restarts_ = 0;
+  uint64_t per_lane_ = 1, version_ = 0, restarts_ = 0, edits_ = 0;
   std::vector<Lane> lanes_;
   std::vector<Strand> strands_;
 };

@@ -99,6 +99,13 @@ class Episodes {
       batch.slices.push_back(any(all, rule, random_at(seed, 2 * i), random_at(seed, 2 * i + 1)));
     return batch;
   }
+  // What `use` makes of the index, brought up to date, and of an empty batch of slices.
+  template <typename Use>
+  auto with_index(Store& store, const SliceRule& rule, nb::handle fetch, Use&& use) {
+    const Turns::Turn turn(turns_);
+    look(store, fetch);
+    return use(index_, empty_batch(store, rule));
+  }
   // Slices whose windows begin at these rows, and positions of slots that hold no row.
   nb::tuple starting_at(Store& store, const SliceRule& rule, nb::handle slots_in, nb::handle fetch) {
     const SlotsArg slots(nb::borrow(slots_in));

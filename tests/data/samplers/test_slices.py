@@ -7,8 +7,6 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
-from contracts.sampler import SamplerContract
-from contracts.steps import numbers, steps
 from data.samplers.episode_data import episodes, slices_of
 from data.samplers.test_uniform import assert_uniform
 from engram.data import (
@@ -20,6 +18,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.testing import SamplerContract, numbers, steps
 
 
 class SliceContract(SamplerContract):

@@ -108,6 +108,16 @@ class Episodes:
         with self._guard:
             return index.draw(store, rule, seed, n, self._fetch)
 
+    def draw_starts(
+        self, steps: Steps, priorities: _native.Priorities, rule: _native.SliceRule, seed: Tensor, n: int
+    ) -> _native.SliceBatch | None:
+        """n slices whose starts are drawn by priority; None: there is no start."""
+        store = self._ready(steps)
+        if store is None:
+            return None
+        with self._guard:
+            return priorities.draw_starts(store, self._index, rule, seed, n, self._fetch)
+
     def starting_at(self, steps: Steps, rule: _native.SliceRule, slots: Tensor) -> tuple[_native.SliceBatch, list[int]]:
         """Slices that begin at these steps, and positions of slots that hold none."""
         made: tuple[_native.SliceBatch, list[int]] = self._ask(steps, "starting_at", rule, slots)

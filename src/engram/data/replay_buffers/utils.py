@@ -29,12 +29,6 @@ def values_tensor(made: Any, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(made, dtype=dtype) if len(made) else torch.empty(0, dtype=dtype)
 
 
-def flags_tensor(made: Any, *shape: int) -> Tensor:
-    """bool of a shape: what the native core returned, which is a bytearray where torch lacks the exchange API."""
-    flags = made if isinstance(made, Tensor) else torch.frombuffer(made or bytearray(1), dtype=torch.bool)[: len(made)]
-    return flags.reshape(shape) if shape else flags
-
-
 def human_bytes(n: float) -> str:
     """12.3 MB: a size as people write it."""
     for unit in ("B", "KB", "MB", "GB"):

@@ -6,6 +6,9 @@ from engram.data.replay_buffers.samplers.base import (
 from engram.data.replay_buffers.samplers.prioritized import (
     PrioritizedSampler,
 )
+from engram.data.replay_buffers.samplers.prioritized_slices import (
+    PrioritizedSliceSampler,
+)
 from engram.data.replay_buffers.samplers.sequences import (
     SequenceSampler,
 )
@@ -22,6 +25,7 @@ from engram.data.replay_buffers.samplers.uniform import (
 
 __all__ = [
     "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomSampler",
     "Sampler",
     "SamplerWithoutReplacement",
