@@ -2,7 +2,8 @@
 
 import torch
 
-from contracts.transform import KeyedTransformContract, TimedTransformContract, TransformContract
+from contracts.transform import KeyedTransformContract, TimedTransformContract
+from engram.testing import TransformContract
 from engram.transforms import (
     CatFrames,
     Compose,
