@@ -10,8 +10,9 @@ BUFFERS = {
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage",
     "PrioritizedReplayBuffer", "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler",
     "ReplayBuffer", "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
-    "SliceSampler", "SliceSamplerWithoutReplacement", "Storage", "TensorDictPrioritizedReplayBuffer",
-    "TensorDictReplayBuffer", "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
+    "SliceSampler", "SliceSamplerWithoutReplacement", "Storage", "TensorDictMaxValueWriter",
+    "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer", "TensorDictRoundRobinWriter",
+    "TensorStorage", "Writer",
 }  # fmt: skip
 TRANSFORMS = {
     "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale",
@@ -27,7 +28,8 @@ NAMES = {
         "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement",
     },
     "engram.data.replay_buffers.writers": {
-        "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",
+        "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictMaxValueWriter", "TensorDictRoundRobinWriter",
+        "Writer",
     },
     "engram.data.replay_buffers.storages": {
         "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",
@@ -36,8 +38,8 @@ NAMES = {
     "engram.transforms": TRANSFORMS,
     "engram.testing": {
         "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",
-        "TableContract", "TransformContract", "WriterContract", "chi_square", "env_steps", "numbers", "of_numbers",
-        "state_of", "steps",
+        "TableContract", "TransformContract", "WriterContract", "chi_square", "env_steps", "numbers",
+        "of_numbers", "state_of", "steps",
     },
 }  # fmt: skip
 ERRORS = {

@@ -115,8 +115,8 @@ class EpisodeIndex {
   }
 
   uint64_t strands() const { return strands_.size(); }  // of all lanes, lane by lane
-  uint64_t version() const { return version_; }         // raised by each change
-  uint64_t restarts() const { return restarts_; }
+  uint64_t version() const { return version_; }         // another one after each change
+  uint64_t restarts() const { return restarts_; }       // another one after each restart
   uint64_t edits() const { return edits_; }  // raised where a boundary in the middle came or went
   uint64_t lane_version(uint64_t lane) const { return lanes_[lane].version; }
   uint64_t per_lane() const { return per_lane_; }
@@ -165,15 +165,21 @@ class EpisodeIndex {
     per_lane_ = s.strands;
     lanes_.assign(s.lanes, {});
     strands_.assign(s.lanes * s.strands, {});
-    ++version_, ++restarts_;
-    for (Lane& lane : lanes_) lane.version = version_;
+    for (Lane& lane : lanes_) changed(lane);
+    restarts_ = version_;
+  }
+
+  // No two states of any index of the process have one number, whatever they are of.
+  void changed(Lane& lane) {
+    static std::atomic<uint64_t> last{0};
+    lane.version = version_ = ++last;
   }
 
   // Rows below `first` are gone.
   void forget(uint64_t l, uint64_t first) {
     Lane& lane = lanes_[l];
     if (first <= lane.first) return;
-    lane.first = first, lane.version = ++version_;
+    lane.first = first, changed(lane);
     for (uint64_t k = l * per_lane_; k < (l + 1) * per_lane_; ++k) {
       Queue& starts = strands_[k].starts;
       if (first >= lane.published) {
@@ -208,7 +214,7 @@ class EpisodeIndex {
         at = next, cut = true;
       }
     }
-    lane.published = to, lane.version = ++version_;
+    lane.published = to, changed(lane);
   }
 
   template <typename Signals>
@@ -273,7 +279,7 @@ class EpisodeIndex {
   void correct(uint64_t l, Strand& strand, uint64_t w, bool starts) {
     if (strand.starts.holds(w) == starts) return;
     starts ? strand.starts.insert(w) : strand.starts.erase(w);
-    ++strand.edits, ++edits_, lanes_[l].version = ++version_;
+    ++strand.edits, ++edits_, changed(lanes_[l]);
   }
 
   bool by_id_;

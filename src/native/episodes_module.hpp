@@ -43,17 +43,17 @@ class Turns {
    public:
     explicit Turn(Turns& turns) : turns_(turns) {
       const std::thread::id me = std::this_thread::get_id();
-      if (turns_.busy_.load() && turns_.pid_ == ::getpid() && turns_.owner_ == me)
+      if (turns_.busy_.load() && turns_.pid_ == ::getpid() && turns_.owner_.load() == me)
         throw std::runtime_error("this sampler is drawing already: a finaliser must not sample");
       if (!turns_.take()) {
         nb::gil_scoped_release unlocked;
         while (!turns_.take()) ::sched_yield();
       }
-      turns_.owner_ = me;
+      turns_.owner_.store(me);
     }
     Turn(const Turn&) = delete;
     ~Turn() {
-      turns_.owner_ = std::thread::id();
+      turns_.owner_.store(std::thread::id());
       turns_.busy_.store(false, std::memory_order_release);
     }
 
@@ -74,7 +74,7 @@ class Turns {
     return true;
   }
   std::atomic<bool> busy_{false};
-  std::thread::id owner_;
+  std::atomic<std::thread::id> owner_{};
   pid_t pid_ = ::getpid();
 };
 
@@ -220,7 +220,7 @@ class Episodes {
         index_.look(store, signals);
       }
     } catch (...) {
-      index_.forget_all();
+      index_.forget_all();  // a scan may have ended in its middle: memory ran out, or Python said no
       throw;
     }
   }

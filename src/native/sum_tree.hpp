@@ -24,7 +24,10 @@ class Touched {
   void add(uint64_t node) { nodes_.push_back(node); }
   // The nodes above these, of which there are `of` in all.
   void up(uint64_t of) {
-    for (uint64_t& node : nodes_) node /= kWide;
+    size_t kept = 0;
+    for (uint64_t node : nodes_)  // neighbours mostly share the node above them
+      if (kept == 0 || nodes_[kept - 1] != node / kWide) nodes_[kept++] = node / kWide;
+    nodes_.resize(kept);
     settle(of);
   }
   // Leaves repetitions out where there may be many of them; a few are harmless, and cheaper than finding them.

@@ -46,6 +46,14 @@ def test_rules_whose_windows_may_hold_no_row_are_refused(rule):
         _native.SliceRule(*rule)
 
 
+def test_a_batch_beyond_any_memory_is_refused():
+    index, storage = Episodes(end_key="done"), stored()
+    batch = index.draw(storage, _native.SliceRule(2**45, 1, pad=True), torch.tensor([1]), 2**20)
+    for rows in (batch.slots, batch.ids, batch.mask, batch.last):
+        with pytest.raises(MemoryError):
+            rows()
+
+
 def test_bounds_and_slices_from_given_starts():
     storage, index = stored(14), Episodes(end_key="done")  # rows 4 to 13: 3 of one trajectory, 7 of another
     start, stop = index.bounds(storage, torch.tensor([4, 6, 7, 0, 3]))

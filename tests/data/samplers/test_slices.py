@@ -18,7 +18,8 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.testing import SamplerContract, numbers, steps
+from engram.testing.numbered import numbers, steps
+from engram.testing.sampler import SamplerContract
 
 
 class SliceContract(SamplerContract):

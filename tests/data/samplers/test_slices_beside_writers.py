@@ -181,6 +181,17 @@ def test_flags_are_read_of_steps_that_are_there_beside_a_thread_that_writes(stor
     assert not wrong
 
 
+def test_a_small_ring_whose_writer_is_in_the_middle_of_a_step_is_looked_at_again():
+    rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=SliceSampler(slice_len=8, traj_key="id"), batch_size=8)
+    rb.extend(episodes([8]))
+    store = rb.storage.lanes.store
+    at = store.claim(0, 1)
+    writer = threading.Timer(0.02, lambda: store.publish(0, at, 1))
+    writer.start()
+    assert rb.sample(return_info=True)[1]["index"].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
+    writer.join()
+
+
 def test_a_forked_child_draws_with_an_index_of_its_own():
     rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=SliceSampler(slice_len=3), batch_size=12)
     rb.extend(episodes([20, 30]))

@@ -134,7 +134,7 @@ class ReplayBuffer(SavedBuffer):
         """Before each write; for buffers that take more from the data than rows. Raises where it is not valid."""
 
     def _wrote(self, slots: Tensor | int, items: Any, single: bool) -> None:
-        """After each write, before another thread writes; takes what `_check_extras` has checked."""
+        """After each write, before another thread writes; takes what `_check_extras` has checked. Slot -1: refused."""
 
     @property
     def _time_dim(self) -> int:

@@ -170,7 +170,12 @@ class BufferParts:
                 raise
             if self._prefetcher is not None:
                 self._prefetcher.close()
-            self._wire()
+            try:
+                self._wire()
+            except BaseException:  # the parts do not fit each other
+                setattr(self, name, old)
+                self._wire()
+                raise
         return old
 
     def append_transform(self: B, transform: Any, *, invert: bool = False) -> B:

@@ -116,13 +116,22 @@ class HasPriorities(Sampler):
         if lanes.asleep:
             lanes.wake()
         if self._restored is not None:
-            saved = self._restored
+            self._resume(lanes)
+        return self._priorities
+
+    def _resume(self, lanes: Lanes) -> None:
+        # Taken out first, so that two threads do not both go back to it.
+        saved, self._restored = self._restored, None
+        if saved is None:
+            return
+        try:
             self._priorities.resume(
                 lanes.store, [(a, b) for a, b in saved["seen"]], saved["max_priority"], saved["latest_priority"],
                 saved["skipped"], saved["priorities"].numpy(),
             )  # fmt: skip
-            self._restored = None
-        return self._priorities
+        except BaseException:
+            self._restored = saved
+            raise
 
     def check_storage(self, storage: Storage) -> None:
         lanes = storage.lanes
@@ -157,6 +166,7 @@ class HasPriorities(Sampler):
         mine = self._following(where, lanes)
         if (
             type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
+            and (generation is None or lanes.numbers is None)
             and mine.set(lanes.store, index, priority, generation)
         ):  # fmt: skip
             return
@@ -168,7 +178,7 @@ class HasPriorities(Sampler):
                 raise ValueError(
                     f"{len(slots)} steps are indexed, {len(generation)} generations given; nothing was changed"
                 )
-            generation = generation.contiguous().numpy()
+            generation = lanes.counted(slots, generation).contiguous().numpy()
         mine.set(lanes.store, slots.numpy(), p.numpy(), generation)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:

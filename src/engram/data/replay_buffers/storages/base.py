@@ -96,10 +96,18 @@ class Storage(abc.ABC):
 
     # ---- the write path: check, then append or overwrite ----
     @abc.abstractmethod
-    def check(self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None) -> Checked:
+    def check(
+        self,
+        items: Any,
+        single: bool,
+        time_dim: int = 0,
+        index_key: str | None = None,
+        index: Tensor | None = None,
+    ) -> Checked:
         """Checks a batch (or one step, `single`) leaf by leaf; nothing moves. Makes the storage at the first call.
 
-        `time_dim` says which batch dimension is time. With `index_key` each row also stores its own index there.
+        `time_dim` says which batch dimension is time. With `index_key` each row also stores its own index there:
+        `index` (int64 [steps]), or where `append` will put it.
 
         Raises:
             ValueError, TypeError: the batch does not fit; the message names the leaf.
@@ -107,11 +115,16 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def append(self, checked: Checked) -> Tensor | int:
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         """Writes behind the newest row; returns slots, int64 [steps * strands] in the order of time.
 
-        Of one step without batch dimensions it may return the slot as a number.
+        With `most`, only so many of the first steps. Of one step without batch dimensions it may return the slot as a
+        number.
         """
+
+    @abc.abstractmethod
+    def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
+        """Writes rows (int64 [n]) of a checked batch over stored ones, for which the storage must be used alone."""
 
     @abc.abstractmethod
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:

@@ -61,25 +61,39 @@ class ListStorage(Storage):
     def nbytes(self) -> int:
         return sum(_nbytes(item) for item in self._items)
 
-    def check(self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None) -> Checked:
+    def check(
+        self,
+        items: Any,
+        single: bool,
+        time_dim: int = 0,
+        index_key: str | None = None,
+        index: Tensor | None = None,
+    ) -> Checked:
         # A copy: what the caller does to its own object later must not change what is stored. Of a batch once, whole;
         # its items are then views of that copy.
         rows = [copied(items)] if single else _split(copied(items), time_dim)
         if not rows:
             raise ValueError("nothing to add: the batch has no items")
         if index_key is not None:
-            slots = self._lanes.next_slots(len(rows))
+            slots = self._lanes.next_slots(len(rows)) if index is None else index.clone()
             rows = [_with_index(row, index_key, slot) for row, slot in zip(rows, slots, strict=True)]
         return Checked(len(rows), rows)
 
-    def append(self, checked: Checked) -> Tensor:
-        slots = self._lanes.advance(checked.steps)
-        for slot, item in zip(slots.tolist(), checked.data, strict=True):
+    def append(self, checked: Checked, most: int | None = None) -> Tensor:
+        rows = checked.data[:most]
+        slots = self._lanes.advance(len(rows))
+        for slot, item in zip(slots.tolist(), rows, strict=True):
             if slot < len(self._items):
                 self._items[slot] = item
             else:
                 self._items.append(item)
         return slots
+
+    def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            # A copy: a row alone would keep its whole batch in memory.
+            self._items[slot] = copied(checked.data[row])
+        self._lanes.store.note_edits(slots)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         rows = _split(items, 0)
