@@ -38,8 +38,8 @@ NAMES = {
     "engram.transforms": TRANSFORMS,
     "engram.testing": {
         "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",
-        "TableContract", "WriterContract", "chi_square", "env_steps", "numbers", "of_numbers", "state_of",
-        "steps",
+        "TableContract", "TransformContract", "WriterContract", "chi_square", "env_steps", "numbers",
+        "of_numbers", "state_of", "steps",
     },
 }  # fmt: skip
 ERRORS = {

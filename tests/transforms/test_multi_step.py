@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, tensorclass
 
-from contracts.transform import as_dict, assert_equal
 from engram.data import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -23,6 +22,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.testing.transform import as_dict, assert_equal
 from engram.transforms import Compose, MultiStepTransform, RewardScaling, StepCounter, Transform
 from transforms.data import flags, steps
 

@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict, tensorclass
 from torch.nn import functional
 
-from contracts.transform import as_dict, assert_equal
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.testing.transform import as_dict, assert_equal
 from engram.transforms import (
     Compose,
     DTypeCastTransform,
