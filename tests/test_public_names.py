@@ -21,6 +21,9 @@ NAMES = {
     "engram.data.replay_buffers.storages": {
         "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",
     },
+    "engram.data.replay_buffers.utils": {
+        "Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested",
+    },
     "engram.transforms": {"Compose", "Transform"},
 }  # fmt: skip
 ERRORS = {
