@@ -153,9 +153,19 @@ def test_no_steps_and_unfinished_trajectories_come_back(there, back):
     for n in (1, 2, 5):
         td = chain(torch.arange(n + 1.0), [False] * n)
         assert_same(back()(there()(td)), td)
-    if there is not H5Split:
-        td = chain(torch.arange(1.0), [])
+    td = chain(torch.arange(1.0), [])
+    if there is H5Split:
+        with pytest.raises(ValueError, match="no steps"):
+            there()(td)
+    else:
         assert_same(back()(there()(td)), td)
+
+
+def test_trajectories_that_are_not_as_long_as_the_data_are_refused():
+    split = H5Split()(chain(torch.arange(5), [False] * 4))
+    split["trajectory_00000000", "x"] = torch.arange(4)
+    with pytest.raises(ValueError, match="do not have 4 steps together"):
+        H5Combine()(split)
 
 
 def test_rewards_and_flags_are_never_taken_from_the_step_after():

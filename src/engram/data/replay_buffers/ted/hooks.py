@@ -25,6 +25,7 @@ BATCH_SIZE = "batch_size"
 TRAJECTORY = "trajectory_"
 
 Entries = dict[Path, Tensor]
+_Columns = dict[Path, tuple[Column, StepLeaf, st.Positions]]
 
 
 class Conversion:
@@ -122,7 +123,8 @@ class _Given:
         self.shift = shift if full else 0
         self.exceptions: dict[Path, tuple[Tensor, Tensor]] = {}
         for path in [p for p in entries if p[0] == EXCEPTIONS and p[-1] == "step"]:
-            self.exceptions[path[1:-1]] = (entries.pop(path), entries.pop((*path[:-1], "value")))
+            step, value = _exception_keys(path[1:-1])
+            self.exceptions[path[1:-1]] = (entries.pop(step), entries.pop(value))
         self.entries = entries
         self.steps = math.prod(self.batch_size)
 
@@ -179,7 +181,8 @@ class Flat2TED(Conversion):
 
     def __call__(self, td: TensorDictBase) -> TensorDict:
         given = _Given(self, dict(leaves_of(td)))
-        dims, made = len(given.batch_size), {}
+        dims = len(given.batch_size)
+        made: dict[Path, tuple[Column, StepLeaf]] = {}
         for path, value in given.entries.items():
             leaf = StepLeaf(path, value.dtype, tuple(value.shape[dims:]))
             made[path] = as_bytes(value, given.steps, leaf.nbytes), leaf
@@ -228,9 +231,9 @@ class Nested2TED(Conversion):
 
     def __call__(self, td: TensorDictBase) -> TensorDict:
         given = _Given(self, dict(leaves_of(td)))
-        columns = {}
+        columns: _Columns = {}
         for path, value in given.entries.items():
-            values, offsets = value.values(), value.offsets()
+            values, offsets = value.values(), value.offsets()  # type: ignore[attr-defined]
             leaf = StepLeaf(path, values.dtype, tuple(values.shape[1:]))
             columns[path] = as_bytes(values, len(values), leaf.nbytes), leaf, offsets.numpy()
         return _of_trajectories(given, columns)
@@ -256,11 +259,13 @@ class H5Split(Conversion):
         """Converts rows in the order of their slots; in a ring that is full the oldest lies at `shift`."""
         taken = _Taken(self, td, shift, is_full)
         ends = taken.trajectory_ends(self)
+        if not len(ends):
+            raise ValueError("the data have no steps, so there is no trajectory to hold their keys")
         starts = _starts(ends)
         entries = taken.extra | taken.exceptions(ends)
         for leaf, column, extended in taken.trajectories(ends):
             lengths = np.diff(starts) + (1 if extended else 0)
-            for number, part in enumerate(tensor_of(column, leaf).split(lengths.tolist())):
+            for number, part in enumerate(torch.split(tensor_of(column, leaf), lengths.tolist())):
                 entries[(f"{TRAJECTORY}{number:08d}", *leaf.path)] = part
         return _tensordict(entries, ())
 
@@ -275,9 +280,9 @@ class H5Combine(Conversion):
     def __call__(self, td: TensorDictBase) -> TensorDict:
         given = _Given(self, dict(leaves_of(td)))
         parts: dict[Path, list[tuple[str, Tensor]]] = {}
-        for (trajectory, *path), value in given.entries.items():
-            parts.setdefault(tuple(path), []).append((trajectory, value))
-        columns = {}
+        for path, value in given.entries.items():
+            parts.setdefault(path[1:], []).append((path[0], value))
+        columns: _Columns = {}
         for path, named in parts.items():
             values = [value for _, value in sorted(named, key=lambda entry: entry[0])]
             leaf = StepLeaf(path, values[0].dtype, tuple(values[0].shape[1:]))
@@ -286,13 +291,13 @@ class H5Combine(Conversion):
         return _of_trajectories(given, columns)
 
 
-def _of_trajectories(given: _Given, columns: dict[Path, tuple[Column, StepLeaf, st.Positions]]) -> TensorDict:
+def _of_trajectories(given: _Given, columns: _Columns) -> TensorDict:
     """The steps of trajectories that lie one after the other, each column with its offsets."""
-    made = {}
+    made: dict[Path, tuple[Column, StepLeaf]] = {}
     for path, (column, leaf, offsets) in columns.items():
         extra = np.arange(len(offsets)) if path in given.exceptions else 0
         starts = offsets - extra
-        if len(starts) == 0 or starts[-1] != given.steps or (np.diff(starts) < 0).any():
+        if len(starts) == 0 or starts[0] or starts[-1] != given.steps or (np.diff(starts) <= 0).any():
             raise ValueError(f"the trajectories of {show(path)} do not have {given.steps} steps together")
         if path not in given.exceptions:
             made[path] = column, leaf
@@ -304,6 +309,10 @@ def _of_trajectories(given: _Given, columns: dict[Path, tuple[Column, StepLeaf, 
         following[at] = values
         made[path], made[(NEXT, *path)] = (now, leaf), (following, leaf)
     return given.build(made)
+
+
+def _exception_keys(root: Path) -> tuple[Path, Path]:
+    return (EXCEPTIONS, *root, "step"), (EXCEPTIONS, *root, "value")
 
 
 def _starts(ends: Mask) -> st.Positions:

@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from engram.data.replay_buffers.ted.steps import Column
-from engram.data.replay_buffers.trees import Path, as_tensor, show
+from engram.data.replay_buffers.trees import Path, as_tensor, show, sorted_items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +27,16 @@ class StepLeaf:
         return self.dtype.itemsize * math.prod(self.shape)
 
 
-def leaves_of(td: TensorDictBase) -> list[tuple[Path, Tensor]]:
+def leaves_of(td: TensorDictBase, within: Path = ()) -> list[tuple[Path, Tensor]]:
     """Every tensor with its path; a TypeError names an entry that is none."""
-    found = []
-    for key, value in td.items(include_nested=True, leaves_only=True):
-        path = key if isinstance(key, tuple) else (key,)
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{show(path)} is a {type(value).__name__}; only tensors can be converted")
-        found.append((path, value))
+    found: list[tuple[Path, Tensor]] = []
+    for key, value in sorted_items(td):
+        if isinstance(value, Tensor):
+            found.append(((*within, key), value))
+        elif isinstance(value, TensorDictBase) and not is_tensorclass(value):
+            found += leaves_of(value, (*within, key))
+        else:
+            raise TypeError(f"{show((*within, key))} is a {type(value).__name__}; only tensors can be converted")
     return found
 
 
