@@ -96,9 +96,9 @@ class _Taken:
             mask = st.broken(self.columns[root], self.columns[i], self.strand_ends)
             if elsewhere is not None:
                 mask &= ~elsewhere
-            path = (EXCEPTIONS, *self.leaves[root].path)
-            made[(*path, "step")] = torch.from_numpy(np.flatnonzero(mask))
-            made[(*path, "value")] = tensor_of(self.columns[i][mask], self.leaves[i])
+            step, value = _exception_keys(self.leaves[root].path)
+            made[step] = torch.from_numpy(np.flatnonzero(mask))
+            made[value] = tensor_of(self.columns[i][mask], self.leaves[i])
         return made
 
     def trajectories(self, ends: Mask) -> Iterator[tuple[StepLeaf, Column, bool]]:
@@ -188,7 +188,8 @@ class Flat2TED(Conversion):
             made[path] = as_bytes(value, given.steps, leaf.nbytes), leaf
         for root in given.exceptions:
             column, leaf = made[root]
-            made[(NEXT, *root)] = st.followed(column, *given.exceptions_of(root, leaf)), leaf
+            following = (NEXT, *root)
+            made[following] = st.followed(column, *given.exceptions_of(root, leaf)), leaf
         return given.build(made)
 
 
@@ -266,7 +267,8 @@ class H5Split(Conversion):
         for leaf, column, extended in taken.trajectories(ends):
             lengths = np.diff(starts) + (1 if extended else 0)
             for number, part in enumerate(torch.split(tensor_of(column, leaf), lengths.tolist())):
-                entries[(f"{TRAJECTORY}{number:08d}", *leaf.path)] = part
+                key = (f"{TRAJECTORY}{number:08d}", *leaf.path)
+                entries[key] = part
         return _tensordict(entries, ())
 
 
@@ -307,7 +309,8 @@ def _of_trajectories(given: _Given, columns: _Columns) -> TensorDict:
         now, following = st.without_last(column, ends)
         at, values = given.exceptions_of(path, leaf)
         following[at] = values
-        made[path], made[(NEXT, *path)] = (now, leaf), (following, leaf)
+        next_path = (NEXT, *path)
+        made[path], made[next_path] = (now, leaf), (following, leaf)
     return given.build(made)
 
 
