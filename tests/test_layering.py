@@ -18,6 +18,7 @@ LAYERS = [
     ["engram.data", BUFFERS],  # the public names
     [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.ensemble"],
     [f"{BUFFERS}.saving"],
+    [f"{BUFFERS}.background"],
     [f"{BUFFERS}.parts"],
     [f"{BUFFERS}.prefetch"],
     [f"{BUFFERS}.reading"],

@@ -1,6 +1,7 @@
 """The native core of engram: packed rows, lanes, and batches in and out."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy
 from numpy.typing import NDArray
@@ -47,6 +48,14 @@ class EpochWalk:
     def take(self, store: Store, position: int, n: int) -> tuple: ...
 
     def __len__(self) -> int: ...
+
+class SavePass:
+    def read(self, lane: int, start: int, stop: int, out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None), order='C', device='cpu')]) -> None: ...
+
+    def lost_below(self, lane: int) -> int: ...
+
+    @property
+    def preserved_bytes(self) -> int: ...
 
 class Store:
     @staticmethod
@@ -176,6 +185,13 @@ class Store:
     def gather_into(self, codec: Codec, slots: object, arrays: list, mapped: bool = False, numbers: bool = False) -> tuple: ...
 
     def overwrite(self, slots: object, plan: Plan) -> None: ...
+
+    def begin_save(self) -> SavePass: ...
+
+    def end_save(self) -> None: ...
+
+    @property
+    def saving(self) -> bool: ...
 
     def note_edits(self, slots: object) -> None: ...
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engram import _native
@@ -83,6 +84,21 @@ class Lanes:
     def states(self) -> list[dict[str, Any]]:
         """The counters of each lane."""
         return [self.store.lane(i) for i in range(self.store.lanes)]
+
+    # ---- what changed: for saves ----
+    def identity(self) -> dict[str, Any]:
+        """JSON that, with a lane and a write number, names a row; and how far the log of in-place changes has come."""
+        s = self.store
+        return {"store": s.store_id.hex(), "incarnation": s.incarnation, "log": s.log_head}
+
+    def log(self) -> list[tuple[int, int] | None]:
+        """Lane and write number of the rows that the log of in-place changes names, as far as it reaches back; None
+        for rows that are gone."""
+        head = self.store.log_head
+        slots = torch.tensor(self.store.log(max(0, head - _native.LOG_ENTRIES)), dtype=torch.int64)
+        lane_slots = self.store.lane_capacity * self.strands
+        numbers = self.generations(slots).tolist()
+        return [(slot // lane_slots, w) if w >= 0 else None for slot, w in zip(slots.tolist(), numbers, strict=True)]
 
     # ---- writing ----
     def hold(self) -> int:
@@ -207,6 +223,7 @@ class Lanes:
         """In a child: new mutexes, and no lane; a table in private memory is its own copy."""
         self.mutex = threading.RLock()
         self._alone = 0
+        self.store.end_save()  # its thread is the parent's
         if self.locks is not None:
             self._held = None
             self.asleep = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engram.data.replay_buffers.checkpointers.commit import FORMAT, VERSION
 from engram.data.replay_buffers.checkpointers.directory import (
     CURRENT,
+    FORMAT,
     MANIFEST,
     MARKER,
     MARKER_CONTENT,
+    VERSION,
     CheckpointDirectory,
     is_file_name,
     is_snapshot_name,
@@ -30,6 +32,7 @@ from engram.errors import CheckpointError, CorruptCheckpointError
 _BLOCK = 1 << 22
 _PIECE = 1 << 20  # hashed while it is still in the cache
 _ATTEMPTS = 1000
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -111,6 +114,36 @@ class SnapshotReader:
             fd = self._open_file(name)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
             os.close(fd)
+
+    def copy(self, name: str, target: str) -> FileRecord | None:
+        """Puts a file of this snapshot at the path `target` too: as a hard link, or where the file system has none as
+        a copy whose bytes are compared with the hash. None, and nothing there, if the copy is not what was saved.
+        """
+        os.close(self._open_file(name))
+        try:
+            os.link(self.path(name), target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if not self._copied(name, target):
+                return None
+        return self.files[name]
+
+    def _copied(self, name: str, target: str) -> bool:
+        try:
+            with self.open(name) as file, open(target, "xb") as copy:
+                while file.remaining:
+                    block = np.empty(min(file.remaining, _BLOCK), np.uint8)
+                    file.take(block)
+                    copy.write(block.data)
+                file.finish()
+                copy.flush()
+                os.fchmod(copy.fileno(), 0o444)
+                os.fsync(copy.fileno())
+        except CorruptCheckpointError:
+            os.unlink(target)
+            return False
+        return True
 
     def check(self, names: Iterable[str] | None = None) -> None:
         """Compares files (all by default) with their hashes; CorruptCheckpointError names the first that differs."""

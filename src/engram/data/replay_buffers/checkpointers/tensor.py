@@ -15,6 +15,7 @@ from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter
 from engram.data.replay_buffers.checkpointers.counters import Counters
 from engram.data.replay_buffers.checkpointers.reading import SnapshotReader
 from engram.data.replay_buffers.checkpointers.sealed import from_json, to_json
+from engram.data.replay_buffers.checkpointers.unchanged import Unchanged
 
 CHUNK_BYTES = 1 << 24
 
@@ -27,6 +28,10 @@ class Chunk:
     number: int
     start: int
     stop: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.lane, self.number
 
     @property
     def file(self) -> str:
@@ -42,21 +47,64 @@ class TensorStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
 
     format = "rows"
 
-    def nbytes(self, source: RowSource) -> int:
+    def nbytes(self, source: RowSource, previous: dict[str, Any] | None = None) -> int:
         layout = source.layout_state()
-        return 0 if layout is None else Counters(source.counters()).rows * int(layout["row_bytes"])
+        if layout is None:
+            return 0
+        known, said = Counters(source.counters()), self._said(source, layout)
+        kept = self._kept(source, known, said, previous)
+        new = [c for c in _cut(known, said["rows_per_chunk"]) if c.place not in kept]
+        return sum(c.stop - c.start for c in new) * known.strands * int(layout["row_bytes"])
 
-    def dumps(self, source: RowSource, writer: SnapshotWriter) -> dict[str, Any]:
+    def dumps(
+        self, source: RowSource, writer: SnapshotWriter, previous: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         layout, counters = _json_copy(source.layout_state()), _json_copy(source.counters())
         if layout is None:
             return {"layout": None, "counters": counters, "rows_per_chunk": 0, "chunks": []}
-        known = Counters(counters)
-        rows_per_chunk = _rows_per_chunk(known.strands * layout["row_bytes"])
-        chunks = list(_cut(known, rows_per_chunk))
-        for chunk in chunks:
-            writer.write_file(chunk.file, [self._rows(source, chunk, known.strands, layout["row_bytes"])])
-        cut = [[chunk.lane, chunk.number, chunk.start, chunk.stop] for chunk in chunks]
-        return {"layout": layout, "counters": counters, "rows_per_chunk": rows_per_chunk, "chunks": cut}
+        known, said = Counters(counters), self._said(source, layout)
+        kept = self._kept(source, known, said, previous)
+        cut = []
+        for chunk in _cut(known, said["rows_per_chunk"]):
+            old = kept.get(chunk.place)
+            if old is not None and writer.reuse(old.file):
+                chunk = old  # it may begin with rows that exist no longer
+            else:
+                writer.write_file(chunk.file, [self._rows(source, chunk, known.strands, layout["row_bytes"])])
+            cut.append([chunk.lane, chunk.number, chunk.start, chunk.stop])
+        # Other processes may have overwritten the oldest rows before they were read.
+        counters = _json_copy(source.counters())
+        left = Counters(counters)
+        return {**said, "counters": counters, "chunks": [c for c in cut if c[3] > left.first(c[0])]}
+
+    def _said(self, source: RowSource, layout: dict[str, Any]) -> dict[str, Any]:
+        per_number = Counters(source.counters()).strands * layout["row_bytes"]
+        return {
+            "layout": layout,
+            "rows_per_chunk": _rows_per_chunk(per_number),
+            # A hook may change any byte: what was written with one cannot be told from what would be written now.
+            "identity": None if self.save_hooks else _json_copy(source.identity()),
+        }
+
+    def _kept(
+        self, source: RowSource, known: Counters, said: dict[str, Any], previous: dict[str, Any] | None
+    ) -> dict[tuple[int, int], Chunk]:
+        """Chunks of the snapshot in force, by lane and number, that hold all rows of theirs that exist now."""
+        if said["identity"] is None or previous is None:
+            return {}
+        unchanged = Unchanged(source, previous, {k: said[k] for k in ("layout", "rows_per_chunk")})
+        try:
+            found = [Chunk(*map(_natural, entry)) for entry in previous["chunks"]] if unchanged.any else []
+        except (KeyError, TypeError, ValueError):
+            return {}
+        now = {c.place: c for c in _cut(known, said["rows_per_chunk"])}
+        return {
+            old.place: old
+            for old in found
+            if (new := now.get(old.place)) is not None
+            and old.stop == new.stop
+            and unchanged.holds(new.lane, new.start, new.stop)
+        }
 
     def check(self, sink: RowSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
         plan = _Plan(reader, state)

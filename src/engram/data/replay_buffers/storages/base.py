@@ -212,6 +212,13 @@ class Storage(abc.ABC):
     shifts: list[int]
 
     @abc.abstractmethod
+    def freeze(self) -> Any:
+        """What the checkpointer saves, as it is now, while the storage goes on: it has `left_out` and `close()`.
+
+        The caller holds the mutex, here and at `close`.
+        """
+
+    @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Rows and counters in memory."""
 
