@@ -10,15 +10,19 @@ from engram.data.replay_buffers.checkpointers.base import (
     RowSource,
     StorageCheckpointerBase,
 )
+from engram.data.replay_buffers.checkpointers.flat import FlatStorageCheckpointer
 from engram.data.replay_buffers.checkpointers.list import ListStorageCheckpointer
+from engram.data.replay_buffers.checkpointers.nested import NestedStorageCheckpointer
 from engram.data.replay_buffers.checkpointers.snapshot import Snapshot, open_snapshot, save_snapshot
 from engram.data.replay_buffers.checkpointers.tensor import TensorStorageCheckpointer
 from engram.data.replay_buffers.checkpointers.verification import VerificationReport, verify
 
 __all__ = [
+    "FlatStorageCheckpointer",
     "ItemSink",
     "ItemSource",
     "ListStorageCheckpointer",
+    "NestedStorageCheckpointer",
     "RowSink",
     "RowSource",
     "Snapshot",
