@@ -6,6 +6,7 @@ from contracts.checkpointer import CheckpointerContract, RowRings
 from contracts.ted_rings import TedRings
 from engram.data.replay_buffers.checkpointers import (
     FlatStorageCheckpointer,
+    H5StorageCheckpointer,
     NestedStorageCheckpointer,
     tensor,
 )
@@ -43,3 +44,18 @@ class TestFlat(ChunkedTedContract):
 class TestNested(ChunkedTedContract):
     def make(self):
         return NestedStorageCheckpointer()
+
+
+class TestH5(ChunkedTedContract):
+    def make(self):
+        return H5StorageCheckpointer()
+
+
+class TestH5Compressed(TedContract):
+    def make(self):
+        return H5StorageCheckpointer(h5_kwargs={"compression": "gzip", "shuffle": True, "fletcher32": True})
+
+
+class TestH5GroupPerTrajectory(ChunkedTedContract):
+    def make(self):
+        return H5StorageCheckpointer(group_per_trajectory=True)

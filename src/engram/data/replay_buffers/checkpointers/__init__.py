@@ -11,6 +11,7 @@ from engram.data.replay_buffers.checkpointers.base import (
     StorageCheckpointerBase,
 )
 from engram.data.replay_buffers.checkpointers.flat import FlatStorageCheckpointer
+from engram.data.replay_buffers.checkpointers.h5_checkpointer import H5StorageCheckpointer
 from engram.data.replay_buffers.checkpointers.list import ListStorageCheckpointer
 from engram.data.replay_buffers.checkpointers.nested import NestedStorageCheckpointer
 from engram.data.replay_buffers.checkpointers.snapshot import Snapshot, open_snapshot, save_snapshot
@@ -19,6 +20,7 @@ from engram.data.replay_buffers.checkpointers.verification import VerificationRe
 
 __all__ = [
     "FlatStorageCheckpointer",
+    "H5StorageCheckpointer",
     "ItemSink",
     "ItemSource",
     "ListStorageCheckpointer",
