@@ -10,6 +10,9 @@ BUFFERS = {
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "RandomSampler", "ReplayBuffer",
     "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "Storage", "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
+    "FlatStorageCheckpointer", "H5StorageCheckpointer", "ListStorageCheckpointer", "NestedStorageCheckpointer",
+    "StorageCheckpointerBase", "TensorStorageCheckpointer",
+    "Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested",
 }  # fmt: skip
 NAMES = {
     "engram.data": BUFFERS,
@@ -20,6 +23,11 @@ NAMES = {
     },
     "engram.data.replay_buffers.storages": {
         "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",
+    },
+    "engram.data.replay_buffers.checkpointers": {
+        "FlatStorageCheckpointer", "H5StorageCheckpointer", "ItemSink", "ItemSource", "ListStorageCheckpointer",
+        "NestedStorageCheckpointer", "RowSink", "RowSource", "Snapshot", "StorageCheckpointerBase",
+        "TensorStorageCheckpointer", "VerificationReport", "open_snapshot", "save_snapshot", "verify",
     },
     "engram.data.replay_buffers.utils": {
         "Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested",

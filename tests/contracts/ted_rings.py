@@ -54,7 +54,7 @@ class TedRings(RowRings):
     def append(self, lane: int, count: int, salt: int = 0) -> None:
         self.written = True
         start = self.lanes[lane]["published"]
-        for strand in range(self.strands):
+        for strand in range(self.strands if count else 0):
             td = ted_steps(count, [lane, strand, start, salt], self._length, self._exceptions)
             self.memory[lane, strand, np.arange(start, start + count) % self.lane_capacity] = packed(self._layout, td)
         self.lanes[lane]["published"] += count

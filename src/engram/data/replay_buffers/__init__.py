@@ -1,6 +1,14 @@
 """Replay buffers and their parts."""
 
 from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.checkpointers import (
+    FlatStorageCheckpointer,
+    H5StorageCheckpointer,
+    ListStorageCheckpointer,
+    NestedStorageCheckpointer,
+    StorageCheckpointerBase,
+    TensorStorageCheckpointer,
+)
 from engram.data.replay_buffers.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
 from engram.data.replay_buffers.storages import (
     LazyMemmapStorage,
@@ -10,6 +18,7 @@ from engram.data.replay_buffers.storages import (
     TensorStorage,
 )
 from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
+from engram.data.replay_buffers.utils import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 from engram.data.replay_buffers.writers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,
@@ -18,18 +27,30 @@ from engram.data.replay_buffers.writers import (
 )
 
 __all__ = [
+    "Flat2TED",
+    "FlatStorageCheckpointer",
+    "H5Combine",
+    "H5Split",
+    "H5StorageCheckpointer",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "ListStorageCheckpointer",
+    "Nested2TED",
+    "NestedStorageCheckpointer",
     "RandomSampler",
     "ReplayBuffer",
     "RoundRobinWriter",
     "Sampler",
     "SamplerWithoutReplacement",
     "Storage",
+    "StorageCheckpointerBase",
+    "TED2Flat",
+    "TED2Nested",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "TensorStorageCheckpointer",
     "Writer",
 ]

@@ -80,6 +80,13 @@ class H5Writer:
             options["chunks"] = _chunks(shape, dtype, row_dims)
         self._file.create_dataset(name, shape, dtype, **options)
 
+    def put(self, name: str, values: Array) -> None:
+        """A dataset that is written in one go."""
+        options = dict(self._options)
+        if any(options.values()):
+            options["chunks"] = _chunks(values.shape, values.dtype, 1)
+        self._file.create_dataset(name, data=values, **options)
+
     def write(self, name: str, where: tuple[Any, ...], values: Array) -> None:
         self._file[name][where] = values
 
@@ -126,6 +133,7 @@ class H5Reader:
     def __init__(self, file: Any) -> None:
         self._file = file
         self._seen: dict[str, Any] = {}
+        self._groups: dict[str, Any] = {}
 
     def expect(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         """The dataset at `name`, checked from the root on."""
@@ -141,6 +149,13 @@ class H5Reader:
         with _as_value_errors():
             read: Array = self._seen[name][where]
             return read
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """All values of a dataset that is read once: checked as by `expect`, and not kept open."""
+        self.expect(name, shape, dtype)
+        values = self.read(name, ())
+        self._seen[name] = None
+        return values
 
     def nothing_else(self) -> None:
         """ValueError when the file holds anything that was not expected."""
@@ -158,14 +173,21 @@ class H5Reader:
     def _walk(self, name: str) -> Any:
         h5py = library()
         here, parts = self._file, name.split("/")
+        before, self._groups = self._groups, {}  # those of the last walk: many groups are never open at once
         for depth, part in enumerate(parts):
-            links, so_far = here.id.links, "/".join(parts[: depth + 1])
+            so_far = "/".join(parts[: depth + 1])
+            if so_far in before:
+                here = self._groups[so_far] = before[so_far]
+                continue
+            links = here.id.links
             # Asked of the link, not of what it leads to, which may be another file.
             if not links.exists(part.encode()) or links.get_info(part.encode()).type != h5py.h5l.TYPE_HARD:
                 raise ValueError(f"{so_far} is missing, or a link to somewhere else")
             here = here[part]
             if not isinstance(here, h5py.Dataset if depth == len(parts) - 1 else h5py.Group):
                 raise ValueError(f"{so_far} is a {type(here).__name__}")
+            if depth < len(parts) - 1:
+                self._groups[so_far] = here
         return here
 
 

@@ -12,16 +12,8 @@ from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter
 from engram.data.replay_buffers.checkpointers.counters import Counters
 from engram.data.replay_buffers.checkpointers.directory import is_file_name
 from engram.data.replay_buffers.checkpointers.flat import shared_of
-from engram.data.replay_buffers.checkpointers.h5_lanes import (
-    DatasetsIn,
-    DatasetsOut,
-    Form,
-    GroupsIn,
-    GroupsOut,
-    LaneIn,
-    LaneOut,
-    Span,
-)
+from engram.data.replay_buffers.checkpointers.h5_groups import GroupsIn, GroupsOut
+from engram.data.replay_buffers.checkpointers.h5_lanes import DatasetsIn, DatasetsOut, Form, LaneIn, LaneOut, Span
 from engram.data.replay_buffers.checkpointers.packing import Details
 from engram.data.replay_buffers.checkpointers.reading import SnapshotReader
 from engram.data.replay_buffers.checkpointers.tensor import (

@@ -21,8 +21,7 @@ from engram.data.replay_buffers.ted import steps as st
 from engram.data.replay_buffers.ted.steps import Column, Mask, Positions
 
 STARTS = "trajectory_starts"
-TRAJECTORY = "trajectory_{:08d}"
-_ROWS = np.dtype("<i8")
+ROWS = np.dtype("<i8")
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class DatasetsOut:
         self._file.append(f"{name}/value", column.view(dtype_of(leaf)).reshape(len(column), *leaf.shape))
 
     def _attributes(self, i: int, leaf: LeafSpec) -> dict[str, str]:
-        said = _leaf_attributes(leaf)
+        said = leaf_attributes(leaf)
         if i in self._form.shared:
             root = key_text(self._form.layout.leaves[self._form.shared[i]].path)
             said["stored"] = "exceptions"
@@ -198,8 +197,8 @@ class DatasetsIn:
         self._lead = (steps,) if strands == 1 else (strands, steps)
 
     def expect(self, spans: list[Span], details: list[Details]) -> None:
-        totals = _totals(details, 1 + len(self._form.layout.leaves))
-        self._file.expect(place(self._name, STARTS), (totals[0],), _ROWS)
+        counts = totals(details, 1 + len(self._form.layout.leaves))
+        self._file.expect(place(self._name, STARTS), (counts[0],), ROWS)
         for i, leaf in self._form.leaves:
             name, dtype = _steps(self._name, leaf), dtype_of(leaf)
             if all(some[i + 1] == WHOLE for some in details) and i not in self._form.shared:
@@ -207,8 +206,8 @@ class DatasetsIn:
             elif any(not 0 <= some[i + 1] <= span.rows for some, span in zip(details, spans, strict=True)):
                 raise ValueError(f"{key_text(leaf.path)} is stored in two ways")
             else:
-                self._file.expect(f"{name}/row", (totals[i + 1],), _ROWS)
-                self._file.expect(f"{name}/value", (totals[i + 1], *leaf.shape), dtype)
+                self._file.expect(f"{name}/row", (counts[i + 1],), ROWS)
+                self._file.expect(f"{name}/value", (counts[i + 1], *leaf.shape), dtype)
 
     def blocks(self, spans: list[Span], details: list[Details]) -> Iterator[Rows]:
         at = [0] * (1 + len(self._form.layout.leaves))
@@ -233,119 +232,13 @@ class DatasetsIn:
             if i in self._form.shared:
                 exceptions[i] = positions, column
             else:
-                _check_begins(positions, span)
+                check_begins(positions, span)
                 put_column(out, leaf, st.repeat_runs(positions, column, span.rows))
         for i, (positions, column) in exceptions.items():
             root = column_of(out, self._form.layout.leaves[self._form.shared[i]])
-            _check_ends(positions, span)
+            check_ends(positions, span)
             put_column(out, self._form.layout.leaves[i], st.followed(root, positions, column))
         return out.reshape(span.strands, span.steps, -1)
-
-
-# ---- a group a trajectory ----
-class GroupsOut:
-    """Trajectories as groups; one that is longer than a block goes on in the next group."""
-
-    def __init__(self, file: H5Writer, name: str, form: Form, steps: int, strands: int) -> None:
-        self._file, self._name, self._form = file, name, form
-        self._number = 0
-        self._blocks: list[list[int]] = []
-
-    def add(self, span: Span, rows: Rows, cuts: Sequence[int]) -> None:
-        flat, leaves = rows.reshape(span.rows, -1), self._form.layout.leaves
-        ends = trajectory_ends(self._form, flat, span, cuts)
-        at = np.concatenate(([0], np.flatnonzero(ends) + 1))
-        self._file.append(place(self._name, STARTS), span.rows_at(at[:-1]))
-        details = [len(at) - 1] + [0] * len(leaves)
-        for i, leaf in self._form.leaves:
-            column, root = column_of(flat, leaf), self._form.shared.get(i)
-            if root is not None:
-                broken = np.flatnonzero(st.broken(column_of(flat, leaves[root]), column, ends) & ~ends)
-                name = place(self._name, "exceptions", *leaf.path)
-                self._file.append(f"{name}/row", span.rows_at(broken))
-                self._file.append(f"{name}/value", column[broken].view(dtype_of(leaf)).reshape(-1, *leaf.shape))
-                details[i + 1] = len(broken)
-            elif i in self._form.copy_of:
-                following = column_of(flat, leaves[self._form.copy_of[i]])
-                self._write(leaf, st.with_last(column, following, ends), at + np.arange(len(at)))
-            else:
-                self._write(leaf, column, at)
-        self._describe(span, at)
-        self._number += len(at) - 1
-        self._blocks.append([span.steps, *details])
-
-    def blocks(self) -> list[list[int]]:
-        return self._blocks
-
-    def _write(self, leaf: LeafSpec, column: Column, at: Positions) -> None:
-        values = column.view(dtype_of(leaf)).reshape(-1, *leaf.shape)
-        for k, (start, stop) in enumerate(zip(at[:-1].tolist(), at[1:].tolist(), strict=True)):
-            name = place(self._name, TRAJECTORY.format(self._number + k), *leaf.path)
-            self._file.make(name, (stop - start, *leaf.shape), dtype_of(leaf), 1)
-            self._file.write(name, (slice(None),), values[start:stop])
-            self._file.describe(name, _leaf_attributes(leaf))
-
-    def _describe(self, span: Span, at: Positions) -> None:
-        for k, row in enumerate(span.rows_at(at[:-1]).tolist()):
-            said = {"first_step": row // span.strands, "strand": row % span.strands, "steps": int(at[k + 1] - at[k])}
-            self._file.describe(place(self._name, TRAJECTORY.format(self._number + k)), said)
-
-
-class GroupsIn:
-    """Reads what `GroupsOut` wrote."""
-
-    def __init__(self, file: H5Reader, name: str, form: Form, steps: int, strands: int) -> None:
-        self._file, self._name, self._form = file, name, form
-
-    def expect(self, spans: list[Span], details: list[Details]) -> None:
-        if any(not 0 < some[0] <= span.rows for some, span in zip(details, spans, strict=True)):
-            raise ValueError("a block has no trajectory, or more of them than steps")
-        totals = _totals(details, 1 + len(self._form.layout.leaves))
-        self._file.expect(place(self._name, STARTS), (totals[0],), _ROWS)
-        for i in self._form.shared:
-            leaf = self._form.layout.leaves[i]
-            name = place(self._name, "exceptions", *leaf.path)
-            self._file.expect(f"{name}/row", (totals[i + 1],), _ROWS)
-            self._file.expect(f"{name}/value", (totals[i + 1], *leaf.shape), dtype_of(leaf))
-
-    def blocks(self, spans: list[Span], details: list[Details]) -> Iterator[Rows]:
-        at = [0] * (1 + len(self._form.layout.leaves))
-        for span, some in zip(spans, details, strict=True):
-            yield self._block(span, some, at)
-            at = [before + count for before, count in zip(at, some, strict=True)]
-
-    def _block(self, span: Span, details: Details, at: list[int]) -> Rows:
-        out = np.zeros((span.rows, self._form.layout.payload_bytes), np.uint8)
-        rows = self._file.read(place(self._name, STARTS), slice(at[0], at[0] + details[0]))
-        starts = np.append(span.positions_at(rows), span.rows)
-        _check_begins(starts[:-1], span)
-        ends = np.zeros(span.rows, np.bool_)
-        ends[starts[1:] - 1] = True
-        for i, leaf in self._form.leaves:
-            if i in self._form.shared:
-                continue
-            copy = self._form.copy_of.get(i)
-            column = self._read(leaf, at[0], np.diff(starts) + (copy is not None))
-            if copy is not None:
-                column, following = st.without_last(column, ends)
-                put_column(out, self._form.layout.leaves[copy], following)
-            put_column(out, leaf, column)
-        for i in self._form.shared:
-            leaf, where = self._form.layout.leaves[i], slice(at[i + 1], at[i + 1] + details[i + 1])
-            name = place(self._name, "exceptions", *leaf.path)
-            positions = span.positions_at(self._file.read(f"{name}/row", where))
-            out[positions, leaf.offset : leaf.offset + leaf.nbytes] = as_column(
-                self._file.read(f"{name}/value", where), leaf
-            )
-        return out.reshape(span.strands, span.steps, -1)
-
-    def _read(self, leaf: LeafSpec, first: int, lengths: Positions) -> Column:
-        parts = []
-        for k, length in enumerate(lengths.tolist()):
-            name = place(self._name, TRAJECTORY.format(first + k), *leaf.path)
-            self._file.expect(name, (length, *leaf.shape), dtype_of(leaf))
-            parts.append(as_column(self._file.read(name, slice(None)), leaf))
-        return np.concatenate(parts)
 
 
 # ---- what they share ----
@@ -379,7 +272,7 @@ def _values(column: Column, leaf: LeafSpec, span: Span) -> npt.NDArray[Any]:
     return column.view(dtype_of(leaf)).reshape(*lead, *leaf.shape)
 
 
-def _leaf_attributes(leaf: LeafSpec) -> dict[str, str]:
+def leaf_attributes(leaf: LeafSpec) -> dict[str, str]:
     return {"key": key_text(leaf.path), "dtype": str(leaf.dtype).removeprefix("torch."), "stored": "values"}
 
 
@@ -393,23 +286,23 @@ def _run_starts(column: Column, span: Span) -> Positions:
 
 def _is_cheaper(changes: int, leaf: LeafSpec, steps: int) -> bool:
     """Whether changes take less than half the bytes of the values: worth a dataset that is not one value a step."""
-    return 2 * changes * (_ROWS.itemsize + leaf.nbytes) <= steps * leaf.nbytes
+    return 2 * changes * (ROWS.itemsize + leaf.nbytes) <= steps * leaf.nbytes
 
 
-def _totals(details: list[Details], width: int) -> list[int]:
+def totals(details: list[Details], width: int) -> list[int]:
     if any(len(some) != width for some in details):
         raise ValueError(f"a block has {width} numbers beside its steps")
     return [sum(max(0, some[i]) for some in details) for i in range(width)]
 
 
-def _check_begins(positions: Positions, span: Span) -> None:
+def check_begins(positions: Positions, span: Span) -> None:
     given = np.zeros(span.rows, np.bool_)
     given[positions] = True
     if not given[:: span.steps].all():
         raise ValueError("nothing says what a strand begins with")
 
 
-def _check_ends(positions: Positions, span: Span) -> None:
+def check_ends(positions: Positions, span: Span) -> None:
     given = np.zeros(span.rows, np.bool_)
     given[positions] = True
     if not given[span.steps - 1 :: span.steps].all():

@@ -43,7 +43,7 @@ class NestedPacking:
         self.row_bytes = self._payload - sum(self._leaves[i].nbytes for i in shared)
 
     def state(self) -> dict[str, Any]:
-        return {"shared": [[i, root] for i, root in self._shared.items()], "flags": [*self._flags]}
+        return {"shared": [[i, root] for i, root in self._shared.items()], "flags": [*self._flags], "ids": [*self._ids]}
 
     # ---- saving ----
     def pack(self, rows: Rows, cuts: Sequence[int]) -> tuple[Details, list[Block]]:

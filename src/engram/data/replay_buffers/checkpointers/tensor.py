@@ -207,9 +207,10 @@ class _Plan:
     def rows(self, chunk: Chunk) -> tuple[int, Rows]:
         """First write number and verified rows of a chunk; they are valid until this thread's next call."""
         nbytes = self._nbytes(chunk)
-        if len(getattr(self._buffers, "buffer", ())) < nbytes:
-            self._buffers.buffer = np.empty(nbytes, np.uint8)
-        content = self._buffers.buffer[:nbytes]
+        buffer = getattr(self._buffers, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._buffers.buffer = np.empty(nbytes, np.uint8)
+        content = buffer[:nbytes]
         self._reader.read_into(chunk.file, content)
         rows = self._unpack(chunk, content)
         start = max(chunk.start, self._known.first(chunk.lane))
