@@ -1,7 +1,7 @@
 """HDF5 files: what other tools find in them, and that files made to deceive are refused."""
 
-import json
 import sys
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -9,11 +9,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.checkpointer import data_files, overwrite
+from contracts.checkpointer import data_files
+from contracts.forged import forge_file, forge_state
 from contracts.ted_rings import TedRings
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.data.replay_buffers.checkpointers import H5StorageCheckpointer, open_snapshot, save_snapshot, tensor
-from engram.data.replay_buffers.checkpointers.sealed import digest, seal, unseal
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -30,25 +30,13 @@ def load(path, store):
 
 
 def forged(path, edit):
-    """Changes the HDF5 file of a checkpoint and every hash that covers it, as an attacker can."""
+    """Changes the HDF5 file of a checkpoint and every hash that covers it."""
     (file,) = data_files(path)
     file.chmod(0o644)
     with h5py.File(file, "r+") as opened:
         edit(opened)
-    manifest = file.parent.parent / "manifest.json"
-    document = unseal(manifest.read_bytes())
-    content = file.read_bytes()
-    document["files"][f"storage/{file.name}"] = {"nbytes": len(content), "xxh3_128": digest(content)}
-    reseal(path, document)
+    forge_file(path, file, file.read_bytes())
     return file
-
-
-def reseal(path, document):
-    manifest = path / document["snapshot"] / "manifest.json"
-    overwrite(manifest, seal({k: v for k, v in document.items() if k != "xxh3_128"}))
-    current = path / "CURRENT"
-    pointer = {k: v for k, v in unseal(current.read_bytes()).items() if k != "xxh3_128"}
-    overwrite(current, seal({**pointer, "manifest": digest(manifest.read_bytes())}))
 
 
 def test_any_tool_finds_a_dataset_for_each_key_and_what_explains_it(tmp_path):
@@ -141,13 +129,16 @@ def elsewhere(file):
 
 
 def soft_link(file):
-    file.move("lane_0/steps/action", "lane_0/steps/aside")
-    file["lane_0/steps/action"] = h5py.SoftLink("/lane_0/steps/aside")
+    del file["lane_0/steps/next/terminated"]
+    file["lane_0/steps/next/terminated"] = h5py.SoftLink("/lane_0/steps/next/done")
 
 
 def external_link(file):
+    other = Path(file.filename).parents[2] / "other.h5"
+    with h5py.File(other, "w") as made:
+        made["x"] = np.zeros(200, "i8")
     elsewhere(file)
-    file["lane_0/steps/action"] = h5py.ExternalLink("/etc/hostname", "/x")
+    file["lane_0/steps/action"] = h5py.ExternalLink(str(other), "/x")
 
 
 def external_storage(file):
@@ -243,12 +234,8 @@ def test_a_forged_file_is_refused_by_name_and_changes_nothing(tmp_path, edit):
 
 def test_a_file_that_is_not_hdf5_is_refused(tmp_path):
     save_snapshot(tmp_path, {}, (H5StorageCheckpointer(), filled()))
-    file = forged(tmp_path, lambda opened: None)
-    content = file.read_bytes()[::-1]
-    overwrite(file, content)
-    document = unseal((file.parent.parent / "manifest.json").read_bytes())
-    document["files"][f"storage/{file.name}"]["xxh3_128"] = digest(content)
-    reseal(tmp_path, document)
+    (file,) = data_files(tmp_path)
+    forge_file(tmp_path, file, file.read_bytes()[::-1])
     with pytest.raises(CorruptCheckpointError, match=f"{file}.*HDF5"):
         load(tmp_path, TedRings(200))
 
@@ -270,9 +257,7 @@ def test_a_file_that_is_not_hdf5_is_refused(tmp_path):
 )
 def test_a_forged_manifest_that_cannot_be_is_refused(tmp_path, edit):
     save_snapshot(tmp_path, {}, (H5StorageCheckpointer(), filled()))
-    document = unseal((tmp_path / "g-000001" / "manifest.json").read_bytes())
-    edit(document["body"]["storage"]["state"])
-    reseal(tmp_path, json.loads(json.dumps(document)))
+    forge_state(tmp_path, edit)
     store = TedRings(200)
     with pytest.raises(CorruptCheckpointError):
         load(tmp_path, store)

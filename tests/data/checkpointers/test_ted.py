@@ -13,6 +13,7 @@ from hypothesis import strategies as s
 from tensordict import TensorDict
 
 from contracts.checkpointer import CheckpointerContract, RowRings, data_files
+from contracts.forged import forge_file, forge_state
 from contracts.ted_rings import TedRings, ted_steps
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.data.replay_buffers.checkpointers import (
@@ -24,6 +25,7 @@ from engram.data.replay_buffers.checkpointers import (
     save_snapshot,
     tensor,
 )
+from engram.errors import CorruptCheckpointError
 
 COMPRESSED = {"compression": "gzip", "shuffle": True, "fletcher32": True}
 MAKERS = {
@@ -322,3 +324,86 @@ def test_a_trajectory_ends_at_a_seam(tmp_path):
     save_snapshot(tmp_path, {}, (NestedStorageCheckpointer(), rings))
     (file,) = data_files(tmp_path)
     assert np.fromfile(file, "<u4", 2).tolist() == [12, 19]
+
+
+# ---- files made to deceive ----
+def few_rows():
+    """Five steps of which the last has the only exception; `c` is stored where it changes."""
+    x = torch.arange(6, dtype=torch.int32)
+    return TensorDict({"x": x[:5].clone(), "c": torch.ones(5, 2, dtype=torch.int64), "next": {"x": x[1:].clone()}}, [5])
+
+
+def save_few(path, make):
+    rb = ReplayBuffer(storage=LazyTensorStorage(5, checkpointer=make()))
+    rb.extend(few_rows())
+    rb.dumps(path)
+    assert [leaf.path for leaf in rb.storage.layout.leaves] == [("x",), ("c",), ("next", "x")]
+    (file,) = data_files(path)
+    return file
+
+
+@chunked
+def test_positions_that_cannot_be_are_refused_by_name_and_change_nothing(make, tmp_path):
+    file = save_few(tmp_path, make)
+    whole = file.read_bytes()
+    sections = np.frombuffer(whole, "<u4")
+    # flat: x [5], c (a position, two words twice), next x (a position, a value); nested: ends [1], x [6], c
+    start_of_c, last = (5, 10) if make is FlatStorageCheckpointer else (7, 0)
+    assert sections[start_of_c] == 0 and sections[last] == 4
+    for place, value in ((start_of_c, 1), (start_of_c, 5), (last, 3), (last, 5), (last, 1 << 31)):
+        changed = sections.copy()
+        changed[place] = value
+        forge_file(tmp_path, file, changed.tobytes())
+        for fill in (False, True):
+            rb = ReplayBuffer(storage=LazyTensorStorage(5, checkpointer=make()))
+            if fill:
+                rb.extend(few_rows().apply(lambda x: x * 3))
+            before = rb[:] if fill else None
+            with pytest.raises(CorruptCheckpointError, match=file.name):
+                rb.loads(tmp_path)
+            assert len(rb) == (5 if fill else 0)
+            assert not fill or (rb[:] == before).all()
+    forge_file(tmp_path, file, whole)
+    rb.loads(tmp_path)
+    assert (rb[:] == few_rows()).all()
+
+
+@chunked
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda d: d.pop("shared"),
+        lambda d: d.update(shared=[[2, 7]]),
+        lambda d: d.update(shared=[[2, 1]]),
+        lambda d: d.update(shared=[[2, 0], [1, 0]]),
+        lambda d: d["chunks"][0].pop(),
+        lambda d: d["chunks"][0].__setitem__(-1, -1),
+        lambda d: d["chunks"][0].__setitem__(-1, 6),
+        lambda d: d["chunks"][0].__setitem__(-2, "x"),
+        lambda d: d["chunks"][0].__setitem__(3, 1 << 50),
+        lambda d: d.update(rows_per_chunk=1),
+    ],
+)
+def test_a_forged_description_is_refused(make, edit, tmp_path):
+    save_few(tmp_path, make)
+    forge_state(tmp_path, edit)
+    rb = ReplayBuffer(storage=LazyTensorStorage(5, checkpointer=make()))
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
+        rb.loads(tmp_path)
+    assert len(rb) == 0
+
+
+@chunked
+def test_a_few_bytes_cannot_stand_for_more_rows_than_a_chunk_has(make, tmp_path):
+    """Constant keys alone: the file would be as long with any number of rows."""
+    rings = ReplayBuffer(storage=LazyTensorStorage(1 << 12, checkpointer=make()))
+    rings.extend(TensorDict({"c": torch.zeros(1 << 12, 1)}, [1 << 12]))
+    rings.dumps(tmp_path)
+
+    def many(state):
+        state["rows_per_chunk"] = state["chunks"][0][3] = 1 << 40
+        state["counters"]["lane_capacity"] = state["counters"]["lanes"][0]["published"] = 1 << 40
+
+    forge_state(tmp_path, many)
+    with pytest.raises(CorruptCheckpointError, match="cannot hold rows"):
+        ReplayBuffer(storage=LazyTensorStorage(1 << 12, checkpointer=make())).loads(tmp_path)
