@@ -12,7 +12,7 @@ help:
 	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (about 3 minutes)"
 	@echo "make test       the tests"
 	@echo "make check      ruff, mypy, layering, stubs"
-	@echo "make bench      ours against other replay libraries (about a quarter of an hour)"
+	@echo "make bench      ours against other replay libraries (about twenty minutes)"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
 
 $(VENV)/.tools: constraints.txt

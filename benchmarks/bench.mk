@@ -1,5 +1,5 @@
 # `make bench`: ours against its peers, in an environment of their own. Included by the Makefile.
-#   make bench                         everything, about a quarter of an hour
+#   make bench                         everything, about twenty minutes
 #   make bench BENCH="--quick"         a look, under two minutes
 #   make bench BENCH="--only cartpole" one case; see `python -m benchmarks.bench --help`
 BENCH_VENV ?= .venv-bench
@@ -26,5 +26,5 @@ $(BENCH_VENV)/.engram: $(BENCH_VENV)/.peers $(BENCH_OURS)
 	$(BENCH_PYTHON) -m pip install --quiet --no-build-isolation --no-deps --config-settings=build-dir=build/bench -e .
 	@touch $@
 
-$(BENCH_FLOOR): benchmarks/native/floor.cpp
+$(BENCH_FLOOR): benchmarks/native/floor.cpp $(wildcard benchmarks/native/*.hpp)
 	$(CXX) -std=c++20 -O3 -Wall -Wextra -shared -fPIC $< -o $@

@@ -17,13 +17,38 @@ import torch
 from rich.console import Console
 
 from benchmarks import chart, report
-from benchmarks.cases import Result, cartpole, classic, collecting, mapped, measure, pixels, writing
+from benchmarks.cases import (
+    Result,
+    cartpole,
+    classic,
+    collecting,
+    ensemble,
+    epochs,
+    mapped,
+    max_value,
+    measure,
+    pixels,
+    prioritized,
+    resize,
+    slices,
+    writing,
+)
 from benchmarks.machine import facts
 from benchmarks.timing import QUICK, Pace
 
 RESULTS = Path(__file__).parent / "results"
-IN_TURNS = {"cartpole": cartpole.groups, "writing": writing.groups, "pixels": pixels.groups, "classic": classic.groups}
-ALONE = {"mapped": mapped.results, "collect": collecting.results}
+IN_TURNS = {
+    "cartpole": cartpole.groups,
+    "writing": writing.groups,
+    "pixels": pixels.groups,
+    "prioritized": prioritized.groups,
+    "slices": slices.groups,
+    "ensemble": ensemble.groups,
+    "max_value": max_value.groups,
+    "resize": resize.groups,
+    "classic": classic.groups,
+}
+ALONE = {"epochs": epochs.results, "mapped": mapped.results, "collect": collecting.results}
 CASES = (*IN_TURNS, *ALONE)
 
 

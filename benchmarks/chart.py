@@ -29,8 +29,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
     rows = [row for row in document["rows"] if any(figure(row, name) for name in LIBRARIES)]
     classic = [row for row in rows if row["key"].startswith("classic")]
-    rates = [row for row in rows if row["unit"] != "s"]
-    main = [row for row in rows if row not in classic and row not in rates]
+    rates = [row for row in rows if row["unit"].endswith("/s")]
+    main = [row for row in rows if row["unit"] == "s" and row not in classic]
     panels = [
         ("microseconds a call: shorter is faster", 1e6, main),
         ("the classic comparison, microseconds: shorter is faster", 1e6, classic),

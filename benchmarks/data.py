@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ CARTPOLE_LEAVES = {
 }
 """Bytes of each of the 11 leaves of one step."""
 
+CHUNK = 1_000_000
+"""Rows that a big buffer is filled with at a time."""
+
 FRAMES = (4, 84, 84)
 
 
@@ -31,9 +35,8 @@ def row_bytes(leaves: dict[str, int]) -> int:
     return -(-sum(leaves.values()) // 8) * 8
 
 
-def cartpole(n: int) -> TensorDict:
-    """`n` steps as a collector makes them: 11 leaves of TED."""
-    episode = 20
+def cartpole(n: int, *, episode: int = 20) -> TensorDict:
+    """`n` steps as a collector makes them, in episodes of one length: 11 leaves of TED."""
     time = torch.arange(n)
     done = (time % episode == episode - 1).unsqueeze(-1)
     observation = torch.randn(n + 1, 4)
@@ -56,6 +59,14 @@ def cartpole(n: int) -> TensorDict:
         },
         batch_size=[n],
     )
+
+
+def cartpole_chunks(capacity: int, *, episode: int = 20) -> Iterator[TensorDict]:
+    """`capacity` steps, a million at a time out of the same memory; trajectory ids go on from one to the next."""
+    chunk = cartpole(min(CHUNK, capacity), episode=episode)
+    for start in range(0, capacity, CHUNK):
+        yield chunk[: capacity - start]
+        chunk["collector", "traj_ids"].add_(CHUNK // episode)
 
 
 def pixels(n: int) -> TensorDict:

@@ -10,6 +10,14 @@ from benchmarks.data import row_bytes
 from benchmarks.timing import Turn
 
 LIBRARY = Path(__file__).parent / "native" / "floor.so"
+DOUBLES = (
+    "floor_gather",
+    "floor_scatter",
+    "floor_tree_gather",
+    "floor_tree_update",
+    "floor_make_file",
+    "floor_mapped",
+)
 MODES = {"touch": 0, "readahead": 1, "io_uring": 2}
 
 
@@ -18,8 +26,9 @@ def library() -> ctypes.CDLL:
     if not LIBRARY.exists():
         raise FileNotFoundError(f"{LIBRARY.name} is not built: run `make bench`, which builds it with a C++ compiler")
     lib = ctypes.CDLL(str(LIBRARY))
-    lib.floor_table.restype = ctypes.c_void_p
-    for name in ("floor_gather", "floor_scatter", "floor_make_file", "floor_mapped"):
+    for name in ("floor_table", "floor_tree"):
+        getattr(lib, name).restype = ctypes.c_void_p
+    for name in DOUBLES:
         getattr(lib, name).restype = ctypes.c_double
     return lib
 
@@ -30,7 +39,7 @@ def _sizes(leaves: dict[str, int]) -> tuple[ctypes.Array[ctypes.c_size_t], ctype
 
 
 class Table:
-    """Packed rows in memory; `gather` and `scatter` are turns."""
+    """Packed rows in memory; `gather`, `scatter` and what `runs` makes are turns."""
 
     def __init__(self, leaves: dict[str, int], rows: int, batch: int) -> None:
         self._lib = library()
@@ -42,7 +51,16 @@ class Table:
 
     def gather(self, n: int) -> float:
         """Copy `n` batches of random rows into one array a leaf."""
-        return float(self._lib.floor_gather(self._table, ctypes.c_size_t(n)))
+        return self.runs(1)(n)
+
+    def runs(self, length: int) -> Turn:
+        """The same with rows that lie next to each other `length` at a time, as slices do."""
+        return lambda n: float(self._lib.floor_gather(self._table, ctypes.c_size_t(length), ctypes.c_size_t(n)))
+
+    @property
+    def handle(self) -> ctypes.c_void_p:
+        """What native code knows it by."""
+        return self._table
 
     def scatter(self, n: int) -> float:
         """Copy `n` batches from one array a leaf to the write cursor."""
@@ -51,6 +69,28 @@ class Table:
     def __del__(self) -> None:
         if hasattr(self, "_table"):
             self._lib.floor_free(self._table)
+
+
+class Priorities:
+    """An 8-wide tree of sums over the rows of a table; `draw` and `update` are turns."""
+
+    def __init__(self, leaves: dict[str, int], rows: int, batch: int) -> None:
+        self._table = Table(leaves, rows, batch)
+        self._lib = library()
+        self._batch = ctypes.c_size_t(batch)
+        self._tree = ctypes.c_void_p(self._lib.floor_tree(ctypes.c_size_t(rows)))
+
+    def draw(self, n: int) -> float:
+        """Draw `n` batches in proportion to their priorities, with weights, and copy their rows."""
+        return float(self._lib.floor_tree_gather(self._tree, self._table.handle, ctypes.c_size_t(n)))
+
+    def update(self, n: int) -> float:
+        """Give `n` batches of random rows other priorities."""
+        return float(self._lib.floor_tree_update(self._tree, self._batch, ctypes.c_size_t(n)))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_tree"):
+            self._lib.floor_tree_free(self._tree)
 
 
 def gather(leaves: dict[str, int], rows: int, batch: int) -> Turn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -43,11 +43,29 @@ def buffer(library: str, items: Any, *, batch: int, storage: str = "memory", kin
     return rb
 
 
-def big_buffer(library: str, chunks: Iterator[Any], capacity: int, *, batch: int) -> Any:
-    """A buffer in memory filled chunk by chunk, so that the data are never there twice."""
-    data = importlib.import_module(SAME_API[library])
+def replay_buffers(library: str) -> Any:
+    """The module of engram or TorchRL that has the buffers and all their parts."""
+    module = importlib.import_module(f"{SAME_API[library]}.replay_buffers")
     logging.getLogger(library).setLevel(logging.ERROR)
-    rb = data.ReplayBuffer(storage=data.LazyTensorStorage(capacity), batch_size=batch)
+    return module
+
+
+def big_buffer(
+    library: str,
+    chunks: Iterable[Any],
+    capacity: int,
+    *,
+    batch: int,
+    kind: str = "ReplayBuffer",
+    parts: Callable[[Any], dict[str, Any]] = lambda _: {},
+) -> Any:
+    """A buffer in memory filled chunk by chunk, so that the data are never there twice.
+
+    `parts` gives further arguments out of the library's module: samplers, writers, settings.
+    """
+    data = replay_buffers(library)
+    storage = data.LazyTensorStorage(capacity)
+    rb = getattr(data, kind)(storage=storage, batch_size=batch, **parts(data))
     for chunk in chunks:
         rb.extend(chunk)
     return rb
@@ -77,6 +95,24 @@ class Cpprb:
     def extend(self, items: Any) -> Call:
         arrays = flat_numpy(items)
         return lambda: self.rb.add(**arrays)
+
+
+class CpprbPrioritized:
+    """cpprb's prioritised buffer, filled chunk by chunk."""
+
+    def __init__(self, chunks: Iterable[TensorDict], capacity: int, *, alpha: float, beta: float) -> None:
+        import cpprb
+
+        self._beta = beta
+        for i, chunk in enumerate(chunks):
+            arrays = flat_numpy(chunk)
+            if i == 0:
+                env = {key: {"shape": value.shape[1:] or 1, "dtype": value.dtype} for key, value in arrays.items()}
+                self.rb = cpprb.PrioritizedReplayBuffer(capacity, env, alpha=alpha)
+            self.rb.add(**arrays)
+
+    def sample(self, batch: int) -> Any:
+        return self.rb.sample(batch, beta=self._beta)
 
 
 class Tianshou:

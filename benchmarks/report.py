@@ -49,7 +49,7 @@ def times(ratio: float) -> str:
 def times_faster(row: Row, peer: str) -> float | None:
     """How many times better ours is than `peer`."""
     ours, theirs = figure(row, OURS), figure(row, peer)
-    if ours is None or theirs is None:
+    if not ours or not theirs:  # none measured, or nothing used: neither makes a ratio
         return None
     return ours / theirs if row["better"] == "higher" else theirs / ours
 
@@ -69,6 +69,10 @@ def verdict(row: Row, rows: dict[str, Row]) -> tuple[str, str]:
             ours = figure(row, OURS)
             words.append(text_of(value * 1e-6, "s"))
             met.append(None if ours is None else ours <= value * 1e-6)
+        elif name == "most":
+            ours = figure(row, OURS)
+            words.append(f"at most {text_of(value, row['unit'])}")
+            met.append(None if ours is None else ours <= value)
         elif name == "own":
             ratio = of_own(row, OURS, rows)
             words.append(f"at most {value:g}x its own")
@@ -76,7 +80,8 @@ def verdict(row: Row, rows: dict[str, Row]) -> tuple[str, str]:
         else:
             ratio = times_faster(row, name)
             words.append(_against(name, value, row))
-            met.append(None if ratio is None else ratio >= value)
+            if name not in PEERS or figure(row, name) is not None:  # a peer that does not run here decides nothing
+                met.append(None if ratio is None else ratio >= value)
     return "; ".join(words), _mark(met)
 
 
@@ -97,7 +102,8 @@ def cells(row: Row, rows: dict[str, Row]) -> list[str]:
     unit = row["unit"]
     floor, ours = figure(row, FLOOR), figure(row, OURS)
     over = times(ours / floor) if ours is not None and floor is not None else ""
-    line = [row["title"], text_of(ours, unit) + _own_words(row, OURS, rows), text_of(floor, unit), over]
+    native = text_of(floor, unit) if FLOOR in row["contenders"] else ""
+    line = [row["title"], text_of(ours, unit) + _own_words(row, OURS, rows), native, over]
     for peer in PEERS:
         if peer not in row["contenders"]:
             line.append("")

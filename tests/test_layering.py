@@ -16,7 +16,7 @@ LAYERS = [
     ["engram.collectors"],
     ["engram.envs"],
     ["engram.data", BUFFERS],  # the public names
-    [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.ensemble"],
+    [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.prioritized", f"{BUFFERS}.ensemble"],
     [f"{BUFFERS}.saving"],
     [f"{BUFFERS}.background"],
     [f"{BUFFERS}.parts"],

@@ -7,22 +7,41 @@ import sys
 import pytest
 
 BUFFERS = {
-    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "RandomSampler", "ReplayBuffer",
-    "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "Storage", "TensorDictReplayBuffer",
-    "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
-    "FlatStorageCheckpointer", "H5StorageCheckpointer", "ListStorageCheckpointer", "NestedStorageCheckpointer",
-    "StorageCheckpointerBase", "TensorStorageCheckpointer",
-    "Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested",
+    "Flat2TED", "FlatStorageCheckpointer", "H5Combine", "H5Split", "H5StorageCheckpointer",
+    "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage",
+    "ListStorageCheckpointer", "Nested2TED", "NestedStorageCheckpointer", "PrioritizedReplayBuffer",
+    "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter",
+    "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
+    "SliceSamplerWithoutReplacement", "Storage", "StorageCheckpointerBase", "TED2Flat", "TED2Nested",
+    "TensorDictMaxValueWriter", "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer",
+    "TensorDictRoundRobinWriter", "TensorStorage", "TensorStorageCheckpointer", "Writer",
+}  # fmt: skip
+TRANSFORMS = {
+    "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale",
+    "InitTracker", "MultiStepTransform", "ObservationNorm", "RenameTransform", "Resize",
+    "Reward2GoTransform", "RewardScaling", "RewardSum", "SelectTransform", "StepCounter", "ToTensorImage",
+    "Transform", "UnsqueezeTransform", "VecNorm",
 }  # fmt: skip
 NAMES = {
-    "engram.data": BUFFERS,
+    "engram.data": BUFFERS | {"MultiStep"},
     "engram.data.replay_buffers": BUFFERS,
-    "engram.data.replay_buffers.samplers": {"RandomSampler", "Sampler", "SamplerWithoutReplacement"},
+    "engram.data.replay_buffers.samplers": {
+        "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement",
+        "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement",
+    },
     "engram.data.replay_buffers.writers": {
-        "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictRoundRobinWriter", "Writer",
+        "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictMaxValueWriter", "TensorDictRoundRobinWriter",
+        "Writer",
     },
     "engram.data.replay_buffers.storages": {
         "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",
+    },
+    "engram.envs.transforms": TRANSFORMS,
+    "engram.transforms": TRANSFORMS,
+    "engram.testing": {
+        "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",
+        "TableContract", "TransformContract", "WriterContract", "chi_square", "env_steps", "numbers",
+        "of_numbers", "state_of", "steps",
     },
     "engram.data.replay_buffers.checkpointers": {
         "FlatStorageCheckpointer", "H5StorageCheckpointer", "ItemSink", "ItemSource", "ListStorageCheckpointer",
@@ -32,7 +51,6 @@ NAMES = {
     "engram.data.replay_buffers.utils": {
         "Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested",
     },
-    "engram.transforms": {"Compose", "Transform"},
 }  # fmt: skip
 ERRORS = {
     "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError", "CorruptCheckpointError",

@@ -26,7 +26,8 @@ class Row:
     contenders: dict[str, Make]
     floor: Make | None = None
     target: dict[str, float] = field(default_factory=dict)
-    """`us`: microseconds; a library's name: how many times faster; `own`: at most this many times the row `own_of`."""
+    """`us`: microseconds; `most`: at most this, in the row's unit; a library's name: how many times faster; `own`: at
+    most this many times the row `own_of`."""
     own_of: str | None = None
     beside: bool = False
     warm_up: int = 0

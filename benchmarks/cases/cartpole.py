@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tensordict import TensorDict
-
 from benchmarks import floors
 from benchmarks.cases import Row, calling
-from benchmarks.data import CARTPOLE_LEAVES, cartpole, row_bytes
+from benchmarks.data import CARTPOLE_LEAVES, CHUNK, cartpole, cartpole_chunks, row_bytes
 from benchmarks.libraries import Call, Cpprb, StableBaselines3, Tianshou, big_buffer, buffer, steps_of
 from benchmarks.machine import available_memory
 
 SMALL, BIG, BATCH = 100_000, 20_000_000, 256
-CHUNK = 1_000_000
 WARM_UP = 10_000
 """Batches: 2.5 M random rows touch nearly every page of 20 M packed rows."""
 
@@ -62,13 +59,8 @@ def _big(quick: bool) -> Row:
     fits = int(available_memory() * 0.7 / (3 * row_bytes(CARTPOLE_LEAVES)))
     capacity = min(wanted, max(SMALL, fits))
 
-    def chunks() -> Iterator[TensorDict]:
-        chunk = cartpole(min(CHUNK, capacity))
-        for start in range(0, capacity, CHUNK):
-            yield chunk[: capacity - start] if capacity - start < CHUNK else chunk
-
     def sampling(library: str) -> Call:
-        rb = big_buffer(library, chunks(), capacity, batch=BATCH)
+        rb = big_buffer(library, cartpole_chunks(capacity), capacity, batch=BATCH)
         return lambda: rb.sample(BATCH)
 
     note = [] if capacity == BIG else [f"{capacity:,} rows instead of {BIG:,}: " + ("--quick" if quick else "memory")]

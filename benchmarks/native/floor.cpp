@@ -17,21 +17,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "random.hpp"
+#include "tree.hpp"
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-struct Random {  // splitmix64: a draw costs about a nanosecond, and the floor pays for it as the libraries pay for theirs
-  uint64_t state;
-  uint64_t below(uint64_t n) {
-    uint64_t z = (state += 0x9e3779b97f4a7c15ull);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return static_cast<uint64_t>((static_cast<unsigned __int128>(z ^ (z >> 31)) * n) >> 64);
-  }
-};
 
 struct Leaf {
   size_t offset, bytes;
@@ -199,14 +192,43 @@ void floor_free(void* table) {
   delete t;
 }
 
-double floor_gather(void* table, size_t repeats) {
+// Random rows, in runs of `run` neighbours.
+double floor_gather(void* table, size_t run, size_t repeats) {
   auto* t = static_cast<Table*>(table);
   std::vector<const char*> rows(t->batch);
   const auto start = Clock::now();
   for (size_t r = 0; r < repeats; ++r) {
-    for (auto& row : rows) row = t->data + t->random.below(t->rows) * t->row_bytes;
+    for (size_t i = 0; i < t->batch; i += run) {
+      const char* first = t->data + t->random.below(t->rows - run + 1) * t->row_bytes;
+      for (size_t k = 0; k < run && i + k < t->batch; ++k) rows[i + k] = first + k * t->row_bytes;
+    }
     gather(t->leaves, rows, t->row_bytes);
   }
+  return since(start);
+}
+
+void* floor_tree(size_t leaves) { return new Tree(leaves); }
+
+void floor_tree_free(void* tree) { delete static_cast<Tree*>(tree); }
+
+// Draws in proportion, weights them, and copies the rows.
+double floor_tree_gather(void* tree, void* table, size_t repeats) {
+  auto* t = static_cast<Table*>(table);
+  std::vector<size_t> picked(t->batch);
+  std::vector<float> weights(t->batch);
+  std::vector<const char*> rows(t->batch);
+  const auto start = Clock::now();
+  for (size_t r = 0; r < repeats; ++r) {
+    static_cast<Tree*>(tree)->draw(picked, weights);
+    for (size_t i = 0; i < t->batch; ++i) rows[i] = t->data + picked[i] * t->row_bytes;
+    gather(t->leaves, rows, t->row_bytes);
+  }
+  return since(start);
+}
+
+double floor_tree_update(void* tree, size_t batch, size_t repeats) {
+  const auto start = Clock::now();
+  for (size_t r = 0; r < repeats; ++r) static_cast<Tree*>(tree)->update(batch);
   return since(start);
 }
 

@@ -17,6 +17,7 @@
 #include "codec.hpp"
 #include "draw.hpp"
 #include "recovery.hpp"
+#include "row_numbers.hpp"
 
 namespace engram {
 
@@ -79,8 +80,10 @@ inline nb::object next_slots(Store& store, uint64_t lane, size_t n) {
   return slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
 }
 
-inline nb::object append(Store& store, uint64_t lane, const Plan& plan) {
+// `most`: only so many of the first steps.
+inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most) {
   check_lane(store, lane);
+  const size_t steps = most ? std::min(*most, plan.steps) : plan.steps;
   const Shape& s = store.shape();
   if (plan.strands != s.strands)
     throw nb::value_error(("the batch has " + std::to_string(plan.strands) + " strands, the store " +
@@ -89,10 +92,10 @@ inline nb::object append(Store& store, uint64_t lane, const Plan& plan) {
     if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
   uint64_t first = 0;
   maybe_without_gil(plan.bytes > kGilBytes || store.pages().on(), [&] {
-    first = RowWriter(store).append(lane, plan.steps, plan.leaves);
+    first = RowWriter(store).append(lane, steps, plan.leaves);
   });
   if (plan.single) return nb::int_(lane * s.lane_capacity + first % s.lane_capacity);
-  return slots_from(store, lane, first, plan.steps);
+  return slots_from(store, lane, first, steps);
 }
 
 inline nb::object positions(const std::vector<uint32_t>& at) {
@@ -229,11 +232,20 @@ inline nb::tuple gather_into(Store& store, const Codec& codec, nb::handle slots_
   return finish_read(nb::none(), reading, numbers);
 }
 
-inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan) {
+// `rows_in`: the row of the plan that each slot takes; None: one after the other.
+inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan, nb::handle rows_in) {
   const SlotsArg given(nb::borrow(slots_in));
   const std::vector<int64_t> slots(given.data, given.data + given.n);  // what is checked is what is written
+  std::vector<int64_t> rows;
+  if (!rows_in.is_none()) {
+    const SlotsArg chosen(nb::borrow(rows_in));
+    rows.assign(chosen.data, chosen.data + chosen.n);
+    for (int64_t row : rows)
+      if (static_cast<uint64_t>(row) >= plan.steps) throw nb::index_error("a row lies outside the batch");
+  }
   const Shape& s = store.shape();
-  if (plan.strands != 1 || plan.steps != slots.size()) throw nb::value_error("one row for each slot");
+  if (plan.strands != 1 || (rows_in.is_none() ? plan.steps : rows.size()) != slots.size())
+    throw nb::value_error("one row for each slot");
   for (const LeafSource& leaf : plan.leaves)
     if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
   std::vector<SlotNumbers> numbers;
@@ -246,7 +258,7 @@ inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan) {
     if (!numbers[time / s.lane_capacity].find(time % s.lane_capacity, number))
       throw nb::index_error(("slot " + std::to_string(slot) + " has not been written").c_str());
   }
-  InPlaceWriter(store).write(slots.data(), slots.size(), plan.leaves);
+  InPlaceWriter(store).write(slots.data(), slots.size(), plan.leaves, rows_in.is_none() ? nullptr : rows.data());
 }
 
 // Changes of rows that are kept elsewhere: followers look at these slots again.
@@ -257,8 +269,8 @@ inline void note_edits(Store& store, nb::handle slots_in) {
   InPlaceWriter(store).note(slots.data, slots.n);
 }
 
-// Generations of slots: write numbers, -1 where a slot holds no row.
-inline nb::object generations(Store& store, nb::handle slots_in) {
+// Generations of slots: write numbers, -1 where a slot holds no row. `replaced` knows of rows replaced out of turn.
+inline nb::object generations(const Store& store, nb::handle slots_in, const RowNumbers* replaced = nullptr) {
   const SlotsArg slots(nb::borrow(slots_in));
   const Shape& s = store.shape();
   std::vector<SlotNumbers> numbers;
@@ -270,6 +282,7 @@ inline nb::object generations(Store& store, nb::handle slots_in) {
       const uint64_t time = slot / s.strands;
       uint64_t number = 0;
       const bool there = numbers[time / s.lane_capacity].find(time % s.lane_capacity, number);
+      if (there && replaced) number = replaced->number(store, slot, number);
       out[i] = there ? static_cast<int64_t>(number) : -1;
     }
   });

@@ -250,6 +250,7 @@ class Codec {
     return batch_dims == 0 && leaf.shape.empty() && take_number(leaf, o, plan);
   }
 
+ public:
   // Whether a tensor is a lazily negated or conjugated view. Asking torch's `is_neg` releases the GIL, so it is asked
   // only what no other tensor can be: such tensors are views, or were made in inference mode (and have no version).
   static bool lazy(PyObject* o) {
@@ -266,6 +267,7 @@ class Codec {
     return answer.ptr() != Py_False;
   }
 
+ private:
   // The right leaf but for gaps between the elements of one step.
   static bool inner_strided(const Leaf& leaf, const Strided& s, int batch_dims) {
     return s.dtype == leaf.dtype && s.ndim == batch_dims + static_cast<int>(leaf.shape.size());

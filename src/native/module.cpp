@@ -8,6 +8,9 @@
 #include <nanobind/stl/vector.h>
 
 #include "calls.hpp"
+#include "episodes_module.hpp"
+#include "priorities_module.hpp"
+#include "heap_module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -210,18 +213,22 @@ NB_MODULE(_native, m) {
         return l * s.shape().lane_capacity + s.lanes.lane(l).published.load() % s.shape().lane_capacity;
       }, "lane"_a)
       .def("next_slots", &next_slots, "lane"_a, "n"_a)
-      .def("append", &append, "lane"_a, "plan"_a)
+      .def("append", &append, "lane"_a, "plan"_a, "most"_a.none() = nb::none())
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
            "mapped"_a = false, "numbers"_a = false)
       .def("gather_into", &gather_into, "codec"_a, "slots"_a, "arrays"_a, "mapped"_a = false, "numbers"_a = false)
-      .def("overwrite", &overwrite, "slots"_a, "plan"_a)
       .def("begin_save", [](Store& s) {
         if (s.shape().payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
         return s.begin_save();
       })
       .def("end_save", &Store::end_save)
       .def_prop_ro("saving", [](const Store& s) { return s.saving() != nullptr; })
+      .def("overwrite", &overwrite, "slots"_a, "plan"_a, "rows"_a.none() = nb::none())
       .def("note_edits", &note_edits, "slots"_a)
-      .def("generations", &generations, "slots"_a)
+      .def("generations", [](const Store& s, nb::handle slots) { return generations(s, slots); }, "slots"_a)
       .def("uniform", &uniform, "seed"_a, "n"_a);
+  bind_episodes(m);
+  bind_priorities(m);
+
+  bind_heap(m);
 }

@@ -13,16 +13,17 @@ class InPlaceWriter {
  public:
   explicit InPlaceWriter(Store& store) : store_(store) {}
 
-  // Writes plan row i over slot slots[i]. Every slot holds a row (the caller has looked).
+  // Writes plan row i (rows[i], where `rows` are given) over slot slots[i]. Every slot holds a row (the caller has
+  // looked).
   // A power cut in the middle of an edit of a flushed row must not tear it: it would cut the lane's block of whole rows
   // in two. Such edits wait for the disk, once for the redo area and once for the rows.
-  void write(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves) {
+  void write(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, const int64_t* rows = nullptr) {
     const Shape& s = store_.shape();
     const bool redo = s.redo_bytes > 0;
     const size_t batch = redo ? std::max<size_t>(1, (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride)) : 1024;
     for (size_t done = 0; done < n; done += batch) {
       const size_t take = std::min(batch, n - done);
-      stage(slots + done, take, leaves, done);
+      stage(slots + done, take, leaves, done, rows);
       if (SavePass* pass = store_.saving()) preserve(*pass, take);
       Counter& edits = store_.header()->edits;
       edits.fetch_add(1, std::memory_order_acq_rel);  // odd
@@ -113,7 +114,8 @@ class InPlaceWriter {
     return synced(store_.shape().rows_offset + *low * stride, (*high - *low + 1) * stride);
   }
   // The new rows, whole, with the trailers they will have.
-  void stage(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, size_t skip) {
+  void stage(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, size_t skip,
+             const int64_t* chosen) {
     const Shape& s = store_.shape();
     staged_.assign(n * s.row_stride, 0), physical_.resize(n);
     std::vector<uint8_t*> rows(n);
@@ -122,17 +124,23 @@ class InPlaceWriter {
       uint64_t time = slot / s.strands, lane = time / s.lane_capacity;
       physical_[i] = store_.physical(lane, slot % s.strands, time % s.lane_capacity);
       rows[i] = staged_.data() + i * s.row_stride;
+      const uint8_t* target = store_.row(physical_[i]);
+      prefetch_rows<1>(&target, 1, s.row_stride);
     }
-    std::vector<LeafCopy> copies;
-    for (const LeafSource& leaf : leaves)
-      copies.push_back({leaf.offset, leaf.bytes,
-                        const_cast<uint8_t*>(leaf.array) + static_cast<ptrdiff_t>(skip) * leaf.stride, leaf.stride});
-    scatter_rows(rows.data(), n, copies.data(), copies.size());
+    if (!chosen) scatter(rows.data(), n, leaves, skip);
+    for (size_t i = 0; chosen && i < n; ++i) scatter(&rows[i], 1, leaves, static_cast<size_t>(chosen[skip + i]));
     if (!store_.has_trailer()) return;
     for (size_t i = 0; i < n; ++i) {
       const Trailer old = *store_.trailer(store_.row(physical_[i]));
       store_.seal(rows[i], physical_[i], old.number, old.term);
     }
+  }
+  void scatter(uint8_t* const* rows, size_t n, const std::vector<LeafSource>& leaves, size_t first) {
+    copies_.clear();
+    for (const LeafSource& leaf : leaves)
+      copies_.push_back({leaf.offset, leaf.bytes,
+                         const_cast<uint8_t*>(leaf.array) + static_cast<ptrdiff_t>(first) * leaf.stride, leaf.stride});
+    scatter_rows(rows, n, copies_.data(), copies_.size());
   }
   void mark(size_t n) {
     RedoHeader* h = redo_header();
@@ -160,6 +168,7 @@ class InPlaceWriter {
   Store& store_;
   std::vector<uint8_t> staged_;
   std::vector<uint64_t> physical_;
+  std::vector<LeafCopy> copies_;
 };
 
 struct LaneScan {

@@ -2,8 +2,8 @@
 
 import torch
 
-from contracts.steps import env_steps, numbers, state_of
 from engram.data import LazyMemmapStorage, ReplayBuffer, SamplerWithoutReplacement, TensorDictReplayBuffer
+from engram.testing import env_steps, numbers, state_of
 
 
 def test_a_twin_is_equal_after_every_batch(tmp_path):

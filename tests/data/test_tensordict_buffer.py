@@ -4,9 +4,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.steps import numbers, steps
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 from engram.data import TensorDictRoundRobinWriter as Writer
+from engram.testing import numbers, steps
 
 
 @pytest.fixture(params=[ListStorage, LazyTensorStorage, LazyMemmapStorage], ids=lambda c: c.__name__)

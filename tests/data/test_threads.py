@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from contracts.steps import numbers, of_numbers
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
+from engram.testing import numbers, of_numbers
 
 SECONDS = float(os.environ.get("ENGRAM_TEST_SECONDS", "1.5"))
 BATCH = 37

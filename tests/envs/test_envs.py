@@ -9,9 +9,9 @@ import torch
 from gymnasium import spaces
 from torch.nn.functional import one_hot
 
-from contracts.env import EnvContract
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.envs import EnvBase, GymEnv, SerialEnv, check_env_specs, step_mdp
+from engram.testing import EnvContract
 
 
 class TestGymEnv(EnvContract):

@@ -118,17 +118,6 @@ def slots(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def chi_square_limit(freedom: int, sigmas: float = 4.9) -> float:
-    """The value that a chi-square of this freedom exceeds once in about a million (Wilson and Hilferty)."""
-    part = 2 / (9 * freedom)
-    return freedom * (1 - part + sigmas * part**0.5) ** 3
-
-
-def chi_square(counts: Tensor) -> float:
-    expected = counts.sum().item() / counts.numel()
-    return float(((counts.double() - expected) ** 2).sum() / expected)
-
-
 def powers(start: int, stop: int) -> list[int]:
     """2**start - 1, 2**start, 2**start + 1, ...: where widths and classes change."""
     return list(itertools.chain.from_iterable((2**i - 1, 2**i, 2**i + 1) for i in range(start, stop)))

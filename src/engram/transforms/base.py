@@ -2,29 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import Tensor
+
+from engram.transforms.entries import Key, Keys, as_keys, get, put, shallow
+from engram.transforms.writing import Writing
 
 
 class Transform:
     """Changes batches: `forward` when they are read, `inv` when they are written.
 
-    A plain callable will do too: a buffer calls it on reading.
+    A plain callable will do too: a buffer calls it on reading. Children that work entry by entry implement
+    `_apply_transform(value)` and `_inv_apply_transform(value)`; others override `forward` and `inv`.
+
+    Args:
+        in_keys: entries that `forward` reads; nested keys are tuples.
+        out_keys: where it puts the results; where these differ from `in_keys` the source stays. `in_keys`.
+        in_keys_inv: entries as they are stored, which `inv` makes.
+        out_keys_inv: the same entries as the caller knows them, which `inv` reads. `in_keys_inv`.
+
+    Batches are TensorDicts, nested dicts or tensorclasses. `forward` sets entries of the batch that it gets (a buffer
+    gives it a fresh copy) and changes nothing that the transform knows, so that threads may prepare batches; `inv`
+    returns a batch of its own with the other leaves of the caller's. A transform that carries something from one
+    written batch to the next does so in `write` and `stream`.
+
+    Example:
+        >>> class Double(Transform):
+        ...     def _apply_transform(self, value):
+        ...         return value * 2
+        >>> double = Double(in_keys=["x", ("next", "x")])
+        >>> batch = {"x": torch.ones(3), "next": {"x": torch.zeros(3)}}
+        >>> double(batch)["x"]
+        tensor([2., 2., 2.])
     """
 
+    in_keys: Sequence[Key] = ()
+    out_keys: Sequence[Key] = ()
+    in_keys_inv: Sequence[Key] = ()
+    out_keys_inv: Sequence[Key] = ()
+
+    #: Whether what `write` (`stream`) does depends on the batches before: whole writes then follow each other, and
+    #: one that is refused is undone by `load_state_dict`.
+    write_in_order = False
+    stream_in_order = False
+
+    def __init__(
+        self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
+    ) -> None:
+        self.in_keys, self.out_keys = _pair(in_keys, out_keys, "")
+        self.in_keys_inv, self.out_keys_inv = _pair(in_keys_inv, out_keys_inv, "_inv")
+
+    # ---- reading ----
     def forward(self, batch: Any) -> Any:
-        """The batch as the caller shall see it."""
+        """The batch as the caller shall see it.
+
+        Raises:
+            KeyError: an entry is missing; the message names it.
+            TypeError: the batch has no keys.
+        """
+        if type(batch) is list:
+            return [self.forward(item) for item in batch]
+        for source, target in self._pairs(batch):
+            put(batch, target, self._apply_transform(get(batch, source, type(self).__name__)))
         return batch
 
-    def inv(self, batch: Any) -> Any:
-        """The batch as it shall be stored; gets the caller's own object."""
-        return batch
+    def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
+        """Which entries `forward` reads and where it puts them."""
+        return list(zip(self.in_keys, self.out_keys, strict=True))
+
+    def _apply_transform(self, value: Tensor) -> Tensor:
+        return value
 
     def __call__(self, batch: Any) -> Any:
+        """`forward`; transforms that learn from data also learn from this batch."""
         return self.forward(batch)
 
+    # ---- writing ----
+    def inv(self, batch: Any) -> Any:
+        """The batch as it shall be stored; gets the caller's own object. Errors as those of `forward`."""
+        if not self.in_keys_inv:
+            return batch
+        if type(batch) is list:
+            return [self.inv(item) for item in batch]
+        batch = shallow(batch)
+        values = [self._inv_apply_transform(get(batch, key, type(self).__name__)) for key in self.out_keys_inv]
+        for target, value in zip(self.in_keys_inv, values, strict=True):
+            put(batch, target, value)
+        return batch
+
+    def _inv_apply_transform(self, value: Tensor) -> Tensor:
+        return value
+
+    def write(self, writing: Writing) -> Writing:
+        """What a buffer calls on writing: `inv`, for batches that follow each other."""
+        return writing.changed(self.inv)
+
+    def stream(self, writing: Writing) -> Writing:
+        """What a buffer calls on writing where the transform was appended with `invert=True`: `forward`."""
+        return writing.changed(self.forward)
+
+    # ---- state ----
+    def empty(self) -> None:
+        """Forgets what is carried to the next written batch; called when the buffer is emptied."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved; values are never changed in place later. Empty for transforms without state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state."""
+
+    @property
+    def kind(self) -> str:
+        """The name that its state is saved under."""
+        return type(self).__name__
+
+    def _settings(self) -> dict[str, Any]:
+        """What `repr` shows besides keys."""
+        return {}
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        said = {**self._settings()}
+        if self.in_keys:
+            said["in_keys"] = list(self.in_keys)
+            if self.out_keys != self.in_keys:
+                said["out_keys"] = list(self.out_keys)
+        if self.in_keys_inv:
+            said["in_keys_inv"] = list(self.in_keys_inv)
+            if self.out_keys_inv != self.in_keys_inv:
+                said["out_keys_inv"] = list(self.out_keys_inv)
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in said.items())})"
+
+
+def _pair(sources: Keys, targets: Keys, suffix: str) -> tuple[list[Key], list[Key]]:
+    ins = as_keys(sources)
+    outs = list(ins) if targets is None else as_keys(targets)
+    if len(ins) != len(outs):
+        raise ValueError(f"in_keys{suffix} has {len(ins)} keys, out_keys{suffix} {len(outs)}: {ins} and {outs}")
+    if len(set(outs)) < len(outs) or (suffix and len(set(ins)) < len(ins)):
+        raise ValueError(f"a key is named twice as a target: {ins if suffix else outs}")
+    return ins, outs
 
 
 class CallableTransform(Transform):
@@ -49,12 +168,33 @@ class InvertedTransform(Transform):
 
     def __init__(self, transform: Transform) -> None:
         self.transform = transform
+        self.write_in_order = transform.stream_in_order
+        self.stream_in_order = transform.write_in_order
 
     def forward(self, batch: Any) -> Any:
         return self.transform.inv(batch)
 
     def inv(self, batch: Any) -> Any:
-        return self.transform.forward(batch)
+        return self.transform.forward(shallow(batch))
+
+    def write(self, writing: Writing) -> Writing:
+        return self.transform.stream(writing.changed(shallow))
+
+    def stream(self, writing: Writing) -> Writing:
+        return self.transform.write(writing)
+
+    def empty(self) -> None:
+        self.transform.empty()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.transform.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.transform.load_state_dict(state)
+
+    @property
+    def kind(self) -> str:
+        return f"inverted {self.transform.kind}"
 
     def __repr__(self) -> str:
         return f"inverted {self.transform}"

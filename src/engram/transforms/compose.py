@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from engram.transforms.base import Transform, as_transform
+from engram.transforms.writing import Writing
 
 
 class Compose(Transform):
@@ -25,10 +27,33 @@ class Compose(Transform):
             batch = transform.forward(batch)
         return batch
 
+    def __call__(self, batch: Any) -> Any:
+        for transform in self.transforms:
+            batch = transform(batch)
+        return batch
+
     def inv(self, batch: Any) -> Any:
         for transform in reversed(self.transforms):
             batch = transform.inv(batch)
         return batch
+
+    def write(self, writing: Writing) -> Writing:
+        for transform in reversed(self.transforms):
+            writing = transform.write(writing)
+        return writing
+
+    def stream(self, writing: Writing) -> Writing:
+        for transform in self.transforms:
+            writing = transform.stream(writing)
+        return writing
+
+    @property
+    def write_in_order(self) -> bool:  # type: ignore[override]
+        return any(t.write_in_order for t in self.transforms)
+
+    @property
+    def stream_in_order(self) -> bool:  # type: ignore[override]
+        return any(t.stream_in_order for t in self.transforms)
 
     def append(self, transform: Any, *, invert: bool = False) -> None:
         """Adds a transform at the end."""
@@ -45,6 +70,53 @@ class Compose(Transform):
             raise IndexError(f"there are {n} transforms; index must be -{n} to {n}, got {index}")
         self.transforms.insert(index, as_transform(transform, invert))
 
+    # ---- state ----
+    def empty(self) -> None:
+        for transform in self.transforms:
+            transform.empty()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of those that have something to keep; found again by kind, and place among those of the kind."""
+        kept = [{"kind": kind, "nth": nth, "state": t.state_dict()} for (kind, nth), t in self._named().items()]
+        kept = [entry for entry in kept if entry["state"]]
+        return {"transforms": kept} if kept else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state; transforms that had none go back to theirs at the start.
+
+        Raises:
+            ValueError: a state belongs to a transform that is not here; every difference is listed.
+        """
+        said = self.differences(state)
+        if said:
+            raise ValueError("the state does not fit: " + "; ".join(said))
+        saved = {(entry["kind"], entry["nth"]): entry["state"] for entry in state.get("transforms", [])}
+        for name, transform in self._named().items():
+            if name in saved:
+                transform.load_state_dict(saved[name])
+            elif transform.state_dict():
+                transform.load_state_dict({})
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        """Why a saved state cannot be loaded here; transforms that had nothing to keep do not count."""
+        said, here = [], self._named()
+        for entry in state.get("transforms", []):
+            transform = here.get((entry["kind"], entry["nth"]))
+            if transform is None:
+                kinds = [t.kind for t in self.transforms]
+                said.append(f"the state of a {entry['kind']} was saved, and the transforms here are {kinds or 'none'}")
+            elif hasattr(transform, "differences"):
+                said += transform.differences(entry["state"])
+        return said
+
+    def _named(self) -> dict[tuple[str, int], Transform]:
+        named: dict[tuple[str, int], Transform] = {}
+        for transform in self.transforms:
+            nth = sum(kind == transform.kind for kind, _ in named)
+            named[transform.kind, nth] = transform
+        return named
+
+    # ---- a list of transforms ----
     def __len__(self) -> int:
         return len(self.transforms)
 
@@ -55,4 +127,7 @@ class Compose(Transform):
         return iter(self.transforms)
 
     def __repr__(self) -> str:
-        return f"Compose({', '.join(map(repr, self.transforms))})"
+        if not self.transforms:
+            return "Compose()"
+        inner = ",\n".join(textwrap.indent(repr(t), "    ") for t in self.transforms)
+        return f"Compose(\n{inner})"

@@ -14,7 +14,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.steps import numbers, state_of, steps
 from engram import verify
 from engram.data import (
     LazyMemmapStorage,
@@ -26,6 +25,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers.checkpointers import tensor as tensor_module
 from engram.errors import CheckpointError
+from engram.testing.numbered import numbers, state_of, steps
 
 KINDS = ["list", "memory", "mapped", "tensors", "environments"]
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from contracts.checkpointer import ItemList, RowRings
-from contracts.steps import state_of, steps
 from engram import verify
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
@@ -17,6 +16,7 @@ from engram.data.replay_buffers.checkpointers import tensor as tensor_module
 from engram.data.replay_buffers.checkpointers.list import ITEMS_PER_CHUNK, ListStorageCheckpointer
 from engram.data.replay_buffers.checkpointers.tensor import TensorStorageCheckpointer
 from engram.errors import CorruptCheckpointError
+from engram.testing.numbered import state_of, steps
 
 
 @pytest.fixture(autouse=True)

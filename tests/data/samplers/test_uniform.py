@@ -7,8 +7,6 @@ from itertools import permutations
 import pytest
 import torch
 
-from contracts.sampler import SamplerContract
-from contracts.steps import env_steps, numbers, steps
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -18,6 +16,7 @@ from engram.data import (
     ReplayBuffer,
     SamplerWithoutReplacement,
 )
+from engram.testing import SamplerContract, chi_square, env_steps, numbers, steps
 
 
 class TestRandomSampler(SamplerContract):
@@ -41,21 +40,10 @@ class TestSamplerWithoutReplacementInOrder(SamplerContract):
 
 
 # ---- statistics ----
-def chi_square_limit(cells, p=1e-6):
-    """The value that a chi-square statistic of `cells` equally likely cells exceeds with probability p (Wilson and
-    Hilferty's approximation)."""
-    k = cells - 1
-    z = 2**0.5 * torch.erfinv(torch.tensor(1 - 2 * p, dtype=torch.float64)).item()
-    return k * (1 - 2 / (9 * k) + z * math.sqrt(2 / (9 * k))) ** 3
-
-
 def assert_uniform(drawn, cells):
     counts = Counter(drawn)
     assert set(counts) <= set(cells)
-    expected = len(drawn) / len(cells)
-    statistic = sum((counts[c] - expected) ** 2 / expected for c in cells)
-    assert statistic < chi_square_limit(len(cells)), (statistic, chi_square_limit(len(cells)))
-    return statistic
+    assert chi_square([counts[c] for c in cells]) > 1e-6
 
 
 def filled(path, lanes=1, ndim=1, writes=(30,), capacity=40, lists=False):

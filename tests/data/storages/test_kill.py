@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from contracts.children import alone_after_fork
-from contracts.steps import numbers, of_numbers, state_of, steps
 from engram.data import LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
+from engram.testing import numbers, of_numbers, state_of, steps
 
 KILLS = int(os.environ.get("ENGRAM_TEST_KILLS", "200"))
 CAPACITY = 400

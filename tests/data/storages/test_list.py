@@ -5,9 +5,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.steps import numbers, steps
-from contracts.storage import StorageContract
 from engram.data import ListStorage, ReplayBuffer
+from engram.testing import StorageContract, numbers, steps
 
 
 class TestListStorage(StorageContract):
@@ -55,6 +54,15 @@ def test_items_of_an_emptied_storage_are_saved_in_their_order(tmp_path):
         twin = ReplayBuffer(storage=ListStorage(storage.max_size))
         twin.loads(tmp_path / "saved")
         assert twin[:] == [1, 2, 3, 4] and storage.items() == [1, 2, 3, 4]
+
+
+def test_what_is_added_after_a_load_goes_on_where_the_saved_items_ended():
+    rb, twin = ReplayBuffer(storage=ListStorage(10)), ReplayBuffer(storage=ListStorage(10))
+    rb.extend([1, 2, 3])
+    twin.load_state_dict(rb.state_dict())
+    for b in (rb, twin):
+        b.extend([4])
+    assert twin.storage.lanes.states()[0]["seams"] == rb.storage.lanes.states()[0]["seams"]
 
 
 def test_a_dict_a_tuple_and_arrays_are_split_into_items():

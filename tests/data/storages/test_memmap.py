@@ -6,10 +6,9 @@ import os
 import pytest
 import torch
 
-from contracts.steps import env_steps, numbers, state_of, steps
-from contracts.table import TableContract
 from engram.data import LazyMemmapStorage, ReplayBuffer, SamplerWithoutReplacement
 from engram.errors import StorageError, StorageInUseError
+from engram.testing import TableContract, env_steps, numbers, state_of, steps
 
 
 class TestTemporaryFile(TableContract):

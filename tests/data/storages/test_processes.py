@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
-from contracts.steps import env_steps, numbers, steps
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -18,6 +17,7 @@ from engram.data import (
     TensorDictReplayBuffer,
 )
 from engram.errors import NoFreeLaneError, StorageError, StorageInUseError
+from engram.testing import env_steps, numbers, steps
 
 KINDS = {
     "shared memory": lambda path, lanes: LazyTensorStorage(lanes * 100, shared=True, lanes=lanes),

@@ -8,10 +8,10 @@ import textwrap
 import pytest
 import torch
 
-from contracts.steps import steps
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.data.replay_buffers import files, utils
 from engram.errors import StorageError
+from engram.testing import steps
 
 
 @pytest.fixture

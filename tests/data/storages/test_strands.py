@@ -2,9 +2,8 @@
 
 import torch
 
-from contracts.steps import numbers, of_numbers
-from contracts.strands import StrandsContract
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
+from engram.testing import StrandsContract, numbers, of_numbers
 
 
 class TestLazyTensorStorage(StrandsContract):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.steps import numbers, steps
-from contracts.table import TableContract
 from engram.data import LazyTensorStorage, ReplayBuffer, TensorStorage
+from engram.testing import TableContract, numbers, steps
 
 
 class TestLazyTensorStorage(TableContract):

@@ -4,8 +4,6 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 
-from contracts.steps import env_steps, numbers, steps
-from contracts.writer import WriterContract
 from engram.data import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -17,14 +15,15 @@ from engram.data import (
     TensorDictRoundRobinWriter,
     TensorStorage,
 )
+from engram.testing import RoundRobinWriterContract, env_steps, numbers, steps
 
 
-class TestRoundRobinWriter(WriterContract):
+class TestRoundRobinWriter(RoundRobinWriterContract):
     def make(self):
         return RoundRobinWriter()
 
 
-class TestTensorDictRoundRobinWriter(WriterContract):
+class TestTensorDictRoundRobinWriter(RoundRobinWriterContract):
     def make(self):
         return TensorDictRoundRobinWriter()
 

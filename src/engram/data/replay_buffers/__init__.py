@@ -1,6 +1,8 @@
 """Replay buffers and their parts."""
 
-from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.buffer import (
+    ReplayBuffer,
+)
 from engram.data.replay_buffers.checkpointers import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
@@ -9,7 +11,20 @@ from engram.data.replay_buffers.checkpointers import (
     StorageCheckpointerBase,
     TensorStorageCheckpointer,
 )
-from engram.data.replay_buffers.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
+from engram.data.replay_buffers.prioritized import (
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+)
+from engram.data.replay_buffers.samplers import (
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    Sampler,
+    SamplerWithoutReplacement,
+    SequenceSampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
 from engram.data.replay_buffers.storages import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -17,11 +32,21 @@ from engram.data.replay_buffers.storages import (
     Storage,
     TensorStorage,
 )
-from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
-from engram.data.replay_buffers.utils import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
+from engram.data.replay_buffers.tensordict import (
+    TensorDictReplayBuffer,
+)
+from engram.data.replay_buffers.utils import (
+    Flat2TED,
+    H5Combine,
+    H5Split,
+    Nested2TED,
+    TED2Flat,
+    TED2Nested,
+)
 from engram.data.replay_buffers.writers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,
+    TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
     Writer,
 )
@@ -39,15 +64,23 @@ __all__ = [
     "ListStorageCheckpointer",
     "Nested2TED",
     "NestedStorageCheckpointer",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomSampler",
     "ReplayBuffer",
     "RoundRobinWriter",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SequenceSampler",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "Storage",
     "StorageCheckpointerBase",
     "TED2Flat",
     "TED2Nested",
+    "TensorDictMaxValueWriter",
+    "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",

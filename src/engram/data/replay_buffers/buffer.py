@@ -16,6 +16,7 @@ from engram.data.replay_buffers.saving import SavedBuffer
 from engram.data.replay_buffers.stacking import chosen, stack_rows, swap_dims
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
+from engram.transforms.writing import Writing
 
 
 class ReplayBuffer(SavedBuffer):
@@ -48,44 +49,94 @@ class ReplayBuffer(SavedBuffer):
 
     # ---- writing ----
     def add(self, item: Any) -> Any:
-        """Stores one step; returns its index.
+        """Stores one step; returns its index. With a transform that holds steps back: indices of what was written.
 
         Raises:
             ValueError, TypeError: the step does not fit the storage; the message names the leaf. Nothing is changed.
         """
         if self._transform.transforms:
-            item = self._transform.inv(item)
+            return self._write_through(item, True)
         storage = self._storage
+        self._check_extras(item, True)
         with storage.mutex:
             slots: Any = self._writer.write(storage, item, True, -1)
-        self._wrote(slots, item)
-        if storage.ndim > 1:
-            return torch.stack(tuple(storage.outward(slots)), -1)
-        return slots if type(slots) is int else int(slots[0])
+            self._wrote(slots, item, True)
+        return self._index_of(slots, True)
 
     def extend(self, items: Any) -> Tensor:
         """Stores a batch of steps; returns their indices: int64 [n], with ndim=2 [n, 2].
 
-        A list is a list of items; a tuple is one pytree. Of more steps than fit, the last ones stay.
+        A list is a list of items; a tuple is one pytree. Of more steps than fit, the last ones stay. A transform that
+        holds steps back may write others than those that came, or none.
 
         Raises:
             ValueError, TypeError: the batch does not fit the storage; the message names the leaf. Nothing is changed.
         """
         if self._transform.transforms:
-            items = self._transform.inv(items)
+            written: Tensor = self._write_through(items, False)
+            return written
         storage = self._storage
         if type(items) is list and not isinstance(storage, ListStorage):
             items = stack_rows(items, self._time_dim)
+        self._check_extras(items, False)
         with storage.mutex:
             slots: Any = self._writer.write(storage, items, False, self._time_dim)
-        self._wrote(slots, items)
-        if storage.ndim > 1:
-            return torch.stack(tuple(storage.outward(slots)), -1)
-        made: Tensor = slots
+            self._wrote(slots, items, False)
+        made: Tensor = self._index_of(slots, False)
         return made
 
-    def _wrote(self, slots: Tensor | int, items: Any) -> None:
-        """After each write; for buffers that take more from the data than rows."""
+    def _write_through(self, items: Any, single: bool) -> Any:
+        """Writes what the transforms make of the data; where that is refused, they are as they were before."""
+        transform, storage = self._transform, self._storage
+        if not transform.write_in_order:
+            writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
+            with storage.mutex:
+                slots = self._written(writing)
+        else:
+            with storage.mutex:
+                if type(items) is list:
+                    items = stack_rows(items, self._time_dim)
+                before = transform.state_dict()
+                try:
+                    writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
+                    slots = self._written(writing)
+                except BaseException:
+                    transform.load_state_dict(before)
+                    raise
+        return self._index_of(slots, writing.single and not writing.resized)
+
+    def _written(self, writing: Writing) -> Any:
+        """Writes what is to be written, if anything; returns slots. The caller holds the mutex."""
+        storage, items, time_dim = self._storage, writing.items, -1 if writing.single else writing.time_dim
+        if writing.held is not None:
+            # What waits in a transform must fit, too: an error later would belong to somebody else's data.
+            self._writer.allow("extend")
+            storage.check(writing.held, writing.single, time_dim, self._writer.index_key)
+        if items is None:
+            return torch.empty(0, dtype=torch.int64)
+        if type(items) is list and not isinstance(storage, ListStorage):
+            items = stack_rows(items, time_dim)
+        self._check_extras(items, writing.single)
+        slots = self._writer.write(storage, items, writing.single, time_dim)
+        self._wrote(slots, items, writing.single)
+        return slots
+
+    def _index_of(self, slots: Any, single: bool) -> Any:
+        """Slots as `add` (`single`) and `extend` return them."""
+        if self._storage.ndim > 1:
+            # Before the first write a storage does not know its environments; there is nothing to point at, either.
+            if not len(slots):
+                return slots.new_empty(0, self._storage.ndim)
+            return torch.stack(tuple(self._storage.outward(slots)), -1)
+        if not single:
+            return slots
+        return slots if type(slots) is int else int(slots[0])
+
+    def _check_extras(self, items: Any, single: bool) -> None:
+        """Before each write; for buffers that take more from the data than rows. Raises where it is not valid."""
+
+    def _wrote(self, slots: Tensor | int, items: Any, single: bool) -> None:
+        """After each write, before another thread writes; takes what `_check_extras` has checked. Slot -1: refused."""
 
     @property
     def _time_dim(self) -> int:
@@ -183,7 +234,7 @@ class ReplayBuffer(SavedBuffer):
             StorageInUseError: another process has the storage open.
         """
         self._writer.allow("rb[...] = ...")
-        items = self._transform.inv(items) if self._transform.transforms else items
+        items = self._replacing(items)
         if self._storage.ndim > 1:
             if isinstance(index, tuple) and len(index) > 1:
                 raise IndexError(
@@ -195,6 +246,12 @@ class ReplayBuffer(SavedBuffer):
             items = stack_rows(items, 0)
         with self._undisturbed():
             self._storage.set(index, items, self._writer.index_key)
+
+    def _replacing(self, items: Any) -> Any:
+        """Data that replace stored steps, as they are stored: no next piece of what was written before."""
+        if not self._transform.transforms:
+            return items
+        return self._transform.write(Writing(items, self._storage.ndim, self._time_dim, in_place=True)).items
 
     # ---- what prioritised samplers take; others ignore it ----
     def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:
@@ -223,6 +280,7 @@ class ReplayBuffer(SavedBuffer):
         wanted = torch.as_tensor(generation).reshape(-1)
         if len(slots) != len(wanted):
             raise ValueError(f"{len(slots)} steps are indexed, {len(wanted)} generations given; nothing was written")
+        values = self._replacing(values)
         if type(values) is list and not isinstance(storage, ListStorage):
             values = stack_rows(values, 0)
         with self._undisturbed(), storage.lanes.alone("update_if_present"):
@@ -238,8 +296,9 @@ class ReplayBuffer(SavedBuffer):
             StorageInUseError: another process has the storage open.
         """
         self._writer.allow("empty")
-        with self._undisturbed():
+        with self._undisturbed(), self._storage.mutex:
             self._storage.empty(empty_write_count)
+            self._transform.empty()
             for part in (self._sampler, self._writer):
                 if hasattr(part, "empty"):
                     part.empty()

@@ -53,8 +53,9 @@ class ColumnTable:
                 )
         return [t.to(self._device) for t in leaves]
 
-    def append(self, leaves: list[Tensor]) -> Tensor:
-        """Writes behind the newest step; returns time slots, int64 [steps]."""
+    def append(self, leaves: list[Tensor], most: int | None = None) -> Tensor:
+        """Writes (`most`: only the first of) the steps behind the newest one; returns time slots, int64 [steps]."""
+        leaves = [leaf[:most] for leaf in leaves]
         capacity = self._lanes.store.lane_capacity
         slots = self._lanes.advance(len(leaves[0]))
         where = slots[-capacity:].to(self._device)
@@ -62,14 +63,14 @@ class ColumnTable:
             column[where] = leaf[-capacity:]
         return slots
 
-    def overwrite(self, slots: Tensor, leaves: list[Tensor]) -> None:
-        """Writes `leaves` ([n, ...]) over rows that exist."""
+    def overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor | None = None) -> None:
+        """Writes `leaves` ([n, ...]; `rows`: these of them) over rows that exist."""
         absent = (self._lanes.generations(slots) < 0).nonzero().flatten()
         if len(absent):
             raise IndexError(f"slot {int(slots[absent[0]])} has not been written")
         where = slots.to(self._device)
         for flat, leaf in zip(self._flat(), leaves, strict=True):
-            flat[where] = leaf
+            flat[where] = leaf if rows is None else leaf[rows.to(self._device)]
         self._lanes.store.note_edits(slots)
 
     def read(
@@ -93,6 +94,11 @@ class ColumnTable:
         for key, value in (extra or {}).items():
             trees.put_entry(batch, key, value)
         return batch, None, absent or None, generation if numbers else None
+
+    def column(self, path: trees.Path, slots: Tensor) -> Tensor:
+        """One leaf of the steps at time slots: [n, *strands, ...]."""
+        at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
+        return self._columns[at][slots.to(self._device)]
 
     def view(self, start: int, stop: int) -> Any:
         """Live views of time slots [start, stop)."""

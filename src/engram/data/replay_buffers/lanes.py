@@ -50,6 +50,7 @@ class Lanes:
         self._on_alone = on_alone
         self._held: int | None = None
         self.asleep = False  # a forked child that has not used the store yet
+        self.numbers: _native.RowNumbers | None = None  # of rows that were replaced out of turn
         self._alone = 0
         self.capacity: int = store.lanes * store.lane_capacity * store.strands
         self.strands: int = store.strands
@@ -97,7 +98,7 @@ class Lanes:
         head = self.store.log_head
         slots = torch.tensor(self.store.log(max(0, head - _native.LOG_ENTRIES)), dtype=torch.int64)
         lane_slots = self.store.lane_capacity * self.strands
-        numbers = self.generations(slots).tolist()
+        numbers = slots_tensor(self.store.generations(slots)).tolist()
         return [(slot // lane_slots, w) if w >= 0 else None for slot, w in zip(slots.tolist(), numbers, strict=True)]
 
     # ---- writing ----
@@ -194,23 +195,64 @@ class Lanes:
             self.wake()
         slots = self.store.uniform(seed, n)
         if slots is None:
-            slots = self._look_again(seed, n)
+            slots = self.look_again(lambda: self.store.uniform(seed, n))
         return slots if slots is None or type(slots) is Tensor else slots_tensor(slots)
 
-    def _look_again(self, seed: Tensor, n: int) -> Any:
-        """A tiny lane can show no row for the moment in which its writer replaces them all."""
+    def look_again(self, draw: Callable[[], Any]) -> Any:
+        """What `draw` gives, which was None; still None if nothing is stored.
+
+        A tiny lane can show no row for the moment in which its writer replaces them all.
+        """
         for _ in range(_LOOKS):
             if not any(lane["published"] > lane["base"] for lane in self.states()):
                 return None
             time.sleep(0)
-            slots = self.store.uniform(seed, n)
-            if slots is not None:
-                return slots
+            drawn = draw()
+            if drawn is not None:
+                return drawn
         return None
 
     def generations(self, slots: Tensor) -> Tensor:
         """The write number that each slot holds; -1 where it holds none."""
+        if self.numbers is not None:
+            return slots_tensor(self.numbers.generations(self.store, slots))
         return slots_tensor(self.store.generations(slots))
+
+    # ---- rows that were replaced out of turn, by a max-value writer ----
+    def note_replaced(self, slots: Tensor) -> None:
+        """Gives the rows in these slots (int64 [n], in the order of writing; -1: none) numbers of their own.
+
+        Called after they were written: whoever looks a number up and then reads gets no newer number than row.
+        """
+        if self.numbers is None:
+            self.numbers = _native.RowNumbers(self.store)
+        self.numbers.replaced(self.store, slots)
+
+    def counted(self, slots: Tensor, generation: Tensor) -> Tensor:
+        """Generations (int64 [n]) by the counters alone, as native code compares them; -1: another row by now."""
+        if self.numbers is None:
+            return generation
+        there = self.generations(slots) == generation
+        return torch.where(there, slots_tensor(self.store.generations(slots)), -1)
+
+    def numbers_state(self) -> dict[str, Any] | None:
+        """The numbers of replaced rows; None where there are none."""
+        if self.numbers is None:
+            return None
+        slots = torch.arange(min(len(self), self.capacity))
+        found = slots_tensor(self.numbers.generations(self.store, slots))
+        return {
+            "capacity": self.capacity,
+            "next": self.numbers.next,
+            "numbers": torch.where(found >= _native.FIRST_REPLACED, found, 0),
+        }
+
+    def restore_numbers(self, state: dict[str, Any] | None) -> None:
+        """Takes over what `numbers_state` gave; in a store of another capacity rows are in other slots, without it."""
+        self.numbers = None
+        if state is not None and state["capacity"] == self.capacity:
+            self.numbers = _native.RowNumbers(self.store)
+            self.numbers.restore(self.store, state["numbers"], state["next"])
 
     def wake(self) -> None:
         """At the first use in a forked child."""

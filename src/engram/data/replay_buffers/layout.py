@@ -25,7 +25,7 @@ def _lazy_mask() -> int:
     return sum({torch._C._dispatch_keys(v).raw_repr() & ~usual for v in views})
 
 
-def _is_lazy(t: Tensor) -> bool:
+def is_lazy(t: Tensor) -> bool:
     """`is_neg() or is_conj()`, without releasing the GIL: beside a busy thread that costs milliseconds."""
     return torch._C._dispatch_keys(t).raw_repr() & _LAZY_MASK != 0
 
@@ -34,11 +34,11 @@ try:
     _LAZY_MASK = _lazy_mask()
 except AttributeError:  # another torch
 
-    def _is_lazy(t: Tensor) -> bool:
+    def is_lazy(t: Tensor) -> bool:
         return t.is_neg() or t.is_conj()
 
 
-_native.use_torch(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), _is_lazy)
+_native.use_torch(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), is_lazy)
 
 _CPU = torch.device("cpu")
 

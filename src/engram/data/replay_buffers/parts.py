@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -85,6 +86,7 @@ class BufferParts:
 
     def _wire(self) -> None:
         """Makes the parts know each other; again after each change of one."""
+        self._check_parts()
         self._storage.attach(self)
         self._writer.register_storage(self._storage)
         if hasattr(self._sampler, "use_generator"):
@@ -97,6 +99,10 @@ class BufferParts:
             self._storage, self._sampler, self._transform, collate, attach, self._pin_memory, self._track_generations
         )
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generator) if self._prefetch else None
+
+    def _check_parts(self) -> None:
+        if hasattr(self._sampler, "check_storage"):
+            self._sampler.check_storage(self._storage)
 
     @property
     def _attaches(self) -> bool:
@@ -157,9 +163,19 @@ class BufferParts:
         with self._undisturbed():
             old = getattr(self, name)
             setattr(self, name, part)
+            try:
+                self._check_parts()
+            except BaseException:
+                setattr(self, name, old)
+                raise
             if self._prefetcher is not None:
                 self._prefetcher.close()
-            self._wire()
+            try:
+                self._wire()
+            except BaseException:  # the parts do not fit each other
+                setattr(self, name, old)
+                self._wire()
+                raise
         return old
 
     def append_transform(self: B, transform: Any, *, invert: bool = False) -> B:
@@ -194,14 +210,19 @@ class BufferParts:
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state["_generator"]
         self.__dict__.update(state)
+        # Steps that wait for their future are written by the process that they were given to.
+        self._transform.empty()
         if saved is not None:
             self._generator = torch.Generator()
             self._generator.set_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8))
         self._wire()
 
     def after_fork(self) -> None:
-        """In a child: a lock that no thread of the parent holds."""
+        """In a child: a lock that no thread of the parent holds; and no steps that the parent will write, too."""
         self._reader.lock = threading.RLock()
+        lanes = self._storage.lanes
+        if lanes is not None and lanes.locks is not None:
+            self._transform.empty()
 
     def __repr__(self) -> str:
         collate = self._reader.collate_fn
@@ -213,7 +234,7 @@ class BufferParts:
             "transform": self._transform,
             "collate_fn": getattr(collate, "__name__", collate),
         }
-        inner = ",\n".join(f"    {k}={v}" for k, v in said.items())
+        inner = ",\n".join(textwrap.indent(f"{k}={v}", "    ") for k, v in said.items())
         return f"{type(self).__name__}(\n{inner})"
 
 

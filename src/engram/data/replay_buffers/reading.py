@@ -58,6 +58,7 @@ class Reader:
         # Our own samplers give a row's slot as its index where there is one dimension; others may give anything.
         self._index_is_slots = storage.ndim == 1 and type(sampler).__module__.startswith("engram.")
         self._finish = _own(sampler, "finish")
+        self._replaced = _own(sampler, "replaced")
         self.lock = threading.RLock()  # samplers have state: one draw at a time
 
     def draw(self, n: int) -> Ticket:
@@ -78,6 +79,8 @@ class Reader:
         """Reads what was drawn: the batch, and `info` with its index (and generations with `numbers`)."""
         extra = None if self._attach is None else self._attach(index, info)
         batch, gone, absent, generation = self.storage.read(slots, None, extra, numbers)
+        if self._replaced is not None:
+            gone = self._replaced(self.storage, slots, info) or gone
         if gone is not None or absent is not None:
             index, batch, generation = self._again(slots, info, (gone, absent), numbers)
             extra = None if self._attach is None else self._attach(index, info)
@@ -128,6 +131,8 @@ class Reader:
                     slots = redraw(self.storage, slots, info, part)
             batch, *bad_now, generation = self.storage.read(slots, None, None, numbers)
             bad = (bad_now[0], bad_now[1])
+            if self._replaced is not None:
+                bad = (self._replaced(self.storage, slots, info) or bad[0], bad[1])
             if bad == (None, None):
                 return self.storage.outward(slots), batch, generation
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")

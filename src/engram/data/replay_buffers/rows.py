@@ -42,17 +42,17 @@ class RowTable:
             )
         return plan
 
-    def append(self, plan: _native.Plan) -> Tensor | int:
-        """Writes a checked batch behind the newest row of this process's lane.
+    def append(self, plan: _native.Plan, most: int | None = None) -> Tensor | int:
+        """Writes a checked batch (`most`: only its first steps) behind the newest row of this process's lane.
 
         Returns time slots, int64 [steps]; of a single step without batch dimensions its slot.
         """
-        made: Any = self._store.append(self._lanes.hold(), plan)
+        made: Any = self._store.append(self._lanes.hold(), plan, most)
         return made if type(made) in (Tensor, int) else slots_tensor(made)
 
-    def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
-        """Writes a checked batch over rows that exist."""
-        self._store.overwrite(slots, plan)
+    def overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor | None = None) -> None:
+        """Writes a checked batch (`rows`: these of its rows, int64 [n]) over rows that exist."""
+        self._store.overwrite(slots, plan, rows)
 
     def read(
         self,
@@ -75,6 +75,10 @@ class RowTable:
         """
         if self._lanes.asleep:
             self._lanes.wake()
+        if numbers and self._lanes.numbers is not None:
+            # Before the rows: a row may be newer than its number, which is then one that is gone, but never older.
+            found = self._lanes.generations(slots)
+            return (*self.read(slots, shape, extra)[:3], found)
         if self._fast:
             return self._store.gather(self._codec, slots, shape, extra, self._mapped, numbers)
         return self._read_slowly(slots, (len(slots),) if shape is None else shape, extra, numbers)
@@ -91,6 +95,14 @@ class RowTable:
         for key, value in (extra or {}).items():
             trees.put_entry(batch, key, value)
         return batch, gone, absent, None if found is None else slots_tensor(found)
+
+    def column(self, path: trees.Path, slots: Tensor) -> Tensor:
+        """One leaf of the steps at time slots: [n, *strands, ...]."""
+        # A view whose gaps are the rest of the rows.
+        whole = trees.flatten(self.layout.root, self.view(0, self._store.lanes * self._store.lane_capacity))
+        at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
+        leaf: Tensor = whole[at][slots]
+        return leaf
 
     def view(self, start: int, stop: int) -> Any:
         """Live views of time slots [start, stop): `[time, ...]`, or `[time, strands, ...]` with several strands."""

@@ -10,6 +10,7 @@ from typing import Any
 from engram.data.replay_buffers.background import SaveHandle
 from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
 from engram.data.replay_buffers.parts import BufferParts
+from engram.transforms.compose import Compose
 
 PARTS = ("storage", "sampler", "writer", "generator")
 
@@ -61,7 +62,7 @@ class SavedBuffer(BufferParts):
     load = loads
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in memory: rows, counters, sampler, writer, generator."""
+        """The whole state in memory: rows, counters, sampler, writer, transforms, generator."""
         with self._undisturbed(), self._storage.mutex:
             return _state_of(self)
 
@@ -71,10 +72,18 @@ class SavedBuffer(BufferParts):
             _load_state(self, state)
 
     def part_states(self) -> dict[str, Any]:
-        """States of sampler, writer and generator."""
+        """States of sampler, writer, transforms and generator."""
+        if hasattr(self._sampler, "follow"):
+            self._sampler.follow(self._storage)
         sampler = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else {}
         generator = None if self._generator is None else self._generator.get_state()
-        return {"sampler": sampler, "writer": self._writer.state_dict(), "generator": generator}
+        writer, transform = self._writer.state_dict(), self._transform.state_dict()
+        return {"sampler": sampler, "writer": writer, "transform": transform, "generator": generator}
+
+    @property
+    def transform(self) -> Compose:
+        """What changes batches on their way in and out."""
+        return self._transform
 
 
 def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
@@ -103,6 +112,7 @@ def _components(buffer: SavedBuffer) -> dict[str, Any]:
     return {
         "sampler": {"kind": type(buffer.sampler).__name__, "state": states["sampler"]},
         "writer": {"kind": type(buffer.writer).__name__, "state": states["writer"]},
+        "transform": {"state": states["transform"]},
         "generator": {"state": states["generator"]},
     }
 
@@ -116,6 +126,8 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
         wanted: dict[str, Any] = {
             name: saved.components[name] for name in ("sampler", "writer", "generator") if name in parts
         }
+        if "writer" in parts:  # checkpoints of earlier versions have no such component
+            wanted["transform"] = saved.components.get("transform", {"state": None})
         said = _differences(buffer, wanted)
         storage = buffer.storage
         if "storage" in parts:
@@ -139,6 +151,7 @@ def _state_of(buffer: SavedBuffer) -> dict[str, Any]:
 def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     """Takes over what `state_of` gave."""
     wanted = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
+    wanted["transform"] = {"state": state.get("transform")}
     said = _differences(buffer, wanted)
     if said:
         raise ValueError("the state does not fit this buffer: " + "; ".join(said))
@@ -157,6 +170,8 @@ def _differences(buffer: SavedBuffer, wanted: dict[str, Any]) -> list[str]:
             said.append(f"the {name} is a {type(part).__name__} here, a {wanted[name]['kind']} there")
         elif name in wanted and hasattr(part, "differences"):
             said += part.differences(wanted[name]["state"])
+    if wanted.get("transform", {}).get("state"):
+        said += buffer.transform.differences(wanted["transform"]["state"])
     return said
 
 
@@ -164,8 +179,20 @@ def _adopt(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> No
     for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
         if name in wanted and hasattr(part, "load_state_dict"):
             part.load_state_dict(wanted[name]["state"])
+    if "transform" in wanted:
+        _adopt_transforms(buffer.transform, wanted["transform"]["state"])
     if "generator" in wanted and wanted["generator"]["state"] is not None and buffer.generator is not None:
         buffer.generator.set_state(wanted["generator"]["state"])
     lanes = buffer.storage.lanes
     if storage_too and lanes is not None and hasattr(buffer.sampler, "adopt"):
         buffer.sampler.adopt(lanes.store.incarnation, buffer.storage.shifts)
+    if hasattr(buffer.sampler, "follow"):
+        buffer.sampler.follow(buffer.storage)
+
+
+def _adopt_transforms(transform: Compose, state: dict[str, Any] | None) -> None:
+    """What transforms had learnt and held back there; where nothing was saved, nothing of before is carried on."""
+    if state is None:
+        transform.empty()
+    else:
+        transform.load_state_dict(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.writers.base import Writer
@@ -15,7 +16,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
     """A ReplayBuffer whose samples carry `"index"`, for data with keys.
 
     Args:
-        priority_key: where samplers with priorities look for them.
+        priority_key: where priorities are: in batches that `update_tensordict_priority` gets, and, with a sampler that
+            has priorities, in data that are written (steps without the key get the priority of new ones).
         Others: as ReplayBuffer; the default writer is `TensorDictRoundRobinWriter`.
 
     Example:
@@ -48,6 +50,40 @@ class TensorDictReplayBuffer(ReplayBuffer):
             entries["priority_weight"] = info["priority_weight"]
         return entries
 
+    # ---- priorities that come with the data ----
+    def _check_extras(self, items: Any, single: bool) -> None:
+        if hasattr(self._sampler, "checked_priorities"):
+            self._given_priorities(items, single)
+
+    def _wrote(self, slots: Tensor | int, items: Any, single: bool) -> None:
+        if not hasattr(self._sampler, "checked_priorities"):
+            return
+        priorities = self._given_priorities(items, single)
+        if priorities is None:
+            return
+        at = torch.as_tensor(slots).reshape(-1)
+        given = ~priorities.isnan() & (at >= 0)  # a writer gives -1 to steps that it refuses
+        self.sampler.update_priority(self._storage.outward(at[given]), priorities[given], storage=self._storage)
+
+    def _given_priorities(self, items: Any, single: bool) -> Tensor | None:
+        """One for each step, in the order of slots; NaN for items without one; None where no item has any."""
+        if isinstance(items, list):
+            each = [self._given_priorities(item, True) for item in items]
+            if all(p is None for p in each):
+                return None
+            return torch.cat([torch.tensor([torch.nan], dtype=torch.float64) if p is None else p for p in each])
+        given = _entry(items, self._priority_key)
+        if given is None:
+            return None
+        dims = self._storage.ndim - 1 if single else self._storage.ndim
+        value = torch.as_tensor(given)
+        if not single and self._time_dim < value.ndim:
+            value = value.movedim(self._time_dim, 0)
+        lead = value.shape[:dims]
+        n, sampler = lead.numel(), self.sampler
+        checked: Tensor = sampler.checked_priorities(value.reshape(n, *value.shape[dims:]), n)
+        return checked
+
     def update_tensordict_priority(self, batch: Any) -> None:
         """Sets the priorities of a batch's rows from `batch[priority_key]`.
 
@@ -59,3 +95,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 raise KeyError(f"the batch has no {key!r}; its keys are {sorted(map(str, batch.keys()))}")
         generation = batch.get("generation", None)
         self.update_priority(batch["index"], batch[self._priority_key], generation)
+
+
+def _entry(items: Any, key: Any) -> Any:
+    """What a TensorDict, dict or tensorclass has under a key; None where there is none."""
+    if isinstance(items, dict):
+        for part in key if isinstance(key, tuple) else (key,):
+            items = items.get(part) if isinstance(items, dict) else None
+        return items
+    get = getattr(items, "get", None)
+    return None if get is None else get(key, None)

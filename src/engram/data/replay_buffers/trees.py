@@ -229,6 +229,19 @@ def put_entry(batch: Any, key: str, value: Any) -> None:
         batch.set(key, value)
 
 
+def entry(batch: Any, path: Path) -> Any:
+    """What a TensorDict, dict or tensorclass holds at a path; None: nothing."""
+    for key in path:
+        kind = type(batch)
+        if kind is TensorDict:
+            batch = batch._tensordict.get(key)  # `get` takes ten times as long
+        elif kind is dict or isinstance(batch, TensorDictBase) or hasattr(kind, "_from_tensordict"):
+            batch = batch.get(key, None)
+        else:
+            return None
+    return batch
+
+
 def as_tensor(value: Any, path: Path) -> Tensor:
     """A plain strided CPU tensor with the value of a leaf; a TypeError names the leaf where there is none.
 

@@ -20,6 +20,19 @@ def slots_tensor(made: Any) -> Tensor:
     return torch.frombuffer(made, dtype=torch.int64) if len(made) else torch.empty(0, dtype=torch.int64)
 
 
+def flags_tensor(made: Any, *shape: int) -> Tensor:
+    """bool of a shape: what the native core returned, which is a bytearray where torch lacks the exchange API."""
+    flags = made if isinstance(made, Tensor) else torch.frombuffer(made or bytearray(1), dtype=torch.bool)[: len(made)]
+    return flags.reshape(shape) if shape else flags
+
+
+def values_tensor(made: Any, dtype: torch.dtype) -> Tensor:
+    """[n] of this dtype, as `slots_tensor`."""
+    if isinstance(made, Tensor):
+        return made
+    return torch.frombuffer(made, dtype=dtype) if len(made) else torch.empty(0, dtype=dtype)
+
+
 def human_bytes(n: float) -> str:
     """12.3 MB: a size as people write it."""
     for unit in ("B", "KB", "MB", "GB"):

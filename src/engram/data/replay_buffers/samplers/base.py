@@ -53,9 +53,22 @@ class Sampler(abc.ABC):
         """
         return redrawn(self, storage, slots, info, places)
 
+    def replaced(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
+        """Positions in a batch that was just read whose slots may hold other rows than those that were drawn.
+
+        For samplers to whom it matters which rows these are; None: there are none, or it does not matter.
+        """
+        return None
+
     def finish(self, batch: Any, info: dict[str, Any]) -> Any:
         """The batch as this sampler hands it out, from the rows that were read; `info` is what `sample` said."""
         return batch
+
+    def check_storage(self, storage: Storage) -> None:
+        """Called when a buffer puts the two together. ValueError: the sampler cannot be used with this storage."""
+
+    def follow(self, storage: Storage) -> None:
+        """Takes in what was written since it last looked: before a state is saved, and after one was loaded."""
 
     def use_generator(self, generator: torch.Generator | None) -> None:
         """Draws from this generator from now on; None: torch's global one."""

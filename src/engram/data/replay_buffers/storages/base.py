@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import math
 import os
 import threading
 import weakref
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor
 
 from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
-from engram.data.replay_buffers.indexing import Selection, outward, select
+from engram.data.replay_buffers.indexing import Selection, outward, select, stored_slots
 from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.layout import LeafSpec
+from engram.data.replay_buffers.rows import expand_slots
+from engram.data.replay_buffers.trees import Path, entry, show
 
 log = logging.getLogger("engram")
 
@@ -92,10 +96,18 @@ class Storage(abc.ABC):
 
     # ---- the write path: check, then append or overwrite ----
     @abc.abstractmethod
-    def check(self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None) -> Checked:
+    def check(
+        self,
+        items: Any,
+        single: bool,
+        time_dim: int = 0,
+        index_key: str | None = None,
+        index: Tensor | None = None,
+    ) -> Checked:
         """Checks a batch (or one step, `single`) leaf by leaf; nothing moves. Makes the storage at the first call.
 
-        `time_dim` says which batch dimension is time. With `index_key` each row also stores its own index there.
+        `time_dim` says which batch dimension is time. With `index_key` each row also stores its own index there:
+        `index` (int64 [steps]), or where `append` will put it.
 
         Raises:
             ValueError, TypeError: the batch does not fit; the message names the leaf.
@@ -103,11 +115,16 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def append(self, checked: Checked) -> Tensor | int:
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         """Writes behind the newest row; returns slots, int64 [steps * strands] in the order of time.
 
-        Of one step without batch dimensions it may return the slot as a number.
+        With `most`, only so many of the first steps. Of one step without batch dimensions it may return the slot as a
+        number.
         """
+
+    @abc.abstractmethod
+    def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
+        """Writes rows (int64 [n]) of a checked batch over stored ones, for which the storage must be used alone."""
 
     @abc.abstractmethod
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
@@ -123,6 +140,22 @@ class Storage(abc.ABC):
         numbers: bool = False,
     ) -> Rows:
         """Copies the rows of slots (int64 [n]) out; `extra` entries are added at the root of the batch."""
+
+    def leaf(self, path: Path) -> LeafSpec | None:
+        """Dtype and shape of one leaf of a stored step; None: steps have none there."""
+        if not len(self) or self.lanes is None:
+            return None
+        found = entry(self.read(stored_slots(self.lanes.store)[:1])[0], path)
+        return None if found is None else LeafSpec(path, found.dtype, tuple(found.shape[1:]))
+
+    def column(self, path: Path, slots: Tensor) -> Tensor:
+        """One leaf of the steps at these time slots: [n, *strands, ...]. The caller holds the storage's mutex."""
+        rows = torch.as_tensor(expand_slots(slots, math.prod(self.inner)))
+        found = entry(self.read(rows)[0], path)
+        if found is None:
+            raise KeyError(f"the stored steps have no {show(path)}")
+        column: Tensor = found.reshape(len(slots), *self.inner, *found.shape[1:])
+        return column
 
     def get(self, index: Any) -> Any:
         """The rows at an index, copied.
@@ -211,12 +244,20 @@ class Storage(abc.ABC):
     #: By how much `loads` moved the write numbers of each lane down.
     shifts: list[int]
 
-    @abc.abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What names these rows, for saves that write only what changed; `{}`: every save writes all of them."""
+        return {}
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        """Lane and write number of rows changed in place since `identity()` was `since`; None if that is not known."""
+        return None
+
     def freeze(self) -> Any:
         """What the checkpointer saves, as it is now, while the storage goes on: it has `left_out` and `close()`.
 
         The caller holds the mutex, here and at `close`.
         """
+        raise NotImplementedError(f"a {type(self).__name__} cannot be saved in the background; use blocking=True")
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.frozen import Changes, FrozenItems
-from engram.data.replay_buffers.trees import with_entry
+from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, with_entry
 
 _NO_LIMIT = 1 << 40
 
@@ -59,25 +61,39 @@ class ListStorage(Storage):
     def nbytes(self) -> int:
         return sum(_nbytes(item) for item in self._items)
 
-    def check(self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None) -> Checked:
+    def check(
+        self,
+        items: Any,
+        single: bool,
+        time_dim: int = 0,
+        index_key: str | None = None,
+        index: Tensor | None = None,
+    ) -> Checked:
         # A copy: what the caller does to its own object later must not change what is stored. Of a batch once, whole;
         # its items are then views of that copy.
         rows = [copied(items)] if single else _split(copied(items), time_dim)
         if not rows:
             raise ValueError("nothing to add: the batch has no items")
         if index_key is not None:
-            slots = self._lanes.next_slots(len(rows))
+            slots = self._lanes.next_slots(len(rows)) if index is None else index.clone()
             rows = [_with_index(row, index_key, slot) for row, slot in zip(rows, slots, strict=True)]
         return Checked(len(rows), rows)
 
-    def append(self, checked: Checked) -> Tensor:
-        slots = self._lanes.advance(checked.steps)
-        for slot, item in zip(slots.tolist(), checked.data, strict=True):
+    def append(self, checked: Checked, most: int | None = None) -> Tensor:
+        rows = checked.data[:most]
+        slots = self._lanes.advance(len(rows))
+        for slot, item in zip(slots.tolist(), rows, strict=True):
             if slot < len(self._items):
                 self._items[slot] = item
             else:
                 self._items.append(item)
         return slots
+
+    def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            # A copy: a row alone would keep its whole batch in memory.
+            self._items[slot] = copied(checked.data[row])
+        self._lanes.store.note_edits(slots)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         rows = _split(items, 0)
@@ -107,6 +123,20 @@ class ListStorage(Storage):
             absent = [k for k, i in enumerate(found) if i >= n]
             generation = self._lanes.generations(slots) if numbers else None
             return [self._items[i] if i < n else None for i in found], None, absent or None, generation
+
+    def leaf(self, path: Path) -> LeafSpec | None:
+        """As the oldest item has it."""
+        found = entry(self._items[0], path) if self._items else None
+        if found is None:
+            return None
+        tensor = as_tensor(found, path)
+        return LeafSpec(path, tensor.dtype, tuple(tensor.shape))
+
+    def column(self, path: Path, slots: Tensor) -> Tensor:
+        found = [entry(self._items[slot], path) for slot in slots.tolist()]
+        if any(value is None for value in found):
+            raise KeyError(f"some of the stored items have no {show(path)}")
+        return torch.stack([as_tensor(value, path) for value in found])
 
     def _read_shaped(self, selection: Selection) -> Rows:
         found, _, absent, _ = self.read(selection.slots)
@@ -167,6 +197,7 @@ class ListStorage(Storage):
             shift = 0 if counters["lane_capacity"] == self._max_size else lane["base"]
             base, published = lane["base"] - shift, lane["published"] - shift
             first = (self._max_size or _NO_LIMIT) - base % (self._max_size or _NO_LIMIT)
+            self._lanes.hold()  # as the writer of what is loaded: trajectories go on
             store.begin_restore()
             self._items[:] = items[first:] + items[:first]
             origin = (lane["origin"] - shift) % (1 << 64)

@@ -128,7 +128,14 @@ class TableStorage(SavedTable):
         self._max_size = lanes.capacity
 
     # ---- writing ----
-    def check(self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None) -> Checked:
+    def check(
+        self,
+        items: Any,
+        single: bool,
+        time_dim: int = 0,
+        index_key: str | None = None,
+        index: Tensor | None = None,
+    ) -> Checked:
         batch_dims = self.ndim - 1 if single else self.ndim
         if single:
             time_dim = -1
@@ -137,7 +144,11 @@ class TableStorage(SavedTable):
         table = self._table
         if table is None:
             table = self._ensure(items, batch_dims, time_dim, index_key)
-        extra = None if index_key is None else (index_key, self._own_index(items, batch_dims, time_dim))
+        extra: tuple[str, Any] | None = None
+        if index is not None and index_key is not None:
+            extra = (index_key, index[0] if single else index) if self._stores(index_key) else None
+        elif index_key is not None:
+            extra = (index_key, self._own_index(items, batch_dims, time_dim))
         plan = table.plan(items, batch_dims, time_dim, extra)
         steps = len(plan[0]) if isinstance(plan, list) else plan.steps
         if steps == 0:
@@ -172,9 +183,17 @@ class TableStorage(SavedTable):
         index = torch.stack(tuple(self.outward(slots)), -1).reshape(steps, self._lanes.strands, self.ndim)
         return index[0] if time_dim < 0 else index if time_dim == 0 else index.transpose(0, 1)
 
-    def append(self, checked: Checked) -> Tensor | int:
+    def _stores(self, key: str) -> bool:
+        assert self._table is not None
+        return any(leaf.path == (key,) for leaf in self._table.layout.leaves)
+
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         assert self._table is not None and self._lanes is not None
-        return expand_slots(self._table.append(checked.data), self._lanes.strands)
+        return expand_slots(self._table.append(checked.data, most), self._lanes.strands)
+
+    def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
+        assert self._table is not None
+        self._table.overwrite(slots, checked.data, rows)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         assert self._table is not None
@@ -186,7 +205,7 @@ class TableStorage(SavedTable):
         layout, n = self._table.layout, len(slots)
         if _is_single(layout, items):
             items = _repeat(items, n)
-        if index_key is not None and any(leaf.path == (index_key,) for leaf in layout.leaves):
+        if index_key is not None and self._stores(index_key):
             own = self.outward(slots)
             items = trees.with_entry(items, index_key, torch.stack(own, -1) if isinstance(own, tuple) else own)
         if isinstance(self._table, ColumnTable):
@@ -218,6 +237,14 @@ class TableStorage(SavedTable):
         if self._table is None:
             raise IndexError("nothing has been written to this storage yet")
         return self._table.read(slots, shape, extra, numbers)
+
+    def leaf(self, path: trees.Path) -> LeafSpec | None:
+        leaves = () if self._table is None else self._table.layout.leaves
+        return next((leaf for leaf in leaves if leaf.path == path), None)
+
+    def column(self, path: trees.Path, slots: Tensor) -> Tensor:
+        assert self._table is not None
+        return self._table.column(path, slots)
 
 
 def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:

@@ -26,7 +26,7 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
-        """Checks and writes a batch (or one step, `single`); returns slots, int64 [steps * strands].
+        """Checks and writes a batch (or one step, `single`); returns slots, int64 [steps * strands]; -1: not written.
 
         Raises:
             ValueError, TypeError: the batch does not fit; nothing was written.

@@ -1,0 +1,40 @@
+"""Sampling from two buffers as one, against sampling from one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.cases import Row, calling
+from benchmarks.data import cartpole
+from benchmarks.libraries import SAME_API, Call, buffer, replay_buffers
+
+SMALL, CAPACITY, BATCH, MEMBERS = 10_000, 100_000, 256, 2
+
+
+def groups(*, quick: bool) -> Iterator[list[Row]]:
+    """`sample(256)` of a member and of the ensemble."""
+    data = cartpole(SMALL if quick else CAPACITY)
+
+    def member(library: str) -> Call:
+        rb = buffer(library, data, batch=BATCH)
+        return lambda: rb.sample(BATCH)
+
+    def ensemble(library: str) -> Call:
+        made = replay_buffers(library).ReplayBufferEnsemble
+        rb = made(*(buffer(library, data, batch=BATCH) for _ in range(MEMBERS)), batch_size=BATCH)
+        return lambda: rb.sample(BATCH)
+
+    yield [
+        Row(
+            "ensemble_member",
+            f"sample(256) of one member, {len(data) // 1000} k rows",
+            {name: calling(lambda name=name: member(name)) for name in SAME_API},
+        ),
+        Row(
+            "ensemble",
+            f"ensemble of {MEMBERS}: sample(256) as [{MEMBERS}, {BATCH // MEMBERS}]",
+            {name: calling(lambda name=name: ensemble(name)) for name in SAME_API},
+            target={"own": 2.5},
+            own_of="ensemble_member",
+        ),
+    ]

@@ -1,0 +1,137 @@
+"""Slices in epochs: each trajectory once, then all over again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engram import _native
+from engram.data.replay_buffers.samplers.slices import SliceSampler
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.storages.base import Storage
+
+
+class SliceSamplerWithoutReplacement(SliceSampler):
+    """Epochs over trajectories: a slice of each one that is long enough, at a start drawn uniformly.
+
+    Trajectories that become long enough during an epoch join the next one; those that are overwritten, or have become
+    too short, are skipped. The last batch of an epoch may have fewer slices.
+
+    Args:
+        drop_last: leave out a last batch that is not full.
+        shuffle: trajectories in random order; else lane by lane, strand by strand, oldest first.
+        Others: as SliceSampler.
+
+    Example:
+        >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode", shuffle=False)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+        >>> _ = rb.extend(TensorDict({"episode": torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])}, [8]))
+        >>> [batch["episode"].tolist() for batch in rb]
+        [[0, 0, 1, 1], [2, 2]]
+    """
+
+    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
+        super().__init__(**slices)
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self._epoch: dict[str, Any] | None = None  # all that is saved
+        self._walk: _native.SliceEpoch | None = None
+        self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
+        self._ran_out = False
+
+    def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
+        for _ in range(100):  # an epoch can be over before it gave a slice, when writers overwrite all of it
+            epoch, walk = self._begin_if_needed(storage, rule)
+            if self.drop_last and n > len(walk):
+                raise ValueError(
+                    f"{n} slices are wanted, but only {len(walk)} trajectories have {rule.min_length} steps, and "
+                    "drop_last leaves out batches that are not full; sample fewer"
+                )
+            slices, position, more = self.episodes.take(
+                storage, rule, walk, epoch["position"], self.draw_seed(), n, n if self.drop_last else 1
+            )
+            epoch["position"] = position
+            self._ran_out = not more
+            if self._ran_out:
+                self._epoch = self._walk = None
+            if len(slices) == n or (len(slices) and not self.drop_last):
+                return slices
+        raise RuntimeError("writers overwrite the trajectories of an epoch before they can be read; use SliceSampler")
+
+    def _begin_if_needed(self, storage: Storage, rule: _native.SliceRule) -> tuple[dict[str, Any], _native.SliceEpoch]:
+        lanes = storage.lanes
+        if lanes is None or not len(lanes):
+            raise self._nothing(storage, rule)
+        store, epoch = lanes.store, self._epoch
+        fits = epoch is not None and (
+            epoch["incarnation"] == store.incarnation
+            and epoch["min_length"] == rule.min_length
+            and self._store_id in (None, store.store_id)
+        )
+        self._store_id = store.store_id
+        if not fits or epoch is None:
+            key = int(self.draw_seed()) if self.shuffle else 0
+            walk = self.episodes.begin_epoch(storage, rule, key, self.shuffle)
+            if not len(walk):
+                raise self._nothing(storage, rule)
+            epoch = {
+                "key": key, "position": 0, "incarnation": store.incarnation, "min_length": rule.min_length,
+                "counts": walk.counts, "lasts": walk.lasts,
+            }  # fmt: skip
+            self._walk = walk
+        elif self._walk is None:
+            # A store with more lanes than the one that was saved: they are not in the epoch.
+            rest = store.lanes * store.strands - len(epoch["counts"])
+            counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
+            self._walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
+        self._epoch = epoch
+        assert self._walk is not None
+        return epoch, self._walk
+
+    def empty(self) -> None:
+        self._epoch = self._walk = None
+        self._ran_out = False
+
+    @property
+    def ran_out(self) -> bool:
+        return self._ran_out
+
+    # ---- state ----
+    def state_dict(self) -> dict[str, Any]:
+        epoch = None if self._epoch is None else {**self._epoch}
+        return {"epoch": epoch, "ran_out": self._ran_out, "shuffle": self.shuffle, "drop_last": self.drop_last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        different = self.differences(state)
+        if different:
+            raise ValueError("; ".join(different))
+        self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
+        self._ran_out = bool(state["ran_out"])
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        return [
+            f"the sampler has {name}={getattr(self, name)} here, {state[name]} there"
+            for name in ("shuffle", "drop_last")
+            if state[name] != getattr(self, name)
+        ]
+
+    def position(self) -> Any:
+        return self._epoch and {**self._epoch}, self._walk, self._ran_out
+
+    def rewind(self, position: Any) -> None:
+        epoch, self._walk, self._ran_out = position
+        self._epoch = epoch and {**epoch}
+
+    def adopt(self, incarnation: int, shifts: list[int]) -> None:
+        """After `loads`: the epoch goes on in a store that counts anew."""
+        if self._epoch is not None and shifts:
+            strands = max(1, len(self._epoch["lasts"]) // len(shifts))
+            lasts = [max(-1, last - shifts[k // strands]) for k, last in enumerate(self._epoch["lasts"])]
+            self._epoch = {**self._epoch, "incarnation": incarnation, "lasts": lasts}
+            self._walk = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_walk": None}
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, drop_last={self.drop_last}, shuffle={self.shuffle})"

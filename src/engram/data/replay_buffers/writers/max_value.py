@@ -1,0 +1,211 @@
+"""A writer that keeps the best."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engram import _native
+from engram.data.replay_buffers import trees
+from engram.data.replay_buffers.layout import is_lazy
+from engram.data.replay_buffers.utils import slots_tensor
+from engram.data.replay_buffers.writers.base import Writer
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.storages.base import Checked, Storage
+
+REDUCTIONS = ("sum", "mean", "max", "median", "min")
+_NATIVE = (torch.float32, torch.float64, torch.int64)
+_PIECE = 1 << 20  # rows whose ranks are read at once
+
+
+class TensorDictMaxValueWriter(Writer):
+    """Keeps the items of the highest rank: in a full storage an item replaces the lowest one, or is refused (index -1).
+
+    The lowest is that of the lowest rank, among equal ones that of the lowest index, and gives way only to a higher
+    rank. A batch acts exactly as its items one by one. The order follows from the stored rows alone: after `loads`,
+    `open`, `rb[i] = ...` or `set_writer` it is what the rows say. `write_count` counts items that were stored. Each
+    row also stores its own index under `"index"`, where its data have a place for it.
+
+    Replacing needs the storage alone, and one dimension (`ndim=1`, `lanes=1`). In a LazyMemmapStorage with a
+    `scratch_dir` it waits for the disk when it meets rows that were flushed: twice for each 64 KB that a call replaces.
+
+    Args:
+        rank_key: where an item's rank is; ranks are float64. NaN is refused; infinities have their place.
+        reduction: how several values of an item become one rank: sum, mean, max, median (the lower of the middle
+            two), min.
+
+    Raises:
+        ValueError: an unknown reduction; the storage has several dimensions; a rank is NaN (nothing is written then).
+        KeyError: an item has no `rank_key`; nothing is written.
+
+    Example:
+        >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(2), writer=TensorDictMaxValueWriter(rank_key="r"))
+        >>> rb.extend(TensorDict({"r": torch.tensor([1.0, 5.0, 0.0, 3.0])}, [4]))
+        tensor([ 0,  1, -1,  0])
+        >>> rb[:]["r"]
+        tensor([3., 5.])
+    """
+
+    index_key = "index"
+
+    def __init__(self, rank_key: str | tuple[str, ...] = ("next", "reward"), reduction: str = "sum") -> None:
+        super().__init__()
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+        self._path = (rank_key,) if isinstance(rank_key, str) else tuple(rank_key)
+        if not self._path or not all(isinstance(key, str) for key in self._path):
+            raise ValueError(f"rank_key must be a key or a tuple of keys, got {rank_key!r}")
+        self.rank_key = rank_key
+        self.reduction = reduction
+        self._heap: _native.RankHeap | None = None
+
+    def register_storage(self, storage: Storage) -> None:
+        if storage.ndim != 1:
+            raise ValueError(
+                f"TensorDictMaxValueWriter replaces items one by one, which needs a storage with ndim=1, got "
+                f"ndim={storage.ndim}; store whole trajectories as items, or flatten the data"
+            )
+        super().register_storage(storage)
+
+    # ---- writing ----
+    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
+        values = self._values(items, single)
+        if storage.max_size is None:  # without limit everything stays
+            return storage.append(storage.check(items, single, time_dim, self.index_key))
+        heap = self._following(storage)
+        store = None if storage.lanes is None else storage.lanes.store
+        made, appended, rows, targets = heap.place(store, values, self.reduction)
+        slots = slots_tensor(made)
+        with contextlib.ExitStack() as alone:
+            try:
+                checked = storage.check(items, single, time_dim, self.index_key, slots)
+                self._check_shape(storage, checked, slots)
+                if rows is not None:
+                    alone.enter_context(storage.alone("replacing rows (TensorDictMaxValueWriter)"))
+            except BaseException:
+                heap.undo()
+                raise
+            try:
+                self._store(storage, checked, slots, appended, rows, targets)
+            except BaseException:
+                heap.forget()
+                raise
+        return int(slots[0]) if single else slots
+
+    def _store(self, storage: Storage, checked: Checked, slots: Tensor, appended: int, rows: Any, targets: Any) -> None:
+        lanes = storage.lanes
+        assert lanes is not None and self._heap is not None
+        if appended:
+            storage.append(checked, appended)
+        if rows is not None:
+            storage.replace(checked, slots_tensor(rows), slots_tensor(targets))
+            lanes.note_replaced(slots[appended:])
+        self._heap.written(lanes.store)
+
+    def _check_shape(self, storage: Storage, checked: Checked, slots: Tensor) -> None:
+        assert storage.lanes is not None
+        if checked.steps != len(slots):
+            raise ValueError(f"{len(slots)} ranks for {checked.steps} items; nothing was written")
+        if storage.lanes.store.lanes > 1:
+            raise ValueError(f"TensorDictMaxValueWriter needs a storage with lanes=1, got {storage.lanes.store.lanes}")
+
+    # ---- ranks ----
+    def _following(self, storage: Storage) -> _native.RankHeap:
+        """The heap of what is stored now; rows that it has not seen, or that changed, are looked at."""
+        heap = self._heap
+        if heap is None or heap.capacity != storage.max_size:
+            heap = self._heap = _native.RankHeap(storage.max_size or 0)
+        if storage.lanes is None:
+            return heap  # before a heap is full, it has taken in every slot
+        if storage.lanes.store.lanes > 1:
+            raise ValueError(f"TensorDictMaxValueWriter needs a storage with lanes=1, got {storage.lanes.store.lanes}")
+        behind = heap.behind(storage.lanes.store)
+        if behind is not None:
+            try:
+                for slots in torch.split(slots_tensor(behind), _PIECE):
+                    heap.put(slots, self._stored(storage, slots), self.reduction)
+            except BaseException:
+                heap.forget()
+                raise
+        return heap
+
+    def _values(self, items: Any, single: bool) -> Tensor:
+        """What the ranks are made of: [items, ...]."""
+        if isinstance(items, list):
+            return self._stacked([self._entry(item) for item in items])
+        values = self._numbers(self._entry(items))
+        if single:
+            return values.unsqueeze(0)
+        if values.ndim == 0:
+            raise ValueError(f"{trees.show(self._path)} has no dimension for the items of a batch; use add")
+        return values
+
+    def _entry(self, items: Any) -> Any:
+        found = trees.entry(items, self._path)
+        if found is None:
+            has = sorted(map(str, items.keys())) if hasattr(items, "keys") else f"none: a {type(items).__name__}"
+            raise KeyError(f"the rank {trees.show(self._path)} is not in the data, whose keys are {has}")
+        return found
+
+    def _stored(self, storage: Storage, slots: Tensor) -> Tensor:
+        """The same of stored rows."""
+        if storage.leaf(self._path) is None:
+            raise KeyError(f"the rank {trees.show(self._path)} is not in the stored rows")
+        try:
+            return self._numbers(storage.column(self._path, slots))
+        except RuntimeError:  # items of a list storage may have different shapes
+            if len(slots) == 1:
+                raise
+            one_by_one = [slots[i : i + 1] for i in range(len(slots))]
+            ranks = [_native.ranks(self._numbers(storage.column(self._path, s)), self.reduction) for s in one_by_one]
+            return torch.tensor(ranks, dtype=torch.float64)
+
+    def _numbers(self, leaf: Any) -> Tensor:
+        plain = type(leaf) is Tensor and leaf.is_cpu and leaf.layout is torch.strided and not is_lazy(leaf)
+        if plain and leaf.dtype in _NATIVE and leaf.is_contiguous():
+            as_it_is: Tensor = leaf  # the native core reads it so
+            return as_it_is
+        values = trees.as_tensor(leaf, self._path)
+        if values.dtype.is_complex:
+            raise TypeError(f"{trees.show(self._path)} is {values.dtype}: complex numbers have no order to rank by")
+        return (values if values.dtype in _NATIVE else values.double()).contiguous()
+
+    def _stacked(self, leaves: list[Any]) -> Tensor:
+        """Leaves of single items, which may have different shapes, as [items, ...]."""
+        values = [self._numbers(leaf) for leaf in leaves]
+        if len({(v.shape, v.dtype) for v in values}) == 1:
+            return torch.stack(values)
+        ranks = [_native.ranks(v.unsqueeze(0), self.reduction)[0] for v in values]
+        return torch.tensor(ranks, dtype=torch.float64)
+
+    # ---- state ----
+    def state_dict(self) -> dict[str, Any]:
+        lanes = None if self._storage is None else self._storage.lanes
+        numbers = None if lanes is None else lanes.numbers_state()
+        return {"rank_key": self._path, "reduction": self.reduction, "numbers": numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        different = self.differences(state)
+        if different:
+            raise ValueError("; ".join(different))
+        if self._storage is not None and self._storage.lanes is not None:
+            self._storage.lanes.restore_numbers(state["numbers"])
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        """What of a saved state does not fit this writer."""
+        mine = {"rank_key": self._path, "reduction": self.reduction}
+        return [
+            f"the writer has {name}={value!r} here, {state.get(name)!r} there"
+            for name, value in mine.items()
+            if state.get(name) != value
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_heap": None}  # it follows from the rows
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(cursor={self._cursor}, rank_key={self.rank_key!r}, reduction={self.reduction!r})"

@@ -1,0 +1,126 @@
+"""What every writer must do, and what those that go round the ring do besides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, Writer
+from engram.testing.numbered import numbers, state_of, steps
+
+
+class WriterContract:
+    """Of a `Writer`. Inherit, and implement `make`.
+
+    Example:
+        >>> class EverySecond(RoundRobinWriter):
+        ...     "Stores steps 0, 2, 4, ... of each batch."
+        ...     def write(self, storage, items, single, time_dim):
+        ...         return super().write(storage, items if single else items[::2], single, time_dim)
+        >>> class TestEverySecond(WriterContract):
+        ...     drops = True
+        ...     def make(self):
+        ...         return EverySecond()
+    """
+
+    #: Whether it may leave steps out: their index is -1, or there is none for them.
+    drops = False
+
+    def make(self) -> Writer:
+        """A new writer."""
+        raise NotImplementedError
+
+    @pytest.fixture(params=[ListStorage, LazyTensorStorage], ids=lambda c: c.__name__)
+    def rb(self, request: Any) -> ReplayBuffer:
+        return ReplayBuffer(storage=request.param(10), writer=self.make(), batch_size=4)
+
+    def test_what_is_stored_was_written_and_no_step_is_there_twice(self, rb: ReplayBuffer) -> None:
+        at = 0
+        for n in (1, 3, 7, 9, 10, 11, 2, 30, 4):
+            rb.extend(steps(at, at + n))
+            at += n
+            found = numbers(rb[:])
+            assert len(rb) == len(found) == len(set(found)) <= 10 and set(found) <= set(range(at))
+        assert 0 <= rb.writer._cursor < 10
+
+    def test_the_indices_that_it_returns_are_where_the_steps_are(self, rb: ReplayBuffer) -> None:
+        at = 0
+        for n in (3, 4, 6, 25, 1):
+            index = rb.extend(steps(at, at + n))
+            assert index.dtype == torch.int64 and index.ndim == 1
+            if self.drops:
+                for slot in {int(i) for i in index if i >= 0}:
+                    assert at <= numbers(rb[slot]) < at + n
+            else:
+                assert len(index) == n
+                for slot, number in {int(i): at + k for k, i in enumerate(index)}.items():
+                    assert numbers(rb[slot]) == number
+            at += n
+
+    def test_add_writes_one_step(self, rb: ReplayBuffer) -> None:
+        for n in range(25):
+            slot = rb.add(steps(n, n + 1)[0])
+            assert isinstance(slot, int)
+            assert numbers(rb[slot]) == n if slot >= 0 else self.drops
+
+    def test_empty_forgets_what_was_written(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 13))
+        rb.empty()
+        assert len(rb) == 0
+        rb.extend(steps(20, 22))
+        assert set(numbers(rb[:])) <= {20, 21}
+
+    def test_a_refused_batch_changes_nothing(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 3))
+        before = (state_of(rb), numbers(rb[:]))
+        with pytest.raises((TypeError, ValueError, KeyError)):
+            rb.extend({"n": torch.zeros(3), "other": torch.zeros(4)})
+        assert (state_of(rb), numbers(rb[:])) == before
+
+    @pytest.mark.parametrize("way", ["dumps", "state_dict"])
+    def test_a_twin_with_its_state_goes_on_the_same(self, rb: ReplayBuffer, tmp_path: Path, way: str) -> None:
+        for n, start in ((4, 0), (9, 100), (2, 200)):
+            rb.extend(steps(start, start + n))
+            twin = ReplayBuffer(storage=type(rb.storage)(10), writer=self.make(), batch_size=4)
+            if way == "dumps":
+                rb.dumps(tmp_path)
+                twin.loads(tmp_path)
+            else:
+                twin.load_state_dict(rb.state_dict())
+            more = [steps(50, 55), steps(60, 61), steps(70, 83)]
+            assert [twin.extend(batch).tolist() for batch in more] == [rb.extend(batch).tolist() for batch in more]
+            assert state_of(twin) == state_of(rb)
+
+
+class RoundRobinWriterContract(WriterContract):
+    """Of a writer that writes behind the newest row, and in a full storage over the oldest."""
+
+    def test_the_cursor_is_where_the_next_step_goes(self, rb: ReplayBuffer) -> None:
+        cursors = [(rb.writer._cursor, rb.extend(steps(0, n))[0].item()) for n in (3, 4, 6, 25, 1)]
+        assert cursors == [(0, 0), (3, 3), (7, 7), (3, 3), (8, 8)]
+        assert rb.writer._cursor == 9 and "9" in repr(rb.writer)
+
+    def test_of_more_than_fits_the_last_stay_and_indices_repeat(self, rb: ReplayBuffer) -> None:
+        assert rb.extend(steps(0, 25)).tolist() == [*range(10), *range(10), *range(5)]
+        assert (rb.writer._cursor, rb.write_count) == (5, 25)
+        assert numbers(rb[:]) == [20, 21, 22, 23, 24, 15, 16, 17, 18, 19]
+
+    def test_a_new_writer_goes_on_where_the_old_one_stopped(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 13))
+        old = rb.writer
+        assert rb.set_writer(self.make()) is old and rb.writer is not old
+        assert rb.writer._cursor == 3 and rb.extend(steps(13, 15)).tolist() == [3, 4]
+
+    def test_empty_puts_the_cursor_at_0(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 13))
+        rb.empty()
+        assert rb.writer._cursor == 0 and rb.extend(steps(0, 2)).tolist() == [0, 1]
+
+    def test_a_refused_batch_moves_no_cursor(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 3))
+        with pytest.raises((TypeError, ValueError)):
+            rb.extend({"n": torch.zeros(3), "other": torch.zeros(4)})
+        assert (rb.writer._cursor, rb.write_count, len(rb)) == (3, 3, 3)

@@ -1,0 +1,135 @@
+"""The last frames of each trajectory as one observation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engram.transforms.entries import Key, Keys, find, get, put
+from engram.transforms.strands import Trajectories
+from engram.transforms.timed import TimedTransform
+
+
+class CatFrames(TimedTransform):
+    """Concatenates each observation with the N - 1 before it in its trajectory, oldest first.
+
+    Args:
+        N: frames.
+        dim: the dimension along which they are concatenated, counted from the end.
+        in_keys: observations, `["pixels"]` if None. `("next", "pixels")` is preceded by frames of `"pixels"`, where the
+            batch has these, and so is what followed each step.
+        out_keys: as Transform's.
+        padding: what stands before a trajectory's first frame: "same" (that frame again) or "constant".
+        padding_value: the constant.
+        done_key, traj_key: where trajectories end; see TimedTransform.
+
+    A batch that starts in the middle of a trajectory is padded as if it started there. Trajectories, and carrying on
+    between writes: see TimedTransform.
+
+    Example:
+        >>> done = torch.tensor([[False], [True], [False]])
+        >>> batch = {"x": torch.tensor([[1.0], [2.0], [3.0]]), "next": {"done": done}}
+        >>> CatFrames(2, dim=-1, in_keys=["x"])(batch)["x"]
+        tensor([[1., 1.],
+                [1., 2.],
+                [3., 3.]])
+    """
+
+    def __init__(
+        self,
+        N: int,
+        dim: int,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
+        padding: str = "same",
+        padding_value: float = 0.0,
+        *,
+        done_key: Key | None = None,
+        traj_key: Key | None = None,
+    ) -> None:
+        super().__init__("pixels" if in_keys is None else in_keys, out_keys, done_key=done_key, traj_key=traj_key)
+        if N < 1:
+            raise ValueError(f"N must be 1 or more, got {N}")
+        if dim >= 0:
+            raise ValueError(f"dim must be negative, as batches may have any number of leading dimensions, got {dim}")
+        if padding not in ("same", "constant"):
+            raise ValueError(f"padding must be 'same' or 'constant', got {padding!r}")
+        self.N, self.dim = N, dim
+        self.padding, self.padding_value = padding, padding_value
+
+    def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+        # All are read before the first is set: an out_key may be another one's source.
+        results, left = [], {}
+        for source, target in self._pairs(batch):
+            root = _root_of(batch, source)
+            frames = self._frames(batch, root, trajectories)
+            past = _Past.of(before, root, frames, goes_on, trajectories, self.N)
+            now = None if root == source else self._frames(batch, source, trajectories)
+            results.append((target, trajectories.strands.join(self._stacked(past, now))))
+            left[root] = past.tail(self.N - 1)
+        for target, value in results:
+            put(batch, target, value)
+        return left
+
+    def _frames(self, batch: Any, key: Key, trajectories: Trajectories) -> Tensor:
+        frames = trajectories.strands.split(get(batch, key, "CatFrames"), key)
+        if frames.ndim - 2 < -self.dim:
+            raise ValueError(
+                f"dim={self.dim} needs frames of {-self.dim} dimensions or more; {key!r} has {frames.ndim - 2} beside "
+                "the batch's"
+            )
+        return frames
+
+    def _stacked(self, past: _Past, now: Tensor | None) -> Tensor:
+        """[S, T, ...]; the newest of the frames is `now`'s where there is one."""
+        rows = torch.arange(past.frames.shape[0], device=past.frames.device).unsqueeze(1)
+        at = torch.arange(past.frames.shape[1], device=past.frames.device)[past.length :]
+        ages = range(self.N - 1, -1, -1) if now is None else range(self.N - 2, -1, -1)
+        columns = []
+        for age in ages:
+            place = torch.maximum(at - age, past.first)
+            frame = past.frames[rows, place]
+            if self.padding == "constant":
+                known = (at - age >= past.first).reshape(*place.shape, *[1] * (frame.ndim - 2))
+                frame = torch.where(known, frame, torch.as_tensor(self.padding_value, dtype=frame.dtype))
+            columns.append(frame)
+        return torch.cat(columns if now is None else [*columns, now], self.dim)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"N": self.N, "dim": self.dim, "padding": self.padding, **super()._settings()}
+
+
+class _Past:
+    """Frames with those of the last piece before them."""
+
+    def __init__(self, frames: Tensor, length: int, first: Tensor, known: Tensor) -> None:
+        self.frames = frames  # [S, length + T, ...]
+        self.length = length  # frames of the last piece
+        self.first = first  # int64 [S, T]: where in `frames` each step's trajectory starts
+        self._known = known  # int64 [S]: where in `frames` the trajectory of the last step starts
+
+    @classmethod
+    def of(cls, before: Any, root: Key, frames: Tensor, goes_on: Tensor, trajectories: Trajectories, n: int) -> _Past:
+        first = trajectories.first()
+        if before is None or root not in before:
+            return cls(frames, 0, first, first[:, -1])
+        earlier, known = (t.to(frames.device) for t in before[root])
+        length = earlier.shape[1]
+        start = torch.where((first == 0) & goes_on.unsqueeze(1), known.unsqueeze(1), first + length)
+        return cls(torch.cat([earlier.to(frames.dtype), frames], 1), length, start, start[:, -1])
+
+    def tail(self, n: int) -> tuple[Tensor, Tensor]:
+        """The last n frames, and where among them the trajectory of the last step starts."""
+        gone = max(0, self.frames.shape[1] - n)
+        return self.frames[:, gone:].clone(), (self._known - gone).clamp_min(0)
+
+
+def _root_of(batch: Any, key: Key) -> Key:
+    """The entry whose frames come before this one's: for `("next", "pixels")` it is `"pixels"`."""
+    if isinstance(key, tuple) and key[0] == "next":
+        root = key[1] if len(key) == 2 else key[1:]
+        if find(batch, root) is not None:
+            return root
+    return key

@@ -1,0 +1,215 @@
+"""n-step transitions as they are written."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from engram.data.replay_buffers.trees import Node, as_tensor, describe, flatten, show, unflatten
+from engram.transforms.base import Transform
+from engram.transforms.entries import Key, Keys, as_key, is_class, shallow
+from engram.transforms.n_step import checked_gamma, checked_n_steps, reward_keys_of, set_n_steps
+from engram.transforms.strands import Trajectories, trajectories_of
+from engram.transforms.writing import Writing
+
+
+class _Rows(NamedTuple):
+    """Steps `[*lead, time]` as leaves with one form; never changed in place."""
+
+    form: Node
+    paths: list[tuple[Any, ...]]
+    leaves: list[Tensor]
+    lead: tuple[int, ...]
+    device: Any
+
+    @property
+    def axis(self) -> int:
+        return len(self.lead)
+
+    @property
+    def steps(self) -> int:
+        return self.leaves[0].shape[self.axis]
+
+    @classmethod
+    def of(cls, batch: Any, dims: int) -> _Rows:
+        """Raises ValueError for data whose leaves do not have the batch dimensions, with the leaf's name."""
+        form, found = describe(batch, dims)
+        paths, leaves = [path for path, _ in found], [as_tensor(value, path) for path, value in found]
+        if not leaves:
+            raise ValueError("nothing to add: the batch holds no tensor")
+        shape = leaves[0].shape[:dims]
+        for path, leaf in zip(paths, leaves, strict=True):
+            if leaf.shape[:dims] != shape or len(shape) < dims:
+                raise ValueError(f"{show(path)} has shape {list(leaf.shape)}; all leaves begin with {dims} batch sizes")
+        return cls(form, paths, leaves, tuple(shape[:-1]), getattr(batch, "device", None))
+
+    def then(self, later: Any, dims: int) -> _Rows:
+        """These steps and, after them, those of a batch.
+
+        Raises:
+            ValueError: the batch has other keys, shapes or dtypes; the message names the leaf.
+        """
+        other = _Rows.of(later, dims)
+        new = [as_tensor(v, p) for v, p in zip(flatten(self.form, later), self.paths, strict=True)]
+        for path, mine, its in zip(self.paths, self.leaves, new, strict=True):
+            rest = slice(self.axis + 1, None)
+            if mine.dtype != its.dtype or mine.shape[rest] != its.shape[rest] or its.shape[: self.axis] != self.lead:
+                raise ValueError(
+                    f"{show(path)} is {its.dtype} {list(its.shape)}, the steps held back before it are {mine.dtype} "
+                    f"{list(mine.shape)}; nothing was written"
+                )
+        leaves = [torch.cat([mine.to(its.device), its], self.axis) for mine, its in zip(self.leaves, new, strict=True)]
+        # The later form: rows that were loaded have lost their class, and only theirs.
+        ordered = dict(zip(self.paths, leaves, strict=True))
+        return other._replace(leaves=[ordered[path] for path in other.paths])
+
+    def part(self, start: int, stop: int) -> _Rows:
+        """Some of the steps, in memory of their own."""
+        return self._replace(leaves=[t.narrow(self.axis, start, stop - start).clone() for t in self.leaves])
+
+    def batch(self) -> Any:
+        return unflatten(self.form, list(self.leaves), (*self.lead, self.steps), self.device)
+
+
+class MultiStepTransform(Transform):
+    """On writing: makes steps n-step transitions. Those whose future is not known yet are held back.
+
+    Args:
+        n_steps: the horizon; 1 changes no reward.
+        gamma: the discount, 0 to 1.
+        reward_keys: rewards, `[("next", "reward")]` if None.
+        done_key, traj_key: where trajectories end; `("next", "done")` and `("collector", "traj_ids")` (or `"episode"`,
+            where these exist) if None.
+
+    A step gets `("next", "reward")`, the discounted sum of up to n rewards; everything else under `next` from n steps
+    on; and `gamma` (to the power of the steps summed), `steps_to_next_obs` (int64), `nonterminal` (bool: the state
+    after them is not done; all three `[*, 1]`) and `("next", "original_reward")`.
+
+    The n - 1 steps before the newest wait in the transform (copies), until their future comes or their trajectory ends:
+    then they are written with the rewards that exist. So `extend` may write fewer steps or more than it is given, and
+    returns the indices of those that were written, none if none was; `add` then returns a tensor, too. With ndim=2,
+    time steps wait for the slowest environment. Held back steps are part of saved states, and `empty` drops them. Data
+    with more batch dimensions than the storage are whole trajectories in each row; nothing of them is held back.
+    In-place writes (`rb[i] = ...`) are taken as they are.
+
+    Steps that an `extend` brings must be the next ones of those before, or have trajectory ids. Flags of n steps come
+    early: what else works along time on writing belongs behind this in a Compose, and so before it on writing.
+
+    Example:
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=MultiStepTransform(n_steps=2, gamma=0.5))
+        >>> done = torch.zeros(4, 1, dtype=torch.bool)
+        >>> following = {"obs": torch.arange(1, 5), "reward": torch.ones(4, 1), "done": done}
+        >>> rb.extend(TensorDict({"obs": torch.arange(4), "next": following}, [4]))
+        tensor([0, 1, 2])
+        >>> rb[:]["next", "obs"], rb[:]["next", "reward"].flatten()
+        (tensor([2, 3, 4]), tensor([1.5000, 1.5000, 1.5000]))
+    """
+
+    write_in_order = True
+
+    def __init__(
+        self,
+        n_steps: int,
+        gamma: float,
+        *,
+        reward_keys: Keys = None,
+        done_key: Key | None = None,
+        traj_key: Key | None = None,
+    ) -> None:
+        super().__init__()
+        self.n_steps = checked_n_steps(n_steps)
+        self.gamma = checked_gamma(gamma)
+        self.reward_keys = reward_keys_of(reward_keys)
+        self.done_key = None if done_key is None else as_key(done_key)
+        self.traj_key = None if traj_key is None else as_key(traj_key)
+        self._held: _Rows | None = None
+
+    @property
+    def held_back(self) -> int:
+        """Time steps that wait for their future."""
+        return 0 if self._held is None else self._held.steps
+
+    def inv(self, batch: Any) -> Any:
+        """The steps that are complete, `[*, 0]` if there are none; the others wait for the next call."""
+        dims = batch.batch_dims if isinstance(batch, TensorDictBase) or is_class(batch) else 1
+        written = self.write(Writing(batch, dims, dims - 1))
+        if written.items is not None:
+            return written.items
+        return _Rows.of(written.held, dims).part(0, 0).batch()
+
+    def write(self, writing: Writing) -> Writing:
+        if writing.in_place or (writing.items is None and writing.held is None):
+            return writing
+        if writing.rows_are_trajectories:
+            return writing.changed(lambda batch: self._with_n_steps(shallow(batch), None))
+        ordered, dims = writing.in_order(), writing.batch_dims
+        rows = self._held
+        if ordered.items is not None and not _Rows.of(ordered.items, dims).steps:
+            raise ValueError("nothing to add: the batch has no steps")
+        if ordered.items is not None:
+            rows = _Rows.of(ordered.items, dims) if rows is None else rows.then(ordered.items, dims)
+        known = 0 if rows is None else rows.steps
+        if ordered.held is not None:
+            rows = _Rows.of(ordered.held, dims) if rows is None else rows.then(ordered.held, dims)
+        assert rows is not None
+        now = self._trajectories(rows.batch(), dims)
+        ready = self._complete(now, known)
+        made = _Rows.of(self._with_n_steps(rows.batch(), dims), dims)
+        self._held = rows.part(ready, known) if ready < known else None
+        return ordered._replace(
+            items=made.part(0, ready).batch() if ready else None,
+            held=made.part(ready, made.steps).batch() if ready < made.steps else None,
+            resized=True,
+        )
+
+    def _trajectories(self, batch: Any, dims: int | None) -> Trajectories:
+        return trajectories_of(batch, "MultiStepTransform", self.done_key, self.traj_key, dims=dims)
+
+    def _with_n_steps(self, batch: Any, dims: int | None) -> Any:
+        set_n_steps(batch, self._trajectories(batch, dims), self.gamma, self.n_steps, self.reward_keys)
+        return batch
+
+    def _complete(self, now: Trajectories, known: int) -> int:
+        """How many time steps have all the future that they need, in every strand."""
+        if known == 0:
+            return 0
+        first = now.first()[:, known - 1]
+        open_from = torch.clamp(torch.as_tensor(known - self.n_steps + 1, device=first.device), min=first)
+        return int(torch.where(now.ends[:, known - 1], known, open_from).clamp(max=known).min())
+
+    # ---- state ----
+    def empty(self) -> None:
+        self._held = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._held is None:
+            return {}
+        return {"form": self._held.form.to_json(), "leaves": list(self._held.leaves), "lead": list(self._held.lead)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._held = None
+        if state:
+            form, lead = Node.from_json(state["form"]), tuple(state["lead"])
+            self._held = _Rows(form, _paths(form), list(state["leaves"]), lead, None)
+
+    def _settings(self) -> dict[str, Any]:
+        said = {"n_steps": self.n_steps, "gamma": self.gamma}
+        return said if len(self.reward_keys) == 1 else {**said, "reward_keys": self.reward_keys}
+
+
+def _paths(form: Node) -> list[tuple[Any, ...]]:
+    """Each leaf's path, in the order of the leaves."""
+    found: dict[int, tuple[Any, ...]] = {}
+
+    def visit(node: Node, path: tuple[Any, ...]) -> None:
+        if node.kind == "leaf":
+            found[node.leaf] = path
+        keys = node.keys or range(len(node.children))
+        for key, child in zip(keys, node.children, strict=True):
+            visit(child, path if node.kind == "class" else (*path, key))
+
+    visit(form, ())
+    return [found[i] for i in range(len(found))]

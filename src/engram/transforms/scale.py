@@ -1,0 +1,237 @@
+"""Transforms of values: dtypes, shifts and scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from engram.transforms.base import Transform
+from engram.transforms.entries import Key, Keys, find, get, has_keys, is_class, leaf_keys, missing, put, shallow
+
+REWARDS: tuple[Key, ...] = (("next", "reward"), "reward")
+
+
+class DTypeCastTransform(Transform):
+    """Entries of one dtype as another on reading, and back on writing.
+
+    Args:
+        dtype_in: as it is stored.
+        dtype_out: as the caller knows it.
+        in_keys, out_keys, in_keys_inv, out_keys_inv: as Transform's. With neither `in_keys` nor `in_keys_inv`, every
+            entry of `dtype_in` is cast on reading, and every entry of `dtype_out` on writing.
+
+    Example:
+        >>> cast = DTypeCastTransform(torch.float16, torch.float32)
+        >>> cast.inv({"x": torch.ones(2), "n": torch.arange(2)})
+        {'x': tensor([1., 1.], dtype=torch.float16), 'n': tensor([0, 1])}
+    """
+
+    def __init__(
+        self,
+        dtype_in: torch.dtype,
+        dtype_out: torch.dtype,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
+        in_keys_inv: Keys = None,
+        out_keys_inv: Keys = None,
+    ) -> None:
+        super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
+        self.dtype_in, self.dtype_out = dtype_in, dtype_out
+        self._all = in_keys is None and in_keys_inv is None
+
+    def forward(self, batch: Any) -> Any:
+        return self._cast_all(batch, self.dtype_in, self.dtype_out) if self._all else super().forward(batch)
+
+    def inv(self, batch: Any) -> Any:
+        return self._cast_all(shallow(batch), self.dtype_out, self.dtype_in) if self._all else super().inv(batch)
+
+    def _apply_transform(self, value: Tensor) -> Tensor:
+        return value.to(self.dtype_out)
+
+    def _inv_apply_transform(self, value: Tensor) -> Tensor:
+        return value.to(self.dtype_in)
+
+    def _cast_all(self, batch: Any, found: torch.dtype, wanted: torch.dtype) -> Any:
+        if type(batch) is list:
+            return [self._cast_all(shallow(item), found, wanted) for item in batch]
+        if isinstance(batch, Tensor):
+            return batch.to(wanted) if batch.dtype is found else batch
+        if not has_keys(batch):
+            raise missing(batch, [], "DTypeCastTransform")
+        for key in leaf_keys(batch):
+            value = find(batch, key)
+            if isinstance(value, Tensor) and value.dtype is found:
+                put(batch, key, value.to(wanted))
+        return batch
+
+    def _settings(self) -> dict[str, Any]:
+        return {"dtype_in": self.dtype_in, "dtype_out": self.dtype_out}
+
+
+class ObservationNorm(Transform):
+    """`value * scale + loc`, or with `standard_normal` `(value - loc) / scale`; `inv` the other way round.
+
+    Args:
+        loc, scale: numbers, or tensors that broadcast with the entries; without both, `init_stats` finds them.
+        in_keys, out_keys, in_keys_inv, out_keys_inv: as Transform's.
+        standard_normal: `loc` and `scale` are a mean and a standard deviation.
+        eps: the smallest standard deviation that `init_stats` gives.
+
+    Raises:
+        RuntimeError: there are no `loc` and `scale` yet.
+
+    Example:
+        >>> norm = ObservationNorm(loc=1.0, scale=2.0, in_keys=["obs"], standard_normal=True)
+        >>> norm({"obs": torch.tensor([1.0, 5.0])})["obs"]
+        tensor([0., 2.])
+    """
+
+    def __init__(
+        self,
+        loc: Any = None,
+        scale: Any = None,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
+        in_keys_inv: Keys = None,
+        out_keys_inv: Keys = None,
+        standard_normal: bool = False,
+        eps: float = 1e-6,
+    ) -> None:
+        if in_keys is None and in_keys_inv is None:
+            raise ValueError("ObservationNorm needs in_keys, in_keys_inv or both")
+        super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
+        if (loc is None) != (scale is None):
+            raise ValueError(f"give loc and scale, or neither and call init_stats; got loc={loc}, scale={scale}")
+        self.standard_normal = standard_normal
+        self.eps = eps
+        self._given = loc is not None
+        self._stats = None if loc is None else _checked_stats(loc, scale)
+
+    @property
+    def loc(self) -> Tensor | None:
+        return None if self._stats is None else self._stats[0]
+
+    @property
+    def scale(self) -> Tensor | None:
+        return None if self._stats is None else self._stats[1]
+
+    @property
+    def initialized(self) -> bool:
+        return self._stats is not None
+
+    def init_stats(self, data: Any, key: Key | None = None, reduce_dim: Any = None) -> None:
+        """Takes mean and standard deviation (at least `eps`) from data: a batch with the entry `key`, or a tensor.
+
+        Args:
+            key: `in_keys`' only key if None.
+            reduce_dim: dimensions to average over; the batch dimensions if None (of tensors and dicts the first).
+
+        Raises:
+            ValueError: no data, or several `in_keys` and no `key`.
+        """
+        if isinstance(data, int):
+            raise TypeError("init_stats takes data (a batch or a tensor), not a number of steps")
+        if key is None and not isinstance(data, Tensor):
+            keys = list(self.in_keys) or list(self.in_keys_inv)
+            if len(keys) > 1:
+                raise ValueError(f"which of {keys} are the statistics taken from? Give key=")
+            key = keys[0]
+        value = data if key is None else get(data, key, "ObservationNorm.init_stats")
+        if reduce_dim is None:
+            dims = data.batch_dims if isinstance(data, TensorDictBase) or is_class(data) else 1
+            reduce_dim = tuple(range(dims))
+        if value.numel() == 0:
+            raise ValueError(f"init_stats needs data, got shape {list(value.shape)}")
+        value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+        mean = value.mean(reduce_dim)
+        std = (value - value.mean(reduce_dim, keepdim=True)).square().mean(reduce_dim).sqrt().clamp_min(self.eps)
+        self._stats = (mean, std) if self.standard_normal else (-mean / std, 1 / std)
+
+    def _apply_transform(self, value: Tensor) -> Tensor:
+        loc, scale = self._cast(value)
+        return (value - loc) / scale if self.standard_normal else value * scale + loc
+
+    def _inv_apply_transform(self, value: Tensor) -> Tensor:
+        loc, scale = self._cast(value)
+        return value * scale + loc if self.standard_normal else (value - loc) / scale
+
+    def _cast(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        if self._stats is None:
+            raise RuntimeError("ObservationNorm has no loc and scale yet: give them, or call init_stats(data)")
+        return cast(self._stats[0], value), cast(self._stats[1], value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `init_stats` found; `loc` and `scale` that were given are settings."""
+        return {} if self._given or self._stats is None else {"loc": self._stats[0], "scale": self._stats[1]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self._given:
+            self._stats = (state["loc"], state["scale"]) if state else None
+
+    def _settings(self) -> dict[str, Any]:
+        return {"loc": self.loc, "scale": self.scale, "standard_normal": self.standard_normal}
+
+
+class RewardScaling(Transform):
+    """Rewards times `scale` plus `loc`, or with `standard_normal` `(reward - loc) / scale`.
+
+    Args:
+        loc, scale: numbers, or tensors that broadcast with rewards.
+        in_keys: rewards; `("next", "reward")` if None, or `"reward"` in batches without it.
+        out_keys: as Transform's.
+        standard_normal: `loc` and `scale` are a mean and a standard deviation.
+
+    Example:
+        >>> RewardScaling(loc=0.0, scale=0.1)({"next": {"reward": torch.tensor([[5.0]])}})["next"]["reward"]
+        tensor([[0.5000]])
+    """
+
+    def __init__(
+        self, loc: Any, scale: Any, in_keys: Keys = None, out_keys: Keys = None, standard_normal: bool = False
+    ) -> None:
+        if in_keys is None and out_keys is not None:
+            raise ValueError("RewardScaling with out_keys needs in_keys")
+        super().__init__(in_keys, out_keys)
+        self.loc, self.scale = _checked_stats(loc, scale)
+        self.standard_normal = standard_normal
+
+    def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
+        if self.in_keys:
+            return super()._pairs(batch)
+        key = first_key(batch, REWARDS, "RewardScaling")
+        return [(key, key)]
+
+    def _apply_transform(self, value: Tensor) -> Tensor:
+        loc, scale = cast(self.loc, value), cast(self.scale, value)
+        return (value - loc) / scale if self.standard_normal else value * scale + loc
+
+    def _settings(self) -> dict[str, Any]:
+        return {"loc": self.loc.tolist(), "scale": self.scale.tolist(), "standard_normal": self.standard_normal}
+
+
+def first_key(batch: Any, keys: tuple[Key, ...], who: str) -> Key:
+    """The first of the keys that the batch has.
+
+    Raises:
+        KeyError: it has none of them.
+    """
+    for key in keys:
+        if has_keys(batch) and find(batch, key) is not None:
+            return key
+    raise missing(batch, keys, who)
+
+
+def cast(stat: Tensor, value: Tensor) -> Tensor:
+    """A statistic that leaves the dtype of floating point values as it is."""
+    dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+    return stat.to(device=value.device, dtype=dtype)
+
+
+def _checked_stats(loc: Any, scale: Any) -> tuple[Tensor, Tensor]:
+    loc, scale = torch.as_tensor(loc), torch.as_tensor(scale)
+    if not bool(torch.isfinite(loc).all()) or not bool((torch.isfinite(scale) & (scale != 0)).all()):
+        raise ValueError(f"loc and scale must be finite and scale not 0, got {loc} and {scale}")
+    return loc, scale

@@ -1,0 +1,187 @@
+"""Normalising with statistics that are learnt from the data."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from engram.transforms.base import Transform
+from engram.transforms.entries import Keys, get, is_class, put
+from engram.transforms.scale import ObservationNorm, cast
+from engram.transforms.writing import Writing
+
+
+class _Stats(NamedTuple):
+    """Their weight (steps, or less with decay), mean, sum of squared differences; float64, never changed in place."""
+
+    weight: float
+    mean: Tensor
+    squares: Tensor
+
+    def with_batch(self, batch: _Stats, decay: float) -> _Stats:
+        """Both together, the old ones with `decay` of their weight (Chan, Golub and LeVeque's update)."""
+        old = decay * self.weight
+        count = old + batch.weight
+        delta = batch.mean.to(self.mean.device) - self.mean
+        mean = self.mean + delta * (batch.weight / count)
+        squares = (
+            decay * self.squares + batch.squares.to(self.mean.device) + delta.square() * (old * batch.weight / count)
+        )
+        return _Stats(count, mean, squares)
+
+
+class VecNorm(Transform):
+    """Normalises entries with their running mean and standard deviation.
+
+    Args:
+        in_keys: entries; each feature has statistics of its own.
+        out_keys: as Transform's.
+        decay: what the statistics so far keep of their weight at each new batch; 1 counts every step the same.
+        eps: added to the variance.
+
+    In a buffer it learns from what is written, which is stored as it is, and normalises what is read. Called, or
+    appended with `invert=True`, it learns from the batch and normalises it. `forward` alone only normalises.
+
+    Raises:
+        RuntimeError: it has learnt nothing yet.
+
+    Example:
+        >>> norm = VecNorm(in_keys=["obs"], decay=1.0)
+        >>> norm(TensorDict({"obs": torch.tensor([[1.0], [3.0]])}, [2]))["obs"].round(decimals=2).flatten()
+        tensor([-1.,  1.])
+    """
+
+    write_in_order = True
+    stream_in_order = True
+
+    def __init__(self, in_keys: Keys, out_keys: Keys = None, *, decay: float = 0.9999, eps: float = 1e-4) -> None:
+        super().__init__(in_keys, out_keys)
+        if not self.in_keys:
+            raise ValueError("VecNorm needs in_keys")
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay must lie above 0 and be at most 1, got {decay}")
+        if eps < 0:
+            raise ValueError(f"eps must be 0 or more, got {eps}")
+        self.decay, self.eps = decay, eps
+        self._learns = True
+        self._stats: list[_Stats] | None = None
+
+    # ---- learning ----
+    def learn(self, batch: Any, batch_dims: int | None = None) -> None:
+        """Takes a batch into the statistics; nothing once frozen. Dicts have one batch dimension if nobody says."""
+        if not self._learns:
+            return
+        if batch_dims is None:
+            batch_dims = batch.batch_dims if isinstance(batch, TensorDictBase) or is_class(batch) else 1
+        found = [_stats_of(get(batch, key, "VecNorm"), batch_dims) for key in self.in_keys]
+        if any(stats is None for stats in found):
+            return
+        new = [stats for stats in found if stats is not None]
+        if self._stats is not None:
+            for key, old, stats in zip(self.in_keys, self._stats, new, strict=True):
+                if old.mean.shape != stats.mean.shape:
+                    found_shape, known_shape = list(stats.mean.shape), list(old.mean.shape)
+                    raise ValueError(f"{key!r} has shape {found_shape}, and had {known_shape} before")
+            new = [old.with_batch(stats, self.decay) for old, stats in zip(self._stats, new, strict=True)]
+        self._stats = new
+
+    def freeze(self) -> VecNorm:
+        """Learns nothing from now on."""
+        self._learns = False
+        return self
+
+    def unfreeze(self) -> VecNorm:
+        """Learns again."""
+        self._learns = True
+        return self
+
+    def frozen(self) -> VecNorm:
+        """A copy that learns nothing."""
+        return copy.copy(self).freeze()
+
+    frozen_copy = frozen
+
+    def to_observation_norm(self) -> list[ObservationNorm]:
+        """The present statistics as fixed transforms, one for each entry."""
+        return [
+            ObservationNorm(self.loc[i], self.scale[i], [key], [target], standard_normal=True)
+            for i, (key, target) in enumerate(zip(self.in_keys, self.out_keys, strict=True))
+        ]
+
+    @property
+    def loc(self) -> list[Tensor]:
+        """Means, one for each of `in_keys`; float64."""
+        return [stats.mean for stats in self._known()]
+
+    @property
+    def scale(self) -> list[Tensor]:
+        """Standard deviations, one for each of `in_keys`; float64."""
+        return [(stats.squares / stats.weight + self.eps).sqrt() for stats in self._known()]
+
+    def _known(self) -> list[_Stats]:
+        if self._stats is None:
+            raise RuntimeError("VecNorm has learnt nothing yet: write data through it, call it, or call learn(data)")
+        return self._stats
+
+    # ---- batches ----
+    def forward(self, batch: Any) -> Any:
+        if type(batch) is list:
+            return [self.forward(item) for item in batch]
+        stats = self._known()  # once: a writer may learn meanwhile
+        sources = [get(batch, key, "VecNorm") for key in self.in_keys]
+        for value, key, one in zip(sources, self.out_keys, stats, strict=True):
+            scale = (one.squares / one.weight + self.eps).sqrt()
+            put(batch, key, (value - cast(one.mean, value)) / cast(scale, value))
+        return batch
+
+    def __call__(self, batch: Any) -> Any:
+        self.learn(batch)
+        return self.forward(batch)
+
+    def inv(self, batch: Any) -> Any:
+        return batch
+
+    def write(self, writing: Writing) -> Writing:
+        self._learn_from(writing)
+        return writing
+
+    def stream(self, writing: Writing) -> Writing:
+        self._learn_from(writing)
+        return writing.changed(self.forward)
+
+    def _learn_from(self, writing: Writing) -> None:
+        if writing.items is None or writing.in_place:
+            return
+        dims = writing.batch_dims - writing.single
+        batch = writing.items
+        self.learn(batch, max(dims, batch.batch_dims) if isinstance(batch, TensorDictBase) else dims)
+
+    # ---- state ----
+    def state_dict(self) -> dict[str, Any]:
+        if self._stats is None:
+            return {}
+        return {"stats": [tuple(stats) for stats in self._stats], "learns": self._learns}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._stats = [_Stats(*stats) for stats in state["stats"]] if state else None
+        self._learns = state.get("learns", self._learns)
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        """Why a state cannot be loaded."""
+        n = len(state["stats"])
+        return [] if n == len(self.in_keys) else [f"VecNorm has {len(self.in_keys)} in_keys here, {n} there"]
+
+    def _settings(self) -> dict[str, Any]:
+        return {"decay": self.decay, **({} if self._learns else {"frozen": True})}
+
+
+def _stats_of(value: Tensor, batch_dims: int) -> _Stats | None:
+    x = value.detach().to(torch.float64).reshape(-1, *value.shape[batch_dims:])
+    if len(x) == 0:
+        return None
+    mean = x.mean(0)
+    return _Stats(float(len(x)), mean, (x - mean).square().sum(0))

@@ -1,0 +1,172 @@
+// Which row of a full store has the lowest rank: ties go to the lowest slot, so that the stored rows alone decide.
+#pragma once
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "follow.hpp"
+#include "region.hpp"
+
+namespace engram {
+
+// One number of a rank for each row: contiguous [rows, values] in, doubles out. The values of a row are taken one after
+// the other, so that a row's rank does not depend on the batch that it came in.
+enum class Reduction { kSum, kMean, kMax, kMedian, kMin };
+
+template <typename T>
+double rank_of(const T* values, size_t n, Reduction reduction, std::vector<double>& scratch) {
+  auto value = [&](size_t i) { return static_cast<double>(values[i]); };
+  double found = value(0);
+  if (n == 1) return found;
+  switch (reduction) {
+    case Reduction::kSum:
+    case Reduction::kMean:
+      for (size_t i = 1; i < n; ++i) found += value(i);
+      return reduction == Reduction::kSum ? found : found / static_cast<double>(n);
+    case Reduction::kMax:
+    case Reduction::kMin:
+      for (size_t i = 1; i < n; ++i) {
+        const double v = value(i);
+        if (std::isnan(v) || (reduction == Reduction::kMax ? v > found : v < found)) found = v;
+        if (std::isnan(found)) break;
+      }
+      return found;
+    case Reduction::kMedian:
+      scratch.resize(n);
+      for (size_t i = 0; i < n; ++i) {
+        scratch[i] = value(i);
+        if (std::isnan(scratch[i])) return scratch[i];
+      }
+      std::nth_element(scratch.begin(), scratch.begin() + static_cast<ptrdiff_t>((n - 1) / 2), scratch.end());
+      return scratch[(n - 1) / 2];  // of an even number the lower of the middle two
+  }
+  return found;
+}
+
+// Where a batch goes, as if its items came one by one.
+struct Placement {
+  size_t appended = 0;             // the first items go behind the newest row
+  std::vector<int64_t> slots;      // of each item; -1: refused
+  std::vector<int64_t> items;      // what in-place writes remain when items replaced each other: item items[i] ...
+  std::vector<int64_t> targets;    // ... over slot targets[i], each slot once
+};
+
+// A min-heap of (rank, slot) in the form of a tournament: a rank has its place by slot, and each node above has the
+// winner of its eight. So a row whose rank changes is found without looking, and a replacement touches one cache line
+// a level. Zeroed memory is an empty heap: pages are taken when rows come.
+class RankHeap {
+ public:
+  explicit RankHeap(uint64_t capacity) : capacity_(capacity) {
+    if (capacity < 1 || capacity > kMostSlots) throw std::invalid_argument("a heap has 1 to 2^40 slots");
+    uint64_t nodes = capacity, total = 0;
+    while (true) {
+      offsets_.push_back(total);
+      total += (nodes + kFan - 1) / kFan * kFan;
+      if (nodes == 1) break;
+      nodes = (nodes + kFan - 1) / kFan;
+    }
+    bytes_ = total * sizeof(uint64_t);
+    clear();
+  }
+
+  uint64_t capacity() const { return capacity_; }
+  Follower& follower() { return follower_; }
+
+  void clear() {
+    memory_ = Region::map(-1, bytes_);
+    journal_.clear();
+  }
+  void set_rank(uint64_t slot, double rank) { set(slot, key_of(rank)); }
+  void remove(uint64_t slot) { set(slot, 0); }
+  // Whether a slot has a rank.
+  bool holds(uint64_t slot) const { return level(0)[slot] != 0; }
+
+  // Takes n items: those that find `room` behind the newest row, the next of which is slot `next`; then each replaces
+  // the lowest row, or is refused. `undo` takes it back.
+  void place(const double* ranks, size_t n, uint64_t room, uint64_t next, Placement& out) {
+    journal_.clear();
+    out.slots.resize(n);
+    out.appended = static_cast<size_t>(std::min<uint64_t>(n, room));
+    events_.clear();
+    for (size_t i = 0; i < n; ++i) {
+      const uint64_t key = key_of(ranks[i]);
+      out.slots[i] = -1;
+      if (i < out.appended) {
+        out.slots[i] = static_cast<int64_t>((next + i) % capacity_);
+      } else if (key < top()) {
+        out.slots[i] = static_cast<int64_t>(lowest());
+        events_.emplace_back(out.slots[i], static_cast<int64_t>(i));
+      } else {
+        continue;
+      }
+      const auto slot = static_cast<uint64_t>(out.slots[i]);
+      journal_.emplace_back(slot, level(0)[slot]);
+      set(slot, key);
+    }
+    keep_last(out);
+  }
+  // Takes the last `place` back.
+  void undo() {
+    for (size_t i = journal_.size(); i-- > 0;) set(journal_[i].first, journal_[i].second);
+    journal_.clear();
+  }
+
+  // The lowest rank's slot; there is one.
+  uint64_t lowest() const {
+    uint64_t at = 0;
+    const uint64_t key = top();
+    for (size_t k = offsets_.size() - 1; k-- > 0;) {
+      const uint64_t* group = level(k) + at * kFan;
+      uint64_t i = 0;
+      while (i + 1 < kFan && group[i] != key) ++i;
+      at = at * kFan + i;
+    }
+    return at;
+  }
+
+ private:
+  static constexpr uint64_t kFan = 8;  // a cache line
+  static constexpr uint64_t kMostSlots = uint64_t{1} << 40;
+
+  // Ranks as integers in falling order; 0: no rank. A NaN that got in by an in-place write counts as the lowest.
+  static uint64_t key_of(double rank) {
+    if (std::isnan(rank)) rank = -HUGE_VAL;
+    const auto bits = std::bit_cast<uint64_t>(rank + 0.0);  // -0.0 and 0.0 are one rank
+    return ~(bits ^ (bits >> 63 ? ~uint64_t{0} : uint64_t{1} << 63));
+  }
+  uint64_t* level(size_t k) const { return reinterpret_cast<uint64_t*>(memory_->data()) + offsets_[k]; }
+  uint64_t top() const { return *level(offsets_.size() - 1); }
+  void set(uint64_t slot, uint64_t key) {
+    level(0)[slot] = key;
+    for (size_t k = 0; k + 1 < offsets_.size(); ++k) {
+      slot /= kFan;
+      const uint64_t* group = level(k) + slot * kFan;
+      uint64_t best = group[0];
+      for (uint64_t i = 1; i < kFan; ++i) best = std::max(best, group[i]);
+      uint64_t& parent = level(k + 1)[slot];
+      if (parent == best) return;
+      parent = best;
+    }
+  }
+  void keep_last(Placement& out) {
+    std::sort(events_.begin(), events_.end());
+    out.items.clear(), out.targets.clear();
+    for (size_t i = 0; i < events_.size(); ++i)
+      if (i + 1 == events_.size() || events_[i + 1].first != events_[i].first)
+        out.targets.push_back(events_[i].first), out.items.push_back(events_[i].second);
+  }
+
+  uint64_t capacity_;
+  size_t bytes_ = 0;
+  std::vector<uint64_t> offsets_;  // of each level, ranks first
+  std::shared_ptr<Region> memory_;
+  std::vector<std::pair<uint64_t, uint64_t>> journal_;  // slot and key before
+  std::vector<std::pair<int64_t, int64_t>> events_;     // slot and item of each replacement
+  Follower follower_;
+};
+
+}  // namespace engram

@@ -1,0 +1,178 @@
+// The Python face of the max-value writer's heap and of the numbers of replaced rows.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "calls.hpp"
+#include "heap.hpp"
+
+namespace engram {
+
+inline Reduction reduction_of(const std::string& name) {
+  if (name == "sum") return Reduction::kSum;
+  if (name == "mean") return Reduction::kMean;
+  if (name == "max") return Reduction::kMax;
+  if (name == "median") return Reduction::kMedian;
+  if (name == "min") return Reduction::kMin;
+  throw nb::value_error(("unknown reduction " + name).c_str());
+}
+
+// [rows, ...] values, contiguous, of float32, float64 or int64, as one rank for each row.
+inline std::vector<double> ranks_of(nb::handle values, Reduction reduction) {
+  DLTensor t{};
+  Buffer buffer;
+  DType dtype{};
+  const void* data = nullptr;
+  std::vector<int64_t> shape;
+  nb::object array;
+  if (!torch_api().api && Py_TYPE(values.ptr()) == torch_api().tensor) {
+    array = values.attr("numpy")();  // a torch without the exchange API
+    values = array;
+  }
+  if (torch_api().view(values.ptr(), t)) {
+    int64_t step = 1;
+    for (int d = t.ndim - 1; d >= 0; --d) {
+      if (t.strides && t.shape[d] > 1 && t.strides[d] != step) throw nb::type_error("values must be contiguous");
+      step *= std::max<int64_t>(1, t.shape[d]);
+    }
+    data = static_cast<const uint8_t*>(t.data) + t.byte_offset, dtype = {t.dtype.code, t.dtype.bits};
+    shape.assign(t.shape, t.shape + t.ndim);
+  } else if (buffer.get(values.ptr())) {
+    const Py_buffer& v = buffer.view();
+    if (!PyBuffer_IsContiguous(&v, 'C') || !dtype_of_format(v.format, v.itemsize, dtype))
+      throw nb::type_error("values must be contiguous numbers");
+    data = v.buf, shape.assign(v.shape, v.shape + v.ndim);
+  } else {
+    throw nb::type_error("values must be a tensor or an array on the CPU");
+  }
+  if (shape.empty()) throw nb::value_error("values need a dimension for their rows");
+  const auto rows = static_cast<size_t>(shape[0]);
+  size_t each = 1;
+  for (size_t d = 1; d < shape.size(); ++d) each *= static_cast<size_t>(shape[d]);
+  if (each == 0) throw nb::value_error("a row has no values to rank it by");
+  if (rows > 0 && reinterpret_cast<uintptr_t>(data) % (dtype.bits / 8) != 0) throw nb::type_error("unaligned values");
+  std::vector<double> ranks(rows), scratch;
+  auto reduce = [&](auto* typed) {
+    for (size_t i = 0; i < rows; ++i) ranks[i] = rank_of(typed + i * each, each, reduction, scratch);
+  };
+  if (dtype == DType{kDLFloat, 32}) reduce(static_cast<const float*>(data));
+  else if (dtype == DType{kDLFloat, 64}) reduce(static_cast<const double*>(data));
+  else if (dtype == DType{kDLInt, 64}) reduce(static_cast<const int64_t*>(data));
+  else throw nb::type_error("values must be float32, float64 or int64");
+  return ranks;
+}
+
+inline nb::object int64_out(const std::vector<int64_t>& values) {
+  return slots_out(values.size(), [&](int64_t* out) { std::copy(values.begin(), values.end(), out); });
+}
+
+// The rows that a heap has not seen yet or that changed; None where there are none. The heap counts on their ranks
+// being put in next.
+inline nb::object heap_behind(RankHeap& heap, const Store& store) {
+  const Shape& s = store.shape();
+  if (s.lanes != 1 || s.strands != 1 || s.lane_capacity != heap.capacity())
+    throw nb::value_error("the heap was made for a store of another shape");
+  struct Visitor {
+    RankHeap& heap;
+    const Store& store;
+    std::vector<int64_t> slots;
+    void restart(const Store&) { heap.clear(); }
+    void vanished(uint64_t, uint64_t from, uint64_t to) {
+      for (uint64_t w = std::max(from, to > heap.capacity() ? to - heap.capacity() : 0); w < to; ++w)
+        heap.remove(w % heap.capacity());
+    }
+    void rows(uint64_t, uint64_t from, uint64_t to) {
+      for (uint64_t w = from; w < to; ++w) slots.push_back(static_cast<int64_t>(w % heap.capacity()));
+    }
+    void edited(uint64_t slot) {
+      uint64_t number = 0;
+      if (SlotNumbers(store.lanes.view(0), heap.capacity()).find(slot, number))
+        slots.push_back(static_cast<int64_t>(slot));
+    }
+  } visitor{heap, store, {}};
+  heap.follower().look(store, visitor);
+  return visitor.slots.empty() ? nb::none() : int64_out(visitor.slots);
+}
+
+inline void heap_put(RankHeap& heap, nb::handle slots_in, nb::handle values, const std::string& reduction) {
+  const std::vector<double> ranks = ranks_of(values, reduction_of(reduction));
+  const SlotsArg slots(nb::borrow(slots_in));
+  if (slots.n != ranks.size()) throw nb::value_error("one rank for each slot");
+  for (size_t i = 0; i < slots.n; ++i)
+    if (static_cast<uint64_t>(slots.data[i]) >= heap.capacity()) throw nb::index_error("a slot lies outside the heap");
+  for (size_t i = 0; i < slots.n; ++i) heap.set_rank(static_cast<uint64_t>(slots.data[i]), ranks[i]);
+}
+
+// Slots of the items, how many of them are appended, and of the rest which items go over which rows (None: none).
+inline nb::tuple heap_place(RankHeap& heap, const Store* store, nb::handle values, const std::string& reduction) {
+  const std::vector<double> ranks = ranks_of(values, reduction_of(reduction));
+  for (size_t i = 0; i < ranks.size(); ++i)
+    if (std::isnan(ranks[i])) throw nb::value_error(("the rank of item " + std::to_string(i) + " is NaN, which is neither above nor below others; "
+                             "nothing was written").c_str());
+  uint64_t room = heap.capacity(), next = 0;
+  if (store) {
+    if (!heap.follower().follows(*store)) throw nb::value_error("the heap does not follow this store");
+    const LaneView view = store->lanes.view(0);
+    room -= std::min(room, view.rows()), next = view.published % heap.capacity();
+  }
+  Placement placed;
+  heap.place(ranks.data(), ranks.size(), room, next, placed);
+  nb::object slots = int64_out(placed.slots);
+  if (placed.items.empty()) return nb::make_tuple(slots, placed.appended, nb::none(), nb::none());
+  return nb::make_tuple(slots, placed.appended, int64_out(placed.items), int64_out(placed.targets));
+}
+
+inline void check_numbers(const RowNumbers& numbers, const Store& store) {
+  if (store.slots() != numbers.slots() || store.shape().lanes != 1)
+    throw nb::value_error("the numbers belong to a store of another size");
+}
+
+inline void bind_heap(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<RankHeap>(m, "RankHeap")
+      .def(nb::init<uint64_t>(), "capacity"_a)
+      .def_prop_ro("capacity", &RankHeap::capacity)
+      .def("behind", &heap_behind, "store"_a)
+      .def("put", &heap_put, "slots"_a, "values"_a, "reduction"_a)
+      .def("place", &heap_place, "store"_a.none(), "values"_a, "reduction"_a)
+      .def("undo", &RankHeap::undo)
+      .def("written", [](RankHeap& heap, const Store& store) {
+        const LaneView view = store.lanes.view(0);
+        heap.follower().resume(store, {{view.first, view.published}});
+      }, "store"_a)
+      .def("forget", [](RankHeap& heap) {
+        heap.follower().forget();
+        heap.clear();
+      });
+  m.def("ranks", [](nb::handle values, const std::string& reduction) {
+    return ranks_of(values, reduction_of(reduction));
+  }, "values"_a, "reduction"_a);
+  m.attr("FIRST_REPLACED") = RowNumbers::kFirst;
+  nb::class_<RowNumbers>(m, "RowNumbers")
+      .def(nb::init<const Store&>(), "store"_a)
+      .def("replaced", [](RowNumbers& numbers, const Store& store, nb::handle slots_in) {
+        check_numbers(numbers, store);
+        const SlotsArg slots(nb::borrow(slots_in));
+        for (size_t i = 0; i < slots.n; ++i)
+          if (slots.data[i] >= 0 && static_cast<uint64_t>(slots.data[i]) >= store.slots()) refuse_slots(store);
+        numbers.replaced(store, slots.data, slots.n);
+      }, "store"_a, "slots"_a)
+      .def("generations", [](const RowNumbers& numbers, const Store& store, nb::handle slots) {
+        check_numbers(numbers, store);
+        return generations(store, slots, &numbers);
+      }, "store"_a, "slots"_a)
+      .def_prop_ro("next", &RowNumbers::next)
+      .def("restore", [](RowNumbers& numbers, const Store& store, nb::handle found, uint64_t next) {
+        check_numbers(numbers, store);
+        const SlotsArg given(nb::borrow(found));
+        if (given.n > store.slots()) throw nb::value_error("more numbers than slots");
+        numbers.restore(store, given.data, given.n, next);
+      }, "store"_a, "numbers"_a, "next"_a);
+}
+
+}  // namespace engram

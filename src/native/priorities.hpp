@@ -1,0 +1,344 @@
+// Priorities of stored rows: taken in from what was written, changed by learners, drawn by.
+#pragma once
+#include <cmath>
+#include <optional>
+
+#include "draw.hpp"
+#include "episodes.hpp"
+#include "sum_tree.hpp"
+
+namespace engram {
+
+// A stored row whose priority is 0: the smallest normal number, because 0 says that a slot holds no row. (Not a subnormal
+// number, which threads may be told to take for 0.)
+constexpr double kZeroPriority = std::numeric_limits<double>::min();
+// Sums of as many leaves as there can be rows stay finite.
+constexpr double kMostLeaf = 1e280;
+
+// x to the power y, for x of 0 or more: to the precision of a float, three times as fast as `std::pow`.
+inline double quick_power(double x, float y) {
+  if (x > 1e-30 && x < 1e30 && std::fabs(y) <= 1) return powf(static_cast<float>(x), y);
+  return std::pow(x, static_cast<double>(y));
+}
+
+// What a priority p is drawn by: (p + eps)^alpha.
+struct Exponent {
+  double alpha = 0.6, eps = 1e-8;
+  double leaf(double p) const {
+    if (p == kZeroPriority) p = 0;
+    const double base = p + eps;
+    const double leaf = alpha == 1 ? base : alpha == 0.5 ? std::sqrt(base) : quick_power(base, static_cast<float>(alpha));
+    return leaf < kZeroPriority ? 0 : leaf;
+  }
+  bool takes(double p) const { return p >= 0 && std::isfinite(p) && leaf(p) <= kMostLeaf; }
+  bool same(const Exponent& o) const { return alpha == o.alpha && eps == o.eps; }
+};
+
+// Priorities by slot. A row that comes gets the highest priority seen (`within`: the highest among the rows stored then);
+// one that goes has none. Follows one store at a time and starts anew with another.
+class Priorities {
+ public:
+  // With `starts` only rows that `open_starts` has opened can be drawn.
+  Priorities(double alpha, double eps, bool within, bool starts = false)
+      : exponent_{alpha, eps}, within_(within), starts_(starts) {}
+
+  // ---- following ----
+  void look(const Store& store) {
+    same_store_ = follower_.follows(store);
+    edited_.clear();
+    follower_.look(store, Visitor{*this, store});
+    if (edited_.empty()) return;
+    batch_.clear();
+    const double priority = new_priority(), leaf = exponent_.leaf(priority);
+    for (uint64_t slot : edited_)
+      if (holds(slot)) batch_.push_back({slot, priority, leaf});
+    apply();
+  }
+  void forget() {
+    follower_.forget();
+    seen_ = latest_ = 1;
+    skipped_ = 0;
+  }
+  uint64_t rows() const {
+    uint64_t n = 0;
+    for (const auto& s : follower_.seen()) n += s.published > s.first ? s.published - s.first : 0;
+    return n;
+  }
+  double total() const { return tree_ ? tree_->total() : 0; }
+  double lowest() const { return lowest_ ? lowest_->best() : 0; }
+  // The priority that a row gets when it comes.
+  double new_priority() const {
+    if (!within_) return seen_;
+    const double best = highest_ ? highest_->best() : 0;
+    return best > 0 ? best : latest_;
+  }
+
+  // Opens the rows at which slices can start, as far as the index knows them: it has looked, and then this has. A slice
+  // has `length` rows of one trajectory; with `cut` it may end with it, and every row is a start. O(1) a new row.
+  void open_starts(const Store& store, const EpisodeIndex& index, uint64_t length, bool cut) {
+    if (cut) length = 1;
+    if (reopen_ || length_ != length || restarts_ != index.restarts() || edits_ != index.edits()) {
+      close_all();
+      opened_.assign(index.strands(), 0);
+      reopen_ = false, length_ = length, restarts_ = index.restarts(), edits_ = index.edits();
+    }
+    const Shape& s = store.shape();
+    for (uint64_t k = 0; k < opened_.size(); ++k) {
+      const uint64_t lane = k / index.per_lane(), published = index.known(lane).published;
+      const Follower::Seen& seen = follower_.seen()[lane];
+      const uint64_t replaced = seen.published > s.lane_capacity ? seen.published - s.lane_capacity : 0;
+      uint64_t& next = opened_[k];
+      next = std::max({next, index.known(lane).first, seen.first, replaced});
+      Trajectory t;
+      while (next < published && index.find(k, next, t)) {
+        const uint64_t end = t.stop + 1 > length ? t.stop + 1 - length : 0;
+        if (next < end) open(s, lane, k % index.per_lane(), next, end), next = end;
+        if (t.stop == published) break;  // it may grow
+        next = t.stop;
+      }
+    }
+  }
+
+  // ---- drawing; `look` comes first, and total() is above 0 ----
+  void draw(uint64_t seed, int64_t* slots, double* leaves, size_t n) const {
+    constexpr size_t kBlock = 256;  // their nodes stay in the first-level cache
+    double prefix[kBlock];
+    uint64_t leaf[kBlock];
+    const double total = tree_->total();
+    for (size_t done = 0; done < n; done += kBlock) {
+      const size_t take = std::min(kBlock, n - done);
+      for (size_t i = 0; i < take; ++i) {
+        const uint64_t random = mix64(seed + (done + i) * 0x9E3779B97F4A7C15ull);
+        prefix[i] = static_cast<double>(random >> 11) * 0x1p-53 * total;
+      }
+      tree_->find(prefix, leaf, leaves + done, take);
+      for (size_t i = 0; i < take; ++i) slots[done + i] = static_cast<int64_t>(leaf[i]);
+    }
+  }
+  double leaf(uint64_t slot) const { return slot < capacity_ ? tree_->leaves()[slot] : 0; }
+  // (P / P_min)^-beta, P_min over all rows that can be drawn.
+  template <typename Float>
+  void weights(const double* leaves, double beta, Float* out, size_t n) const {
+    const double lowest = lowest_->best();
+    for (size_t i = 0; i < n; ++i) {
+      const double ratio = leaves[i] / lowest;
+      if constexpr (sizeof(Float) == 4)
+        out[i] = static_cast<float>(quick_power(ratio, static_cast<float>(-beta)));
+      else
+        out[i] = std::pow(ratio, -beta);
+    }
+  }
+
+  // ---- changing; `look` comes first ----
+  struct Change {
+    uint64_t slot;
+    double priority, leaf;
+  };
+  bool holds(uint64_t slot) const { return slot < capacity_ && raw()[slot] > 0; }
+  // Sets the priorities of rows that are stored: of one slot named twice the last one stays.
+  void set(std::vector<Change>& changes) {
+    for (const Change& c : changes) seen_ = std::max(seen_, c.priority);
+    batch_.swap(changes);
+    apply();
+  }
+  void skip(uint64_t n) { skipped_ += n; }
+  uint64_t skipped() const { return skipped_; }
+  const Exponent& exponent() const { return exponent_; }
+  void prefetch(uint64_t slot) const {
+    if (slot >= capacity_) return;
+    __builtin_prefetch(raw() + slot, 1);
+    tree_->prefetch(slot);
+    lowest_->prefetch(slot);
+  }
+  double priority(uint64_t slot) const { return holds(slot) && raw()[slot] > kZeroPriority ? raw()[slot] : 0; }
+  double highest_seen() const { return std::max(seen_, latest_); }
+  void use(Exponent exponent) {
+    exponent_ = exponent;
+    if (!tree_) return;
+    double last = 0, leaf = 0;
+    for (uint64_t slot = 0; slot < capacity_; ++slot) {
+      if (raw()[slot] != last) last = raw()[slot], leaf = last > 0 ? exponent_.leaf(last) : 0;
+      const double now = drawable(slot) ? leaf : 0;
+      if (tree_->leaves()[slot] != now) tree_->leaves()[slot] = now;  // pages that hold no row stay untouched
+    }
+    rebuild();
+  }
+
+  // ---- state ----
+  struct State {
+    std::vector<std::pair<uint64_t, uint64_t>> seen;  // of each lane: the rows [first, published)
+    double highest = 1, latest = 1;
+    uint64_t skipped = 0;
+  };
+  State state() const {
+    State s{{}, seen_, latest_, skipped_};
+    for (const auto& lane : follower_.seen()) s.seen.push_back({lane.first, std::max(lane.first, lane.published)});
+    return s;
+  }
+  // Calls with each known row's slot: lane after lane, oldest first.
+  template <typename Visit>
+  static void each_row(const Shape& shape, const std::vector<std::pair<uint64_t, uint64_t>>& seen, Visit&& visit) {
+    for (uint64_t l = 0; l < seen.size(); ++l)
+      for (uint64_t w = seen[l].first; w < seen[l].second; ++w)
+        for (uint64_t strand = 0; strand < shape.strands; ++strand) visit(l, w, slot_of(shape, l, w, strand));
+  }
+  // Goes on with what `state` and the priorities of its rows say, as far as these rows are stored; others are new.
+  void resume(const Store& store, const State& state, const double* priorities) {
+    start(store);
+    seen_ = state.highest, latest_ = state.latest, skipped_ = state.skipped;
+    const Shape& s = store.shape();
+    std::vector<Follower::Seen> there(s.lanes);
+    for (uint64_t l = 0; l < s.lanes && l < state.seen.size(); ++l) {
+      const LaneView view = store.lanes.view(l);
+      there[l].published = std::min(state.seen[l].second, view.published);
+      there[l].first = std::min(view.first, there[l].published);
+      // Rows that were gone when the state was taken, though not yet when the rows were saved.
+      const uint64_t known = std::clamp(state.seen[l].first, there[l].first, there[l].published);
+      if (known > there[l].first) fill(s, l, there[l].first, known, new_priority());
+    }
+    size_t i = 0;
+    each_row(s, state.seen, [&](uint64_t l, uint64_t w, uint64_t slot) {
+      const double p = priorities[i++];
+      if (l >= there.size() || w < there[l].first || w >= there[l].published) return;
+      reserve(slot + 1);
+      raw()[slot] = std::max(p, kZeroPriority);
+      if (drawable(slot)) tree_->leaves()[slot] = exponent_.leaf(raw()[slot]);
+    });
+    follower_.resume(store, std::move(there));
+    rebuild();
+  }
+  const std::vector<Follower::Seen>& seen() const { return follower_.seen(); }
+
+ private:
+  struct Visitor {
+    Priorities& self;
+    const Store& store;
+    void restart(const Store&) {
+      if (!self.same_store_) self.seen_ = self.latest_ = 1, self.skipped_ = 0;
+      self.start(store);
+    }
+    void vanished(uint64_t lane, uint64_t from, uint64_t to) { self.fill(store.shape(), lane, from, to, {}); }
+    void rows(uint64_t lane, uint64_t from, uint64_t to) {
+      if (self.within_) {
+        // All new rows get what the first of them got, whether it is still stored or not: from then on there was always
+        // one as high.
+        const uint64_t first = self.follower_.seen()[lane].published;
+        self.fill(store.shape(), lane, first, first + 1, {});
+        self.latest_ = self.new_priority();
+      }
+      self.fill(store.shape(), lane, from, to, self.new_priority());
+    }
+    void edited(uint64_t slot) { self.edited_.push_back(slot); }
+  };
+
+  const double* raw() const { return reinterpret_cast<const double*>(raw_->data()); }
+  double* raw() { return reinterpret_cast<double*>(raw_->data()); }
+
+  // A storage without limit says 2^40: trees grow with what is in it.
+  static constexpr uint64_t kAtOnce = uint64_t{1} << 32;
+  void start(const Store& store) { make(store.slots() <= kAtOnce ? store.slots() : 1024); }
+  void reserve(uint64_t slots) {
+    if (slots <= capacity_) return;
+    const auto old = raw_;
+    const uint64_t n = capacity_;
+    make(std::bit_ceil(slots));
+    std::memcpy(raw_->data(), old->data(), n * sizeof(double));
+    use(exponent_);
+  }
+  void make(uint64_t slots) {
+    raw_ = Region::map(-1, round_up(std::max<uint64_t>(slots, 1), kWide) * sizeof(double));
+    tree_.emplace(slots);
+    lowest_.emplace(slots);
+    if (within_) highest_.emplace(slots);
+    if (starts_) open_ = Region::map(-1, round_up(std::max<uint64_t>(slots, 1), kWide));
+    reopen_ = true;
+    capacity_ = slots;
+  }
+  void rebuild() {
+    const uint64_t last = tree_->leaf_nodes() - 1;
+    tree_->refresh(0, last);
+    lowest_->refresh(tree_->leaves(), 0, last);
+    if (within_) highest_->refresh(raw(), 0, last);
+  }
+
+  // Rows of a lane, whose slots are consecutive up to the ring's end; at most a whole lane.
+  void fill(const Shape& s, uint64_t lane, uint64_t from, uint64_t to, std::optional<double> priority) {
+    const uint64_t start = from % s.lane_capacity, n = to - from, before_wrap = std::min(n, s.lane_capacity - start);
+    const uint64_t base = lane * s.lane_capacity;
+    fill_slots((base + start) * s.strands, (base + start + before_wrap) * s.strands, priority);
+    if (n > before_wrap) fill_slots(base * s.strands, (base + n - before_wrap) * s.strands, priority);
+  }
+  void fill_slots(uint64_t from, uint64_t to, std::optional<double> priority) {
+    if (!priority) to = std::min(to, capacity_);
+    if (from >= to) return;
+    reserve(to);
+    const double kept = priority ? std::max(*priority, kZeroPriority) : 0;
+    const uint64_t first = from / kWide, last = (to - 1) / kWide;
+    std::fill(raw() + from, raw() + to, kept);
+    std::fill(tree_->leaves() + from, tree_->leaves() + to, priority && !starts_ ? exponent_.leaf(kept) : 0);
+    if (starts_) std::memset(open_->data() + from, 0, to - from);
+    tree_->refresh(first, last);
+    lowest_->refresh(tree_->leaves(), first, last);
+    if (within_) highest_->refresh(raw(), first, last);
+  }
+  // ---- starts of slices ----
+  bool drawable(uint64_t slot) const { return !starts_ || open_->data()[slot]; }
+  void close_all() {
+    std::memset(open_->data(), 0, capacity_);
+    std::fill(tree_->leaves(), tree_->leaves() + capacity_, 0.0);
+    rebuild();
+  }
+  void open(const Shape& s, uint64_t lane, uint64_t strand, uint64_t from, uint64_t to) {
+    touched_.clear();
+    double last = 0, leaf = 0;
+    for (uint64_t w = from; w < to; ++w) {
+      const uint64_t slot = slot_of(s, lane, w, strand);
+      if (!holds(slot)) continue;
+      if (raw()[slot] != last) last = raw()[slot], leaf = exponent_.leaf(last);
+      open_->data()[slot] = 1;
+      tree_->leaves()[slot] = leaf;
+      if (touched_.nodes().empty() || touched_.nodes().back() != slot / kWide) touched_.add(slot / kWide);
+    }
+    touched_lowest_ = touched_;
+    tree_->refresh(touched_);
+    lowest_->refresh_nodes(tree_->leaves(), touched_lowest_);
+  }
+
+  // Enters the changes in `batch_`.
+  void apply() {
+    touched_.clear(), touched_lowest_.clear(), touched_highest_.clear();
+    double* leaves = tree_->leaves();
+    for (const Change& c : batch_) {
+      const double before = raw()[c.slot], leaf_before = leaves[c.slot];
+      raw()[c.slot] = std::max(c.priority, kZeroPriority);
+      leaves[c.slot] = drawable(c.slot) ? c.leaf : 0;
+      touched_.add(c.slot / kWide);
+      lowest_->note(leaves, c.slot, leaf_before, touched_lowest_);
+      if (within_) highest_->note(raw(), c.slot, before, touched_highest_);
+    }
+    touched_.settle(tree_->leaf_nodes());
+    tree_->refresh(touched_);
+    lowest_->refresh(leaves, touched_lowest_);
+    if (within_) highest_->refresh(raw(), touched_highest_);
+  }
+
+  Exponent exponent_;
+  bool within_, starts_, same_store_ = false;
+  Follower follower_;
+  uint64_t capacity_ = 0, skipped_ = 0;
+  double seen_ = 1;    // the highest priority ever set
+  double latest_ = 1;  // with `within_`: what the last new rows got
+  std::shared_ptr<Region> raw_;  // priorities as they were given
+  std::optional<SumTree> tree_;
+  std::optional<ExtremeTree<Lowest>> lowest_;  // of the tree's leaves
+  std::optional<ExtremeTree<Highest>> highest_;  // of raw_
+  std::shared_ptr<Region> open_;                 // with `starts_`: a byte a slot, 1 where a slice may start
+  std::vector<uint64_t> opened_;                 // of each strand: rows below this number were decided
+  uint64_t length_ = 0, restarts_ = 0, edits_ = 0;  // what they were decided by
+  bool reopen_ = true;
+  std::vector<uint64_t> edited_;
+  std::vector<Change> batch_;
+  Touched touched_, touched_lowest_, touched_highest_;
+};
+
+}  // namespace engram

@@ -1,0 +1,396 @@
+// Priorities for Python: arguments are checked here, before anything changes.
+#pragma once
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "calls.hpp"
+#include "episodes_module.hpp"
+#include "priorities.hpp"
+
+namespace engram {
+
+// Numbers that a caller hands in: a 1-D float32 or float64 tensor or array, contiguous.
+class NumbersArg {
+ public:
+  explicit NumbersArg(nb::handle o) {
+    DLTensor t{};
+    DType d{};
+    if (torch_api().view(o.ptr(), t)) {
+      if (Codec::lazy(o.ptr())) return;
+      d = {t.dtype.code, t.dtype.bits};
+      fits_ = t.ndim == 1 && (!t.strides || t.strides[0] == 1 || t.shape[0] <= 1) && take(d, static_cast<const uint8_t*>(t.data) + t.byte_offset);
+      n = t.ndim == 1 ? static_cast<size_t>(t.shape[0]) : 0;
+    } else if (Py_TYPE(o.ptr()) != torch_api().tensor && buffer_.get(o.ptr())) {
+      const Py_buffer& v = buffer_.view();
+      fits_ = v.ndim == 1 && dtype_of_format(v.format, v.itemsize, d) && (v.strides[0] == v.itemsize || v.shape[0] <= 1) &&
+              take(d, v.buf);
+      n = v.ndim == 1 ? static_cast<size_t>(v.shape[0]) : 0;
+    }
+  }
+  bool fits() const { return fits_; }
+  double operator[](size_t i) const { return wide_ ? wide_[i] : static_cast<double>(narrow_[i]); }
+  size_t n = 0;
+
+ private:
+  bool take(DType d, const void* p) {
+    if (d == DType{kDLFloat, 64} && reinterpret_cast<uintptr_t>(p) % 8 == 0) wide_ = static_cast<const double*>(p);
+    if (d == DType{kDLFloat, 32} && reinterpret_cast<uintptr_t>(p) % 4 == 0) narrow_ = static_cast<const float*>(p);
+    return wide_ || narrow_;
+  }
+  bool fits_ = false;
+  const double* wide_ = nullptr;
+  const float* narrow_ = nullptr;
+  Buffer buffer_;
+};
+
+// Several 1-D results: tensors, or bytearrays where torch lacks the exchange API. Planned, filled, then made: from the
+// first to the last look at shared state no Python code runs.
+class Results {
+ public:
+  void add(DType dtype, size_t n) {
+    const size_t bytes = dtype.bits / 8;
+    if (n > kMostBytes / bytes) throw std::bad_alloc();
+    lead_.push_back(static_cast<int64_t>(n));
+    parts_.push_back({dtype, n * bytes});
+  }
+  void take() {
+    if (!torch_api().api) {
+      for (const Part& part : parts_) {
+        arrays_.push_back(nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(part.bytes))));
+        if (!arrays_.back().is_valid()) throw nb::python_error();
+      }
+      return;
+    }
+    static const std::vector<int64_t> scalar;
+    for (size_t i = 0; i < parts_.size(); ++i) block_.plan(parts_[i].dtype, &lead_[i], 1, scalar, parts_[i].bytes);
+    block_.take();
+  }
+  template <typename T>
+  T* data(size_t i) {
+    if (!torch_api().api) return reinterpret_cast<T*>(PyByteArray_AsString(arrays_[i].ptr()));
+    return reinterpret_cast<T*>(block_.data(i));
+  }
+  nb::object make(size_t i) { return torch_api().api ? nb::steal(block_.make(i)) : arrays_[i]; }
+
+ private:
+  struct Part {
+    DType dtype;
+    size_t bytes;
+  };
+  std::vector<int64_t> lead_;
+  std::vector<Part> parts_;
+  std::vector<nb::object> arrays_;
+  OutBlock block_;
+};
+
+inline std::string number(double x) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.6g", x);
+  return text;
+}
+
+inline void refuse_priority(double p, size_t at) {
+  const bool large = p > 0 && std::isfinite(p);
+  throw nb::value_error(("priority " + number(p) + " at position " + std::to_string(at) +
+                         (large ? " is too large for this alpha" : ": priorities are finite and 0 or more") +
+                         "; nothing was changed").c_str());
+}
+
+inline void check_priorities(const Priorities& self, const NumbersArg& p) {
+  for (size_t i = 0; i < p.n; ++i)
+    if (!self.exponent().takes(p[i])) refuse_priority(p[i], i);
+}
+
+// Which rows of a store there are, as a follower that has just looked knows it.
+class KnownRows {
+ public:
+  KnownRows(const Store& store, const Priorities& p) : store_(store), shape_(store.shape()), priorities_(p) {
+    for (uint64_t l = 0; l < shape_.lanes; ++l) {
+      LaneView view;
+      view.published = p.seen()[l].published;
+      view.first = store.lanes.lane(l).base.load(std::memory_order_relaxed);
+      numbers_.emplace_back(view, shape_.lane_capacity);
+    }
+  }
+  // Whether the row that a caller means is there: the slot's own, or the one of this generation. An IndexError where
+  // nobody can ever have meant one.
+  bool there(int64_t given, const int64_t* generation) const {
+    const auto slot = static_cast<uint64_t>(given);
+    if (slot >= store_.slots())
+      throw nb::index_error(("index " + std::to_string(given) + " lies outside 0 to " +
+                             std::to_string(store_.slots() - 1) + "; nothing was changed").c_str());
+    uint64_t time = slot, lane = 0, found = 0;
+    if (shape_.strands > 1) time /= shape_.strands;
+    if (shape_.lanes > 1) lane = time / shape_.lane_capacity, time -= lane * shape_.lane_capacity;
+    const bool written = numbers_[lane].find(time, found);
+    if (generation) return written && priorities_.holds(slot) && *generation >= 0 && static_cast<uint64_t>(*generation) == found;
+    if (!written)
+      throw nb::index_error(("index " + std::to_string(given) + " has not been written; nothing was changed").c_str());
+    return priorities_.holds(slot);
+  }
+
+ private:
+  const Store& store_;
+  const Shape& shape_;
+  const Priorities& priorities_;
+  std::vector<SlotNumbers> numbers_;
+};
+
+constexpr const char* kAllZero =
+    "the priorities of all stored steps are 0, so that none can be drawn; give one a priority with update_priority, or "
+    "the sampler an eps above 0";
+
+// Draws n rows: (slots, weights); None where no row is stored.
+inline nb::object draw_by_priority(Priorities& self, const Store& store, nb::handle seed_in, size_t n, double beta,
+                                   bool wide) {
+  const SlotsArg seed(nb::borrow(seed_in));
+  if (seed.n < 1) throw nb::value_error("no seed");
+  Results out;
+  out.add({kDLInt, 64}, n);
+  out.add({kDLFloat, static_cast<uint8_t>(wide ? 64 : 32)}, n);
+  out.take();
+  self.look(store);
+  if (self.rows() == 0) return nb::none();
+  if (!(self.total() > 0))
+    throw std::runtime_error(kAllZero);
+  static thread_local std::vector<double> leaves;
+  leaves.resize(n);
+  self.draw(static_cast<uint64_t>(seed.data[0]), out.data<int64_t>(0), leaves.data(), n);
+  if (wide)
+    self.weights(leaves.data(), beta, out.data<double>(1), n);
+  else
+    self.weights(leaves.data(), beta, out.data<float>(1), n);
+  nb::object slots = out.make(0);
+  return nb::make_tuple(slots, out.make(1));
+}
+
+// Slices whose starts are drawn by priority; None: there is no start.
+inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Episodes& episodes, const SliceRule& rule,
+                                             nb::handle seed_in, size_t n, nb::handle fetch) {
+  const SlotsArg seed(nb::borrow(seed_in));
+  if (seed.n < 1) throw nb::value_error("no seed");
+  if (n > kMostBytes / 8) throw std::bad_alloc();
+  const auto first = static_cast<uint64_t>(seed.data[0]);
+  return episodes.with_index(store, rule, fetch, [&](const EpisodeIndex& index, SliceBatch batch) -> std::optional<SliceBatch> {
+    self.look(store);
+    self.open_starts(store, index, rule.length, rule.min_length < rule.length);
+    if (!(self.total() > 0)) {
+      if (index.longest() < rule.min_length) return std::nullopt;
+      throw std::runtime_error(kAllZero);
+    }
+    std::vector<int64_t> slots(n);
+    std::vector<double> leaves(n);
+    self.draw(first, slots.data(), leaves.data(), n);
+    const Shape& s = store.shape();
+    for (int64_t slot : slots) {
+      const uint64_t time = static_cast<uint64_t>(slot) / s.strands, lane = time / s.lane_capacity;
+      const uint64_t strand = static_cast<uint64_t>(slot) % s.strands;
+      uint64_t number = 0;
+      Trajectory t;
+      if (!SlotNumbers(index.known(lane), s.lane_capacity).find(time % s.lane_capacity, number) ||
+          !index.find(lane * s.strands + strand, number, t))
+        return std::nullopt;  // overwritten since the index looked
+      batch.slices.push_back(slice_of(rule, t, static_cast<int64_t>(number)));
+    }
+    return batch;
+  });
+}
+// The weight of each row of a batch: of its slice's start.
+inline nb::object start_weights(const Priorities& self, const SliceBatch& batch, double beta, bool wide) {
+  Results out;
+  out.add({kDLFloat, static_cast<uint8_t>(wide ? 64 : 32)}, batch.rows());
+  out.take();
+  auto fill = [&](auto* at) {
+    for (const Slice& slice : batch.slices) {
+      double leaf = self.leaf(slot_of(batch.shape, slice.lane, slice.first, slice.strand));
+      if (leaf == 0) leaf = self.lowest();  // overwritten since
+      self.weights(&leaf, beta, at, 1);
+      at = std::fill_n(at, slice.size(), *at);
+    }
+  };
+  wide ? fill(out.data<double>(0)) : fill(out.data<float>(0));
+  return out.make(0);
+}
+
+// Sets priorities. False: the arguments are not plain 1-D tensors or arrays of one length.
+inline bool set_priorities(Priorities& self, const Store& store, nb::handle slots_in, nb::handle priorities_in,
+                           nb::handle generations_in) {
+  const NumbersArg priorities(priorities_in);
+  if (!priorities.fits()) return false;
+  std::optional<SlotsArg> slots, generations;
+  try {
+    slots.emplace(nb::borrow(slots_in));
+    if (!generations_in.is_none()) generations.emplace(nb::borrow(generations_in));
+  } catch (const nb::builtin_exception&) {
+    return false;
+  }
+  if (slots->n != priorities.n || (generations && generations->n != slots->n)) return false;
+  self.look(store);
+  const KnownRows known(store, self);
+  static thread_local std::vector<Priorities::Change> changes;
+  changes.resize(slots->n);
+  // Powers are computed while what is known of the rows comes in from memory.
+  for (size_t i = 0; i < slots->n; ++i) {
+    const auto slot = static_cast<uint64_t>(slots->data[i]);
+    const double p = priorities[i];
+    self.prefetch(slot);
+    if (!(p >= 0 && std::isfinite(p))) refuse_priority(p, i);
+    changes[i] = {slot, p, self.exponent().leaf(std::max(p, kZeroPriority))};
+    if (!(changes[i].leaf <= kMostLeaf)) refuse_priority(p, i);
+  }
+  size_t kept = 0;
+  for (size_t i = 0; i < slots->n; ++i)
+    if (known.there(slots->data[i], generations ? generations->data + i : nullptr)) changes[kept++] = changes[i];
+  const uint64_t skipped = slots->n - kept;
+  changes.resize(kept);
+  self.set(changes);
+  self.skip(skipped);
+  return true;
+}
+
+// Gives rows the priority of new ones.
+inline void mark_priorities(Priorities& self, const Store& store, nb::handle slots_in) {
+  const SlotsArg slots{nb::borrow(slots_in)};
+  self.look(store);
+  const KnownRows known(store, self);
+  const double priority = self.new_priority(), leaf = self.exponent().leaf(priority);
+  std::vector<Priorities::Change> changes;
+  for (size_t i = 0; i < slots.n; ++i)
+    if (known.there(slots.data[i], nullptr)) changes.push_back({static_cast<uint64_t>(slots.data[i]), priority, leaf});
+  self.set(changes);
+}
+
+// Priorities of slots; -1 where a slot holds no row.
+inline nb::object priorities_of(Priorities& self, const Store& store, nb::handle slots_in) {
+  const SlotsArg slots{nb::borrow(slots_in)};
+  Results out;
+  out.add({kDLFloat, 64}, slots.n);
+  out.take();
+  self.look(store);
+  for (size_t i = 0; i < slots.n; ++i) {
+    const auto slot = static_cast<uint64_t>(slots.data[i]);
+    if (slot >= store.slots()) refuse_slots(store);
+    out.data<double>(0)[i] = self.holds(slot) ? self.priority(slot) : -1;
+  }
+  return out.make(0);
+}
+
+using SeenRows = std::vector<std::pair<uint64_t, uint64_t>>;
+
+// Where it stands: (rows seen of each lane, highest, latest, skipped, priorities of these rows in the order of age).
+inline nb::tuple priorities_state(Priorities& self, const Store& store) {
+  self.look(store);
+  const Priorities::State state = self.state();
+  uint64_t rows = 0;
+  for (auto [first, published] : state.seen) rows += published - first;
+  Results out;
+  out.add({kDLFloat, 64}, rows * store.shape().strands);
+  out.take();
+  auto* at = out.data<double>(0);
+  Priorities::each_row(store.shape(), state.seen, [&](uint64_t, uint64_t, uint64_t slot) { *at++ = self.priority(slot); });
+  return nb::make_tuple(state.seen, state.highest, state.latest, state.skipped, out.make(0));
+}
+
+inline void resume_priorities(Priorities& self, const Store& store, const SeenRows& seen, double highest, double latest,
+                              uint64_t skipped, nb::handle priorities_in) {
+  const NumbersArg priorities(priorities_in);
+  std::vector<double> own;
+  unsigned __int128 rows = 0;
+  for (auto [first, published] : seen) {
+    if (published < first) throw nb::value_error("a saved lane ends before it begins");
+    rows += published - first;
+  }
+  if (!priorities.fits() || rows * store.shape().strands != priorities.n)
+    throw nb::value_error("the saved priorities are not one for each row");
+  check_priorities(self, priorities);
+  if (!self.exponent().takes(highest) || !self.exponent().takes(latest))
+    throw nb::value_error("the saved highest priority is none");
+  for (size_t i = 0; i < priorities.n; ++i) own.push_back(priorities[i]);
+  self.resume(store, {seen, highest, latest, skipped}, own.data());
+}
+
+inline void use_exponent(Priorities& self, double alpha, double eps) {
+  const Exponent next{alpha, eps};
+  if (!next.takes(self.highest_seen()))
+    throw nb::value_error(("alpha=" + number(alpha) + " makes the priority " + number(self.highest_seen()) +
+                           " too large to be summed").c_str());
+  if (!next.same(self.exponent())) self.use(next);
+}
+
+// A sum tree with its minimum tree by itself, for tests.
+struct BareTree {
+  explicit BareTree(uint64_t n) : size(n), sum(n), lowest(n) {}
+  void check(const SlotsArg& slots) const {
+    for (size_t i = 0; i < slots.n; ++i)
+      if (static_cast<uint64_t>(slots.data[i]) >= size) throw nb::index_error("no such leaf");
+  }
+  void set(nb::handle slots_in, nb::handle values_in) {
+    const SlotsArg slots{nb::borrow(slots_in)};
+    const NumbersArg values(values_in);
+    if (!values.fits() || values.n != slots.n) throw nb::value_error("one value for each leaf");
+    check(slots);
+    Touched touched, touched_lowest;
+    for (size_t i = 0; i < slots.n; ++i) {
+      const auto leaf = static_cast<uint64_t>(slots.data[i]);
+      const double before = std::exchange(sum.leaves()[leaf], values[i]);
+      touched.add(leaf / kWide);
+      lowest.note(sum.leaves(), leaf, before, touched_lowest);
+    }
+    touched.settle(sum.leaf_nodes());
+    sum.refresh(touched);
+    lowest.refresh(sum.leaves(), touched_lowest);
+  }
+  void fill(uint64_t from, uint64_t to, double value) {
+    if (from >= to || to > size) throw nb::index_error("no such leaves");
+    std::fill(sum.leaves() + from, sum.leaves() + to, value);
+    sum.refresh(from / kWide, (to - 1) / kWide);
+    lowest.refresh(sum.leaves(), from / kWide, (to - 1) / kWide);
+  }
+  std::vector<uint64_t> find(std::vector<double> prefixes) const {
+    if (!(sum.total() > 0)) throw nb::value_error("the tree holds nothing");
+    std::vector<uint64_t> leaf(prefixes.size());
+    std::vector<double> value(prefixes.size());
+    sum.find(prefixes.data(), leaf.data(), value.data(), prefixes.size());
+    return leaf;
+  }
+  uint64_t size;
+  SumTree sum;
+  ExtremeTree<Lowest> lowest;
+};
+
+inline void bind_priorities(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<Priorities>(m, "Priorities")
+      .def(nb::init<double, double, bool, bool>(), "alpha"_a, "eps"_a, "within_buffer"_a, "starts"_a = false)
+      .def("draw_starts", &draw_starts, "store"_a, "episodes"_a, "rule"_a, "seed"_a, "n"_a,
+           "fetch"_a.none() = nb::none())
+      .def("start_weights", &start_weights, "batch"_a, "beta"_a, "wide"_a)
+      .def("draw", &draw_by_priority, "store"_a, "seed"_a, "n"_a, "beta"_a, "wide"_a)
+      .def("look", &Priorities::look, "store"_a)
+      .def("set", &set_priorities, "store"_a, "slots"_a, "priorities"_a, "generations"_a.none() = nb::none())
+      .def("mark", &mark_priorities, "store"_a, "slots"_a)
+      .def("check", [](const Priorities& self, nb::handle priorities) {
+        const NumbersArg given(priorities);
+        if (!given.fits()) throw nb::type_error("priorities must be contiguous float32 or float64");
+        check_priorities(self, given);
+      }, "priorities"_a)
+      .def("of", &priorities_of, "store"_a, "slots"_a)
+      .def("use", &use_exponent, "alpha"_a, "eps"_a)
+      .def("forget", &Priorities::forget)
+      .def("state", &priorities_state, "store"_a)
+      .def("resume", &resume_priorities, "store"_a, "seen"_a, "highest"_a, "latest"_a, "skipped"_a, "priorities"_a)
+      .def_prop_ro("new_priority", &Priorities::new_priority)
+      .def_prop_ro("skipped", &Priorities::skipped)
+      .def_prop_ro("total", &Priorities::total)
+      .def_prop_ro("lowest", &Priorities::lowest);
+  nb::class_<BareTree>(m, "SumTree")
+      .def(nb::init<uint64_t>(), "size"_a)
+      .def("set", &BareTree::set, "leaves"_a, "values"_a)
+      .def("fill", &BareTree::fill, "start"_a, "stop"_a, "value"_a)
+      .def("find", &BareTree::find, "prefixes"_a)
+      .def_prop_ro("total", [](const BareTree& t) { return t.sum.total(); })
+      .def_prop_ro("lowest", [](const BareTree& t) { return t.lowest.best(); });
+}
+
+}  // namespace engram

@@ -1,0 +1,636 @@
+"""PrioritizedSampler: contract, probabilities and weights, what new, changed and vanished steps get, updates."""
+
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from contracts.children import Child
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedReplayBuffer,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from engram.testing.numbered import env_steps, steps
+from engram.testing.sampler import SamplerContract
+
+EVERY = slice(None)
+
+
+class TestPrioritizedSampler(SamplerContract):
+    def make(self):
+        return PrioritizedSampler(60, alpha=0.7, beta=0.5)
+
+
+class TestPrioritizedSamplerWithinBuffer(SamplerContract):
+    def make(self):
+        return PrioritizedSampler(60, alpha=1.0, beta=1.0, max_priority_within_buffer=True)
+
+
+def buffer(capacity=10, alpha=1.0, beta=1.0, storage=LazyTensorStorage, **kwargs):
+    return PrioritizedReplayBuffer(alpha, beta, storage=storage(capacity), batch_size=4, **kwargs)
+
+
+def priorities(rb, index=EVERY):
+    return rb.sampler.priorities(index, storage=rb.storage).tolist()
+
+
+def chi_square_limit(cells, p=1e-6):
+    k = cells - 1
+    z = 2**0.5 * torch.erfinv(torch.tensor(1 - 2 * p, dtype=torch.float64)).item()
+    return k * (1 - 2 / (9 * k) + z * math.sqrt(2 / (9 * k))) ** 3
+
+
+# ---- what is drawn ----
+@pytest.mark.parametrize(
+    "alpha, beta, eps", [(0.0, 0.5, 1e-8), (0.5, 1.0, 1e-8), (0.6, 0.4, 1e-8), (1.0, 0.0, 0.1), (1.7, 2.0, 0.5)]
+)
+def test_steps_are_drawn_in_proportion_and_weighted_by_the_formula(alpha, beta, eps):
+    torch.manual_seed(0)
+    p = torch.rand(40, dtype=torch.float64) * 3
+    p[7] = 0
+    rb = PrioritizedReplayBuffer(alpha, beta, eps, torch.float64, storage=LazyTensorStorage(40))
+    index = rb.extend(torch.arange(57))[-40:]
+    rb.update_priority(index, p)
+    leaf = torch.zeros(40, dtype=torch.float64)
+    leaf[index] = (p + eps) ** alpha
+    drawn, weights = [], []
+    for _ in range(4):
+        _, info = rb.sample(250_000, return_info=True)
+        drawn.append(info["index"])
+        weights.append(info["priority_weight"])
+    drawn, weights = torch.cat(drawn), torch.cat(weights)
+    expected = leaf / leaf.sum() * len(drawn)
+    counts = torch.bincount(drawn, minlength=40)
+    common = expected > 5
+    statistic = float(((counts - expected) ** 2 / expected)[common].sum())
+    assert statistic < chi_square_limit(int(common.sum()))
+    assert torch.allclose(weights, (leaf[drawn] / leaf.min()) ** -beta, rtol=3e-7 * (1 + beta), atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_weights_have_the_dtype_that_was_asked_for(dtype):
+    rb = buffer(dtype=dtype)
+    rb.extend(torch.arange(5))
+    assert rb.sample(return_info=True)[1]["priority_weight"].dtype == dtype
+
+
+def test_a_step_of_priority_0_is_not_drawn_and_does_not_count_as_the_smallest():
+    rb = buffer(eps=0.0)
+    rb.update_priority(rb.extend(torch.arange(5)), torch.tensor([0.0, 2.0, 0.0, 4.0, 0.0]))
+    for _ in range(50):
+        batch, info = rb.sample(return_info=True)
+        assert set(batch.tolist()) <= {1, 3}
+        assert info["priority_weight"].tolist() == [1.0 if i == 1 else 0.5 for i in batch.tolist()]
+
+
+def test_with_another_storage_nothing_is_left_of_the_first_one():
+    sampler = PrioritizedSampler(10, 1.0, 1.0)
+    first, other = (ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4) for _ in range(2))
+    first.update_priority(first.extend(torch.arange(10)), 50.0)
+    other.extend(torch.arange(3))
+    assert priorities(other) == [1, 1, 1] and sampler.default_priority == 1
+    assert priorities(first) == [1] * 10
+
+
+def test_priorities_that_are_all_0_are_an_error_that_says_what_to_do():
+    rb = buffer(eps=0.0)
+    rb.update_priority(rb.extend(torch.arange(5)), 0.0)
+    with pytest.raises(RuntimeError, match=r"all stored steps are 0.*update_priority"):
+        rb.sample()
+
+
+def test_beta_alpha_and_eps_can_be_changed_on_the_way():
+    rb = buffer(eps=0.0)
+    rb.update_priority(rb.extend(torch.arange(2)), torch.tensor([1.0, 4.0]))
+    seen = {}
+
+    def weight():
+        for _ in range(40):
+            batch, info = rb.sample(return_info=True)
+            seen.update(zip(batch.tolist(), info["priority_weight"].tolist(), strict=True))
+        return seen[1]
+
+    assert weight() == 0.25
+    rb.sampler.beta = 0.5
+    assert weight() == 0.5
+    rb.sampler.alpha = 0.5
+    assert weight() == pytest.approx(2**-0.5)
+    rb.sampler.alpha, rb.sampler.eps, rb.sampler.beta = 1, 2.0, 1
+    assert weight() == 0.5
+    assert priorities(rb) == [1, 4]
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.6, 1.0])
+def test_priorities_as_small_and_as_large_as_floats_are_told_apart(alpha):
+    rb = buffer(alpha=alpha, eps=0.0, dtype=torch.float64)
+    rb.update_priority(rb.extend(torch.arange(3)), torch.tensor([1e-200, 1e-20, 1e200], dtype=torch.float64))
+    assert rb.sample().tolist() == [2] * 4
+    rb.update_priority(2, 0)
+    _, info = rb.sample(return_info=True)
+    assert info["index"].tolist() == [1] * 4
+    expected = 1e-20**alpha / 1e-200**alpha if alpha < 1 else 1e180
+    assert info["priority_weight"].tolist() == pytest.approx([1 / expected] * 4, rel=1e-4)
+
+
+# ---- new, changed and vanished steps ----
+STORAGES = [ListStorage, LazyTensorStorage, LazyMemmapStorage]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_new_steps_get_the_highest_priority_seen(storage):
+    rb = buffer(storage=storage)
+    rb.extend(torch.arange(4.0))
+    assert priorities(rb) == [1] * 4 and rb.sampler.default_priority == 1
+    rb.update_priority(torch.tensor([0, 1]), torch.tensor([5.0, 0.5]))
+    rb.extend(torch.arange(4.0))
+    assert priorities(rb) == [5, 0.5, 1, 1, 5, 5, 5, 5]
+    rb.update_priority(0, 0.1)  # the highest ever seen, stored or not
+    rb.add(torch.tensor(9.0))
+    assert priorities(rb) == [0.1, 0.5, 1, 1, 5, 5, 5, 5, 5]
+    rb.extend(torch.arange(3.0))  # over 0 and 1
+    assert priorities(rb) == [5, 5, 1, 1, 5, 5, 5, 5, 5, 5]
+
+
+def test_new_steps_get_the_highest_priority_that_is_stored_when_they_come():
+    rb = buffer(11, max_priority_within_buffer=True)
+    for n in range(20):
+        index = rb.add(torch.tensor(n))
+        before = [21 - k for k in range(max(0, n - 10), n)]
+        assert priorities(rb, index) == [max(before, default=1)]
+        rb.update_priority(index, 21 - n)
+        assert rb.sampler.default_priority == 21 - max(0, n - 10)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_within_the_buffer_it_does_not_matter_when_the_sampler_looks(data):
+    a, b = (buffer(7, max_priority_within_buffer=True) for _ in range(2))
+    for rb in (a, b):
+        rb.extend(torch.arange(2))
+    for _ in range(data.draw(st.integers(1, 12))):
+        n = data.draw(st.integers(0, 9))
+        if n:
+            for rb in (a, b):
+                rb.extend(torch.arange(n))
+        elif len(a):
+            where, p = data.draw(st.integers(0, len(a) - 1)), data.draw(st.sampled_from([0.0, 0.5, 2.0, 9.0]))
+            for rb in (a, b):
+                rb.update_priority(where, p)
+        if len(a):
+            priorities(a)
+    assert priorities(a) == priorities(b)
+    assert a.sampler.default_priority == b.sampler.default_priority == max(priorities(a), default=1)
+
+
+def columns(n):
+    return TensorStorage(torch.zeros(6))
+
+
+@pytest.mark.parametrize("storage", [*STORAGES, columns])
+def test_steps_changed_in_place_get_the_priority_of_new_ones(storage):
+    rb = buffer(storage=storage)
+    rb.update_priority(rb.extend(torch.arange(6.0)), torch.tensor([3.0, 0.5, 0.5, 0.5, 0.5, 0.5]))
+    rb[2] = torch.tensor(50.0)
+    rb.storage[4:6] = torch.tensor([51.0, 52.0])
+    assert priorities(rb) == [3, 0.5, 3, 0.5, 3, 3]
+    rb.mark_update(torch.tensor([1]))
+    assert priorities(rb) == [3, 3, 3, 0.5, 3, 3]
+
+
+def test_more_changes_than_the_log_holds_make_every_step_new():
+    rb = buffer(9000)
+    rb.update_priority(rb.extend(torch.arange(9000)), 0.5)
+    rb.update_priority(0, 7.0)
+    rb[:] = torch.arange(9000)
+    assert set(priorities(rb)) == {7.0}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_priorities_are_those_of_a_plain_account(data):
+    capacity, account, highest, written = data.draw(st.integers(1, 20)), {}, 1.0, 0
+    rb = buffer(capacity, 0.6, 0.4)
+    for _ in range(data.draw(st.integers(1, 15))):
+        what = data.draw(st.sampled_from(["extend", "update", "edit", "sample", "empty"]))
+        if what == "extend":
+            n = data.draw(st.integers(1, 50))
+            rb.extend(torch.arange(n))
+            account.update({(written + k) % capacity: highest for k in range(n)})
+            written += n
+        elif what == "empty":
+            rb.empty()
+            account, highest, written = {}, 1.0, 0
+        elif account and what == "update":
+            at = data.draw(st.lists(st.sampled_from(sorted(account)), min_size=1, max_size=30))
+            p = data.draw(st.lists(st.floats(0, 50, width=32), min_size=len(at), max_size=len(at)))
+            rb.update_priority(torch.tensor(at), torch.tensor(p))
+            account.update(zip(at, p, strict=True))
+            highest = max(highest, *p)
+        elif account and what == "edit":
+            at = data.draw(st.sampled_from(sorted(account)))
+            rb[at] = torch.tensor(5)
+            account[at] = highest
+        elif account:
+            _, info = rb.sample(return_info=True)
+            leaf = {k: (p + 1e-8) ** 0.6 for k, p in account.items()}
+            expected = [(leaf[i] / min(leaf.values())) ** -0.4 for i in info["index"].tolist()]
+            assert info["priority_weight"].tolist() == pytest.approx(expected, rel=1e-5)
+    assert priorities(rb, torch.arange(capacity)) == [account.get(k, -1) for k in range(capacity)] if written else True
+
+
+# ---- updates ----
+def test_of_a_step_named_twice_the_last_priority_stays():
+    rb = buffer()
+    rb.extend(torch.arange(5))
+    rb.update_priority(torch.tensor([1, 2, 1]), torch.tensor([3.0, 4.0, 0.25]))
+    assert priorities(rb) == [1, 0.25, 4, 1, 1]
+
+
+@pytest.mark.parametrize("index", [
+    3, torch.tensor(3), np.int64(3), [3], np.array([3]), torch.tensor([3], dtype=torch.int32), (torch.tensor([3]),),
+    slice(3, 4), range(3, 4), torch.tensor([False, False, False, True, False]), torch.tensor([[3]]),
+    torch.tensor([0, 3, 0, 3])[1::2],
+])  # fmt: skip
+@pytest.mark.parametrize("priority", [
+    2, 2.0, torch.tensor(2), torch.tensor([2.0]), np.float32(2), torch.tensor([[2.0]]), [2],
+    torch.tensor([2.0], requires_grad=True), torch.tensor([0 - 2j]).conj().imag,
+])  # fmt: skip
+def test_indices_and_priorities_come_in_any_form(index, priority):
+    rb = buffer()
+    rb.extend(torch.arange(5))
+    rb.update_priority(index, priority)
+    assert priorities(rb) == [1, 1, 1, 2, 1]
+
+
+@pytest.mark.parametrize("name, expected", [("max", 6.0), ("min", 1.0), ("mean", 3.0), ("median", 2.0)])
+def test_priorities_with_more_dimensions_are_reduced(name, expected):
+    rb = buffer(reduction=name)
+    rb.extend(torch.arange(5))
+    rb.update_priority(torch.tensor([0, 2]), torch.tensor([[[1.0], [2.0], [6.0]], [[2.0], [4.0], [12.0]]]))
+    assert priorities(rb) == [expected, 1, expected * 2, 1, 1]
+
+
+BAD = {
+    "negative": (torch.tensor([0, 1]), torch.tensor([2.0, -1.0]), None, ValueError, "-1 at position 1"),
+    "negative number": (0, -1, None, ValueError, "0 or more"),
+    "nan": (torch.tensor([0, 1]), torch.tensor([2.0, math.nan]), None, ValueError, "nan at position 1"),
+    "infinite": (torch.tensor([0, 1]), torch.tensor([2.0, math.inf]), None, ValueError, "inf at position 1"),
+    "too large": (torch.tensor([0, 1]), torch.tensor([2.0, 1e300], dtype=torch.float64), None, ValueError, "too large"),
+    "complex": (0, torch.tensor(1j), None, ValueError, "real numbers"),
+    "fewer": (torch.tensor([0, 1, 2]), torch.tensor([2.0, 2.0]), None, ValueError, r"3 steps .* shape \[2\]"),
+    "none": (torch.tensor([0, 1]), torch.ones(0), None, ValueError, "2 steps"),
+    "swapped": (torch.tensor([[0, 1, 2], [3, 4, 0]]), torch.ones(3, 2), None, ValueError, "6 steps"),
+    "not written": (torch.tensor([0, 6]), torch.tensor([2.0, 2.0]), None, IndexError, "6 has not been written"),
+    "outside": (torch.tensor([0, 10]), torch.tensor([2.0, 2.0]), None, IndexError, "10 lies outside 0 to 9"),
+    "below": (-1, 2.0, None, IndexError, "-1 lies outside"),
+    "far outside": (torch.tensor([1 << 62]), 2.0, None, IndexError, "lies outside"),
+    "half": (torch.tensor([0.5]), 2.0, None, IndexError, "must be integers"),
+    "generations": (torch.tensor([0, 1]), torch.ones(2), torch.tensor([0]), ValueError, "1 generations"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_update_is_refused_and_changes_nothing(name):
+    index, priority, generation, error, said = BAD[name]
+    rb = buffer()
+    rb.extend(torch.arange(6))
+    rb.update_priority(5, 0.5)
+    with pytest.raises(error, match=said):
+        rb.update_priority(index, priority, generation)
+    assert priorities(rb) == [1, 1, 1, 1, 1, 0.5] and rb.sampler.default_priority == 1 and rb.sampler.skipped == 0
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"alpha": -1}, "alpha"), ({"alpha": math.nan}, "alpha"), ({"beta": -0.1}, "beta"), ({"eps": -1e-9}, "eps"),
+    ({"eps": math.inf}, "eps"), ({"alpha": "high"}, "alpha"), ({"reduction": "sum"}, "reduction"),
+    ({"dtype": torch.int64}, "dtype"), ({"max_capacity": 0}, "max_capacity"), ({"max_capacity": 1.5}, "max_capacity"),
+])  # fmt: skip
+def test_bad_settings_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        PrioritizedSampler(**{"max_capacity": 10, "alpha": 0.5, "beta": 0.5, **settings})
+    sampler = PrioritizedSampler(10, 0.5, 0.5)
+    if said in ("alpha", "beta", "eps"):
+        with pytest.raises(ValueError, match=said):
+            setattr(sampler, said, settings[said])
+        assert getattr(sampler, said) in (0.5, 1e-8)
+
+
+def test_an_alpha_that_stored_priorities_do_not_bear_is_refused():
+    rb = buffer()
+    rb.update_priority(rb.extend(torch.arange(5)), 1e200)
+    with pytest.raises(ValueError, match="too large"):
+        rb.sampler.alpha = 2
+    assert rb.sampler.alpha == 1 and rb.sample() is not None
+
+
+def test_a_capacity_that_does_not_fit_the_storage_is_refused_where_it_comes():
+    with pytest.raises(ValueError, match=r"max_capacity=9 .* 10 steps"):
+        ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(9, 1, 1))
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    old = rb.sampler
+    with pytest.raises(ValueError, match="max_capacity=9"):
+        rb.set_sampler(PrioritizedSampler(9, 1, 1))
+    assert rb.sampler is old
+    unlimited = ReplayBuffer(storage=ListStorage(), sampler=PrioritizedSampler(9, 1, 1), batch_size=2)
+    unlimited.extend(list(range(9)))
+    unlimited.sample()
+    unlimited.extend(list(range(3)))
+    with pytest.raises(ValueError, match=r"max_capacity=9 .* 12 steps"):
+        unlimited.sample()
+
+
+def test_a_list_without_limit_grows_with_its_priorities():
+    rb = PrioritizedReplayBuffer(1.0, 1.0, storage=ListStorage(), batch_size=3)
+    for k in range(12):
+        rb.update_priority(rb.extend(list(range(500))), float(k))
+    assert priorities(rb) == [float(k) for k in range(12) for _ in range(500)]
+    assert rb.sample() is not None
+
+
+def test_updates_before_anything_is_written_say_so():
+    rb = buffer()
+    with pytest.raises(IndexError, match="nothing has been written"):
+        rb.update_priority(0, 1.0)
+    with pytest.raises(RuntimeError, match="storage="):
+        PrioritizedSampler(10, 1, 1).update_priority(0, 1.0)
+
+
+# ---- generations ----
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_updates_of_steps_that_were_overwritten_meanwhile_are_skipped_and_counted(prefetch):
+    rb = TensorDictPrioritizedReplayBuffer(
+        1.0, 1.0, storage=LazyTensorStorage(10), batch_size=10, track_generations=True, prefetch=prefetch
+    )
+    rb.extend(steps(0, 10))
+    batch = rb.sample().set("td_error", torch.full((10,), 0.25))
+    rb.extend(steps(10, 14))  # over 0 to 3
+    rb.update_tensordict_priority(batch)
+    drawn = set(batch["index"].tolist())
+    assert priorities(rb) == [0.25 if k in drawn and k > 3 else 1 for k in range(10)]
+    assert rb.sampler.skipped == int((batch["index"] < 4).sum())
+    rb.empty()
+    rb.update_tensordict_priority(batch)  # of steps that are gone: no error
+    assert rb.sampler.skipped == 10
+
+
+def test_generations_of_other_forms_are_taken():
+    rb = buffer()
+    rb.extend(torch.arange(13))
+    rb.update_priority([0, 1, 5], [2, 2, 2], [10, 1, 5])
+    assert priorities(rb) == [2, 1, 1, 1, 1, 2, 1, 1, 1, 1] and rb.sampler.skipped == 1
+
+
+# ---- priorities in the data ----
+def data(n, **more):
+    return TensorDict({"x": torch.arange(n), **more}, [n])
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage])
+def test_priorities_in_the_data_are_those_of_their_steps(storage):
+    rb = TensorDictPrioritizedReplayBuffer(1.0, 1.0, storage=storage(10), batch_size=4)
+    rb.extend(data(4, td_error=torch.tensor([[4.0], [3.0], [2.0], [1.0]])))
+    rb.add(data(6, td_error=torch.arange(6.0).unsqueeze(-1) + 20)[2])
+    assert priorities(rb) == [4, 3, 2, 1, 22] and rb.sampler.default_priority == 22
+    rb.extend([*data(2, td_error=torch.tensor([[7.0], [8.0]])).unbind(0)])
+    assert priorities(rb)[5:] == [7, 8]
+
+
+def test_of_more_data_than_fit_each_step_keeps_its_own_priority():
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, 1, 1), priority_key="loss", batch_size=4
+    )
+    rb.extend(data(25, loss=torch.arange(25.0)))
+    assert priorities(rb) == rb[:]["x"].tolist() == rb[:]["loss"].tolist()
+
+
+def test_bad_priorities_in_the_data_are_refused_before_anything_is_written():
+    rb = TensorDictPrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10), batch_size=4)
+    rb.extend(data(4, td_error=torch.ones(4)))
+    for bad in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="position 2"):
+            rb.extend(data(4, td_error=torch.tensor([1.0, 1.0, bad, 1.0])))
+        with pytest.raises(ValueError, match="position 0"):
+            rb.add(data(4, td_error=torch.full((4,), bad))[0])
+    assert len(rb) == rb.write_count == 4
+
+
+def test_priorities_in_the_data_of_environments_go_to_their_steps():
+    for dim_extend in (None, 0):
+        rb = TensorDictPrioritizedReplayBuffer(
+            1.0, 1.0, storage=LazyTensorStorage(30, ndim=2), batch_size=4, dim_extend=dim_extend
+        )
+        batch = env_steps(3, 0, 14)
+        batch["td_error"] = batch["n"].float().unsqueeze(-1)
+        rb.extend(batch if dim_extend is None else batch.transpose(0, 1))
+        rb.add(batch[:, 5])
+        slots = torch.cartesian_prod(torch.arange(10), torch.arange(3))
+        stored = rb.storage[slots[:, 0], slots[:, 1]]["n"]
+        assert priorities(rb, slots) == stored.tolist()
+
+
+def test_a_sampler_without_priorities_ignores_them():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4)
+    rb.extend(data(4, td_error=torch.full((4,), -1.0)))
+    rb.update_tensordict_priority(rb.sample())
+
+
+# ---- several dimensions, lanes, processes ----
+def test_environments_have_priorities_of_their_own():
+    rb = PrioritizedReplayBuffer(1.0, 1.0, eps=0.0, storage=LazyTensorStorage(30, ndim=2), batch_size=50)
+    index = rb.extend(env_steps(3, 0, 14))
+    rb.update_priority(index, 0)
+    rb.update_priority((torch.tensor([4]), torch.tensor([2])), 5.0)
+    rb.update_priority(torch.tensor([[7, 0], [2, 1]]), torch.tensor([5.0, 10.0]))
+    for _ in range(5):
+        _, info = rb.sample(return_info=True)
+        drawn = set(zip(*(part.tolist() for part in info["index"]), strict=True))
+        assert drawn <= {(4, 2), (7, 0), (2, 1)}
+        assert set(info["priority_weight"].tolist()) <= {1.0, 0.5}
+    with pytest.raises(IndexError, match="ndim=2"):
+        rb.update_priority(torch.tensor([1, 2, 3]), 1.0)
+
+
+def test_a_capacity_that_the_storage_rounds_up_fits():
+    sampler = PrioritizedSampler(100, 1, 1)
+    rb = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2), sampler=sampler, batch_size=4)
+    rb.extend(env_steps(3, 0, 40))
+    assert rb.storage.max_size == 102 and rb.sample() is not None
+
+
+def test_steps_of_another_process_come_with_the_highest_priority_and_take_it_when_they_go(tmp_path):
+    def write(n):
+        def work():
+            other = ReplayBuffer(storage=LazyMemmapStorage(40, tmp_path, existsok=True, lanes=2))
+            other.extend(torch.arange(n))
+
+        Child(work).result()
+
+    rb = PrioritizedReplayBuffer(1.0, 1.0, storage=LazyMemmapStorage(40, tmp_path, lanes=2), batch_size=8)
+    rb.update_priority(rb.extend(torch.arange(5)), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+    write(8)
+    assert priorities(rb, torch.arange(40)) == [1, 2, 3, 4, 5, *[-1] * 15, *[5] * 8, *[-1] * 12]
+    rb.update_priority(torch.arange(20, 28), 0.5)
+    write(18)  # its lane wraps: 20 to 25 are new
+    assert priorities(rb, torch.arange(20, 40)) == [*[5] * 6, 0.5, 0.5, *[5] * 12]
+    rb.update_priority(torch.arange(5), 0.0)
+    assert {int(i) for _ in range(20) for i in rb.sample(return_info=True)[1]["index"]} <= set(range(20, 40))
+
+
+def test_a_step_that_is_being_overwritten_cannot_be_drawn_any_more():
+    rb = buffer()
+    rb.extend(torch.arange(10))
+    rb.update_priority(0, 1e9)
+    assert rb.sample().tolist() == [0] * 4
+    rb.storage.lanes.store.claim(0, 1)  # as a writer in another process that has begun to replace it
+    assert priorities(rb, torch.arange(10)) == [-1, *[1] * 9]
+    for _ in range(20):
+        assert 0 not in rb.sample().tolist()
+    rb.update_priority(torch.tensor([0, 1]), 2.0)  # it was there a moment ago
+    assert rb.sampler.skipped == 1 and priorities(rb, torch.tensor([0, 1])) == [-1, 2]
+
+
+def test_rows_that_vanish_while_they_are_read_are_replaced_with_their_weights():
+    rb = buffer(eps=0.0)
+    rb.update_priority(rb.extend(torch.arange(10)), torch.tensor([8.0] + [2.0] * 9))
+    slots, info = rb.sampler.sample(rb.storage, 30)
+    rb.storage.lanes.store.claim(0, 1)
+    places = (slots == 0).nonzero().reshape(-1).tolist()
+    again = rb.sampler.redraw(rb.storage, slots, info, places)
+    assert places and 0 not in again.tolist()
+    assert [info["priority_weight"][i].item() for i in places] == [1.0] * len(places)
+    assert torch.equal(again[slots != 0], slots[slots != 0])
+
+
+def test_threads_write_sample_and_update_at_once():
+    rb = TensorDictPrioritizedReplayBuffer(
+        0.6, 0.4, storage=LazyTensorStorage(50), batch_size=16, track_generations=True, prefetch=2
+    )
+    rb.extend(steps(0, 30))
+    failed, stop = [], threading.Event()
+
+    def repeat(work):
+        try:
+            while not stop.is_set():
+                work()
+        except BaseException as error:
+            failed.append(error)
+
+    def learn():
+        batch = rb.sample()
+        rb.update_tensordict_priority(batch.set("td_error", torch.rand(16)))
+
+    threads = [threading.Thread(target=repeat, args=(w,)) for w in (learn, learn, lambda: rb.extend(steps(0, 7)))]
+    for t in threads:
+        t.start()
+    stop.wait(1.5)
+    stop.set()
+    for t in threads:
+        t.join()
+    assert not failed
+    found = torch.tensor(priorities(rb))
+    assert len(found) == 50 and (found >= 0).all() and (found <= 1).all()
+
+
+# ---- state ----
+def test_a_state_goes_on_in_a_store_of_another_capacity_bit_for_bit(tmp_path):
+    rb = buffer(16, 0.6, 0.4, generator=torch.Generator().manual_seed(0))
+    rb.extend(torch.arange(16 * 3 + 5))
+    rb.update_priority(torch.arange(16), torch.rand(16))
+    rb.extend(torch.arange(100, 103))
+    rb.sampler.beta = 0.9
+    rb[4] = torch.tensor(200)
+    rb.dumps(tmp_path / "saved")
+    for capacity in (16, 23):
+        twin = buffer(capacity, 0.6, 0.4, generator=torch.Generator())
+        twin.extend(torch.arange(50, 50 + capacity))
+        twin.update_priority(0, 99.0)
+        twin.loads(tmp_path / "saved")
+        assert twin.sampler.beta == 0.9
+        mine = dict(zip(rb[:].tolist(), priorities(rb), strict=True))
+        assert dict(zip(twin[:].tolist(), priorities(twin), strict=True)) == mine
+        assert twin.sampler.default_priority == rb.sampler.default_priority
+    twin = buffer(16, 0.6, 0.4, generator=torch.Generator())
+    twin.loads(tmp_path / "saved")
+    for _ in range(5):
+        (a, ia), (b, ib) = rb.sample(return_info=True), twin.sample(return_info=True)
+        assert a.tolist() == b.tolist() and torch.equal(ia["priority_weight"], ib["priority_weight"])
+        for one in (rb, twin):
+            one.update_priority(ia["index"], a % 7)
+            one.extend(torch.arange(3))
+
+
+def test_a_change_right_after_loading_makes_a_step_new(tmp_path):
+    rb = buffer()
+    rb.update_priority(rb.extend(torch.arange(5)), 0.5)
+    rb.dumps(tmp_path / "saved")
+    rb.loads(tmp_path / "saved")
+    rb[3] = torch.tensor(7)
+    assert priorities(rb) == [0.5, 0.5, 0.5, 1, 0.5]
+
+
+def test_a_state_is_as_large_as_what_is_stored(tmp_path):
+    rb = buffer(100_000)
+    rb.extend(torch.arange(5))
+    assert len(rb.sampler.state_dict()["priorities"]) == 0  # nothing was looked at yet
+    rb.sample()
+    assert len(rb.sampler.state_dict()["priorities"]) == 5
+
+
+def test_the_state_of_the_sampler_alone_goes_on_with_the_same_store():
+    rb = buffer()
+    rb.update_priority(rb.extend(torch.arange(13)), torch.arange(13.0))
+    state = rb.sampler.state_dict()
+    rb.update_priority(torch.arange(10), 50.0)
+    other = PrioritizedSampler(10, 1.0, 1.0)
+    other.load_state_dict(state)
+    rb.set_sampler(other)
+    rb.extend(torch.arange(2))
+    assert priorities(rb) == [10, 11, 12, 12, 12, 5, 6, 7, 8, 9]
+
+
+def test_a_state_of_other_settings_is_refused(tmp_path):
+    rb = buffer()
+    rb.extend(torch.arange(5))
+    rb.dumps(tmp_path / "saved")
+    for change in ({"alpha": 0.5}, {"eps": 0.1}, {"reduction": "min"}, {"max_priority_within_buffer": True}):
+        other = PrioritizedReplayBuffer(**{"alpha": 1.0, "beta": 1.0, "storage": LazyTensorStorage(10), **change})
+        with pytest.raises(ValueError, match=next(iter(change))):
+            other.loads(tmp_path / "saved")
+        with pytest.raises(ValueError, match=next(iter(change))):
+            other.sampler.load_state_dict(rb.sampler.state_dict())
+
+
+@pytest.mark.parametrize("change", [
+    {"priorities": torch.tensor([1.0, -1.0, 1.0])}, {"priorities": torch.tensor([1.0, math.nan, 1.0])},
+    {"priorities": torch.ones(2)}, {"seen": [[3, 0]]}, {"max_priority": math.inf}, {"max_priority": -1.0},
+    {"seen": [[0, 1 << 60]]},
+])  # fmt: skip
+def test_a_state_that_makes_no_sense_is_refused(change):
+    rb = buffer()
+    rb.extend(torch.arange(3))
+    rb.sample()
+    sampler = PrioritizedSampler(10, 1.0, 1.0)
+    sampler.load_state_dict({**rb.sampler.state_dict(), **change})
+    with pytest.raises(ValueError, match=r"saved|priority"):
+        sampler.sample(rb.storage, 2)
+
+
+def test_a_prioritized_buffer_makes_its_own_sampler():
+    for cls in (PrioritizedReplayBuffer, TensorDictPrioritizedReplayBuffer):
+        with pytest.raises(TypeError, match="makes its own sampler"):
+            cls(1.0, 1.0, storage=LazyTensorStorage(10), sampler=RandomSampler())
+        rb = cls(alpha=0.7, beta=0.9, capacity=30)
+        assert type(rb.sampler) is PrioritizedSampler and rb.storage.max_size == 30

@@ -1,0 +1,65 @@
+"""Draws in proportion to priorities, with their rule in plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import pytest
+
+from engram.data import PrioritizedSampler
+from machine.ring import Row
+from machine.samplers import RandomOracle
+
+
+class PrioritizedOracle(RandomOracle):
+    """With probability in proportion to (p + eps) ** alpha; weights (P / P_min) ** -beta."""
+
+    has_priorities = True
+    alpha, eps = 0.7, 1e-8
+
+    def make(self) -> Any:
+        return PrioritizedSampler(None, self.alpha, self.beta, self.eps)
+
+    def begin(self) -> None:
+        self.beta = 0.9
+        self.emptied()
+        self.priority = dict.fromkeys(self.ring.rows(), 1.0)
+
+    def emptied(self) -> None:
+        self.highest, self.priority = 1.0, {}
+
+    def _new(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.priority.update({(slot, env): self.highest for env in range(max(self.ring.envs, 1))})
+
+    wrote = replaced = _new
+
+    def updated(self, rows: list[Row], priorities: list[float]) -> None:
+        self.priority.update(zip(rows, priorities, strict=True))
+        self.highest = max([self.highest, *priorities])
+
+    def marked(self, rows: list[Row]) -> None:
+        self.priority.update(dict.fromkeys(rows, self.highest))
+
+    def set_beta(self, sampler: Any, beta: float) -> None:
+        sampler.beta = self.beta = beta
+
+    def frequencies(self) -> dict[Hashable, float]:
+        return {row: (self.priority[row] + self.eps) ** self.alpha for row in self.ring.rows()}
+
+    def drew(self, n: int, rows: list[Row], info: dict[str, Any], batch: Any) -> None:
+        super().drew(n, rows, info, batch)
+        frequency = self.frequencies()
+        lowest = min(frequency.values())
+        expected = [(frequency[row] / lowest) ** -self.beta for row in rows]
+        assert info["priority_weight"].tolist() == pytest.approx(expected, rel=1e-5)
+        if "priority_weight" in batch.keys():
+            assert batch["priority_weight"].tolist() == info["priority_weight"].tolist()
+
+
+class AlphaOneOracle(PrioritizedOracle):
+    alpha, eps = 1.0, 0.25
+
+
+PRIORITIZED = {"priorities": PrioritizedOracle, "priorities as they are": AlphaOneOracle}

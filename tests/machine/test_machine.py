@@ -1,0 +1,32 @@
+"""Whatever is done to a buffer, in whatever order, it holds and draws what plain Python would."""
+
+import pytest
+
+from machine.machine import drive
+from machine.parts import PLACES, SAMPLERS, WRITERS_THAT_FOLLOW
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_sampler_draws_what_plain_python_would(sampler):
+    drive(14, 25, places=PLACES, samplers=[sampler], writers=WRITERS_THAT_FOLLOW)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_storage_holds_what_a_list_would(place):
+    drive(14, 25, places=[place], samplers=list(SAMPLERS), writers=WRITERS_THAT_FOLLOW)
+
+
+@pytest.mark.parametrize("writers", WRITERS_THAT_FOLLOW, ids=str)
+def test_a_writer_writes_where_its_rule_says(writers):
+    drive(14, 25, places=PLACES, samplers=list(SAMPLERS), writers=[writers])
+
+
+def test_batches_that_are_prepared_ahead_held_true_once():
+    drive(14, 20, places=PLACES, samplers=list(SAMPLERS), writers=WRITERS_THAT_FOLLOW, prefetch=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_every_storage_with_every_sampler_and_writer_for_long(place, sampler):
+    drive(60, 40, places=[place], samplers=[sampler], writers=WRITERS_THAT_FOLLOW)

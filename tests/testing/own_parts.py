@@ -1,0 +1,236 @@
+"""Parts as users write them, against engram's contracts; `Broken...` are wrong by one, and must fail."""
+
+import pickle
+
+import torch
+
+from engram.data import RoundRobinWriter, Storage, Writer
+from engram.data.replay_buffers.checkpointers import ListStorageCheckpointer
+from engram.data.replay_buffers.lanes import Lanes
+from engram.testing import RoundRobinWriterContract, SamplerContract, StorageContract, TransformContract, WriterContract
+from engram.transforms import Transform
+
+
+class PickledStorage(Storage):
+    """Keeps each step as a pickle of its own."""
+
+    def __init__(self, max_size):
+        super().__init__(max_size)
+        self._lanes, self._pickles, self._nothing = Lanes.in_memory(max_size), {}, []
+
+    @property
+    def lanes(self):
+        return self._lanes
+
+    @property
+    def nbytes(self):
+        return sum(map(len, self._pickles.values()))
+
+    @property
+    def _storage(self):
+        return self._pickles
+
+    def check(self, items, single, time_dim=0, index_key=None):
+        steps = [items] if single else list(items.unbind(time_dim))
+        if not steps:
+            raise ValueError("nothing to add")
+        return len(steps), steps
+
+    def append(self, checked):
+        slots = self._lanes.advance(checked[0])
+        self._put(slots, checked[1])
+        return slots
+
+    def overwrite(self, slots, items, index_key=None):
+        absent = set(slots.tolist()) - set(self._pickles)
+        if absent:
+            raise IndexError(f"slots {absent} have not been written")
+        if len(items) != len(slots):
+            raise ValueError(f"{len(slots)} steps are indexed, {len(items)} given")
+        self._put(slots, list(items.unbind(0)))
+        self._lanes.store.note_edits(slots)
+
+    def _set(self, selection, items, index_key):
+        items = items.expand(selection.shape) if not items.batch_size else items
+        self.overwrite(selection.slots, items.flatten() if items.ndim > 1 else items[None] if not items.ndim else items)
+
+    def _put(self, slots, steps):
+        for slot, step in zip(slots.tolist(), steps, strict=True):
+            self._pickles[slot] = pickle.dumps(step.clone())
+            self._nothing = step[None][:0].clone()
+
+    def read(self, slots, shape=None, extra=None, numbers=False):
+        absent = [k for k, slot in enumerate(slots.tolist()) if slot not in self._pickles]
+        if absent:
+            return None, None, absent, None
+        rows = [pickle.loads(self._pickles[slot]) for slot in slots.tolist()]
+        batch = torch.stack(rows) if rows else self._nothing
+        batch = batch.reshape(shape) if rows and shape is not None else batch
+        return batch, None, None, self._lanes.generations(slots) if numbers else None
+
+    def empty(self, reset_count=True):
+        super().empty(reset_count)
+        self._pickles.clear()
+
+    # ---- what ListStorageCheckpointer asks for: the steps, oldest first ----
+    def _default_checkpointer(self):
+        return ListStorageCheckpointer()
+
+    def items(self):
+        lane = self._lanes.store.lane(0)
+        return [
+            pickle.loads(self._pickles[w % self.max_size])
+            for w in range(lane["published"] - len(self), lane["published"])
+        ]
+
+    def counters(self):
+        lane = self._lanes.store.lane(0)
+        kept = {k: lane[k] for k in ("published", "origin", "seams")}
+        return {"lane_capacity": self.max_size, "strands": 1, "lanes": [{**kept, "base": lane["first"]}]}
+
+    def check_restore(self, counters):
+        n = counters["lanes"][0]["published"] - counters["lanes"][0]["base"]
+        if n > self.max_size:
+            raise ValueError(f"room for {self.max_size} steps, {n} saved")
+
+    def restore_items(self, items, counters):
+        self.check_restore(counters)
+        lane, store = counters["lanes"][0], self._lanes.store
+        shift = 0 if counters["lane_capacity"] == self.max_size else lane["base"]
+        store.begin_restore()
+        first = lane["base"] - shift
+        self._pickles = {}
+        self._put((torch.arange(len(items)) + first) % self.max_size, items)
+        origin = (lane["origin"] - shift) % (1 << 64)
+        store.restore_lane(0, first, lane["published"] - shift, origin, [])
+        store.end_restore()
+        self.shifts = [shift]
+
+    def state_dict(self):
+        return {"items": self.items(), "counters": self.counters()}
+
+    def load_state_dict(self, state):
+        self.restore_items(state["items"], state["counters"])
+
+
+class TestPickledStorage(StorageContract):
+    def make(self, capacity, path):
+        return PickledStorage(capacity)
+
+
+class TestBrokenStorage(StorageContract):
+    def make(self, capacity, path):
+        class Broken(PickledStorage):
+            def read(self, slots, *rest, **more):
+                return super().read((slots + 1) % max(1, len(self)), *rest, **more)
+
+        return Broken(capacity)
+
+
+class AnyStep:
+    def sample(self, storage, batch_size):
+        if not len(storage):
+            raise RuntimeError("the storage is empty: Cannot sample from an empty storage.")
+        return storage.outward(torch.randint(len(storage), (batch_size,))), {}
+
+
+class BrokenSampler:
+    def sample(self, storage, batch_size):
+        if not len(storage):
+            raise RuntimeError("Cannot sample from an empty storage.")
+        return storage.outward(torch.randint(len(storage) + 1, (batch_size,))), {}
+
+
+class TestAnyStep(SamplerContract):
+    def make(self):
+        return AnyStep()
+
+
+class TestBrokenSampler(SamplerContract):
+    def make(self):
+        return BrokenSampler()
+
+
+class KeepsFirst(Writer):
+    """Drops what no longer fits."""
+
+    def write(self, storage, items, single, time_dim):
+        items, time_dim = (items[None], 0) if single else (items, time_dim)
+        n = len(items) if storage.max_size is None else min(len(items), storage.max_size - len(storage))
+        slots = torch.full((len(items),), -1)
+        storage.check(items, False, time_dim)
+        if n:
+            slots[:n] = storage.append(storage.check(items[:n], False, time_dim))
+        return slots
+
+
+class TestKeepsFirst(WriterContract):
+    drops = True
+
+    def make(self):
+        return KeepsFirst()
+
+
+class TestBrokenWriter(WriterContract):
+    drops = True
+
+    def make(self):
+        class Broken(KeepsFirst):
+            def write(self, *args):
+                slots = super().write(*args)
+                return torch.where(slots > 0, slots - 1, slots)
+
+        return Broken()
+
+
+class TestBrokenRing(RoundRobinWriterContract):
+    def make(self):
+        class Broken(RoundRobinWriter):
+            @property
+            def _cursor(self):
+                return super()._cursor + 1
+
+        return Broken()
+
+
+def halved(batch):
+    batch["obs"] = batch["obs"] / 2
+    return batch
+
+
+def all_but_the_last(batch):
+    return batch[:-1]
+
+
+class Shifted(Transform):
+    """Stores observations one lower."""
+
+    def forward(self, batch):
+        batch["obs"] = batch["obs"] + 1
+        return batch
+
+    def inv(self, batch):
+        batch = batch.copy()
+        batch["obs"] = batch["obs"] - 1
+        return batch
+
+
+class TestHalved(TransformContract):
+    in_place = True
+    lists = False
+
+    def make(self):
+        return halved
+
+
+class TestShifted(TransformContract):
+    in_place = True
+    lists = False
+
+    def make(self):
+        return Shifted()
+
+
+class TestBrokenTransform(TransformContract):
+    def make(self):
+        return all_but_the_last
