@@ -13,7 +13,7 @@ from contracts.checkpointer import data_files
 from contracts.forged import forge_file, forge_state
 from contracts.ted_rings import TedRings
 from engram.data import LazyTensorStorage, ReplayBuffer
-from engram.data.replay_buffers.checkpointers import H5StorageCheckpointer, open_snapshot, save_snapshot, tensor
+from engram.data.replay_buffers.checkpointers import H5StorageCheckpointer, h5, open_snapshot, save_snapshot, tensor
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -207,7 +207,7 @@ def rows_that_fall(file):
 
 def newest_step_without_successor(file):
     rows = file["lane_0/steps/next/obs/row"]
-    rows[-1] = 198 if rows[-2] < 198 else rows[-1] + 1
+    rows[:] = np.arange(len(rows))
 
 
 def no_beginning(file):
@@ -262,6 +262,11 @@ def test_a_forged_manifest_that_cannot_be_is_refused(tmp_path, edit):
     with pytest.raises(CorruptCheckpointError):
         load(tmp_path, store)
     assert store.contents() == TedRings(200).contents()
+
+
+def test_what_h5py_says_of_a_disk_that_fails_when_it_closes_is_an_os_error(tmp_path):
+    with pytest.raises(OSError, match="HDF5 cannot write"), h5.writing(str(tmp_path / "x.h5"), {}):
+        raise RuntimeError("unable to flush")
 
 
 def test_without_h5py_the_error_says_what_to_install(monkeypatch):

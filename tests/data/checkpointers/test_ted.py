@@ -25,7 +25,7 @@ from engram.data.replay_buffers.checkpointers import (
     save_snapshot,
     tensor,
 )
-from engram.errors import CorruptCheckpointError
+from engram.errors import CheckpointError, CorruptCheckpointError
 
 COMPRESSED = {"compression": "gzip", "shuffle": True, "fletcher32": True}
 MAKERS = {
@@ -74,11 +74,6 @@ class TestNested(TedContract):
 class TestH5(TedContract):
     def make(self):
         return H5StorageCheckpointer()
-
-
-class TestH5Compressed(TedContract):
-    def make(self):
-        return H5StorageCheckpointer(h5_kwargs=COMPRESSED)
 
 
 class TestH5GroupPerTrajectory(TedContract):
@@ -219,6 +214,49 @@ def test_the_next_save_takes_over_the_chunks_that_have_not_changed(make, tmp_pat
     with open_snapshot(tmp_path) as opened:
         opened.load_storage(make(), loaded)
     assert loaded.contents() == rings.contents()
+
+
+class OverwrittenRings(TedRings):
+    """Rows that other processes overwrite before they are read: after the first block the oldest are gone."""
+
+    def read_block(self, lane, start, stop):
+        rows = super().read_block(lane, start, stop)
+        self.lanes[0]["base"] = self.lanes[0]["published"] - 40
+        return rows
+
+
+@makers
+def test_rows_that_were_overwritten_before_they_were_read_are_left_out(make, monkeypatch):
+    monkeypatch.setattr(tensor, "CHUNK_BYTES", 2000)
+    rings = OverwrittenRings(exceptions=0.1)
+    rings.append(0, 130)
+    loaded = round_trip(make(), rings, TedRings())
+    assert len(loaded) == 40 and loaded.contents() == rings.contents()
+
+
+@makers
+def test_saves_in_the_background_hold_what_was_there_when_they_began(make, tmp_path):
+    rb, twin = (ReplayBuffer(storage=LazyTensorStorage(50, checkpointer=make())) for _ in range(2))
+    rb.extend(ted_steps(70, length=30.0).exclude("empty"))
+    before = rb[:]
+    handle = rb.dumps(tmp_path, blocking=False)
+    rb.extend(ted_steps(20, salt=1).exclude("empty"))
+    handle.result()
+    twin.loads(tmp_path)
+    names = before.keys(include_nested=True, leaves_only=True)
+    assert all(twin[:][k].numpy().tobytes() == before[k].numpy().tobytes() for k in names) and len(twin) == 50
+
+
+def test_a_storage_takes_another_checkpointer_and_says_so_to_who_loads_with_the_wrong_one(tmp_path):
+    rb, twin = (ReplayBuffer(storage=LazyTensorStorage(50)) for _ in range(2))
+    rb.extend(few_rows())
+    rb.storage.checkpointer = NestedStorageCheckpointer()
+    rb.dumps(tmp_path)
+    with pytest.raises(CheckpointError, match=r"saved as 'nested'.*use the checkpointer that saved it"):
+        twin.loads(tmp_path)
+    twin.storage.checkpointer = NestedStorageCheckpointer(done_keys=("over",))
+    twin.loads(tmp_path)
+    assert (twin[:] == few_rows()).all()
 
 
 @makers
@@ -366,6 +404,24 @@ def test_positions_that_cannot_be_are_refused_by_name_and_change_nothing(make, t
     forge_file(tmp_path, file, whole)
     rb.loads(tmp_path)
     assert (rb[:] == few_rows()).all()
+
+
+@chunked
+def test_two_steps_of_which_one_is_not_described_are_refused(make, tmp_path):
+    """Where numpy would repeat the other one."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(2, checkpointer=make()))
+    rb.extend(few_rows()[:2])
+    rb.dumps(tmp_path)
+    (file,) = data_files(tmp_path)
+    whole = np.frombuffer(file.read_bytes(), "<u4")
+    # flat: x [2], c (a position, two words twice); nested: ends [1], x [3], c
+    for place, value in [(2, 1)] if make is FlatStorageCheckpointer else [(0, 0), (4, 1)]:
+        changed = whole.copy()
+        assert changed[place] == 1 - value
+        changed[place] = value
+        forge_file(tmp_path, file, changed.tobytes())
+        with pytest.raises(CorruptCheckpointError, match=file.name):
+            ReplayBuffer(storage=LazyTensorStorage(2, checkpointer=make())).loads(tmp_path)
 
 
 @chunked

@@ -15,7 +15,6 @@ from engram.data.replay_buffers.checkpointers.h5_lanes import (
     Form,
     Span,
     as_column,
-    check_begins,
     dtype_of,
     leaf_attributes,
     totals,
@@ -105,7 +104,6 @@ class GroupsIn:
         out = np.zeros((span.rows, self._form.layout.payload_bytes), np.uint8)
         rows = self._file.read(place(self._name, STARTS), slice(at[0], at[0] + details[0]))
         starts = np.append(span.positions_at(rows), span.rows)
-        check_begins(starts[:-1], span)
         ends = np.zeros(span.rows, np.bool_)
         ends[starts[1:] - 1] = True
         for i, leaf in self._form.leaves:

@@ -232,7 +232,6 @@ class DatasetsIn:
             if i in self._form.shared:
                 exceptions[i] = positions, column
             else:
-                check_begins(positions, span)
                 put_column(out, leaf, st.repeat_runs(positions, column, span.rows))
         for i, (positions, column) in exceptions.items():
             root = column_of(out, self._form.layout.leaves[self._form.shared[i]])
@@ -293,13 +292,6 @@ def totals(details: list[Details], width: int) -> list[int]:
     if any(len(some) != width for some in details):
         raise ValueError(f"a block has {width} numbers beside its steps")
     return [sum(max(0, some[i]) for some in details) for i in range(width)]
-
-
-def check_begins(positions: Positions, span: Span) -> None:
-    given = np.zeros(span.rows, np.bool_)
-    given[positions] = True
-    if not given[:: span.steps].all():
-        raise ValueError("nothing says what a strand begins with")
 
 
 def check_ends(positions: Positions, span: Span) -> None:

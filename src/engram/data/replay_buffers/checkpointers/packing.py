@@ -112,10 +112,7 @@ def unpack_values(sections: Sections, nbytes: int, count: int, n: int) -> Column
     """The column of n steps that `pack_values` packed."""
     if count == WHOLE:
         return sections.values(n, nbytes)
-    starts = sections.positions(count, n)
-    if not count or starts[0] != 0:
-        raise ValueError("values that seldom change begin after the first step")
-    return st.repeat_runs(starts, sections.values(count, nbytes), n)
+    return st.repeat_runs(sections.positions(count, n), sections.values(count, nbytes), n)
 
 
 def section_bytes(nbytes: int, count: int, n: int) -> int:

@@ -97,7 +97,9 @@ def run_starts(column: Column) -> Positions:
 
 
 def repeat_runs(starts: Positions, values: Column, n: int) -> Column:
-    """The column of n steps whose runs begin at `starts`."""
+    """The column of n steps whose runs begin at `starts`; ValueError when the first step is in none."""
+    if n and (not len(starts) or starts[0] != 0):
+        raise ValueError("nothing says what value the first step has")
     lengths = np.diff(starts, append=n)
     return np.repeat(values, lengths, axis=0)
 
