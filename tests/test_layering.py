@@ -26,11 +26,13 @@ LAYERS = [
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
     [f"{BUFFERS}.storages"],
     [f"{BUFFERS}.checkpointers"],
-    ["engram.data.specs", f"{BUFFERS}.ted", f"{BUFFERS}.episodes"],
+    ["engram.data.specs", f"{BUFFERS}.episodes"],
     [f"{BUFFERS}.recovery", f"{BUFFERS}.rows", f"{BUFFERS}.columns"],
     [f"{BUFFERS}.files", f"{BUFFERS}.lanes", f"{BUFFERS}.layout", f"{BUFFERS}.indexing"],
-    [f"{BUFFERS}.locks", f"{BUFFERS}.trees"],
-    [f"{BUFFERS}.utils"],
+    [f"{BUFFERS}.locks"],
+    [f"{BUFFERS}.utils"],  # re-exports the hooks
+    [f"{BUFFERS}.ted"],
+    [f"{BUFFERS}.trees"],
     ["engram._native"],
     ["engram.errors"],
 ]

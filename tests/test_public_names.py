@@ -7,12 +7,14 @@ import sys
 import pytest
 
 BUFFERS = {
+    "Flat2TED", "FlatStorageCheckpointer", "H5Combine", "H5Split", "H5StorageCheckpointer",
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage",
-    "PrioritizedReplayBuffer", "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler",
-    "ReplayBuffer", "RoundRobinWriter", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
-    "SliceSampler", "SliceSamplerWithoutReplacement", "Storage", "TensorDictMaxValueWriter",
-    "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer", "TensorDictRoundRobinWriter",
-    "TensorStorage", "Writer",
+    "ListStorageCheckpointer", "Nested2TED", "NestedStorageCheckpointer", "PrioritizedReplayBuffer",
+    "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter",
+    "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
+    "SliceSamplerWithoutReplacement", "Storage", "StorageCheckpointerBase", "TED2Flat", "TED2Nested",
+    "TensorDictMaxValueWriter", "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer",
+    "TensorDictRoundRobinWriter", "TensorStorage", "TensorStorageCheckpointer", "Writer",
 }  # fmt: skip
 TRANSFORMS = {
     "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale",
@@ -40,6 +42,14 @@ NAMES = {
         "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",
         "TableContract", "TransformContract", "WriterContract", "chi_square", "env_steps", "numbers",
         "of_numbers", "state_of", "steps",
+    },
+    "engram.data.replay_buffers.checkpointers": {
+        "FlatStorageCheckpointer", "H5StorageCheckpointer", "ItemSink", "ItemSource", "ListStorageCheckpointer",
+        "NestedStorageCheckpointer", "RowSink", "RowSource", "Snapshot", "StorageCheckpointerBase",
+        "TensorStorageCheckpointer", "VerificationReport", "open_snapshot", "save_snapshot", "verify",
+    },
+    "engram.data.replay_buffers.utils": {
+        "Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested",
     },
 }  # fmt: skip
 ERRORS = {

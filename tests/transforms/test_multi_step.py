@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import threading
 from itertools import pairwise
 
 import pytest
@@ -296,7 +297,7 @@ def test_emptying_drops_what_waits():
 
 
 @pytest.mark.parametrize("before", [0, 1, 5])
-@pytest.mark.parametrize("what", ["dtype", "shape", "missing", "new"])
+@pytest.mark.parametrize("what", ["dtype", "narrower dtype", "shape", "missing", "new"])
 def test_a_refused_extend_leaves_what_waits_as_it_was(before, what):
     batch, rb = stream([12]), buffer()
     example = buffer()
@@ -310,6 +311,8 @@ def test_a_refused_extend_leaves_what_waits_as_it_was(before, what):
     bad = batch[before : before + 1].clone()
     if what == "dtype":
         bad["n"] = bad["n"].float()
+    elif what == "narrower dtype":
+        bad["n"] = bad["n"].int()
     elif what == "shape":
         bad["next", "reward"] = torch.zeros(1, 2)
     elif what == "missing":
@@ -458,6 +461,8 @@ def test_a_process_that_shares_the_storage_does_not_write_what_waits_here():
     rb.extend(stream([9])[:5])
     copy = pickle.loads(pickle.dumps(rb._transform))
     assert copy[0].held_back == 2, "a transform alone keeps what it has"
+    sent = pickle.loads(pickle.dumps(rb))
+    assert sent._transform[0].held_back == 0 and len(sent) == 3 and rb._transform[0].held_back == 2
     child = os.fork()
     if child == 0:
         os._exit(0 if rb._transform[0].held_back == 0 else 1)
@@ -469,6 +474,32 @@ def test_a_process_that_shares_the_storage_does_not_write_what_waits_here():
     if child == 0:
         os._exit(0 if private._transform[0].held_back == 2 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_threads_that_write_with_ids_lose_nothing():
+    rb, errors = buffer(LazyTensorStorage(4000)), []
+
+    def write(number):
+        try:
+            batch = stream([1000], ids=True)
+            batch["n"] += 1000 * number
+            batch["collector", "traj_ids"] += number
+            for start in range(0, 1000, 10):
+                rb.extend(batch[start : start + 10])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(rb) + rb._transform[0].held_back == 4000
+    written = rb[:]["n"].tolist()
+    assert len(set(written)) == len(written)
+    for k in range(4):
+        mine = [n for n in written if n // 1000 == k]
+        assert mine == list(range(1000 * k, 1000 * k + len(mine)))
 
 
 def test_called_by_hand_it_waits_as_well():

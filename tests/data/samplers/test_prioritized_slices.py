@@ -132,6 +132,16 @@ def test_a_step_becomes_a_start_when_its_slice_is_there_and_not_before():
         assert set(check(rb, 4, 200)) == set(range(n - 2))
 
 
+def test_starts_follow_flags_that_are_changed_in_place():
+    rb = buffer(12)
+    rb.extend(data([0] * 10))
+    assert set(check(rb, 3, 200)) == set(range(8))
+    rb[4] = data([1], 4)[0]
+    assert set(check(rb, 3, 200)) == {0, 1, 2, 5, 6, 7}
+    rb[4] = data([0], 4)[0]
+    assert set(check(rb, 3, 200)) == set(range(8))
+
+
 def test_a_trajectory_that_another_process_left_does_not_go_on(tmp_path):
     storage = LazyMemmapStorage(20, tmp_path, lanes=1)
     other = ReplayBuffer(storage=storage, sampler=make(3))

@@ -145,10 +145,23 @@ class SnapshotWriter:
                 _write_all(fd, whole[begin : begin + _PIECE])
                 self._written += len(whole[begin : begin + _PIECE])
             nbytes += len(whole)
-        os.fchmod(fd, 0o444)
-        _start_writing_back(fd)
-        self._files[name] = {"nbytes": nbytes, "xxh3_128": hasher.hexdigest()}
-        self._sync_files(down_to=_MOST_OPEN_FILES)
+        self._finish(name, fd, nbytes, hasher.hexdigest())
+
+    @contextmanager
+    def written_by_path(self, name: str) -> Iterator[str]:
+        """A new file of this snapshot that a library writes by its path, while the block lasts; hashed afterwards."""
+        self._check_name(name)
+        self._make_folder(os.path.dirname(name))
+        os.close(self._create(name))
+        path = self._directory.path(self.name, name)
+        yield path
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._unsynced.append(fd)
+        nbytes, hasher = 0, xxhash.xxh3_128()
+        while block := os.read(fd, _PIECE):
+            hasher.update(block)
+            nbytes += len(block)
+        self._finish(name, fd, nbytes, hasher.hexdigest())
 
     def commit(self) -> None:
         """Brings the snapshot into force: files first, then their folders, then the manifest, at last CURRENT."""
@@ -179,6 +192,12 @@ class SnapshotWriter:
     def _check_name(self, name: str) -> None:
         if not is_file_name(name) or name in self._files or name in (MANIFEST, MARKER):
             raise ValueError(f"{name!r} is not a name for a new file of a snapshot; use letters, digits, '_', '-', '.'")
+
+    def _finish(self, name: str, fd: int, nbytes: int, digest_of_file: str) -> None:
+        os.fchmod(fd, 0o444)
+        _start_writing_back(fd)
+        self._files[name] = {"nbytes": nbytes, "xxh3_128": digest_of_file}
+        self._sync_files(down_to=_MOST_OPEN_FILES)
 
     def _begin(self) -> None:
         os.mkdir(self._folders[0])

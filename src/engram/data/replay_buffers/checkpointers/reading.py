@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -105,6 +105,18 @@ class SnapshotReader:
         """The file from its beginning; what is taken from it may be believed after `finish`."""
         self.nbytes(name)
         return VerifiedFile(self._open_file(name), self.path(name), self.files[name])
+
+    def verified(self, name: str) -> BinaryIO:
+        """The file, open for reading, after it was compared with its hash."""
+        fd = self._open_file(name)
+        try:
+            with VerifiedFile(os.dup(fd), self.path(name), self.files[name]) as file:
+                file.finish()
+            os.lseek(fd, 0, os.SEEK_SET)
+            return open(fd, "rb", buffering=0)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def read_into(self, name: str, buffer: Bytes) -> None:
         """A whole file, already compared with its hash; `buffer` has its size."""
@@ -287,10 +299,10 @@ class VerifiedFile:
         return got
 
 
-def in_parallel(tasks: Iterable[Callable[[], None]], threads: int) -> None:
+def in_parallel(tasks: Iterable[Callable[[], object]], threads: int) -> None:
     """Runs tasks by several threads, begun in their order; raises the first error, after all that had begun ended."""
     with ThreadPoolExecutor(threads, thread_name_prefix="engram-read") as pool:
-        running: deque[Future[None]] = deque()
+        running: deque[Future[object]] = deque()
         try:
             for task in tasks:
                 running.append(pool.submit(task))
