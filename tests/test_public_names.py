@@ -8,10 +8,11 @@ import pytest
 
 BUFFERS = {
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage",
-    "PrioritizedReplayBuffer", "PrioritizedSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter",
-    "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
-    "SliceSamplerWithoutReplacement", "Storage", "TensorDictMaxValueWriter", "TensorDictPrioritizedReplayBuffer",
-    "TensorDictReplayBuffer", "TensorDictRoundRobinWriter", "TensorStorage", "Writer",
+    "PrioritizedReplayBuffer", "PrioritizedSampler", "RandomSampler", "ReplayBuffer", "ReplayBufferEnsemble",
+    "RoundRobinWriter", "Sampler", "SamplerEnsemble", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
+    "SliceSamplerWithoutReplacement", "Storage", "StorageEnsemble", "TensorDictMaxValueWriter",
+    "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer", "TensorDictRoundRobinWriter",
+    "TensorStorage", "Writer", "WriterEnsemble",
 }  # fmt: skip
 TRANSFORMS = {
     "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale",
@@ -23,15 +24,17 @@ NAMES = {
     "engram.data": BUFFERS | {"MultiStep"},
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
-        "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "SequenceSampler",
+        "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerEnsemble", "SamplerWithoutReplacement",
+        "SequenceSampler",
         "SliceSampler", "SliceSamplerWithoutReplacement",
     },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictMaxValueWriter", "TensorDictRoundRobinWriter",
-        "Writer",
+        "Writer", "WriterEnsemble",
     },
     "engram.data.replay_buffers.storages": {
-        "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",
+        "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "StorageEnsemble",
+        "TensorStorage",
     },
     "engram.envs.transforms": TRANSFORMS,
     "engram.transforms": TRANSFORMS,

@@ -3,6 +3,9 @@
 from engram.data.replay_buffers.buffer import (
     ReplayBuffer,
 )
+from engram.data.replay_buffers.ensemble import (
+    ReplayBufferEnsemble,
+)
 from engram.data.replay_buffers.prioritized import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
@@ -11,6 +14,7 @@ from engram.data.replay_buffers.samplers import (
     PrioritizedSampler,
     RandomSampler,
     Sampler,
+    SamplerEnsemble,
     SamplerWithoutReplacement,
     SequenceSampler,
     SliceSampler,
@@ -21,6 +25,7 @@ from engram.data.replay_buffers.storages import (
     LazyTensorStorage,
     ListStorage,
     Storage,
+    StorageEnsemble,
     TensorStorage,
 )
 from engram.data.replay_buffers.tensordict import (
@@ -32,6 +37,7 @@ from engram.data.replay_buffers.writers import (
     TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
     Writer,
+    WriterEnsemble,
 )
 
 __all__ = [
@@ -43,17 +49,21 @@ __all__ = [
     "PrioritizedSampler",
     "RandomSampler",
     "ReplayBuffer",
+    "ReplayBufferEnsemble",
     "RoundRobinWriter",
     "Sampler",
+    "SamplerEnsemble",
     "SamplerWithoutReplacement",
     "SequenceSampler",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
+    "StorageEnsemble",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
     "Writer",
+    "WriterEnsemble",
 ]

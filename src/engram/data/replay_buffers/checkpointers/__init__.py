@@ -10,6 +10,7 @@ from engram.data.replay_buffers.checkpointers.base import (
     RowSource,
     StorageCheckpointerBase,
 )
+from engram.data.replay_buffers.checkpointers.ensemble import StorageEnsembleCheckpointer
 from engram.data.replay_buffers.checkpointers.list import ListStorageCheckpointer
 from engram.data.replay_buffers.checkpointers.snapshot import Snapshot, open_snapshot, save_snapshot
 from engram.data.replay_buffers.checkpointers.tensor import TensorStorageCheckpointer
@@ -23,6 +24,7 @@ __all__ = [
     "RowSource",
     "Snapshot",
     "StorageCheckpointerBase",
+    "StorageEnsembleCheckpointer",
     "TensorStorageCheckpointer",
     "VerificationReport",
     "open_snapshot",

@@ -161,7 +161,8 @@ class TensorDictMaxValueWriter(Writer):
             if len(slots) == 1:
                 raise
             ranks = [
-                _native.ranks(self._numbers(storage.column(self._path, s)), self.reduction) for s in slots.split(1)
+                _native.ranks(self._numbers(storage.column(self._path, s)), self.reduction)
+                for s in torch.split(slots, 1)
             ]
             return torch.tensor(ranks, dtype=torch.float64)
 
