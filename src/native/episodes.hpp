@@ -114,6 +114,13 @@ class EpisodeIndex {
     return n * store.shape().strands;
   }
 
+  // Whether writers went through a whole ring of rows while the last look was under way: nothing of it is left.
+  bool overtaken(const Store& store) const {
+    for (uint64_t l = 0; l < lanes_.size(); ++l)
+      if (lanes_[l].first >= lanes_[l].published && store.lanes.view(l).published > lanes_[l].published) return true;
+    return false;
+  }
+
   uint64_t strands() const { return strands_.size(); }  // of all lanes, lane by lane
   uint64_t version() const { return version_; }         // another one after each change
   uint64_t restarts() const { return restarts_; }       // another one after each restart

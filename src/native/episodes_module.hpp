@@ -212,16 +212,19 @@ class Episodes {
     if (!offset_ && fetch.is_none()) throw nb::value_error("flags or ids must be fetched");
     if (turns_.forked()) index_ = EpisodeIndex(by_id_, bytes_), lists_.clear();
     try {
-      if (offset_) {
-        PackedSignals signals(store, *offset_);
-        maybe_without_gil(index_.news(store) > kGilRows, [&] { index_.look(store, signals); });
-      } else {
-        FetchedSignals signals(fetch, store.shape().strands, bytes_);
-        index_.look(store, signals);
-      }
+      for (int looks = 0; looks == 0 || (looks < kLooks && index_.overtaken(store)); ++looks) look_once(store, fetch);
     } catch (...) {
       index_.forget_all();  // a scan may have ended in its middle: memory ran out, or Python said no
       throw;
+    }
+  }
+  void look_once(Store& store, nb::handle fetch) {
+    if (offset_) {
+      PackedSignals signals(store, *offset_);
+      maybe_without_gil(index_.news(store) > kGilRows, [&] { index_.look(store, signals); });
+    } else {
+      FetchedSignals signals(fetch, store.shape().strands, bytes_);
+      index_.look(store, signals);
     }
   }
   LongEnough& long_enough(uint64_t min_length) {
@@ -238,6 +241,7 @@ class Episodes {
 
   static constexpr uint64_t kGilRows = 1 << 14;  // a longer scan releases the GIL
   static constexpr size_t kLists = 4;
+  static constexpr int kLooks = 100;
   bool by_id_;
   std::optional<uint64_t> offset_;
   uint64_t bytes_;

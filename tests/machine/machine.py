@@ -97,7 +97,6 @@ class BufferMachine(Driven):
         self.rb.empty(empty_write_count=not keep)
         self.ring.empty(keep)
         self.sampler.emptied()
-        self.writer.begin(self.ring)
         self.forget()
 
     def refused(self, beyond: int) -> None:
@@ -187,7 +186,6 @@ class BufferMachine(Driven):
     @rule(data=st.data())
     def another_writer(self, data: st.DataObject) -> None:
         self.writer = WRITERS[data.draw(st.sampled_from(self.writers))]()
-        self.writer.begin(self.ring)
         self.rb.set_writer(self.writer.make())
 
     # ---- saving ----
@@ -205,7 +203,7 @@ class BufferMachine(Driven):
             twin.storage.loads(self.folder / "storage")
             self.sampler.begin()
             twin.set_sampler(self.sampler.make())
-            self.writer.begin(self.ring)
+            self.numbers_of_their_own_are_gone()
             return
         if way == "dumps":
             old.dumps(self.folder / "saved")
@@ -215,6 +213,8 @@ class BufferMachine(Driven):
         self.forget()
         for k in (0, -1):
             self.draws_the_same(old, twin, self.sampler.batch_sizes[k])
+        if not self.writer.saves_numbers:
+            self.numbers_of_their_own_are_gone()
 
     @precondition(lambda self: self.storage_kind.reopens and not self.prefetch and self.rb.storage.lanes is not None)
     @rule()
@@ -224,7 +224,11 @@ class BufferMachine(Driven):
         self.rb = self.buffer.open(folder, **self.parts())
         self.ring.seam_comes = True
         self.sampler.begin()
-        self.writer.begin(self.ring)
+        self.numbers_of_their_own_are_gone()
+
+    def numbers_of_their_own_are_gone(self) -> None:
+        """They are the writer's to save."""
+        self.ring.out_of_turn = set()
 
 
 def drive(

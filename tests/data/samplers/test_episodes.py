@@ -114,3 +114,19 @@ def run(world, what, *how):
         world.release(0 if alone else how[0])
     elif what == "empty" and alone:
         world.empty()
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+def test_an_edit_of_the_newest_step_decides_whether_the_next_goes_on(by_id):
+    for value in (0, 1):
+        world = World([ReplayBuffer(storage=LazyTensorStorage(CAPACITY))], by_id, torch.int64 if by_id else torch.bool)
+        world.append(0, [1 - value] * 4)
+        grown = made(world)
+        check(world, grown)
+        world.edit(-1, value)
+        world.append(0, [value, 1])
+        check(world, grown)
+        world.edit(-1, value)
+        check(world, grown)
+        world.append(0, [value] * 3)
+        check(world, grown)

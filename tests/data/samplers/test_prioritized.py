@@ -101,6 +101,8 @@ def test_with_another_storage_nothing_is_left_of_the_first_one():
     first, other = (ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4) for _ in range(2))
     first.update_priority(first.extend(torch.arange(10)), 50.0)
     other.extend(torch.arange(3))
+    saved = other.state_dict()["sampler"]
+    assert saved["priorities"].tolist() == [1, 1, 1] and saved["max_priority"] == 1
     assert priorities(other) == [1, 1, 1] and sampler.default_priority == 1
     assert priorities(first) == [1] * 10
 

@@ -1,6 +1,7 @@
 """Slices while rows are overwritten: between the look, the draw and the read, by this process or by another."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -91,6 +92,49 @@ def test_boundaries_read_from_steps_that_were_overwritten_meanwhile_are_dropped(
     assert (start.tolist(), length.tolist()) == ([6], [10]) and reads == [(0, 10), (10, 16)]
 
 
+def test_a_look_that_writers_went_through_whole_is_made_again():
+    store = _native.Store.create(-1, 1, 10, 1, 0, 8, False, b"", bytes(16))
+    store.publish(0, store.claim(0, 10), 10)
+    index, reads = _native.Episodes(False, None, 1), []
+
+    def fetch(lane, start, stop):
+        reads.append((start, stop))
+        if len(reads) < 3:
+            store.publish(0, store.claim(0, 13), 13)
+        return np.zeros((stop - start, 1), np.uint8)
+
+    _, _, start, length = index.trajectories(store, fetch=fetch)
+    assert (start.tolist(), length.tolist()) == ([26], [10]) and reads == [(0, 10), (13, 23), (26, 36)]
+
+
+def test_threads_look_one_after_the_other_and_a_look_inside_a_look_is_refused():
+    store = _native.Store.create(-1, 1, 10, 1, 0, 8, False, b"", bytes(16))
+    store.publish(0, store.claim(0, 10), 10)
+    index, inside, found = _native.Episodes(False, None, 1), [], []
+
+    def fetch(lane, start, stop):
+        assert not inside
+        inside.append(True)
+        threads.append(threading.Thread(target=look))
+        if len(threads) == 2:
+            store.publish(0, store.claim(0, 5), 5)
+            threads[1].start()
+        time.sleep(0.05)
+        with pytest.raises(RuntimeError, match="drawing already"):
+            index.trajectories(store, fetch=fetch)
+        inside.pop()
+        return np.zeros((stop - start, 1), np.uint8)
+
+    def look():
+        found.append([t.tolist() for t in index.trajectories(store, fetch=fetch)[2:]])
+
+    threads = [threading.Thread(target=look)]
+    threads[0].start()
+    for k in range(2):
+        threads[k].join()
+    assert found == [[[5], [5]], [[5], [10]]]
+
+
 def test_an_error_while_flags_are_fetched_leaves_nothing_half_known():
     store = _native.Store.create(-1, 1, 10, 1, 0, 8, False, b"", bytes(16))
     store.publish(0, store.claim(0, 5), 5)
@@ -136,20 +180,24 @@ def test_no_slice_crosses_the_cursor_while_another_process_writes(kind, tmp_path
     slices_of(batch, info)
 
 
-def test_threads_that_share_a_sampler_through_two_buffers_take_turns():
-    """Each draw makes the index anew, without the GIL."""
-    sampler = SliceSampler(slice_len=8)
-    rbs = [ReplayBuffer(storage=LazyTensorStorage(40_000), sampler=sampler, batch_size=64) for _ in range(2)]
-    for k, rb in enumerate(rbs):
-        rb.extend(episodes([50] * 800, start=1_000_000 * k, first_id=1000 * k))
+@pytest.mark.parametrize("one_storage", [True, False])
+def test_threads_that_share_a_sampler_through_two_buffers_take_turns(one_storage):
+    """Long looks happen without the GIL; two storages have their flags in different places."""
+    sampler, data = SliceSampler(slice_len=8), [episodes([50] * 500), episodes([50] * 500)]
+    storages = [LazyTensorStorage(60_000)] * 2 if one_storage else [LazyTensorStorage(60_000) for _ in range(2)]
+    if not one_storage:
+        data[1]["more"] = torch.zeros(25_000, 3)
+    rbs = [ReplayBuffer(storage=storage, sampler=sampler, batch_size=64) for storage in storages]
+    for rb, batch in zip(rbs, data, strict=True):
+        rb.extend(batch)
     wrong = []
 
     def work(k):
         try:
             for _ in range(60):
-                batch, info = rbs[k].sample(return_info=True)
-                slices_of(batch, info)
-                assert int(batch["n"].min()) // 1_000_000 == k
+                rbs[k].extend(data[k])
+                batch = rbs[k].sample().reshape(8, 8)
+                assert (batch["n"].diff() == 1).all() and (batch["id"].diff() == 0).all()
         except BaseException as error:
             wrong.append(error)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engram.data import PrioritizedSampler, Storage
+from engram.data import PrioritizedSampler, PrioritizedSliceSampler, Storage
 from machine.mutants.base import Mutant, around
 from machine.mutants.uniform import one_further
 
@@ -38,5 +38,11 @@ PRIORITY_MUTANTS = {
     ),
     "the newest row has half of its priority": Mutant(
         around(PrioritizedSampler, "sample", newest_has_half), sampler="priorities as they are"
+    ),
+    "slices with the weights of their neighbours": Mutant(
+        around(PrioritizedSliceSampler, "sample", weights_of_the_neighbour), sampler="slices by priority"
+    ),
+    "slices by priority that start one further": Mutant(
+        around(PrioritizedSliceSampler, "sample", one_further), sampler="short slices by priority"
     ),
 }
