@@ -29,6 +29,7 @@ from engram.data.replay_buffers.checkpointers.unchanged import Unchanged
 from engram.errors import CorruptCheckpointError
 
 CHUNK_BYTES = 1 << 24
+_LARGEST_CHUNK = 1 << 26  # that is read; four times as large as those that are written
 
 
 @dataclass(frozen=True)
@@ -288,8 +289,8 @@ def rows_per_chunk(bytes_per_number: int) -> int:
 
 
 def most_row_bytes(bytes_per_number: int) -> int:
-    """The most bytes of the rows of a chunk."""
-    return CHUNK_BYTES + bytes_per_number
+    """The most bytes of the rows of a chunk that is read."""
+    return _LARGEST_CHUNK + bytes_per_number
 
 
 def cut(counters: Counters, rows_per_chunk: int, only: int | None = None) -> Iterator[Chunk]:
