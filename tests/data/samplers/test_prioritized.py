@@ -262,9 +262,9 @@ def test_of_a_step_named_twice_the_last_priority_stays():
 
 
 @pytest.mark.parametrize("index", [
-    3, torch.tensor(3), np.int64(3), [3], np.array([3]), torch.tensor([3], dtype=torch.int32), (torch.tensor([3]),),
-    slice(3, 4), range(3, 4), torch.tensor([False, False, False, True, False]), torch.tensor([[3]]),
-    torch.tensor([0, 3, 0, 3])[1::2],
+    3, torch.tensor([3]), torch.tensor(3), np.int64(3), [3], np.array([3]), torch.tensor([3], dtype=torch.int32),
+    (torch.tensor([3]),), slice(3, 4), range(3, 4), torch.tensor([False, False, False, True, False]),
+    torch.tensor([[3]]), torch.tensor([0, 3, 0, 3])[1::2],
 ])  # fmt: skip
 @pytest.mark.parametrize("priority", [
     2, 2.0, torch.tensor(2), torch.tensor([2.0]), np.float32(2), torch.tensor([[2.0]]), [2],
