@@ -21,7 +21,7 @@ LAYERS = [
     [f"{BUFFERS}.background"],
     [f"{BUFFERS}.parts"],
     [f"{BUFFERS}.prefetch"],
-    [f"{BUFFERS}.reading"],
+    [f"{BUFFERS}.reading", f"{BUFFERS}.together"],
     ["engram.transforms", "engram.data.postprocs", f"{BUFFERS}.stacking"],
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
     [f"{BUFFERS}.storages"],

@@ -10,11 +10,12 @@ BUFFERS = {
     "Flat2TED", "FlatStorageCheckpointer", "H5Combine", "H5Split", "H5StorageCheckpointer",
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage",
     "ListStorageCheckpointer", "Nested2TED", "NestedStorageCheckpointer", "PrioritizedReplayBuffer",
-    "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "ReplayBuffer", "RoundRobinWriter",
-    "Sampler", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
-    "SliceSamplerWithoutReplacement", "Storage", "StorageCheckpointerBase", "TED2Flat", "TED2Nested",
-    "TensorDictMaxValueWriter", "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer",
-    "TensorDictRoundRobinWriter", "TensorStorage", "TensorStorageCheckpointer", "Writer",
+    "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "ReplayBuffer", "ReplayBufferEnsemble",
+    "RoundRobinWriter", "Sampler", "SamplerEnsemble", "SamplerWithoutReplacement", "SequenceSampler",
+    "SliceSampler", "SliceSamplerWithoutReplacement", "Storage", "StorageCheckpointerBase",
+    "StorageEnsemble", "TED2Flat", "TED2Nested", "TensorDictMaxValueWriter",
+    "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer", "TensorDictRoundRobinWriter",
+    "TensorStorage", "TensorStorageCheckpointer", "Writer", "WriterEnsemble",
 }  # fmt: skip
 TRANSFORMS = {
     "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale",
@@ -26,15 +27,16 @@ NAMES = {
     "engram.data": BUFFERS | {"MultiStep"},
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
-        "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "Sampler", "SamplerWithoutReplacement",
-        "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement",
+        "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "Sampler", "SamplerEnsemble",
+        "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement",
     },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictMaxValueWriter", "TensorDictRoundRobinWriter",
-        "Writer",
+        "Writer", "WriterEnsemble",
     },
     "engram.data.replay_buffers.storages": {
-        "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage",
+        "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "StorageEnsemble",
+        "TensorStorage",
     },
     "engram.envs.transforms": TRANSFORMS,
     "engram.transforms": TRANSFORMS,
@@ -46,6 +48,7 @@ NAMES = {
     "engram.data.replay_buffers.checkpointers": {
         "FlatStorageCheckpointer", "H5StorageCheckpointer", "ItemSink", "ItemSource", "ListStorageCheckpointer",
         "NestedStorageCheckpointer", "RowSink", "RowSource", "Snapshot", "StorageCheckpointerBase",
+        "StorageEnsembleCheckpointer",
         "TensorStorageCheckpointer", "VerificationReport", "open_snapshot", "save_snapshot", "verify",
     },
     "engram.data.replay_buffers.utils": {

@@ -108,6 +108,15 @@ inline nb::object positions(const std::vector<uint32_t>& at) {
 struct Reading {
   ReadResult result;
   bool inside = true;
+  size_t outside = 0;  // of several stores the one whose slots were not
+
+  // Another store's rows, behind the first n.
+  void join(const Reading& other, size_t n) {
+    inside = inside && other.inside;
+    result.numbers.insert(result.numbers.end(), other.result.numbers.begin(), other.result.numbers.end());
+    for (uint32_t i : other.result.missing) result.missing.push_back(static_cast<uint32_t>(i + n));
+    for (uint32_t i : other.result.unwritten) result.unwritten.push_back(static_cast<uint32_t>(i + n));
+  }
 };
 
 inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies, bool mapped, bool numbers,
@@ -138,8 +147,14 @@ inline void refuse_slots(const Store& store) {
   throw nb::index_error(("a slot lies outside 0 to " + std::to_string(store.slots() - 1)).c_str());
 }
 
+// Slots that are read from one store.
+struct SlotRange {
+  const int64_t* data;
+  size_t n;
+};
+
 // Asks memory for one of `parts` parts of a batch's rows.
-inline void warm_rows(const Store& store, const SlotsArg& slots, size_t part, size_t parts) {
+inline void warm_rows(const Store& store, const SlotRange& slots, size_t part, size_t parts) {
   const Shape& s = store.shape();
   if (s.row_stride > kPrefetchBytes || slots.n * s.row_stride > kWarmBytes) return;
   const uint64_t all = store.slots();
@@ -154,11 +169,15 @@ inline void warm_rows(const Store& store, const SlotsArg& slots, size_t part, si
   }
 }
 
-inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::optional<std::vector<int64_t>> shape,
-                 nb::handle extra, bool mapped, bool numbers) {
+// The rows of several stores of one layout, the same number from each, as one batch; numbers and positions go through
+// all of them.
+inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& codec, nb::handle slots_in,
+                             std::optional<std::vector<int64_t>> shape, nb::handle extra, bool mapped, bool numbers) {
   if (!torch_api().api) throw nb::type_error("gather needs the exchange API; use gather_into");
-  check_codec(store, codec);
-  const SlotsArg slots(nb::borrow(slots_in));
+  for (const Store* store : stores) check_codec(*store, codec);
+  const SlotsArg slots(nb::borrow(slots_in), true);
+  if (stores.empty() || slots.n % stores.size() != 0) throw nb::value_error("as many slots for each store");
+  const size_t each = slots.n / stores.size();
   std::vector<int64_t> lead(1, static_cast<int64_t>(slots.n));
   if (shape) {
     unsigned __int128 rows = 1;
@@ -193,20 +212,69 @@ inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, s
   std::vector<nb::object> tensors;
   tensors.reserve(leaves.size());
   for (size_t k = 0; k < where.size(); ++k) {
-    warm_rows(store, slots, k, where.size());
+    for (size_t p = 0; p < stores.size(); ++p) warm_rows(*stores[p], {slots.data + p * each, each}, k, where.size());
     tensors.push_back(nb::steal(where[k].first->make(where[k].second)));
   }
   // From here to the copy no Python code runs, so that a finaliser that samples cannot use this memory meanwhile.
   static thread_local std::vector<LeafCopy> copies;
-  copies.clear();
-  for (size_t k = 0; k < leaves.size(); ++k)
-    copies.push_back({leaves[k].offset, leaves[k].bytes, where[k].first->data(where[k].second),
-                      static_cast<ptrdiff_t>(leaves[k].bytes)});
-  Reading reading;
-  maybe_without_gil(bytes > kGilBytes || (mapped && store.pages().on()),
-                    [&] { read_rows(store, slots.data, slots.n, copies, mapped, numbers, reading); });
-  if (!reading.inside) refuse_slots(store);
-  return finish_read(codec.build(tensors, lead, extra), reading, numbers);
+  Reading all;
+  bool asking = false;
+  for (Store* store : stores) asking |= store->pages().on();
+  maybe_without_gil(bytes > kGilBytes || (mapped && asking), [&] {
+    for (size_t p = 0; p < stores.size() && all.inside; ++p) {
+      copies.clear();
+      for (size_t k = 0; k < leaves.size(); ++k)
+        copies.push_back({leaves[k].offset, leaves[k].bytes,
+                          where[k].first->data(where[k].second) + p * each * leaves[k].bytes,
+                          static_cast<ptrdiff_t>(leaves[k].bytes)});
+      if (p == 0) {
+        read_rows(*stores[p], slots.data, each, copies, mapped, numbers, all);
+      } else {
+        Reading one;
+        read_rows(*stores[p], slots.data + p * each, each, copies, mapped, numbers, one);
+        all.join(one, p * each);
+      }
+      if (!all.inside) all.outside = p;
+    }
+  });
+  if (!all.inside) refuse_slots(*stores[all.outside]);
+  return finish_read(codec.build(tensors, lead, extra), all, numbers);
+}
+
+// What the members of an ensemble were drawn for, as int64 [members, rows]: their slots, and which member each is of.
+// None: they are no slots (tuples, masks), or not as many of each.
+inline nb::object joint_index(nb::list drawn, const std::vector<int64_t>& members) {
+  if (!torch_api().api) throw nb::type_error("a joint index needs the exchange API");
+  if (nb::len(drawn) != members.size() || members.empty()) throw nb::value_error("slots for each member");
+  std::vector<const int64_t*> slots;
+  std::vector<nb::object> keep;
+  size_t n = 0;
+  for (nb::handle h : drawn) {
+    DLTensor t{};
+    keep.push_back(nb::borrow(h));
+    if (!torch_api().view(h.ptr(), t) || t.ndim != 1 || t.dtype.code != kDLInt || t.dtype.bits != 64) return nb::none();
+    if ((t.strides && t.strides[0] != 1 && t.shape[0] > 1) || (slots.size() && static_cast<size_t>(t.shape[0]) != n))
+      return nb::none();
+    n = static_cast<size_t>(t.shape[0]);
+    slots.push_back(reinterpret_cast<const int64_t*>(static_cast<const uint8_t*>(t.data) + t.byte_offset));
+  }
+  if (n > kMostBytes / 8 / members.size()) throw std::bad_alloc();
+  const int64_t lead[2] = {static_cast<int64_t>(members.size()), static_cast<int64_t>(n)};
+  static const std::vector<int64_t> scalar;
+  OutBlock block(2);
+  for (int k = 0; k < 2; ++k) block.plan({kDLInt, 64}, lead, 2, scalar, members.size() * n * 8);
+  block.take();
+  for (size_t m = 0; m < members.size(); ++m) {
+    std::copy_n(slots[m], n, reinterpret_cast<int64_t*>(block.data(0)) + m * n);
+    std::fill_n(reinterpret_cast<int64_t*>(block.data(1)) + m * n, n, members[m]);
+  }
+  nb::object index = nb::steal(block.make(0)), ids = nb::steal(block.make(1));
+  return nb::make_tuple(index, ids);
+}
+
+inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::optional<std::vector<int64_t>> shape,
+                        nb::handle extra, bool mapped, bool numbers) {
+  return gather_many({&store}, codec, slots_in, std::move(shape), extra, mapped, numbers);
 }
 
 // The same into arrays that exist: one per leaf, [n, ...], writable and contiguous.

@@ -45,6 +45,9 @@ NB_MODULE(_native, m) {
     for (uint64_t i = start; i < n && out.size() < count; ++i) out.push_back(p.at(i));
     return out;
   }, "key"_a, "n"_a, "start"_a, "count"_a);
+  m.def("gather_many", &gather_many, "stores"_a, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(),
+        "extra"_a.none() = nb::none(), "mapped"_a = false, "numbers"_a = false);
+  m.def("joint_index", &joint_index, "slots"_a, "members"_a);
   m.def("pool_bytes", [] { return BlockPool::instance().kept(); });
 
   nb::class_<Plan>(m, "Plan")

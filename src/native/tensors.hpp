@@ -184,13 +184,15 @@ class Buffer {
 // Slots that a caller hands in: a 1-D int64 tensor or array, contiguous.
 class SlotsArg {
  public:
-  explicit SlotsArg(nb::handle o) {
+  // `any_shape`: of any number of dimensions, one after the other.
+  explicit SlotsArg(nb::handle o, bool any_shape = false) {
     DLTensor t{};
     if (!torch_api().api && Py_TYPE(o.ptr()) == torch_api().tensor) {
       array_ = o.attr("numpy")();  // a torch without the exchange API
       o = array_;
     }
     if (torch_api().view(o.ptr(), t)) {
+      if (any_shape && take_all(t)) return;
       const bool flat = t.ndim == 1 && t.dtype.code == kDLInt && t.dtype.bits == 64 &&
                         (!t.strides || t.strides[0] == 1 || t.shape[0] <= 1);
       if (flat && aligned(static_cast<const uint8_t*>(t.data) + t.byte_offset)) {
@@ -214,6 +216,17 @@ class SlotsArg {
 
  private:
   static bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % alignof(int64_t) == 0; }
+  bool take_all(const DLTensor& t) {
+    int64_t step = 1;
+    for (int d = t.ndim - 1; d >= 0; --d) {
+      if (t.strides && t.shape[d] > 1 && t.strides[d] != step) return false;
+      step *= t.shape[d];
+    }
+    const auto* at = static_cast<const uint8_t*>(t.data) + t.byte_offset;
+    if (t.dtype.code != kDLInt || t.dtype.bits != 64 || !aligned(at)) return false;
+    data = reinterpret_cast<const int64_t*>(at), n = static_cast<size_t>(step);
+    return true;
+  }
   Buffer buffer_;
   nb::object array_;
 };

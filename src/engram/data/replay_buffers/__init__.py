@@ -11,6 +11,9 @@ from engram.data.replay_buffers.checkpointers import (
     StorageCheckpointerBase,
     TensorStorageCheckpointer,
 )
+from engram.data.replay_buffers.ensemble import (
+    ReplayBufferEnsemble,
+)
 from engram.data.replay_buffers.prioritized import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
@@ -20,6 +23,7 @@ from engram.data.replay_buffers.samplers import (
     PrioritizedSliceSampler,
     RandomSampler,
     Sampler,
+    SamplerEnsemble,
     SamplerWithoutReplacement,
     SequenceSampler,
     SliceSampler,
@@ -30,6 +34,7 @@ from engram.data.replay_buffers.storages import (
     LazyTensorStorage,
     ListStorage,
     Storage,
+    StorageEnsemble,
     TensorStorage,
 )
 from engram.data.replay_buffers.tensordict import (
@@ -49,6 +54,7 @@ from engram.data.replay_buffers.writers import (
     TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
     Writer,
+    WriterEnsemble,
 )
 
 __all__ = [
@@ -69,14 +75,17 @@ __all__ = [
     "PrioritizedSliceSampler",
     "RandomSampler",
     "ReplayBuffer",
+    "ReplayBufferEnsemble",
     "RoundRobinWriter",
     "Sampler",
+    "SamplerEnsemble",
     "SamplerWithoutReplacement",
     "SequenceSampler",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
     "StorageCheckpointerBase",
+    "StorageEnsemble",
     "TED2Flat",
     "TED2Nested",
     "TensorDictMaxValueWriter",
@@ -86,4 +95,5 @@ __all__ = [
     "TensorStorage",
     "TensorStorageCheckpointer",
     "Writer",
+    "WriterEnsemble",
 ]

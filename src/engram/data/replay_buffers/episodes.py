@@ -119,11 +119,11 @@ class Episodes:
         self, steps: Steps, priorities: _native.Priorities, rule: _native.SliceRule, seed: Tensor, n: int
     ) -> _native.SliceBatch | None:
         """n slices whose starts are drawn by priority; None: there is no start."""
-        store = self._ready(steps)
-        if store is None:
+        found = self._of(steps)
+        if found is None:
             return None
-        with self._guard:
-            return priorities.draw_starts(store, self._index, rule, seed, n, self._fetch)
+        with found.guard:
+            return priorities.draw_starts(found.lanes.store, found.index, rule, seed, n, found.fetch)
 
     def starting_at(self, steps: Steps, rule: _native.SliceRule, slots: Tensor) -> tuple[_native.SliceBatch, list[int]]:
         """Slices that begin at these steps, and positions of slots that hold none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from typing import Any
@@ -207,6 +208,11 @@ class RowLayout:
             ],
             "row_bytes": self.payload_bytes,
         }
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """Equal for two layouts if their rows are, byte for byte."""
+        return self.to_bytes()
 
     def to_bytes(self) -> bytes:
         return json.dumps(self.to_json(), separators=(",", ":")).encode()

@@ -50,7 +50,7 @@ class BufferParts:
         track_generations: bool = False,
     ) -> None:
         self._storage = _with_capacity(_made(storage, Storage, "storage"), capacity)
-        self._sampler = _made(sampler, object, "sampler") or RandomSampler()
+        self._sampler: Any = _made(sampler, object, "sampler") or RandomSampler()
         self._writer = _made(writer, Writer, "writer") or self._default_writer()
         self._collate_fn = collate_fn
         self._batch_size = checked_batch_size(batch_size)
@@ -120,6 +120,24 @@ class BufferParts:
         paused = contextlib.nullcontext() if self._prefetcher is None else self._prefetcher.paused()
         with paused, self._reader.lock:
             yield
+
+    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which nothing is drawn, and after which nothing is left that was prepared before."""
+        return self._undisturbed()
+
+    def reading(self, storage: Storage, sampler: Any, collate_fn: Callable[[Any], Any] | None) -> Reader:
+        """This buffer's way of reading for an ensemble, which draws with one of its samplers.
+
+        Args:
+            collate_fn: instead of this buffer's own; None for that.
+        """
+        if collate_fn is None:
+            collate_fn = self._collate_fn or (stack_items if isinstance(storage, ListStorage) else None)
+        attach = self._attach if self._attaches else None
+        reader = Reader(storage, sampler, self._transform, collate_fn, attach, False, self._track_generations)
+        if sampler is self._sampler:
+            reader.lock = self._reader.lock
+        return reader
 
     # ---- parts ----
     @property

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engram.data.replay_buffers.reading import Reader
-
 _live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 
 
@@ -32,7 +30,7 @@ class Prefetcher:
     transform. So the batches are those that one would get without prefetching.
     """
 
-    def __init__(self, reader: Reader, depth: int, generator: torch.Generator | None) -> None:
+    def __init__(self, reader: Any, depth: int, generator: torch.Generator | None) -> None:
         self._reader = reader
         self._depth = depth
         self._generator = generator

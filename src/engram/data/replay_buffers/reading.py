@@ -54,25 +54,39 @@ class Reader:
         self.collate_fn = collate_fn
         self.pin_memory = pin_memory
         self._attach = attach
-        self._with_generation = with_generation
+        self.with_generation = with_generation
         # Our own samplers give a row's slot as its index where there is one dimension; others may give anything.
         self._index_is_slots = storage.ndim == 1 and type(sampler).__module__.startswith("engram.")
         self._finish = _own(sampler, "finish")
         self._replaced = _own(sampler, "replaced")
         self.lock = threading.RLock()  # samplers have state: one draw at a time
 
+    @property
+    def attaches(self) -> bool:
+        """Whether batches get entries at their root."""
+        return self._attach is not None
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether batches are rows as they are stored, transforms apart."""
+        return self.collate_fn is None and self._finish is None and self._replaced is None and not self.pin_memory
+
+    def entries(self, index: Any, info: dict[str, Any]) -> dict[str, Any]:
+        """What batches get at their root."""
+        return {} if self._attach is None else self._attach(index, info) or {}
+
     def draw(self, n: int) -> Ticket:
         """Asks the sampler."""
         with self.lock:
             index, info = self.sampler.sample(self.storage, n)
             last = self.sampler.ran_out if hasattr(self.sampler, "ran_out") else False
-        return Ticket(self._slots_of(index), index, info, last)
+        return Ticket(self.slots_of(index), index, info, last)
 
     def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and what there is to say about it."""
         with self.lock:
             index, info = self.sampler.sample(self.storage, n)
-        slots: Any = index if self._index_is_slots else self._slots_of(index)
+        slots: Any = index if self._index_is_slots else self.slots_of(index)
         return self.fetch(slots, index, info, numbers)
 
     def fetch(self, slots: Tensor, index: Any, info: dict[str, Any], numbers: bool) -> tuple[Any, dict[str, Any]]:
@@ -90,7 +104,7 @@ class Reader:
             batch = self._collate(batch, extra, info)
         elif self._finish is not None:
             batch = self._finish(batch, info)
-        if generation is not None and extra is not None and self._with_generation:
+        if generation is not None and extra is not None and self.with_generation:
             put_entry(batch, "generation", generation)
         if self.transform.transforms:
             batch = self.transform.forward(batch)
@@ -101,7 +115,8 @@ class Reader:
             info["generation"] = generation
         return batch, info
 
-    def _slots_of(self, index: Any) -> Tensor:
+    def slots_of(self, index: Any) -> Tensor:
+        """The slots that a sampler's index means: int64 [n]."""
         if type(index) is Tensor and index.dtype is torch.int64 and index.ndim == 1 and index.device.type == "cpu":
             return index
         return inward(index, self.storage.inner, self.storage.max_size or 0)

@@ -21,11 +21,11 @@ class RowTable:
     """The bytes of the stored rows, and the way in and out of them."""
 
     def __init__(self, lanes: Lanes, layout: RowLayout, mapped: bool) -> None:
-        self._lanes = lanes
+        self.lanes = lanes
         self._store = lanes.store
         self.layout = layout
         self._codec = layout.codec
-        self._mapped = mapped
+        self.mapped = mapped
         self._fast = layout.plain
 
     @property
@@ -47,7 +47,7 @@ class RowTable:
 
         Returns time slots, int64 [steps]; of a single step without batch dimensions its slot.
         """
-        made: Any = self._store.append(self._lanes.hold(), plan, most)
+        made: Any = self._store.append(self.lanes.hold(), plan, most)
         return made if type(made) in (Tensor, int) else slots_tensor(made)
 
     def overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor | None = None) -> None:
@@ -73,24 +73,47 @@ class RowTable:
             the batch; positions of rows that were overwritten meanwhile (None: none); positions of slots that hold
             no row (None: none); write numbers (None unless asked for).
         """
-        if self._lanes.asleep:
-            self._lanes.wake()
-        if numbers and self._lanes.numbers is not None:
+        if self.lanes.asleep:
+            self.lanes.wake()
+        if numbers and self.lanes.numbers is not None:
             # Before the rows: a row may be newer than its number, which is then one that is gone, but never older.
-            found = self._lanes.generations(slots)
+            found = self.lanes.generations(slots)
             return (*self.read(slots, shape, extra)[:3], found)
         if self._fast:
-            return self._store.gather(self._codec, slots, shape, extra, self._mapped, numbers)
+            return self._store.gather(self._codec, slots, shape, extra, self.mapped, numbers)
         return self._read_slowly(slots, (len(slots),) if shape is None else shape, extra, numbers)
+
+    def like(self, other: RowTable) -> bool:
+        """Whether both can be read into one batch."""
+        return self._fast and (other is self or (other.layout.plain and other.layout.key == self.layout.key))
+
+    def read_with(
+        self,
+        others: list[RowTable],
+        slots: Tensor,
+        shape: tuple[int, ...],
+        extra: dict[str, Any] | None,
+        numbers: bool,
+    ) -> _Read | None:
+        """As `read`, from tables that are `like` this one; None where some rows have numbers of their own."""
+        tables = [self, *others]
+        for table in tables:
+            if table.lanes.asleep:
+                table.lanes.wake()
+            if numbers and table.lanes.numbers is not None:
+                return None
+        stores = [table.lanes.store for table in tables]
+        mapped = any(table.mapped for table in tables)
+        return _native.gather_many(stores, self._codec, slots, shape, extra, mapped, numbers)
 
     def _read_slowly(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, numbers: bool) -> _Read:
         if _native.has_exchange():
-            leaves, gone, absent, found = self._store.gather(self._codec, slots, shape, None, self._mapped, numbers)
+            leaves, gone, absent, found = self._store.gather(self._codec, slots, shape, None, self.mapped, numbers)
             batch = self.layout.build(leaves, shape) if isinstance(leaves, list) else leaves
         else:
             arrays = self.layout.empty_arrays(len(slots))
             where = slots.numpy()
-            _, gone, absent, found = self._store.gather_into(self._codec, where, arrays, self._mapped, numbers)
+            _, gone, absent, found = self._store.gather_into(self._codec, where, arrays, self.mapped, numbers)
             batch = self.layout.build(self.layout.tensors_of(arrays, shape), shape)
         for key, value in (extra or {}).items():
             trees.put_entry(batch, key, value)

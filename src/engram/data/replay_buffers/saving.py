@@ -77,12 +77,17 @@ class SavedBuffer(BufferParts):
             self._sampler.follow(self._storage)
         sampler = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else {}
         generator = None if self._generator is None else self._generator.get_state()
-        writer, transform = self._writer.state_dict(), self._transform.state_dict()
+        writer, transform = self._writer.state_dict(), self.saved_transform.state_dict()
         return {"sampler": sampler, "writer": writer, "transform": transform, "generator": generator}
 
     @property
     def transform(self) -> Compose:
         """What changes batches on their way in and out."""
+        return self._transform
+
+    @property
+    def saved_transform(self) -> Compose:
+        """What of the transforms is saved."""
         return self._transform
 
 
@@ -171,7 +176,7 @@ def _differences(buffer: SavedBuffer, wanted: dict[str, Any]) -> list[str]:
         elif name in wanted and hasattr(part, "differences"):
             said += part.differences(wanted[name]["state"])
     if wanted.get("transform", {}).get("state"):
-        said += buffer.transform.differences(wanted["transform"]["state"])
+        said += buffer.saved_transform.differences(wanted["transform"]["state"])
     return said
 
 
@@ -180,12 +185,11 @@ def _adopt(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> No
         if name in wanted and hasattr(part, "load_state_dict"):
             part.load_state_dict(wanted[name]["state"])
     if "transform" in wanted:
-        _adopt_transforms(buffer.transform, wanted["transform"]["state"])
+        _adopt_transforms(buffer.saved_transform, wanted["transform"]["state"])
     if "generator" in wanted and wanted["generator"]["state"] is not None and buffer.generator is not None:
         buffer.generator.set_state(wanted["generator"]["state"])
-    lanes = buffer.storage.lanes
-    if storage_too and lanes is not None and hasattr(buffer.sampler, "adopt"):
-        buffer.sampler.adopt(lanes.store.incarnation, buffer.storage.shifts)
+    if storage_too:
+        buffer.storage.hand_over(buffer.sampler)
     if hasattr(buffer.sampler, "follow"):
         buffer.sampler.follow(buffer.storage)
 

@@ -3,6 +3,9 @@
 from engram.data.replay_buffers.samplers.base import (
     Sampler,
 )
+from engram.data.replay_buffers.samplers.ensemble import (
+    SamplerEnsemble,
+)
 from engram.data.replay_buffers.samplers.prioritized import (
     PrioritizedSampler,
 )
@@ -28,6 +31,7 @@ __all__ = [
     "PrioritizedSliceSampler",
     "RandomSampler",
     "Sampler",
+    "SamplerEnsemble",
     "SamplerWithoutReplacement",
     "SequenceSampler",
     "SliceSampler",

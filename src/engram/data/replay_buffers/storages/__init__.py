@@ -1,8 +1,18 @@
 """Where rows are kept."""
 
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
+from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TensorStorage
 
-__all__ = ["Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "TensorStorage"]
+__all__ = [
+    "Checked",
+    "LazyMemmapStorage",
+    "LazyTensorStorage",
+    "ListStorage",
+    "Rows",
+    "Storage",
+    "StorageEnsemble",
+    "TensorStorage",
+]

@@ -157,6 +157,20 @@ class Storage(abc.ABC):
         column: Tensor = found.reshape(len(slots), *self.inner, *found.shape[1:])
         return column
 
+    def read_with(
+        self,
+        others: list[Any],
+        slots: Tensor,
+        shape: tuple[int, ...],
+        extra: dict[str, Any] | None = None,
+        numbers: bool = False,
+    ) -> Rows | None:
+        """As `read`, from this storage and others: as many slots of each, one after the other, into one batch.
+
+        None: their rows do not lie alike, each must be read by itself.
+        """
+        return None
+
     def get(self, index: Any) -> Any:
         """The rows at an index, copied.
 
@@ -276,6 +290,11 @@ class Storage(abc.ABC):
         """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
         with open_snapshot(path, snapshot) as saved, self.alone("loads"):
             saved.load_storage(self.checkpointer, self)
+
+    def hand_over(self, sampler: Any) -> None:
+        """After `loads`: tells a sampler how the write numbers of its rows have changed."""
+        if self.lanes is not None and hasattr(sampler, "adopt"):
+            sampler.adopt(self.lanes.store.incarnation, self.shifts)
 
     @property
     def checkpointer(self) -> Any:

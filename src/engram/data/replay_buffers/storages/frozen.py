@@ -121,6 +121,24 @@ class FrozenItems(Changes):
         self._items = []
 
 
+class FrozenParts:
+    """The members of an ensemble, each frozen behind its checkpointer."""
+
+    def __init__(self, parts: list[tuple[Any, Any]]) -> None:
+        self._parts = parts
+
+    def parts(self) -> list[tuple[Any, Any]]:
+        return self._parts
+
+    @property
+    def left_out(self) -> int:
+        return sum(int(source.left_out) for _, source in self._parts)
+
+    def close(self) -> None:
+        for _, source in self._parts:
+            source.close()
+
+
 class NothingYet:
     """A storage to which nothing has been written."""
 

@@ -238,6 +238,28 @@ class TableStorage(SavedTable):
             raise IndexError("nothing has been written to this storage yet")
         return self._table.read(slots, shape, extra, numbers)
 
+    def read_with(
+        self,
+        others: list[Any],
+        slots: Tensor,
+        shape: tuple[int, ...],
+        extra: dict[str, Any] | None = None,
+        numbers: bool = False,
+    ) -> Rows | None:
+        first = self._table
+        tables: list[RowTable] = []
+        for other in others:
+            table = other.table if isinstance(other, TableStorage) else None
+            if not isinstance(table, RowTable) or not isinstance(first, RowTable) or not first.like(table):
+                return None
+            tables.append(table)
+        return first.read_with(tables, slots, shape, extra, numbers) if isinstance(first, RowTable) else None
+
+    @property
+    def table(self) -> RowTable | ColumnTable | None:
+        """The rows; None before the first write."""
+        return self._table
+
     def leaf(self, path: trees.Path) -> LeafSpec | None:
         leaves = () if self._table is None else self._table.layout.leaves
         return next((leaf for leaf in leaves if leaf.path == path), None)

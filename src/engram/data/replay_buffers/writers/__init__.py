@@ -1,6 +1,7 @@
 """Which slots to write."""
 
 from engram.data.replay_buffers.writers.base import Writer
+from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
 from engram.data.replay_buffers.writers.max_value import TensorDictMaxValueWriter
 from engram.data.replay_buffers.writers.round_robin import (
     ImmutableDatasetWriter,
@@ -14,4 +15,5 @@ __all__ = [
     "TensorDictMaxValueWriter",
     "TensorDictRoundRobinWriter",
     "Writer",
+    "WriterEnsemble",
 ]

@@ -1,0 +1,290 @@
+"""Draws from several buffers."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engram.data.replay_buffers.samplers.base import Sampler
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.storages.base import Storage
+
+
+class SamplerEnsemble(Sampler):
+    """Draws members of an ensemble, then rows from each: a batch of 10 from two members is [2, 5].
+
+    Args:
+        samplers: one for each member.
+        p: how likely each member is drawn, relative to the others; equally if None.
+        sample_from_all: every member gives its part of each batch, instead of members that are drawn.
+        num_buffer_sampled: how many members are drawn for a batch, with replacement; as many as there are if None.
+
+    Raises:
+        ValueError: settings that contradict each other, or weights that are none.
+
+    Example:
+        >>> sampler = SamplerEnsemble(RandomSampler(), RandomSampler(), p=[0.9, 0.1])
+        >>> sampler[0]
+        RandomSampler()
+    """
+
+    def __init__(
+        self,
+        *samplers: Any,
+        p: Sequence[float] | Tensor | None = None,
+        sample_from_all: bool = False,
+        num_buffer_sampled: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not samplers:
+            raise ValueError("an ensemble needs at least one sampler")
+        self.samplers = list(samplers)
+        if sample_from_all and p is not None:
+            raise ValueError("with sample_from_all every member is in every batch: leave p out")
+        if sample_from_all and num_buffer_sampled not in (None, len(samplers)):
+            raise ValueError(
+                f"with sample_from_all all {len(samplers)} members are in every batch, not "
+                f"num_buffer_sampled={num_buffer_sampled}; leave it out"
+            )
+        if num_buffer_sampled is not None and (
+            isinstance(num_buffer_sampled, bool)
+            or not hasattr(num_buffer_sampled, "__index__")
+            or int(num_buffer_sampled) < 1
+        ):
+            raise ValueError(f"num_buffer_sampled must be a positive integer, got {num_buffer_sampled!r}")
+        self.sample_from_all = sample_from_all
+        self.num_buffer_sampled = len(samplers) if num_buffer_sampled is None else int(num_buffer_sampled)
+        self._uniform = torch.empty(self.num_buffer_sampled, dtype=torch.float64)
+        self.p = p
+
+    @property
+    def p(self) -> list[float] | None:
+        """How likely each member is drawn, relative to the others. None: equally."""
+        return self._p
+
+    @p.setter
+    def p(self, p: Sequence[float] | Tensor | None) -> None:
+        if p is not None and self.sample_from_all:
+            raise ValueError("with sample_from_all every member is in every batch: p cannot be set")
+        weights = None if p is None else torch.as_tensor(p, dtype=torch.float64).tolist()
+        if weights is not None:
+            if not isinstance(weights, list) or len(weights) != len(self.samplers):
+                raise ValueError(f"p must have one weight for each of {len(self.samplers)} members, got {p!r}")
+            if not all(math.isfinite(w) and w >= 0 for w in weights) or sum(weights) <= 0:
+                raise ValueError(f"p must be weights of 0 or more, one above 0, got {weights}")
+        self._p: list[float] | None = weights
+        parts = [1.0] * len(self.samplers) if weights is None else weights
+        self._bounds = list(itertools.accumulate(w / sum(parts) for w in parts))
+        self._last = max(i for i, w in enumerate(parts) if w > 0)  # where rounding leads past the end
+
+    # ---- sampling ----
+    def check_batch_size(self, batch_size: int) -> None:
+        """ValueError where a batch does not divide into equal parts."""
+        n = self.num_buffer_sampled
+        if batch_size % n:
+            raise ValueError(
+                f"batch_size={batch_size} does not divide into equal parts of {n} members; make it a multiple of {n}"
+            )
+
+    def choose(self, batch_size: int) -> tuple[list[int], int]:
+        """The members that the next batch comes from, and how many rows of each.
+
+        Raises:
+            ValueError: the batch size does not divide.
+        """
+        self.check_batch_size(batch_size)
+        n = self.num_buffer_sampled
+        if self.sample_from_all:
+            return list(range(n)), batch_size // n
+        drawn = self._uniform.uniform_(generator=self._generator).tolist()
+        return [min(bisect.bisect_right(self._bounds, u), self._last) for u in drawn], batch_size // n
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """An index for each drawn member: int64 [members, rows] (a list where they are no such), and what to say.
+
+        `info["buffer_ids"]` (int64 [members, rows]) says which member each row is from.
+        """
+        ids, n = self.choose(batch_size)
+        members = storage.storages  # type: ignore[attr-defined]
+        drawn = [self.samplers[i].sample(members[i], n) for i in ids]
+        index: Any = [index for index, _ in drawn]
+        if all(isinstance(one, Tensor) and one.shape == index[0].shape for one in index):
+            index = torch.stack(index)
+        return index, {**joined([info for _, info in drawn]), "buffer_ids": ids_of(ids, n)}
+
+    @property
+    def ran_out(self) -> bool:
+        return any(getattr(sampler, "ran_out", False) for sampler in self.samplers)
+
+    # ---- the members' ----
+    def __getitem__(self, index: int) -> Any:
+        return self.samplers[index]
+
+    def __len__(self) -> int:
+        return len(self.samplers)
+
+    def check_storage(self, storage: Storage) -> None:
+        members = getattr(storage, "storages", None)
+        if members is None or len(members) != len(self.samplers):
+            found = f"a {type(storage).__name__}" if members is None else f"{len(members)} storages"
+            raise ValueError(f"{len(self.samplers)} samplers are for an ensemble of as many storages, not {found}")
+        for sampler, member in zip(self.samplers, members, strict=True):
+            if hasattr(sampler, "check_storage"):
+                sampler.check_storage(member)
+
+    def follow(self, storage: Storage) -> None:
+        for sampler, member in zip(self.samplers, storage.storages, strict=True):  # type: ignore[attr-defined]
+            if hasattr(sampler, "follow"):
+                sampler.follow(member)
+
+    def use_generator(self, generator: torch.Generator | None) -> None:
+        """Members and rows are drawn from this generator; None: members go on with those that they have."""
+        super().use_generator(generator)
+        if generator is not None:
+            for sampler in self._those_with("use_generator"):
+                sampler.use_generator(generator)
+
+    def update_priority(
+        self,
+        index: Any,
+        priority: Any,
+        *,
+        generation: Any = None,
+        storage: Storage | None = None,
+        buffer_ids: Any = None,
+    ) -> None:
+        """Sets priorities of rows in the members that they came from.
+
+        Args:
+            index: what `info` said (with `"index"` and `"buffer_ids"`), or its `"index"`.
+            priority: one for each row.
+            generation: as in `info`.
+            buffer_ids: as in `info`, where the index does not say it.
+        """
+        ids, index = _whose(index, buffer_ids)
+        rows = index.reshape(ids.numel(), -1).squeeze(-1)
+        priority = torch.as_tensor(priority)
+        if priority.ndim:
+            priority = priority.reshape(ids.numel(), -1).squeeze(-1)
+        generation = None if generation is None else torch.as_tensor(generation).reshape(-1)
+        for i in sorted(set(ids.reshape(-1).tolist())):
+            sampler = self.samplers[i]
+            if hasattr(sampler, "update_priority"):
+                mine = (ids == i).reshape(-1)
+                sampler.update_priority(
+                    rows[mine],
+                    priority[mine] if priority.ndim else priority,
+                    generation=None if generation is None else generation[mine],
+                    storage=None if storage is None else storage.storages[i],  # type: ignore[attr-defined]
+                )
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None, buffer_ids: Any = None) -> None:
+        """Tells the members' samplers that stored rows have changed; arguments as `update_priority`."""
+        ids, index = _whose(index, buffer_ids)
+        rows = index.reshape(ids.numel(), -1).squeeze(-1)
+        for i in sorted(set(ids.reshape(-1).tolist())):
+            if hasattr(self.samplers[i], "mark_update"):
+                member = None if storage is None else storage.storages[i]  # type: ignore[attr-defined]
+                self.samplers[i].mark_update(rows[(ids == i).reshape(-1)], storage=member)
+
+    def empty(self) -> None:
+        for sampler in self._those_with("empty"):
+            sampler.empty()
+
+    def _those_with(self, name: str) -> Iterator[Any]:
+        return (sampler for sampler in self.samplers if hasattr(sampler, name))
+
+    # ---- state ----
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "p": self._p,
+            "sample_from_all": self.sample_from_all,
+            "num_buffer_sampled": self.num_buffer_sampled,
+            "samplers": [
+                {"kind": type(s).__name__, "state": s.state_dict() if hasattr(s, "state_dict") else {}}
+                for s in self.samplers
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        different = self.differences(state)
+        if different:
+            raise ValueError("; ".join(different))
+        self.p = state["p"]
+        for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
+            if hasattr(sampler, "load_state_dict"):
+                sampler.load_state_dict(saved["state"])
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        saved = state["samplers"]
+        if len(saved) != len(self.samplers):
+            return [f"the ensemble has {len(self.samplers)} samplers here, {len(saved)} there"]
+        said = [
+            f"the ensemble has {name}={getattr(self, name)} here, {state[name]} there"
+            for name in ("sample_from_all", "num_buffer_sampled")
+            if getattr(self, name) != state[name]
+        ]
+        for i, (sampler, one) in enumerate(zip(self.samplers, saved, strict=True)):
+            if one["kind"] != type(sampler).__name__:
+                said.append(f"sampler {i} is a {type(sampler).__name__} here, a {one['kind']} there")
+            elif hasattr(sampler, "differences"):
+                said += [f"member {i}: {what}" for what in sampler.differences(one["state"])]
+        return said
+
+    def position(self) -> Any:
+        return [
+            s.position() if hasattr(s, "position") else s.state_dict() if hasattr(s, "state_dict") else None
+            for s in self.samplers
+        ]
+
+    def rewind(self, position: Any) -> None:
+        for sampler, at in zip(self.samplers, position, strict=True):
+            if hasattr(sampler, "rewind"):
+                sampler.rewind(at)
+            elif hasattr(sampler, "load_state_dict"):
+                sampler.load_state_dict(at)
+
+    def __repr__(self) -> str:
+        return (
+            f"SamplerEnsemble(samplers={self.samplers}, p={self._p}, sample_from_all={self.sample_from_all}, "
+            f"num_buffer_sampled={self.num_buffer_sampled})"
+        )
+
+
+def ids_of(ids: list[int], n: int) -> Tensor:
+    """The member of each row: int64 [members, n]."""
+    return torch.tensor(ids).unsqueeze(1).repeat(1, n)
+
+
+def joined(infos: list[dict[str, Any]]) -> dict[str, Any]:
+    """What several members say: tensors of one shape stacked, other things in a list."""
+    made: dict[str, Any] = {}
+    if not any(infos):
+        return made
+    for key in dict.fromkeys(key for info in infos for key in info):
+        values: list[Any] = [info.get(key) for info in infos]
+        first = values[0]
+        alike = all(isinstance(v, Tensor) and v.shape == first.shape and v.dtype == first.dtype for v in values)
+        made[key] = torch.stack(values) if alike else values
+    return made
+
+
+def _whose(index: Any, buffer_ids: Any) -> tuple[Tensor, Tensor]:
+    """The member of each row, and its index there."""
+    if not isinstance(index, Tensor | list) and hasattr(index, "keys"):
+        buffer_ids, index = index["buffer_ids"], index["index"]
+    if buffer_ids is None:
+        raise ValueError(
+            "rows of an ensemble are known by member and index: pass info (or the batch) of sample, or buffer_ids"
+        )
+    if isinstance(index, list):
+        index = torch.stack([torch.stack(one, -1) if isinstance(one, tuple) else one for one in index])
+    ids = torch.as_tensor(buffer_ids)
+    return ids, torch.as_tensor(index)

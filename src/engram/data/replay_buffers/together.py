@@ -1,0 +1,164 @@
+"""The read path of ensembles: rows of several members as one batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
+
+from engram import _native
+from engram.data.replay_buffers.reading import Reader, Ticket, stack_items
+from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
+from engram.data.replay_buffers.trees import put_entry
+from engram.transforms.compose import Compose
+
+_Drawn = tuple[Any, dict[str, Any], bool]  # what a member's sampler drew and said, and whether its epoch ran out
+
+
+class EnsembleReader:
+    """Turns draws from several members into batches `[members, rows]`, as a Reader does for one buffer.
+
+    Args:
+        readers: of the members.
+        sampler: draws members.
+        transform: what batches go through after the members' transforms.
+        collate_fn: makes a batch of the list of the members' batches; they are stacked if None.
+    """
+
+    def __init__(
+        self,
+        readers: list[Reader],
+        sampler: SamplerEnsemble,
+        transform: Compose,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        pin_memory: bool,
+    ) -> None:
+        self.readers = readers
+        self.sampler = sampler
+        self.transform = transform
+        self.collate_fn = collate_fn
+        self.pin_memory = pin_memory
+        self._attaches = all(reader.attaches for reader in readers)
+        # Whether rows of all members can go straight into one batch, as long as no member has transforms.
+        alike = all(reader.attaches == readers[0].attaches for reader in readers)
+        self._at_once = alike and collate_fn is None and all(reader.only_reads for reader in readers)
+        self.lock = threading.RLock()
+
+    def draw(self, n: int) -> Ticket:
+        """Asks the sampler for members, and their samplers for rows."""
+        with self.lock:
+            ids, each = self.sampler.choose(n)
+            drawn = [_exactly(self.readers[i], each) for i in ids]
+        return Ticket(drawn, ids, {}, any(ran_out for _, _, ran_out in drawn))  # type: ignore[arg-type]
+
+    def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
+        """A batch of n and what there is to say about it."""
+        with self.lock:
+            ids, each = self.sampler.choose(n)
+            drawn = [_exactly(self.readers[i], each) for i in ids]
+        return self.fetch(drawn, ids, {}, numbers)
+
+    def fetch(self, slots: Any, index: Any, info: dict[str, Any], numbers: bool) -> tuple[Any, dict[str, Any]]:
+        """Reads what `draw` gave: its slots are what each member's sampler drew, its index the members."""
+        drawn: list[_Drawn] = slots
+        made = self._read_at_once(drawn, index, numbers) if self._at_once else None
+        batch, info = made or self._read_one_by_one(drawn, index, numbers)
+        if self.transform.transforms:
+            batch = self.transform.forward(batch)
+        return (batch.pin_memory() if self.pin_memory else batch), info
+
+    def _read_at_once(self, drawn: list[_Drawn], ids: list[int], numbers: bool) -> tuple[Any, dict[str, Any]] | None:
+        """Straight into one batch; None where it takes more than that."""
+        readers = [self.readers[i] for i in ids]
+        for reader in readers:
+            if reader.transform.transforms:
+                return None
+        joint = _joint_index([one[0] for one in drawn], ids)
+        if joint is None:
+            return None
+        index, buffer_ids = joint
+        info = joined([one[1] for one in drawn])
+        extra = None
+        if self._attaches:
+            extra = readers[0].entries(index, info)
+            extra["buffer_ids"] = buffer_ids
+        others = [reader.storage for reader in readers[1:]]
+        shape = tuple(index.shape)
+        read = readers[0].storage.read_with(others, index, shape, extra, numbers)
+        if read is None or read[1] is not None or read[2] is not None:
+            return None  # rows that are gone are drawn anew by their own member
+        batch, generation = read[0], read[3]
+        if generation is not None:
+            info["generation"] = generation.view(shape)
+            if extra is not None and readers[0].with_generation:
+                put_entry(batch, "generation", info["generation"])
+        info["index"], info["buffer_ids"] = index, buffer_ids
+        return batch, info
+
+    def _read_one_by_one(self, drawn: list[_Drawn], ids: list[int], numbers: bool) -> tuple[Any, dict[str, Any]]:
+        batches, infos = [], []
+        for i, (index, said, _) in zip(ids, drawn, strict=True):
+            reader = self.readers[i]
+            batch, info = reader.fetch(reader.slots_of(index), index, said, numbers)
+            if isinstance(info["index"], tuple):
+                info["index"] = torch.stack(info["index"], -1)
+            batches.append(batch)
+            infos.append(info)
+        info = joined(infos)
+        info["buffer_ids"] = ids_of(ids, len(infos[0]["index"]))
+        if self.collate_fn is not None:
+            return self.collate_fn(batches), info
+        batch = stack_batches(batches)
+        if self._attaches and isinstance(batch, TensorDictBase | dict):
+            put_entry(batch, "buffer_ids", info["buffer_ids"])
+        return batch, info
+
+
+def stack_batches(batches: list[Any]) -> Any:
+    """The batches of several members as one: stacked; lazily where their keys or shapes differ."""
+    if not isinstance(batches[0], TensorDictBase):
+        return stack_items(batches)
+    try:
+        return torch.stack(batches)
+    except (RuntimeError, KeyError, ValueError):
+        if len({batch.device for batch in batches}) > 1:  # one of a list storage has none
+            batches = [batch.copy().clear_device_() for batch in batches]
+        return lazy_stack(batches)
+
+
+def _joint_index(drawn: list[Any], ids: list[int]) -> tuple[Tensor, Tensor] | None:
+    """Slots and members as int64 [members, rows]; None where they are no slots, or not as many of each."""
+    if _native.has_exchange():
+        joint: Any = _native.joint_index(drawn, ids)
+        return joint  # type: ignore[no-any-return]
+    if any(type(slots) is not Tensor or slots.ndim != 1 or slots.shape != drawn[0].shape for slots in drawn):
+        return None
+    return torch.stack(drawn), ids_of(ids, len(drawn[0]))
+
+
+def _exactly(reader: Reader, n: int) -> _Drawn:
+    """A draw of n rows, over the end of an epoch if need be: members give equal parts of a batch."""
+    with reader.lock:
+        sampler, storage = reader.sampler, reader.storage
+        index, info = sampler.sample(storage, n)
+        ran_out = getattr(sampler, "ran_out", False)
+        while not info and _rows(index) < n:
+            more, info = sampler.sample(storage, n - _rows(index))
+            ran_out = ran_out or getattr(sampler, "ran_out", False)
+            index = _both(index, more)
+    return index, info, ran_out
+
+
+def _both(index: Any, more: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(torch.cat(pair) for pair in zip(index, more, strict=True))
+    return torch.cat([index, more])
+
+
+def _rows(index: Any) -> int:
+    one = index[0] if isinstance(index, tuple) else index
+    return one.numel() if isinstance(one, Tensor) else len(one)

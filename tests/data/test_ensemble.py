@@ -1,0 +1,584 @@
+"""ReplayBufferEnsemble and its parts."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict
+
+from engram import _native
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    RoundRobinWriter,
+    SamplerEnsemble,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    StorageEnsemble,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+    TensorStorage,
+    WriterEnsemble,
+)
+from engram.data.replay_buffers.checkpointers import StorageEnsembleCheckpointer
+from engram.errors import CheckpointError, CorruptCheckpointError
+from engram.testing import chi_square, numbers, steps
+
+
+def member(start, n, storage=LazyTensorStorage, cls=TensorDictReplayBuffer, **kwargs):
+    rb = cls(storage=storage(20), **kwargs)
+    rb.extend(steps(start, start + n))
+    return rb
+
+
+def ensemble(*members, **kwargs):
+    """Numbers 0 to 9 in the first member, 1000 to 1014 in the second."""
+    members = members or (member(0, 10), member(1000, 15))
+    return ReplayBufferEnsemble(*members, **{"batch_size": 10, **kwargs})
+
+
+def check(rb, batch, info):
+    """Every row is from the member and the index that info names."""
+    found, ids, index = numbers(batch), info["buffer_ids"], info["index"]
+    assert ids.shape == index.shape == (len(found), len(found[0])) and ids.dtype == index.dtype == torch.int64
+    for row, members, at in zip(found, ids.tolist(), index.tolist(), strict=True):
+        assert [int(rb[m][i]["n"]) for m, i in zip(members, at, strict=True)] == row
+        assert len(set(members)) == 1
+
+
+class TestSampling:
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    @pytest.mark.parametrize("storage", [ListStorage, LazyTensorStorage, LazyMemmapStorage], ids=lambda s: s.__name__)
+    def test_a_batch_is_members_by_rows_and_info_says_whose(self, storage, prefetch):
+        rb = ensemble(member(0, 10, storage), member(1000, 15, storage), prefetch=prefetch)
+        seen = set()
+        for _ in range(20):
+            batch, info = rb.sample(return_info=True)
+            assert batch.shape == (2, 5)
+            check(rb, batch, info)
+            assert torch.equal(batch["index"], info["index"]) and torch.equal(batch["buffer_ids"], info["buffer_ids"])
+            assert torch.equal(info["generation"], info["index"])
+            seen |= set(info["buffer_ids"].flatten().tolist())
+        assert seen == {0, 1}
+
+    def test_members_of_different_storages_stack_too(self):
+        rb = ensemble(member(0, 10, ListStorage), member(1000, 15), member(2000, 4, LazyMemmapStorage), batch_size=12)
+        for _ in range(10):
+            check(rb, *rb.sample(return_info=True))
+
+    def test_plain_buffers_add_nothing_to_the_batch(self):
+        rb = ensemble(member(0, 10, cls=ReplayBuffer), member(1000, 15, cls=ReplayBuffer))
+        batch, info = rb.sample(return_info=True)
+        assert set(batch.keys()) == set(steps(0, 1).keys())
+        check(rb, batch, info)
+
+    def test_from_all_each_member_gives_its_part(self):
+        rb = ensemble(sample_from_all=True)
+        for _ in range(10):
+            assert rb.sample(return_info=True)[1]["buffer_ids"].tolist() == [[0] * 5, [1] * 5]
+
+    @pytest.mark.parametrize("p", [None, [1, 3], [0.0, 2.0], torch.tensor([0.9, 0.1])])
+    def test_members_are_drawn_by_their_weights(self, p):
+        torch.manual_seed(0)
+        sampler = SamplerEnsemble(RandomSampler(), RandomSampler(), p=p, num_buffer_sampled=1000)
+        ids = [i for _ in range(20) for i in sampler.choose(1000)[0]]
+        weights = torch.tensor([1.0, 1.0] if p is None else [float(x) for x in p])
+        counts = torch.bincount(torch.tensor(ids), minlength=2)
+        assert counts[weights == 0].sum() == 0
+        used = weights > 0
+        if used.sum() > 1:
+            assert chi_square(counts[used], (weights / weights.sum())[used]) > 1e-6
+
+    def test_members_can_be_drawn_more_often_than_there_are(self):
+        rb = ensemble(num_buffer_sampled=5)
+        batch, info = rb.sample(return_info=True)
+        assert batch.shape == (5, 2)
+        check(rb, batch, info)
+
+    def test_a_seed_or_the_ensembles_own_generator_reproduces_batches(self):
+        rb = ensemble()
+
+        def draw():
+            torch.manual_seed(1)
+            return [numbers(rb.sample()) for _ in range(5)]
+
+        assert draw() == draw()
+        a, b = (ensemble(generator=torch.Generator().manual_seed(3)) for _ in range(2))
+        assert [numbers(a.sample()) for _ in range(5)] == [numbers(b.sample()) for _ in range(5)]
+
+    def test_epochs_of_members_go_on_over_their_end(self):
+        rb = ensemble(
+            member(0, 7, sampler=SamplerWithoutReplacement()), member(1000, 7, sampler=SamplerWithoutReplacement()),
+            sample_from_all=True,
+        )  # fmt: skip
+        drawn = torch.cat([torch.tensor(numbers(rb.sample())) for _ in range(7)], 1)
+        for row in drawn:
+            for start in range(0, 35, 7):
+                assert len(set(row[start : start + 7].tolist())) == 7
+
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    def test_iterating_ends_with_a_members_epoch(self, prefetch):
+        rb = ensemble(
+            member(0, 10, sampler=SamplerWithoutReplacement()), member(1000, 20, sampler=SamplerWithoutReplacement()),
+            sample_from_all=True, prefetch=prefetch,
+        )  # fmt: skip
+        assert sum(1 for _ in rb) == 2
+
+    def test_members_with_other_keys_are_stacked_lazily(self):
+        other = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
+        other.extend(steps(1000, 1005).set("more", torch.zeros(5)))
+        rb = ensemble(member(0, 10), other, sample_from_all=True)
+        batch, info = rb.sample(return_info=True)
+        assert isinstance(batch, LazyStackedTensorDict) and "more" in batch[1].keys() and "more" not in batch[0].keys()
+        check(rb, batch, info)
+
+    def test_members_with_other_shapes_are_stacked_lazily(self):
+        other = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
+        other.extend(steps(1000, 1005).set("obs", torch.zeros(5, 7)))
+        batch = ensemble(member(0, 10), other, sample_from_all=True).sample()
+        assert batch[0]["obs"].shape == (5, 3) and batch[1]["obs"].shape == (5, 7)
+
+    def test_tensors_and_dicts_are_stacked(self):
+        for data in (torch.arange(6.0), {"x": torch.arange(6.0)}):
+            rbs = [ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2)]
+            for one in rbs:
+                one.extend(data)
+            batch = ReplayBufferEnsemble(*rbs, batch_size=8).sample()
+            assert (batch if isinstance(batch, torch.Tensor) else batch["x"]).shape == (2, 4)
+
+    def test_environments_are_members_too(self):
+        rbs = [TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2)) for _ in range(2)]
+        for k, one in enumerate(rbs):
+            one.extend(TensorDict({"x": torch.arange(12.0).reshape(3, 4) + 100 * k}, [3, 4]))
+        rb = ReplayBufferEnsemble(*rbs, batch_size=8)
+        batch, info = rb.sample(return_info=True)
+        assert batch.shape == (2, 4) and info["index"].shape == (2, 4, 2)
+        for ids, at, x in zip(info["buffer_ids"], info["index"], batch["x"], strict=True):
+            t, e = at.unbind(-1)
+            assert torch.equal(x, e * 4.0 + t + 100 * ids)
+
+    def test_slices_are_marked_by_their_member(self):
+        data = steps(0, 15).set("next", TensorDict({"done": torch.zeros(15, 1, dtype=torch.bool)}, [15]))
+        rbs = [ReplayBuffer(storage=LazyTensorStorage(20), sampler=SliceSampler(num_slices=2)) for _ in range(2)]
+        for one in rbs:
+            one.extend(data)
+        batch = ReplayBufferEnsemble(*rbs, batch_size=16).sample()
+        assert batch["next", "truncated"][..., 0].nonzero().tolist() == [[k, i] for k in (0, 1) for i in (3, 7)]
+
+
+class TestTransformsAndCollate:
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    def test_each_members_transform_then_the_common_one(self, prefetch):
+        def times(k):
+            return lambda batch: batch.set("obs", batch["obs"] * k)
+
+        rb = ensemble(
+            member(0, 10, transform=times(10.0)), member(1000, 15), sample_from_all=True, prefetch=prefetch,
+            transform=lambda batch: batch.set("sum", batch["obs"].sum(-1)).set("obs", batch["obs"] + 0.25),
+        )  # fmt: skip
+        batch, info = rb.sample(return_info=True)
+        for k, factor in ((0, 10.0), (1, 1.0)):
+            stored = rb.storage[k].get(info["index"][k])["obs"]
+            assert torch.equal(batch["obs"][k], stored * factor + 0.25)
+            assert torch.equal(batch["sum"][k], (stored * factor).sum(-1))
+
+    def test_a_transform_added_to_a_member_later_counts(self):
+        rb = ensemble(sample_from_all=True)
+        rb[1].append_transform(lambda batch: batch.set("obs", batch["obs"] * 0))
+        batch = rb.sample()
+        assert not batch["obs"][1].any() and batch["obs"][0].any()
+
+    def test_a_collate_function_gets_the_members_batches(self):
+        rb = ensemble(collate_fn=lambda batches: torch.cat(batches), sample_from_all=True)
+        batch, info = rb.sample(return_info=True)
+        whose = zip(info["buffer_ids"].flatten().tolist(), info["index"].flatten().tolist(), strict=True)
+        assert batch.shape == (10,) and [int(rb[m][i]["n"]) for m, i in whose] == numbers(batch)
+
+    def test_members_can_be_given_collate_functions(self):
+        rb = ensemble(collate_fns=[lambda batch: batch.set("mine", batch["n"] + 1), None], sample_from_all=True)
+        batch = rb.sample()
+        assert "mine" in batch[0].keys() and "mine" not in batch[1].keys() and "mine" not in rb[0].sample(3).keys()
+
+
+class TestPriorities:
+    def make(self, **kwargs):
+        return ensemble(
+            *(member(1000 * k, 10, sampler=PrioritizedSampler(20, 1.0, 0.5)) for k in (0, 1)),
+            track_generations=True, **kwargs,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("how", ["info", "ids", "batch"])
+    def test_updates_go_to_the_members_that_the_rows_came_from(self, how):
+        rb = self.make(sample_from_all=True)
+        batch, info = rb.sample(return_info=True)
+        assert torch.equal(batch["priority_weight"], info["priority_weight"])
+        given = torch.rand(2, 5) + 1
+        if how == "info":
+            rb.update_priority(info, given, info["generation"])
+        elif how == "ids":
+            rb.update_priority(info["index"].flatten(), given.flatten(), buffer_ids=info["buffer_ids"].flatten())
+        else:
+            rb.update_tensordict_priority(batch.set("td_error", given.unsqueeze(-1)).reshape(-1))
+        for k in (0, 1):
+            last = dict(zip(info["index"][k].tolist(), given[k].tolist(), strict=True))
+            now = rb[k].sampler.priorities(torch.arange(10), storage=rb[k].storage).tolist()
+            assert now == pytest.approx([last.get(i, 1.0) for i in range(10)])
+
+    def test_rows_that_are_gone_are_skipped_in_their_member(self):
+        rb = self.make(sample_from_all=True)
+        _, info = rb.sample(return_info=True)
+        rb[1].extend(steps(2000, 2020))
+        rb.update_priority(info, torch.full((2, 5), 9.0), info["generation"])
+        assert (rb[0].sampler.skipped, rb[1].sampler.skipped) == (0, 5)
+
+    def test_an_index_without_members_is_refused(self):
+        rb = self.make()
+        _, info = rb.sample(return_info=True)
+        with pytest.raises(ValueError, match="buffer_ids"):
+            rb.update_priority(info["index"], torch.ones(2, 5))
+        with pytest.raises(KeyError, match="td_error"):
+            rb.update_tensordict_priority(rb.sample())
+
+    def test_marking_goes_to_the_member(self):
+        rb = self.make()
+        rb[0].update_priority(torch.tensor([3]), torch.tensor([0.0]))
+        rb.mark_update(torch.tensor([3]), buffer_ids=torch.tensor([0]))
+        assert float(rb[0].sampler.priorities(torch.tensor([3]), storage=rb[0].storage)) == 1.0
+
+
+class TestMembers:
+    def test_an_index_is_a_member_and_the_length_their_number(self):
+        a, b = member(0, 10), member(1000, 15)
+        rb = ensemble(a, b)
+        assert len(rb) == 2 and rb[0] is a and rb[-1] is b and rb.write_count == 25
+        assert numbers(rb[1, 2:4]) == [1002, 1003] and rb.storage[0] is a.storage and len(rb.storage) == 2
+        assert rb.sampler[1] is b.sampler and rb.writer[1] is b.writer
+        with pytest.raises(IndexError, match="-2 to 1, got 2"):
+            rb[2]
+        with pytest.raises(IndexError, match="member"):
+            rb[:]
+
+    def test_writing_to_the_ensemble_says_to_write_to_a_member(self):
+        rb = ensemble()
+        for write in (
+            lambda: rb.extend(steps(0, 3)),
+            lambda: rb.add(steps(0, 1)[0]),
+            lambda: rb.__setitem__(0, steps(0, 1)[0]),
+            lambda: rb.update_if_present(torch.tensor([0]), torch.tensor([0]), steps(0, 1)),
+            lambda: rb.writer.write(rb.storage, steps(0, 1), False, 0),
+            lambda: rb.storage.set(0, steps(0, 1)),
+        ):
+            with pytest.raises(RuntimeError, match="member"):
+                write()
+        assert rb.write_count == 25
+        rb[0].extend(steps(10, 14))
+        assert rb.write_count == 29
+
+    def test_empty_empties_the_members(self):
+        rb = ensemble()
+        rb.empty()
+        assert (len(rb[0]), len(rb[1]), rb.write_count) == (0, 0, 0)
+        with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+            rb.sample()
+
+    def test_it_can_be_made_of_parts(self):
+        storages = StorageEnsemble(
+            LazyTensorStorage(20), LazyTensorStorage(20), transforms=[None, lambda b: b.set("obs", b["obs"] * 0)]
+        )
+        rb = ReplayBufferEnsemble(
+            storages=storages, samplers=SamplerEnsemble(RandomSampler(), RandomSampler(), sample_from_all=True),
+            writers=WriterEnsemble(TensorDictRoundRobinWriter(), TensorDictRoundRobinWriter()), batch_size=4,
+        )  # fmt: skip
+        rb[0].extend(steps(0, 10))
+        rb[1].extend(steps(1000, 1010))
+        batch = rb.sample()
+        assert batch.shape == (2, 2) and not batch["obs"][1].any() and (batch["n"][0] < 10).all()
+        again = ReplayBufferEnsemble(
+            storages=[LazyTensorStorage(5)], samplers=[RandomSampler()], writers=[RoundRobinWriter()], batch_size=2
+        )
+        again[0].extend(torch.arange(3))
+        assert again.sample().shape == (1, 2)
+
+    def test_parts_can_be_exchanged(self):
+        rb = ensemble()
+        old = rb.set_sampler(SamplerEnsemble(RandomSampler(), RandomSampler(), p=[0, 1]))
+        assert type(old) is SamplerEnsemble and rb.sample(return_info=True)[1]["buffer_ids"].unique().tolist() == [1]
+        with pytest.raises(ValueError, match="SamplerEnsemble of as many"):
+            rb.set_sampler(RandomSampler())
+        assert rb.sample(return_info=True)[1]["buffer_ids"].unique().tolist() == [1]
+
+    def test_a_storage_ensemble_reads_what_info_names(self):
+        rb = ensemble(sample_from_all=True)
+        batch, info = rb.sample(return_info=True)
+        assert [numbers(b) for b in rb.storage.get(info)] == numbers(batch)
+
+    def test_a_sampler_ensemble_draws_from_a_storage_ensemble(self):
+        rb = ensemble(sample_from_all=True)
+        index, info = rb.sampler.sample(rb.storage, 8)
+        assert index.shape == info["buffer_ids"].shape == (2, 4)
+
+    def test_its_parts_print_in_the_usual_form(self):
+        said = repr(ensemble())
+        for part in ("ReplayBufferEnsemble(\n", "storages=StorageEnsemble(storages=[LazyTensorStorage", "transforms=[",
+                     "samplers=SamplerEnsemble(samplers=[RandomSampler(), RandomSampler()], p=None",
+                     "writers=WriterEnsemble(writers=[TensorDictRoundRobinWriter(cursor=10)", "batch_size=10",
+                     "transform=Compose()", "collate_fn=None"):  # fmt: skip
+            assert part in said
+
+    def test_it_can_be_sent_to_another_process(self):
+        storages = [LazyTensorStorage(20, shared=True) for _ in range(2)]
+        for k, storage in enumerate(storages):
+            TensorDictReplayBuffer(storage=storage).extend(steps(1000 * k, 1000 * k + 9))
+        rb = ensemble(*(TensorDictReplayBuffer(storage=s) for s in storages))
+        pickle_state = rb.__getstate__()
+        assert "_reader" not in pickle_state and "_prefetcher" not in pickle_state
+        with pytest.raises((TypeError, RuntimeError)):
+            pickle.dumps(ensemble())  # private memory stays in its process
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"p": [1, 1], "sample_from_all": True}, "leave p out"),
+            ({"num_buffer_sampled": 3, "sample_from_all": True}, "leave it out"),
+            ({"p": [1, 1, 1]}, "one weight for each of 2"),
+            ({"p": 3.0}, "one weight"),
+            ({"p": [-1, 2]}, "0 or more"),
+            ({"p": [0, 0]}, "one above 0"),
+            ({"p": [1, float("nan")]}, "0 or more"),
+            ({"num_buffer_sampled": 0}, "positive"),
+            ({"batch_size": 7}, "batch_size=7 does not divide.*multiple of 2"),
+            ({"collate_fns": [None]}, "2 members, 1 collate_fns"),
+        ],
+    )
+    def test_settings_that_contradict_are_refused(self, settings, said):
+        with pytest.raises(ValueError, match=said):
+            ensemble(**settings)
+
+    def test_a_batch_size_that_does_not_divide_is_refused_at_the_call(self):
+        rb = ensemble(batch_size=None)
+        with pytest.raises(ValueError, match="multiple of 2"):
+            rb.sample(7)
+
+    def test_members_are_buffers_or_parts(self):
+        a = member(0, 10)
+        with pytest.raises(ValueError, match="needs buffers"):
+            ReplayBufferEnsemble()
+        with pytest.raises(ValueError, match="not of both"):
+            ReplayBufferEnsemble(a, storages=[LazyTensorStorage(5)])
+        with pytest.raises(TypeError, match="replay buffers, got a int"):
+            ReplayBufferEnsemble(3)
+        with pytest.raises(ValueError, match="1 storages, 2 samplers and 1 writers"):
+            ReplayBufferEnsemble(
+                storages=[LazyTensorStorage(5)],
+                samplers=[RandomSampler(), RandomSampler()],
+                writers=[RoundRobinWriter()],
+            )
+        with pytest.raises(ValueError, match="twice"):
+            ReplayBufferEnsemble(a, a)
+        with pytest.raises(TypeError, match="takes no shared"):
+            ReplayBufferEnsemble(a, shared=True)
+        for cls in (StorageEnsemble, SamplerEnsemble, WriterEnsemble):
+            with pytest.raises(ValueError, match="at least one"):
+                cls()
+
+    def test_a_sampler_ensemble_needs_an_ensemble(self):
+        with pytest.raises(ValueError, match="as many storages"):
+            ReplayBuffer(storage=LazyTensorStorage(5), sampler=SamplerEnsemble(RandomSampler()))
+
+
+class TestSaving:
+    def make(self, **kwargs):
+        return ReplayBufferEnsemble(
+            TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement()),
+            TensorDictReplayBuffer(storage=ListStorage(20), sampler=PrioritizedSampler(20, 1.0, 0.5)),
+            TensorDictReplayBuffer(
+                storage=LazyMemmapStorage(5),
+                writer=TensorDictMaxValueWriter(("next", "reward")),
+                sampler=RandomSampler(),
+            ),
+            **{"batch_size": 9, "generator": torch.Generator().manual_seed(5), "p": [1, 2, 3], **kwargs},
+        )
+
+    def fill(self, rb):
+        rb[0].extend(steps(0, 13))
+        rb[1].extend(steps(1000, 1015))
+        rb[2].extend(steps(2000, 2008))
+        rb[1].update_priority(torch.arange(5), torch.arange(5.0))
+
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    @pytest.mark.parametrize("memory", [False, True])
+    def test_a_twin_goes_on_the_same(self, tmp_path, prefetch, memory):
+        rb, twin = self.make(prefetch=prefetch), self.make(prefetch=prefetch, p=None)
+        self.fill(rb)
+        twin[0].extend(steps(0, 3))
+        for k in range(4):
+            rb.sample()
+            if memory:
+                twin.load_state_dict(rb.state_dict())
+            else:
+                rb.dumps(tmp_path / str(k))
+                twin.loads(tmp_path / str(k))
+            assert twin.sampler.p == [1, 2, 3] and twin.write_count == rb.write_count
+            state = rb.state_dict()
+            expected = [rb.sample(return_info=True) for _ in range(5)]
+            for batch, info in expected:
+                other, said = twin.sample(return_info=True)
+                assert numbers(batch) == numbers(other)
+                assert all(torch.equal(info[key], said[key]) for key in ("index", "buffer_ids", "generation"))
+            rb.load_state_dict(state)
+        more = steps(2010, 2014)
+        assert rb[2].extend(more).tolist() == twin[2].extend(more).tolist()
+
+    def test_an_empty_ensemble_and_a_single_part_can_be_saved(self, tmp_path):
+        rb, twin = self.make(), self.make()
+        rb.dumps(tmp_path / "empty")
+        self.fill(twin)
+        twin.loads(tmp_path / "empty")
+        assert twin.write_count == 0
+        self.fill(rb)
+        rb.storage.dumps(tmp_path / "storage")
+        twin.storage.loads(tmp_path / "storage")
+        assert [len(m) for m in twin.storage.storages] == [10, 15, 5]
+
+    def test_it_is_saved_in_the_background_while_its_members_go_on(self, tmp_path):
+        rb, twin = self.make(), self.make()
+        self.fill(rb)
+        expected = [numbers(member[:]) for member in (rb[0], rb[1], rb[2])]
+        handle = rb.dumps(tmp_path, blocking=False)
+        rb[0].extend(steps(5000, 5007))
+        handle.result(60)
+        twin.loads(tmp_path)
+        assert [numbers(member[:]) for member in (twin[0], twin[1], twin[2])] == expected
+
+    def test_members_that_have_not_changed_are_not_written_again(self, tmp_path):
+        rb, twin = self.make(), self.make()
+        self.fill(rb)
+        rb.dumps(tmp_path, keep_last=2)
+        rb[0].extend(steps(5000, 5007))
+        rb.dumps(tmp_path, keep_last=2)
+        links = {p.parts[-3]: p.stat().st_nlink for p in tmp_path.glob("g-000002/member-*/storage/*")}
+        assert links == {"member-00000": 1, "member-00001": 2, "member-00002": 2}
+        twin.loads(tmp_path)
+        assert numbers(twin[0][:]) == numbers(rb[0][:])
+
+    def test_what_does_not_fit_is_listed_and_changes_nothing(self, tmp_path):
+        rb = self.make()
+        self.fill(rb)
+        rb.dumps(tmp_path)
+        small = ReplayBufferEnsemble(
+            TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=RandomSampler()), rb[1], rb[2],
+            batch_size=6, num_buffer_sampled=2, generator=torch.Generator(),
+        )  # fmt: skip
+        with pytest.raises(
+            ValueError, match=r"num_buffer_sampled=2 here, 3 there.*sampler 0 is a Random.*member 0: .*room"
+        ):
+            small.loads(tmp_path)
+        with pytest.raises(ValueError, match="2 samplers here, 3 there"):
+            ReplayBufferEnsemble(rb[0], rb[1], batch_size=6).loads(tmp_path)
+        with pytest.raises(CheckpointError, match="saved as 'ensemble'"):
+            TensorDictReplayBuffer(storage=LazyTensorStorage(4)).loads(tmp_path)
+        assert rb.write_count == 13 + 15 + 8
+
+    def test_one_damaged_file_leaves_every_member_as_it_was(self, tmp_path):
+        rb = self.make()
+        self.fill(rb)
+        rb.dumps(tmp_path)
+        file = next(tmp_path.glob("g-*/member-00002/storage/rows-*.bin"))
+        os.chmod(file, 0o644)
+        content = bytearray(file.read_bytes())
+        content[3] ^= 1
+        file.write_bytes(content)
+        twin = self.make()
+        twin[0].extend(steps(50, 53))
+        with pytest.raises(CorruptCheckpointError, match="member-00002"):
+            twin.loads(tmp_path)
+        assert numbers(twin[0][:]) == [50, 51, 52] and twin.write_count == 3
+        fresh = self.make()
+        with pytest.raises(CorruptCheckpointError, match="member-00002"):
+            fresh.loads(tmp_path)
+        assert [len(m) for m in fresh.storage.storages] == [0, 0, 0]
+
+    def test_hooks_belong_to_the_members(self):
+        with pytest.raises(ValueError, match="members"):
+            StorageEnsembleCheckpointer().register_save_hook(lambda rows: rows)
+
+
+class TestReadingAtOnce:
+    """The way straight into one batch gives what reading one by one gives."""
+
+    @pytest.mark.parametrize("numbers_too", [False, True])
+    def test_it_equals_reading_one_by_one(self, numbers_too):
+        a, b = member(0, 10), member(1000, 15)
+        index = torch.tensor([[3, 9, 0], [14, 14, 2]])
+        read = a.storage.read_with([b.storage], index, (2, 3), None, numbers_too)
+        each = [rb.storage.read(slots, numbers=numbers_too) for rb, slots in zip((a, b), index, strict=True)]
+        assert (read[0] == torch.stack([one[0] for one in each])).all()
+        assert (read[3] is None) != numbers_too
+        if numbers_too:
+            assert torch.equal(read[3], torch.cat([one[3] for one in each]))
+
+    def test_rows_of_other_layouts_and_storages_are_not_read_at_once(self):
+        a, other = member(0, 10), TensorDictReplayBuffer(storage=LazyTensorStorage(5))
+        index = torch.zeros(2, 1, dtype=torch.int64)
+        assert a.storage.read_with([other.storage], index, (2, 1)) is None
+        other.extend(steps(0, 5).exclude("obs"))
+        assert a.storage.read_with([other.storage], index, (2, 1)) is None
+        for storage in (member(0, 3, ListStorage).storage, TensorStorage(steps(0, 3)), ListStorage(3)):
+            assert a.storage.read_with([storage], index, (2, 1)) is None
+            assert storage.read_with([a.storage], index, (2, 1)) is None
+
+    def test_slots_outside_or_of_no_row_are_noticed_in_any_member(self):
+        a, b = member(0, 10), member(1000, 15)
+        with pytest.raises(IndexError, match="outside 0 to 19"):
+            a.storage.read_with([b.storage], torch.tensor([[0], [20]]), (2, 1))
+        with pytest.raises(IndexError, match="outside"):
+            a.storage.read_with([b.storage], torch.tensor([[-1], [0]]), (2, 1))
+        assert a.storage.read_with([b.storage], torch.tensor([[9, 12], [15, 3]]), (2, 2))[2] == [1, 2]
+
+    def test_sizes_that_do_not_fit_are_refused(self):
+        a, b = member(0, 10).storage, member(1000, 15).storage
+        with pytest.raises(ValueError, match="as many slots"):
+            a.read_with([b], torch.zeros(3, dtype=torch.int64), (3,))
+        with pytest.raises(ValueError, match="differ"):
+            a.read_with([b], torch.zeros(4, dtype=torch.int64), (2, 3))
+        with pytest.raises(TypeError, match="contiguous"):
+            a.read_with([b], torch.zeros(2, 4, dtype=torch.int64)[:, ::2], (2, 2))
+        with pytest.raises(ValueError, match="for each member"):
+            _native.joint_index([torch.zeros(3, dtype=torch.int64)], [0, 1])
+        for wrong in (torch.zeros(2, dtype=torch.int64), torch.zeros(3), None, torch.zeros(3, 1, dtype=torch.int64)):
+            assert _native.joint_index([torch.zeros(3, dtype=torch.int64), wrong], [0, 1]) is None
+
+    def test_rows_overwritten_meanwhile_are_drawn_again_by_their_member(self):
+        rb = ensemble(sample_from_all=True)
+        sampler = rb[1].sampler
+        first, drawn = sampler.sample, []
+
+        def sample(storage, n):
+            drawn.append(n)
+            if len(drawn) == 1:
+                return torch.tensor([0, 17, 18, 19, 1]), {}  # of which three have no row
+            return first(storage, n)
+
+        sampler.sample = sample
+        batch, info = rb.sample(return_info=True)
+        check(rb, batch, info)
+        assert drawn == [5, 3]
+
+    def test_members_whose_rows_were_replaced_give_their_own_numbers(self):
+        rbs = [
+            TensorDictReplayBuffer(storage=LazyTensorStorage(4), writer=TensorDictMaxValueWriter()) for _ in range(2)
+        ]
+        for one in rbs:
+            one.extend(steps(0, 9))
+        rb = ReplayBufferEnsemble(*rbs, batch_size=6)
+        _, info = rb.sample(return_info=True)
+        assert (info["generation"] >= _native.FIRST_REPLACED).any()
