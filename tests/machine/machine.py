@@ -221,9 +221,9 @@ class BufferMachine(Driven):
     def reopen(self) -> None:
         folder = self.rb.storage.scratch_dir
         self.rb.storage.close()
+        self.sampler.begin()
         self.rb = self.buffer.open(folder, **self.parts())
         self.ring.seam_comes = True
-        self.sampler.begin()
         self.numbers_of_their_own_are_gone()
 
     def numbers_of_their_own_are_gone(self) -> None:

@@ -2,8 +2,7 @@
 
 import torch
 
-from contracts.transform import KeyedTransformContract, TimedTransformContract
-from engram.testing import TransformContract
+from engram.testing import KeyedTransformContract, TimedTransformContract, TransformContract
 from engram.transforms import (
     CatFrames,
     Compose,
