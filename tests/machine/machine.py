@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
+    RuleBasedStateMachine,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -243,8 +244,13 @@ def drive(
 ) -> None:
     """Runs the machine; fails where the buffer and its oracle differ."""
     made = {"places": places, "sampler_kinds": samplers, "writer_kinds": writers, "prefetch": prefetch}
+    run_machine(type("Machine", (BufferMachine,), made), examples, steps, shrink)
+
+
+def run_machine(machine: type[RuleBasedStateMachine], examples: int, steps: int, shrink: bool = True) -> None:
+    """So many runs of so many steps, the same ones each time; with `shrink` a failure is made small."""
     run_state_machine_as_test(
-        type("Machine", (BufferMachine,), made),
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,

@@ -148,7 +148,8 @@ class SliceEpochOracle(SliceOracle):
         long = {self._key(row): piece for piece in self._long() for row in piece}
         left = [key for key in self.left or [] if key in long] or [self._key(piece[-1]) for piece in self._long()]
         pieces = [long[key] for key in left]
-        found = [next(k for k, piece in enumerate(pieces) if set(rows) <= set(piece)) for rows in drawn]
+        found = [next((k for k, piece in enumerate(pieces) if set(rows) <= set(piece)), -1) for rows in drawn]
+        assert -1 not in found, (drawn, pieces)
         assert len(found) == len(set(found)) == min(count, len(left))
         assert self.shuffle or found == list(range(len(found)))
         self.left = [key for k, key in enumerate(left) if k not in found] or None

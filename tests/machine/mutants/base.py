@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,3 +30,12 @@ def around(owner: Any, name: str, changed: Callable[..., Any]) -> Callable[[Patc
         return changed(lambda *a, **k: original(self, *(a or args), **{**kwargs, **k}), self, *args)
 
     return lambda patch: patch.setattr(owner, name, method)
+
+
+def is_found(run: Callable[[], None]) -> bool:
+    """Whether a run of the machine fails, and not because the mutant itself is broken."""
+    try:
+        run()
+    except (Exception, pytest.fail.Exception) as error:  # a mutant may show itself as any error
+        return Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent != Path(__file__).parent
+    return False

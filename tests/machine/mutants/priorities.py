@@ -16,8 +16,13 @@ def weights_of_the_neighbour(sample: Any, sampler: Any, storage: Storage, n: int
     return slots, {**info, "priority_weight": info["priority_weight"].roll(1)}
 
 
-def one_further_is_updated(update: Any, sampler: Any, index: Any, *rest: Any, **more: Any) -> None:
-    update((torch.as_tensor(index) + 1) % len(more["storage"]), *rest, **more)
+def one_before_is_updated(update: Any, sampler: Any, index: Any, *rest: Any) -> None:
+    update((torch.as_tensor(index) - 1).clamp(min=0), *rest)
+
+
+def next_stored(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
+    slots, info = sample()
+    return (slots + 1) % len(storage), info
 
 
 def newest_has_half(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
@@ -30,11 +35,11 @@ PRIORITY_MUTANTS = {
     "weights of the neighbour": Mutant(
         around(PrioritizedSampler, "sample", weights_of_the_neighbour), sampler="priorities"
     ),
-    "priorities that go to the next row": Mutant(
-        around(PrioritizedSampler, "update_priority", one_further_is_updated), sampler="priorities"
+    "priorities that go to the row before": Mutant(
+        around(PrioritizedSampler, "update_priority", one_before_is_updated), sampler="priorities"
     ),
     "draws by priority that are one further": Mutant(
-        around(PrioritizedSampler, "sample", one_further), sampler="priorities as they are"
+        around(PrioritizedSampler, "sample", next_stored), sampler="priorities as they are"
     ),
     "the newest row has half of its priority": Mutant(
         around(PrioritizedSampler, "sample", newest_has_half), sampler="priorities as they are"

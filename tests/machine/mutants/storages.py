@@ -24,7 +24,7 @@ def storage_strands(storage: Storage) -> int:
 def last_row_before_the_wrap_is_lost(append: Any, storage: Storage, checked: Any) -> Any:
     """The newest row in the last slot is the one before it."""
     slots = append()
-    if storage.max_size in (torch.as_tensor(slots) + 1).tolist() and storage.max_size > 1:
+    if storage.max_size in (torch.as_tensor(slots).reshape(-1) + 1).tolist() and storage.max_size > 1:
         last = storage.max_size - 1
         storage.overwrite(torch.tensor([last]), storage.get(slice(last - 1, last)))
     return slots

@@ -122,9 +122,9 @@ class Storage(abc.ABC):
         number.
         """
 
-    @abc.abstractmethod
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
         """Writes rows (int64 [n]) of a checked batch over stored ones, for which the storage must be used alone."""
+        raise NotImplementedError(f"a {type(self).__name__} has no `replace`, which writers need that keep the best")
 
     @abc.abstractmethod
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
