@@ -18,6 +18,7 @@ LAYERS = [
     ["engram.data", BUFFERS],  # the public names
     [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.prioritized", f"{BUFFERS}.ensemble"],
     [f"{BUFFERS}.saving"],
+    [f"{BUFFERS}.background"],
     [f"{BUFFERS}.parts"],
     [f"{BUFFERS}.prefetch"],
     [f"{BUFFERS}.reading", f"{BUFFERS}.together"],
@@ -25,11 +26,13 @@ LAYERS = [
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
     [f"{BUFFERS}.storages"],
     [f"{BUFFERS}.checkpointers"],
-    ["engram.data.specs", f"{BUFFERS}.ted", f"{BUFFERS}.episodes"],
+    ["engram.data.specs", f"{BUFFERS}.episodes"],
     [f"{BUFFERS}.recovery", f"{BUFFERS}.rows", f"{BUFFERS}.columns"],
     [f"{BUFFERS}.files", f"{BUFFERS}.lanes", f"{BUFFERS}.layout", f"{BUFFERS}.indexing"],
-    [f"{BUFFERS}.locks", f"{BUFFERS}.trees"],
-    [f"{BUFFERS}.utils"],
+    [f"{BUFFERS}.locks"],
+    [f"{BUFFERS}.utils"],  # re-exports the hooks
+    [f"{BUFFERS}.ted"],
+    [f"{BUFFERS}.trees"],
     ["engram._native"],
     ["engram.errors"],
 ]

@@ -7,12 +7,15 @@ import sys
 import pytest
 
 BUFFERS = {
+    "Flat2TED", "FlatStorageCheckpointer", "H5Combine", "H5Split", "H5StorageCheckpointer",
     "ImmutableDatasetWriter", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage",
-    "PrioritizedReplayBuffer", "PrioritizedSampler", "RandomSampler", "ReplayBuffer", "ReplayBufferEnsemble",
-    "RoundRobinWriter", "Sampler", "SamplerEnsemble", "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler",
-    "SliceSamplerWithoutReplacement", "Storage", "StorageEnsemble", "TensorDictMaxValueWriter",
+    "ListStorageCheckpointer", "Nested2TED", "NestedStorageCheckpointer", "PrioritizedReplayBuffer",
+    "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "ReplayBuffer", "ReplayBufferEnsemble",
+    "RoundRobinWriter", "Sampler", "SamplerEnsemble", "SamplerWithoutReplacement", "SequenceSampler",
+    "SliceSampler", "SliceSamplerWithoutReplacement", "Storage", "StorageCheckpointerBase",
+    "StorageEnsemble", "TED2Flat", "TED2Nested", "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer", "TensorDictRoundRobinWriter",
-    "TensorStorage", "Writer", "WriterEnsemble",
+    "TensorStorage", "TensorStorageCheckpointer", "Writer", "WriterEnsemble",
 }  # fmt: skip
 TRANSFORMS = {
     "CatFrames", "Compose", "DTypeCastTransform", "ExcludeTransform", "FlattenObservation", "GrayScale",
@@ -24,9 +27,8 @@ NAMES = {
     "engram.data": BUFFERS | {"MultiStep"},
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
-        "PrioritizedSampler", "RandomSampler", "Sampler", "SamplerEnsemble", "SamplerWithoutReplacement",
-        "SequenceSampler",
-        "SliceSampler", "SliceSamplerWithoutReplacement",
+        "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "Sampler", "SamplerEnsemble",
+        "SamplerWithoutReplacement", "SequenceSampler", "SliceSampler", "SliceSamplerWithoutReplacement",
     },
     "engram.data.replay_buffers.writers": {
         "ImmutableDatasetWriter", "RoundRobinWriter", "TensorDictMaxValueWriter", "TensorDictRoundRobinWriter",
@@ -40,8 +42,17 @@ NAMES = {
     "engram.transforms": TRANSFORMS,
     "engram.testing": {
         "EnvContract", "RoundRobinWriterContract", "SamplerContract", "StorageContract", "StrandsContract",
-        "TableContract", "WriterContract", "chi_square", "env_steps", "numbers", "of_numbers", "state_of",
-        "steps",
+        "TableContract", "TransformContract", "WriterContract", "chi_square", "env_steps", "numbers",
+        "of_numbers", "state_of", "steps",
+    },
+    "engram.data.replay_buffers.checkpointers": {
+        "FlatStorageCheckpointer", "H5StorageCheckpointer", "ItemSink", "ItemSource", "ListStorageCheckpointer",
+        "NestedStorageCheckpointer", "RowSink", "RowSource", "Snapshot", "StorageCheckpointerBase",
+        "StorageEnsembleCheckpointer",
+        "TensorStorageCheckpointer", "VerificationReport", "open_snapshot", "save_snapshot", "verify",
+    },
+    "engram.data.replay_buffers.utils": {
+        "Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested",
     },
 }  # fmt: skip
 ERRORS = {

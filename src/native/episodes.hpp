@@ -85,6 +85,7 @@ struct Trajectory {
 class EpisodeIndex {
  public:
   static constexpr uint64_t kBlock = 1 << 14;  // rows that a scan takes at a time
+  static constexpr uint64_t kAhead = 16;       // strands whose first row is brought in ahead
 
   // `bytes` of a flag or id: 1, 2, 4 or 8.
   EpisodeIndex(bool by_id, uint64_t bytes) : by_id_(by_id), bytes_(bytes) {}
@@ -99,10 +100,9 @@ class EpisodeIndex {
   template <typename Signals>
   void look(const Store& store, Signals& signals) {
     follower_.look(store, Visitor<Signals>{*this, store, signals});
-    for (uint64_t l = 0; l < lanes_.size(); ++l) {
-      const uint64_t first = store.lanes.view(l).first;
-      if (first > lanes_[l].first) forget(l, first);
-    }
+    // What was read of rows that were overwritten meanwhile says nothing: they go, and their boundaries with them.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    for (uint64_t l = 0; l < lanes_.size(); ++l) forget(l, store.lanes.first_now(l));
   }
   bool follows(const Store& store) const { return follower_.follows(store); }
   void forget_all() { follower_.forget(); }
@@ -114,9 +114,17 @@ class EpisodeIndex {
     return n * store.shape().strands;
   }
 
+  // Whether writers went through a whole ring of rows while the last look was under way: nothing of it is left.
+  bool overtaken(const Store& store) const {
+    for (uint64_t l = 0; l < lanes_.size(); ++l)
+      if (lanes_[l].first >= lanes_[l].published && store.lanes.view(l).published > lanes_[l].published) return true;
+    return false;
+  }
+
   uint64_t strands() const { return strands_.size(); }  // of all lanes, lane by lane
-  uint64_t version() const { return version_; }         // raised by each change
-  uint64_t restarts() const { return restarts_; }
+  uint64_t version() const { return version_; }         // another one after each change
+  uint64_t restarts() const { return restarts_; }       // another one after each restart
+  uint64_t edits() const { return edits_; }  // raised where a boundary in the middle came or went
   uint64_t lane_version(uint64_t lane) const { return lanes_[lane].version; }
   uint64_t per_lane() const { return per_lane_; }
   const Strand& strand(uint64_t k) const { return strands_[k]; }
@@ -164,15 +172,21 @@ class EpisodeIndex {
     per_lane_ = s.strands;
     lanes_.assign(s.lanes, {});
     strands_.assign(s.lanes * s.strands, {});
-    ++version_, ++restarts_;
-    for (Lane& lane : lanes_) lane.version = version_;
+    for (Lane& lane : lanes_) changed(lane);
+    restarts_ = version_;
+  }
+
+  // No two states of any index of the process have one number, whatever they are of.
+  void changed(Lane& lane) {
+    static std::atomic<uint64_t> last{0};
+    lane.version = version_ = ++last;
   }
 
   // Rows below `first` are gone.
   void forget(uint64_t l, uint64_t first) {
     Lane& lane = lanes_[l];
     if (first <= lane.first) return;
-    lane.first = first, lane.version = ++version_;
+    lane.first = first, changed(lane);
     for (uint64_t k = l * per_lane_; k < (l + 1) * per_lane_; ++k) {
       Queue& starts = strands_[k].starts;
       if (first >= lane.published) {
@@ -197,6 +211,8 @@ class EpisodeIndex {
     signals.expect(l, from, to);
     for (uint64_t j = 0; j < per_lane_; ++j) {
       Strand& strand = strands_[l * per_lane_ + j];
+      // Few rows of each of many strands, far from each other.
+      if (j + kAhead < per_lane_) __builtin_prefetch(signals.run(l, j + kAhead, from, 1).at);
       bool cut = strand.starts.empty();
       uint64_t at = from;
       for (uint64_t next : cuts) {
@@ -205,10 +221,7 @@ class EpisodeIndex {
         at = next, cut = true;
       }
     }
-    lane.published = to, lane.version = ++version_;
-    // What was read of rows that were overwritten meanwhile says nothing: they go, and their boundaries with them.
-    std::atomic_thread_fence(std::memory_order_acquire);
-    forget(l, store.lanes.first_now(l));
+    lane.published = to, changed(lane);
   }
 
   template <typename Signals>
@@ -273,13 +286,13 @@ class EpisodeIndex {
   void correct(uint64_t l, Strand& strand, uint64_t w, bool starts) {
     if (strand.starts.holds(w) == starts) return;
     starts ? strand.starts.insert(w) : strand.starts.erase(w);
-    ++strand.edits, lanes_[l].version = ++version_;
+    ++strand.edits, ++edits_, changed(lanes_[l]);
   }
 
   bool by_id_;
   uint64_t bytes_;
   Follower follower_;
-  uint64_t per_lane_ = 1, version_ = 0, restarts_ = 0;
+  uint64_t per_lane_ = 1, version_ = 0, restarts_ = 0, edits_ = 0;
   std::vector<Lane> lanes_;
   std::vector<Strand> strands_;
 };

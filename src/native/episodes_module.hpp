@@ -43,17 +43,17 @@ class Turns {
    public:
     explicit Turn(Turns& turns) : turns_(turns) {
       const std::thread::id me = std::this_thread::get_id();
-      if (turns_.busy_.load() && turns_.pid_ == ::getpid() && turns_.owner_ == me)
+      if (turns_.busy_.load() && turns_.pid_ == ::getpid() && turns_.owner_.load() == me)
         throw std::runtime_error("this sampler is drawing already: a finaliser must not sample");
       if (!turns_.take()) {
         nb::gil_scoped_release unlocked;
         while (!turns_.take()) ::sched_yield();
       }
-      turns_.owner_ = me;
+      turns_.owner_.store(me);
     }
     Turn(const Turn&) = delete;
     ~Turn() {
-      turns_.owner_ = std::thread::id();
+      turns_.owner_.store(std::thread::id());
       turns_.busy_.store(false, std::memory_order_release);
     }
 
@@ -74,7 +74,7 @@ class Turns {
     return true;
   }
   std::atomic<bool> busy_{false};
-  std::thread::id owner_;
+  std::atomic<std::thread::id> owner_{};
   pid_t pid_ = ::getpid();
 };
 
@@ -98,6 +98,13 @@ class Episodes {
     for (size_t i = 0; i < n; ++i)
       batch.slices.push_back(any(all, rule, random_at(seed, 2 * i), random_at(seed, 2 * i + 1)));
     return batch;
+  }
+  // What `use` makes of the index, brought up to date, and of an empty batch of slices.
+  template <typename Use>
+  auto with_index(Store& store, const SliceRule& rule, nb::handle fetch, Use&& use) {
+    const Turns::Turn turn(turns_);
+    look(store, fetch);
+    return use(index_, empty_batch(store, rule));
   }
   // Slices whose windows begin at these rows, and positions of slots that hold no row.
   nb::tuple starting_at(Store& store, const SliceRule& rule, nb::handle slots_in, nb::handle fetch) {
@@ -205,16 +212,19 @@ class Episodes {
     if (!offset_ && fetch.is_none()) throw nb::value_error("flags or ids must be fetched");
     if (turns_.forked()) index_ = EpisodeIndex(by_id_, bytes_), lists_.clear();
     try {
-      if (offset_) {
-        PackedSignals signals(store, *offset_);
-        maybe_without_gil(index_.news(store) > kGilRows, [&] { index_.look(store, signals); });
-      } else {
-        FetchedSignals signals(fetch, store.shape().strands, bytes_);
-        index_.look(store, signals);
-      }
+      for (int looks = 0; looks == 0 || (looks < kLooks && index_.overtaken(store)); ++looks) look_once(store, fetch);
     } catch (...) {
-      index_.forget_all();
+      index_.forget_all();  // a scan may have ended in its middle: memory ran out, or Python said no
       throw;
+    }
+  }
+  void look_once(Store& store, nb::handle fetch) {
+    if (offset_) {
+      PackedSignals signals(store, *offset_);
+      maybe_without_gil(index_.news(store) > kGilRows, [&] { index_.look(store, signals); });
+    } else {
+      FetchedSignals signals(fetch, store.shape().strands, bytes_);
+      index_.look(store, signals);
     }
   }
   LongEnough& long_enough(uint64_t min_length) {
@@ -231,6 +241,7 @@ class Episodes {
 
   static constexpr uint64_t kGilRows = 1 << 14;  // a longer scan releases the GIL
   static constexpr size_t kLists = 4;
+  static constexpr int kLooks = 100;
   bool by_id_;
   std::optional<uint64_t> offset_;
   uint64_t bytes_;

@@ -68,6 +68,23 @@ NB_MODULE(_native, m) {
       .def("take", &EpochWalk::take, "store"_a, "position"_a, "n"_a)
       .def("__len__", &EpochWalk::size);
 
+  nb::class_<SavePass>(m, "SavePass")
+      .def("read", [](SavePass& pass, uint64_t lane, uint64_t start, uint64_t stop,
+                      nb::ndarray<uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu> out) {
+        if (!pass.covers(lane, start, stop)) throw nb::index_error("these rows are not part of the save");
+        const Shape& s = pass.shape();
+        if (out.shape(0) != s.strands || out.shape(1) != stop - start || out.shape(2) != s.payload_bytes)
+          throw nb::value_error("room for [strands, rows, payload bytes] is needed");
+        uint8_t* to = out.data();
+        nb::gil_scoped_release unlocked;
+        pass.read(lane, start, stop, to);
+      }, "lane"_a, "start"_a, "stop"_a, "out"_a)
+      .def("lost_below", [](SavePass& pass, uint64_t lane) {
+        if (lane >= pass.shape().lanes) throw nb::index_error("no such lane");
+        return pass.lost_below(lane);
+      }, "lane"_a)
+      .def_prop_ro("preserved_bytes", &SavePass::preserved_bytes);
+
   nb::class_<Store>(m, "Store")
       .def_static("create", [](int fd, uint64_t lanes, uint64_t lane_capacity, uint64_t strands, uint64_t payload_bytes,
                                uint64_t alignment, bool trailer, nb::bytes layout, nb::bytes store_id) {
@@ -138,8 +155,12 @@ NB_MODULE(_native, m) {
         if (::msync(s.at(0), s.shape().rows_offset, MS_SYNC) != 0)
           throw std::runtime_error(std::string("cannot sync the header: ") + std::strerror(errno));
       })
-      .def("empty", [](const Store& s, bool reset_count) { s.lanes.empty(reset_count); }, "reset_count"_a)
+      .def("empty", [](const Store& s, bool reset_count) {
+        if (s.saving()) s.saving()->settle();
+        s.lanes.empty(reset_count);
+      }, "reset_count"_a)
       .def("begin_restore", [](const Store& s) {
+        if (s.saving()) s.saving()->settle();
         s.lanes.begin_change();
         for (uint64_t l = 0; l < s.shape().lanes; ++l) {
           s.lanes.set_counters(l, 0, 0, 0, {});
@@ -199,11 +220,18 @@ NB_MODULE(_native, m) {
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
            "mapped"_a = false, "numbers"_a = false)
       .def("gather_into", &gather_into, "codec"_a, "slots"_a, "arrays"_a, "mapped"_a = false, "numbers"_a = false)
+      .def("begin_save", [](Store& s) {
+        if (s.shape().payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
+        return s.begin_save();
+      })
+      .def("end_save", &Store::end_save)
+      .def_prop_ro("saving", [](const Store& s) { return s.saving() != nullptr; })
       .def("overwrite", &overwrite, "slots"_a, "plan"_a, "rows"_a.none() = nb::none())
       .def("note_edits", &note_edits, "slots"_a)
       .def("generations", [](const Store& s, nb::handle slots) { return generations(s, slots); }, "slots"_a)
       .def("uniform", &uniform, "seed"_a, "n"_a);
   bind_episodes(m);
   bind_priorities(m);
+
   bind_heap(m);
 }

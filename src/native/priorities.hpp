@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "draw.hpp"
-#include "follow.hpp"
+#include "episodes.hpp"
 #include "sum_tree.hpp"
 
 namespace engram {
@@ -38,7 +38,9 @@ struct Exponent {
 // one that goes has none. Follows one store at a time and starts anew with another.
 class Priorities {
  public:
-  Priorities(double alpha, double eps, bool within) : exponent_{alpha, eps}, within_(within) {}
+  // With `starts` only rows that `open_starts` has opened can be drawn.
+  Priorities(double alpha, double eps, bool within, bool starts = false)
+      : exponent_{alpha, eps}, within_(within), starts_(starts) {}
 
   // ---- following ----
   void look(const Store& store) {
@@ -71,6 +73,32 @@ class Priorities {
     return best > 0 ? best : latest_;
   }
 
+  // Opens the rows at which slices can start, as far as the index knows them: it has looked, and then this has. A slice
+  // has `length` rows of one trajectory; with `cut` it may end with it, and every row is a start. O(1) a new row.
+  void open_starts(const Store& store, const EpisodeIndex& index, uint64_t length, bool cut) {
+    if (cut) length = 1;
+    if (reopen_ || length_ != length || restarts_ != index.restarts() || edits_ != index.edits()) {
+      close_all();
+      opened_.assign(index.strands(), 0);
+      reopen_ = false, length_ = length, restarts_ = index.restarts(), edits_ = index.edits();
+    }
+    const Shape& s = store.shape();
+    for (uint64_t k = 0; k < opened_.size(); ++k) {
+      const uint64_t lane = k / index.per_lane(), published = index.known(lane).published;
+      const Follower::Seen& seen = follower_.seen()[lane];
+      const uint64_t replaced = seen.published > s.lane_capacity ? seen.published - s.lane_capacity : 0;
+      uint64_t& next = opened_[k];
+      next = std::max({next, index.known(lane).first, seen.first, replaced});
+      Trajectory t;
+      while (next < published && index.find(k, next, t)) {
+        const uint64_t end = t.stop + 1 > length ? t.stop + 1 - length : 0;
+        if (next < end) open(s, lane, k % index.per_lane(), next, end), next = end;
+        if (t.stop == published) break;  // it may grow
+        next = t.stop;
+      }
+    }
+  }
+
   // ---- drawing; `look` comes first, and total() is above 0 ----
   void draw(uint64_t seed, int64_t* slots, double* leaves, size_t n) const {
     constexpr size_t kBlock = 256;  // their nodes stay in the first-level cache
@@ -87,6 +115,7 @@ class Priorities {
       for (size_t i = 0; i < take; ++i) slots[done + i] = static_cast<int64_t>(leaf[i]);
     }
   }
+  double leaf(uint64_t slot) const { return slot < capacity_ ? tree_->leaves()[slot] : 0; }
   // (P / P_min)^-beta, P_min over all rows that can be drawn.
   template <typename Float>
   void weights(const double* leaves, double beta, Float* out, size_t n) const {
@@ -129,7 +158,8 @@ class Priorities {
     double last = 0, leaf = 0;
     for (uint64_t slot = 0; slot < capacity_; ++slot) {
       if (raw()[slot] != last) last = raw()[slot], leaf = last > 0 ? exponent_.leaf(last) : 0;
-      if (tree_->leaves()[slot] != leaf) tree_->leaves()[slot] = leaf;  // pages that hold no row stay untouched
+      const double now = drawable(slot) ? leaf : 0;
+      if (tree_->leaves()[slot] != now) tree_->leaves()[slot] = now;  // pages that hold no row stay untouched
     }
     rebuild();
   }
@@ -172,7 +202,7 @@ class Priorities {
       if (l >= there.size() || w < there[l].first || w >= there[l].published) return;
       reserve(slot + 1);
       raw()[slot] = std::max(p, kZeroPriority);
-      tree_->leaves()[slot] = exponent_.leaf(raw()[slot]);
+      if (drawable(slot)) tree_->leaves()[slot] = exponent_.leaf(raw()[slot]);
     });
     follower_.resume(store, std::move(there));
     rebuild();
@@ -190,8 +220,10 @@ class Priorities {
     void vanished(uint64_t lane, uint64_t from, uint64_t to) { self.fill(store.shape(), lane, from, to, {}); }
     void rows(uint64_t lane, uint64_t from, uint64_t to) {
       if (self.within_) {
-        // All rows of the call get what the first one gets: from then on one that is as high is always stored.
-        self.fill(store.shape(), lane, from, from + 1, {});
+        // All new rows get what the first of them got, whether it is still stored or not: from then on there was always
+        // one as high.
+        const uint64_t first = self.follower_.seen()[lane].published;
+        self.fill(store.shape(), lane, first, first + 1, {});
         self.latest_ = self.new_priority();
       }
       self.fill(store.shape(), lane, from, to, self.new_priority());
@@ -218,6 +250,8 @@ class Priorities {
     tree_.emplace(slots);
     lowest_.emplace(slots);
     if (within_) highest_.emplace(slots);
+    if (starts_) open_ = Region::map(-1, round_up(std::max<uint64_t>(slots, 1), kWide));
+    reopen_ = true;
     capacity_ = slots;
   }
   void rebuild() {
@@ -241,11 +275,35 @@ class Priorities {
     const double kept = priority ? std::max(*priority, kZeroPriority) : 0;
     const uint64_t first = from / kWide, last = (to - 1) / kWide;
     std::fill(raw() + from, raw() + to, kept);
-    std::fill(tree_->leaves() + from, tree_->leaves() + to, priority ? exponent_.leaf(kept) : 0);
+    std::fill(tree_->leaves() + from, tree_->leaves() + to, priority && !starts_ ? exponent_.leaf(kept) : 0);
+    if (starts_) std::memset(open_->data() + from, 0, to - from);
     tree_->refresh(first, last);
     lowest_->refresh(tree_->leaves(), first, last);
     if (within_) highest_->refresh(raw(), first, last);
   }
+  // ---- starts of slices ----
+  bool drawable(uint64_t slot) const { return !starts_ || open_->data()[slot]; }
+  void close_all() {
+    std::memset(open_->data(), 0, capacity_);
+    std::fill(tree_->leaves(), tree_->leaves() + capacity_, 0.0);
+    rebuild();
+  }
+  void open(const Shape& s, uint64_t lane, uint64_t strand, uint64_t from, uint64_t to) {
+    touched_.clear();
+    double last = 0, leaf = 0;
+    for (uint64_t w = from; w < to; ++w) {
+      const uint64_t slot = slot_of(s, lane, w, strand);
+      if (!holds(slot)) continue;
+      if (raw()[slot] != last) last = raw()[slot], leaf = exponent_.leaf(last);
+      open_->data()[slot] = 1;
+      tree_->leaves()[slot] = leaf;
+      if (touched_.nodes().empty() || touched_.nodes().back() != slot / kWide) touched_.add(slot / kWide);
+    }
+    touched_lowest_ = touched_;
+    tree_->refresh(touched_);
+    lowest_->refresh_nodes(tree_->leaves(), touched_lowest_);
+  }
+
   // Enters the changes in `batch_`.
   void apply() {
     touched_.clear(), touched_lowest_.clear(), touched_highest_.clear();
@@ -253,7 +311,7 @@ class Priorities {
     for (const Change& c : batch_) {
       const double before = raw()[c.slot], leaf_before = leaves[c.slot];
       raw()[c.slot] = std::max(c.priority, kZeroPriority);
-      leaves[c.slot] = c.leaf;
+      leaves[c.slot] = drawable(c.slot) ? c.leaf : 0;
       touched_.add(c.slot / kWide);
       lowest_->note(leaves, c.slot, leaf_before, touched_lowest_);
       if (within_) highest_->note(raw(), c.slot, before, touched_highest_);
@@ -265,7 +323,7 @@ class Priorities {
   }
 
   Exponent exponent_;
-  bool within_, same_store_ = false;
+  bool within_, starts_, same_store_ = false;
   Follower follower_;
   uint64_t capacity_ = 0, skipped_ = 0;
   double seen_ = 1;    // the highest priority ever set
@@ -274,6 +332,10 @@ class Priorities {
   std::optional<SumTree> tree_;
   std::optional<ExtremeTree<Lowest>> lowest_;  // of the tree's leaves
   std::optional<ExtremeTree<Highest>> highest_;  // of raw_
+  std::shared_ptr<Region> open_;                 // with `starts_`: a byte a slot, 1 where a slice may start
+  std::vector<uint64_t> opened_;                 // of each strand: rows below this number were decided
+  uint64_t length_ = 0, restarts_ = 0, edits_ = 0;  // what they were decided by
+  bool reopen_ = true;
   std::vector<uint64_t> edited_;
   std::vector<Change> batch_;
   Touched touched_, touched_lowest_, touched_highest_;

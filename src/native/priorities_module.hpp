@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "calls.hpp"
+#include "episodes_module.hpp"
 #include "priorities.hpp"
 
 namespace engram {
@@ -136,6 +137,10 @@ class KnownRows {
   std::vector<SlotNumbers> numbers_;
 };
 
+constexpr const char* kAllZero =
+    "the priorities of all stored steps are 0, so that none can be drawn; give one a priority with update_priority, or "
+    "the sampler an eps above 0";
+
 // Draws n rows: (slots, weights); None where no row is stored.
 inline nb::object draw_by_priority(Priorities& self, const Store& store, nb::handle seed_in, size_t n, double beta,
                                    bool wide) {
@@ -148,8 +153,7 @@ inline nb::object draw_by_priority(Priorities& self, const Store& store, nb::han
   self.look(store);
   if (self.rows() == 0) return nb::none();
   if (!(self.total() > 0))
-    throw std::runtime_error("the priorities of all stored steps are 0, so that none can be drawn; give one a priority "
-                             "with update_priority, or the sampler an eps above 0");
+    throw std::runtime_error(kAllZero);
   static thread_local std::vector<double> leaves;
   leaves.resize(n);
   self.draw(static_cast<uint64_t>(seed.data[0]), out.data<int64_t>(0), leaves.data(), n);
@@ -159,6 +163,54 @@ inline nb::object draw_by_priority(Priorities& self, const Store& store, nb::han
     self.weights(leaves.data(), beta, out.data<float>(1), n);
   nb::object slots = out.make(0);
   return nb::make_tuple(slots, out.make(1));
+}
+
+// Slices whose starts are drawn by priority; None: there is no start.
+inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Episodes& episodes, const SliceRule& rule,
+                                             nb::handle seed_in, size_t n, nb::handle fetch) {
+  const SlotsArg seed(nb::borrow(seed_in));
+  if (seed.n < 1) throw nb::value_error("no seed");
+  if (n > kMostBytes / 8) throw std::bad_alloc();
+  const auto first = static_cast<uint64_t>(seed.data[0]);
+  return episodes.with_index(store, rule, fetch, [&](const EpisodeIndex& index, SliceBatch batch) -> std::optional<SliceBatch> {
+    self.look(store);
+    self.open_starts(store, index, rule.length, rule.min_length < rule.length);
+    if (!(self.total() > 0)) {
+      if (index.longest() < rule.min_length) return std::nullopt;
+      throw std::runtime_error(kAllZero);
+    }
+    std::vector<int64_t> slots(n);
+    std::vector<double> leaves(n);
+    self.draw(first, slots.data(), leaves.data(), n);
+    const Shape& s = store.shape();
+    for (int64_t slot : slots) {
+      const uint64_t time = static_cast<uint64_t>(slot) / s.strands, lane = time / s.lane_capacity;
+      const uint64_t strand = static_cast<uint64_t>(slot) % s.strands;
+      uint64_t number = 0;
+      Trajectory t;
+      if (!SlotNumbers(index.known(lane), s.lane_capacity).find(time % s.lane_capacity, number) ||
+          !index.find(lane * s.strands + strand, number, t))
+        return std::nullopt;  // overwritten since the index looked
+      batch.slices.push_back(slice_of(rule, t, static_cast<int64_t>(number)));
+    }
+    return batch;
+  });
+}
+// The weight of each row of a batch: of its slice's start.
+inline nb::object start_weights(const Priorities& self, const SliceBatch& batch, double beta, bool wide) {
+  Results out;
+  out.add({kDLFloat, static_cast<uint8_t>(wide ? 64 : 32)}, batch.rows());
+  out.take();
+  auto fill = [&](auto* at) {
+    for (const Slice& slice : batch.slices) {
+      double leaf = self.leaf(slot_of(batch.shape, slice.lane, slice.first, slice.strand));
+      if (leaf == 0) leaf = self.lowest();  // overwritten since
+      self.weights(&leaf, beta, at, 1);
+      at = std::fill_n(at, slice.size(), *at);
+    }
+  };
+  wide ? fill(out.data<double>(0)) : fill(out.data<float>(0));
+  return out.make(0);
 }
 
 // Sets priorities. False: the arguments are not plain 1-D tensors or arrays of one length.
@@ -310,7 +362,10 @@ struct BareTree {
 inline void bind_priorities(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<Priorities>(m, "Priorities")
-      .def(nb::init<double, double, bool>(), "alpha"_a, "eps"_a, "within_buffer"_a)
+      .def(nb::init<double, double, bool, bool>(), "alpha"_a, "eps"_a, "within_buffer"_a, "starts"_a = false)
+      .def("draw_starts", &draw_starts, "store"_a, "episodes"_a, "rule"_a, "seed"_a, "n"_a,
+           "fetch"_a.none() = nb::none())
+      .def("start_weights", &start_weights, "batch"_a, "beta"_a, "wide"_a)
       .def("draw", &draw_by_priority, "store"_a, "seed"_a, "n"_a, "beta"_a, "wide"_a)
       .def("look", &Priorities::look, "store"_a)
       .def("set", &set_priorities, "store"_a, "slots"_a, "priorities"_a, "generations"_a.none() = nb::none())

@@ -24,6 +24,7 @@ class InPlaceWriter {
     for (size_t done = 0; done < n; done += batch) {
       const size_t take = std::min(batch, n - done);
       stage(slots + done, take, leaves, done, rows);
+      if (SavePass* pass = store_.saving()) preserve(*pass, take);
       Counter& edits = store_.header()->edits;
       edits.fetch_add(1, std::memory_order_acq_rel);  // odd
       std::atomic_thread_fence(std::memory_order_release);
@@ -90,6 +91,10 @@ class InPlaceWriter {
       apply(staged + i * s.row_stride, &p, 1);
     }
     log(slots.data(), rows, log_head - rows);
+  }
+  void preserve(SavePass& pass, size_t n) const {
+    const Shape& s = store_.shape();
+    for (size_t i = 0; i < n; ++i) pass.preserve(physical_[i] / (s.lane_capacity * s.strands), physical_[i] % s.lane_capacity, 1);
   }
   bool any_durable(size_t n) const {
     const Shape& s = store_.shape();

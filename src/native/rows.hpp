@@ -25,6 +25,7 @@ class RowWriter {
     const uint64_t piece = store_.lanes.piece();
     for (uint64_t done = 0; done < n;) {
       const uint64_t take = std::min(piece, n - done);
+      if (SavePass* pass = store_.saving()) pass->preserve(lane, start_slot(lane), take);
       const uint64_t first = store_.lanes.claim(lane, take);
       write(lane, first, take, leaves, done);
       store_.lanes.publish(lane, first, take);
@@ -34,6 +35,9 @@ class RowWriter {
   }
 
  private:
+  uint64_t start_slot(uint64_t lane) const {
+    return store_.lanes.lane(lane).published.load(std::memory_order_relaxed) % store_.shape().lane_capacity;
+  }
   void write(uint64_t lane, uint64_t first, uint64_t n, const std::vector<LeafSource>& leaves, uint64_t skip) {
     const Shape& s = store_.shape();
     const auto term = static_cast<uint32_t>(store_.lanes.lane(lane).term.load(std::memory_order_relaxed));

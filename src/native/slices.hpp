@@ -1,6 +1,7 @@
 // Slices of trajectories: which are long enough, where a slice starts, and which slots it is made of.
 #pragma once
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "draw.hpp"
@@ -119,6 +120,7 @@ inline uint64_t random_at(uint64_t seed, uint64_t i) { return mix64(seed + i * 0
 
 // The slices of one batch.
 struct SliceBatch {
+  static constexpr uint64_t kMostRows = uint64_t{1} << 43;  // beyond any memory
   Shape shape{};
   uint64_t incarnation = 0;
   SliceRule rule;
@@ -126,7 +128,8 @@ struct SliceBatch {
 
   uint64_t rows() const {
     uint64_t n = 0;
-    for (const Slice& s : slices) n += s.size();
+    for (const Slice& s : slices)
+      if ((n += s.size()) > kMostRows) throw std::bad_alloc();
     return n;
   }
   void slots(int64_t* out) const {

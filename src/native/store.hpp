@@ -10,6 +10,7 @@
 #include "copy.hpp"
 #include "lanes.hpp"
 #include "paging.hpp"
+#include "save_pass.hpp"
 
 namespace engram {
 
@@ -108,6 +109,18 @@ class Store {
   }
 
   Lanes lanes;
+  // The save that is going on; rows are preserved for it before they change.
+  std::shared_ptr<SavePass> begin_save() {
+    std::vector<SavePass::Range> ranges;
+    for (uint64_t l = 0; l < shape().lanes; ++l) {
+      const LaneView v = lanes.view(l);
+      ranges.push_back({v.first, std::max(v.first, v.published)});
+    }
+    pass_ = std::make_shared<SavePass>(region_, lanes, row(0), std::move(ranges));
+    return pass_;
+  }
+  void end_save() { pass_.reset(); }
+  SavePass* saving() const { return pass_.get(); }
   const Shape& shape() const { return lanes.shape(); }
   StoreHeader* header() const { return reinterpret_cast<StoreHeader*>(region_->data()); }
   uint8_t* at(uint64_t offset) const { return region_->data() + offset; }
@@ -164,6 +177,7 @@ class Store {
   int fd_;
   PageAsker pages_;
   uint32_t id_crc_ = 0;
+  std::shared_ptr<SavePass> pass_;  // set and read by threads that hold the storage's mutex
 };
 
 }  // namespace engram

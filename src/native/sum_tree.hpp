@@ -24,7 +24,10 @@ class Touched {
   void add(uint64_t node) { nodes_.push_back(node); }
   // The nodes above these, of which there are `of` in all.
   void up(uint64_t of) {
-    for (uint64_t& node : nodes_) node /= kWide;
+    size_t kept = 0;
+    for (uint64_t node : nodes_)  // neighbours mostly share the node above them
+      if (kept == 0 || nodes_[kept - 1] != node / kWide) nodes_[kept++] = node / kWide;
+    nodes_.resize(kept);
     settle(of);
   }
   // Leaves repetitions out where there may be many of them; a few are harmless, and cheaper than finding them.
@@ -192,8 +195,23 @@ class ExtremeTree {
   // After leaves that were noted changed. Goes up only where something changed.
   void refresh(const double* leaves, Touched& touched) {
     if (levels_.top() > 1) touched.settle(levels_.nodes(1));
-    for (size_t k = 1; k < levels_.top() && !touched.nodes().empty(); ++k) {
-      const double* below = levels_.at(k);
+    refresh_from(1, leaves, touched);
+  }
+  // After leaves in these nodes changed.
+  void refresh_nodes(const double* leaves, Touched& touched) { refresh_from(0, leaves, touched); }
+  void refresh(const double* leaves, uint64_t first, uint64_t last) {
+    for (size_t k = 0; k < levels_.top(); ++k, first /= kWide, last /= kWide) {
+      const double* below = k ? levels_.at(k) : leaves;
+      double* above = levels_.at(k + 1);
+      for (uint64_t node = first; node <= last; ++node) above[node] = best(below + node * kWide);
+    }
+    best_ = best(levels_.top() ? levels_.at(levels_.top()) : leaves);
+  }
+
+ private:
+  void refresh_from(size_t from, const double* leaves, Touched& touched) {
+    for (size_t k = from; k < levels_.top() && !touched.nodes().empty(); ++k) {
+      const double* below = k ? levels_.at(k) : leaves;
       double* above = levels_.at(k + 1);
       touched.filter([&](uint64_t node) {
         const double now = best(below + node * kWide);
@@ -205,16 +223,6 @@ class ExtremeTree {
     }
     best_ = best(levels_.top() ? levels_.at(levels_.top()) : leaves);
   }
-  void refresh(const double* leaves, uint64_t first, uint64_t last) {
-    for (size_t k = 0; k < levels_.top(); ++k, first /= kWide, last /= kWide) {
-      const double* below = k ? levels_.at(k) : leaves;
-      double* above = levels_.at(k + 1);
-      for (uint64_t node = first; node <= last; ++node) above[node] = best(below + node * kWide);
-    }
-    best_ = best(levels_.top() ? levels_.at(levels_.top()) : leaves);
-  }
-
- private:
   static double best(const double* node) {
     double found = Which::none;
     for (size_t j = 0; j < kWide; ++j) found = Which::of(node[j] > 0 ? node[j] : Which::none, found);

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from engram.collectors import SyncDataCollector
-from engram.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+from engram.data import (
+    FlatStorageCheckpointer,
+    H5StorageCheckpointer,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    NestedStorageCheckpointer,
+    TensorDictReplayBuffer,
+)
 from engram.envs import GymEnv, SerialEnv
 
 
@@ -45,3 +52,38 @@ def test_a_collector_writes_directly_into_a_buffer(tmp_path):
     next_is_next = rb[:]["next", "observation"][:-1] == rb[:]["observation"][1:]
     over = rb[:]["next", "done"][:-1]
     assert (next_is_next | over).all()
+
+
+CHECKPOINTERS = {
+    "flat": FlatStorageCheckpointer,
+    "nested": NestedStorageCheckpointer,
+    "h5": H5StorageCheckpointer,
+}
+
+
+@pytest.mark.parametrize("make", CHECKPOINTERS.values(), ids=CHECKPOINTERS)
+@pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
+@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.filterwarnings("ignore:.*total_frames")
+def test_a_twin_is_equal_after_every_batch_whatever_saves_it(tmp_path, envs, storage, make):
+    torch.manual_seed(0)
+    env = GymEnv("CartPole-v1") if envs == 1 else SerialEnv(envs, lambda: GymEnv("CartPole-v1"))
+    ndim = 1 if envs == 1 else 2
+    ours, twin = (
+        TensorDictReplayBuffer(storage=storage(100, ndim=ndim), batch_size=4, checkpointer=make()) for _ in range(2)
+    )
+    batches = 0
+    with SyncDataCollector(env, frames_per_batch=22, total_frames=400) as collector:
+        for batch in collector:
+            ours.extend(batch)
+            ours.dumps(tmp_path / "checkpoint")
+            twin.loads(tmp_path / "checkpoint")
+            assert (ours[:] == twin[:]).all() and ours[:].shape == twin[:].shape
+            assert twin.storage.max_size == (100 if envs == 1 else 102)
+            assert (len(ours), ours.write_count, ours.writer._cursor) == (
+                len(twin),
+                twin.write_count,
+                twin.writer._cursor,
+            )
+            batches += 1
+    assert batches == (19 if envs == 1 else 17) and len(twin) == twin.storage.max_size

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from engram.collectors.utils import split_trajectories
+from engram.data import LazyTensorStorage, ReplayBuffer, SliceSampler
 
 
 def make(rows):
@@ -42,6 +43,20 @@ def test_without_ids_the_ends_of_episodes_divide():
     assert split["x"].tolist() == [[1, 2], [3, 0]]
 
 
+@pytest.mark.parametrize("ids", [True, False])
+def test_slices_of_one_episode_that_follow_each_other_in_a_sampled_batch_stay_two(ids):
+    torch.manual_seed(0)
+    data = TensorDict({"number": torch.arange(9), "next": {"done": torch.zeros(9, 1).bool()}}, [9])
+    if ids:
+        data["collector", "traj_ids"] = torch.zeros(9).long()
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), sampler=SliceSampler(slice_len=3), batch_size=6)
+    rb.extend(data)
+    for _ in range(20):  # also two slices one after the other, or one twice
+        batch = rb.sample()
+        split = split_trajectories(batch)
+        assert split.shape == (2, 3) and torch.equal(split["number"], batch["number"].reshape(2, 3))
+
+
 def test_a_single_step_is_a_trajectory():
     assert split_trajectories(make([[4], [5]])).shape == (2, 1)
 
@@ -58,3 +73,5 @@ def test_an_empty_batch_and_an_unknown_key_are_refused():
         split_trajectories(TensorDict({}, []))
     with pytest.raises(KeyError, match="no trajectory key 'episode'"):
         split_trajectories(make([[0, 1]]), trajectory_key="episode")
+    with pytest.raises(KeyError, match="no trajectory ids and no"):
+        split_trajectories(TensorDict({"x": torch.zeros(1, 2)}, [1, 2]))

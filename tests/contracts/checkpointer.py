@@ -26,7 +26,14 @@ class RowRings:
         self.memory = np.zeros((lanes, strands, lane_capacity, row_bytes), np.uint8)
         self.empty()
 
+    def identity(self) -> dict[str, Any]:
+        return {"store": self.name, "edits": len(self.changed)}
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        return self.changed[since["edits"] :] if since.get("store") == self.name else None
+
     def empty(self) -> None:
+        self.name, self.changed = os.urandom(8).hex(), list[tuple[int, int]]()
         self.written = self.restoring = False
         self.lanes: list[dict[str, Any]] = [{"base": 0, "published": 0, "origin": 0, "seams": []} for _ in self.memory]
 
@@ -96,7 +103,7 @@ class ItemList:
     """A ring of Python objects: the ItemSource and ItemSink that checkpointers are tested with."""
 
     def __init__(self, capacity: int | None = 100) -> None:
-        self.capacity = capacity
+        self.capacity, self.name, self.changed = capacity, os.urandom(8).hex(), list[tuple[int, int]]()
         self.stored: list[Any] = []
         self.published = self.base = 0
 
@@ -107,6 +114,12 @@ class ItemList:
 
     def contents(self) -> Any:
         return self.base, self.published, self.stored
+
+    def identity(self) -> dict[str, Any]:
+        return {"store": self.name, "edits": len(self.changed)}
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        return self.changed[since["edits"] :] if since.get("store") == self.name else None
 
     def items(self) -> list[Any]:
         return self.stored
@@ -122,6 +135,7 @@ class ItemList:
     def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
         self.check_restore(counters)
         (lane,) = counters["lanes"]
+        self.name = os.urandom(8).hex()
         self.stored, self.base, self.published = items, lane["base"], lane["published"]
 
     def __len__(self) -> int:

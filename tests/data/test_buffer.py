@@ -253,6 +253,62 @@ def test_transforms_run_in_order_on_reading_and_backwards_on_writing():
     assert len(rb._transform) == 4 and rb._transform[1].__class__ is Shift
 
 
+class Noted(Transform):
+    """Notes in which order it is called, and with which object."""
+
+    def __init__(self, name, notes):
+        self.name, self.notes = name, notes
+
+    def forward(self, batch):
+        self.notes.append((f"forward {self.name}", batch))
+        return batch
+
+    def inv(self, batch):
+        self.notes.append((f"inv {self.name}", batch))
+        return batch
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda c: c.__name__)
+def test_each_way_in_and_out_goes_through_all_transforms_in_its_order(storage):
+    notes = []
+    rb = ReplayBuffer(storage=storage(10), transform=Compose(Noted("a", notes), Noted("b", notes)), batch_size=2)
+
+    def noted(call):
+        notes.clear()
+        call()
+        return [name for name, _ in notes], notes[0][1]
+
+    data = steps(0, 4)
+    written, read = ["inv b", "inv a"], ["forward a", "forward b"]
+    names, given = noted(lambda: rb.extend(data))
+    assert names == written and given is data
+    names, given = noted(lambda: rb.add(data[0]))
+    assert names == written and given.batch_size == ()
+    row = steps(7, 8) if storage is not ListStorage else steps(7, 8)[0]
+    names, given = noted(lambda: rb.__setitem__(1, row))
+    assert names == written and given is row
+    values = steps(8, 10) if storage is not ListStorage else [steps(8, 9)[0], steps(9, 10)[0]]
+    generation = rb.storage.lanes.generations(torch.tensor([2, 3]))
+    names, given = noted(lambda: rb.update_if_present(torch.tensor([2, 3]), generation, values))
+    assert names == written and given is values
+    for call in (rb.sample, lambda: rb[:], lambda: rb[2], lambda: rb[[1, 2]]):
+        assert noted(call)[0] == read
+    for call in (lambda: len(rb), lambda: rb.storage[0:2], rb.state_dict, rb.empty):
+        notes.clear()
+        call()
+        assert not notes
+    if storage is not ListStorage:
+        assert not len(rb)
+
+
+def test_values_written_if_present_go_through_the_transforms():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=Shift())
+    rb.extend(torch.arange(10.0, 15.0))
+    index = torch.tensor([1, 3])
+    assert rb.update_if_present(index, rb.storage.lanes.generations(index), torch.tensor([50.0, 60.0])).all()
+    assert rb[:].tolist() == [10, 50, 12, 60, 14] and rb.storage[1] == 40
+
+
 def test_a_compose_handed_over_is_used_as_it_is():
     compose = Compose(Shift())
     rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=compose)

@@ -467,6 +467,27 @@ class TestSaving:
         twin.storage.loads(tmp_path / "storage")
         assert [len(m) for m in twin.storage.storages] == [10, 15, 5]
 
+    def test_it_is_saved_in_the_background_while_its_members_go_on(self, tmp_path):
+        rb, twin = self.make(), self.make()
+        self.fill(rb)
+        expected = [numbers(member[:]) for member in (rb[0], rb[1], rb[2])]
+        handle = rb.dumps(tmp_path, blocking=False)
+        rb[0].extend(steps(5000, 5007))
+        handle.result(60)
+        twin.loads(tmp_path)
+        assert [numbers(member[:]) for member in (twin[0], twin[1], twin[2])] == expected
+
+    def test_members_that_have_not_changed_are_not_written_again(self, tmp_path):
+        rb, twin = self.make(), self.make()
+        self.fill(rb)
+        rb.dumps(tmp_path, keep_last=2)
+        rb[0].extend(steps(5000, 5007))
+        rb.dumps(tmp_path, keep_last=2)
+        links = {p.parts[-3]: p.stat().st_nlink for p in tmp_path.glob("g-000002/member-*/storage/*")}
+        assert links == {"member-00000": 1, "member-00001": 2, "member-00002": 2}
+        twin.loads(tmp_path)
+        assert numbers(twin[0][:]) == numbers(rb[0][:])
+
     def test_what_does_not_fit_is_listed_and_changes_nothing(self, tmp_path):
         rb = self.make()
         self.fill(rb)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,73 +10,20 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
 )
 
-from engram.data import ReplayBuffer, TensorDictReplayBuffer
 from engram.testing import chi_square
+from machine.driven import Driven
 from machine.parts import SAMPLERS, STORAGES, WRITERS
-from machine.ring import Ring, Row, Source, Step, as_data, as_steps, priority_of
 
 FORBIDDEN = "immutable"
 
 
-class BufferMachine(RuleBasedStateMachine):
-    """Set what it is made of in a subclass."""
-
-    storage_kinds: list[str] = []
-    sampler_kinds: list[str] = []
-    writer_kinds: list[str] = []
-    envs = 0
-    prefetch = 0
-
-    # ---- making ----
-    def __init__(self) -> None:
-        super().__init__()
-        self.folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-        self.folders = 0
-        self.rb: Any = None
-
-    @initialize(data=st.data(), capacity=st.integers(1, 11), seed=st.integers(0, 1000), tensordict=st.booleans())
-    def start(self, data: st.DataObject, capacity: int, seed: int, tensordict: bool) -> None:
-        self.storage_kind = STORAGES[data.draw(st.sampled_from(self.storage_kinds))]
-        self.buffer = TensorDictReplayBuffer if tensordict else ReplayBuffer
-        self.capacity = capacity
-        self.source = Source(self.envs, seed)
-        self.ring = Ring(capacity, self.envs)
-        self.writer = WRITERS[self.writer_kinds[0]]()
-        self.writer.begin(self.ring)
-        self.sampler = SAMPLERS[data.draw(st.sampled_from(self.sampler_kinds))](self.ring)
-        self.sampler.begin()
-        self.index_is_stored = self.writer.stores_index
-        self.rb = self.make()
-        self.ring.seam_comes = True
-        self.ever: dict[Row, set[Step]] = {}  # what a batch that was prepared ahead may hold
-
-    def make(self) -> Any:
-        storage = self.storage_kind.make(
-            self.capacity * self.source.columns, self.envs, self.index_is_stored, self.next_folder
-        )
-        return self.buffer(storage=storage, **self.parts())
-
-    def parts(self) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(1)
-        return {
-            "sampler": self.sampler.make(), "writer": self.writer.make(), "generator": generator,
-            "prefetch": self.prefetch,
-        }  # fmt: skip
-
-    def next_folder(self) -> Path:
-        self.folders += 1
-        return self.folder / str(self.folders)
-
-    def data(self, columns: list[list[Step]]) -> Any:
-        return as_data(columns, self.envs)
+class BufferMachine(Driven):
+    """What can be done to a buffer."""
 
     # ---- writing ----
     @rule(n=st.one_of(st.integers(1, 4), st.integers(1, 40)), as_list=st.booleans(), cut=st.booleans())
@@ -109,27 +52,6 @@ class BufferMachine(RuleBasedStateMachine):
             [[where, e] for e in range(self.envs)] if self.envs else where
         )
 
-    def wrote(self, columns: list[list[Step]]) -> list[int]:
-        where = self.writer.write(self.ring, columns)
-        self.sampler.wrote([slot for slot in where if slot >= 0])
-        if self.buffer is TensorDictReplayBuffer:  # which takes priorities from the data
-            steps = [((t, e), step) for t, c in zip(where, columns, strict=True) if t >= 0 for e, step in enumerate(c)]
-            self.sampler.updated([row for row, _ in steps], [priority_of(step.n) for _, step in steps])
-        self.remember()
-        return where
-
-    def remember(self) -> None:
-        for row in self.ring.rows():
-            self.ever.setdefault(row, set()).add(self.ring.step(row))
-
-    def forget(self) -> None:
-        self.ever = {}
-        self.remember()
-
-    def forbidden(self, change: Any) -> None:
-        with pytest.raises(RuntimeError, match=FORBIDDEN):
-            change()
-
     @precondition(lambda self: self.ring.stored())
     @rule(data=st.data(), form=st.sampled_from(["list", "tensor", "negative", "one"]))
     def replace(self, data: st.DataObject, form: str) -> None:
@@ -148,12 +70,6 @@ class BufferMachine(RuleBasedStateMachine):
         self.rb[index] = given
         self.replaced([stored[c] for c in chosen], columns)
 
-    def replaced(self, slots: list[int], columns: list[list[Step]]) -> None:
-        for slot, column in zip(slots, columns, strict=True):
-            self.ring.replace(slot, column)
-        self.sampler.replaced(slots)
-        self.forget()
-
     @precondition(lambda self: self.ring.stored() and not self.envs)
     @rule(data=st.data())
     def update_if_present(self, data: st.DataObject) -> None:
@@ -169,19 +85,24 @@ class BufferMachine(RuleBasedStateMachine):
         fresh = [k for k, s in enumerate(stale) if not s]
         self.replaced([slots[k] for k in fresh], [columns[k] for k in fresh])
 
-    @rule(keep=st.booleans())
-    def empty(self, keep: bool) -> None:
+    @rule(
+        what=st.sampled_from(["refused", "refused", "refused", "empty", "empty, count kept"]), beyond=st.integers(0, 60)
+    )
+    def empty(self, what: str, beyond: int) -> None:
+        if what == "refused":
+            return self.refused(beyond)
+        keep = what == "empty, count kept"
         if self.writer.forbids:
             return self.forbidden(lambda: self.rb.empty(empty_write_count=not keep))
         self.rb.empty(empty_write_count=not keep)
         self.ring.empty(keep)
         self.sampler.emptied()
-        self.writer.begin(self.ring)
         self.forget()
 
-    @precondition(lambda self: self.ring.stored() and not self.writer.forbids)
-    @rule(beyond=st.integers(0, 60))
     def refused(self, beyond: int) -> None:
+        """What does not fit, and what is not there, is refused and changes nothing."""
+        if not self.ring.stored() or self.writer.forbids:
+            return
         bad = self.data(self.source.take(2))
         bad["obs"] = bad["obs"].double()
         if self.storage_kind is STORAGES["list"]:
@@ -222,37 +143,12 @@ class BufferMachine(RuleBasedStateMachine):
     def set_beta(self, beta: float) -> None:
         self.sampler.set_beta(self.rb.sampler, beta)
 
-    def flat(self, rows: list[Row]) -> torch.Tensor:
-        return torch.tensor([slot * self.source.columns + env for slot, env in rows])
-
     # ---- sampling ----
-    @rule(data=st.data())
-    def sample(self, data: st.DataObject) -> None:
-        self.draw(data.draw(st.sampled_from(self.sampler.batch_sizes)))
-
-    def draw(self, n: int) -> list[Row]:
-        """A batch, held against the oracle; its rows, none where it is refused as it must be."""
-        refusal = self.sampler.refusal(n)
-        if refusal:
-            with pytest.raises((RuntimeError, ValueError), match=refusal):
-                self.rb.sample(n)
-            return []
-        batch, info = self.rb.sample(n, return_info=True)
-        found, rows = as_steps(batch), self.rows_of(info["index"])
-        assert len(found) == len(rows)
-        if self.buffer is TensorDictReplayBuffer:
-            assert batch["index"].tolist() == [list(row) if self.envs else row[0] for row in rows]
-        if self.prefetch:  # from before the last changes, perhaps
-            assert all(step in self.ever[row] for row, step in zip(rows, found, strict=True))
-            return rows
-        self.sampler.drew(n, rows, info, batch)
-        assert [self.ring.step(row) for row in rows] == found
-        return rows
-
-    def rows_of(self, index: Any) -> list[Row]:
-        if self.envs:
-            return [tuple(row) for row in torch.stack(index, -1).tolist()]
-        return [(slot, 0) for slot in index.tolist()]
+    @rule(data=st.data(), times=st.integers(1, 4))
+    def sample(self, data: st.DataObject, times: int) -> None:
+        n = data.draw(st.sampled_from(self.sampler.batch_sizes))
+        for _ in range(times):
+            self.draw(n)
 
     @precondition(lambda self: self.ring.stored() and not self.prefetch and self.sampler.has_frequencies)
     @rule()
@@ -278,6 +174,7 @@ class BufferMachine(RuleBasedStateMachine):
             assert not self.rb.sampler.ran_out
             self.draw(n)
         assert self.rb.sampler.ran_out or not self.sampler.sure
+        self.draw(n)
 
     # ---- other parts ----
     @rule(data=st.data())
@@ -288,9 +185,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def another_writer(self, data: st.DataObject) -> None:
-        kinds = [WRITERS[k] for k in self.writer_kinds if WRITERS[k].stores_index == self.index_is_stored]
-        self.writer = data.draw(st.sampled_from(kinds))()
-        self.writer.begin(self.ring)
+        self.writer = WRITERS[data.draw(st.sampled_from(self.writers))]()
         self.rb.set_writer(self.writer.make())
 
     # ---- saving ----
@@ -308,7 +203,7 @@ class BufferMachine(RuleBasedStateMachine):
             twin.storage.loads(self.folder / "storage")
             self.sampler.begin()
             twin.set_sampler(self.sampler.make())
-            self.writer.begin(self.ring)
+            self.numbers_of_their_own_are_gone()
             return
         if way == "dumps":
             old.dumps(self.folder / "saved")
@@ -318,20 +213,8 @@ class BufferMachine(RuleBasedStateMachine):
         self.forget()
         for k in (0, -1):
             self.draws_the_same(old, twin, self.sampler.batch_sizes[k])
-
-    def draws_the_same(self, old: Any, twin: Any, n: int) -> None:
-        if self.sampler.refusal(n):
-            return
-        batch, info = old.sample(n, return_info=True)
-        drawn: list[Any] = []
-        self.rb = _Drawn(twin, drawn)
-        self.draw(n)
-        self.rb = twin
-        same, said = drawn[0]
-        assert as_steps(batch) == as_steps(same) and set(info) == set(said)
-        for key, value in info.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(value, said[key]), key
+        if not self.writer.saves_numbers:
+            self.numbers_of_their_own_are_gone()
 
     @precondition(lambda self: self.storage_kind.reopens and not self.prefetch and self.rb.storage.lanes is not None)
     @rule()
@@ -341,71 +224,25 @@ class BufferMachine(RuleBasedStateMachine):
         self.rb = self.buffer.open(folder, **self.parts())
         self.ring.seam_comes = True
         self.sampler.begin()
-        self.writer.begin(self.ring)
+        self.numbers_of_their_own_are_gone()
 
-    # ---- always ----
-    @invariant()
-    def it_holds_what_the_oracle_holds(self) -> None:
-        if self.rb is None:
-            return
-        ring, rb, stored = self.ring, self.rb, self.ring.stored()
-        assert len(rb) == len(rb.storage) == len(stored) * self.source.columns
-        assert (rb.write_count, rb.writer._cursor) == (ring.written * self.source.columns, ring.cursor)
-        if not stored:
-            return
-        whole: Any = rb[:]
-        whole = torch.stack(whole) if isinstance(whole, list) else whole
-        rows = [(slot, env) for env in range(self.source.columns) for slot in stored]
-        assert as_steps(whole.reshape(-1)) == [ring.step(row) for row in rows]
-        for k in (0, len(stored) // 2, -1):
-            assert as_steps(rb[k].reshape(-1)) == ring.slots[stored[k]]
-        with pytest.raises(IndexError):
-            rb[len(stored)]
-        if self.index_is_stored and self.storage_kind.keeps_index:
-            index = whole["index"].reshape(len(rows), -1).tolist()
-            assert index == [[slot, env] if self.envs else [slot] for slot, env in rows]
-        self.generations_follow_each_other()
-
-    def generations_follow_each_other(self) -> None:
-        found = self.rb.storage.lanes.generations(torch.arange(self.capacity * self.source.columns))
-        found = found.reshape(self.capacity, -1)
-        for slot, number in enumerate(self.ring.order):
-            base = int(found[self.ring.stored()[0], 0]) - self.ring.order[self.ring.stored()[0]]
-            assert found[slot].tolist() == [-1 if number < 0 else number + base] * self.source.columns
-
-    def teardown(self) -> None:
-        self.rb = None
-        gc.collect(0)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class _Drawn:
-    """A buffer that notes what it was asked for."""
-
-    def __init__(self, rb: Any, drawn: list[Any]) -> None:
-        self._rb, self._drawn = rb, drawn
-
-    def sample(self, n: int, return_info: bool = False) -> Any:
-        self._drawn.append(self._rb.sample(n, return_info=True))
-        return self._drawn[-1]
+    def numbers_of_their_own_are_gone(self) -> None:
+        """They are the writer's to save."""
+        self.ring.out_of_turn = set()
 
 
 def drive(
     examples: int,
     steps: int,
     *,
-    storages: list[str],
+    places: list[tuple[str, int]],
     samplers: list[str],
-    writers: list[str],
-    envs: int = 0,
+    writers: list[list[str]],
     prefetch: int = 0,
     shrink: bool = True,
 ) -> None:
     """Runs the machine; fails where the buffer and its oracle differ."""
-    made = {
-        "storage_kinds": storages, "sampler_kinds": samplers, "writer_kinds": writers, "envs": envs,
-        "prefetch": prefetch,
-    }  # fmt: skip
+    made = {"places": places, "sampler_kinds": samplers, "writer_kinds": writers, "prefetch": prefetch}
     run_state_machine_as_test(
         type("Machine", (BufferMachine,), made),
         settings=settings(

@@ -45,17 +45,22 @@ class PrioritizedOracle(RandomOracle):
     def set_beta(self, sampler: Any, beta: float) -> None:
         sampler.beta = self.beta = beta
 
+    def mass(self, row: Row) -> float:
+        return (self.priority[row] + self.eps) ** self.alpha
+
     def frequencies(self) -> dict[Hashable, float]:
-        return {row: (self.priority[row] + self.eps) ** self.alpha for row in self.ring.rows()}
+        return {row: self.mass(row) for row in self.ring.rows()}
 
     def drew(self, n: int, rows: list[Row], info: dict[str, Any], batch: Any) -> None:
         super().drew(n, rows, info, batch)
-        frequency = self.frequencies()
-        lowest = min(frequency.values())
-        expected = [(frequency[row] / lowest) ** -self.beta for row in rows]
-        assert info["priority_weight"].tolist() == pytest.approx(expected, rel=1e-5)
+        assert info["priority_weight"].tolist() == pytest.approx(self.weights(rows), rel=1e-5)
         if "priority_weight" in batch.keys():
             assert batch["priority_weight"].tolist() == info["priority_weight"].tolist()
+
+    def weights(self, rows: list[Row]) -> list[float]:
+        frequency = self.frequencies()
+        lowest = min(frequency.values())
+        return [(frequency[row] / lowest) ** -self.beta for row in rows]
 
 
 class AlphaOneOracle(PrioritizedOracle):

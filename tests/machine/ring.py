@@ -22,8 +22,8 @@ class Step(NamedTuple):
 
 
 def value_of(n: int) -> float:
-    """The rank of a step for writers that keep the best; no two are equal."""
-    return float(n * 7919 % 100_003)
+    """The rank of a step for writers that keep the best; some are equal."""
+    return float(n * 7919 % 101 // 3)
 
 
 def priority_of(n: int) -> float:
@@ -74,7 +74,7 @@ class Source:
         traj, left = self._now[env]
         if not left:
             self._trajs += 1
-            traj, left = self._trajs, self._random.choice([1, 1, 2, 3, 4, 6, 9, 20])
+            traj, left = self._trajs, self._random.choice([1, 2, 2, 3, 4, 5, 9])
         self._now[env] = (traj, left - 1)
         self._n += 1
         return Step(self._n - 1, left == 1, traj)
@@ -91,6 +91,7 @@ class Ring:
         self.cursor = self.written = 0
         self.seams: set[int] = set()  # no trajectory goes on over these write numbers
         self.seam_comes = False
+        self.out_of_turn: set[int] = set()  # slots whose columns have write numbers of their own
 
     def append(self, columns: list[list[Step]]) -> list[int]:
         """Stores columns behind the newest one; the slots."""
@@ -101,6 +102,7 @@ class Ring:
         for column in columns:
             slot = self.next % self.capacity
             self.slots[slot], self.order[slot] = column, self.next
+            self.out_of_turn.discard(slot)
             where.append(slot)
             self.next += 1
             self.written += 1
@@ -111,10 +113,17 @@ class Ring:
         """Another column, in place."""
         self.slots[slot] = column
 
+    def replace_out_of_turn(self, slot: int, column: list[Step]) -> None:
+        """Another column for one that is stored, which counts as written."""
+        self.slots[slot] = column
+        self.written += 1
+        self.out_of_turn.add(slot)
+
     def empty(self, keep_count: bool) -> None:
         self.slots, self.order = [None] * self.capacity, [-1] * self.capacity
         self.next = -(-self.next // self.capacity) * self.capacity
         self.cursor = 0
+        self.out_of_turn = set()
         self.written = self.written if keep_count else 0
 
     def stored(self) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from itertools import groupby
 from typing import Any
 
-from engram.data import SliceSampler, SliceSamplerWithoutReplacement
+from engram.data import SequenceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from machine.ring import Row
 from machine.samplers import RandomOracle
 
@@ -115,7 +115,8 @@ class NumberOfSlicesOracle(SliceOracle):
 class SliceEpochOracle(SliceOracle):
     """A slice of each trajectory that is long enough, then all over again."""
 
-    batch_sizes = (3, 6, 7, 12)
+    batch_sizes = (2, 4, 5, 8)
+    length = 2
     has_frequencies = False
     may_be_short = True
     by_id = True
@@ -160,6 +161,53 @@ class SlicesInOrderOracle(SliceEpochOracle):
     shuffle = False
 
 
+class SequenceOracle(SliceOracle):
+    """Windows of four rows: one of burn-in, three to train on; padded where their trajectory ends."""
+
+    length, burn_in = 4, 1
+    batch_sizes = (4, 8, 7, 16)
+    strict = False
+
+    def make(self) -> Any:
+        where = {"traj_key": "traj"} if self.by_id else {"end_key": ("next", "done")}
+        return SequenceSampler(slice_len=self.length, burn_in=self.burn_in, strict_length=self.strict, **where)
+
+    def windows(self) -> dict[tuple[tuple[Row, bool], ...], float]:
+        """Rows and masks of every window that there can be."""
+        found: Counter[tuple[tuple[Row, bool], ...]] = Counter()
+        training = self.length - self.burn_in
+        for piece in self.ring.trajectories(self.by_id):
+            starts = range(max(len(piece) - training, 0) + 1)
+            for start in starts:
+                steps = range(start - self.burn_in, start + training)
+                window = ((piece[min(max(k, 0), len(piece) - 1)], 0 <= k < len(piece)) for k in steps)
+                found[tuple(window)] += 1 / len(starts)
+        return found
+
+    def drew(self, n: int, rows: list[Row], info: dict[str, Any], batch: Any) -> None:
+        masks = batch["collector", "mask"].tolist()
+        assert masks == info["collector", "mask"].tolist() and len(rows) == n
+        self._drawn = list(zip(rows, masks, strict=True))
+        first, last = [], []
+        for window in self.units(rows):
+            assert window in self.windows(), window
+            real = [k for k, (_, mask) in enumerate(window) if mask]
+            first += [k == real[0] for k in range(len(window))]
+            last += [k == real[-1] for k in range(len(window))]
+        done = [self.ring.step(row).done or end for row, end in zip(rows, last, strict=True)]
+        for key, expected in (("is_init", first), (("next", "truncated"), last), (("next", "done"), done)):
+            assert batch[key].squeeze(-1).tolist() == expected, key
+
+    def frequencies(self) -> dict[Hashable, float]:
+        return dict(self.windows())
+
+    def units(self, rows: list[Row]) -> list[Any]:
+        return [tuple(self._drawn[k : k + self.length]) for k in range(0, len(rows), self.length)]
+
+    def many(self) -> int:
+        return self.length * 40 * max(len(self.ring.rows()), len(self.windows()))
+
+
 SLICES = {
     "slices": SliceOracle,
     "slices by id": SlicesByIdOracle,
@@ -168,4 +216,5 @@ SLICES = {
     "two slices": NumberOfSlicesOracle,
     "slices in epochs": SliceEpochOracle,
     "slices in order": SlicesInOrderOracle,
+    "sequences": SequenceOracle,
 }

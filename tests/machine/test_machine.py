@@ -2,31 +2,33 @@
 
 import pytest
 
+from machine.driven import takes_envs
 from machine.machine import drive
-from machine.parts import SAMPLERS, STORAGES
-
-RINGS = [["round robin", "immutable"], ["with index"]]  # writers that may follow each other
-PLACES = [(storage, envs) for storage, kind in STORAGES.items() for envs in ((0, 2) if kind.takes_envs else (0,))]
+from machine.parts import PLACES, SAMPLERS, WRITERS_THAT_FOLLOW
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("storage, envs", PLACES)
-def test_a_buffer_is_what_plain_python_would_be(storage, envs, sampler):
-    drive(4, 25, storages=[storage], samplers=[sampler], writers=RINGS[envs // 2], envs=envs)
+def test_a_sampler_draws_what_plain_python_would(sampler):
+    drive(14, 25, places=PLACES, samplers=[sampler], writers=WRITERS_THAT_FOLLOW)
 
 
-@pytest.mark.parametrize("writers", RINGS)
-def test_samplers_and_writers_may_be_exchanged_at_any_time(writers):
-    drive(20, 30, storages=["memory", "named"], samplers=list(SAMPLERS), writers=writers)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_storage_holds_what_a_list_would(place):
+    drive(14, 25, places=[place], samplers=list(SAMPLERS), writers=WRITERS_THAT_FOLLOW)
 
 
-@pytest.mark.parametrize("envs", [0, 2])
-def test_batches_that_are_prepared_ahead_held_true_once(envs):
-    drive(12, 20, storages=["memory", "named"], samplers=list(SAMPLERS), writers=RINGS[1], envs=envs, prefetch=2)
+@pytest.mark.parametrize("writers", WRITERS_THAT_FOLLOW, ids=str)
+def test_a_writer_writes_where_its_rule_says(writers):
+    places = [place for place in PLACES if not place[1] or takes_envs(writers)]
+    drive(14, 25, places=places, samplers=list(SAMPLERS), writers=[writers])
+
+
+def test_batches_that_are_prepared_ahead_held_true_once():
+    drive(14, 20, places=PLACES, samplers=list(SAMPLERS), writers=WRITERS_THAT_FOLLOW, prefetch=2)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("writers", RINGS)
-@pytest.mark.parametrize("storage, envs", PLACES)
-def test_a_buffer_is_what_plain_python_would_be_for_long(storage, envs, writers):
-    drive(300, 50, storages=[storage], samplers=list(SAMPLERS), writers=writers, envs=envs)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_every_storage_with_every_sampler_and_writer_for_long(place, sampler):
+    drive(60, 40, places=[place], samplers=[sampler], writers=WRITERS_THAT_FOLLOW)

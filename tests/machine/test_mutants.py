@@ -13,8 +13,8 @@ def test_the_machine_finds(monkeypatch, name):
     mutant.plant(monkeypatch)
     with pytest.raises((Exception, pytest.fail.Exception)):  # a mutant may show itself as any error
         drive(
-            60, 30, storages=[mutant.storage], samplers=[mutant.sampler], writers=list(mutant.writers),
-            envs=mutant.envs, shrink=False,
+            80, 30, places=[(mutant.storage, mutant.envs)], samplers=[mutant.sampler], writers=[list(mutant.writers)],
+            shrink=False,
         )  # fmt: skip
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from engram.data import ImmutableDatasetWriter, RoundRobinWriter, TensorDictRoundRobinWriter, Writer
-from machine.ring import Ring, Step
+from engram.data import (
+    ImmutableDatasetWriter,
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
+from machine.ring import Ring, Step, value_of
 
 
 class RoundRobinOracle:
@@ -11,17 +17,15 @@ class RoundRobinOracle:
 
     stores_index = False
     takes_envs = True
+    saves_numbers = False  # of rows that were written out of turn
     forbids = False  # any change is an error
 
     def make(self) -> Writer:
         return RoundRobinWriter()
 
-    def begin(self, ring: Ring) -> None:
-        """It takes over a buffer that holds this."""
-
-    def write(self, ring: Ring, columns: list[list[Step]]) -> list[int]:
-        """Stores columns; the slot of each, -1 for one that is refused."""
-        return ring.append(columns)
+    def write(self, ring: Ring, columns: list[list[Step]]) -> tuple[list[int], set[int]]:
+        """Stores columns: the slot of each, -1 for one that is refused, and the slots that were written out of turn."""
+        return ring.append(columns), set()
 
 
 class TensorDictRoundRobinOracle(RoundRobinOracle):
@@ -38,8 +42,34 @@ class ImmutableOracle(RoundRobinOracle):
         return ImmutableDatasetWriter()
 
 
+class BestOracle(TensorDictRoundRobinOracle):
+    """In a full storage over the lowest, of equal ones that in the first slot; what is not higher is refused."""
+
+    takes_envs = False
+    saves_numbers = True
+
+    def make(self) -> Writer:
+        return TensorDictMaxValueWriter(rank_key="value")
+
+    def write(self, ring: Ring, columns: list[list[Step]]) -> tuple[list[int], set[int]]:
+        where = []
+        out_of_turn = set()
+        for column in columns:
+            if len(ring.stored()) < ring.capacity:
+                where += ring.append([column])
+                continue
+            lowest = min(ring.stored(), key=lambda slot: (value_of(ring.step((slot, 0)).n), slot))
+            better = value_of(column[0].n) > value_of(ring.step((lowest, 0)).n)
+            where.append(lowest if better else -1)
+            if better:
+                ring.replace_out_of_turn(lowest, column)
+                out_of_turn.add(lowest)
+        return where, out_of_turn
+
+
 WRITERS = {
     "round robin": RoundRobinOracle,
     "with index": TensorDictRoundRobinOracle,
     "immutable": ImmutableOracle,
+    "best": BestOracle,
 }

@@ -7,7 +7,8 @@ import torch
 from engram.data import RoundRobinWriter, Storage, Writer
 from engram.data.replay_buffers.checkpointers import ListStorageCheckpointer
 from engram.data.replay_buffers.lanes import Lanes
-from engram.testing import RoundRobinWriterContract, SamplerContract, StorageContract, WriterContract
+from engram.testing import RoundRobinWriterContract, SamplerContract, StorageContract, TransformContract, WriterContract
+from engram.transforms import Transform
 
 
 class PickledStorage(Storage):
@@ -190,3 +191,46 @@ class TestBrokenRing(RoundRobinWriterContract):
                 return super()._cursor + 1
 
         return Broken()
+
+
+def halved(batch):
+    batch["obs"] = batch["obs"] / 2
+    return batch
+
+
+def all_but_the_last(batch):
+    return batch[:-1]
+
+
+class Shifted(Transform):
+    """Stores observations one lower."""
+
+    def forward(self, batch):
+        batch["obs"] = batch["obs"] + 1
+        return batch
+
+    def inv(self, batch):
+        batch = batch.copy()
+        batch["obs"] = batch["obs"] - 1
+        return batch
+
+
+class TestHalved(TransformContract):
+    in_place = True
+    lists = False
+
+    def make(self):
+        return halved
+
+
+class TestShifted(TransformContract):
+    in_place = True
+    lists = False
+
+    def make(self):
+        return Shifted()
+
+
+class TestBrokenTransform(TransformContract):
+    def make(self):
+        return all_but_the_last

@@ -26,13 +26,15 @@ def run(tmp_path_factory):
     return said.stdout, found
 
 
-@pytest.mark.parametrize("part", ["TestPickledStorage", "TestAnyStep", "TestKeepsFirst"])
+@pytest.mark.parametrize("part", ["TestPickledStorage", "TestAnyStep", "TestKeepsFirst", "TestHalved", "TestShifted"])
 def test_a_part_of_a_users_own_passes_its_contract(run, part):
     ran, failed = run[1][part]
     assert len(ran) > 5 and failed == []
 
 
-@pytest.mark.parametrize("part", ["TestBrokenStorage", "TestBrokenSampler", "TestBrokenWriter", "TestBrokenRing"])
+@pytest.mark.parametrize(
+    "part", ["TestBrokenStorage", "TestBrokenSampler", "TestBrokenWriter", "TestBrokenRing", "TestBrokenTransform"]
+)
 def test_a_part_that_is_wrong_by_one_fails_its_contract(run, part):
     ran, failed = run[1][part]
     assert 0 < len(failed) <= len(ran)

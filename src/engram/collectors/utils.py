@@ -22,7 +22,8 @@ def split_trajectories(
 
     Rows come in the order of `batch`, environment by environment. `mask_key` (bool `[trajectories, longest]`) is True
     for steps, False for padding. Boundaries are changes of `trajectory_key` (None: `("collector", "traj_ids")` if it is
-    there, and ends of episodes by `done_key`). Raises ValueError for a batch without steps.
+    there) and ends of episodes by `done_key` (or `truncated` beside it), so that two slices of one episode that follow
+    each other in a sampled batch stay two. Raises ValueError for a batch without steps.
 
     >>> from tensordict import TensorDict
     >>> ids = torch.tensor([0, 0, 1])
@@ -54,12 +55,22 @@ def _starts(rows: TensorDictBase, trajectory_key: Key | None, done_key: Key) -> 
     ids: Any = rows.get(("collector", "traj_ids") if trajectory_key is None else trajectory_key, None)
     if ids is None and trajectory_key is not None:
         raise KeyError(f"there is no trajectory key {trajectory_key!r}; there are {list(rows.keys(True, True))}")
+    done = rows.get(done_key, None)
+    if ids is None and done is None:
+        raise KeyError(f"there are no trajectory ids and no {done_key!r}; there are {list(rows.keys(True, True))}")
     if ids is not None:
         changes = ids[:, 1:] != ids[:, :-1]
     else:
-        done = rows.get(done_key)
-        changes = done.reshape(*rows.shape, -1).any(-1)[:, :-1]
+        changes = torch.zeros(rows.shape[0], rows.shape[1] - 1, dtype=torch.bool, device=rows.device)
+    # Slices of one episode have one id: it is their marks that say where each ends.
+    for flags in (done, rows.get((*_path(done_key)[:-1], "truncated"), None)):
+        if flags is not None:
+            changes = changes | flags.reshape(*rows.shape, -1).any(-1)[:, :-1]
     return torch.cat([torch.ones_like(changes[:, :1]) if changes.shape[1] else _one_each(rows), changes], 1)
+
+
+def _path(key: Key) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key
 
 
 def _one_each(rows: TensorDictBase) -> Tensor:

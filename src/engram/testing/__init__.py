@@ -9,9 +9,10 @@ A contract is a class of tests. Inherit it in a test file and say how to make yo
             return Newest()
 
 `StorageContract`, `TableContract`, `StrandsContract`: storages; `SamplerContract`: classes with
-`sample(storage, batch_size) -> (index, info)`; `WriterContract`, `RoundRobinWriterContract`: writers; `EnvContract`:
-environments. `chi_square` says whether draws have the frequencies that they should have, and `steps`, `env_steps`,
-`of_numbers`, `numbers` are data of which it can be said whether a row is torn or in another's place.
+`sample(storage, batch_size) -> (index, info)`; `WriterContract`, `RoundRobinWriterContract`: writers;
+`TransformContract`: transforms and callables; `EnvContract`: environments. `chi_square` says whether draws have the
+frequencies that they should have, and `steps`, `env_steps`, `of_numbers`, `numbers` are data of which it can be said
+whether a row is torn or in another's place.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ except ImportError as error:
     raise ImportError("engram.testing needs pytest: pip install pytest (or pip install 'engram[testing]')") from error
 
 # A contract that fails shows both sides of its comparisons, as a test file does.
-pytest.register_assert_rewrite(
-    *(f"engram.testing.{part}" for part in ("env", "numbered", "sampler", "storage", "strands", "table", "writer"))
-)
+_PARTS = ("env", "numbered", "sampler", "storage", "strands", "table", "transform", "writer")
+pytest.register_assert_rewrite(*(f"engram.testing.{part}" for part in _PARTS))
 
 from engram.testing.env import EnvContract  # noqa: E402
 from engram.testing.numbered import env_steps, numbers, of_numbers, state_of, steps  # noqa: E402
@@ -33,6 +33,7 @@ from engram.testing.statistics import chi_square  # noqa: E402
 from engram.testing.storage import StorageContract  # noqa: E402
 from engram.testing.strands import StrandsContract  # noqa: E402
 from engram.testing.table import TableContract  # noqa: E402
+from engram.testing.transform import TransformContract  # noqa: E402
 from engram.testing.writer import RoundRobinWriterContract, WriterContract  # noqa: E402
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "StorageContract",
     "StrandsContract",
     "TableContract",
+    "TransformContract",
     "WriterContract",
     "chi_square",
     "env_steps",

@@ -12,6 +12,7 @@ from engram.transforms.base import Transform
 from engram.transforms.entries import Keys
 
 _MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "area")
+_OF_BYTES = ("nearest", "nearest-exact", "bilinear")
 _GREY = (0.2989, 0.587, 0.114)  # ITU-R BT.601, as image libraries round it
 
 
@@ -134,7 +135,8 @@ class Resize(Transform):
         return resized.round_().clamp_(limits.min, limits.max).to(images.dtype)
 
     def _takes_bytes(self, images: Tensor) -> bool:
-        return images.dtype is torch.uint8 and images.device.type == "cpu" and self.interpolation != "area"
+        # torch resizes bytes by itself, several times faster; but bicubically with other weights than floats.
+        return images.dtype is torch.uint8 and images.device.type == "cpu" and self.interpolation in _OF_BYTES
 
     def _settings(self) -> dict[str, Any]:
         said: dict[str, Any] = {"w": self.w, "h": self.h, "interpolation": self.interpolation}

@@ -95,7 +95,8 @@ class MultiStepTransform(Transform):
     with more batch dimensions than the storage are whole trajectories in each row; nothing of them is held back.
     In-place writes (`rb[i] = ...`) are taken as they are.
 
-    Steps that an `extend` brings must be the next ones of those before, or have trajectory ids.
+    Steps that an `extend` brings must be the next ones of those before, or have trajectory ids. Flags of n steps come
+    early: what else works along time on writing belongs behind this in a Compose, and so before it on writing.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=MultiStepTransform(n_steps=2, gamma=0.5))
@@ -146,6 +147,8 @@ class MultiStepTransform(Transform):
             return writing.changed(lambda batch: self._with_n_steps(shallow(batch), None))
         ordered, dims = writing.in_order(), writing.batch_dims
         rows = self._held
+        if ordered.items is not None and not _Rows.of(ordered.items, dims).steps:
+            raise ValueError("nothing to add: the batch has no steps")
         if ordered.items is not None:
             rows = _Rows.of(ordered.items, dims) if rows is None else rows.then(ordered.items, dims)
         known = 0 if rows is None else rows.steps

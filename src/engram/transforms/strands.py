@@ -45,7 +45,7 @@ class Strands(NamedTuple):
 
     def join(self, leaf: Tensor) -> Tensor:
         """[S, T, ...] as it is in the batch."""
-        return leaf.reshape(*self.shape, *leaf.shape[2:])
+        return leaf.reshape((*self.shape, *leaf.shape[2:]))
 
 
 class Trajectories(NamedTuple):
@@ -93,8 +93,6 @@ def trajectories_of(
     flag = get(batch, done_key, who)
     strands = _strands_of(batch, flag, dims)
     done = _flags(strands, flag, done_key)
-    if strands.steps == 0:
-        raise ValueError(f"{who} needs steps; the batch has none")
     found = None if traj_key is None else get(batch, traj_key, who)
     ids = _ids(strands, batch) if found is None else strands.split(found, str(traj_key)).flatten(1)
     init = find(batch, "is_init")
@@ -122,7 +120,8 @@ def _strands_of(batch: Any, flag: Tensor, dims: int | None) -> Strands:
 
 
 def _flags(strands: Strands, flag: Tensor, key: Key) -> Tensor:
-    return strands.split(flag, key).reshape(strands.rows, strands.steps, -1).to(torch.bool).any(-1)
+    split = strands.split(flag, key).to(torch.bool)
+    return split.flatten(2).any(-1) if split.ndim > 2 else split
 
 
 def _ids(strands: Strands, batch: Any) -> Tensor | None:

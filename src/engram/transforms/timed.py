@@ -26,7 +26,8 @@ class TimedTransform(Transform):
 
     Trajectories end at flags (`done_key`; `("next", "done")` if None, or `"done"` in batches without it), where ids
     change (`traj_key`; `("collector", "traj_ids")` or `"episode"` if None and there), and before `"is_init"`.
-    A plain dict has the batch dimensions of its flags without their last dimension of 1.
+    A plain dict has the batch dimensions of its flags without their last dimension of 1. Batches without steps are left
+    as they are on reading, and an error on writing.
 
     `forward` takes each batch by itself: rollouts, `rb[:]`, or what slice samplers give. Appended to a buffer with
     `invert=True` it works on what is written, and goes on in the next `extend` or `add` where the last one stopped,
@@ -58,6 +59,8 @@ class TimedTransform(Transform):
             whole = self._alone(stacked(batch))
             return unstacked(whole, len(batch))
         trajectories = self._trajectories(batch)
+        if trajectories.done.numel() == 0:
+            return batch
         self._run(batch, trajectories, torch.zeros_like(trajectories.done[:, 0]), None)
         return batch
 
@@ -85,6 +88,8 @@ class TimedTransform(Transform):
     def _piece(self, batch: Any, carried: Carried | None, dims: int) -> tuple[Any, Carried]:
         batch = shallow(batch)
         now = self._trajectories(batch, dims)
+        if now.done.numel() == 0:
+            raise ValueError("nothing to add: the batch has no steps")
         goes_on = torch.zeros_like(now.done[:, 0])
         if carried is not None and carried.done.shape == goes_on.shape:
             goes_on = ~carried.done.to(goes_on.device) & ~now.starts[:, 0]

@@ -20,7 +20,20 @@ from engram.data.replay_buffers.checkpointers import (
 from engram.errors import CheckpointError
 
 RANDOM_KILLS = int(os.environ.get("ENGRAM_TEST_KILLS", "200"))
-CALLS = ("open", "write", "fsync", "replace", "mkdir", "unlink", "rmdir", "close", "fchmod", "scandir", "posix_fadvise")
+CALLS = (
+    "open",
+    "link",
+    "write",
+    "fsync",
+    "replace",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "close",
+    "fchmod",
+    "scandir",
+    "posix_fadvise",
+)
 
 
 class Counted(RowRings):
@@ -34,14 +47,29 @@ class Counted(RowRings):
             lane["published"] = number * size // 3
 
 
-def save(path, number, size=64):
+class Growing(RowRings):
+    """Rings of one store that has gone on a bit at each number: a later save takes chunks over."""
+
+    def __init__(self, number: int, size: int = 64) -> None:
+        super().__init__(lane_capacity=size, lanes=2, strands=2, row_bytes=1024)
+        self.written, self.name = number > 0, "the store"
+        for lane in self.lanes:
+            lane["published"] = number * (size // 16)
+        for w in range(self.first(0), self.lanes[0]["published"]):
+            self.memory[:, :, w % size] = np.arange(w, w + 1024, dtype=np.uint32).astype(np.uint8)
+
+
+KINDS = [Counted, Growing]
+
+
+def save(path, number, size=64, kind=Counted):
     components = {"sampler": {"number": number, "tree": torch.full((1000,), float(number))}}
-    save_snapshot(path, components, (TensorStorageCheckpointer(), Counted(number, size)), keep_last=1 + number % 2)
+    save_snapshot(path, components, (TensorStorageCheckpointer(), kind(number, size)), keep_last=1 + number % 2)
 
 
-def state_at(path, size=64):
+def state_at(path, size=64, kind=Counted):
     """The number that was saved, after a check that every part belongs to it; 0 when there is no checkpoint."""
-    rings = Counted(0, size)
+    rings = kind(0, size)
     try:
         with open_snapshot(path) as opened:
             opened.load_storage(TensorStorageCheckpointer(), rings)
@@ -51,7 +79,7 @@ def state_at(path, size=64):
         return 0
     number = sampler["number"]
     assert torch.equal(sampler["tree"], torch.full((1000,), float(number)))
-    assert rings.contents() == Counted(number, size).contents()
+    assert rings.contents() == kind(number, size).contents()
     return number
 
 
@@ -74,7 +102,8 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(tensor, "CHUNK_BYTES", 1 << 15)
 
 
-def test_killed_before_any_system_call_a_save_leaves_the_old_state_or_the_new(ram_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_before_any_system_call_a_save_leaves_the_old_state_or_the_new(ram_path, kind):
     def save_killed_at(call, number):
         left = [call]
 
@@ -89,12 +118,12 @@ def test_killed_before_any_system_call_a_save_leaves_the_old_state_or_the_new(ra
 
         for name in CALLS:
             setattr(os, name, counted(getattr(os, name)))
-        save(ram_path, number)
+        save(ram_path, number, kind=kind)
 
     number, call, finished = 0, 0, False
     while not finished:
         finished = in_child(lambda n=number + 1, c=call: save_killed_at(c, n))
-        found = state_at(ram_path)
+        found = state_at(ram_path, kind=kind)
         assert found in (number, number + 1)
         # a first save that is killed early leaves the path without a checkpoint for the next kill, too
         number, call = found, call + 1
@@ -102,13 +131,13 @@ def test_killed_before_any_system_call_a_save_leaves_the_old_state_or_the_new(ra
     assert verify(ram_path).ok
 
 
-def killed_save(path, number, after):
+def killed_save(path, number, after, kind):
     """Kills a child `after` seconds into a save; whether the save had come to its end, and the seconds it lived."""
     ready, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.write(tell, b"!")
-        save(path, number, size=512)
+        save(path, number, size=512, kind=kind)
         os._exit(0)
     os.read(ready, 1)
     began = time.perf_counter()
@@ -122,20 +151,21 @@ def killed_save(path, number, after):
     return status == 0, time.perf_counter() - began
 
 
-def test_killed_at_random_moments_a_save_leaves_the_old_state_or_the_new(tmp_path):
-    duration = sorted(killed_save(tmp_path, number, None)[1] for number in range(1, 6))[2]
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_random_moments_a_save_leaves_the_old_state_or_the_new(tmp_path, kind):
+    duration = sorted(killed_save(tmp_path, number, None, kind)[1] for number in range(1, 6))[2]
     number, outcomes = 5, {"old": 0, "new": 0, "finished": 0}
-    for kill in range(RANDOM_KILLS):
-        finished, _ = killed_save(tmp_path, number + 1, duration * 1.5 * (kill + random.random()) / RANDOM_KILLS)
-        found = state_at(tmp_path, size=512)
+    for k in range(RANDOM_KILLS):
+        finished, _ = killed_save(tmp_path, number + 1, duration * 1.5 * (k + random.random()) / RANDOM_KILLS, kind)
+        found = state_at(tmp_path, size=512, kind=kind)
         assert found in (number, number + 1)
         outcomes["finished" if finished else "old" if found == number else "new"] += 1
         number = found
     print(f"{RANDOM_KILLS} kills over {duration * 1000:.0f} ms of a save: {outcomes}")
     assert outcomes["old"] > RANDOM_KILLS // 5 and outcomes["new"] + outcomes["finished"] > 0
     assert len(list(tmp_path.glob("g-*"))) <= 4
-    save(tmp_path, 100, size=512)
-    assert state_at(tmp_path, size=512) == 100
+    save(tmp_path, 1000, size=512, kind=kind)
+    assert state_at(tmp_path, size=512, kind=kind) == 1000
 
 
 def test_a_reader_that_is_killed_blocks_no_save(tmp_path):

@@ -101,7 +101,7 @@ def test_an_item_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, 
     store.append([0, item])
     with pytest.raises(TypeError, match=said):
         save_snapshot(tmp_path / "new", {}, (ListStorageCheckpointer(), store))
-    assert not (tmp_path / "new").exists()
+    assert [entry.name for entry in (tmp_path / "new").iterdir()] == ["LOCK"]
 
 
 def test_a_lazy_stack_is_refused_with_its_type(tmp_path):

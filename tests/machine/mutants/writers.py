@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from engram.data import ImmutableDatasetWriter, RoundRobinWriter, Storage
+from engram.data import ImmutableDatasetWriter, RoundRobinWriter, Storage, TensorDictMaxValueWriter
 from engram.data.replay_buffers.storages.table import TableStorage
 from machine.mutants.base import Mutant, Patch, around
 
@@ -32,6 +33,28 @@ def next_index(own: Any, storage: Any, *args: Any) -> Any:
     return own() + 1
 
 
+def replaces_the_second_lowest(following: Any, writer: Any, storage: Storage) -> Any:
+    """The lowest counts as the highest."""
+    heap = following()
+    if 1 < len(storage) == storage.max_size:
+        lowest = storage.column(("value",), torch.arange(len(storage))).argmin()
+        heap.put(lowest.reshape(1), torch.tensor([torch.inf]), "sum")
+    return heap
+
+
+def ranks_one_higher(values: Any, writer: Any, items: Any, single: bool) -> Any:
+    """So an item of the lowest rank replaces the lowest."""
+    return values() + 0.5
+
+
+def writes_beside_the_lowest(
+    store: Any, writer: Any, storage: Storage, checked: Any, slots: Tensor, appended: int, rows: Any, targets: Any
+) -> None:
+    if targets is not None:
+        targets = (torch.as_tensor(targets).clone() + 1) % storage.max_size
+    store(storage, checked, slots, appended, rows, targets)
+
+
 WRITER_MUTANTS = {
     "a cursor that is one further after the wrap": Mutant(cursor_after_the_wrap),
     "a writer that returns the next slot": Mutant(around(RoundRobinWriter, "write", returns_the_next_slot)),
@@ -41,5 +64,14 @@ WRITER_MUTANTS = {
     ),
     "an immutable data set that can be emptied": Mutant(
         around(ImmutableDatasetWriter, "allow", lambda allow, writer, what: None), writers=("round robin", "immutable")
+    ),
+    "a heap that replaces the second lowest": Mutant(
+        around(TensorDictMaxValueWriter, "_following", replaces_the_second_lowest), writers=("best",)
+    ),
+    "a heap that gives way to equal ranks": Mutant(
+        around(TensorDictMaxValueWriter, "_values", ranks_one_higher), writers=("best",)
+    ),
+    "a heap that writes beside the lowest": Mutant(
+        around(TensorDictMaxValueWriter, "_store", writes_beside_the_lowest), writers=("best",)
     ),
 }

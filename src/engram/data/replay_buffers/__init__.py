@@ -3,6 +3,14 @@
 from engram.data.replay_buffers.buffer import (
     ReplayBuffer,
 )
+from engram.data.replay_buffers.checkpointers import (
+    FlatStorageCheckpointer,
+    H5StorageCheckpointer,
+    ListStorageCheckpointer,
+    NestedStorageCheckpointer,
+    StorageCheckpointerBase,
+    TensorStorageCheckpointer,
+)
 from engram.data.replay_buffers.ensemble import (
     ReplayBufferEnsemble,
 )
@@ -12,6 +20,7 @@ from engram.data.replay_buffers.prioritized import (
 )
 from engram.data.replay_buffers.samplers import (
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     RandomSampler,
     Sampler,
     SamplerEnsemble,
@@ -31,6 +40,14 @@ from engram.data.replay_buffers.storages import (
 from engram.data.replay_buffers.tensordict import (
     TensorDictReplayBuffer,
 )
+from engram.data.replay_buffers.utils import (
+    Flat2TED,
+    H5Combine,
+    H5Split,
+    Nested2TED,
+    TED2Flat,
+    TED2Nested,
+)
 from engram.data.replay_buffers.writers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,
@@ -41,12 +58,21 @@ from engram.data.replay_buffers.writers import (
 )
 
 __all__ = [
+    "Flat2TED",
+    "FlatStorageCheckpointer",
+    "H5Combine",
+    "H5Split",
+    "H5StorageCheckpointer",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",
+    "ListStorageCheckpointer",
+    "Nested2TED",
+    "NestedStorageCheckpointer",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomSampler",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
@@ -58,12 +84,16 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
+    "StorageCheckpointerBase",
     "StorageEnsemble",
+    "TED2Flat",
+    "TED2Nested",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "TensorStorageCheckpointer",
     "Writer",
     "WriterEnsemble",
 ]

@@ -125,7 +125,9 @@ class ReplayBuffer(SavedBuffer):
         """Slots as `add` (`single`) and `extend` return them."""
         if self._storage.ndim > 1:
             # Before the first write a storage does not know its environments; there is nothing to point at, either.
-            return torch.stack(tuple(self._storage.outward(slots)), -1) if len(slots) else slots.new_empty(0, 2)
+            if not len(slots):
+                return slots.new_empty(0, self._storage.ndim)
+            return torch.stack(tuple(self._storage.outward(slots)), -1)
         if not single:
             return slots
         return slots if type(slots) is int else int(slots[0])

@@ -49,6 +49,19 @@ class Trajectories(NamedTuple):
     length: Tensor
 
 
+class _Found(NamedTuple):
+    """The index of one storage."""
+
+    steps: Callable[[], Any]  # the storage, while it lives
+    lanes: Any
+    index: Any
+    fetch: Callable[[int, int, int], Any] | None  # None: flags and ids are read from packed rows
+    guard: Any
+
+
+_NONE = _Found(lambda: None, None, None, None, None)
+
+
 class Episodes:
     """The trajectories of a storage, per lane and strand; takes in what is new whenever it is asked.
 
@@ -88,25 +101,29 @@ class Episodes:
         self.traj_key = None if traj_key is None else path_of(traj_key, "traj_key")
         self._given = _per_step(ends if trajectories is None else trajectories, trajectories is not None)
         self._given_ids = trajectories is not None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._steps: Callable[[], Any] = _nobody
-        self._index: Any = None
-        self._fetch: Callable[[int, int, int], Any] | None = None
-        self._guard: Any = contextlib.nullcontext()
+        self._found = _NONE
 
     # ---- what samplers ask; None and empty results where nothing is stored yet ----
     def draw(self, steps: Steps, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
         """n slices, uniform over the trajectories that are long enough, then over starts; None: there is none."""
-        store = self._ready(steps)
-        if store is None:
+        found = self._of(steps)
+        if found is None:
             return None
-        index: _native.Episodes = self._index
-        if self._fetch is None:
-            return index.draw(store, rule, seed, n)
-        with self._guard:
-            return index.draw(store, rule, seed, n, self._fetch)
+        index: _native.Episodes = found.index
+        if found.fetch is None:
+            return index.draw(found.lanes.store, rule, seed, n)
+        with found.guard:
+            return index.draw(found.lanes.store, rule, seed, n, found.fetch)
+
+    def draw_starts(
+        self, steps: Steps, priorities: _native.Priorities, rule: _native.SliceRule, seed: Tensor, n: int
+    ) -> _native.SliceBatch | None:
+        """n slices whose starts are drawn by priority; None: there is no start."""
+        found = self._of(steps)
+        if found is None:
+            return None
+        with found.guard:
+            return priorities.draw_starts(found.lanes.store, found.index, rule, seed, n, found.fetch)
 
     def starting_at(self, steps: Steps, rule: _native.SliceRule, slots: Tensor) -> tuple[_native.SliceBatch, list[int]]:
         """Slices that begin at these steps, and positions of slots that hold none."""
@@ -134,7 +151,7 @@ class Episodes:
 
     def longest(self, steps: Steps) -> int:
         """Steps of the longest trajectory; 0 where nothing is stored."""
-        return 0 if self._ready(steps) is None else int(self._ask(steps, "longest"))
+        return 0 if self._of(steps) is None else int(self._ask(steps, "longest"))
 
     def bounds(self, steps: Steps, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Write numbers [start, stop) of the trajectory that each step is of: int64 [n]; -1 for slots without one."""
@@ -143,46 +160,46 @@ class Episodes:
 
     def trajectories(self, steps: Steps) -> Trajectories:
         """Every trajectory that is stored."""
-        if self._ready(steps) is None:
+        if self._of(steps) is None:
             return Trajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
         return Trajectories(*(slots_tensor(t) for t in self._ask(steps, "trajectories")))
 
     def _ask(self, steps: Steps, what: str, *args: Any) -> Any:
-        store = self._ready(steps)
-        if store is None:
+        found = self._of(steps)
+        if found is None:
             raise RuntimeError("nothing is stored yet: there are no trajectories")
-        with self._guard:
-            return getattr(self._index, what)(store, *args, fetch=self._fetch)
+        with found.guard:
+            return getattr(found.index, what)(found.lanes.store, *args, fetch=found.fetch)
 
     # ---- where flags and ids come from ----
-    def _ready(self, steps: Steps) -> _native.Store | None:
-        """The store, with an index made for it; None before the first write."""
+    def _of(self, steps: Steps) -> _Found | None:
+        """The index of a storage, and what it needs; None before the first write."""
         lanes = steps.lanes
         if lanes is None:
             return None
         if lanes.asleep:
             lanes.wake()
-        if self._steps() is not steps:
-            if not len(lanes):
-                return None  # a list storage has no keys yet
-            self._follow(steps, lanes)
-        return lanes.store
+        found = self._found
+        if found.steps() is steps and found.lanes is lanes:
+            return found
+        if not len(lanes):
+            return None  # a list storage has no keys yet
+        # Whole or not at all: another thread may ask for another storage meanwhile.
+        self._found = found = self._made(steps, lanes)
+        return found
 
-    def _follow(self, steps: Steps, lanes: Lanes) -> None:
-        store = lanes.store
+    def _made(self, steps: Steps, lanes: Lanes) -> _Found:
+        ref = weakref.ref(steps)
         if self._given is not None:
-            by_id, offset, size = self._given_ids, None, self._given.itemsize
-            self._fetch = _GivenSteps(self._given, lanes)
-        else:
-            by_id, leaf = self._leaf(steps)
-            size = leaf.itemsize
-            packed = store.payload_bytes > 0
-            offset = leaf.offset if packed else None
-            self._fetch = None if packed else _StoredSteps(weakref.ref(steps), leaf, store)
+            index = _native.Episodes(self._given_ids, None, self._given.itemsize)
+            return _Found(ref, lanes, index, _GivenSteps(self._given, lanes), steps.mutex)
+        by_id, leaf = self._leaf(steps)
+        if lanes.store.payload_bytes > 0:
+            index = _native.Episodes(by_id, leaf.offset, leaf.itemsize)
+            return _Found(ref, lanes, index, None, contextlib.nullcontext())
         # Storages that are no packed rows count a step before they hold it: under their mutex both agree.
-        self._guard = contextlib.nullcontext() if self._fetch is None else steps.mutex
-        self._index = _native.Episodes(by_id, offset, size)
-        self._steps = weakref.ref(steps)
+        index = _native.Episodes(by_id, None, leaf.itemsize)
+        return _Found(ref, lanes, index, _StoredSteps(ref, leaf, lanes.store), steps.mutex)
 
     def _leaf(self, steps: Steps) -> tuple[bool, LeafSpec]:
         ids = IDS if self.end_key == DONE else ()
@@ -201,12 +218,11 @@ class Episodes:
         return False, _checked(found, _FLAGS, "a flag is a bool")
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = ("_steps", "_index", "_fetch", "_guard")
-        return {k: v for k, v in self.__dict__.items() if k not in gone}
+        return {**self.__dict__, "_found": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget()
+        self._found = _NONE
 
 
 class _StoredSteps:
@@ -277,7 +293,3 @@ def _as_array(values: Tensor) -> Any:
     values = values.detach().cpu().contiguous()
     unsigned = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
     return np.ascontiguousarray(values.view(unsigned.get(values.dtype, values.dtype)).numpy())
-
-
-def _nobody() -> None:
-    return None

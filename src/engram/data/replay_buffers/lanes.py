@@ -86,6 +86,21 @@ class Lanes:
         """The counters of each lane."""
         return [self.store.lane(i) for i in range(self.store.lanes)]
 
+    # ---- what changed: for saves ----
+    def identity(self) -> dict[str, Any]:
+        """JSON that, with a lane and a write number, names a row; and how far the log of in-place changes has come."""
+        s = self.store
+        return {"store": s.store_id.hex(), "incarnation": s.incarnation, "log": s.log_head}
+
+    def log(self) -> list[tuple[int, int] | None]:
+        """Lane and write number of the rows that the log of in-place changes names, as far as it reaches back; None
+        for rows that are gone."""
+        head = self.store.log_head
+        slots = torch.tensor(self.store.log(max(0, head - _native.LOG_ENTRIES)), dtype=torch.int64)
+        lane_slots = self.store.lane_capacity * self.strands
+        numbers = slots_tensor(self.store.generations(slots)).tolist()
+        return [(slot // lane_slots, w) if w >= 0 else None for slot, w in zip(slots.tolist(), numbers, strict=True)]
+
     # ---- writing ----
     def hold(self) -> int:
         """The lane that this process writes to; the first call takes a free one.
@@ -250,6 +265,7 @@ class Lanes:
         """In a child: new mutexes, and no lane; a table in private memory is its own copy."""
         self.mutex = threading.RLock()
         self._alone = 0
+        self.store.end_save()  # its thread is the parent's
         if self.locks is not None:
             self._held = None
             self.asleep = True

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
 
+from engram.data.replay_buffers.background import SaveHandle
 from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
 from engram.data.replay_buffers.parts import BufferParts
 from engram.transforms.compose import Compose
@@ -16,19 +18,28 @@ PARTS = ("storage", "sampler", "writer", "generator")
 class SavedBuffer(BufferParts):
     """A buffer's parts that can be saved as one."""
 
-    def dumps(self, path: str | os.PathLike[str], *, blocking: bool = True, keep_last: int = 1) -> None:
+    def dumps(self, path: str | os.PathLike[str], *, blocking: bool = True, keep_last: int = 1) -> SaveHandle | None:
         """Saves everything: a whole snapshot beside the last one, which it then replaces.
 
-        Killed at any moment, `loads` finds the old state or the new one, exactly.
+        Killed at any moment, `loads` finds the old state or the new one, exactly. What has not changed since the last
+        snapshot there is not written again, but taken over by hard links.
+
+        Args:
+            blocking: if False, a thread saves the state of this moment while the buffer goes on, and a `SaveHandle`
+                is returned: `done()`, `result()`, `progress`, `rows_left_out`. What is overwritten before it is
+                saved is kept in memory until then.
+            keep_last: how many of the newest snapshots stay.
 
         Raises:
-            CheckpointError: it cannot be written (disk full, read-only, ...); the last snapshot is as it was.
+            CheckpointError: it cannot be written (disk full, read-only, another save there, ...); the last snapshot
+                is as it was.
         """
-        if not blocking:
-            raise NotImplementedError("saving in the background comes in a later release; use blocking=True")
         # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
         with self._undisturbed(), self._storage.mutex:
-            _save(self, Path(path), keep_last)
+            if blocking:
+                _save(self, Path(path), keep_last)
+                return None
+            return _save_in_background(self, Path(path), keep_last)
 
     def loads(
         self,
@@ -82,14 +93,33 @@ class SavedBuffer(BufferParts):
 
 def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
     """Saves every part as one snapshot. The caller holds the buffer still."""
+    save_snapshot(path, _components(buffer), (buffer.storage.checkpointer, buffer.storage), keep_last=keep_last)
+
+
+def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
+    """The same in a thread, of what the parts are now. The caller holds the buffer still until this returns."""
+    storage, checkpointer = buffer.storage, buffer.storage.checkpointer
+    components = copy.deepcopy(_components(buffer))
+    frozen = storage.freeze()
+
+    def work(handle: SaveHandle) -> str:
+        return save_snapshot(path, components, (checkpointer, frozen), keep_last=keep_last, began=handle.began)
+
+    def finish() -> None:
+        with storage.mutex:
+            frozen.close()
+
+    return SaveHandle(work, frozen, finish)
+
+
+def _components(buffer: SavedBuffer) -> dict[str, Any]:
     states = buffer.part_states()
-    components = {
+    return {
         "sampler": {"kind": type(buffer.sampler).__name__, "state": states["sampler"]},
         "writer": {"kind": type(buffer.writer).__name__, "state": states["writer"]},
         "transform": {"state": states["transform"]},
         "generator": {"state": states["generator"]},
     }
-    save_snapshot(path, components, (buffer.storage.checkpointer, buffer.storage), keep_last=keep_last)
 
 
 def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Small things that several parts need."""
+"""The conversions of episode data, for users; and small things that several parts need."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from engram.data.replay_buffers.ted import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
+
+__all__ = ["Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested"]
 
 
 def slots_tensor(made: Any) -> Tensor:

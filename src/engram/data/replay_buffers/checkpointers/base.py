@@ -16,7 +16,11 @@ Rows = npt.NDArray[np.uint8]
 
 
 class RowSource(Protocol):
-    """A storage that holds packed rows, as it is read by a save. Nothing changes in it meanwhile."""
+    """A storage that holds packed rows, as it is read by a save, each row once.
+
+    Nothing changes in it meanwhile, except that a lane's `base` may rise to leave out rows that other processes
+    overwrote before they were read.
+    """
 
     def layout_state(self) -> dict[str, Any] | None:
         """The layout of a row as JSON; `row_bytes` is its payload without trailer. None before the first write."""
@@ -26,6 +30,12 @@ class RowSource(Protocol):
 
         The rows of a lane that exist have the write numbers `max(base, published - lane_capacity)` to `published`.
         """
+
+    def identity(self) -> dict[str, Any]:
+        """JSON that says which rows these are: together with a write number it names a row's bytes, but for edits."""
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        """Lane and write number of the rows changed in place since `identity()` was `since`; None if nobody knows."""
 
     def read_block(self, lane: int, start: int, stop: int) -> Rows:
         """Rows `[strands, stop - start, row_bytes]` of one lane, by write number; valid until the next call."""
@@ -57,6 +67,9 @@ class ItemSource(Protocol):
 
     def items(self) -> list[Any]:
         """The items that exist, oldest first: the first has write number `max(base, published - lane_capacity)`."""
+
+    def identity(self) -> dict[str, Any]: ...
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None: ...
 
     def counters(self) -> dict[str, Any]:
         """As those of a RowSource, with one lane, one strand; `lane_capacity` None: without limit."""
@@ -98,12 +111,15 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
         self.load_hooks.append(hook)
 
     @abstractmethod
-    def nbytes(self, source: Source) -> int:
+    def nbytes(self, source: Source, previous: dict[str, Any] | None = None) -> int:
         """About how many bytes `dumps` will write."""
 
     @abstractmethod
-    def dumps(self, source: Source, writer: SnapshotWriter) -> dict[str, Any]:
-        """Writes files below `storage/`; what it returns (JSON) is handed to `loads` and stands in the manifest."""
+    def dumps(self, source: Source, writer: SnapshotWriter, previous: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Writes files below `storage/`; what it returns (JSON) is handed to `loads` and stands in the manifest.
+
+        `previous` is what it returned for the snapshot in force, whose files `writer.reuse` takes over.
+        """
 
     @abstractmethod
     def check(self, sink: Sink, reader: SnapshotReader, state: dict[str, Any]) -> None:

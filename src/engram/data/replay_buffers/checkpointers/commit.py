@@ -11,11 +11,13 @@ Knows bytes and names, not what they mean; `docs/format.md` describes each byte.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Union
 
 import numpy as np
@@ -23,21 +25,21 @@ import numpy.typing as npt
 import xxhash
 
 from engram.data.replay_buffers.checkpointers.directory import (
+    FORMAT,
     LOCK,
     MANIFEST,
     MARKER,
     MARKER_CONTENT,
+    VERSION,
     CheckpointDirectory,
     Pointer,
     is_file_name,
     sync_directory,
 )
 from engram.data.replay_buffers.checkpointers.locks import FileLock
+from engram.data.replay_buffers.checkpointers.reading import SnapshotReader
 from engram.data.replay_buffers.checkpointers.sealed import digest, seal
 from engram.errors import CheckpointError, CorruptCheckpointError
-
-FORMAT = "engram snapshot"
-VERSION = 1
 
 _MOST_OPEN_FILES = 64
 _SPACE_FOR_METADATA = 1 << 16
@@ -46,13 +48,18 @@ _PIECE = 1 << 20  # written while it is still in the cache from hashing
 Block = Union[bytes, memoryview, npt.NDArray[Any]]
 
 
+@dataclass
+class _Needs:
+    nbytes: int = 0
+
+
 @contextmanager
-def saving(path: str | os.PathLike[str], *, keep_last: int = 1, expected_bytes: int = 0) -> Iterator[SnapshotWriter]:
+def saving(path: str | os.PathLike[str], *, keep_last: int = 1) -> Iterator[SnapshotWriter]:
     """A writer of the next snapshot below `path`; it comes into force when the block ends without an exception.
 
-    `expected_bytes` is compared with the free space before anything is written. Then the newest `keep_last` snapshots
-    stay and older ones are removed, except those that somebody is reading. CheckpointError: another saver is at work
-    here, the disk is full or fails, the directory cannot be written; what was in force before still is.
+    Afterwards the newest `keep_last` snapshots stay and older ones are removed, except those that somebody is reading.
+    CheckpointError: another saver is at work here, the disk is full or fails, the directory cannot be written; what was
+    in force before still is.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -65,13 +72,13 @@ def saving(path: str | os.PathLike[str], *, keep_last: int = 1, expected_bytes: 
     if keep_last < 1:
         raise ValueError(f"keep_last must be 1 or more, got {keep_last}: the snapshot just saved is one of them")
     directory = CheckpointDirectory(os.path.abspath(os.fspath(path)))
-    with _as_checkpoint_errors(directory.root, expected_bytes):
+    with _as_checkpoint_errors(directory.root) as needs:
         _make_directories(directory.root)
         with _only_saver(directory):
             directory.refuse_foreign()
             directory.clean(keep_last)
-            _check_space(directory.root, expected_bytes)
-            with SnapshotWriter(directory, directory.next_name()) as writer:
+            name = directory.next_name()
+            with _in_force(directory) as previous, SnapshotWriter(directory, name, previous, needs) as writer:
                 yield writer
                 writer.commit()
             _prune(directory, keep_last)
@@ -80,18 +87,53 @@ def saving(path: str | os.PathLike[str], *, keep_last: int = 1, expected_bytes: 
 class SnapshotWriter:
     """Writes the files of one snapshot; what `body` (JSON) holds at the end goes into its manifest."""
 
-    def __init__(self, directory: CheckpointDirectory, name: str) -> None:
+    def __init__(
+        self, directory: CheckpointDirectory, name: str, previous: SnapshotReader | None, needs: _Needs
+    ) -> None:
         self.name = name
         self.body: dict[str, Any] = {}
+        #: The body of the snapshot that is in force until this one is; empty if there is none.
+        self.previous: dict[str, Any] = {} if previous is None else previous.body
+        self._in_force = previous
+        self._needs = needs
+        self._written = 0
         self._directory = directory
         self._files: dict[str, dict[str, Any]] = {}
         self._unsynced: list[int] = []
         self._folders = [directory.path(name)]
 
+    def need(self, nbytes: int) -> None:
+        """CheckpointError when the disk has no room for this many bytes: better known before they are written."""
+        self._needs.nbytes = nbytes
+        _check_space(self._directory.root, nbytes)
+
+    @property
+    def progress(self) -> float:
+        """The part of the needed bytes that is written."""
+        return self._written / max(1, self._needs.nbytes)
+
+    def reuse(self, *names: str) -> bool:
+        """Takes files of these names over from the snapshot in force, by hard links where there are such.
+
+        False: one is not there, or is not as it was saved; all of them must be written.
+        """
+        if self._in_force is None or not all(name in self._in_force.files for name in names):
+            return False
+        for name in names:
+            self._check_name(name)
+            self._make_folder(os.path.dirname(name))
+            record = self._in_force.copy(name, self._directory.path(self.name, name))
+            if record is None:
+                for taken in set(names) & set(self._files):
+                    os.unlink(self._directory.path(self.name, taken))
+                    del self._files[taken]
+                return False
+            self._files[name] = {"nbytes": record.nbytes, "xxh3_128": record.xxh3_128}
+        return True
+
     def write_file(self, name: str, blocks: Iterable[Block]) -> None:
         """A new file of this snapshot, its blocks one after the other; `name` is relative, with `/` between folders."""
-        if not is_file_name(name) or name in self._files or name in (MANIFEST, MARKER):
-            raise ValueError(f"{name!r} is not a name for a new file of a snapshot; use letters, digits, '_', '-', '.'")
+        self._check_name(name)
         self._make_folder(os.path.dirname(name))
         fd = self._create(name)
         self._unsynced.append(fd)
@@ -101,11 +143,25 @@ class SnapshotWriter:
             for begin in range(0, len(whole), _PIECE):
                 hasher.update(whole[begin : begin + _PIECE])
                 _write_all(fd, whole[begin : begin + _PIECE])
+                self._written += len(whole[begin : begin + _PIECE])
             nbytes += len(whole)
-        os.fchmod(fd, 0o444)
-        _start_writing_back(fd)
-        self._files[name] = {"nbytes": nbytes, "xxh3_128": hasher.hexdigest()}
-        self._sync_files(down_to=_MOST_OPEN_FILES)
+        self._finish(name, fd, nbytes, hasher.hexdigest())
+
+    @contextmanager
+    def written_by_path(self, name: str) -> Iterator[str]:
+        """A new file of this snapshot that a library writes by its path, while the block lasts; hashed afterwards."""
+        self._check_name(name)
+        self._make_folder(os.path.dirname(name))
+        os.close(self._create(name))
+        path = self._directory.path(self.name, name)
+        yield path
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._unsynced.append(fd)
+        nbytes, hasher = 0, xxhash.xxh3_128()
+        while block := os.read(fd, _PIECE):
+            hasher.update(block)
+            nbytes += len(block)
+        self._finish(name, fd, nbytes, hasher.hexdigest())
 
     def commit(self) -> None:
         """Brings the snapshot into force: files first, then their folders, then the manifest, at last CURRENT."""
@@ -132,6 +188,16 @@ class SnapshotWriter:
         self._close_files()
         if kind is not None:
             self._discard()
+
+    def _check_name(self, name: str) -> None:
+        if not is_file_name(name) or name in self._files or name in (MANIFEST, MARKER):
+            raise ValueError(f"{name!r} is not a name for a new file of a snapshot; use letters, digits, '_', '-', '.'")
+
+    def _finish(self, name: str, fd: int, nbytes: int, digest_of_file: str) -> None:
+        os.fchmod(fd, 0o444)
+        _start_writing_back(fd)
+        self._files[name] = {"nbytes": nbytes, "xxh3_128": digest_of_file}
+        self._sync_files(down_to=_MOST_OPEN_FILES)
 
     def _begin(self) -> None:
         os.mkdir(self._folders[0])
@@ -194,15 +260,28 @@ def _only_saver(directory: CheckpointDirectory) -> Iterator[None]:
 
 
 @contextmanager
-def _as_checkpoint_errors(root: str, expected_bytes: int) -> Iterator[None]:
+def _in_force(directory: CheckpointDirectory) -> Iterator[SnapshotReader | None]:
+    """The snapshot in force, if there is one that is whole as far as its manifest and sizes say."""
     try:
-        yield
+        pointer = directory.current()
+        reader = None if pointer is None else SnapshotReader(directory, pointer.snapshot, pointer.manifest)
+    except CheckpointError:
+        reader = None
+    with contextlib.nullcontext() if reader is None else reader:
+        yield reader
+
+
+@contextmanager
+def _as_checkpoint_errors(root: str) -> Iterator[_Needs]:
+    needs = _Needs()
+    try:
+        yield needs
     except OSError as error:
         what = f"cannot save to {root}: {error.strerror or error}"
         if error.filename is not None and error.filename != root:
             what += f" ({error.filename})"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what += f"; the save needs about {expected_bytes:,} bytes, {_free_bytes(root):,} are free now"
+            what += f"; the save needs about {needs.nbytes:,} bytes, {_free_bytes(root):,} are free now"
         raise CheckpointError(f"{what}; what was saved there before is untouched") from error
 
 

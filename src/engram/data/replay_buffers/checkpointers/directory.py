@@ -17,6 +17,9 @@ MANIFEST = "manifest.json"
 MARKER = "ENGRAM-SNAPSHOT"
 MARKER_CONTENT = b"engram snapshot: this directory belongs to engram, which removes it when it is no longer needed\n"
 
+FORMAT = "engram snapshot"
+VERSION = 1
+
 _SNAPSHOT_NAME = re.compile(r"g-(\d{6,18})", re.ASCII)
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*", re.ASCII)
 _POINTER_FORMAT = "engram checkpoint"

@@ -29,13 +29,15 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase[Parts, Parts]):
 
     register_load_hook = register_save_hook
 
-    def nbytes(self, source: Parts) -> int:
-        return sum(checkpointer.nbytes(storage) for checkpointer, storage in source.parts())
+    def nbytes(self, source: Parts, previous: dict[str, Any] | None = None) -> int:
+        parts = source.parts()
+        before = _before(parts, previous)
+        return sum(one.nbytes(storage, old) for (one, storage), old in zip(parts, before, strict=True))
 
-    def dumps(self, source: Parts, writer: SnapshotWriter) -> dict[str, Any]:
-        members = []
-        for i, (checkpointer, storage) in enumerate(source.parts()):
-            state = checkpointer.dumps(storage, _Folder(writer, i))  # type: ignore[arg-type]
+    def dumps(self, source: Parts, writer: SnapshotWriter, previous: dict[str, Any] | None = None) -> dict[str, Any]:
+        parts, members = source.parts(), []
+        for i, ((checkpointer, storage), old) in enumerate(zip(parts, _before(parts, previous), strict=True)):
+            state = checkpointer.dumps(storage, _Folder(writer, i), old)  # type: ignore[arg-type]
             members.append({"format": checkpointer.format, "state": state})
         return {"members": members}
 
@@ -73,6 +75,17 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase[Parts, Parts]):
             raise
 
 
+def _before(parts: list[Part], previous: dict[str, Any] | None) -> list[dict[str, Any] | None]:
+    """What each member's checkpointer said of the snapshot in force."""
+    saved = previous.get("members") if previous is not None else None
+    if not isinstance(saved, list) or len(saved) != len(parts):
+        return [None] * len(parts)
+    return [
+        one["state"] if isinstance(one, dict) and one.get("format") == checkpointer.format else None
+        for (checkpointer, _), one in zip(parts, saved, strict=True)
+    ]
+
+
 _FOLDER = "member-"
 
 
@@ -86,6 +99,9 @@ class _Folder:
     # ---- writing ----
     def write_file(self, name: str, blocks: Iterable[Any]) -> None:
         self._snapshot.write_file(self._below + name, blocks)
+
+    def reuse(self, *names: str) -> bool:
+        return bool(self._snapshot.reuse(*(self._below + name for name in names)))
 
     # ---- reading ----
     @property
@@ -101,9 +117,6 @@ class _Folder:
 
     def read_into(self, name: str, buffer: Any) -> None:
         self._snapshot.read_into(self._below + name, buffer)
-
-    def will_read(self, name: str) -> None:
-        self._snapshot.will_read(self._below + name)
 
     def check(self, names: Iterable[str] | None = None) -> None:
         self._snapshot.check(self._below + name for name in (self.files if names is None else names))

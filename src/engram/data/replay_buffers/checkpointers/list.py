@@ -14,6 +14,7 @@ from engram.data.replay_buffers.checkpointers.reading import SnapshotReader
 from engram.data.replay_buffers.checkpointers.sealed import from_json, to_json
 from engram.data.replay_buffers.checkpointers.state import Blobs, decode, encode
 from engram.data.replay_buffers.checkpointers.tensordicts import CODECS
+from engram.data.replay_buffers.checkpointers.unchanged import Unchanged
 
 ITEMS_PER_CHUNK = 4096
 
@@ -25,19 +26,30 @@ class ListStorageCheckpointer(StorageCheckpointerBase[ItemSource, ItemSink]):
 
     format = "items"
 
-    def nbytes(self, source: ItemSource) -> int:
+    def nbytes(self, source: ItemSource, previous: dict[str, Any] | None = None) -> int:
         # encoded twice, once here: the encoding only refers to arrays, and a full disk is better known before
-        return sum(
-            len(text) + blobs.nbytes for _, text, blobs in self._chunks(source.items(), Counters(source.counters()))
-        )
+        kept = self._kept(source, previous)
+        return sum(len(text) + blobs.nbytes for _, text, blobs in self._chunks(source, kept) if blobs is not None)
 
-    def dumps(self, source: ItemSource, writer: SnapshotWriter) -> dict[str, Any]:
-        counters, numbers = source.counters(), []
-        for number, text, blobs in self._chunks(source.items(), Counters(counters)):
-            writer.write_file(_text_file(number), [text])
-            writer.write_file(_blob_file(number), blobs.blocks())
+    def dumps(
+        self, source: ItemSource, writer: SnapshotWriter, previous: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        numbers = []
+        for number, text, blobs in self._chunks(source, self._kept(source, previous), writer):
+            if blobs is not None:
+                writer.write_file(_text_file(number), [text])
+                writer.write_file(_blob_file(number), blobs.blocks())
             numbers.append(number)
-        return {"counters": from_json(to_json(counters)), "chunks": numbers}
+        counters = from_json(to_json(source.counters()))
+        return {"counters": counters, "chunks": numbers, "identity": None if self.save_hooks else source.identity()}
+
+    def _kept(self, source: ItemSource, previous: dict[str, Any] | None) -> set[int]:
+        """Chunks of the snapshot in force that hold what they would hold now."""
+        unchanged = Unchanged(source, previous, {})
+        if previous is None or self.save_hooks or not unchanged.any:
+            return set()
+        before, now = _cuts(Counters(previous["counters"])), _cuts(Counters(source.counters()))
+        return {c for c in now if before.get(c) == now[c] and unchanged.holds(0, *now[c])}
 
     def check(self, sink: ItemSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
         counters, _ = _checked(reader, state)
@@ -51,21 +63,37 @@ class ListStorageCheckpointer(StorageCheckpointerBase[ItemSource, ItemSink]):
             raise reader.malformed(f"its files hold {len(items)} items, its counters say {Counters(counters).rows}")
         sink.restore_items([apply_hooks(self.load_hooks, item) for item in items], counters)
 
-    def _chunks(self, items: list[Any], counters: Counters) -> Iterator[tuple[int, bytes, Blobs]]:
-        """Number, JSON and arrays of each chunk; chunk c holds write numbers c * 4096 to (c + 1) * 4096."""
+    def _chunks(
+        self, source: ItemSource, kept: set[int], writer: SnapshotWriter | None = None
+    ) -> Iterator[tuple[int, bytes, Blobs | None]]:
+        """Number, JSON and arrays of each chunk; no arrays for a chunk that is taken over (by `writer`)."""
+        items, counters = source.items(), Counters(source.counters())
         if counters.lanes != 1 or counters.rows != len(items):
             raise ValueError(
                 f"the storage gave {len(items)} items, its counters say {counters.rows} in {counters.lanes} lanes"
             )
-        first, stop = counters.first(0), counters.stop(0)
-        for number in range(first // ITEMS_PER_CHUNK, -(-stop // ITEMS_PER_CHUNK) if stop > first else 0):
-            begin, end = max(first, number * ITEMS_PER_CHUNK), min(stop, (number + 1) * ITEMS_PER_CHUNK)
+        first = counters.first(0)
+        for number, (begin, end) in _cuts(counters).items():
+            if number in kept and (writer is None or _taken_over(writer, number)):
+                yield number, b"", None
+                continue
             blobs = Blobs()
             tree = [self._encode(items[w - first], w - first, blobs) for w in range(begin, end)]
             yield number, to_json(tree), blobs
 
     def _encode(self, item: Any, index: int, blobs: Blobs) -> Any:
         return encode(apply_hooks(self.save_hooks, item), blobs, CODECS, place=f"item {index}")
+
+
+def _cuts(counters: Counters) -> dict[int, tuple[int, int]]:
+    """First write number and end of each chunk; chunk c holds write numbers c * 4096 to (c + 1) * 4096."""
+    first, stop = counters.first(0), counters.stop(0)
+    numbers = range(first // ITEMS_PER_CHUNK, -(-stop // ITEMS_PER_CHUNK) if stop > first else 0)
+    return {c: (max(first, c * ITEMS_PER_CHUNK), min(stop, (c + 1) * ITEMS_PER_CHUNK)) for c in numbers}
+
+
+def _taken_over(writer: SnapshotWriter, number: int) -> bool:
+    return writer.reuse(_text_file(number), _blob_file(number))
 
 
 def _checked(reader: SnapshotReader, state: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:

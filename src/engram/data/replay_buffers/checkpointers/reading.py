@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engram.data.replay_buffers.checkpointers.commit import FORMAT, VERSION
 from engram.data.replay_buffers.checkpointers.directory import (
     CURRENT,
+    FORMAT,
     MANIFEST,
     MARKER,
     MARKER_CONTENT,
+    VERSION,
     CheckpointDirectory,
     is_file_name,
     is_snapshot_name,
@@ -27,9 +32,11 @@ from engram.data.replay_buffers.checkpointers.locks import FileLock
 from engram.data.replay_buffers.checkpointers.sealed import digest, unseal
 from engram.errors import CheckpointError, CorruptCheckpointError
 
+THREADS = 2  # that read, hash and copy: a disk answers several faster than one
 _BLOCK = 1 << 22
 _PIECE = 1 << 20  # hashed while it is still in the cache
 _ATTEMPTS = 1000
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -99,24 +106,61 @@ class SnapshotReader:
         self.nbytes(name)
         return VerifiedFile(self._open_file(name), self.path(name), self.files[name])
 
+    def verified(self, name: str) -> BinaryIO:
+        """The file, open for reading, after it was compared with its hash."""
+        fd = self._open_file(name)
+        try:
+            with VerifiedFile(os.dup(fd), self.path(name), self.files[name]) as file:
+                file.finish()
+            os.lseek(fd, 0, os.SEEK_SET)
+            return open(fd, "rb", buffering=0)
+        except BaseException:
+            os.close(fd)
+            raise
+
     def read_into(self, name: str, buffer: Bytes) -> None:
         """A whole file, already compared with its hash; `buffer` has its size."""
         with self.open(name) as file:
             file.take(buffer)
             file.finish()
 
-    def will_read(self, name: str) -> None:
-        """Asks for the file's pages, so that the disk works while the caller is busy with another file."""
-        if hasattr(os, "posix_fadvise"):
-            fd = self._open_file(name)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-            os.close(fd)
+    def copy(self, name: str, target: str) -> FileRecord | None:
+        """Puts a file of this snapshot at the path `target` too: as a hard link, or where the file system has none as
+        a copy whose bytes are compared with the hash. None, and nothing there, if the copy is not what was saved.
+        """
+        os.close(self._open_file(name))
+        try:
+            os.link(self.path(name), target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if not self._copied(name, target):
+                return None
+        return self.files[name]
+
+    def _copied(self, name: str, target: str) -> bool:
+        try:
+            with self.open(name) as file, open(target, "xb") as copy:
+                while file.remaining:
+                    block = np.empty(min(file.remaining, _BLOCK), np.uint8)
+                    file.take(block)
+                    copy.write(block.data)
+                file.finish()
+                copy.flush()
+                os.fchmod(copy.fileno(), 0o444)
+                os.fsync(copy.fileno())
+        except CorruptCheckpointError:
+            os.unlink(target)
+            return False
+        return True
 
     def check(self, names: Iterable[str] | None = None) -> None:
         """Compares files (all by default) with their hashes; CorruptCheckpointError names the first that differs."""
-        for name in self.files if names is None else names:
-            with self.open(name) as file:
-                file.finish()
+        in_parallel((functools.partial(self._check, n) for n in (self.files if names is None else names)), THREADS)
+
+    def _check(self, name: str) -> None:
+        with self.open(name) as file:
+            file.finish()
 
     def path(self, name: str) -> str:
         return os.path.join(self._path, name)
@@ -253,6 +297,22 @@ class VerifiedFile:
                 self._path, f"it ends at byte {self.position}, {self._record.nbytes} were saved"
             )
         return got
+
+
+def in_parallel(tasks: Iterable[Callable[[], object]], threads: int) -> None:
+    """Runs tasks by several threads, begun in their order; raises the first error, after all that had begun ended."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="engram-read") as pool:
+        running: deque[Future[object]] = deque()
+        try:
+            for task in tasks:
+                running.append(pool.submit(task))
+                if len(running) > threads:
+                    running.popleft().result()
+            while running:
+                running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
 
 
 def newest_whole(directory: CheckpointDirectory, damaged: str = "") -> str | None:

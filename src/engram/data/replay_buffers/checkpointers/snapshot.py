@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from engram.data.replay_buffers.checkpointers.base import StorageCheckpointerBase
-from engram.data.replay_buffers.checkpointers.commit import saving
+from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter, saving
 from engram.data.replay_buffers.checkpointers.directory import is_file_name
 from engram.data.replay_buffers.checkpointers.reading import SnapshotReader, reading
 from engram.data.replay_buffers.checkpointers.sealed import to_json
@@ -23,12 +23,13 @@ def save_snapshot(
     storage: tuple[StorageCheckpointerBase[Any, Any], Any] | None = None,
     *,
     keep_last: int = 1,
+    began: Callable[[SnapshotWriter], None] | None = None,
 ) -> str:
     """Saves component states and a storage (its checkpointer, its source) as the new state at `path`; its name.
 
     `components` maps names (letters, digits, `_`, `-`, `.`) to states as `state.encode` takes them. All of them are
     encoded before anything is written. Errors as those of `commit.saving`; TypeError for what cannot be encoded.
-    The caller keeps components and source still until this returns.
+    The caller keeps components and source still until this returns. `began` is called when the path is ours.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -40,17 +41,28 @@ def save_snapshot(
     encoded = {name: _encode_component(name, state) for name, state in components.items()}
     trees = {name: tree for name, (tree, _) in encoded.items()}
     nbytes = len(to_json(trees)) + sum(blobs.nbytes for _, blobs in encoded.values())
-    if storage is not None:
-        nbytes += storage[0].nbytes(storage[1])
-    with saving(path, keep_last=keep_last, expected_bytes=nbytes) as writer:
+    with saving(path, keep_last=keep_last) as writer:
+        if began is not None:
+            began(writer)
+        writer.need(nbytes + (0 if storage is None else storage[0].nbytes(storage[1], _previous(writer, storage[0]))))
         for name, (_, blobs) in encoded.items():
             if blobs:
                 writer.write_file(_blob_file(name), blobs.blocks())
-        state = (
-            None if storage is None else {"format": storage[0].format, "state": storage[0].dumps(storage[1], writer)}
-        )
+        state = None
+        if storage is not None:
+            saved = storage[0].dumps(storage[1], writer, _previous(writer, storage[0]))
+            state = {"format": storage[0].format, "state": saved}
         writer.body = {"components": trees, "storage": state}
     return writer.name
+
+
+def _previous(writer: SnapshotWriter, checkpointer: StorageCheckpointerBase[Any, Any]) -> dict[str, Any] | None:
+    """What a checkpointer of the same kind said of the snapshot in force."""
+    storage = writer.previous.get("storage")
+    if not isinstance(storage, dict) or storage.get("format") != checkpointer.format:
+        return None
+    state = storage.get("state")
+    return state if isinstance(state, dict) else None
 
 
 @contextmanager

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import zip_longest
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from engram.data.replay_buffers.checkpointers.base import Rows, RowSink, RowSource, StorageCheckpointerBase, apply_hooks
+from engram.data.replay_buffers.checkpointers.base import (
+    Hook,
+    Rows,
+    RowSink,
+    RowSource,
+    StorageCheckpointerBase,
+    apply_hooks,
+)
 from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter
 from engram.data.replay_buffers.checkpointers.counters import Counters
-from engram.data.replay_buffers.checkpointers.reading import SnapshotReader
+from engram.data.replay_buffers.checkpointers.packing import Details, Packing, RawPacking
+from engram.data.replay_buffers.checkpointers.reading import THREADS, SnapshotReader, in_parallel
 from engram.data.replay_buffers.checkpointers.sealed import from_json, to_json
+from engram.data.replay_buffers.checkpointers.unchanged import Unchanged
+from engram.errors import CorruptCheckpointError
 
 CHUNK_BYTES = 1 << 24
+_LARGEST_CHUNK = 1 << 26  # that is read; four times as large as those that are written
 
 
 @dataclass(frozen=True)
@@ -27,106 +40,200 @@ class Chunk:
     number: int
     start: int
     stop: int
+    details: Details = ()
+
+    @classmethod
+    def read(cls, entry: list[Any]) -> Chunk:
+        """What `entry` gave; ValueError or TypeError where it is not that."""
+        if any(type(detail) is not int for detail in entry[4:]):
+            raise ValueError(f"{entry!r} does not describe a chunk")
+        lane, number, start, stop = map(natural, entry[:4])
+        return cls(lane, number, start, stop, tuple(entry[4:]))
+
+    @property
+    def entry(self) -> list[int]:
+        return [self.lane, self.number, self.start, self.stop, *self.details]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.lane, self.number
 
     @property
     def file(self) -> str:
         return f"storage/rows-{self.lane:05d}-{self.number:08d}.bin"
 
 
-class TensorStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
-    """Saves rows as they are: the size on disk follows the rows that exist, not the capacity.
+class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
+    """Saves rows in chunks: the size on disk follows the rows that exist, not the capacity.
 
     Chunk `c` of a lane holds write numbers `c * rows_per_chunk` to `(c + 1) * rows_per_chunk`, as far as they exist.
     Each layout has one `rows_per_chunk` (about 16 MB), so a later save cuts unchanged rows at the same places.
     """
 
-    format = "rows"
+    @abstractmethod
+    def _packing(self, layout: dict[str, Any]) -> Packing:
+        """How rows of this layout are written; ValueError when they cannot be."""
 
-    def nbytes(self, source: RowSource) -> int:
+    @abstractmethod
+    def _saved_packing(self, layout: dict[str, Any], state: dict[str, Any]) -> Packing:
+        """How they were written; KeyError, TypeError or ValueError when `state` does not say it."""
+
+    def nbytes(self, source: RowSource, previous: dict[str, Any] | None = None) -> int:
         layout = source.layout_state()
-        return 0 if layout is None else Counters(source.counters()).rows * int(layout["row_bytes"])
+        if layout is None:
+            return 0
+        packing = self._packing(layout)
+        known, said = Counters(source.counters()), self._said(source, layout, packing)
+        kept = self._kept(source, known, said, previous)
+        new = [c for c in cut(known, said["rows_per_chunk"]) if c.place not in kept]
+        return sum(c.stop - c.start for c in new) * known.strands * packing.row_bytes
 
-    def dumps(self, source: RowSource, writer: SnapshotWriter) -> dict[str, Any]:
-        layout, counters = _json_copy(source.layout_state()), _json_copy(source.counters())
+    def dumps(
+        self, source: RowSource, writer: SnapshotWriter, previous: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        layout, counters = json_copy(source.layout_state()), json_copy(source.counters())
         if layout is None:
             return {"layout": None, "counters": counters, "rows_per_chunk": 0, "chunks": []}
-        known = Counters(counters)
-        rows_per_chunk = _rows_per_chunk(known.strands * layout["row_bytes"])
-        chunks = list(_cut(known, rows_per_chunk))
-        for chunk in chunks:
-            writer.write_file(chunk.file, [self._rows(source, chunk, known.strands, layout["row_bytes"])])
-        cut = [[chunk.lane, chunk.number, chunk.start, chunk.stop] for chunk in chunks]
-        return {"layout": layout, "counters": counters, "rows_per_chunk": rows_per_chunk, "chunks": cut}
+        packing = self._packing(layout)
+        known, said = Counters(counters), self._said(source, layout, packing)
+        kept = self._kept(source, known, said, previous)
+        written = []
+        for chunk in cut(known, said["rows_per_chunk"]):
+            old = kept.get(chunk.place)
+            if old is not None and writer.reuse(old.file):
+                chunk = old  # it may begin with rows that exist no longer
+            else:
+                rows = read_rows(source, chunk, known.strands, layout["row_bytes"], self.save_hooks)
+                details, blocks = packing.pack(rows, cuts_of(counters["lanes"][chunk.lane], chunk))
+                writer.write_file(chunk.file, blocks)
+                chunk = replace(chunk, details=details)
+            written.append(chunk.entry)
+        # Other processes may have overwritten the oldest rows before they were read.
+        counters = json_copy(source.counters())
+        left = Counters(counters)
+        return {**said, "counters": counters, "chunks": [c for c in written if c[3] > left.first(c[0])]}
+
+    def _said(self, source: RowSource, layout: dict[str, Any], packing: Packing) -> dict[str, Any]:
+        per_number = Counters(source.counters()).strands * layout["row_bytes"]
+        return {
+            **packing.state(),
+            "layout": layout,
+            "rows_per_chunk": rows_per_chunk(per_number),
+            # A hook may change any byte: what was written with one cannot be told from what would be written now.
+            "identity": None if self.save_hooks else json_copy(source.identity()),
+        }
+
+    def _kept(
+        self, source: RowSource, known: Counters, said: dict[str, Any], previous: dict[str, Any] | None
+    ) -> dict[tuple[int, int], Chunk]:
+        """Chunks of the snapshot in force, by lane and number, that hold all rows of theirs that exist now."""
+        if said["identity"] is None or previous is None:
+            return {}
+        unchanged = Unchanged(source, previous, {k: said[k] for k in said if k != "identity"})
+        try:
+            found = [Chunk.read(entry) for entry in previous["chunks"]] if unchanged.any else []
+        except (KeyError, TypeError, ValueError):
+            return {}
+        now = {c.place: c for c in cut(known, said["rows_per_chunk"])}
+        return {
+            old.place: old
+            for old in found
+            if (new := now.get(old.place)) is not None
+            and old.stop == new.stop
+            and unchanged.holds(new.lane, new.start, new.stop)
+        }
 
     def check(self, sink: RowSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        plan = _Plan(reader, state)
+        plan = _Plan(reader, state, self._saved_packing)
         sink.check_restore(plan.layout, plan.counters)
 
     def loads(self, sink: RowSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        plan = _Plan(reader, state)
+        plan = _Plan(reader, state, self._saved_packing)
         sink.check_restore(plan.layout, plan.counters)
         if len(sink):
-            reader.check(chunk.file for chunk in plan.chunks)
+            in_parallel((functools.partial(plan.rows, c) for c in plan.chunks), THREADS)
         sink.begin_restore(plan.layout, plan.counters)
         try:
-            for lane, start, rows in plan.blocks():
-                sink.write_block(lane, start, self._hooked(self.load_hooks, rows))
+            # Hooks see the blocks in their order; without any, several files are read, hashed and copied at once.
+            in_parallel(
+                (functools.partial(self._load, sink, plan, c) for c in plan.chunks), 1 if self.load_hooks else THREADS
+            )
             sink.end_restore()
         except BaseException:
             sink.abort_restore()
             raise
 
-    def _rows(self, source: RowSource, chunk: Chunk, strands: int, row_bytes: int) -> Rows:
-        rows = self._hooked(self.save_hooks, source.read_block(chunk.lane, chunk.start, chunk.stop))
-        expected = (strands, chunk.stop - chunk.start, row_bytes)
-        if rows.dtype != np.uint8 or rows.shape != expected:
-            raise ValueError(f"the storage gave a block of {rows.dtype} {rows.shape}, expected uint8 {expected}")
-        return rows
+    def _load(self, sink: RowSink, plan: _Plan, chunk: Chunk) -> None:
+        start, rows = plan.rows(chunk)
+        sink.write_block(chunk.lane, start, hooked(self.load_hooks, rows))
 
-    def _hooked(self, hooks: list[Any], rows: Rows) -> Rows:
-        changed: Rows = apply_hooks(hooks, rows)
-        if changed.shape != rows.shape or changed.dtype != rows.dtype:
-            raise ValueError(
-                f"a hook made {changed.dtype} {changed.shape} of a block of rows {rows.dtype} {rows.shape}; "
-                "it may change bytes, not how many there are"
-            )
-        return changed
+
+class TensorStorageCheckpointer(ChunkedStorageCheckpointer):
+    """Saves rows as they are."""
+
+    format = "rows"
+
+    def _packing(self, layout: dict[str, Any]) -> Packing:
+        return RawPacking(layout["row_bytes"])
+
+    def _saved_packing(self, layout: dict[str, Any], state: dict[str, Any]) -> Packing:
+        return RawPacking(natural(layout["row_bytes"]))
 
 
 class _Plan:
     """What a snapshot says of its rows, checked to be possible, and its blocks of rows."""
 
-    def __init__(self, reader: SnapshotReader, state: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        reader: SnapshotReader,
+        state: dict[str, Any],
+        packing: Callable[[dict[str, Any], dict[str, Any]], Packing],
+    ) -> None:
         self._reader = reader
+        self._buffers = threading.local()
         try:
             self.layout: dict[str, Any] | None = state["layout"]
             self.counters: dict[str, Any] = state["counters"]
             self._known = Counters(self.counters)
-            self.chunks = [Chunk(*map(_natural, entry)) for entry in state["chunks"]]
-            self._row_bytes = 0 if self.layout is None else _natural(self.layout["row_bytes"])
+            self.chunks = [Chunk.read(entry) for entry in state["chunks"]]
+            self._row_bytes = 0 if self.layout is None else natural(self.layout["row_bytes"])
+            self._packing = RawPacking(0) if self.layout is None else packing(self.layout, state)
+            self._most = max(1, natural(state["rows_per_chunk"]))
+            self._sizes = {chunk.place: self._nbytes(chunk) for chunk in self.chunks}
         except (KeyError, TypeError, ValueError) as error:
             raise reader.malformed(f"its description of the rows is malformed ({error!r})") from error
         self._check_sizes()
         self._check_coverage()
 
-    def blocks(self) -> Iterator[tuple[int, int, Rows]]:
-        """Lane, first write number and verified rows of each chunk; the rows are valid until the next."""
-        buffer = np.empty(max(map(self._nbytes, self.chunks), default=0), np.uint8)
-        for chunk, following in zip_longest(self.chunks, self.chunks[1:]):
-            if following is not None:
-                self._reader.will_read(following.file)
-            content = buffer[: self._nbytes(chunk)]
-            self._reader.read_into(chunk.file, content)
-            rows = content.reshape(self._known.strands, chunk.stop - chunk.start, self._row_bytes)
-            start = max(chunk.start, self._known.first(chunk.lane))
-            yield chunk.lane, start, rows[:, start - chunk.start :]
+    def rows(self, chunk: Chunk) -> tuple[int, Rows]:
+        """First write number and verified rows of a chunk; they are valid until this thread's next call."""
+        nbytes = self._nbytes(chunk)
+        buffer = getattr(self._buffers, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._buffers.buffer = np.empty(nbytes, np.uint8)
+        content = buffer[:nbytes]
+        self._reader.read_into(chunk.file, content)
+        rows = self._unpack(chunk, content)
+        start = max(chunk.start, self._known.first(chunk.lane))
+        return start, rows[:, start - chunk.start :]
+
+    def _unpack(self, chunk: Chunk, content: Rows) -> Rows:
+        try:
+            return self._packing.unpack(content, chunk.details, self._known.strands, chunk.stop - chunk.start)
+        except ValueError as error:
+            raise CorruptCheckpointError(self._reader.path(chunk.file), str(error)) from error
 
     def _nbytes(self, chunk: Chunk) -> int:
-        return self._known.strands * (chunk.stop - chunk.start) * self._row_bytes
+        steps = chunk.stop - chunk.start
+        # A few bytes can stand for many equal rows: how many there are is limited before memory is taken for them.
+        per_step = self._known.strands * self._row_bytes
+        if not 0 < steps <= self._most or steps * per_step > most_row_bytes(per_step):
+            raise ValueError(f"{chunk.file} cannot hold rows {chunk.start} to {chunk.stop}")
+        return self._packing.nbytes(chunk.details, self._known.strands, steps)
 
     def _check_sizes(self) -> None:
         for chunk in self.chunks:
-            if chunk.start >= chunk.stop or self._reader.nbytes(chunk.file) != self._nbytes(chunk):
+            if self._reader.nbytes(chunk.file) != self._sizes[chunk.place]:
                 raise self._reader.malformed(f"{chunk.file} is not as long as its rows {chunk.start} to {chunk.stop}")
 
     def _check_coverage(self) -> None:
@@ -152,24 +259,55 @@ class _Plan:
             raise self._reader.malformed("its chunks do not hold every row that its counters say exists")
 
 
-def _rows_per_chunk(bytes_per_number: int) -> int:
+def read_rows(source: RowSource, chunk: Chunk, strands: int, row_bytes: int, hooks: list[Hook]) -> Rows:
+    """The rows of a chunk, as the hooks left them: `[strands, steps, row_bytes]`."""
+    rows = hooked(hooks, source.read_block(chunk.lane, chunk.start, chunk.stop))
+    expected = (strands, chunk.stop - chunk.start, row_bytes)
+    if rows.dtype != np.uint8 or rows.shape != expected:
+        raise ValueError(f"the storage gave a block of {rows.dtype} {rows.shape}, expected uint8 {expected}")
+    return rows
+
+
+def hooked(hooks: list[Hook], rows: Rows) -> Rows:
+    """What hooks made of a block of rows."""
+    changed: Rows = apply_hooks(hooks, rows)
+    if changed.shape != rows.shape or changed.dtype != rows.dtype:
+        raise ValueError(
+            f"a hook made {changed.dtype} {changed.shape} of a block of rows {rows.dtype} {rows.shape}; "
+            "it may change bytes, not how many there are"
+        )
+    return changed
+
+
+def cuts_of(lane: dict[str, Any], chunk: Chunk) -> list[int]:
+    """Where in a chunk other trajectories begin whatever the rows say: another process took the lane over."""
+    return [seam - chunk.start for seam in lane["seams"] if chunk.start < seam < chunk.stop]
+
+
+def rows_per_chunk(bytes_per_number: int) -> int:
     return max(1, math.ceil(CHUNK_BYTES / max(1, bytes_per_number)))
 
 
-def _cut(counters: Counters, rows_per_chunk: int) -> Iterator[Chunk]:
-    for lane in range(counters.lanes):
+def most_row_bytes(bytes_per_number: int) -> int:
+    """The most bytes of the rows of a chunk that is read."""
+    return _LARGEST_CHUNK + bytes_per_number
+
+
+def cut(counters: Counters, rows_per_chunk: int, only: int | None = None) -> Iterator[Chunk]:
+    """The chunks that hold every row, of all lanes or of one."""
+    for lane in range(counters.lanes) if only is None else [only]:
         first, stop = counters.first(lane), counters.stop(lane)
         for number in range(first // rows_per_chunk, -(-stop // rows_per_chunk) if stop > first else 0):
             begin = number * rows_per_chunk
             yield Chunk(lane, number, max(first, begin), min(stop, begin + rows_per_chunk))
 
 
-def _natural(value: Any) -> int:
+def natural(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value
 
 
-def _json_copy(value: Any) -> Any:
+def json_copy(value: Any) -> Any:
     # a copy: the storage's own objects may change before the manifest is written
     return from_json(to_json(value))

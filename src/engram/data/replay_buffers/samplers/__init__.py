@@ -9,6 +9,9 @@ from engram.data.replay_buffers.samplers.ensemble import (
 from engram.data.replay_buffers.samplers.prioritized import (
     PrioritizedSampler,
 )
+from engram.data.replay_buffers.samplers.prioritized_slices import (
+    PrioritizedSliceSampler,
+)
 from engram.data.replay_buffers.samplers.sequences import (
     SequenceSampler,
 )
@@ -25,6 +28,7 @@ from engram.data.replay_buffers.samplers.uniform import (
 
 __all__ = [
     "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomSampler",
     "Sampler",
     "SamplerEnsemble",

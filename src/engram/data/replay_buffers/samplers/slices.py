@@ -113,15 +113,19 @@ class SliceSampler(Sampler):
 
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
         seed = self._seed.random_(generator=self._generator)
-        slices = self.episodes.draw(storage, rule, seed, n)
+        slices = self._drawn(storage, rule, seed, n)
         for _ in range(_LOOKS):
             if slices is not None:
                 return slices
             if not _being_written(storage):
                 break
             time.sleep(0)
-            slices = self.episodes.draw(storage, rule, seed, n)
+            slices = self._drawn(storage, rule, seed, n)
         raise self._nothing(storage, rule)
+
+    def _drawn(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
+        """n slices; None: there is no trajectory that is long enough."""
+        return self.episodes.draw(storage, rule, seed, n)
 
     def _nothing(self, storage: Storage, rule: _native.SliceRule) -> RuntimeError:
         if storage.lanes is None or not len(storage.lanes):

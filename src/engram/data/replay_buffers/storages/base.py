@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import math
 import os
 import threading
 import weakref
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
-from engram.data.replay_buffers.indexing import Selection, outward, select
+from engram.data.replay_buffers.indexing import Selection, outward, select, stored_slots
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec
-from engram.data.replay_buffers.trees import Path
+from engram.data.replay_buffers.rows import expand_slots
+from engram.data.replay_buffers.trees import Path, entry, show
 
 log = logging.getLogger("engram")
 
@@ -139,13 +141,21 @@ class Storage(abc.ABC):
     ) -> Rows:
         """Copies the rows of slots (int64 [n]) out; `extra` entries are added at the root of the batch."""
 
-    @abc.abstractmethod
     def leaf(self, path: Path) -> LeafSpec | None:
         """Dtype and shape of one leaf of a stored step; None: steps have none there."""
+        if not len(self) or self.lanes is None:
+            return None
+        found = entry(self.read(stored_slots(self.lanes.store)[:1])[0], path)
+        return None if found is None else LeafSpec(path, found.dtype, tuple(found.shape[1:]))
 
-    @abc.abstractmethod
     def column(self, path: Path, slots: Tensor) -> Tensor:
         """One leaf of the steps at these time slots: [n, *strands, ...]. The caller holds the storage's mutex."""
+        rows = torch.as_tensor(expand_slots(slots, math.prod(self.inner)))
+        found = entry(self.read(rows)[0], path)
+        if found is None:
+            raise KeyError(f"the stored steps have no {show(path)}")
+        column: Tensor = found.reshape(len(slots), *self.inner, *found.shape[1:])
+        return column
 
     def read_with(
         self,
@@ -247,6 +257,21 @@ class Storage(abc.ABC):
     # ---- checkpoints ----
     #: By how much `loads` moved the write numbers of each lane down.
     shifts: list[int]
+
+    def identity(self) -> dict[str, Any]:
+        """What names these rows, for saves that write only what changed; `{}`: every save writes all of them."""
+        return {}
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        """Lane and write number of rows changed in place since `identity()` was `since`; None if that is not known."""
+        return None
+
+    def freeze(self) -> Any:
+        """What the checkpointer saves, as it is now, while the storage goes on: it has `left_out` and `close()`.
+
+        The caller holds the mutex, here and at `close`.
+        """
+        raise NotImplementedError(f"a {type(self).__name__} cannot be saved in the background; use blocking=True")
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:

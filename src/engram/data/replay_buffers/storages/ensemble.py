@@ -12,6 +12,7 @@ from torch import Tensor
 from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
+from engram.data.replay_buffers.storages.frozen import FrozenParts
 
 
 class StorageEnsemble(Storage):
@@ -175,6 +176,9 @@ class StorageEnsemble(Storage):
     def parts(self) -> list[tuple[Any, Storage]]:
         """Each member behind its checkpointer."""
         return [(storage.checkpointer, storage) for storage in self._members]
+
+    def freeze(self) -> FrozenParts:
+        return FrozenParts([(storage.checkpointer, storage.freeze()) for storage in self._members])
 
     def register_save_hook(self, hook: Any) -> None:
         for storage in self._members:

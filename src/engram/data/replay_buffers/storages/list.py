@@ -12,6 +12,7 @@ from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
+from engram.data.replay_buffers.storages.frozen import Changes, FrozenItems
 from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, with_entry
 
 _NO_LIMIT = 1 << 40
@@ -168,6 +169,18 @@ class ListStorage(Storage):
             "strands": 1,
             "lanes": [{**kept, "base": max(lane["base"], lane["first"])}],
         }
+
+    def identity(self) -> dict[str, Any]:
+        """What names these items, as `Lanes.identity`."""
+        return Changes(self._lanes).identity()
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        """Items replaced since `identity()` was `since`; None if that is not known."""
+        return Changes(self._lanes).edited(since)
+
+    def freeze(self) -> FrozenItems:
+        """The items as they are now, for a save in the background; the caller holds the mutex."""
+        return FrozenItems(self._lanes, self)
 
     def check_restore(self, counters: dict[str, Any]) -> None:
         """A ValueError where the items do not fit."""

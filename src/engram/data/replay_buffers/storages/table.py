@@ -18,13 +18,14 @@ from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec, RowLayout
 from engram.data.replay_buffers.rows import RowTable, expand_slots
-from engram.data.replay_buffers.storages.base import Checked, Rows, Storage, flat
+from engram.data.replay_buffers.storages.base import Checked, Rows, flat
+from engram.data.replay_buffers.storages.saved_table import SavedTable
 from engram.data.replay_buffers.trees import Node
 
 _NO_STEPS = "nothing to add: the batch has no steps"
 
 
-class TableStorage(Storage):
+class TableStorage(SavedTable):
     """A storage whose rows all have one layout."""
 
     def __init__(self, max_size: int | None, ndim: int, checkpointer: Any = None, lanes: int = 1) -> None:
@@ -266,116 +267,6 @@ class TableStorage(Storage):
     def column(self, path: trees.Path, slots: Tensor) -> Tensor:
         assert self._table is not None
         return self._table.column(path, slots)
-
-    # ---- checkpoints: the RowSource and RowSink that a checkpointer sees ----
-    def _default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.tensor import TensorStorageCheckpointer
-
-        return TensorStorageCheckpointer()
-
-    def layout_state(self) -> dict[str, Any] | None:
-        """The layout as JSON, with what else a twin needs to make the same table; None before the first write."""
-        if self._table is None:
-            return None
-        return {**self._table.layout.to_json(), "strands": list(self._inner), "ndim": self.ndim}
-
-    def counters(self) -> dict[str, Any]:
-        """Counters of every lane as JSON."""
-        if self._lanes is None:
-            return {"lane_capacity": 0, "strands": 1, "lanes": []}
-        kept = ("base", "published", "origin", "seams")
-        lanes = [{**{k: s[k] for k in kept}, "base": max(s["base"], s["first"])} for s in self._lanes.states()]
-        return {"lane_capacity": self._lanes.store.lane_capacity, "strands": self._lanes.strands, "lanes": lanes}
-
-    def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """uint8 [strands, stop - start, row bytes]."""
-        assert self._table is not None
-        return self._table.block(lane, start, stop)
-
-    def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
-        """A ValueError that lists every difference between what was saved and this storage."""
-        said = []
-        lanes = counters["lanes"]
-        if layout is not None:
-            saved = RowLayout.from_json(layout)
-            if layout.get("ndim", 1) != self.ndim:
-                said.append(f"ndim is {self.ndim} here, {layout.get('ndim', 1)} there")
-            if self._table is not None:
-                said += self._table.layout.differences(saved)
-                if tuple(layout.get("strands", ())) != self._inner:
-                    said.append(f"environments are {list(self._inner)} here, {layout.get('strands')} there")
-            strands = math.prod(layout.get("strands", ()))
-            room = self._room(strands)
-            rows = [lane["published"] - lane["base"] for lane in lanes]
-            if len(lanes) > self._n_lanes:
-                said.append(f"{self._n_lanes} lanes here, {len(lanes)} there")
-            elif any(r > room for r in rows):
-                said.append(f"room for {room * strands} steps in a lane here, {max(rows) * strands} saved there")
-        if said:
-            raise ValueError("the checkpoint does not fit this storage: " + "; ".join(said))
-
-    def _room(self, strands: int) -> int:
-        if self._lanes is not None:
-            return self._lanes.store.lane_capacity
-        return math.ceil((self._asked_size or 0) / (self._n_lanes * strands))
-
-    def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
-        """Makes the table if there is none and empties it."""
-        self.check_restore(layout, counters)
-        if self._table is None and layout is not None:
-            self._adopt(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
-        if self._lanes is not None:
-            self._lanes.hold()
-            self._lanes.store.begin_restore()
-        self._restoring = counters
-
-    def write_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
-        """Takes rows [strands, n, row bytes] with write numbers from `start` on."""
-        assert self._table is not None
-        self._table.set_block(lane, start - self._shift(lane), rows)
-
-    def end_restore(self) -> None:
-        """Shows the restored rows."""
-        if self._lanes is None:
-            return
-        store = self._lanes.store
-        for i, lane in enumerate(self._restoring["lanes"]):
-            shift = self._shift(i)
-            store.restore_lane(
-                i, lane["base"] - shift, lane["published"] - shift, (lane["origin"] - shift) % (1 << 64),
-                [s - shift for s in lane["seams"] if s > lane["base"]],
-            )  # fmt: skip
-        store.end_restore()
-        self.shifts = [self._shift(i) for i in range(len(self._restoring["lanes"]))]
-
-    def state_dict(self) -> dict[str, Any]:
-        counters = self.counters()
-        rows = [
-            torch.from_numpy(self.read_block(i, lane["base"], lane["published"]))
-            for i, lane in enumerate(counters["lanes"])
-        ]
-        return {"layout": self.layout_state(), "counters": counters, "rows": rows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        with self.alone("load_state_dict"):
-            self.begin_restore(state["layout"], state["counters"])
-            for i, (lane, rows) in enumerate(zip(state["counters"]["lanes"], state["rows"], strict=True)):
-                if lane["published"] > lane["base"]:
-                    self.write_block(i, lane["base"], rows.numpy())
-            self.end_restore()
-
-    def abort_restore(self) -> None:
-        """Leaves the storage empty."""
-        if self._lanes is not None:
-            self._lanes.store.begin_restore()
-            self._lanes.store.mend()
-            self._lanes.store.end_restore()
-
-    def _shift(self, lane: int) -> int:
-        """Write numbers stay as they are in a lane of the same capacity; in another one the oldest row is number 0."""
-        assert self._lanes is not None
-        same = self._restoring["lane_capacity"] == self._lanes.store.lane_capacity
-        return 0 if same else int(self._restoring["lanes"][lane]["base"])
 
 
 def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:

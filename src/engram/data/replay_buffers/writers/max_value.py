@@ -160,10 +160,8 @@ class TensorDictMaxValueWriter(Writer):
         except RuntimeError:  # items of a list storage may have different shapes
             if len(slots) == 1:
                 raise
-            ranks = [
-                _native.ranks(self._numbers(storage.column(self._path, s)), self.reduction)
-                for s in torch.split(slots, 1)
-            ]
+            one_by_one = [slots[i : i + 1] for i in range(len(slots))]
+            ranks = [_native.ranks(self._numbers(storage.column(self._path, s)), self.reduction) for s in one_by_one]
             return torch.tensor(ranks, dtype=torch.float64)
 
     def _numbers(self, leaf: Any) -> Tensor:

@@ -1,16 +1,13 @@
-"""Samplers that are wrong by one."""
+"""Uniform samplers that are wrong by one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from engram import _native
-from engram.data import RandomSampler, SamplerWithoutReplacement, SliceSampler, Storage
-from engram.data.replay_buffers.samplers import slices
-from machine.mutants.base import Mutant, Patch, around
+from engram.data import RandomSampler, SamplerWithoutReplacement, Storage
+from machine.mutants.base import Mutant, around
 
 
 def newest_of(storage: Storage) -> int:
@@ -49,28 +46,7 @@ def begins_at_the_second(begin: Any, sampler: Any, lanes: Any) -> None:
         begin()
 
 
-def only_longer_ones(rule: Any, sampler: Any, length: int) -> Any:
-    """A trajectory of exactly a slice's length is left out; short ones that are one step long, too."""
-    before, after = (length - 1 if cut else 0 for cut in sampler.span)
-    return _native.SliceRule(length, length + 1 if sampler.strict_length else 2, before, after)
-
-
-def one_window_fewer(rule: Any, sampler: Any, length: int) -> Any:
-    return _native.SliceRule(length, 1, length - 2, length - 1)
-
-
-def marks_the_step_before(patch: Patch) -> None:
-    original = slices.mark_last
-
-    def mark(batch: Any, path: Any, drawn: Any) -> Tensor:
-        leaf = original(batch, path, drawn)
-        leaf.copy_(leaf.roll(-1, 0).clone())
-        return leaf
-
-    patch.setattr(slices, "mark_last", mark)
-
-
-SAMPLER_MUTANTS = {
+UNIFORM_MUTANTS = {
     "random draws that never hit the newest row": Mutant(around(RandomSampler, "sample", never_the_newest)),
     "random draws one further": Mutant(around(RandomSampler, "sample", one_further)),
     "random draws one row short": Mutant(around(RandomSampler, "sample", one_short)),
@@ -86,15 +62,4 @@ SAMPLER_MUTANTS = {
     "an epoch that drops one row more than the last batch": Mutant(
         around(SamplerWithoutReplacement, "sample", one_short), sampler="epoch, last dropped"
     ),
-    "slices one further, so over a trajectory's end": Mutant(
-        around(SliceSampler, "sample", one_further), sampler="slices"
-    ),
-    "slices of trajectories that are longer than a slice": Mutant(
-        around(SliceSampler, "_rule", only_longer_ones), sampler="slices by id"
-    ),
-    "short slices of two steps at least": Mutant(
-        around(SliceSampler, "_rule", only_longer_ones), sampler="short slices"
-    ),
-    "spans that miss one window": Mutant(around(SliceSampler, "_rule", one_window_fewer), sampler="spans"),
-    "slices that mark the step before their last": Mutant(marks_the_step_before, sampler="two slices"),
 }

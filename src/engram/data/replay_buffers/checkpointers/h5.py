@@ -1,0 +1,233 @@
+"""HDF5 files as checkpoints need them: plain datasets written block by block, and believed only when they are that."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+
+from engram.data.replay_buffers.trees import Path
+
+Array = npt.NDArray[Any]
+
+_CHUNK_BYTES = 1 << 18
+_GZIP, _SHUFFLE, _FLETCHER32, _LZF = 1, 2, 3, 32000  # the numbers that HDF5 gives its filters
+_OPTIONS = ("compression", "compression_opts", "shuffle", "fletcher32")
+_COMPRESSIONS = (None, "gzip", "lzf")
+
+
+def library() -> Any:
+    """The h5py package; an ImportError says how to get it."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise ImportError('the H5StorageCheckpointer needs h5py: pip install "engram[h5]"') from error
+    return h5py
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """How datasets are compressed, as h5py takes it; a ValueError says what is allowed."""
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown:
+        raise ValueError(f"h5_kwargs takes {', '.join(_OPTIONS)}; found {', '.join(map(repr, unknown))}")
+    compression = options.get("compression")
+    if compression not in _COMPRESSIONS:
+        raise ValueError(
+            f"h5_kwargs: compression is 'gzip', 'lzf' or None, which every HDF5 tool reads; found {compression!r}"
+        )
+    level = options.get("compression_opts")
+    if level is not None and (compression != "gzip" or type(level) is not int or not 0 <= level <= 9):
+        raise ValueError(f"h5_kwargs: compression_opts is a level from 0 to 9 of gzip; found {level!r}")
+    return dict(options)
+
+
+def place(*parts: str | int) -> str:
+    """A path in the file, made of names that may hold anything: `%` and two digits stand for what HDF5 cannot have."""
+    return "/".join(_name(str(part)) for part in parts)
+
+
+def _name(part: str) -> str:
+    if part in ("", "."):
+        return "%2E" if part else "%"
+    return "".join(c if c not in "/%\0" else quote(c, safe="") for c in part)
+
+
+def key_text(path: Path) -> str:
+    return json.dumps(list(path))
+
+
+class H5Writer:
+    """A new file. Names are paths in it; groups are made on the way."""
+
+    def __init__(self, file: Any, options: Mapping[str, Any]) -> None:
+        self._file, self._options = file, dict(options)
+
+    def describe(self, name: str, attributes: Mapping[str, Any]) -> None:
+        """Attributes of the file (`/`), a group or a dataset."""
+        (self._file[name] if name in self._file else self._file.create_group(name)).attrs.update(attributes)
+
+    def make(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], row_dims: int) -> None:
+        """A dataset of this size; its first `row_dims` dimensions are steps."""
+        options = dict(self._options)
+        if any(options.values()):
+            options["chunks"] = _chunks(shape, dtype, row_dims)
+        self._file.create_dataset(name, shape, dtype, **options)
+
+    def put(self, name: str, values: Array) -> None:
+        """A dataset that is written in one go."""
+        options = dict(self._options)
+        if any(options.values()):
+            options["chunks"] = _chunks(values.shape, values.dtype, 1)
+        self._file.create_dataset(name, data=values, **options)
+
+    def write(self, name: str, where: tuple[Any, ...], values: Array) -> None:
+        self._file[name][where] = values
+
+    def append(self, name: str, values: Array) -> None:
+        """Adds to a dataset that grows; the first call makes it, even with nothing to add."""
+        if name not in self._file:
+            chunks = (max(1, min(len(values) or 64, _CHUNK_BYTES // max(1, _row_bytes(values)))), *values.shape[1:])
+            self._file.create_dataset(
+                name, data=values, maxshape=(None, *values.shape[1:]), chunks=chunks, **self._options
+            )
+        elif len(values):
+            dataset = self._file[name]
+            before = len(dataset)
+            dataset.resize(before + len(values), axis=0)
+            dataset[before:] = values
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        read: Array = self._file[name][start:stop]
+        return read
+
+    def replace(self, old: str, new: str) -> None:
+        """Puts `new` in the place of `old`, which is dropped."""
+        del self._file[old]
+        self._file.move(new, old)
+
+
+@contextmanager
+def writing(path: str, options: Mapping[str, Any]) -> Iterator[H5Writer]:
+    """Writes a file at `path`; OSError when the disk is full or fails."""
+    h5py = library()
+    try:
+        with h5py.File(path, "w") as file:
+            yield H5Writer(file, options)
+    except RuntimeError as error:  # what h5py makes of a full disk when it closes
+        raise OSError(errno.EIO, f"HDF5 cannot write it ({error})", path) from error
+
+
+class H5Reader:
+    """A file that is not believed: every object that is read must be a plain dataset of the type and shape expected.
+
+    ValueError: it is not. No link is followed, no object of Python made, and nothing outside the file is opened.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._seen: dict[str, Any] = {}
+        self._groups: dict[str, Any] = {}
+
+    def expect(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        """The dataset at `name`, checked from the root on."""
+        with _as_value_errors():
+            dataset = self._walk(name)
+            if dataset.dtype.kind == "O" or dataset.shape != shape or dataset.dtype != dtype:
+                raise ValueError(f"{name} is {dataset.dtype} {dataset.shape}, not {dtype} {shape}")
+            _check_storage(name, dataset, shape, dtype)
+            self._seen[name] = dataset
+
+    def read(self, name: str, where: Any) -> Array:
+        """Values of a dataset that was expected."""
+        with _as_value_errors():
+            read: Array = self._seen[name][where]
+            return read
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """All values of a dataset that is read once: checked as by `expect`, and not kept open."""
+        self.expect(name, shape, dtype)
+        values = self.read(name, ())
+        self._seen[name] = None
+        return values
+
+    def nothing_else(self) -> None:
+        """ValueError when the file holds anything that was not expected."""
+        wanted: dict[str, set[str]] = {}
+        for name in self._seen:
+            parts = name.split("/")
+            for depth, part in enumerate(parts):
+                wanted.setdefault("/".join(parts[:depth]), set()).add(part)
+        with _as_value_errors():
+            for group, names in wanted.items():
+                found = set((self._file[group] if group else self._file).keys())
+                if found != names:
+                    raise ValueError(f"/{group} holds {sorted(found - names)[:3]}, which does not belong there")
+
+    def _walk(self, name: str) -> Any:
+        h5py = library()
+        here, parts = self._file, name.split("/")
+        before, self._groups = self._groups, {}  # those of the last walk: many groups are never open at once
+        for depth, part in enumerate(parts):
+            so_far = "/".join(parts[: depth + 1])
+            if so_far in before:
+                here = self._groups[so_far] = before[so_far]
+                continue
+            links = here.id.links
+            # Asked of the link, not of what it leads to, which may be another file.
+            if not links.exists(part.encode()) or links.get_info(part.encode()).type != h5py.h5l.TYPE_HARD:
+                raise ValueError(f"{so_far} is missing, or a link to somewhere else")
+            here = here[part]
+            if not isinstance(here, h5py.Dataset if depth == len(parts) - 1 else h5py.Group):
+                raise ValueError(f"{so_far} is a {type(here).__name__}")
+            if depth < len(parts) - 1:
+                self._groups[so_far] = here
+        return here
+
+
+@contextmanager
+def reading(file: BinaryIO) -> Iterator[H5Reader]:
+    """Reads an open file; ValueError when it is not HDF5."""
+    h5py = library()
+    with _as_value_errors():
+        opened = h5py.File(file, "r")
+    with opened:
+        yield H5Reader(opened)
+
+
+@contextmanager
+def _as_value_errors() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"HDF5 cannot read it ({error})") from error
+
+
+def _check_storage(name: str, dataset: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    creation = dataset.id.get_create_plist()
+    if dataset.is_virtual or creation.get_external_count():
+        raise ValueError(f"{name} has its values in other files")
+    filters = [creation.get_filter(i)[0] for i in range(creation.get_nfilters())]
+    if any(number not in (_GZIP, _SHUFFLE, _FLETCHER32, _LZF) for number in filters):
+        raise ValueError(f"{name} has filters ({filters}) other than gzip, lzf, shuffle and fletcher32")
+    row = math.prod(shape[1:]) * dtype.itemsize
+    if dataset.chunks is not None and math.prod(dataset.chunks) * dtype.itemsize > 4 * max(_CHUNK_BYTES, row):
+        raise ValueError(f"{name} has chunks of {dataset.chunks}, larger than this version writes")
+    if dataset.chunks is None and dataset.id.get_storage_size() != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name} is not as long as its shape {shape} says")
+
+
+def _row_bytes(values: Array) -> int:
+    return math.prod(values.shape[1:]) * values.itemsize
+
+
+def _chunks(shape: tuple[int, ...], dtype: np.dtype[Any], row_dims: int) -> tuple[int, ...] | None:
+    row = max(1, math.prod(shape[row_dims:]) * dtype.itemsize)
+    steps = max(1, min(shape[row_dims - 1], _CHUNK_BYTES // row))
+    return (*(1 for _ in shape[: row_dims - 1]), steps, *shape[row_dims:])

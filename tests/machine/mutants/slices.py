@@ -1,0 +1,81 @@
+"""Slices that are wrong by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from engram import _native
+from engram.data import SequenceSampler, SliceSampler, SliceSamplerWithoutReplacement
+from engram.data.replay_buffers.samplers import slices
+from machine.mutants.base import Mutant, Patch, around
+from machine.mutants.uniform import one_further
+
+
+def only_longer_ones(rule: Any, sampler: Any, length: int) -> Any:
+    """A trajectory of exactly a slice's length is left out; short ones that are one step long, too."""
+    before, after = (length - 1 if cut else 0 for cut in sampler.span)
+    return _native.SliceRule(length, length + 1 if sampler.strict_length else 2, before, after)
+
+
+def one_window_fewer(rule: Any, sampler: Any, length: int) -> Any:
+    return _native.SliceRule(length, 1, length - 2, length - 1)
+
+
+def marks_the_step_before(patch: Patch) -> None:
+    original = slices.mark_last
+
+    def mark(batch: Any, path: Any, drawn: Any) -> Tensor:
+        leaf = original(batch, path, drawn)
+        leaf.copy_(leaf.roll(-1, 0).clone())
+        return leaf
+
+    patch.setattr(slices, "mark_last", mark)
+
+
+def draws_the_last_again(slices: Any, sampler: Any, *args: Any) -> Any:
+    """The epoch goes on with the trajectory that was drawn last."""
+    drawn = slices()
+    state = sampler.state_dict()
+    if state["epoch"] is not None:
+        state["epoch"]["position"] -= 1
+        sampler.load_state_dict(state)
+    return drawn
+
+
+def leaves_one_out(slices: Any, sampler: Any, *args: Any) -> Any:
+    drawn = slices()
+    state = sampler.state_dict()
+    if state["epoch"] is not None:
+        state["epoch"]["position"] += 1
+        sampler.load_state_dict(state)
+    return drawn
+
+
+def burns_in_one_row_more(rule: Any, sampler: Any, length: int) -> Any:
+    return _native.SliceRule(length, rule(length).min_length, before=sampler.burn_in + 1, pad=True)
+
+
+SLICE_MUTANTS = {
+    "slices one further, so over a trajectory's end": Mutant(
+        around(SliceSampler, "sample", one_further), sampler="slices"
+    ),
+    "slices of trajectories that are longer than a slice": Mutant(
+        around(SliceSampler, "_rule", only_longer_ones), sampler="slices by id"
+    ),
+    "short slices of two steps at least": Mutant(
+        around(SliceSampler, "_rule", only_longer_ones), sampler="short slices"
+    ),
+    "spans that miss one window": Mutant(around(SliceSampler, "_rule", one_window_fewer), sampler="spans"),
+    "slices that mark the step before their last": Mutant(marks_the_step_before, sampler="two slices"),
+    "an epoch of slices that repeats a trajectory": Mutant(
+        around(SliceSamplerWithoutReplacement, "_slices", draws_the_last_again), sampler="slices in epochs"
+    ),
+    "an epoch of slices that leaves a trajectory out": Mutant(
+        around(SliceSamplerWithoutReplacement, "_slices", leaves_one_out), sampler="slices in order"
+    ),
+    "sequences with one row of burn-in more": Mutant(
+        around(SequenceSampler, "_rule", burns_in_one_row_more), sampler="sequences"
+    ),
+}

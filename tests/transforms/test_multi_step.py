@@ -1,0 +1,526 @@
+"""n-step returns: a slow loop says what is right, streams are cut anywhere, and no step is lost."""
+
+import os
+import pickle
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorData, TensorDict, tensorclass
+
+from engram.data import (
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    MultiStep,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from engram.testing.transform import as_dict, assert_equal
+from engram.transforms import Compose, MultiStepTransform, RewardScaling, StepCounter, Transform
+from transforms.data import flags, steps
+
+
+def stream(lengths, ids=False, seed=0):
+    """Trajectories one after the other [T], each with a done at its end (or, with ids, with none at all)."""
+    n = sum(lengths)
+    ends = torch.zeros(n, dtype=torch.bool)
+    ends[torch.tensor(lengths).cumsum(0) - 1] = not ids
+    generator = torch.Generator().manual_seed(seed)
+    data = {
+        "n": torch.arange(n),
+        "next": {"n": torch.arange(1, n + 1), "reward": torch.randn(n, 1, generator=generator).double(), **flags(ends)},
+    }
+    if ids:
+        data["collector"] = {"traj_ids": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))}
+    return TensorDict(data, [n])
+
+
+def slow(lengths, data, n_steps, gamma):
+    """What each step becomes, by loops: (reward, next n, steps, done)."""
+    rows, start = [], 0
+    for length in lengths:
+        for t in range(start, start + length):
+            end = min(t + n_steps, start + length)
+            reward = sum(gamma ** (k - t) * data["next", "reward"][k].item() for k in range(t, end))
+            rows.append((reward, end, end - t, bool(data["next", "done"][end - 1])))
+        start += length
+    return rows
+
+
+def assert_n_step(found, rows, gamma):
+    assert found["n"].tolist() == list(range(len(found)))
+    rows = rows[: len(found)]
+    torch.testing.assert_close(found["next", "reward"].flatten(), torch.tensor([r[0] for r in rows]).double())
+    assert found["next", "n"].tolist() == [r[1] for r in rows]
+    assert found["steps_to_next_obs"].flatten().tolist() == [r[2] for r in rows]
+    assert found["next", "done"].flatten().tolist() == [r[3] for r in rows]
+    assert found["nonterminal"].flatten().tolist() == [not r[3] for r in rows]
+    torch.testing.assert_close(found["gamma"].flatten(), gamma ** found["steps_to_next_obs"].flatten().double())
+    assert found["gamma"].shape == found["nonterminal"].shape == (len(found), 1)
+
+
+lengths_of = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), lengths=lengths_of, n_steps=st.integers(1, 6), ids=st.booleans())
+def test_streams_cut_anywhere_give_what_a_slow_loop_gives(data, lengths, n_steps, ids):
+    batch, gamma = stream(lengths, ids), 0.9
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(batch)), max_size=10)) | {0, len(batch)})
+    transform = MultiStepTransform(n_steps, gamma)
+    rb = ReplayBuffer(storage=LazyTensorStorage(100), transform=transform)
+    written = []
+    for start, stop in pairwise(cuts):
+        single = stop == start + 1 and data.draw(st.booleans())
+        piece = batch[start] if single else batch[start:stop]
+        piece = as_dict(piece) if data.draw(st.booleans()) and start == 0 else piece
+        index = rb.add(piece) if single else rb.extend(piece)
+        assert index.dtype == torch.int64 and index.ndim == 1
+        written += index.tolist()
+        assert len(rb) + transform.held_back == stop and transform.held_back <= n_steps - 1
+    assert written == list(range(len(rb)))
+    rows = slow(lengths, batch, n_steps, gamma)
+    if len(rb):
+        found = TensorDict(rb[:], [len(rb)])  # dicts where the first piece was one
+        assert_n_step(found, rows, gamma)
+        assert torch.equal(found["next", "original_reward"], batch["next", "reward"][: len(rb)])
+    # Whatever waits belongs to a trajectory that has not ended.
+    assert len(rb) == len(batch) if not ids else transform.held_back == min(n_steps - 1, lengths[-1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    envs=st.lists(st.lists(st.integers(1, 6), min_size=8, max_size=8), min_size=1, max_size=3),
+    n_steps=st.integers(1, 5),
+    dim_extend=st.sampled_from([0, 1]),
+)
+def test_environments_wait_for_the_slowest_and_stay_rectangular(data, envs, n_steps, dim_extend):
+    T, gamma = 8, 0.5
+    strands = [stream(lengths, seed=e)[:T] for e, lengths in enumerate(envs)]
+    batch = torch.stack(strands)
+    expected = []
+    for lengths, strand in zip(envs, strands, strict=True):
+        shown, left = [], T
+        for length in lengths:
+            shown.append(min(length, left))
+            left -= shown[-1]
+            if not left:
+                break
+        expected.append(slow(shown, strand, n_steps, gamma))
+    cuts = sorted(data.draw(st.sets(st.integers(1, T), max_size=5)) | {0, T})
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(200, ndim=2), dim_extend=dim_extend, transform=MultiStepTransform(n_steps, gamma)
+    )
+    for start, stop in pairwise(cuts):
+        piece = batch[:, start:stop]
+        index = rb.extend(piece if dim_extend else piece.transpose(0, 1))
+        assert index.shape[1] == 2
+    done = rb._transform[0].held_back
+    if len(rb):
+        found = rb[:] if dim_extend else rb[:].transpose(0, 1)
+        assert found.shape == (len(envs), T - done)
+        for strand, rows in zip(found, expected, strict=True):
+            assert_n_step(strand, rows, gamma)
+    assert done <= n_steps - 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=lengths_of, n_steps=st.integers(1, 12), ids=st.booleans())
+def test_the_postproc_gives_what_a_slow_loop_gives(lengths, n_steps, ids):
+    batch = stream(lengths, ids)
+    assert_n_step(MultiStep(0.9, n_steps)(batch.clone()), slow(lengths, batch, n_steps, 0.9), 0.9)
+    rows = torch.stack([batch, batch])
+    made = MultiStep(0.9, n_steps)(rows)
+    assert made is rows
+    for row in rows:
+        assert_n_step(row, slow(lengths, batch, n_steps, 0.9), 0.9)
+    assert_equal(MultiStep(0.9, n_steps)(as_dict(batch.clone())), rows[0])
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 5])
+def test_the_postproc_does_not_look_into_padding(n_steps):
+    rows = [stream([5], ids=True), stream([2], ids=True)]
+    padded = torch.stack([rows[0], torch.cat([rows[1], stream([3], ids=True)])])
+    padded["collector", "traj_ids"].zero_()
+    padded["collector", "mask"] = torch.tensor([[True] * 5, [True] * 2 + [False] * 3])
+    reward = padded["next", "reward"].clone()
+    made = MultiStep(0.9, n_steps)(padded)
+    for k, lengths in enumerate(([5], [2])):
+        assert_n_step(made[k, : lengths[0]], slow(lengths, rows[k], n_steps, 0.9), 0.9)
+    assert torch.equal(made["next", "reward"][1, 2:], reward[1, 2:])
+    unmasked = MultiStep(0.9, n_steps, mask_key="absent")(padded.exclude("gamma", ("next", "original_reward")))
+    assert unmasked.shape == (2, 5)
+
+
+def test_one_step_changes_no_reward_and_no_next_observation():
+    batch = stream([3, 4])
+    made = MultiStep(0.5, 1)(batch.clone())
+    assert_equal(made["next"].exclude("original_reward"), batch["next"])
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=MultiStepTransform(1, 0.5))
+    assert rb.extend(batch[:5]).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_other_rewards_and_flags_can_be_named():
+    batch = (
+        stream([4]).rename_key_(("next", "reward"), ("next", "score")).rename_key_(("next", "done"), ("next", "over"))
+    )
+    made = MultiStep(0.5, 2, reward_keys=[("next", "score")], done_key=("next", "over"))(batch.clone())
+    expected = MultiStep(0.5, 2)(stream([4]))
+    assert torch.equal(made["next", "score"], expected["next", "reward"]) and ("next", "original_score") in made.keys(
+        True
+    )
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.append_transform(MultiStepTransform(2, 0.5, reward_keys=[("next", "score")], done_key=("next", "over")))
+    rb.extend(batch)
+    assert torch.equal(rb[:]["next", "score"], expected["next", "reward"])
+    for make in (lambda **k: MultiStep(0.5, 2, **k), lambda **k: MultiStepTransform(2, 0.5, **k)):
+        with pytest.raises(ValueError, match="under 'next'"):
+            make(reward_keys=["reward"])
+    with pytest.raises(KeyError, match=r"\('next', 'reward'\)"):
+        MultiStep(0.5, 2, done_key=("next", "over"))(batch)
+
+
+@pytest.mark.parametrize("make", [lambda g, n: MultiStep(g, n), lambda g, n: MultiStepTransform(n, g)])
+def test_bad_settings_are_refused_at_once(make):
+    for gamma in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="gamma must be 0 to 1"):
+            make(gamma, 3)
+    for n in (0, -1, 2.5, True):
+        with pytest.raises(ValueError, match="n_steps must be an integer of 1 or more"):
+            make(0.9, n)
+
+
+# ---- what waits ----
+def buffer(storage=None, n_steps=3, **parts):
+    storage = LazyTensorStorage(100) if storage is None else storage
+    return ReplayBuffer(storage=storage, transform=MultiStepTransform(n_steps, 0.9), **parts)
+
+
+def test_an_extend_that_leads_to_nothing_to_write_returns_no_indices():
+    for storage in (LazyTensorStorage(10), ListStorage(10), LazyMemmapStorage(10)):
+        rb = buffer(storage)
+        index = rb.extend(stream([9])[:2])
+        assert index.shape == (0,) and index.dtype == torch.int64 and len(rb) == 0 and rb.write_count == 0
+        assert rb.add(stream([9])[2]).tolist() == [0]
+    rb = buffer(LazyTensorStorage(10, ndim=2))
+    assert rb.extend(stream([9])[:2].unsqueeze(0)).shape == (0, 2)
+    for rb in (ReplayBuffer(storage=LazyTensorStorage(10)), buffer(), buffer(LazyTensorStorage(10))):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="nothing to add"):
+                rb.extend(stream([9])[:0])
+            rb.extend(stream([9])[:2])
+
+
+def test_what_waits_is_a_copy():
+    rb, batch = buffer(), stream([6])
+    piece = batch[:4].clone()
+    rb.extend(piece)
+    piece["n"].fill_(-1)
+    piece["next", "reward"].fill_(-1)
+    rb.extend(batch[4:])
+    assert_n_step(rb[:], slow([6], batch, 3, 0.9), 0.9)
+
+
+def test_what_waits_is_saved_and_goes_on_in_a_buffer_that_loads_it(tmp_path):
+    batch = stream([3, 8])
+    for ndim in (1, 2):
+        shaped = batch if ndim == 1 else batch.unsqueeze(0)
+        for stop in range(1, 11):
+            rb, twin, other = (buffer(LazyTensorStorage(50, ndim=ndim)) for _ in range(3))
+            rb.extend(shaped[..., :stop])
+            rb.dumps(tmp_path / f"{ndim}-{stop}")
+            twin.loads(tmp_path / f"{ndim}-{stop}")
+            other.load_state_dict(rb.state_dict())
+            for b in (rb, twin, other):
+                b.extend(shaped[..., stop:])
+                assert_n_step(b[:].reshape(-1), slow([3, 8], batch, 3, 0.9), 0.9)
+
+
+def test_a_checkpoint_without_transforms_loads_and_leaves_nothing_waiting(tmp_path):
+    """Checkpoints of earlier versions have no such component."""
+    from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
+
+    old = ReplayBuffer(storage=LazyTensorStorage(100))
+    made = buffer()
+    made.extend(stream([4]))
+    old.extend(made[:])
+    states = old.part_states()
+    components = {
+        "sampler": {"kind": "RandomSampler", "state": states["sampler"]},
+        "writer": {"kind": "RoundRobinWriter", "state": states["writer"]},
+        "generator": {"state": None},
+    }
+    save_snapshot(tmp_path, components, (old.storage.checkpointer, old.storage))
+    rb = buffer()
+    rb.extend(stream([9])[:5])
+    rb.loads(tmp_path)
+    assert len(rb) == 4 and rb._transform[0].held_back == 0
+    state = old.state_dict()
+    del state["transform"]
+    rb.extend(stream([9])[:5])
+    rb.load_state_dict(state)
+    assert len(rb) == 4 and rb._transform[0].held_back == 0
+
+
+def test_what_waited_needs_a_place_where_it_is_loaded(tmp_path):
+    rb, plain = buffer(), ReplayBuffer(storage=LazyTensorStorage(100))
+    rb.extend(stream([9])[:5])
+    rb.dumps(tmp_path)
+    for load in (lambda: plain.loads(tmp_path), lambda: plain.load_state_dict(rb.state_dict())):
+        with pytest.raises(ValueError, match="the state of a MultiStepTransform was saved"):
+            load()
+        assert len(plain) == 0
+    plain.loads(tmp_path, parts=("storage",))
+    assert len(plain) == 3
+    settled = buffer()
+    settled.extend(stream([5]))
+    settled.dumps(tmp_path / "settled")
+    plain.loads(tmp_path / "settled")
+    assert len(plain) == 5
+
+
+def test_emptying_drops_what_waits():
+    rb = buffer()
+    rb.extend(stream([9])[:5])
+    rb.empty()
+    assert rb._transform[0].held_back == 0
+    rb.extend(stream([4]))
+    assert_n_step(rb[:], slow([4], stream([4]), 3, 0.9), 0.9)
+
+
+@pytest.mark.parametrize("before", [0, 1, 5])
+@pytest.mark.parametrize("what", ["dtype", "narrower dtype", "shape", "missing", "new"])
+def test_a_refused_extend_leaves_what_waits_as_it_was(before, what):
+    batch, rb = stream([12]), buffer()
+    example = buffer()
+    example.extend(batch)
+    if before == 0:
+        # Nothing waits, and the storage has its layout: what would only wait is compared with that.
+        rb = buffer(TensorStorage(example[:].clone()))
+        rb.empty()
+    else:
+        rb.extend(batch[:before])
+    bad = batch[before : before + 1].clone()
+    if what == "dtype":
+        bad["n"] = bad["n"].float()
+    elif what == "narrower dtype":
+        bad["n"] = bad["n"].int()
+    elif what == "shape":
+        bad["next", "reward"] = torch.zeros(1, 2)
+    elif what == "missing":
+        del bad["n"]
+    else:
+        bad["colour"] = torch.zeros(1)
+    held, n = rb._transform[0].held_back, len(rb)
+    with pytest.raises(ValueError, match={"new": "colour", "shape": "reward"}.get(what, "'n'")):
+        rb.extend(bad)
+    assert rb._transform[0].held_back == held and len(rb) == n
+    rb.extend(batch[before:])
+    assert_n_step(rb[:], slow([12], batch, 3, 0.9), 0.9)
+
+
+def test_a_writer_that_refuses_also_refuses_what_would_only_wait():
+    rb = buffer()
+    rb.extend(stream([9]))
+    rb.set_writer(ImmutableDatasetWriter())
+    with pytest.raises(RuntimeError, match="immutable"):
+        rb.extend(stream([9])[:1])
+    assert rb._transform[0].held_back == 0
+
+
+def test_transforms_on_either_side_see_each_step_once():
+    """RewardScaling is inverted: on writing. On its left it sees sums of n steps, on its right single steps."""
+    batch = stream([7])
+
+    class Scale(RewardScaling):
+        inv = RewardScaling.forward
+
+    scaled = batch.clone()
+    scaled["next", "reward"] *= 2
+    for order in (0, 1):
+        parts = [MultiStepTransform(3, 0.9), Scale(0.0, 2.0)]
+        rb = ReplayBuffer(storage=LazyTensorStorage(50), transform=Compose(*(parts if order else parts[::-1])))
+        for t in range(7):
+            rb.add(batch[t])
+        torch.testing.assert_close(
+            rb.storage[:]["next", "reward"].flatten(), torch.tensor([r[0] for r in slow([7], scaled, 3, 0.9)]).double()
+        )
+    rb = ReplayBuffer(storage=LazyTensorStorage(50))
+    rb.append_transform(MultiStepTransform(3, 0.9))
+    rb.append_transform(StepCounter(), invert=True)
+    for t in range(7):
+        rb.add(batch[t])
+    assert rb[:]["step_count"].flatten().tolist() == list(range(7))
+    assert rb[:]["next", "step_count"].flatten().tolist() == [3, 4, 5, 6, 7, 7, 7]
+
+
+class Counting(Transform):
+    """Notes what it is given on writing."""
+
+    def __init__(self):
+        self.seen = []
+
+    def write(self, writing):
+        self.seen.append((writing.items, writing.held, writing.single, writing.in_place))
+        return writing
+
+
+def test_transforms_on_the_left_get_what_is_written_now_and_what_would_be_written():
+    left, batch = Counting(), stream([9])
+    rb = ReplayBuffer(storage=LazyTensorStorage(50), transform=Compose(left, MultiStepTransform(3, 0.9)))
+    rb.extend(batch[:2])
+    rb.extend(batch[2:5])
+    (none, held, *_), (items, later, *_) = left.seen
+    assert none is None and held["n"].tolist() == [0, 1]
+    assert items["n"].tolist() == [0, 1, 2] and later["n"].tolist() == [3, 4]
+
+
+def test_a_transform_along_time_on_the_left_of_it_is_not_disturbed_by_what_waits():
+    """Ids, not flags, say where trajectories end: the flags of n steps come early."""
+    batch = stream([9, 6], ids=True)
+    for cuts in ((0, 15), (0, 2, 5, 6, 7, 12, 15), tuple(range(16))):
+        rb = ReplayBuffer(storage=LazyTensorStorage(50))
+        rb.append_transform(StepCounter(), invert=True)
+        rb.append_transform(MultiStepTransform(3, 0.9))
+        for start, stop in pairwise(cuts):
+            rb.extend(batch[start:stop])
+        assert rb[:]["step_count"].flatten().tolist() == [*range(9), *range(4)]
+
+
+def test_two_horizons_one_after_the_other():
+    batch = stream([7])
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(50), transform=Compose(MultiStepTransform(2, 1.0), MultiStepTransform(3, 1.0))
+    )
+    for t in range(7):
+        rb.add(batch[t])
+    expected = MultiStep(1.0, 2)(MultiStep(1.0, 3)(batch.clone()))
+    assert_equal(rb[:], expected)
+
+
+def test_in_place_writes_and_reads_pass_by():
+    rb, batch = buffer(), stream([5, 9])
+    rb.extend(batch[:9])
+    held = rb._transform[0].held_back
+    rows = rb[:]
+    rb[2] = rows[1]
+    rb[3:5] = rows[0:2]
+    generation = rb.storage.lanes.generations(torch.tensor([6]))
+    assert rb.update_if_present(torch.tensor([6]), generation, rows[:1]).all()
+    assert rb[:]["n"].tolist() == [0, 1, 1, 0, 1, 5, 0] and rb._transform[0].held_back == held
+    assert rb.sample(3)["n"].shape == (3,)
+
+
+def test_rows_that_are_trajectories_wait_for_nothing():
+    rb = buffer(n_steps=3)
+    batch = torch.stack([stream([4, 2]), stream([1, 5])])
+    assert rb.extend(batch).tolist() == [0, 1]
+    assert rb.add(stream([6])) == 2
+    for row, lengths in zip(rb[:], ([4, 2], [1, 5], [6]), strict=True):
+        assert_n_step(row, slow(lengths, stream(lengths), 3, 0.9), 0.9)
+
+
+@tensorclass
+class Moment:
+    n: torch.Tensor
+    next: TensorDict
+    gamma: torch.Tensor | None = None
+    steps_to_next_obs: torch.Tensor | None = None
+    nonterminal: torch.Tensor | None = None
+
+
+@pytest.mark.parametrize("form", ["list", "list of dicts", "constants", "ListStorage"])
+def test_other_forms_of_data(form):
+    batch, make = stream([6]), (lambda piece: piece)
+    if form == "list":
+        make = lambda piece: [piece[i] for i in range(len(piece))]  # noqa: E731
+    elif form == "list of dicts":
+        make = lambda piece: [as_dict(piece[i]) for i in range(len(piece))]  # noqa: E731
+    elif form == "constants":
+        make = lambda piece: piece.set("env", NonTensorData("CartPole", batch_size=piece.shape))  # noqa: E731
+    rb = buffer(ListStorage(20) if form == "ListStorage" else None)
+    for start, stop in ((0, 2), (2, 3), (3, 6)):
+        rb.extend(make(batch[start:stop].clone()))
+    found = torch.stack(rb[:]) if form == "ListStorage" else rb[:]
+    if form == "list of dicts":
+        found = TensorDict(found, [6])
+    assert_n_step(found, slow([6], batch, 3, 0.9), 0.9)
+    assert form != "constants" or found["env"] == "CartPole"
+
+
+def test_a_process_that_shares_the_storage_does_not_write_what_waits_here():
+    rb = buffer(LazyTensorStorage(50, shared=True, lanes=2))
+    rb.extend(stream([9])[:5])
+    copy = pickle.loads(pickle.dumps(rb._transform))
+    assert copy[0].held_back == 2, "a transform alone keeps what it has"
+    sent = pickle.loads(pickle.dumps(rb))
+    assert sent._transform[0].held_back == 0 and len(sent) == 3 and rb._transform[0].held_back == 2
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if rb._transform[0].held_back == 0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert rb._transform[0].held_back == 2
+    private = buffer()
+    private.extend(stream([9])[:5])
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if private._transform[0].held_back == 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_threads_that_write_with_ids_lose_nothing():
+    rb, errors = buffer(LazyTensorStorage(4000)), []
+
+    def write(number):
+        try:
+            batch = stream([1000], ids=True)
+            batch["n"] += 1000 * number
+            batch["collector", "traj_ids"] += number
+            for start in range(0, 1000, 10):
+                rb.extend(batch[start : start + 10])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(rb) + rb._transform[0].held_back == 4000
+    written = rb[:]["n"].tolist()
+    assert len(set(written)) == len(written)
+    for k in range(4):
+        mine = [n for n in written if n // 1000 == k]
+        assert mine == list(range(1000 * k, 1000 * k + len(mine)))
+
+
+def test_called_by_hand_it_waits_as_well():
+    transform, batch = MultiStepTransform(3, 0.9), stream([7])
+    first = transform.inv(batch[:2])
+    assert first.batch_size == (0,)
+    assert_n_step(
+        torch.cat([first, transform.inv(batch[2:5]), transform.inv(batch[5:])]), slow([7], batch, 3, 0.9), 0.9
+    )
+    assert transform.held_back == 0 and transform.forward(batch) is batch
+
+
+def test_the_tensordict_buffer_samples_what_was_written():
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(50),
+        transform=MultiStepTransform(3, 0.9),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=4,
+    )
+    for t in range(12):
+        rb.add(stream([12])[t])
+    seen = torch.cat(list(rb))
+    assert sorted(seen["n"].tolist()) == list(range(12)) and torch.equal(seen["index"], seen["n"])
+    assert steps(3).batch_size == (3,)
