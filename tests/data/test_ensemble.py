@@ -438,6 +438,24 @@ class TestSaving:
         more = steps(2010, 2014)
         assert rb[2].extend(more).tolist() == twin[2].extend(more).tolist()
 
+    def test_a_members_epoch_goes_on_in_a_twin_that_held_other_rows(self, tmp_path):
+        def make(capacity):
+            return ensemble(*(
+                TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), sampler=SamplerWithoutReplacement())
+                for _ in range(2)
+            ), sample_from_all=True, batch_size=6)  # fmt: skip
+
+        rb, twin = make(10), make(10)
+        twin[0].extend(steps(0, 4))
+        for k in range(2):
+            rb[k].extend(steps(1000 * k, 1000 * k + 15))
+        first = numbers(rb.sample())
+        rb.dumps(tmp_path)
+        twin.loads(tmp_path)
+        rest = [numbers(twin.sample()) for _ in range(2)]
+        for k in range(2):
+            assert len({n for batch in [first, *rest] for n in batch[k]}) == 9
+
     def test_an_empty_ensemble_and_a_single_part_can_be_saved(self, tmp_path):
         rb, twin = self.make(), self.make()
         rb.dumps(tmp_path / "empty")
