@@ -170,9 +170,11 @@ inline void warm_rows(const Store& store, const SlotRange& slots, size_t part, s
 }
 
 // The rows of several stores of one layout, the same number from each, as one batch; numbers and positions go through
-// all of them.
+// all of them. With `parts` (an extra dict or None for each store) also each store's rows as a batch, in the memory of
+// the whole.
 inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& codec, nb::handle slots_in,
-                             std::optional<std::vector<int64_t>> shape, nb::handle extra, bool mapped, bool numbers) {
+                             std::optional<std::vector<int64_t>> shape, nb::handle extra, bool mapped, bool numbers,
+                             nb::handle parts = nb::none()) {
   if (!torch_api().api) throw nb::type_error("gather needs the exchange API; use gather_into");
   for (const Store* store : stores) check_codec(*store, codec);
   const SlotsArg slots(nb::borrow(slots_in), true);
@@ -189,9 +191,14 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
     lead = std::move(*shape);
   }
   const auto& leaves = codec.leaves();
-  OutBlock shared(leaves.size());
+  std::vector<nb::object> extras;
+  if (!parts.is_none())
+    for (nb::handle one : nb::cast<nb::list>(parts)) extras.push_back(nb::borrow(one));
+  if (!extras.empty() && extras.size() != stores.size()) throw nb::value_error("one extra for each store");
+  const std::vector<int64_t> part_lead(1, static_cast<int64_t>(each));
+  OutBlock shared(leaves.size() * (1 + extras.size()));
   std::vector<std::unique_ptr<OutBlock>> own;
-  std::vector<std::pair<OutBlock*, size_t>> where;
+  std::vector<std::pair<OutBlock*, size_t>> where, part_where;
   where.reserve(leaves.size());
   size_t bytes = 0;
   bool any_shared = false;
@@ -206,6 +213,10 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
       any_shared = true;
     where.emplace_back(block, block->plan(leaf.dtype, lead.data(), lead.size(), leaf.shape, size));
   }
+  for (size_t p = 0; p < extras.size(); ++p)
+    for (size_t k = 0; k < leaves.size(); ++k)
+      part_where.emplace_back(where[k].first,
+                              where[k].first->alias(where[k].second, part_lead.data(), 1, p * each * leaves[k].bytes));
   if (any_shared) shared.take();
   for (auto& block : own) block->take();
   // The tensors first, while the rows come in from memory behind them; then the copy into the tensors' memory.
@@ -215,6 +226,8 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
     for (size_t p = 0; p < stores.size(); ++p) warm_rows(*stores[p], {slots.data + p * each, each}, k, where.size());
     tensors.push_back(nb::steal(where[k].first->make(where[k].second)));
   }
+  std::vector<nb::object> part_tensors;
+  for (auto [block, i] : part_where) part_tensors.push_back(nb::steal(block->make(i)));
   // From here to the copy no Python code runs, so that a finaliser that samples cannot use this memory meanwhile.
   static thread_local std::vector<LeafCopy> copies;
   Reading all;
@@ -238,7 +251,15 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
     }
   });
   if (!all.inside) refuse_slots(*stores[all.outside]);
-  return finish_read(codec.build(tensors, lead, extra), all, numbers);
+  nb::tuple read = finish_read(codec.build(tensors, lead, extra), all, numbers);
+  if (extras.empty()) return read;
+  nb::list made;
+  for (size_t p = 0; p < extras.size(); ++p) {
+    std::vector<nb::object> mine;
+    for (size_t k = 0; k < leaves.size(); ++k) mine.push_back(std::move(part_tensors[p * leaves.size() + k]));
+    made.append(codec.build(mine, part_lead, extras[p]));
+  }
+  return nb::make_tuple(read[0], read[1], read[2], read[3], made);
 }
 
 // What the members of an ensemble were drawn for, as int64 [members, rows]: their slots, and which member each is of.

@@ -46,7 +46,7 @@ NB_MODULE(_native, m) {
     return out;
   }, "key"_a, "n"_a, "start"_a, "count"_a);
   m.def("gather_many", &gather_many, "stores"_a, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(),
-        "extra"_a.none() = nb::none(), "mapped"_a = false, "numbers"_a = false);
+        "extra"_a.none() = nb::none(), "mapped"_a = false, "numbers"_a = false, "parts"_a.none() = nb::none());
   m.def("joint_index", &joint_index, "slots"_a, "members"_a);
   m.def("pool_bytes", [] { return BlockPool::instance().kept(); });
 

@@ -90,6 +90,13 @@ class OutBlock {
     entries_.push_back(e);
     return entries_.size() - 1;
   }
+  // A tensor over a part of the memory of tensor i, from `offset` (bytes) on.
+  size_t alias(size_t i, const int64_t* lead, size_t n_lead, size_t offset) {
+    const size_t data = data_;
+    const size_t at = plan(entries_[i].dtype, lead, n_lead, *entries_[i].inner, 0);
+    data_ = data, entries_[at].data = entries_[i].data + offset;
+    return at;
+  }
   void take() {
     records_ = (records_ + kBlockAlign - 1) / kBlockAlign * kBlockAlign;
     block_ = BlockPool::instance().take(records_ + data_, static_cast<uint32_t>(entries_.size()));

@@ -195,6 +195,45 @@ class TestTransformsAndCollate:
         batch = rb.sample()
         assert not batch["obs"][1].any() and batch["obs"][0].any()
 
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda b: b.set("obs", b["obs"] + 1),
+            lambda b: b.set(("next", "reward"), b["next", "reward"] * 2),
+            lambda b: b.set("new", b["n"] * 2).set(("next", "new"), b["n"] + 1),
+            lambda b: b.exclude("obs", ("next", "small")),
+            lambda b: b.rename_key_("obs", "observation"),
+            lambda b: b.set("next", TensorDict({"reward": b["next", "reward"]}, b.batch_size)),
+            lambda b: b.set("obs", b["obs"].add_(3)),
+            lambda b: b.set("obs", b["obs"].flip(0)).set("n", b["n"].clone()),
+            lambda b: TensorDict({"only": b["obs"][:, 0]}, b.batch_size),
+            lambda b: b.set("next", b["obs"]),
+            lambda b: b.set("obs", TensorDict({"a": b["obs"]}, b.batch_size)),
+            lambda b: b.unsqueeze(-1),
+            lambda b: b["obs"],
+            lambda b: b,
+        ],
+    )
+    @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+    def test_whatever_a_transform_does_the_batch_is_what_stacking_gives(self, change, cls):
+        changed = {"times": [change, None], "both": [change, change]}
+        for transforms in changed.values():
+            rbs = [member(1000 * k, 10, cls=cls, transform=t) for k, t in enumerate(transforms)]
+            rb = ReplayBufferEnsemble(*rbs, sample_from_all=True, batch_size=8)
+            if not isinstance(change(steps(0, 4)), TensorDict) and transforms[1] is None:
+                continue  # a tensor and a TensorDict make no batch
+            if change(steps(0, 4)).ndim > 1 and transforms[1] is None:
+                continue
+            batch, info = rb.sample(return_info=True)
+            for k in (0, 1):
+                expected = rbs[k].storage.get(info["index"][k])
+                if cls is TensorDictReplayBuffer:
+                    expected["index"] = info["index"][k]
+                expected = expected if transforms[k] is None else change(expected)
+                found = batch[k] if isinstance(batch, torch.Tensor) else batch[k].exclude("buffer_ids")
+                assert isinstance(found, torch.Tensor) or set(found.keys(True)) == set(expected.keys(True))
+                assert (found == expected).all()
+
     def test_a_collate_function_gets_the_members_batches(self):
         rb = ensemble(collate_fn=lambda batches: torch.cat(batches), sample_from_all=True)
         batch, info = rb.sample(return_info=True)

@@ -94,7 +94,8 @@ class RowTable:
         shape: tuple[int, ...],
         extra: dict[str, Any] | None,
         numbers: bool,
-    ) -> _Read | None:
+        parts: list[dict[str, Any] | None] | None,
+    ) -> tuple[Any, ...] | None:
         """As `read`, from tables that are `like` this one; None where some rows have numbers of their own."""
         tables = [self, *others]
         for table in tables:
@@ -104,7 +105,7 @@ class RowTable:
                 return None
         stores = [table.lanes.store for table in tables]
         mapped = any(table.mapped for table in tables)
-        return _native.gather_many(stores, self._codec, slots, shape, extra, mapped, numbers)
+        return _native.gather_many(stores, self._codec, slots, shape, extra, mapped, numbers, parts)
 
     def _read_slowly(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, numbers: bool) -> _Read:
         if _native.has_exchange():

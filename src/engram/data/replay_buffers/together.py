@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from engram import _native
@@ -43,7 +43,7 @@ class EnsembleReader:
         self.collate_fn = collate_fn
         self.pin_memory = pin_memory
         self._attaches = all(reader.attaches for reader in readers)
-        # Whether rows of all members can go straight into one batch, as long as no member has transforms.
+        # Whether rows of all members can go straight into one batch.
         alike = all(reader.attaches == readers[0].attaches for reader in readers)
         self._at_once = alike and collate_fn is None and all(reader.only_reads for reader in readers)
         self.lock = threading.RLock()
@@ -74,9 +74,6 @@ class EnsembleReader:
     def _read_at_once(self, drawn: list[_Drawn], ids: list[int], numbers: bool) -> tuple[Any, dict[str, Any]] | None:
         """Straight into one batch; None where it takes more than that."""
         readers = [self.readers[i] for i in ids]
-        for reader in readers:
-            if reader.transform.transforms:
-                return None
         joint = _joint_index([one[0] for one in drawn], ids)
         if joint is None:
             return None
@@ -88,7 +85,12 @@ class EnsembleReader:
             extra["buffer_ids"] = buffer_ids
         others = [reader.storage for reader in readers[1:]]
         shape = tuple(index.shape)
-        read = readers[0].storage.read_with(others, index, shape, extra, numbers)
+        parts: list[Any] | None = None
+        for reader in readers:
+            if reader.transform.transforms:
+                parts = [r.entries(one[0], one[1]) or None for r, one in zip(readers, drawn, strict=True)]
+                break
+        read = readers[0].storage.read_with(others, index, shape, extra, numbers, parts)
         if read is None or read[1] is not None or read[2] is not None:
             return None  # rows that are gone are drawn anew by their own member
         batch, generation = read[0], read[3]
@@ -96,7 +98,13 @@ class EnsembleReader:
             info["generation"] = generation.view(shape)
             if extra is not None and readers[0].with_generation:
                 put_entry(batch, "generation", info["generation"])
+                for part, of_part in zip(read[4] if parts else [], info["generation"], strict=False):
+                    put_entry(part, "generation", of_part)
         info["index"], info["buffer_ids"] = index, buffer_ids
+        if parts is not None:
+            batch = _transformed(batch, read[4], [reader.transform for reader in readers])
+            if self._attaches:
+                _put_ids(batch, buffer_ids)
         return batch, info
 
     def _read_one_by_one(self, drawn: list[_Drawn], ids: list[int], numbers: bool) -> tuple[Any, dict[str, Any]]:
@@ -113,9 +121,18 @@ class EnsembleReader:
         if self.collate_fn is not None:
             return self.collate_fn(batches), info
         batch = stack_batches(batches)
-        if self._attaches and isinstance(batch, TensorDictBase | dict):
-            put_entry(batch, "buffer_ids", info["buffer_ids"])
+        if self._attaches:
+            _put_ids(batch, info["buffer_ids"])
         return batch, info
+
+
+def _put_ids(batch: Any, ids: Tensor) -> None:
+    """Puts each row's member into a batch that has a place for it."""
+    if isinstance(batch, TensorDictBase) and batch.batch_size[:2] == ids.shape:
+        more = batch.batch_size[2:]  # dimensions that transforms have added
+        batch.set("buffer_ids", ids.reshape(*ids.shape, *(1 for _ in more)).expand(batch.batch_size) if more else ids)
+    elif isinstance(batch, dict):
+        batch["buffer_ids"] = ids
 
 
 def stack_batches(batches: list[Any]) -> Any:
@@ -124,10 +141,66 @@ def stack_batches(batches: list[Any]) -> Any:
         return stack_items(batches)
     try:
         return torch.stack(batches)
-    except (RuntimeError, KeyError, ValueError):
+    except (RuntimeError, KeyError, ValueError, AttributeError):  # a tensor here, a TensorDict there
         if len({batch.device for batch in batches}) > 1:  # one of a list storage has none
             batches = [batch.copy().clear_device_() for batch in batches]
         return lazy_stack(batches)
+
+
+def _transformed(whole: Any, parts: list[Any], transforms: list[Compose]) -> Any:
+    """The whole batch after each part of it has gone through its transform.
+
+    Parts lie in the memory of the whole: what a transform left where it was, or changed in place, is in its place.
+    """
+    if type(whole) is not TensorDict:
+        return stack_batches([t.forward(part) for t, part in zip(transforms, parts, strict=True)])
+    before = [_held(part) for part in parts]
+    after = [t.forward(part) for t, part in zip(transforms, parts, strict=True)]
+    fits = all(type(part) is TensorDict and part.batch_size == whole.batch_size[1:] for part in after)
+    try:
+        if fits and _rejoin(whole, before, after):
+            return whole
+    except (RuntimeError, KeyError, TypeError):  # shapes that differ
+        pass
+    return stack_batches(after)
+
+
+def _held(part: TensorDict) -> dict[str, Any]:
+    """The entries of a TensorDict and of those in it, as they are now."""
+    held = dict(part._tensordict)
+    for key, value in part._tensordict.items():
+        if type(value) is TensorDict:
+            held[key] = _held(value)
+    return held
+
+
+def _rejoin(whole: TensorDict, before: list[dict[str, Any]], after: list[Any]) -> bool:
+    """Brings a batch to what its parts have become; False where they cannot be one batch."""
+    entries = [part._tensordict for part in after]
+    keys, mine = entries[0].keys(), whole._tensordict
+    if any(other.keys() != keys for other in entries[1:]):
+        return False
+    for key in [key for key in mine if key not in keys and key != "buffer_ids"]:
+        del mine[key]
+    pairs = list(zip(entries, before, strict=True))
+    for key, first in entries[0].items():
+        nested = type(first) is TensorDict
+        if not nested and key in mine:
+            for one, old in pairs:
+                if one[key] is not old.get(key):
+                    break
+            else:
+                continue  # as the rows were read, in the memory of the whole
+        values: list[Any] = [one[key] for one in entries]
+        was: list[Any] = [old.get(key) for old in before]
+        if nested and type(mine.get(key)) is TensorDict and all(type(old) is dict for old in was):
+            if not (all(type(v) is TensorDict for v in values) and _rejoin(mine[key], was, values)):
+                return False
+        elif len({isinstance(v, TensorDictBase) for v in values}) > 1:
+            return False
+        else:
+            mine[key] = torch.stack(values)
+    return True
 
 
 def _joint_index(drawn: list[Any], ids: list[int]) -> tuple[Tensor, Tensor] | None:

@@ -164,10 +164,12 @@ class Storage(abc.ABC):
         shape: tuple[int, ...],
         extra: dict[str, Any] | None = None,
         numbers: bool = False,
-    ) -> Rows | None:
+        parts: list[dict[str, Any] | None] | None = None,
+    ) -> tuple[Any, ...] | None:
         """As `read`, from this storage and others: as many slots of each, one after the other, into one batch.
 
-        None: their rows do not lie alike, each must be read by itself.
+        With `parts` (for each storage entries to add, or None), also a list of each storage's rows as a batch, which
+        lie in the memory of the whole. None: the rows do not lie alike, each storage must be read by itself.
         """
         return None
 

@@ -245,7 +245,8 @@ class TableStorage(SavedTable):
         shape: tuple[int, ...],
         extra: dict[str, Any] | None = None,
         numbers: bool = False,
-    ) -> Rows | None:
+        parts: list[dict[str, Any] | None] | None = None,
+    ) -> tuple[Any, ...] | None:
         first = self._table
         tables: list[RowTable] = []
         for other in others:
@@ -253,7 +254,7 @@ class TableStorage(SavedTable):
             if not isinstance(table, RowTable) or not isinstance(first, RowTable) or not first.like(table):
                 return None
             tables.append(table)
-        return first.read_with(tables, slots, shape, extra, numbers) if isinstance(first, RowTable) else None
+        return first.read_with(tables, slots, shape, extra, numbers, parts) if isinstance(first, RowTable) else None
 
     @property
     def table(self) -> RowTable | ColumnTable | None:
