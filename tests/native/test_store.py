@@ -107,14 +107,21 @@ class TestBounds:
                 use()
 
     @pytest.mark.parametrize("bad", [
-        [0], torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int64), None, b"12345678",
-        torch.arange(8)[::2], np.arange(8)[::2], np.arange(2.0), torch.zeros(2, dtype=torch.int64, device="meta"),
+        [0], torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int64).t(), None,
+        b"12345678", torch.arange(8)[::2], np.arange(8)[::2], np.arange(2.0), torch.zeros(2, dtype=torch.int64, device="meta"),
         np.frombuffer(bytes(17), np.uint8)[1:].view(np.int64),
     ])  # fmt: skip
     def test_only_contiguous_int64_slots_are_taken(self, bad: object) -> None:
         code, width = words(1)
         with pytest.raises(TypeError):
             store(width, 8).gather(code, bad)
+
+    def test_slots_of_several_dimensions_are_read_one_after_the_other(self) -> None:
+        code, width = words(1)
+        s = store(width, 8)
+        append_words(s, code, 8)
+        flat, grid = torch.tensor([5, 0, 3, 3]), torch.tensor([[5, 0], [3, 3]])
+        assert torch.equal(s.gather(code, grid)[0][0], s.gather(code, flat)[0][0])
 
     def test_sizes_beyond_all_memory_are_refused_before_they_wrap_around(self) -> None:
         code, width = words(1)
