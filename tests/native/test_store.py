@@ -108,7 +108,8 @@ class TestBounds:
 
     @pytest.mark.parametrize("bad", [
         [0], torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int64).t(), None,
-        b"12345678", torch.arange(8)[::2], np.arange(8)[::2], np.arange(2.0), torch.zeros(2, dtype=torch.int64, device="meta"),
+        b"12345678", torch.arange(8)[::2], np.arange(8)[::2], np.arange(2.0),
+        torch.zeros(2, dtype=torch.int64, device="meta"),
         np.frombuffer(bytes(17), np.uint8)[1:].view(np.int64),
     ])  # fmt: skip
     def test_only_contiguous_int64_slots_are_taken(self, bad: object) -> None:
