@@ -2,7 +2,8 @@
 
 import torch
 
-from engram.testing import KeyedTransformContract, TimedTransformContract, TransformContract
+from contracts.transform import KeyedTransformContract, TimedTransformContract
+from engram.testing import TransformContract
 from engram.transforms import (
     CatFrames,
     Compose,
