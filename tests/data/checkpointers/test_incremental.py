@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 
 import pytest
 import torch
 
 from contracts.checkpointer import ItemList, RowRings
+from contracts.children import Child
 from engram import verify
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
@@ -238,3 +240,41 @@ def test_one_percent_more_writes_about_one_percent(tmp_path):
     total = sum(p.stat().st_size for p in (tmp_path / second / "storage").iterdir())
     assert sum(p.stat().st_size for p in new) < 0.03 * total
     assert len(shared(tmp_path, first, second)) > 100
+
+
+@pytest.mark.parametrize("make", [lambda: ListStorage(60), lambda: LazyTensorStorage(60)], ids=["list", "memory"])
+def test_rows_of_a_forked_process_are_not_taken_for_those_of_its_parent(tmp_path, make):
+    rb = ReplayBuffer(storage=make())
+    rb.extend(steps(0, 5))
+
+    def go_on_otherwise():
+        rb.extend(steps(700, 740))
+        rb.dumps(tmp_path)
+
+    Child(go_on_otherwise).result()
+    rb.extend(steps(5, 45))
+    rb.dumps(tmp_path)
+    twin = ReplayBuffer(storage=make())
+    twin.loads(tmp_path)
+    assert state_of(twin) == state_of(rb)
+
+
+def test_a_store_that_was_put_back_from_a_backup_is_not_taken_for_what_became_of_it(tmp_path):
+    def going_on(start):
+        rb = ReplayBuffer.open(tmp_path / "store")
+        rb.extend(steps(start, start + 40))
+        rb.dumps(tmp_path / "saved")
+        found = state_of(rb)
+        rb.storage.close()
+        return found
+
+    rb = ReplayBuffer(storage=LazyMemmapStorage(60, scratch_dir=tmp_path / "store"))
+    rb.extend(steps(0, 5))
+    rb.storage.close()
+    shutil.copytree(tmp_path / "store", tmp_path / "backup")
+    going_on(700)
+    shutil.copytree(tmp_path / "backup", tmp_path / "store", dirs_exist_ok=True)
+    expected = going_on(5)
+    twin = ReplayBuffer(storage=LazyTensorStorage(60))
+    twin.loads(tmp_path / "saved")
+    assert state_of(twin) == expected

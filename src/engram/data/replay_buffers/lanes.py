@@ -52,6 +52,7 @@ class Lanes:
         self.asleep = False  # a forked child that has not used the store yet
         self.numbers: _native.RowNumbers | None = None  # of rows that were replaced out of turn
         self._alone = 0
+        self._session = os.urandom(8).hex()
         self.capacity: int = store.lanes * store.lane_capacity * store.strands
         self.strands: int = store.strands
         _live.add(self)
@@ -90,7 +91,7 @@ class Lanes:
     def identity(self) -> dict[str, Any]:
         """JSON that, with a lane and a write number, names a row; and how far the log of in-place changes has come."""
         s = self.store
-        return {"store": s.store_id.hex(), "incarnation": s.incarnation, "log": s.log_head}
+        return {"session": self._session, "incarnation": s.incarnation, "log": s.log_head}
 
     def log(self) -> list[tuple[int, int] | None]:
         """Lane and write number of the rows that the log of in-place changes names, as far as it reaches back; None
@@ -266,6 +267,7 @@ class Lanes:
         self.mutex = threading.RLock()
         self._alone = 0
         self.store.end_save()  # its thread is the parent's
+        self._session = os.urandom(8).hex()
         if self.locks is not None:
             self._held = None
             self.asleep = True

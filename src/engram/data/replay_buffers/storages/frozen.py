@@ -23,7 +23,7 @@ class Changes:
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
         mine, reached = self._identity, since.get("log")
-        if any(since.get(k) != mine[k] for k in ("store", "incarnation")) or type(reached) is not int:
+        if any(since.get(k) != mine[k] for k in ("session", "incarnation")) or type(reached) is not int:
             return None
         if not mine["log"] - len(self._log) <= reached <= mine["log"]:
             return None
