@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engram.data.replay_buffers.samplers.base import go_back, position_of
+
 _live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 
 
@@ -72,7 +74,7 @@ class Prefetcher:
     def _schedule(self) -> None:
         assert self._batch_size is not None
         with self._reader.lock:
-            sampler = _position(self._reader.sampler)
+            sampler = position_of(self._reader.sampler)
             generator = None if self._generator is None else self._generator.get_state()
             try:
                 ticket = self._reader.draw(self._batch_size)
@@ -103,7 +105,7 @@ class Prefetcher:
             yield
 
     def _rewind(self, sampler: Any, generator: torch.Tensor | None) -> None:
-        _go_back(self._reader.sampler, sampler)
+        go_back(self._reader.sampler, sampler)
         if self._generator is not None and generator is not None:
             self._generator.set_state(generator)
 
@@ -119,18 +121,6 @@ class Prefetcher:
         if self._queue:
             self._rewind(self._queue[0].sampler, self._queue[0].generator)
         self._queue.clear()
-
-
-def _position(sampler: Any) -> Any:
-    """Where a sampler stands; one of a user's own may have a state only, or none."""
-    take = getattr(sampler, "position", None) or getattr(sampler, "state_dict", None)
-    return None if take is None else take()
-
-
-def _go_back(sampler: Any, position: Any) -> None:
-    rewind = getattr(sampler, "rewind", None) or getattr(sampler, "load_state_dict", None)
-    if rewind is not None:
-        rewind(position)
 
 
 def _after_fork() -> None:

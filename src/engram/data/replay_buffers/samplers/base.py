@@ -132,3 +132,16 @@ def redrawn(sampler: Any, storage: Storage, slots: Tensor, info: dict[str, Any],
                 info[key] = old.index_copy(0, at, value[: len(at)])
         done += len(found)
     return slots
+
+
+def position_of(sampler: Any) -> Any:
+    """Where a sampler stands; one of a user's own may have a state only, or none."""
+    take = getattr(sampler, "position", None) or getattr(sampler, "state_dict", None)
+    return None if take is None else take()
+
+
+def go_back(sampler: Any, position: Any) -> None:
+    """Puts a sampler where it stood at a position."""
+    rewind = getattr(sampler, "rewind", None) or getattr(sampler, "load_state_dict", None)
+    if rewind is not None:
+        rewind(position)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.samplers.base import Sampler, go_back, position_of
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -239,17 +239,11 @@ class SamplerEnsemble(Sampler):
         return said
 
     def position(self) -> Any:
-        return [
-            s.position() if hasattr(s, "position") else s.state_dict() if hasattr(s, "state_dict") else None
-            for s in self.samplers
-        ]
+        return [position_of(sampler) for sampler in self.samplers]
 
     def rewind(self, position: Any) -> None:
         for sampler, at in zip(self.samplers, position, strict=True):
-            if hasattr(sampler, "rewind"):
-                sampler.rewind(at)
-            elif hasattr(sampler, "load_state_dict"):
-                sampler.load_state_dict(at)
+            go_back(sampler, at)
 
     def __repr__(self) -> str:
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
@@ -20,23 +21,21 @@ def has_keys(batch: Any) -> bool:
 
 def mark_last(batch: Any, path: Path, slices: _native.SliceBatch) -> Tensor:
     """True at each slice's last step, in place; a leaf that is not there is added: bool [n, 1]."""
-    leaf: Tensor | None = entry(batch, path)
-    if leaf is None:
-        leaf = flags_tensor(slices.last(), -1, 1)
-        put(batch, path, leaf)
-    elif not slices.mark_last(leaf):
-        leaf[flags_tensor(slices.last(), -1).to(leaf.device)] = 1
-    return leaf
+    return _marked(batch, path, slices.mark_last, slices.last)
 
 
 def mark_first(batch: Any, path: Path, slices: _native.SliceBatch) -> Tensor:
     """True at each slice's first step, in place; a leaf that is not there is added: bool [n, 1]."""
+    return _marked(batch, path, slices.mark_first, slices.first)
+
+
+def _marked(batch: Any, path: Path, mark: Callable[[Any], bool], flags: Callable[[], Any]) -> Tensor:
     leaf: Tensor | None = entry(batch, path)
     if leaf is None:
-        leaf = flags_tensor(slices.first(), -1, 1)
+        leaf = flags_tensor(flags(), -1, 1)
         put(batch, path, leaf)
-    elif not slices.mark_first(leaf):
-        leaf[flags_tensor(slices.first(), -1).to(leaf.device)] = 1
+    elif not mark(leaf):
+        leaf[flags_tensor(flags(), -1).to(leaf.device)] = 1
     return leaf
 
 
