@@ -6,13 +6,14 @@ NATIVE_SOURCES := $(shell find src/native -name '*.cpp' -o -name '*.hpp' -o -nam
 PYTEST ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check format stubs clean
+.PHONY: help demo test test-long test-search check format stubs clean
 
 help:
 	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (about 3 minutes)"
 	@echo "make test       the tests"
 	@echo "make check      ruff, mypy, layering, stubs"
 	@echo "make bench      ours against other replay libraries (about twenty minutes)"
+	@echo "make test-search  the property tests, ten times over with new examples"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
 
 $(VENV)/.tools: constraints.txt
@@ -35,6 +36,10 @@ test: $(VENV)/.engram
 
 test-long: $(VENV)/.engram
 	$(VENV)/bin/python -m pytest -m long $(PYTEST)
+
+test-search: $(VENV)/.engram
+	for round in $$(seq $(or $(ROUNDS),10)); do \
+	  HYPOTHESIS_PROFILE=search $(VENV)/bin/python -m pytest -q -m "hypothesis and not long" $(PYTEST) || exit 1; done
 
 check: $(VENV)/.engram
 	$(VENV)/bin/python -m ruff check src tests benchmarks examples

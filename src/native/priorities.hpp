@@ -70,6 +70,7 @@ class Priorities {
   double new_priority() const {
     if (!within_) return seen_;
     const double best = highest_ ? highest_->best() : 0;
+    if (best == kZeroPriority) return 0;
     return best > 0 ? best : latest_;
   }
 

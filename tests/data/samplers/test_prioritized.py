@@ -176,6 +176,15 @@ def test_new_steps_get_the_highest_priority_that_is_stored_when_they_come():
         assert rb.sampler.default_priority == 21 - max(0, n - 10)
 
 
+def test_among_steps_of_priority_zero_the_highest_is_zero():
+    rb = buffer(4, max_priority_within_buffer=True)
+    rb.update_priority(rb.extend(torch.arange(2)), 0.0)
+    assert rb.sampler.default_priority == 0
+    rb.add(torch.tensor(2))
+    assert priorities(rb) == [0, 0, 0]
+    assert rb.sampler.default_priority == 0
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_within_the_buffer_it_does_not_matter_when_the_sampler_looks(data):
