@@ -1,4 +1,4 @@
-"""The same examples in every run of the suite, so that it says something about a change; new ones with `make test-search`."""
+"""The same examples in every run of the suite; `make test-search` looks for new ones."""
 
 import os
 
