@@ -9,6 +9,7 @@ from typing import Any
 
 from engram.data.replay_buffers.background import SaveHandle
 from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
+from engram.data.replay_buffers.draws import set_state, state_of
 from engram.data.replay_buffers.parts import BufferParts
 from engram.transforms.compose import Compose
 
@@ -76,7 +77,7 @@ class SavedBuffer(BufferParts):
         if hasattr(self._sampler, "follow"):
             self._sampler.follow(self._storage)
         sampler = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else {}
-        generator = None if self._generator is None else self._generator.get_state()
+        generator = None if self._generator is None else state_of(self._generator)
         writer, transform = self._writer.state_dict(), self.saved_transform.state_dict()
         return {"sampler": sampler, "writer": writer, "transform": transform, "generator": generator}
 
@@ -187,7 +188,7 @@ def _adopt(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> No
     if "transform" in wanted:
         _adopt_transforms(buffer.saved_transform, wanted["transform"]["state"])
     if "generator" in wanted and wanted["generator"]["state"] is not None and buffer.generator is not None:
-        buffer.generator.set_state(wanted["generator"]["state"])
+        set_state(buffer.generator, wanted["generator"]["state"])
     if storage_too:
         buffer.storage.hand_over(buffer.sampler)
     if hasattr(buffer.sampler, "follow"):

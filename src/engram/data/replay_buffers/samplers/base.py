@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram.data.replay_buffers.draws import drawing
 from engram.data.replay_buffers.indexing import inward
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ class Sampler(abc.ABC):
 
     def draw_seed(self) -> Tensor:
         """int64 [1] from the generator; the same tensor at every call."""
-        return self._seed.random_(generator=self._generator)
+        with drawing:
+            return self._seed.random_(generator=self._generator)
 
     def empty(self) -> None:
         """Forgets what was stored."""

@@ -25,7 +25,7 @@ class RandomSampler(Sampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
-        slots = None if lanes is None else lanes.uniform(self._seed.random_(generator=self._generator), batch_size)
+        slots = None if lanes is None else lanes.uniform(self.draw_seed(), batch_size)
         if slots is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         return (storage.outward(slots) if storage.ndim > 1 else slots), {}
