@@ -283,6 +283,9 @@ class Storage(abc.ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replaces everything by what `state_dict` gave; a ValueError where it does not fit."""
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """A ValueError where what `state_dict` gave does not fit; changes nothing."""
+
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> None:
         """Saves this storage alone."""
         with self.mutex:
