@@ -243,6 +243,16 @@ class RowLayout:
                 said.append(f"{trees.show(path)} is {a.dtype} {list(a.shape)} here, {b.dtype} {list(b.shape)} there")
         return said
 
+    def places_in(self, made: dict[str, Any]) -> np.ndarray[Any, Any] | None:
+        """Where each byte of a row lies in a row of the layout that is `made` (of the same leaves); None: there too."""
+        theirs = {leaf.path: leaf.offset for leaf in RowLayout.from_json(made).leaves}
+        if all(theirs[leaf.path] == leaf.offset for leaf in self.leaves):
+            return None
+        places = np.zeros(self.payload_bytes, np.int64)
+        for leaf in self.leaves:
+            places[leaf.offset : leaf.offset + leaf.nbytes] = np.arange(leaf.nbytes) + theirs[leaf.path]
+        return places
+
 
 def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
     """Offsets in the order of item sizes, leaves in their own order."""

@@ -26,6 +26,7 @@ class SavedTable(Storage):
     _asked_size: int | None
     _lanes: Lanes | None
     _table: RowTable | ColumnTable | None
+    _places: np.ndarray[Any, Any] | None
 
     @abc.abstractmethod
     def _adopt(self, layout: RowLayout, inner: tuple[int, ...]) -> None:
@@ -114,10 +115,13 @@ class SavedTable(Storage):
             self._lanes.hold()
             self._lanes.store.begin_restore()
         self._restoring = counters
+        # The same keys in another order lie elsewhere in a row.
+        self._places = None if layout is None or self._table is None else self._table.layout.places_in(layout)
 
     def write_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Takes rows [strands, n, row bytes] with write numbers from `start` on."""
         assert self._table is not None
+        rows = rows if self._places is None else np.ascontiguousarray(rows[..., self._places])
         self._table.set_block(lane, start - self._shift(lane), rows)
 
     def end_restore(self) -> None:
