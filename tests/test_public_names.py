@@ -57,6 +57,7 @@ NAMES = {
 }  # fmt: skip
 ERRORS = {
     "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError", "CorruptCheckpointError",
+    "CheckpointMisfitError",
 }  # fmt: skip
 MEMBERS = {
     "ReplayBuffer": {

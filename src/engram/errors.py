@@ -13,8 +13,6 @@ Wrong arguments are the built-in `ValueError`, `TypeError`, `KeyError` and `Inde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class EngramError(Exception):
     """Base of every error that is engram's own."""
@@ -55,7 +53,7 @@ class CorruptCheckpointError(CheckpointError):
 class CheckpointMisfitError(CheckpointError, ValueError):
     """What was saved does not fit what shall take it, which is unchanged; `differences` are all that there are."""
 
-    def __init__(self, what: str, differences: Sequence[str] = (), advice: str = "") -> None:
+    def __init__(self, what: str, differences: list[str] | tuple[str, ...] = (), advice: str = "") -> None:
         super().__init__(what, tuple(differences), advice)
         self.what, self.differences, self.advice = what, tuple(differences), advice
 

@@ -236,7 +236,9 @@ class RowLayout:
         except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
             raise MalformedLayoutError(f"this is no row layout: {error!r}") from error
         if made.get("row_bytes") != layout.payload_bytes:
-            raise MalformedLayoutError(f"the layout's leaves need {layout.payload_bytes} bytes, it says {made.get('row_bytes')}")
+            raise MalformedLayoutError(
+                f"the layout's leaves need {layout.payload_bytes} bytes, it says {made.get('row_bytes')}"
+            )
         return layout
 
     def differences(self, other: RowLayout) -> list[str]:

@@ -13,7 +13,7 @@ from engram.data.replay_buffers.background import SaveHandle
 from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
 from engram.data.replay_buffers.draws import set_state, state_of
 from engram.data.replay_buffers.parts import BufferParts
-from engram.errors import CheckpointMisfitError, differences_of
+from engram.errors import CheckpointError, CheckpointMisfitError, differences_of
 from engram.transforms.compose import Compose
 
 # What reading a state that no part of ours has made runs into.
@@ -136,7 +136,9 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
     with open_snapshot(path, snapshot) as saved:
-        wanted = {name: saved.component(name) for name in ("sampler", "writer", "generator") if name in parts}
+        wanted: dict[str, Any] = {
+            name: saved.component(name) for name in ("sampler", "writer", "generator") if name in parts
+        }
         if "writer" in parts:  # checkpoints of earlier versions have no such component
             wanted["transform"] = saved.components.get("transform", {"state": None})
         with _as_damage(saved.malformed):
@@ -170,6 +172,8 @@ def _as_damage(malformed: Callable[[str], Exception]) -> Iterator[None]:
     """States whose bytes are whole, and that cannot be: their checksums are right, so somebody made them."""
     try:
         yield
+    except CheckpointError:
+        raise
     except _MALFORMED as error:
         raise malformed(f"a state in it cannot be that of this buffer ({error!r})") from error
 

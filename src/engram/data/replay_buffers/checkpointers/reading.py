@@ -36,6 +36,7 @@ THREADS = 2  # that read, hash and copy: a disk answers several faster than one
 _BLOCK = 1 << 22
 _PIECE = 1 << 20  # hashed while it is still in the cache
 _ATTEMPTS = 1000
+_LARGEST_MANIFEST = 1 << 28  # a sparse file of any size costs nothing to make
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
 
 Bytes = npt.NDArray[np.uint8]
@@ -196,7 +197,9 @@ class SnapshotReader:
     def _load_manifest(self, expected: str | None) -> None:
         try:
             with open(self._open_file(MANIFEST), "rb") as file:
-                data = file.read()
+                data = file.read(_LARGEST_MANIFEST + 1)
+            if len(data) > _LARGEST_MANIFEST:
+                raise ValueError(f"it has more than {_LARGEST_MANIFEST:,} bytes")
             document = unseal(data)
         except (OSError, ValueError) as error:
             raise self.malformed(str(error)) from None
