@@ -135,6 +135,9 @@ class SamplerWithoutReplacement(Sampler):
             if state[name] != getattr(self, name)
         ]
 
+    def position(self) -> Any:
+        return self.state_dict()
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_walk": None}
 
