@@ -29,7 +29,7 @@ LAYERS = [
     ["engram.data.specs", f"{BUFFERS}.episodes"],
     [f"{BUFFERS}.recovery", f"{BUFFERS}.rows", f"{BUFFERS}.columns"],
     [f"{BUFFERS}.files", f"{BUFFERS}.lanes", f"{BUFFERS}.layout", f"{BUFFERS}.indexing"],
-    [f"{BUFFERS}.locks"],
+    [f"{BUFFERS}.locks", f"{BUFFERS}.draws"],
     [f"{BUFFERS}.utils"],  # re-exports the hooks
     [f"{BUFFERS}.ted"],
     [f"{BUFFERS}.trees"],

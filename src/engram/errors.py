@@ -5,10 +5,15 @@
     │   ├── StorageInUseError        the operation needs the store alone
     │   └── NoFreeLaneError          every lane has a writer
     └── CheckpointError              a checkpoint cannot be written or read
-        └── CorruptCheckpointError   its bytes are not those that were saved
+        ├── CorruptCheckpointError   its bytes are not those that were saved
+        └── CheckpointMisfitError    it is whole, and belongs to another kind of buffer (a ValueError, too)
 
 Wrong arguments are the built-in `ValueError`, `TypeError`, `KeyError` and `IndexError`.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class EngramError(Exception):
@@ -45,3 +50,20 @@ class CorruptCheckpointError(CheckpointError):
     def __str__(self) -> str:
         damage = f"{self.file} is damaged: {self.reason}" if self.reason else self.file
         return f"{damage}; {self.advice}" if self.advice else damage
+
+
+class CheckpointMisfitError(CheckpointError, ValueError):
+    """What was saved does not fit what shall take it, which is unchanged; `differences` are all that there are."""
+
+    def __init__(self, what: str, differences: Sequence[str] = (), advice: str = "") -> None:
+        super().__init__(what, tuple(differences), advice)
+        self.what, self.differences, self.advice = what, tuple(differences), advice
+
+    def __str__(self) -> str:
+        said = f"{self.what}: {'; '.join(self.differences)}" if self.differences else self.what
+        return f"{said}. {self.advice}" if self.advice else said
+
+
+def differences_of(error: ValueError) -> tuple[str, ...]:
+    """What an error of something that does not fit says, one by one."""
+    return (isinstance(error, CheckpointMisfitError) and error.differences) or (str(error),)

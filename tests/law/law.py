@@ -142,7 +142,7 @@ class Trial:
     def follow_in_larger(self, saved: Saved, states: dict[int, Any]) -> None:
         """A larger buffer takes what was saved, and the law holds there."""
         first = self.twin(saved, capacity=CAPACITY + 9)
-        where = f"{self.combo}\nafter step {saved.after} ({self.program[saved.after]}), larger twin: "
+        where = self.place(saved, "larger twin")
         self.compare(states[saved.after][1], first.contents(), f"{where}the contents")
         again, finish = self.save(first, 1000 + saved.after)
         if finish is not None:
@@ -155,6 +155,9 @@ class Trial:
         self.compare(first.state(), second.state(), f"{where}the state at the end")
         first.end()
         second.end()
+
+    def place(self, saved: Saved, twin: str) -> str:
+        return f"{self.combo}\nsaved after step {saved.after} ({self.program[saved.after]}), {twin}: "
 
     def twin(self, saved: Saved, *, used: bool = False, capacity: int = CAPACITY) -> World:
         """Another buffer that has taken over what was saved."""

@@ -92,6 +92,10 @@ def restored(change: Callable[[list[Any]], list[Any]]) -> Callable[[Patch], None
     return plant
 
 
+def _one_less(ranges: list[list[int]]) -> list[list[int]]:
+    return [[first, max(1, rows - 1)] for first, rows in ranges]
+
+
 def _half(priorities: torch.Tensor) -> torch.Tensor:
     made = priorities.clone()
     made[:1] /= 2
@@ -147,7 +151,7 @@ MUTANTS = {
     ),
     "the key of an epoch": Mutant(loading(SamplerWithoutReplacement, without("epoch", "key", value=1)), EPOCHS),
     "the rows of an epoch": Mutant(
-        loading(SamplerWithoutReplacement, without("epoch", "ranges", value=lambda r: [[a, max(1, n - 1)] for a, n in r])), EPOCHS
+        loading(SamplerWithoutReplacement, without("epoch", "ranges", value=_one_less)), EPOCHS
     ),
     "the epoch": Mutant(loading(SamplerWithoutReplacement, without("epoch")), EPOCHS),
     "that an epoch ran out": Mutant(loading(SamplerWithoutReplacement, without("ran_out", value=False)), EPOCHS),

@@ -149,8 +149,8 @@ class World:
 
     def replace_present(self) -> Any:
         index = self._drawn()
-        rows = [self.rb.storage.get(index)] if not isinstance(index, tuple) else [self.rb.storage.get(index)]
-        return self.rb.update_if_present(index, self.memory.generation, changed(rows[0], 7.0))
+        rows = self.rb.storage.get(index)
+        return self.rb.update_if_present(index, self.memory.generation, changed(rows, 7.0))
 
     def mark(self) -> Any:
         return self.rb.mark_update(self._drawn())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -151,7 +152,7 @@ def _nameless(folder: Path) -> Iterator[tuple[int, str]]:
         fd, source, name = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o644), "", None
         source = f"/proc/self/fd/{fd}"
     except (OSError, AttributeError):
-        fd, name = tempfile.mkstemp(prefix=".rows-", suffix=".tmp", dir=folder)
+        fd, name = _named(folder)
         source = name
     try:
         yield fd, source
@@ -159,3 +160,29 @@ def _nameless(folder: Path) -> Iterator[tuple[int, str]]:
         os.close(fd)
         if name is not None:
             os.unlink(name)
+
+
+_PREFIX, _SUFFIX = ".rows-", ".tmp"
+
+
+def _named(folder: Path) -> tuple[int, str]:
+    """A new file with a temporary name, which holds a lock on itself for as long as it is being made."""
+    remove_leftovers(folder)
+    while True:
+        fd, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_SUFFIX, dir=folder)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd, name
+        os.close(fd)  # somebody found it before it was locked
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what makers that were killed left under a temporary name."""
+    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        with contextlib.suppress(OSError):  # somebody is making it, or another has just removed it
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(fd)

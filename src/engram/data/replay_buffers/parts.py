@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from engram.data.replay_buffers.draws import set_state, state_of
 from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.reading import Reader, stack_items
 from engram.data.replay_buffers.samplers.base import Sampler
@@ -222,7 +223,7 @@ class BufferParts:
         for name in ("_reader", "_prefetcher"):
             del state[name]
         # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
-        state["_generator"] = None if self._generator is None else self._generator.get_state().numpy().tobytes()
+        state["_generator"] = None if self._generator is None else state_of(self._generator).numpy().tobytes()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -232,7 +233,7 @@ class BufferParts:
         self._transform.empty()
         if saved is not None:
             self._generator = torch.Generator()
-            self._generator.set_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8))
+            set_state(self._generator, torch.frombuffer(bytearray(saved), dtype=torch.uint8))
         self._wire()
 
     def after_fork(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engram.data.replay_buffers.draws import set_state, state_of
 from engram.data.replay_buffers.samplers.base import go_back, position_of
 
 _live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
@@ -75,7 +76,7 @@ class Prefetcher:
         assert self._batch_size is not None
         with self._reader.lock:
             sampler = position_of(self._reader.sampler)
-            generator = None if self._generator is None else self._generator.get_state()
+            generator = None if self._generator is None else state_of(self._generator)
             try:
                 ticket = self._reader.draw(self._batch_size)
             except BaseException:
@@ -107,7 +108,7 @@ class Prefetcher:
     def _rewind(self, sampler: Any, generator: torch.Tensor | None) -> None:
         go_back(self._reader.sampler, sampler)
         if self._generator is not None and generator is not None:
-            self._generator.set_state(generator)
+            set_state(self._generator, generator)
 
     def close(self) -> None:
         """Ends the threads."""

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from engram import _native
-from engram.data.replay_buffers.files import FILE_NAME
+from engram.data.replay_buffers.files import FILE_NAME, remove_leftovers
 from engram.data.replay_buffers.locks import LaneLocks
 from engram.data.replay_buffers.utils import boot_id
 from engram.errors import StorageError
@@ -101,4 +101,5 @@ def open_session(folder: Path) -> Session:
     """
     if not folder.is_dir():
         raise StorageError(f"there is no folder {folder}")
+    remove_leftovers(folder)
     return Session(folder)

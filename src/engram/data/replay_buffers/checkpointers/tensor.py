@@ -198,11 +198,13 @@ class _Plan:
             self.counters: dict[str, Any] = state["counters"]
             self._known = Counters(self.counters)
             self.chunks = [Chunk.read(entry) for entry in state["chunks"]]
+            if self.layout is not None:
+                self._known.check_strands(self.layout)
             self._row_bytes = 0 if self.layout is None else natural(self.layout["row_bytes"])
             self._packing = RawPacking(0) if self.layout is None else packing(self.layout, state)
             self._most = max(1, natural(state["rows_per_chunk"]))
             self._sizes = {chunk.place: self._nbytes(chunk) for chunk in self.chunks}
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise reader.malformed(f"its description of the rows is malformed ({error!r})") from error
         self._check_sizes()
         self._check_coverage()

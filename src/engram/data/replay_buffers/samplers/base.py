@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram.data.replay_buffers.draws import drawing
 from engram.data.replay_buffers.indexing import inward
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class Sampler(abc.ABC):
 
     def draw_seed(self) -> Tensor:
         """int64 [1] from the generator; the same tensor at every call."""
-        return self._seed.random_(generator=self._generator)
+        with drawing:
+            return self._seed.random_(generator=self._generator)
 
     def empty(self) -> None:
         """Forgets what was stored."""
@@ -88,16 +90,33 @@ class Sampler(abc.ABC):
         return False
 
     # ---- state ----
-    def state_dict(self) -> dict[str, Any]:
-        """What must be saved for the draws to go on as they would have."""
+    def _decisive(self) -> dict[str, Any]:
+        """Settings that decide which rows are drawn. They are saved, and a state is only loaded where they are the
+        same; those that say in which form rows are handed out are the constructor's alone.
+        """
         return {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved for the draws to go on as they would have."""
+        return self._decisive()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Goes on from a saved state.
+
+        Raises:
+            ValueError: it is that of a sampler with other settings; every difference is listed.
+        """
+        different = self.differences(state)
+        if different:
+            raise ValueError("; ".join(different))
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """What of a saved state does not fit this sampler."""
-        return []
+        return [
+            f"the sampler has {name}={mine!r} here, {state[name]!r} there"
+            for name, mine in self._decisive().items()
+            if name in state and state[name] != mine  # earlier versions saved fewer
+        ]
 
     def position(self) -> Any:
         """What a draw changes, for `rewind`: taken before every batch that is prepared ahead, so small."""

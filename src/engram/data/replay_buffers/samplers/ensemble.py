@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram.data.replay_buffers.draws import drawing
 from engram.data.replay_buffers.samplers.base import Sampler, go_back, position_of
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ class SamplerEnsemble(Sampler):
         n = self.num_buffer_sampled
         if self.sample_from_all:
             return list(range(n)), batch_size // n
-        drawn = self._uniform.uniform_(generator=self._generator).tolist()
+        with drawing:
+            drawn = self._uniform.uniform_(generator=self._generator).tolist()
         return [min(bisect.bisect_right(self._bounds, u), self._last) for u in drawn], batch_size // n
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:

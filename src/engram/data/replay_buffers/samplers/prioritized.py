@@ -69,7 +69,7 @@ class PrioritizedSampler(HasPriorities):
         return (storage.outward(slots) if storage.ndim > 1 else slots), {"priority_weight": weights}
 
     def _draw(self, priorities: _native.Priorities, lanes: Lanes, n: int) -> tuple[Tensor, Tensor] | None:
-        seed, wide = self._seed.random_(generator=self._generator), self.dtype is torch.float64
+        seed, wide = self.draw_seed(), self.dtype is torch.float64
         drawn: Any = priorities.draw(lanes.store, seed, n, self._beta, wide)
         if drawn is None:
             drawn = lanes.look_again(lambda: priorities.draw(lanes.store, seed, n, self._beta, wide))

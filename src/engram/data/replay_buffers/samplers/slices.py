@@ -112,7 +112,7 @@ class SliceSampler(Sampler):
         return _native.SliceRule(length, length if self.strict_length else 1, before, after)
 
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
-        seed = self._seed.random_(generator=self._generator)
+        seed = self.draw_seed()
         slices = self._drawn(storage, rule, seed, n)
         for _ in range(_LOOKS):
             if slices is not None:
@@ -176,6 +176,17 @@ class SliceSampler(Sampler):
                 said[key if len(key) > 1 else key[0]] = mark_last(batch, key, slices)
         if self.slice_key is not None:
             put(batch, self.slice_key, info["slice_id"])
+
+    # ---- state ----
+    def _decisive(self) -> dict[str, Any]:
+        mine = {name: getattr(self, name) for name in ("num_slices", "slice_len", "strict_length", "span")}
+        return {**super()._decisive(), **mine, **self.episodes.settings}
+
+    def position(self) -> Any:
+        """Nothing: a draw changes the generator alone."""
+
+    def rewind(self, position: Any) -> None:
+        pass
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_planned": None}

@@ -25,7 +25,7 @@ class RandomSampler(Sampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
-        slots = None if lanes is None else lanes.uniform(self._seed.random_(generator=self._generator), batch_size)
+        slots = None if lanes is None else lanes.uniform(self.draw_seed(), batch_size)
         if slots is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         return (storage.outward(slots) if storage.ndim > 1 else slots), {}
@@ -119,21 +119,15 @@ class SamplerWithoutReplacement(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         epoch = None if self._epoch is None else {**self._epoch, "ranges": [list(r) for r in self._epoch["ranges"]]}
-        return {"epoch": epoch, "ran_out": self._ran_out, "shuffle": self.shuffle, "drop_last": self.drop_last}
+        return {"epoch": epoch, "ran_out": self._ran_out, **self._decisive()}
+
+    def _decisive(self) -> dict[str, Any]:
+        return {"shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self.differences(state)
-        if different:
-            raise ValueError("; ".join(different))
+        super().load_state_dict(state)
         self._epoch, self._walk, self._store_id = state["epoch"], None, None
         self._ran_out = bool(state["ran_out"])
-
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        return [
-            f"the sampler has {name}={getattr(self, name)} here, {state[name]} there"
-            for name in ("shuffle", "drop_last")
-            if state[name] != getattr(self, name)
-        ]
 
     def position(self) -> Any:
         return self.state_dict()

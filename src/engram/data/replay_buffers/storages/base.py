@@ -55,6 +55,7 @@ class Storage(abc.ABC):
         ):
             raise ValueError(f"max_size must be an integer from 1 to 2**56, got {max_size!r}")
         self._max_size = None if max_size is None else int(max_size)
+        self._checkpointer: Any = None
         self.checkpointer = checkpointer
         self.shifts = []
         self._attached: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -282,6 +283,9 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replaces everything by what `state_dict` gave; a ValueError where it does not fit."""
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """A ValueError where what `state_dict` gave does not fit; changes nothing."""
 
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> None:
         """Saves this storage alone."""

@@ -1,0 +1,447 @@
+"""Writers that are killed, stopped and started again, and samplers that check every row, through the public API.
+
+A program of its own (`python torture.py --rows 20e6`), so that it also runs against builds with planted faults. It
+prints one line of JSON: what was done, how fast, how long calls took, and `faults`: what may never be seen. Exit code
+1: there were some.
+
+Each row's bytes are a function of its lane, write number and writer (`rows.py`). The processes are forks of a
+controller with one thread; mapped stores each opens itself, shared memory comes with the fork.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from engram import _native
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SequenceSampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
+from processes.rows import Faults, Maker, check_rows, check_slices, columns
+
+LENGTH = 8  # of slices
+EXTEND = 64
+BATCH = 256
+DONE: dict[str, Any] = {"slice_len": LENGTH, "traj_key": None}
+SEAMS: dict[str, Any] = {"slice_len": LENGTH, "traj_key": "always"}  # one id for all rows: only seams cut
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "random": RandomSampler,
+    "epochs": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(None, 1.0, 1.0, eps=0.0),
+    "slices": lambda: SliceSampler(**DONE),
+    "slices by seams": lambda: SliceSampler(**SEAMS),
+    "slice epochs": lambda: SliceSamplerWithoutReplacement(**SEAMS),
+    "prioritized slices": lambda: PrioritizedSliceSampler(None, 1.0, 1.0, eps=0.0, **DONE),
+    "sequences": lambda: SequenceSampler(**SEAMS, burn_in=3),
+}
+USUAL = ["random", "slices", "slices by seams", "prioritized"]
+
+
+class Side:
+    """Memory that all processes of a run share: what the controller says, and what writers have done."""
+
+    STOP, FIELDS = 0, ("returned", "calls", "longest", "cpu_longest", "switches")
+
+    def __init__(self, lanes: int) -> None:
+        self._map = mmap.mmap(-1, 1 << 16)
+        at = np.frombuffer(self._map, np.int64)
+        self.flags = at[:8]
+        self.lanes = {name: at[64 * (k + 1) :][:lanes] for k, name in enumerate(self.FIELDS)}
+
+
+class Clock:
+    """How long calls take: wall clock, this process's own time, and how often it went to sleep."""
+
+    def __init__(self) -> None:
+        self.calls = self.longest = self.cpu_longest = 0
+        self._slept = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+
+    def __call__(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        wall, cpu = time.monotonic_ns(), time.process_time_ns()
+        made = work(*args, **kwargs)
+        self.cpu_longest = max(self.cpu_longest, time.process_time_ns() - cpu)
+        self.longest = max(self.longest, time.monotonic_ns() - wall)
+        self.calls += 1
+        return made
+
+    @property
+    def switches(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - self._slept
+
+
+class Torture:
+    """One run; the options are those of `main`."""
+
+    def __init__(self, folder: Path, options: Any) -> None:
+        self.o, self.folder = options, folder / "store"
+        self.lanes = options.writers
+        self.lane_capacity = options.capacity // options.writers
+        self.random = random.Random(options.seed)
+        self.side = Side(self.lanes)
+        self.sessions = 0
+        self.faults = Faults()
+        self.done: dict[str, Any] = {"kills": 0, "stops": 0, "checks": 0}
+        self.calls: dict[str, float] = {"longest_sample_ms": 0.0, "longest_sample_cpu_ms": 0.0, "sample_switches": 0}
+        self.storage = self._made()
+
+    def _made(self) -> Any:
+        size = self.lanes * self.lane_capacity
+        if self.o.memory == "shared":
+            storage: Any = LazyTensorStorage(size, shared=True, lanes=self.lanes)
+        else:
+            storage = LazyMemmapStorage(size, scratch_dir=self.folder, lanes=self.lanes)
+        rb = ReplayBuffer(storage=storage)
+        rb.extend(Maker(0, self._session()).rows(0, 1))
+        if self.o.memory == "shared":
+            storage.release()
+            return storage
+        storage.close()
+        return None
+
+    def _session(self) -> int:
+        self.sessions += 1
+        return self.sessions
+
+    def join(self, sampler: Any = None) -> ReplayBuffer:
+        """In a child: a buffer over the store."""
+        storage = LazyMemmapStorage.open(self.folder) if self.storage is None else self.storage
+        return ReplayBuffer(storage=storage, sampler=sampler, batch_size=BATCH)
+
+    # ---- the controller ----
+    def run(self) -> None:
+        o = self.o
+        self.started = time.monotonic()
+        if not o.writers_only and o.samplers_only:
+            self._fill()
+        readers = [] if o.writers_only else [Child(lambda k=k: self._sample(k)) for k in range(o.samplers)]
+        writers = [] if o.samplers_only else [self._writer() for _ in range(self.lanes)]
+        end = time.monotonic() + o.seconds
+        while time.monotonic() < end and not (self.faults and o.until_fault) and self.written() < o.rows:
+            if any(child.ended() for child in readers + writers):
+                break
+            if o.kills and writers:
+                self._disturb(writers)
+            else:
+                time.sleep(0.02)
+        self.side.flags[Side.STOP] = 1
+        self.seconds = time.monotonic() - self.started
+        for child in readers + writers:
+            self._finish(child)
+        self._last_checks()
+
+    def written(self) -> int:
+        return int(self.side.lanes["returned"].sum())
+
+    def _fill(self) -> None:
+        rb = self.join()
+        maker = Maker(rb.storage.lanes.hold(), self._session())
+        for _ in range(0, self.lane_capacity, EXTEND):
+            rb.extend(maker.rows(rb.storage.lanes.states()[maker.lane]["published"], EXTEND))
+        if self.storage is None:
+            rb.storage.close()
+        else:
+            self.storage.release()
+
+    def _writer(self) -> Child:
+        session, seed = self._session(), self.random.randrange(1 << 60)
+        return Child(lambda: self._write(session, seed))
+
+    def _disturb(self, writers: list[Child]) -> None:
+        k, draw = self.random.randrange(len(writers)), self.random.random()
+        time.sleep(self.random.uniform(0, 0.04))
+        if draw < self.o.stops:
+            self.done["stops"] += 1
+            os.kill(writers[k].pid, signal.SIGSTOP)
+            time.sleep(self.random.choice((0.01, 0.1, 1.0)))
+            os.kill(writers[k].pid, signal.SIGCONT)
+            return
+        writers[k].kill()
+        self.done["kills"] += 1
+        if self.random.random() < 0.3:
+            self._take(Child(self._check_rest).wait(60))
+        writers[k] = self._writer()
+
+    def _take(self, said: dict[str, Any]) -> None:
+        self.faults += said.pop("faults", [])
+        for key, value in said.items():
+            if key in self.calls and key != "sample_switches":
+                self.calls[key] = max(self.calls[key], value)
+            elif key in self.calls:
+                self.calls[key] += value
+            else:
+                self.done[key] = self.done.get(key, 0) + value
+
+    def _finish(self, child: Child) -> None:
+        said = child.wait(60)
+        if not said:
+            self.faults.append("a process did not end: it waits for something")
+        self._take(said)
+
+    def _last_checks(self) -> None:
+        said = Child(self._check_rest).wait(60)
+        free = said.get("checks", 0)
+        if free != self.lanes:
+            self.faults.append(f"{self.lanes} lanes, {free} free, and every process has ended")
+        self._take(said)
+
+    # ---- the other processes ----
+    def _check_rest(self) -> dict[str, Any]:
+        """Of a lane to which nobody writes every row is there and whole, and none that had returned is missing."""
+        rb, faults, checks = self.join(), Faults(), 0
+        lanes = rb.storage.lanes
+        lanes.wake()
+        for lane in range(self.lanes):
+            if not lanes.locks.take_lane(lane):
+                continue
+            checks += 1
+            state, returned = lanes.states()[lane], int(self.side.lanes["returned"][lane])
+            faults.check(
+                state["published"] >= returned,
+                f"lane {lane}: {returned} rows had returned, {state['published']} are published",
+            )
+            there = torch.arange(state["first"], state["published"])
+            slots = there % self.lane_capacity + lane * self.lane_capacity
+            if len(slots):
+                batch, gone, absent, numbers = rb.storage.read(slots, numbers=True)
+                faults.check(gone is None and absent is None, f"lane {lane} at rest: {gone} {absent} are not there")
+                faults.check((numbers == there).numpy(), f"lane {lane} at rest: other rows than {there[:3]} ...")
+                check_rows(faults, batch, numbers, slots, self.lane_capacity, "at rest")
+                self._check_seams(faults, columns(batch), state)
+            lanes.locks.free_lane(lane)
+        return {"faults": list(faults), "checks": checks}
+
+    @staticmethod
+    def _check_seams(faults: Faults, c: dict[str, np.ndarray], state: dict[str, Any]) -> None:
+        change = c["n"][1:][np.diff(c["session"]) != 0].tolist()
+        faults.check(set(change) <= set(state["seams"]), f"writers change at {change[:5]}, seams {state['seams'][:5]}")
+
+    def _write(self, session: int, seed: int) -> dict[str, Any]:
+        rb, draw, clock = self.join(), random.Random(seed), Clock()
+        lanes = rb.storage.lanes
+        lane = lanes.hold()
+        maker, at = Maker(lane, session), lanes.states()[lane]["published"]
+        sizes = (EXTEND,) if self.o.steady else (EXTEND, EXTEND, EXTEND, 1, 7, 300, self.lane_capacity // 5)
+        mine = {name: values[lane : lane + 1] for name, values in self.side.lanes.items()}
+        while not self.side.flags[Side.STOP]:
+            n = draw.choice(sizes)
+            rows = maker.rows(at, n)
+            clock(rb.extend, rows)
+            at += n
+            mine["returned"][0] = at
+            for name in ("longest", "cpu_longest"):
+                mine[name][0] = max(mine[name][0], getattr(clock, name))
+            mine["calls"][0] += 1
+            if clock.calls % 256 == 0:
+                mine["switches"][0] += clock.switches
+                clock = Clock()
+        return {"faults": []}
+
+    def _sample(self, which: int) -> dict[str, Any]:
+        torch.manual_seed(self.o.seed + which)
+        first = self.join()
+        names = self.o.kinds.split(",")
+        readers = [_Reader(name, ReplayBuffer(storage=first.storage, sampler=SAMPLERS[name](), batch_size=BATCH),
+                           self.lane_capacity) for name in names]  # fmt: skip
+        clock, faults = Clock(), Faults()
+        started = time.monotonic()
+        while not self.side.flags[Side.STOP] and not faults:
+            for reader in readers:
+                for k in range(8):
+                    reader.batch(clock, faults, k % self.o.check_every == 0)
+        seconds = time.monotonic() - started
+        return {
+            "faults": list(faults), "batches": clock.calls, "batches_per_s": clock.calls / seconds,
+            **{f"batches of {r.name}": r.batches for r in readers if len(readers) > 1},
+            "epochs": sum(r.epochs for r in readers), "updates": sum(r.updates for r in readers),
+            "longest_sample_ms": clock.longest / 1e6, "longest_sample_cpu_ms": clock.cpu_longest / 1e6,
+            "sample_switches": clock.switches,
+        }  # fmt: skip
+
+
+class _Reader:
+    """One buffer of a sampling process, and what must be true of its batches."""
+
+    def __init__(self, name: str, rb: ReplayBuffer, lane_capacity: int) -> None:
+        self.name, self.rb, self.lane_capacity = name, rb, lane_capacity
+        self.batches = self.epochs = self.updates = 0
+        self._seen: set[tuple[int, int]] = set()
+
+    def batch(self, clock: Clock, faults: Faults, check: bool) -> None:
+        try:
+            batch, info = clock(self.rb.sample, return_info=True)
+        except RuntimeError as error:
+            # At the start there may be no row yet, or no trajectory that is long enough.
+            if "empty storage" not in str(error) and "no trajectory" not in str(error):
+                raise
+            return
+        self.batches += 1
+        if "epochs" in self.name:
+            self._epoch(faults, batch, info)
+        if check:
+            self._check(faults, batch, info)
+        if "prioritized" in self.name and self.batches % 4 == 0:
+            self._update(batch, info)
+
+    def _check(self, faults: Faults, batch: Any, info: dict[str, Any]) -> None:
+        check_rows(faults, batch, info.get("generation"), info["index"], self.lane_capacity, self.name)
+        if "slice" in self.name:
+            check_slices(faults, batch, LENGTH, self.name in ("slices", "prioritized slices"), self.name)
+        if self.name == "sequences":
+            mask = batch["collector", "mask"]
+            for row, there in zip(batch.reshape(-1, LENGTH), mask.reshape(-1, LENGTH), strict=True):
+                check_slices(faults, row[there], int(there.sum()), False, self.name)
+        if "prioritized" in self.name:
+            self._weights(faults, batch, info)
+
+    def _epoch(self, faults: Faults, batch: Any, info: dict[str, Any]) -> None:
+        """No row (no first row of a trajectory's slice) twice in an epoch."""
+        c = columns(batch)
+        rows = list(zip(c["lane"].tolist(), c["n"].tolist(), strict=True))
+        twice = [row for row in rows if row in self._seen]
+        faults.check(not twice and len(set(rows)) == len(rows), f"{self.name}: rows twice in an epoch: {twice[:3]}")
+        self._seen.update(rows)
+        if self.rb.sampler.ran_out:
+            self._seen, self.epochs = set(), self.epochs + 1
+
+    # ---- priorities: powers of two, a function of the row ----
+    @staticmethod
+    def _priority(c: dict[str, np.ndarray]) -> np.ndarray:
+        return np.exp2((c["n"] * 7 + c["lane"]) % 5 - 1.0)
+
+    def _update(self, batch: Any, info: dict[str, Any]) -> None:
+        p = self._priority(columns(batch)).astype(np.float32)
+        index, n = info["index"], info.get("generation", batch["n"])
+        self.rb.update_priority(index, torch.from_numpy(p), generation=n)
+        self.updates += 1
+
+    def _weights(self, faults: Faults, batch: Any, info: dict[str, Any]) -> None:
+        """A row's weight is lowest priority / its own: that of `_priority`, or a new row's (8, or 1 at first)."""
+        c, w = columns(batch), info["priority_weight"].numpy()
+        p = self._priority(c)
+        if "slice" in self.name:
+            w, p = w.reshape(-1, LENGTH)[:, 0], p.reshape(-1, LENGTH)[:, 0]
+        new = self.rb.sampler.default_priority
+        right = np.zeros(len(w), bool)
+        for lowest in (0.5, 1.0, 2.0, 4.0, 8.0):
+            ok = np.isin(w * new, [lowest]) | (w * p == lowest) | (w == lowest)
+            right |= ok
+            if ok.all():
+                return
+        faults.check(False, f"{self.name}: weights {w[:5]} of rows with priorities {p[:5]} or {new}")
+
+
+class Child:
+    """A forked process; what it returns comes back as JSON."""
+
+    def __init__(self, work: Callable[[], dict[str, Any]]) -> None:
+        self._from, to = os.pipe()
+        self._over = False
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(self._from)
+                made = work()
+                os.write(to, json.dumps({**made, "faults": made["faults"][:20]}).encode())
+            except BaseException:
+                os.write(to, json.dumps({"faults": [traceback.format_exc()]}).encode())
+            finally:
+                os._exit(0)
+        os.close(to)
+
+    def ended(self) -> bool:
+        if not self._over and os.waitpid(self.pid, os.WNOHANG)[0] == self.pid:
+            self._over = True
+        return self._over
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.wait(60)
+
+    def wait(self, seconds: float) -> dict[str, Any]:
+        """What it returned; {} if it was killed, or does not end."""
+        said, end = b"", time.monotonic() + seconds
+        os.set_blocking(self._from, False)
+        while not self.ended() and time.monotonic() < end:
+            said += self._read()
+            time.sleep(0.001)
+        said += self._read()
+        if not self._over:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._from)
+        return json.loads(said) if said else {}
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self._from, 1 << 20)
+        except BlockingIOError:
+            return b""
+
+
+def options() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "--memory", {"choices": ("mapped", "shared"), "default": "mapped"}
+    yield "--folder", {"default": "/dev/shm" if os.access("/dev/shm", os.W_OK) else None}
+    yield "--writers", {"type": int, "default": 4}
+    yield "--samplers", {"type": int, "default": 2}
+    yield "--capacity", {"type": int, "default": 100_000}
+    yield "--rows", {"type": float, "default": float("inf"), "help": "end after so many"}
+    yield "--seconds", {"type": float, "default": 1e9}
+    yield "--kinds", {"default": ",".join(USUAL), "help": f"of samplers: {', '.join(SAMPLERS)}"}
+    yield "--kills", {"action": "store_true"}
+    yield "--stops", {"type": float, "default": 0.2, "help": "of the disturbances so many only stop a writer"}
+    yield "--steady", {"action": "store_true", "help": f"extend({EXTEND}) only"}
+    yield "--check-every", {"type": int, "default": 1}
+    yield "--writers-only", {"action": "store_true"}
+    yield "--samplers-only", {"action": "store_true"}
+    yield "--until-fault", {"action": "store_true"}
+    yield "--seed", {"type": int, "default": 0}
+
+
+def main() -> int:
+    parse = argparse.ArgumentParser(description=__doc__)
+    for name, how in options():
+        parse.add_argument(name, **how)
+    o = parse.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=o.folder) as folder:
+        t = Torture(Path(folder), o)
+        t.run()
+    side = t.side.lanes
+    writes = {
+        "rows": t.written(), "rows_per_s": round(t.written() / t.seconds), "extends": int(side["calls"].sum()),
+        "longest_extend_ms": side["longest"].max() / 1e6, "longest_extend_cpu_ms": side["cpu_longest"].max() / 1e6,
+        "extend_switches": int(side["switches"].sum()),
+    }  # fmt: skip
+    said = {"planted": _native.PLANTED, "seconds": round(t.seconds, 2), **writes, **t.done, **t.calls}
+    print(json.dumps({**said, "faults": t.faults[:20]}))
+    return 1 if t.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
