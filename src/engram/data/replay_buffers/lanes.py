@@ -159,8 +159,11 @@ class Lanes:
     def release(self) -> None:
         """Gives this process's lane back."""
         with self.mutex:
-            if self._held is not None and self.locks is not None:
-                self.locks.free_lane(self._held)
+            if self._held is not None:
+                # Whoever writes next would do it; but a store that was loaded meanwhile has no next one.
+                self.store.add_seam(self._held)
+                if self.locks is not None:
+                    self.locks.free_lane(self._held)
             self._held = None
 
     @contextlib.contextmanager

@@ -179,8 +179,8 @@ def _as_damage(malformed: Callable[[str], Exception]) -> Iterator[None]:
 
 
 def _state_of(buffer: SavedBuffer) -> dict[str, Any]:
-    """Everything, in memory."""
-    return {"storage": buffer.storage.state_dict(), **_kinds(buffer), **buffer.part_states()}
+    """Everything, in memory; parts of a user's own may hand out tensors that they go on with, so copies of them."""
+    return {"storage": buffer.storage.state_dict(), **_kinds(buffer), **copy.deepcopy(buffer.part_states())}
 
 
 def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     if said:
         raise CheckpointMisfitError("the state does not fit this buffer", said)
     buffer.storage.load_state_dict(state["storage"])
-    _adopt(buffer, wanted, storage_too=True)
+    _adopt(buffer, copy.deepcopy(wanted), storage_too=True)
 
 
 def _kinds(buffer: SavedBuffer) -> dict[str, str]:

@@ -27,6 +27,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase[Parts, Parts]):
     """Saves the members of a StorageEnsemble. Hooks are the members'."""
 
     format = "ensemble"
+    needs = "parts"
 
     def register_save_hook(self, hook: Any) -> None:
         raise ValueError("an ensemble saves nothing by itself: register hooks with its members")

@@ -66,6 +66,7 @@ class H5StorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
     """
 
     format = "h5"
+    needs = "read_block"
 
     def __init__(
         self,

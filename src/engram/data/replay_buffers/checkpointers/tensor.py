@@ -70,6 +70,8 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
     Each layout has one `rows_per_chunk` (about 16 MB), so a later save cuts unchanged rows at the same places.
     """
 
+    needs = "read_block"
+
     @abstractmethod
     def _packing(self, layout: dict[str, Any]) -> Packing:
         """How rows of this layout are written; ValueError when they cannot be."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,7 +120,7 @@ class Sampler(abc.ABC):
 
     def position(self) -> Any:
         """What a draw changes, for `rewind`: taken before every batch that is prepared ahead, so small."""
-        return self.state_dict()
+        return copy.deepcopy(self.state_dict())  # which may hold tensors that draws change in place
 
     def rewind(self, position: Any) -> None:
         """Draws again what was drawn since this position."""
@@ -155,8 +156,9 @@ def redrawn(sampler: Any, storage: Storage, slots: Tensor, info: dict[str, Any],
 
 def position_of(sampler: Any) -> Any:
     """Where a sampler stands; one of a user's own may have a state only, or none."""
-    take = getattr(sampler, "position", None) or getattr(sampler, "state_dict", None)
-    return None if take is None else take()
+    if hasattr(sampler, "position"):
+        return sampler.position()
+    return copy.deepcopy(sampler.state_dict()) if hasattr(sampler, "state_dict") else None
 
 
 def go_back(sampler: Any, position: Any) -> None:

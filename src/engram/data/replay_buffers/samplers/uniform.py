@@ -129,6 +129,9 @@ class SamplerWithoutReplacement(Sampler):
         self._epoch, self._walk, self._store_id = state["epoch"], None, None
         self._ran_out = bool(state["ran_out"])
 
+    def position(self) -> Any:
+        return self.state_dict()
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_walk": None}
 

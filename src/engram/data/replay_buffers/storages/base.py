@@ -55,7 +55,8 @@ class Storage(abc.ABC):
         ):
             raise ValueError(f"max_size must be an integer from 1 to 2**56, got {max_size!r}")
         self._max_size = None if max_size is None else int(max_size)
-        self._checkpointer = checkpointer
+        self._checkpointer: Any = None
+        self.checkpointer = checkpointer
         self.shifts = []
         self._attached: weakref.WeakSet[Any] = weakref.WeakSet()
         self.mutex = threading.RLock()
@@ -303,13 +304,19 @@ class Storage(abc.ABC):
 
     @property
     def checkpointer(self) -> Any:
-        """What encodes this storage for disk; may be assigned."""
+        """What encodes this storage for disk; may be assigned. TypeError: it saves another kind of storage."""
         if self._checkpointer is None:
             self._checkpointer = self._default_checkpointer()
         return self._checkpointer
 
     @checkpointer.setter
     def checkpointer(self, checkpointer: Any) -> None:
+        needs = getattr(checkpointer, "needs", None)
+        if needs is not None and not hasattr(type(self), needs):
+            raise TypeError(
+                f"a {type(checkpointer).__name__} cannot save a {type(self).__name__}, which hands out no {needs}; use "
+                f"a {type(self._default_checkpointer()).__name__}"
+            )
         self._checkpointer = checkpointer
 
     @abc.abstractmethod
