@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import random
 import struct
 import time
@@ -40,7 +41,7 @@ class Store:
         else:
             storage = LazyTensorStorage(2 * LANE, shared=True, lanes=2)
         self.rb = ReplayBuffer(storage=storage, batch_size=8, sampler=SliceSampler(**SLICES))
-        self.maker, self.sessions = Maker(0, 1), 1
+        self.maker = Maker(0, 1)
         self.side = mmap.mmap(-1, 4096)
         self.write(30)
 
@@ -48,10 +49,6 @@ class Store:
         first = self.rb.write_count and self.rb.storage.lanes.states()[0]["published"]
         index = self.rb.extend(self.maker.rows(first, n))
         assert index.tolist() == [(first + k) % LANE for k in range(n)]
-
-    def session(self):
-        self.sessions += 1
-        return self.sessions
 
     # ---- in a child ----
     def open(self):
@@ -69,6 +66,9 @@ class Store:
         return lane
 
     # ---- after a kill ----
+    def _heir(self):
+        return self.extend(self.open(), 1 << 30 | os.getpid(), 5)
+
     def check(self):
         """This process and a new one go on; every row that had been written is there."""
         began = time.monotonic()
@@ -80,7 +80,7 @@ class Store:
             check_slices(faults, batch, 4, True, "beside")
         for lane in range(2):
             self._check_lane(faults, lane)
-        assert Child(lambda s=self.session(): self.extend(self.open(), s, 5), seconds=20).result() == 1
+        assert Child(self._heir, seconds=20).result() == 1
         self._check_lane(faults, 1)
         assert not faults, faults[:3]
         assert time.monotonic() - began < 15, "somebody waited for the process that was killed"
@@ -209,9 +209,9 @@ def everything(store, session, say):
 
 def kills_anywhere(store, times):
     draw = random.Random(1)
-    for _ in range(times):
+    for k in range(times):
         said = Signal()
-        child = Child(lambda s=store.session(), said=said: everything(store, s, said), seconds=120)
+        child = Child(lambda k=k, said=said: everything(store, 2 + k, said), seconds=120)
         if draw.random() < 0.8:
             said.wait()
         time.sleep(draw.uniform(0, 0.03))
