@@ -101,7 +101,9 @@ class SavedBuffer(BufferParts):
 
 def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
     """Saves every part as one snapshot. The caller holds the buffer still."""
-    save_snapshot(path, _components(buffer), (buffer.storage.checkpointer, buffer.storage), keep_last=keep_last)
+    components = _components(buffer)
+    with buffer.storage.still() as source:
+        save_snapshot(path, components, (buffer.storage.checkpointer, source), keep_last=keep_last)
 
 
 def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import math
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -276,6 +277,14 @@ class Storage(abc.ABC):
         """
         raise NotImplementedError(f"a {type(self).__name__} cannot be saved in the background; use blocking=True")
 
+    @contextlib.contextmanager
+    def still(self) -> Iterator[Any]:
+        """What the checkpointer saves while this process writes nothing, though other processes may.
+
+        The caller holds the mutex.
+        """
+        yield self
+
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Rows and counters in memory."""
@@ -289,8 +298,8 @@ class Storage(abc.ABC):
 
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> None:
         """Saves this storage alone."""
-        with self.mutex:
-            save_snapshot(path, {}, (self.checkpointer, self), keep_last=keep_last)
+        with self.mutex, self.still() as source:
+            save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
         """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
