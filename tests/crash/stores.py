@@ -23,7 +23,7 @@ from engram.testing.numbered import numbers, of_numbers, steps
 CAPACITY = 24
 PIECE = CAPACITY // 8
 CLAIMED, PUBLISHED, BASE, INCARNATION, EDITS = 384, 384 + 64, 384 + 128, 192, 256
-REDO = -1  # where the redo area begins depends on the layout
+REDO, ROW = -1, -2  # the mark of the redo area, and the first bytes of a row: where they are depends on the layout
 
 Rows = list[int]
 
@@ -69,24 +69,26 @@ def story(root: Path) -> Iterator[Step]:
     rows = made["after"]
     for start, n in ((5, 12), (17, 30)):
         grown = extending(rows, start, n)
-        yield Step("extend", lambda rb, a=start, b=n: rb.extend(steps(a, a + b)), (CLAIMED, PUBLISHED), **grown)
+        yield Step("extend", lambda rb, a=start, b=n: rb.extend(steps(a, a + b)), (CLAIMED, PUBLISHED, ROW), **grown)
         rows = grown["after"]
     edited = editing(rows, [2, 3, 20], 500)
-    yield Step("edit", lambda rb: _replace(rb, [2, 3, 20], 500), (EDITS, REDO), **edited)
+    yield Step("edit", lambda rb: _replace(rb, [2, 3, 20], 500), (EDITS, REDO, ROW), **edited)
     rows = edited["after"]
     yield Step("flush", lambda rb: rb.storage.flush(), (PUBLISHED,), rows, rows, _no)
     edited = editing(rows, list(range(CAPACITY)), 500)
-    yield Step("edit of flushed rows", lambda rb: _replace(rb, list(range(CAPACITY)), 500), (EDITS, REDO), **edited)
+    yield Step(
+        "edit of flushed rows", lambda rb: _replace(rb, list(range(CAPACITY)), 500), (EDITS, REDO, ROW), **edited
+    )
     rows = edited["after"]
     yield Step("empty", lambda rb: rb.empty(), (BASE, PUBLISHED, INCARNATION), rows, [], _no)
     grown = extending([], 100, 10)
-    yield Step("extend", lambda rb: rb.extend(steps(100, 110)), (CLAIMED, PUBLISHED), **grown)
+    yield Step("extend", lambda rb: rb.extend(steps(100, 110)), (CLAIMED, PUBLISHED, ROW), **grown)
     loaded = list(range(900, 910))
-    yield Step("loads", lambda rb: rb.loads(root / "saved"), (BASE, PUBLISHED, INCARNATION), grown["after"], loaded,
+    yield Step("loads", lambda rb: rb.loads(root / "saved"), (BASE, PUBLISHED, INCARNATION, ROW), grown["after"], loaded,
                lambda found: found == [])  # fmt: skip
     yield Step("close and open", _reopen, (), loaded, loaded, _no)
     grown = extending(loaded, 910, 30)
-    yield Step("extend", lambda rb: rb.extend(steps(910, 940)), (CLAIMED, PUBLISHED), **grown)
+    yield Step("extend", lambda rb: rb.extend(steps(910, 940)), (CLAIMED, PUBLISHED, ROW), **grown)
     yield Step("close", lambda rb: rb.storage.close(), (), grown["after"], grown["after"], _no)
 
 
@@ -134,8 +136,9 @@ def watch(store: Any, offsets: tuple[int, ...]) -> None:
     memory = store.memory()
     redo = 384 + 1024 * store.lanes + len(store.layout)
     redo = (redo + 63) // 64 * 64 + 8 * _native.LOG_ENTRIES
+    places = {REDO: redo, ROW: store.rows_offset + 7 * store.row_stride}
     for slot, offset in enumerate(offsets):
-        tracer.watch(slot, memory.ctypes.data + (redo if offset == REDO else offset))
+        tracer.watch(slot, memory.ctypes.data + places.get(offset, offset))
 
 
 def live(root: Path, upto: int | None = None) -> None:
