@@ -87,8 +87,10 @@ class SnapshotReader:
             raise
 
     def close(self) -> None:
-        self._lock.release()
-        os.close(self._fd)
+        try:
+            self._lock.release()
+        finally:
+            os.close(self._fd)
 
     def __enter__(self) -> SnapshotReader:
         return self
@@ -127,9 +129,12 @@ class SnapshotReader:
 
     def copy(self, name: str, target: str) -> FileRecord | None:
         """Puts a file of this snapshot at the path `target` too: as a hard link, or where the file system has none as
-        a copy whose bytes are compared with the hash. None, and nothing there, if the copy is not what was saved.
+        a copy whose bytes are compared with the hash. None, and nothing there, if it is not what was saved.
         """
-        os.close(self._open_file(name))
+        try:
+            os.close(self._open_file(name))
+        except CorruptCheckpointError:  # written anew, or nothing could be saved here any more
+            return None
         try:
             os.link(self.path(name), target, follow_symlinks=False)
         except OSError as error:
@@ -180,7 +185,11 @@ class SnapshotReader:
 
     def _lock_marker(self) -> FileLock:
         fd = self._open_file(MARKER)
-        content = os.pread(fd, len(MARKER_CONTENT) + 1, 0)
+        try:
+            content = os.pread(fd, len(MARKER_CONTENT) + 1, 0)
+        except OSError:
+            os.close(fd)
+            raise
         try:
             lock = FileLock(fd, exclusive=False)
         except BlockingIOError:
@@ -241,10 +250,13 @@ class SnapshotReader:
         except OSError as error:
             raise CorruptCheckpointError(self.path(name), f"it cannot be opened ({error.strerror or error})") from error
         record = self.files.get(name) if name not in (MARKER, MANIFEST) else None
-        found = os.fstat(fd).st_size
-        if record is not None and found != record.nbytes:
+        try:
+            found = os.fstat(fd).st_size
+            if record is not None and found != record.nbytes:
+                raise CorruptCheckpointError(self.path(name), f"it has {found} bytes, {record.nbytes} were saved")
+        except BaseException:
             os.close(fd)
-            raise CorruptCheckpointError(self.path(name), f"it has {found} bytes, {record.nbytes} were saved")
+            raise
         return fd
 
 
