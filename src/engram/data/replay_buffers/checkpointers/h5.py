@@ -24,12 +24,12 @@ _OPTIONS = ("compression", "compression_opts", "shuffle", "fletcher32")
 _COMPRESSIONS = (None, "gzip", "lzf")
 
 
-def library() -> Any:
+def library(needed_by: str = "the H5StorageCheckpointer") -> Any:
     """The h5py package; an ImportError says how to get it."""
     try:
         import h5py
     except ImportError as error:
-        raise ImportError('the H5StorageCheckpointer needs h5py: pip install "engram[h5]"') from error
+        raise ImportError(f'{needed_by} needs h5py: pip install "engram[h5]"') from error
     return h5py
 
 
