@@ -331,4 +331,10 @@ RECIPES: dict[str, Recipe] = {
     "transforms-norm": Recipe(normed, fill_normed, more=ten_more),
     "transforms-n-steps": Recipe(n_steps, wrapped, more=ten_more),
     "generator": Recipe(generator, fill_generator),  # no writes: what was prepared before may be read after them
+    # Made by a version that saved neither the settings of slice samplers nor those of transforms.
+    "earlier-slices": Recipe(plain(sampler=lambda: SliceSampler(**SLICES)), wrapped, more=ten_more),
+    "earlier-slice-epoch": Recipe(
+        plain(sampler=lambda: SliceSamplerWithoutReplacement(**SLICES)), part_of_an_epoch, more=ten_more
+    ),
+    "earlier-transforms": Recipe(in_time, wrapped, more=ten_more),
 }  # fmt: skip
