@@ -90,6 +90,15 @@ class Snapshot:
         storage = self._reader.body.get("storage")
         return None if storage is None else str(storage.get("format"))
 
+    def wanted(self, parts: tuple[str, ...], owners: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """States of a buffer's parts as they were saved, and what cannot be taken over: nothing."""
+        states: dict[str, Any] = {
+            name: self.components[name] for name in ("sampler", "writer", "generator") if name in parts
+        }
+        if "writer" in parts:  # checkpoints of earlier versions have no such component
+            states["transform"] = self.components.get("transform", {"state": None})
+        return states, []
+
     def check_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
         """ValueError when the sink cannot take the storage that was saved; changes nothing."""
         checkpointer.check(sink, self._reader, self._storage_state(checkpointer))

@@ -115,6 +115,14 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             if state[name] != getattr(self, name)
         ]
 
+    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
+        if found is None:
+            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
+        if found["remaining"] is not None and len(found["remaining"]) != found["length"]:
+            raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
+        state = {"epoch": None, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
+        return state
+
     def position(self) -> Any:
         return self._epoch and {**self._epoch}, self._walk, self._ran_out
 
