@@ -219,6 +219,24 @@ class H5Reader:
         self._seen[name] = None
         return values
 
+    def names(self, group: str) -> list[str]:
+        """What a group holds (`""`: the root of the file)."""
+        with _as_value_errors():
+            return list((self._walk(group, to_group=True) if group else self._file).keys())
+
+    def said(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
+        """Shape and dtype that a dataset claims; None: it is a group. What it holds is checked by `expect`."""
+        with _as_value_errors():
+            found = self._walk(name, to_group=None)
+            return (found.shape, found.dtype) if hasattr(found, "dtype") else None
+
+    def part(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: slice) -> Array:
+        """Some values of a dataset, checked as by `expect`, and not kept open."""
+        self.expect(name, shape, dtype)
+        values = self.read(name, where)
+        del self._seen[name]
+        return values
+
     def nothing_else(self) -> None:
         """ValueError when the file holds anything that was not expected."""
         wanted: dict[str, set[str]] = {}
@@ -232,8 +250,9 @@ class H5Reader:
                 if found != names:
                     raise ValueError(f"/{group} holds {sorted(found - names)[:3]}, which does not belong there")
 
-    def _walk(self, name: str) -> Any:
+    def _walk(self, name: str, to_group: bool | None = False) -> Any:
         h5py = library()
+        wanted = {False: h5py.Dataset, True: h5py.Group, None: (h5py.Dataset, h5py.Group)}[to_group]
         here, parts = self._file, name.split("/")
         before, self._groups = self._groups, {}  # those of the last walk: many groups are never open at once
         for depth, part in enumerate(parts):
@@ -246,7 +265,7 @@ class H5Reader:
             if not links.exists(part.encode()) or links.get_info(part.encode()).type != h5py.h5l.TYPE_HARD:
                 raise ValueError(f"{so_far} is missing, or a link to somewhere else")
             here = here[part]
-            if not isinstance(here, h5py.Dataset if depth == len(parts) - 1 else h5py.Group):
+            if not isinstance(here, wanted if depth == len(parts) - 1 else h5py.Group):
                 raise ValueError(f"{so_far} is a {type(here).__name__}")
             if depth < len(parts) - 1:
                 self._groups[so_far] = here

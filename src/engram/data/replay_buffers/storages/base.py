@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
+from engram.data.replay_buffers.checkpointers.opening import open_saved
+from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.indexing import Selection, outward, select, stored_slots
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec
@@ -303,7 +304,7 @@ class Storage(abc.ABC):
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
         """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
-        with open_snapshot(path, snapshot) as saved, self.alone("loads"):
+        with open_saved(path, snapshot) as saved, self.alone("loads"):
             saved.load_storage(self.checkpointer, self)
 
     def hand_over(self, sampler: Any) -> None:
