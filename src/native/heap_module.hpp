@@ -166,6 +166,14 @@ inline void bind_heap(nb::module_& m) {
         check_numbers(numbers, store);
         return generations(store, slots, &numbers);
       }, "store"_a, "slots"_a)
+      .def("reserve", [](const RowNumbers& numbers, const Store& store, uint64_t n) {
+        check_numbers(numbers, store);
+        numbers.reserve(store, std::min(n, uint64_t{1} << 40));
+      }, "store"_a, "n"_a)
+      .def("renumber", [](RowNumbers& numbers, const Store& store) {
+        check_numbers(numbers, store);
+        numbers.renumber(store);
+      }, "store"_a)
       .def_prop_ro("next", &RowNumbers::next)
       .def("restore", [](RowNumbers& numbers, const Store& store, nb::handle found, uint64_t next) {
         check_numbers(numbers, store);

@@ -127,6 +127,7 @@ def _components(buffer: SavedBuffer) -> dict[str, Any]:
         "writer": {"kind": type(buffer.writer).__name__, "state": states["writer"]},
         "transform": {"state": states["transform"]},
         "generator": {"state": states["generator"]},
+        "numbers": buffer.storage.numbers_state(),
     }
 
 
@@ -136,9 +137,13 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
     with open_snapshot(path, snapshot) as saved:
-        wanted = {name: saved.component(name) for name in ("sampler", "writer", "generator") if name in parts}
+        wanted: dict[str, Any] = {
+            name: saved.component(name) for name in ("sampler", "writer", "generator") if name in parts
+        }
         if "writer" in parts:  # checkpoints of earlier versions have no such component
             wanted["transform"] = saved.components.get("transform", {"state": None})
+        if "storage" in parts or "writer" in parts:
+            wanted["numbers"] = saved.components.get("numbers")
         with _as_damage(saved.malformed):
             said = _differences(buffer, wanted)
         storage, with_rows = buffer.storage, "storage" in parts
@@ -221,6 +226,8 @@ def _adopt(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> No
 
 
 def _take_over(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> None:
+    if "numbers" in wanted:  # states in memory have them with the rows
+        buffer.storage.restore_numbers(wanted["numbers"], storage_too)
     for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
         if name in wanted and hasattr(part, "load_state_dict"):
             part.load_state_dict(wanted[name]["state"])

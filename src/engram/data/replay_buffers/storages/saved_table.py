@@ -148,7 +148,7 @@ class SavedTable(Storage):
             torch.from_numpy(self.read_block(i, lane["base"], lane["published"]))
             for i, lane in enumerate(counters["lanes"])
         ]
-        return {"layout": self.layout_state(), "counters": counters, "rows": rows}
+        return {"layout": self.layout_state(), "counters": counters, "rows": rows, "numbers": self.numbers_state()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         self.check_restore(state["layout"], state["counters"])
@@ -160,6 +160,7 @@ class SavedTable(Storage):
                 if lane["published"] > lane["base"]:
                     self.write_block(i, lane["base"], rows.numpy())
             self.end_restore()
+            self.restore_numbers(state.get("numbers"))
 
     def abort_restore(self) -> None:
         """Leaves the storage empty."""
