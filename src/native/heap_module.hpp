@@ -166,10 +166,11 @@ inline void bind_heap(nb::module_& m) {
         check_numbers(numbers, store);
         return generations(store, slots, &numbers);
       }, "store"_a, "slots"_a)
-      .def("reserve", [](const RowNumbers& numbers, const Store& store, uint64_t n) {
+      .def("reserve", [](const RowNumbers& numbers, const Store& store, nb::handle slots_in) {
         check_numbers(numbers, store);
-        numbers.reserve(store, std::min(n, uint64_t{1} << 40));
-      }, "store"_a, "n"_a)
+        const SlotsArg slots(nb::borrow(slots_in));
+        numbers.reserve(store, std::count_if(slots.data, slots.data + slots.n, [](int64_t slot) { return slot >= 0; }));
+      }, "store"_a, "slots"_a)
       .def("renumber", [](RowNumbers& numbers, const Store& store) {
         check_numbers(numbers, store);
         numbers.renumber(store);

@@ -244,11 +244,11 @@ class Lanes:
         there = self.generations(slots) == generation
         return torch.where(there, slots_tensor(self.store.generations(slots)), -1)
 
-    def will_replace(self, n: int) -> None:
-        """Before rows are replaced: their numbers are taken, whatever happens to this process."""
+    def will_replace(self, slots: Tensor) -> None:
+        """Before `note_replaced`, and the write: the numbers are taken, whatever happens to this process."""
         if self.numbers is None:
             self.numbers = _native.RowNumbers(self.store)
-        self.numbers.reserve(self.store, n)
+        self.numbers.reserve(self.store, slots)
 
     def numbers_state(self) -> dict[str, Any] | None:
         """The numbers of replaced rows; None where there are none."""

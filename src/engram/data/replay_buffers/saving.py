@@ -84,9 +84,18 @@ class SavedBuffer(BufferParts):
         if hasattr(self._sampler, "follow"):
             self._sampler.follow(self._storage)
         sampler = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else {}
-        generator = None if self._generator is None else state_of(self._generator)
+        generator = self.generator_state()
         writer, transform = self._writer.state_dict(), self.saved_transform.state_dict()
         return {"sampler": sampler, "writer": writer, "transform": transform, "generator": generator}
+
+    def generator_state(self) -> Any:
+        """Where the buffer's own generator stands; None without one."""
+        return None if self._generator is None else state_of(self._generator)
+
+    def restore_generator(self, state: Any) -> None:
+        """Goes on where a generator stood; without one of its own, or a state, nothing changes."""
+        if state is not None and self._generator is not None:
+            set_state(self._generator, state)
 
     @property
     def transform(self) -> Compose:
@@ -233,8 +242,8 @@ def _take_over(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -
             part.load_state_dict(wanted[name]["state"])
     if "transform" in wanted:
         _adopt_transforms(buffer.saved_transform, wanted["transform"]["state"])
-    if "generator" in wanted and wanted["generator"]["state"] is not None and buffer.generator is not None:
-        set_state(buffer.generator, wanted["generator"]["state"])
+    if "generator" in wanted:
+        buffer.restore_generator(wanted["generator"]["state"])
     if storage_too:
         buffer.storage.hand_over(buffer.sampler)
     if hasattr(buffer.sampler, "follow"):

@@ -102,7 +102,7 @@ class TensorDictMaxValueWriter(Writer):
         if appended:
             storage.append(checked, appended)
         if rows is not None:
-            lanes.will_replace(len(slots) - appended)
+            lanes.will_replace(slots[appended:])
             storage.replace(checked, slots_tensor(rows), slots_tensor(targets))
             lanes.note_replaced(slots[appended:])
         self._heap.written(lanes.store)
