@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-# What a load changes by design, and nobody can draw from: a store counts its incarnations.
-_OWN = ("incarnation",)
+# What names a store, and which nobody can draw from: the twin's has a name of its own, and counts its loads.
+_OWN = ("incarnation", "store")
 
 
 def frozen(value: Any) -> Any:

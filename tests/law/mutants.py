@@ -126,13 +126,13 @@ def _without_generator(original: Any, buffer: Any, wanted: Any, storage_too: boo
     original(buffer, {name: part for name, part in wanted.items() if name != "generator"}, storage_too)
 
 
-def _only_sampler(original: Any, self: Any, sampler: Any, generator: Any) -> None:
-    original(self, sampler, None)
+def _only_sampler(original: Any, self: Any, sampler: Any, generators: Any) -> None:
+    original(self, sampler, [generator.get_state() for generator in self._generators])
 
 
-def _only_generator(original: Any, self: Any, sampler: Any, generator: Any) -> None:
-    if generator is not None and self._generator is not None:
-        self._generator.set_state(generator)
+def _only_generator(original: Any, self: Any, sampler: Any, generators: Any) -> None:
+    for generator, state in zip(self._generators, generators, strict=True):
+        generator.set_state(state)
 
 
 def _kept(original: Any, self: Any, state: Any) -> None:

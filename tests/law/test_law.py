@@ -12,6 +12,7 @@ import pytest
 
 from engram.data.replay_buffers import prefetch
 from engram.data.replay_buffers.checkpointers import tensor
+from law import ensembles
 from law.combos import LEVELS, REFUSED, SAMPLERS, STORAGES, Combo, pairwise, product, refusal
 from law.data import steps
 from law.law import Broken, Trial
@@ -81,3 +82,9 @@ def test_the_law_notices_the_loss_of(name: str, folder: Callable[[], Path], monk
     mutant.plant(monkeypatch)
     with pytest.raises(Broken):
         Trial(mutant.combo, folder(), every=2).run()
+
+
+@pytest.mark.parametrize("way", ensembles.WAYS)
+@pytest.mark.parametrize("name", ensembles.ENSEMBLES)
+def test_the_law_holds_for_ensembles(name: str, way: str, folder: Callable[[], Path]) -> None:
+    ensembles.hold(ensembles.ENSEMBLES[name], way, folder(), every=7)

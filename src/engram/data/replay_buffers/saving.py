@@ -87,9 +87,18 @@ class SavedBuffer(BufferParts):
         if hasattr(self._sampler, "follow"):
             self._sampler.follow(self._storage)
         sampler = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else {}
-        generator = None if self._generator is None else state_of(self._generator)
+        generator = self.generator_state()
         writer, transform = self._writer.state_dict(), self.saved_transform.state_dict()
         return {"sampler": sampler, "writer": writer, "transform": transform, "generator": generator}
+
+    def generator_state(self) -> Any:
+        """Where the buffer's own generator stands; None without one."""
+        return None if self._generator is None else state_of(self._generator)
+
+    def restore_generator(self, state: Any) -> None:
+        """Goes on where a generator stood; without one of its own, or a state, nothing changes."""
+        if state is not None and self._generator is not None:
+            set_state(self._generator, state)
 
     @property
     def transform(self) -> Compose:
@@ -132,6 +141,7 @@ def _components(buffer: SavedBuffer) -> dict[str, Any]:
         "writer": {"kind": type(buffer.writer).__name__, "state": states["writer"]},
         "transform": {"state": states["transform"]},
         "generator": {"state": states["generator"]},
+        "numbers": buffer.storage.numbers_state(),
     }
 
 
@@ -143,6 +153,8 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
     storage, with_rows = buffer.storage, "storage" in parts
     with open_saved(path, snapshot) as saved:
         wanted, said = saved.wanted(parts, {"sampler": buffer.sampler, "writer": buffer.writer, "storage": storage})
+        if with_rows or "writer" in parts:
+            wanted["numbers"] = saved.numbers()
         with _as_damage(saved.malformed):
             said += _differences(buffer, wanted)
         if with_rows:
@@ -226,13 +238,15 @@ def _adopt(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> No
 
 
 def _take_over(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> None:
+    if "numbers" in wanted:  # states in memory have them with the rows
+        buffer.storage.restore_numbers(wanted["numbers"], storage_too)
     for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
         if name in wanted and hasattr(part, "load_state_dict"):
             part.load_state_dict(wanted[name]["state"])
     if "transform" in wanted:
         _adopt_transforms(buffer.saved_transform, wanted["transform"]["state"])
-    if "generator" in wanted and wanted["generator"]["state"] is not None and buffer.generator is not None:
-        set_state(buffer.generator, wanted["generator"]["state"])
+    if "generator" in wanted:
+        buffer.restore_generator(wanted["generator"]["state"])
     if storage_too:
         buffer.storage.hand_over(buffer.sampler)
     if hasattr(buffer.sampler, "follow"):

@@ -111,6 +111,10 @@ class Snapshot:
             states["transform"] = self.components.get("transform", {"state": None})
         return states, []
 
+    def numbers(self) -> Any:
+        """The numbers of rows that were replaced out of turn; None in checkpoints without any."""
+        return self.components.get("numbers")
+
     def check_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
         """ValueError when the sink cannot take the storage that was saved; changes nothing."""
         state = self._storage_state(checkpointer)

@@ -300,12 +300,26 @@ class Storage(abc.ABC):
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> None:
         """Saves this storage alone."""
         with self.mutex, self.still() as source:
-            save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
+            save_snapshot(path, {"numbers": self.numbers_state()}, (self.checkpointer, source), keep_last=keep_last)
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
         """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
         with open_saved(path, snapshot) as saved, self.alone("loads"):
             saved.load_storage(self.checkpointer, self)
+            self.restore_numbers(saved.numbers())
+
+    def numbers_state(self) -> dict[str, Any] | None:
+        """The write numbers of rows that were replaced out of turn; None where there are none."""
+        return None if self.lanes is None else self.lanes.numbers_state()
+
+    def restore_numbers(self, state: dict[str, Any] | None, rows_too: bool = True) -> None:
+        """Takes over what `numbers_state` gave, after its rows; without rows only if it is of this very store."""
+        if self.lanes is None:
+            return
+        if rows_too:
+            self.lanes.restore_numbers(state, self.shifts[0] if self.shifts else 0)
+        else:
+            self.lanes.resume_numbers(state)
 
     def hand_over(self, sampler: Any) -> None:
         """After `loads`: tells a sampler how the write numbers of its rows have changed."""

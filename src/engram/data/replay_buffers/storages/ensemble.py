@@ -218,6 +218,15 @@ class StorageEnsemble(Storage):
         for storage, saved in zip(self._members, state["members"], strict=True):
             storage.load_state_dict(saved)
 
+    def numbers_state(self) -> dict[str, Any] | None:
+        states = [storage.numbers_state() for storage in self._members]
+        return {"members": states} if any(states) else None
+
+    def restore_numbers(self, state: dict[str, Any] | None, rows_too: bool = True) -> None:
+        states = [None] * len(self) if state is None else state["members"]
+        for storage, saved in zip(self._members, states, strict=True):
+            storage.restore_numbers(saved, rows_too)
+
     def hand_over(self, sampler: Any) -> None:
         for storage, one in zip(self._members, sampler.samplers, strict=True):
             storage.hand_over(one)

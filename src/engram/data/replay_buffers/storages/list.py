@@ -208,13 +208,15 @@ class ListStorage(Storage):
             self.shifts = [shift]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"items": [copied(item) for item in self.items()], "counters": self.counters()}
+        items = [copied(item) for item in self.items()]
+        return {"items": items, "counters": self.counters(), "numbers": self.numbers_state()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         self.check_restore(state["counters"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restore_items([copied(item) for item in state["items"]], state["counters"])
+        self.restore_numbers(state.get("numbers"))
 
 
 def copied(item: Any) -> Any:

@@ -161,7 +161,7 @@ class SavedTable(Storage):
             counters = source.counters()  # other processes may have overwritten the oldest rows meanwhile
         lost = [now["base"] - then["base"] for now, then in zip(counters["lanes"], lanes, strict=True)]
         rows = [torch.from_numpy(block[:, n:]) for block, n in zip(blocks, lost, strict=True)]
-        return {"layout": self.layout_state(), "counters": counters, "rows": rows}
+        return {"layout": self.layout_state(), "counters": counters, "rows": rows, "numbers": self.numbers_state()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         self.check_restore(state["layout"], state["counters"])
@@ -173,6 +173,7 @@ class SavedTable(Storage):
                 if lane["published"] > lane["base"]:
                     self.write_block(i, lane["base"], rows.numpy())
             self.end_restore()
+            self.restore_numbers(state.get("numbers"))
 
     def abort_restore(self) -> None:
         """Leaves the storage empty."""
