@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,17 @@ if TYPE_CHECKING:
 Index = Tensor | tuple[Tensor, ...]
 
 EMPTY = "Cannot sample from an empty storage."
+
+
+class EpochInfo(dict[str, Any]):
+    """What is said of a batch that is of an epoch: as any info, and which epoch it is (a number in this process).
+
+    Rows of it that are overwritten before they are read are drawn anew from the same epoch or not at all: from another
+    one a row could come that was in this one already.
+    """
+
+    numbers = itertools.count()
+    epoch: int | None = None
 
 
 class Sampler(abc.ABC):

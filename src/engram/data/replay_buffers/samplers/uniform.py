@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from engram import _native
-from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler
+from engram.data.replay_buffers.samplers.base import EMPTY, EpochInfo, Index, Sampler, redrawn
 from engram.data.replay_buffers.samplers.listed import ListedWalk, listed_epoch
 from engram.data.replay_buffers.utils import slots_tensor
 
@@ -57,6 +60,7 @@ class SamplerWithoutReplacement(Sampler):
         self._walk: _native.EpochWalk | ListedWalk | None = None
         self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
         self._ran_out = False
+        self._number = -1  # of the epoch, in this process
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
@@ -70,6 +74,8 @@ class SamplerWithoutReplacement(Sampler):
         for _ in range(100):  # an epoch can be over before it gave a row, when writers overwrite all of it
             self._begin_if_needed(lanes)
             assert self._epoch is not None and self._walk is not None
+            info = EpochInfo()
+            info.epoch = self._number
             made, position = self._walk.take(lanes.store, self._epoch["position"], batch_size)
             slots = slots_tensor(made)
             self._epoch["position"] = position
@@ -77,8 +83,32 @@ class SamplerWithoutReplacement(Sampler):
             if self._ran_out:
                 self._epoch = self._walk = None
             if len(slots) and not (self.drop_last and len(slots) < batch_size):
-                return (storage.outward(slots) if storage.ndim > 1 else slots), {}
+                return (storage.outward(slots) if storage.ndim > 1 else slots), info
         raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
+
+    def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
+        """Other rows of the same epoch for those that were lost; where it has no more, the batch has fewer rows."""
+        places = [place for place in places if place < len(slots)]
+        epoch = getattr(info, "epoch", None)
+        if self.drop_last or epoch is None or len(places) == len(slots):
+            return redrawn(self, storage, slots, info, places)
+        found = self._more(storage, epoch, len(places))
+        keep = torch.ones(len(slots), dtype=torch.bool)
+        keep[places[len(found) :]] = False
+        slots = slots.clone()
+        slots[places[: len(found)]] = found
+        return slots[keep]
+
+    def _more(self, storage: Storage, epoch: int, n: int) -> Tensor:
+        """Up to n more rows of this epoch, such that a last batch remains, which says that it is the last."""
+        lanes = storage.lanes
+        if lanes is not None and self._walk is not None and self._epoch is not None and self._number == epoch:
+            found, position = self._walk.take(lanes.store, self._epoch["position"], n)
+            rest, _ = self._walk.take(lanes.store, position, 1)
+            if len(slots_tensor(rest)):
+                self._epoch["position"] = position
+                return slots_tensor(found)
+        return torch.empty(0, dtype=torch.int64)
 
     def _begin_if_needed(self, lanes: Lanes) -> None:
         epoch, store_id = self._epoch, lanes.store.store_id
@@ -97,6 +127,7 @@ class SamplerWithoutReplacement(Sampler):
         if self._walk is None:
             ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]
             self._walk = _native.EpochWalk(lanes.store, epoch["key"], self.shuffle, ranges)
+            self._number = next(EpochInfo.numbers)
         self._epoch = epoch
 
     def _over(self, lanes: Lanes, batch_size: int) -> bool:
