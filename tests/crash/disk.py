@@ -1,4 +1,4 @@
-"""What a disk may hold of a mapped store after a power cut: each page as it was at any moment since it was last synced."""
+"""What a disk may hold of a mapped store after a power cut: each page as at any moment since it was last synced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a disk may hold of a folder after a power cut: of each file and each name in a folder any version since its sync.
+"""What a disk may hold of a folder after a power cut: of each file and each name in it any version since its sync.
 
 Stricter than file systems with a journal are: names are lost one by one, in any order.
 """

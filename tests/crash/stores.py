@@ -84,8 +84,8 @@ def story(root: Path) -> Iterator[Step]:
     grown = extending([], 100, 10)
     yield Step("extend", lambda rb: rb.extend(steps(100, 110)), (CLAIMED, PUBLISHED, ROW), **grown)
     loaded = list(range(900, 910))
-    yield Step("loads", lambda rb: rb.loads(root / "saved"), (BASE, PUBLISHED, INCARNATION, ROW), grown["after"], loaded,
-               lambda found: found == [])  # fmt: skip
+    watched = (BASE, PUBLISHED, INCARNATION, ROW)
+    yield Step("loads", lambda rb: rb.loads(root / "saved"), watched, grown["after"], loaded, lambda found: not found)
     yield Step("close and open", _reopen, (), loaded, loaded, _no)
     grown = extending(loaded, 910, 30)
     yield Step("extend", lambda rb: rb.extend(steps(910, 940)), (CLAIMED, PUBLISHED, ROW), **grown)

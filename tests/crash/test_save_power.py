@@ -1,7 +1,7 @@
 """Power cuts during saves: whatever of the unsynced files and names is lost, a load finds a whole state.
 
-A save that has returned is what is found; the old state or the new one while it runs; and nothing that a killed save left
-unsynced costs the state when the next save cleans up.
+A save that has returned is what is found; the old state or the new one while it runs; and nothing that a killed save
+left unsynced costs the state when the next save cleans up.
 """
 
 from __future__ import annotations

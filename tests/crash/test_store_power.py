@@ -1,4 +1,4 @@
-"""Power cuts: whatever mix of old and new pages the disk has, rows are whole and in their place, and none flushed is lost."""
+"""Power cuts: whatever mix of old and new pages there is, rows are whole and in place, and none flushed is lost."""
 
 from __future__ import annotations
 
