@@ -78,7 +78,9 @@ class H5Source:
             encoded = name.encode()
             try:
                 link = group.links.get_info(encoded).type
-            except KeyError:
+            except (KeyError, RuntimeError):
+                if group.links.exists(encoded):
+                    raise
                 raise self.wrong(place, "is missing") from None
             if link != self._h5.h5l.TYPE_HARD:
                 raise self.wrong(place, "is a link to somewhere else, which is not followed")

@@ -187,6 +187,7 @@ class _Writer:
             compression=self._compression,
             use_dictionary=[TRAJECTORIES],
             write_statistics=[TRAJECTORIES],
+            write_page_checksum=True,
         )
 
     def _number(self, parts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -313,7 +314,7 @@ def _opened(path: Path, columns: Sequence[str] | None) -> Iterator[_File]:
     if not path.is_file():
         raise FileNotFoundError(2, "there is no such file", str(path))
     try:
-        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
     except _FAILURES as error:
         raise DatasetError(str(path), f"this is no Parquet file, or a damaged one ({error})") from error
     with file:
