@@ -218,7 +218,7 @@ def forged(path, change):
     table = pq.read_table(path)
     made = json.loads(table.schema.metadata[b"engram"])
     change(made)
-    pq.write_table(table.replace_schema_metadata({b"engram": json.dumps(made).encode()}), path)
+    pq.write_table(table.replace_schema_metadata({b"engram": json.dumps(made).encode()}), path)  # a footer of its own
 
 
 FORGERIES = {
