@@ -133,7 +133,7 @@ class FlatSteps:
         n = stop - start
         if self._shared:
             for key in (c.key for c in self._shared):
-                values[("next", *key)] = _shifted(values[key], after.get(key), terminal[:n])
+                values[following(key)] = _shifted(values[key], after.get(key), terminal[:n])
         truncated, kept = self._kept(terminal, timeout, n, to_the_end=more == self._length)
         begins = np.concatenate([[False], ends[: n - 1]])
         ids = number + np.cumsum(begins)

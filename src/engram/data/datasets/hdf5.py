@@ -90,9 +90,9 @@ def write_hdf5(
     """Writes steps as a flat HDF5 file with `next_observations`; returns their number.
 
     The file appears whole or not at all. A trajectory that has not ended is written with the `timeouts` of its last
-    step set: nothing else says that it stops there. Stored rows are written as they are, oldest first (transforms are not
-    applied), while writers of this process wait. Trajectory ids, `index`, the flags at the root and `("next", "done")`
-    are not written: they follow from the rest.
+    step set: nothing else says that it stops there. Stored rows are written as they are, oldest first (transforms are
+    not applied), while writers of this process wait. Trajectory ids, `index`, the flags at the root and
+    `("next", "done")` are not written: they follow from the rest.
 
     Args:
         source: a buffer or storage; a TensorDict `[time]` or `[envs, time]`, or an iterable of such, as a collector. Of

@@ -196,7 +196,7 @@ def together(roles: list[Entry], pieces: list[Piece], ids: list[int]) -> TensorD
         arrays = [piece.arrays[i] for piece in pieces]
         if entry.more:
             leaves[entry.key] = np.concatenate([a[:-1] for a in arrays])
-            leaves[("next", *entry.key)] = np.concatenate([a[1:] for a in arrays])
+            leaves[following(entry.key)] = np.concatenate([a[1:] for a in arrays])
         else:
             after = entry.key[0] == "info"
             leaves[following(entry.key) if after else entry.key] = np.concatenate(arrays)

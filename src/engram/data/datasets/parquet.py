@@ -25,6 +25,7 @@ from engram.data.datasets.parquet_columns import (
     schema_of,
     tensor_of,
 )
+from engram.data.datasets.parquet_footer import check, seal
 from engram.data.datasets.progress import progress_bar
 from engram.data.datasets.roles import TRAJECTORY, batch_of
 from engram.data.datasets.sources import BLOCK_BYTES, Block, block_rows, source_of
@@ -135,9 +136,11 @@ def write_parquet(
             for block in found.blocks():
                 writer.write(block)
                 advance(len(block.rows))
-            return writer.finish()
+            rows = writer.finish()
         finally:
             writer.close()
+        seal(made)
+    return rows
 
 
 class _Writer:
@@ -187,6 +190,7 @@ class _Writer:
             compression=self._compression,
             use_dictionary=[TRAJECTORIES],
             write_statistics=[TRAJECTORIES],
+            write_page_checksum=True,
         )
 
     def _number(self, parts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -313,7 +317,8 @@ def _opened(path: Path, columns: Sequence[str] | None) -> Iterator[_File]:
     if not path.is_file():
         raise FileNotFoundError(2, "there is no such file", str(path))
     try:
-        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+        check(path)
+        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
     except _FAILURES as error:
         raise DatasetError(str(path), f"this is no Parquet file, or a damaged one ({error})") from error
     with file:
