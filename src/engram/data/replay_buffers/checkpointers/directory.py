@@ -43,23 +43,29 @@ def is_file_name(name: object) -> bool:
 
 
 def open_below(directory: int, name: str, flags: int = os.O_RDONLY) -> int:
-    """Opens the regular file `name` below the open directory, following no symbolic link on the way."""
-    *parents, last = name.split("/")
-    opened: list[int] = []
-    try:
-        for parent in parents:
-            directory = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-            opened.append(directory)
-        # O_NONBLOCK: a pipe put in the file's place must not make us wait for its other end
-        fd = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
-    finally:
-        for parent_fd in opened:
-            os.close(parent_fd)
+    """Opens the regular file `name` in the open directory; a symbolic link is not followed."""
+    # O_NONBLOCK: a pipe put in the file's place must not make us wait for its other end
+    fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(f"{name} is not a regular file")
     except OSError:
         os.close(fd)
+        raise
+    return fd
+
+
+def open_folder_below(directory: int, name: str) -> int:
+    """Opens the folder `name` below the open directory, following no symbolic link on the way."""
+    fd = directory
+    try:
+        for part in name.split("/"):
+            above, fd = fd, os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+            if above != directory:
+                os.close(above)
+    except BaseException:
+        if fd != directory:
+            os.close(fd)
         raise
     return fd
 

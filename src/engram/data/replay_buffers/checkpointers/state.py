@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engram.data.replay_buffers.checkpointers.reading import VerifiedFile
+from engram.data.replay_buffers.checkpointers.verified import VerifiedFile
 from engram.errors import CheckpointError
 
 ALIGNMENT = 64
