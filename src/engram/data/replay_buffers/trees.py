@@ -60,7 +60,7 @@ class Node:
         fits = len(keys) == (len(children) if named else 0) and len(set(keys)) == len(keys)
         if not fits or (children and kind in ("leaf", "constant")):
             raise ValueError(f"a {kind} of a layout has the keys {keys[:9]} for {len(children)} entries")
-        if not all(type(key) is str for key in keys) or not all(type(n) is int for n in (leaf, *batch)):
+        if not all(type(key) is str for key in keys) or not all(type(n) is int and n >= 0 for n in (leaf + 1, *batch)):
             raise ValueError(f"a {kind} of a layout has the keys {keys[:9]}, the number {leaf!r}, the sizes {batch!r}")
         return cls(kind, leaf, keys, children, batch, made.get("constant"))
 
@@ -72,6 +72,12 @@ class Node:
         if [number for number, _ in found] != list(range(len(found))):
             raise ValueError("the leaves of a layout's form are not numbered from 0 on")
         return [path for _, path in found]
+
+    def batches(self) -> dict[Path, tuple[int, ...]]:
+        """The batch dimensions of TensorDicts that have more than the batch, by path."""
+        found: dict[Path, tuple[int, ...]] = {}
+        self._visit((), lambda node, path: found.update({path: node.batch}) if node.batch else None)
+        return found
 
     def constants(self) -> dict[Path, Any]:
         """What is no tensor, by path."""
