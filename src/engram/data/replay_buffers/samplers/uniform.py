@@ -182,7 +182,9 @@ class SamplerWithoutReplacement(Sampler):
             raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
         epoch = None
         # Elsewhere rows that came during an epoch end it.
-        if found["rows"] is not None and found["length"] == found["stored"]:
+        if found["remaining"] is not None and found["length"] == found["stored"]:
+            if found["rows"] is None:
+                raise ValueError("the epoch there names rows that are not stored, or one of them twice")
             epoch = listed_epoch(found["rows"], found["strands"])
         return {"epoch": epoch, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
 
