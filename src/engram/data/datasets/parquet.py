@@ -183,7 +183,7 @@ class _Writer:
         self._numbered = block.parts is not None
         if not self._numbered and all(c.kind == "none" for c in self._columns):
             raise ValueError("there is nothing to write: the steps have no bytes")
-        # No dictionaries: they take all NaNs for one. No statistics: those of long columns take longer than the rest.
+        # No dictionaries, which ask whether floats are equal, and no statistics: neither is worth its time here.
         self._file = library().parquet.ParquetWriter(
             self._path,
             schema_of(self._layout, self._columns, self._numbered),
