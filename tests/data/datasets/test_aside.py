@@ -149,8 +149,8 @@ def test_writers_of_the_same_process_wait_until_the_dataset_is_written(tmp_path,
         thread.join()
 
 
-def flipped(path, read, data, at):
-    path.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+def flipped(path, read, data, at, bits=0xFF):
+    path.write_bytes(data[:at] + bytes([data[at] ^ bits]) + data[at + 1 :])
     rb = ReplayBuffer(storage=LazyTensorStorage(1000))
     try:
         read(path, rb)
@@ -164,8 +164,9 @@ def test_a_flipped_byte_of_a_parquet_file_is_an_error_or_changes_nothing(tmp_pat
     batch = steps([20, 13])
     write_parquet(batch, tmp_path / "s", compression="none")
     data = (tmp_path / "s").read_bytes()
-    for at in range(0, len(data), 53):
-        found = flipped(tmp_path / "s", read_parquet, data, at)
+    # Page headers have no checksum: with the right bit wrong, a page has fewer rows, and Arrow does not mind.
+    for at, bits in (*((at, 0xFF) for at in range(0, len(data), 53)), *((at, 2) for at in range(1800, 1830))):
+        found = flipped(tmp_path / "s", read_parquet, data, at, bits)
         if isinstance(found, Exception):
             assert isinstance(found, DatasetError), (at, found)
         else:
