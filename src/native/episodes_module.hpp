@@ -321,6 +321,13 @@ inline void bind_episodes(nb::module_& m) {
         for (size_t i = 0; i < which.size(); ++i) batch.slices.at(which[i]) = fresh.slices[i];
         return batch;
       }, "which"_a, "fresh"_a)
+      .def("without", [](const SliceBatch& all, const std::vector<uint64_t>& which) {
+        SliceBatch batch = all;
+        batch.slices.clear();
+        for (uint64_t i = 0; i < all.slices.size(); ++i)
+          if (std::find(which.begin(), which.end(), i) == which.end()) batch.slices.push_back(all.slices[i]);
+        return batch;
+      }, "which"_a)
       .def("stale", [](const SliceBatch& b, const Store& s) { return b.stale(s); }, "store"_a);
   nb::class_<SliceEpoch>(m, "SliceEpoch")
       .def("__init__", [](SliceEpoch* epoch, uint64_t key, bool shuffle, std::vector<uint64_t> counts,

@@ -222,10 +222,10 @@ NB_MODULE(_native, m) {
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
            "mapped"_a = false, "numbers"_a = false)
       .def("gather_into", &gather_into, "codec"_a, "slots"_a, "arrays"_a, "mapped"_a = false, "numbers"_a = false)
-      .def("begin_save", [](Store& s) {
+      .def("begin_save", [](Store& s, bool beside_writers) {
         if (s.shape().payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
-        return s.begin_save();
-      })
+        return beside_writers ? s.begin_save() : s.watch_save();
+      }, "beside_writers"_a = true)
       .def("end_save", &Store::end_save)
       .def_prop_ro("saving", [](const Store& s) { return s.saving() != nullptr; })
       .def("overwrite", &overwrite, "slots"_a, "plan"_a, "rows"_a.none() = nb::none())

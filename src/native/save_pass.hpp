@@ -26,7 +26,8 @@ class SavePass {
   };
 
   SavePass(std::shared_ptr<Region> region, const Lanes& lanes, const uint8_t* rows, std::vector<Range> ranges)
-      : region_(std::move(region)), lanes_(lanes), rows_(rows), ranges_(std::move(ranges)), lost_(ranges_.size(), 0) {
+      : region_(std::move(region)), lanes_(lanes), rows_(rows), ranges_(std::move(ranges)) {
+    for (const Range& r : ranges_) lost_.push_back(r.first);  // what went after the counters were read, and before this
     const Shape& s = lanes.shape();
     block_rows_ = std::clamp<uint64_t>(kBlockBytes / std::max<uint64_t>(1, s.row_stride), 1, s.lane_capacity);
     per_line_ = (s.lane_capacity + block_rows_ - 1) / block_rows_;

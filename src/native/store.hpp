@@ -110,14 +110,15 @@ class Store {
 
   Lanes lanes;
   // The save that is going on; rows are preserved for it before they change.
-  std::shared_ptr<SavePass> begin_save() {
+  std::shared_ptr<SavePass> begin_save() { return pass_ = watch_save(); }
+  // A save during which no writer of this process runs, so that nothing has to be preserved for it.
+  std::shared_ptr<SavePass> watch_save() {
     std::vector<SavePass::Range> ranges;
     for (uint64_t l = 0; l < shape().lanes; ++l) {
       const LaneView v = lanes.view(l);
       ranges.push_back({v.first, std::max(v.first, v.published)});
     }
-    pass_ = std::make_shared<SavePass>(region_, lanes, row(0), std::move(ranges));
-    return pass_;
+    return std::make_shared<SavePass>(region_, lanes, row(0), std::move(ranges));
   }
   void end_save() { pass_.reset(); }
   SavePass* saving() const { return pass_.get(); }

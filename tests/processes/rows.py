@@ -37,6 +37,11 @@ def _words(n: np.ndarray, lane: Any, session: Any, i: np.ndarray) -> np.ndarray:
         return mixed ^ (mixed >> 29)
 
 
+def _observation(session: Any, i: np.ndarray) -> np.ndarray:
+    """int64 [..., 2]: what a row has as its observation, and the row before under `next`."""
+    return _words(i, 0, session, i)[..., :2]
+
+
 def episode_of(session: Any, i: np.ndarray) -> np.ndarray:
     return np.asarray(session) * (1 << 32) + i // PERIOD * _EPISODES + _EPISODE[i % PERIOD]
 
@@ -64,15 +69,18 @@ class Maker:
         at["episode"][:] = episode_of(self.session, i)
         at["done"][:, 0] = _DONE[i % PERIOD]
         at["words"][:] = _words(number, self.lane, self.session, i)
+        at["observation"][:], at["after"][:] = _observation(self.session, i), _observation(self.session, i + 1)
         self.written += n
         return batch
 
     def _empty(self, n: int) -> tuple[TensorDict, dict[str, np.ndarray]]:
         integers = {k: np.zeros(n, np.int64) for k in ("n", "i", "lane", "session", "episode", "always")}
         at = {**integers, "words": np.zeros((n, WORDS), np.int64), "done": np.zeros((n, 1), bool)}
+        at.update(observation=np.zeros((n, 2), np.int64), after=np.zeros((n, 2), np.int64))
         at["lane"][:], at["session"][:] = self.lane, self.session
         made = {k: torch.from_numpy(v) for k, v in at.items()}
-        return TensorDict({**made, "next": {"done": made.pop("done")}}, [n]), at
+        after = {"done": made.pop("done"), "observation": made.pop("after")}
+        return TensorDict({**made, "next": after}, [n]), at
 
 
 class Faults(list[str]):
@@ -93,6 +101,8 @@ def check_rows(faults: Faults, batch: Any, generation: Any, index: Any, lane_cap
     c = columns(batch)
     whole = (c["words"] == _words(c["n"], c["lane"], c["session"], c["i"])).all(-1)
     whole &= c["episode"] == episode_of(c["session"], c["i"])
+    whole &= (batch["observation"].numpy() == _observation(c["session"], c["i"])).all(-1)
+    whole &= (batch["next", "observation"].numpy() == _observation(c["session"], c["i"] + 1)).all(-1)
     bad = np.flatnonzero(~whole)
     faults.check(whole, f"{when}: torn rows {[(int(c['lane'][k]), int(c['n'][k])) for k in bad[:3]]}")
     if generation is not None:

@@ -22,7 +22,7 @@ def make_and_write(folder, who, lanes, existsok, layout=0):
     if layout:
         rows["other"] = torch.zeros(20, layout)
     try:
-        storage = LazyMemmapStorage(lanes * 50, scratch_dir=folder, lanes=lanes, existsok=existsok)
+        storage = LazyMemmapStorage(lanes * 100, scratch_dir=folder, lanes=lanes, existsok=existsok)
         rb = ReplayBuffer(storage=storage)
         index = rb.extend(rows)
         said = "wrote", index.tolist(), storage.lanes.store.store_id.hex()

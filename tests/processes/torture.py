@@ -290,7 +290,7 @@ class _Reader:
     def __init__(self, name: str, rb: ReplayBuffer, lane_capacity: int) -> None:
         self.name, self.rb, self.lane_capacity = name, rb, lane_capacity
         self.batches = self.epochs = self.updates = 0
-        self._seen: set[tuple[int, int]] = set()
+        self._epoch_of, self._seen = -1, set[tuple[int, int]]()
 
     def batch(self, clock: Clock, faults: Faults, check: bool) -> None:
         try:
@@ -323,11 +323,11 @@ class _Reader:
         """No row (no first row of a trajectory's slice) twice in an epoch."""
         c = columns(batch)
         rows = list(zip(c["lane"].tolist(), c["n"].tolist(), strict=True))
+        if info.epoch != self._epoch_of:  # type: ignore[attr-defined]
+            self._epoch_of, self._seen, self.epochs = info.epoch, set(), self.epochs + 1  # type: ignore[attr-defined]
         twice = [row for row in rows if row in self._seen]
         faults.check(not twice and len(set(rows)) == len(rows), f"{self.name}: rows twice in an epoch: {twice[:3]}")
         self._seen.update(rows)
-        if self.rb.sampler.ran_out:
-            self._seen, self.epochs = set(), self.epochs + 1
 
     # ---- priorities: powers of two, a function of the row ----
     @staticmethod

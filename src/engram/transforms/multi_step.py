@@ -110,6 +110,7 @@ class MultiStepTransform(Transform):
     """
 
     write_in_order = True
+    _decisive = ("n_steps", "gamma", "reward_keys", "done_key", "traj_key")
 
     def __init__(
         self,

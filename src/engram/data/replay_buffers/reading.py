@@ -142,7 +142,7 @@ class Reader:
             places = sorted({*(bad[0] or ()), *(bad[1] or ())})
             # After some rounds one row at a time: a whole batch may be too slow for writers of a small ring.
             with self.lock:
-                for part in [places] if attempt < _ROUNDS else [[i] for i in places]:
+                for part in [places] if attempt < _ROUNDS else [[i] for i in reversed(places)]:
                     slots = redraw(self.storage, slots, info, part)
             batch, *bad_now, generation = self.storage.read(slots, None, None, numbers)
             bad = (bad_now[0], bad_now[1])

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from engram.data.replay_buffers.background import SaveHandle
-from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
+from engram.data.replay_buffers.checkpointers.opening import open_saved
+from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.draws import set_state, state_of
 from engram.data.replay_buffers.parts import BufferParts
-from engram.errors import CheckpointMisfitError, differences_of
+from engram.errors import CheckpointError, CheckpointMisfitError, differences_of
 from engram.transforms.compose import Compose
 
 # What reading a state that no part of ours has made runs into.
@@ -56,6 +57,8 @@ class SavedBuffer(BufferParts):
         parts: tuple[str, ...] = PARTS,
     ) -> None:
         """Takes over a saved state: the batches that follow are those that would have followed there.
+
+        Directories that TorchRL's `dumps` wrote are read too (docs/other-formats.md says what of them).
 
         Raises:
             CorruptCheckpointError: a file is not what was saved; the message names it. A buffer that holds rows is
@@ -110,7 +113,9 @@ class SavedBuffer(BufferParts):
 
 def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
     """Saves every part as one snapshot. The caller holds the buffer still."""
-    save_snapshot(path, _components(buffer), (buffer.storage.checkpointer, buffer.storage), keep_last=keep_last)
+    components = _components(buffer)
+    with buffer.storage.still() as source:
+        save_snapshot(path, components, (buffer.storage.checkpointer, source), keep_last=keep_last)
 
 
 def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
@@ -145,17 +150,13 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
     unknown = [p for p in parts if p not in PARTS]
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
-    with open_snapshot(path, snapshot) as saved:
-        wanted: dict[str, Any] = {
-            name: saved.component(name) for name in ("sampler", "writer", "generator") if name in parts
-        }
-        if "writer" in parts:  # checkpoints of earlier versions have no such component
-            wanted["transform"] = saved.components.get("transform", {"state": None})
-        if "storage" in parts or "writer" in parts:
-            wanted["numbers"] = saved.components.get("numbers")
+    storage, with_rows = buffer.storage, "storage" in parts
+    with open_saved(path, snapshot) as saved:
+        wanted, said = saved.wanted(parts, {"sampler": buffer.sampler, "writer": buffer.writer, "storage": storage})
+        if with_rows or "writer" in parts:
+            wanted["numbers"] = saved.numbers()
         with _as_damage(saved.malformed):
-            said = _differences(buffer, wanted)
-        storage, with_rows = buffer.storage, "storage" in parts
+            said += _differences(buffer, wanted)
         if with_rows:
             said += _misfits(lambda: saved.check_storage(storage.checkpointer, storage))
         if said:
@@ -184,6 +185,8 @@ def _as_damage(malformed: Callable[[str], Exception]) -> Iterator[None]:
     """States whose bytes are whole, and that cannot be: their checksums are right, so somebody made them."""
     try:
         yield
+    except CheckpointError:
+        raise
     except _MALFORMED as error:
         raise malformed(f"a state in it cannot be that of this buffer ({error!r})") from error
 

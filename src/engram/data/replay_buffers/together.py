@@ -218,6 +218,7 @@ def _exactly(reader: Reader, n: int) -> _Drawn:
     with reader.lock:
         sampler, storage = reader.sampler, reader.storage
         index, info = sampler.sample(storage, n)
+        info = dict(info)  # of no epoch: a row that is lost is replaced, by one of the next epoch if need be
         ran_out = getattr(sampler, "ran_out", False)
         while not info and _rows(index) < n:
             more, info = sampler.sample(storage, n - _rows(index))

@@ -102,6 +102,19 @@ class Snapshot:
         """The error for a snapshot whose bytes are whole, and that says what cannot be."""
         return self._reader.malformed(reason)
 
+    def wanted(self, parts: tuple[str, ...], owners: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """States of a buffer's parts as they were saved, and what cannot be taken over: nothing."""
+        states: dict[str, Any] = {
+            name: self.component(name) for name in ("sampler", "writer", "generator") if name in parts
+        }
+        if "writer" in parts:  # checkpoints of earlier versions have no such component
+            states["transform"] = self.components.get("transform", {"state": None})
+        return states, []
+
+    def numbers(self) -> Any:
+        """The numbers of rows that were replaced out of turn; None in checkpoints without any."""
+        return self.components.get("numbers")
+
     def check_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
         """ValueError when the sink cannot take the storage that was saved; changes nothing."""
         state = self._storage_state(checkpointer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,17 @@ if TYPE_CHECKING:
 Index = Tensor | tuple[Tensor, ...]
 
 EMPTY = "Cannot sample from an empty storage."
+
+
+class EpochInfo(dict[str, Any]):
+    """What is said of a batch that is of an epoch: as any info, and which epoch it is (a number in this process).
+
+    Rows of it that are overwritten before they are read are drawn anew from the same epoch or not at all: from another
+    one a row could come that was in this one already.
+    """
+
+    numbers = itertools.count()
+    epoch: int | None = None
 
 
 class Sampler(abc.ABC):
@@ -117,6 +129,21 @@ class Sampler(abc.ABC):
             for name, mine in self._decisive().items()
             if name in state and state[name] != mine  # earlier versions saved fewer
         ]
+
+    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
+        """A state of this sampler, made of what TorchRL saved of one; None: of one that has nothing to save.
+
+        `found` is of a sampler without replacement: `remaining` (numbers of rows or trajectories, int64 [n], or None
+        between epochs), `length` (how many its epoch has), `drop_last`, `ran_out`, `stored` (rows), `strands`, and
+        `rows`: `remaining` as write number * strands + strand (None where they are no rows).
+
+        Raises:
+            ValueError: this sampler can make nothing of it.
+        """
+        if found is not None or self.state_dict():
+            there = "one without a state" if found is None else "one without replacement"
+            raise ValueError(f"the sampler is a {type(self).__name__} here, {there} was saved")
+        return {}
 
     def position(self) -> Any:
         """What a draw changes, for `rewind`: taken before every batch that is prepared ahead, so small."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from engram import _native
+from engram.data.replay_buffers.samplers.base import EpochInfo, Index
 from engram.data.replay_buffers.samplers.slices import SliceSampler
+from engram.data.replay_buffers.utils import slots_tensor
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -38,6 +42,39 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self._walk: _native.SliceEpoch | None = None
         self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
         self._ran_out = False
+        self._number = self._drawn_from = -1  # of the epoch, and of that of the last draw, in this process
+
+    def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
+        index, said = super()._said(storage, slices)
+        info = EpochInfo(said)
+        info.epoch = self._drawn_from
+        return index, info
+
+    def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
+        """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""
+        slices, ids = info["slices"], info["slice_id"]
+        which = sorted({int(ids[place]) for place in places if place < len(ids)})
+        epoch = getattr(info, "epoch", None)
+        if self.drop_last or epoch is None or len(which) == len(slices):
+            return super().redraw(storage, slots, info, places)
+        fresh = self._more(storage, slices.rule, epoch, len(which))
+        done = 0 if fresh is None else len(fresh)
+        if fresh is not None:
+            slices = slices.replaced(which[:done], fresh)
+        slices = slices.without(which[done:])
+        info.update(super()._said(storage, slices)[1])
+        return slots_tensor(slices.slots())
+
+    def _more(self, storage: Storage, rule: _native.SliceRule, epoch: int, n: int) -> _native.SliceBatch | None:
+        """Up to n more slices of this epoch, such that a last batch remains, which says that it is the last."""
+        now, walk = self._epoch, self._walk
+        if now is None or walk is None or self._number != epoch:
+            return None
+        made, position, more = self.episodes.take(storage, rule, walk, now["position"], self.draw_seed(), n, 1)
+        if not more:
+            return None
+        now["position"] = position
+        return made
 
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
         for _ in range(100):  # an epoch can be over before it gave a slice, when writers overwrite all of it
@@ -51,7 +88,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
                 storage, rule, walk, epoch["position"], self.draw_seed(), n, n if self.drop_last else 1
             )
             epoch["position"] = position
-            self._ran_out = not more
+            self._drawn_from, self._ran_out = self._number, not more
             if self._ran_out:
                 self._epoch = self._walk = None
             if len(slices) == n or (len(slices) and not self.drop_last):
@@ -78,12 +115,13 @@ class SliceSamplerWithoutReplacement(SliceSampler):
                 "key": key, "position": 0, "incarnation": store.incarnation, "min_length": rule.min_length,
                 "counts": walk.counts, "lasts": walk.lasts,
             }  # fmt: skip
-            self._walk = walk
+            self._walk, self._number = walk, next(EpochInfo.numbers)
         elif self._walk is None:
             # A store with more lanes than the one that was saved: they are not in the epoch.
             rest = store.lanes * store.strands - len(epoch["counts"])
             counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
             self._walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
+            self._number = next(EpochInfo.numbers)
         self._epoch = epoch
         assert self._walk is not None
         return epoch, self._walk
@@ -108,6 +146,14 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         super().load_state_dict(state)
         self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
         self._ran_out = bool(state["ran_out"])
+
+    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
+        if found is None:
+            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
+        if found["remaining"] is not None and len(found["remaining"]) != found["length"]:
+            raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
+        state = {"epoch": None, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
+        return state
 
     def position(self) -> Any:
         return self._epoch and {**self._epoch}, self._walk, self._ran_out

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from engram import _native
-from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler
+from engram.data.replay_buffers.samplers.base import EMPTY, EpochInfo, Index, Sampler, redrawn
+from engram.data.replay_buffers.samplers.listed import ListedWalk, listed_epoch
 from engram.data.replay_buffers.utils import slots_tensor
 
 if TYPE_CHECKING:
@@ -53,9 +57,10 @@ class SamplerWithoutReplacement(Sampler):
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._epoch: dict[str, Any] | None = None  # key, ranges, position, incarnation: all that is saved
-        self._walk: _native.EpochWalk | None = None
+        self._walk: _native.EpochWalk | ListedWalk | None = None
         self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
         self._ran_out = False
+        self._number = -1  # of the epoch, in this process
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
@@ -69,6 +74,8 @@ class SamplerWithoutReplacement(Sampler):
         for _ in range(100):  # an epoch can be over before it gave a row, when writers overwrite all of it
             self._begin_if_needed(lanes)
             assert self._epoch is not None and self._walk is not None
+            info = EpochInfo()
+            info.epoch = self._number
             made, position = self._walk.take(lanes.store, self._epoch["position"], batch_size)
             slots = slots_tensor(made)
             self._epoch["position"] = position
@@ -76,8 +83,32 @@ class SamplerWithoutReplacement(Sampler):
             if self._ran_out:
                 self._epoch = self._walk = None
             if len(slots) and not (self.drop_last and len(slots) < batch_size):
-                return (storage.outward(slots) if storage.ndim > 1 else slots), {}
+                return (storage.outward(slots) if storage.ndim > 1 else slots), info
         raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
+
+    def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
+        """Other rows of the same epoch for those that were lost; where it has no more, the batch has fewer rows."""
+        places = [place for place in places if place < len(slots)]
+        epoch = getattr(info, "epoch", None)
+        if self.drop_last or epoch is None or len(places) == len(slots):
+            return redrawn(self, storage, slots, info, places)
+        found = self._more(storage, epoch, len(places))
+        keep = torch.ones(len(slots), dtype=torch.bool)
+        keep[places[len(found) :]] = False
+        slots = slots.clone()
+        slots[places[: len(found)]] = found
+        return slots[keep]
+
+    def _more(self, storage: Storage, epoch: int, n: int) -> Tensor:
+        """Up to n more rows of this epoch, such that a last batch remains, which says that it is the last."""
+        lanes = storage.lanes
+        if lanes is not None and self._walk is not None and self._epoch is not None and self._number == epoch:
+            found, position = self._walk.take(lanes.store, self._epoch["position"], n)
+            rest, _ = self._walk.take(lanes.store, position, 1)
+            if len(slots_tensor(rest)):
+                self._epoch["position"] = position
+                return slots_tensor(found)
+        return torch.empty(0, dtype=torch.int64)
 
     def _begin_if_needed(self, lanes: Lanes) -> None:
         epoch, store_id = self._epoch, lanes.store.store_id
@@ -91,9 +122,12 @@ class SamplerWithoutReplacement(Sampler):
             key = int(self.draw_seed()) if self.shuffle else 0
             epoch = {"key": key, "ranges": existing, "position": 0, "incarnation": lanes.store.incarnation}
             self._walk = None
+        if self._walk is None and "listed" in epoch:
+            self._walk = ListedWalk(epoch["listed"], lanes.strands)
         if self._walk is None:
             ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]
             self._walk = _native.EpochWalk(lanes.store, epoch["key"], self.shuffle, ranges)
+            self._number = next(EpochInfo.numbers)
         self._epoch = epoch
 
     def _over(self, lanes: Lanes, batch_size: int) -> bool:
@@ -129,6 +163,15 @@ class SamplerWithoutReplacement(Sampler):
         self._epoch, self._walk, self._store_id = state["epoch"], None, None
         self._ran_out = bool(state["ran_out"])
 
+    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
+        if found is None:
+            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
+        epoch = None
+        # Elsewhere rows that came during an epoch end it.
+        if found["rows"] is not None and found["length"] == found["stored"]:
+            epoch = listed_epoch(found["rows"], found["strands"])
+        return {"epoch": epoch, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
+
     def position(self) -> Any:
         return self.state_dict()
 
@@ -142,6 +185,8 @@ class SamplerWithoutReplacement(Sampler):
                 [first - shift, rows] for (first, rows), shift in zip(self._epoch["ranges"], shifts, strict=False)
             ]
             self._epoch = {**self._epoch, "incarnation": incarnation, "ranges": ranges}
+            if "listed" in self._epoch:
+                self._epoch["listed"] = self._epoch["listed"] - shifts[0] * self._epoch["strands"]
             self._walk = None
 
     def __repr__(self) -> str:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import math
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
+from engram.data.replay_buffers.checkpointers.opening import open_saved
+from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.indexing import Selection, outward, select, stored_slots
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec
@@ -276,6 +278,14 @@ class Storage(abc.ABC):
         """
         raise NotImplementedError(f"a {type(self).__name__} cannot be saved in the background; use blocking=True")
 
+    @contextlib.contextmanager
+    def still(self) -> Iterator[Any]:
+        """What the checkpointer saves while this process writes nothing, though other processes may.
+
+        The caller holds the mutex.
+        """
+        yield self
+
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Rows and counters in memory."""
@@ -289,14 +299,14 @@ class Storage(abc.ABC):
 
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> None:
         """Saves this storage alone."""
-        with self.mutex:
-            save_snapshot(path, {"numbers": self.numbers_state()}, (self.checkpointer, self), keep_last=keep_last)
+        with self.mutex, self.still() as source:
+            save_snapshot(path, {"numbers": self.numbers_state()}, (self.checkpointer, source), keep_last=keep_last)
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
         """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
-        with open_snapshot(path, snapshot) as saved, self.alone("loads"):
+        with open_saved(path, snapshot) as saved, self.alone("loads"):
             saved.load_storage(self.checkpointer, self)
-            self.restore_numbers(saved.components.get("numbers"))
+            self.restore_numbers(saved.numbers())
 
     def numbers_state(self) -> dict[str, Any] | None:
         """The write numbers of rows that were replaced out of turn; None where there are none."""

@@ -183,6 +183,13 @@ class StorageEnsemble(Storage):
     def freeze(self) -> FrozenParts:
         return FrozenParts([(storage.checkpointer, storage.freeze()) for storage in self._members])
 
+    @contextlib.contextmanager
+    def still(self) -> Iterator[FrozenParts]:
+        with contextlib.ExitStack() as stack:
+            yield FrozenParts(
+                [(storage.checkpointer, stack.enter_context(storage.still())) for storage in self._members]
+            )
+
     def register_save_hook(self, hook: Any) -> None:
         for storage in self._members:
             storage.register_save_hook(hook)

@@ -31,19 +31,25 @@ class Changes:
 
 
 class FrozenRows(Changes):
-    """Packed rows: the RowSource of a save in the background.
+    """Packed rows: the RowSource of a save while others write.
 
     Writers of this process keep a copy of what they overwrite before it was read; what other processes overwrite is
-    left out. The caller holds the storage's mutex, here and at `close`.
+    left out. The caller holds the storage's mutex, here and at `close`; all the time where nothing is written
+    `beside` the save by this process.
     """
 
-    def __init__(self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], row_bytes: int) -> None:
+    def __init__(
+        self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], row_bytes: int, beside: bool = True
+    ) -> None:
         super().__init__(lanes)
         self._lanes = lanes
         self._layout = copy.deepcopy(layout)
-        self._counters = copy.deepcopy(counters)
+        # Another process may have taken a lane over since the counter was read.
+        cut = [{**x, "seams": [s for s in x["seams"] if s <= x["published"]]} for x in counters["lanes"]]
+        self._counters = {**counters, "lanes": cut}
         self._row_bytes = row_bytes
-        self._pass = lanes.store.begin_save()
+        self._beside = beside
+        self._pass = lanes.store.begin_save(beside)
 
     def layout_state(self) -> dict[str, Any]:
         return self._layout
@@ -67,7 +73,8 @@ class FrozenRows(Changes):
         return out
 
     def close(self) -> None:
-        self._lanes.store.end_save()
+        if self._beside:
+            self._lanes.store.end_save()
 
 
 class CopiedRows(Changes):

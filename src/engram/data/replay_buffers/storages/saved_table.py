@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -78,6 +80,16 @@ class SavedTable(Storage):
         assert layout is not None
         return FrozenRows(self._lanes, layout, self.counters(), self._table.layout.payload_bytes)
 
+    @contextlib.contextmanager
+    def still(self) -> Iterator[Any]:
+        table, lanes = self._table, self._lanes
+        if lanes is None or lanes.locks is None or not isinstance(table, RowTable):
+            yield self  # no other process sees these rows
+            return
+        layout = self.layout_state()
+        assert layout is not None
+        yield FrozenRows(lanes, layout, self.counters(), table.layout.payload_bytes, beside=False)
+
     def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """A ValueError that lists every difference between what was saved and this storage."""
         said = []
@@ -143,11 +155,12 @@ class SavedTable(Storage):
         self.shifts = [self._shift(i) for i in range(len(self._restoring["lanes"]))]
 
     def state_dict(self) -> dict[str, Any]:
-        counters = self.counters()
-        rows = [
-            torch.from_numpy(self.read_block(i, lane["base"], lane["published"]))
-            for i, lane in enumerate(counters["lanes"])
-        ]
+        with self.mutex, self.still() as source:
+            lanes = source.counters()["lanes"]
+            blocks = [source.read_block(i, lane["base"], lane["published"]) for i, lane in enumerate(lanes)]
+            counters = source.counters()  # other processes may have overwritten the oldest rows meanwhile
+        lost = [now["base"] - then["base"] for now, then in zip(counters["lanes"], lanes, strict=True)]
+        rows = [torch.from_numpy(block[:, n:]) for block, n in zip(blocks, lost, strict=True)]
         return {"layout": self.layout_state(), "counters": counters, "rows": rows, "numbers": self.numbers_state()}
 
     def check_state(self, state: dict[str, Any]) -> None:
