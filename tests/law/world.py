@@ -141,6 +141,9 @@ class World:
         index = self._drawn()
         return self.rb.update_priority(index, torch.tensor(9.0))
 
+    def flush(self) -> Any:
+        return self.rb.flush_transforms()
+
     def replace(self) -> Any:
         where = list(range(min(3, len(self._times()))))
         if not where:

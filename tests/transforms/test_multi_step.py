@@ -23,7 +23,7 @@ from engram.data import (
     TensorStorage,
 )
 from engram.testing.transform import as_dict, assert_equal
-from engram.transforms import Compose, MultiStepTransform, RewardScaling, StepCounter, Transform
+from engram.transforms import Compose, MultiStepTransform, RewardScaling, StepCounter, Transform, VecNorm
 from transforms.data import flags, steps
 
 
@@ -524,3 +524,71 @@ def test_the_tensordict_buffer_samples_what_was_written():
     seen = torch.cat(list(rb))
     assert sorted(seen["n"].tolist()) == list(range(12)) and torch.equal(seen["index"], seen["n"])
     assert steps(3).batch_size == (3,)
+
+
+class TestFlushing:
+    """Steps that are held back can be written at the end."""
+
+    @staticmethod
+    def data(n, start=0, envs=0):
+        shape = (envs, n) if envs else (n,)
+        number = torch.arange(start, start + n).expand(shape)
+        following = {
+            "obs": number + 1,
+            "reward": torch.ones(*shape, 1),
+            "done": torch.zeros(*shape, 1, dtype=torch.bool),
+        }
+        return TensorDict({"obs": number, "next": following}, shape)
+
+    @pytest.mark.parametrize("envs", [0, 2])
+    @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+    def test_it_writes_what_an_end_of_the_trajectories_would_have_written(self, envs, storage):
+        if envs and storage is ListStorage:
+            pytest.skip("a list has one dimension")
+        ended, flushed = (
+            ReplayBuffer(storage=storage(60, ndim=2) if envs else storage(60), transform=MultiStepTransform(3, 0.5))
+            for _ in range(2)
+        )
+        data = self.data(7, envs=envs)
+        flushed.extend(data)
+        assert len(flushed) == 5 * max(1, envs)
+        index = flushed.flush_transforms()
+        assert index.shape == ((2 * envs, 2) if envs else (2,)) and flushed.transform[0].held_back == 0
+        data["next", "done"][..., -1, :] = True
+        ended.extend(data)
+        assert len(ended) == len(flushed) == 7 * max(1, envs)
+        mine, its = (torch.stack(rb[:]) if storage is ListStorage else rb[:] for rb in (flushed, ended))
+        for key in ("obs", ("next", "obs"), ("next", "reward"), "gamma", "steps_to_next_obs"):
+            assert torch.equal(mine[key], its[key]), key
+
+    def test_what_follows_begins_anew_and_nothing_is_written_twice(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(60), transform=MultiStepTransform(3, 0.5))
+        rb.extend(self.data(4))
+        rb.flush_transforms()
+        rb.extend(self.data(4, 4))
+        rb.flush_transforms()
+        assert rb[:]["obs"].tolist() == list(range(8))
+        assert rb[:]["steps_to_next_obs"].flatten().tolist() == [3, 3, 2, 1] * 2
+
+    def test_without_held_back_steps_nothing_is_written(self):
+        for transform in (None, MultiStepTransform(3, 0.5), StepCounter()):
+            rb = ReplayBuffer(storage=LazyTensorStorage(60), transform=transform)
+            assert rb.flush_transforms().tolist() == [] and len(rb) == 0
+
+    def test_of_two_the_first_ones_steps_go_through_the_second(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(60), transform=Compose(MultiStepTransform(2, 1.0), VecNorm("obs")))
+        rb.append_transform(MultiStepTransform(2, 1.0))
+        rb.extend(self.data(5))
+        rb.flush_transforms()
+        assert rb.write_count == 5 and rb.transform.state_dict()["transforms"][0]["kind"] == "VecNorm"
+        assert rb.storage[:]["next", "obs"].tolist() == [3, 4, 5, 5, 5]
+
+    def test_a_refused_flush_goes_on_waiting(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(60), transform=MultiStepTransform(3, 0.5))
+        rb.extend(self.data(4))
+        old = rb.set_writer(ImmutableDatasetWriter())
+        with pytest.raises(RuntimeError, match="immutable"):
+            rb.flush_transforms()
+        assert rb.transform[0].held_back == 2
+        rb.set_writer(old)
+        assert rb.flush_transforms().tolist() == [2, 3]

@@ -103,6 +103,10 @@ class Transform:
         """What a buffer calls on writing where the transform was appended with `invert=True`: `forward`."""
         return writing.changed(self.forward)
 
+    def flush(self, writing: Writing) -> Writing:
+        """`write`, after which nothing is held back: what `writing` has, if anything, is the last for now."""
+        return writing if writing.items is None else self.write(writing)
+
     # ---- state ----
     def empty(self) -> None:
         """Forgets what is carried to the next written batch; called when the buffer is emptied."""

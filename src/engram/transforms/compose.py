@@ -42,6 +42,11 @@ class Compose(Transform):
             writing = transform.write(writing)
         return writing
 
+    def flush(self, writing: Writing) -> Writing:
+        for transform in reversed(self.transforms):
+            writing = transform.flush(writing)
+        return writing
+
     def stream(self, writing: Writing) -> Writing:
         for transform in self.transforms:
             writing = transform.stream(writing)

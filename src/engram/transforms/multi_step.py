@@ -91,8 +91,9 @@ class MultiStepTransform(Transform):
     The n - 1 steps before the newest wait in the transform (copies), until their future comes or their trajectory ends:
     then they are written with the rewards that exist. So `extend` may write fewer steps or more than it is given, and
     returns the indices of those that were written, none if none was; `add` then returns a tensor, too. With ndim=2,
-    time steps wait for the slowest environment. Held back steps are part of saved states, and `empty` drops them. Data
-    with more batch dimensions than the storage are whole trajectories in each row; nothing of them is held back.
+    time steps wait for the slowest environment. Held back steps are part of saved states, and `empty` drops them; at
+    the end of training `buffer.flush_transforms()` writes them with the rewards that exist, as at a trajectory's end.
+    Data with more batch dimensions than the storage are whole trajectories in each row; nothing of them is held back.
     In-place writes (`rb[i] = ...`) are taken as they are.
 
     Steps that an `extend` brings must be the next ones of those before, or have trajectory ids. Flags of n steps come
@@ -165,6 +166,18 @@ class MultiStepTransform(Transform):
             held=made.part(ready, made.steps).batch() if ready < made.steps else None,
             resized=True,
         )
+
+    def flush(self, writing: Writing) -> Writing:
+        """All steps that wait, with the rewards that exist, as at the end of their trajectories."""
+        rows = self._held
+        if writing.items is not None:  # from a transform before this one
+            writing = writing.in_order()
+            rows = rows.then(writing.items, writing.batch_dims) if rows else _Rows.of(writing.items, writing.batch_dims)
+        if rows is None:
+            return writing
+        self._held = None
+        made = self._with_n_steps(rows.batch(), writing.batch_dims)
+        return writing._replace(items=made, time_dim=writing.batch_dims - 1, resized=True)
 
     def _trajectories(self, batch: Any, dims: int | None) -> Trajectories:
         return trajectories_of(batch, "MultiStepTransform", self.done_key, self.traj_key, dims=dims)

@@ -105,6 +105,34 @@ class ReplayBuffer(SavedBuffer):
                     raise
         return self._index_of(slots, writing.single and not writing.resized)
 
+    def flush_transforms(self) -> Tensor:
+        """Writes the steps that transforms hold back; returns their indices as `extend` does, none if none waited.
+
+        For the end of training: a `MultiStepTransform` gives them the rewards that exist, as at their trajectories'
+        end. If these go on after all, their next steps begin anew; nothing is written twice.
+
+        Raises:
+            RuntimeError: the buffer is an immutable dataset. The steps go on waiting.
+
+        Example:
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=MultiStepTransform(n_steps=3, gamma=0.5))
+            >>> following = {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool)}
+            >>> rb.extend(TensorDict({"next": following}, [4])), rb.flush_transforms()
+            (tensor([0, 1]), tensor([2, 3]))
+            >>> rb[:]["next", "reward"].flatten()
+            tensor([1.7500, 1.7500, 1.5000, 1.0000])
+        """
+        transform, storage = self._transform, self._storage
+        with storage.mutex:
+            before = transform.state_dict()
+            try:
+                slots = self._written(transform.flush(Writing(None, storage.ndim, storage.ndim - 1)))
+            except BaseException:
+                transform.load_state_dict(before)
+                raise
+        made: Tensor = self._index_of(slots, False)
+        return made
+
     def _written(self, writing: Writing) -> Any:
         """Writes what is to be written, if anything; returns slots. The caller holds the mutex."""
         storage, items, time_dim = self._storage, writing.items, -1 if writing.single else writing.time_dim

@@ -170,6 +170,10 @@ class ReplayBufferEnsemble(ReplayBuffer):
         """An error: write to a member."""
         raise self._refusal("extend(...)")
 
+    def flush_transforms(self) -> NoReturn:
+        """An error: transforms of members write to these."""
+        raise self._refusal("flush_transforms()")
+
     def __setitem__(self, index: Any, items: Any) -> NoReturn:
         raise self._refusal("[...] = ...")
 
