@@ -20,6 +20,7 @@ from benchmarks import chart, report
 from benchmarks.cases import (
     Result,
     cartpole,
+    checkpoints,
     classic,
     collecting,
     ensemble,
@@ -48,7 +49,12 @@ IN_TURNS = {
     "resize": resize.groups,
     "classic": classic.groups,
 }
-ALONE = {"epochs": epochs.results, "mapped": mapped.results, "collect": collecting.results}
+ALONE = {
+    "epochs": epochs.results,
+    "mapped": mapped.results,
+    "collect": collecting.results,
+    "checkpoints": checkpoints.results,
+}
 CASES = (*IN_TURNS, *ALONE)
 
 

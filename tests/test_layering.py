@@ -13,6 +13,7 @@ BUFFERS = "engram.data.replay_buffers"
 # the module and everything in it; the longest name that fits counts.
 LAYERS = [
     ["engram", "engram.cli", "engram.distributed", "engram.testing"],
+    ["engram.data.datasets"],
     ["engram.collectors"],
     ["engram.envs"],
     ["engram.data", BUFFERS],  # the public names
@@ -38,7 +39,7 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Optional packages, and the only file that imports each.
-ONE_FILE = {"h5py": "checkpointers/h5.py", "ray": "distributed"}
+ONE_FILE = {"h5py": "checkpointers/h5.py", "pyarrow": "datasets/parquet_columns.py", "ray": "distributed"}
 
 
 def level_of(module: str) -> int | None:

@@ -38,6 +38,10 @@ NAMES = {
         "Checked", "LazyMemmapStorage", "LazyTensorStorage", "ListStorage", "Rows", "Storage", "StorageEnsemble",
         "TensorStorage",
     },
+    "engram.data.datasets": {
+        "iter_hdf5", "iter_minari", "iter_parquet", "read_hdf5", "read_minari", "read_parquet", "write_hdf5",
+        "write_minari", "write_parquet",
+    },
     "engram.envs.transforms": TRANSFORMS,
     "engram.transforms": TRANSFORMS,
     "engram.testing": {
@@ -57,6 +61,7 @@ NAMES = {
 }  # fmt: skip
 ERRORS = {
     "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError", "CorruptCheckpointError",
+    "CheckpointMisfitError", "DatasetError",
 }  # fmt: skip
 MEMBERS = {
     "ReplayBuffer": {

@@ -4,11 +4,15 @@
     ├── StorageError                 a store cannot be made, opened or written
     │   ├── StorageInUseError        the operation needs the store alone
     │   └── NoFreeLaneError          every lane has a writer
-    └── CheckpointError              a checkpoint cannot be written or read
-        └── CorruptCheckpointError   its bytes are not those that were saved
+    ├── CheckpointError              a checkpoint cannot be written or read
+    │   ├── CorruptCheckpointError   its bytes are not those that were saved
+    │   └── CheckpointMisfitError    it is whole, and belongs to another kind of buffer (a ValueError, too)
+    └── DatasetError                 a dataset's file is not what it should be
 
 Wrong arguments are the built-in `ValueError`, `TypeError`, `KeyError` and `IndexError`.
 """
+
+from __future__ import annotations
 
 
 class EngramError(Exception):
@@ -45,3 +49,36 @@ class CorruptCheckpointError(CheckpointError):
     def __str__(self) -> str:
         damage = f"{self.file} is damaged: {self.reason}" if self.reason else self.file
         return f"{damage}; {self.advice}" if self.advice else damage
+
+
+class CheckpointMisfitError(CheckpointError, ValueError):
+    """What was saved does not fit what shall take it, which is unchanged; `differences` are all that there are."""
+
+    def __init__(self, what: str, differences: list[str] | tuple[str, ...] = (), advice: str = "") -> None:
+        super().__init__(what, tuple(differences), advice)
+        self.what, self.differences, self.advice = what, tuple(differences), advice
+
+    def __str__(self) -> str:
+        said = f"{self.what}: {'; '.join(self.differences)}" if self.differences else self.what
+        return f"{said}. {self.advice}" if self.advice else said
+
+
+def differences_of(error: ValueError) -> tuple[str, ...]:
+    """What an error of something that does not fit says, one by one."""
+    return (isinstance(error, CheckpointMisfitError) and error.differences) or (str(error),)
+
+
+class DatasetError(EngramError, ValueError):
+    """A dataset's file is damaged, holds what engram does not read, or does not fit; the message names file and key.
+
+    `file` is its path, `reason` what is wrong, `rows_read` how many steps had been taken into the buffer before: these
+    stay there, and nothing of what came after.
+    """
+
+    def __init__(self, file: str, reason: str = "", rows_read: int = 0) -> None:
+        super().__init__(file, reason, rows_read)
+        self.file, self.reason, self.rows_read = file, reason, rows_read
+
+    def __str__(self) -> str:
+        taken = f"; {self.rows_read} steps were taken into the buffer before" if self.rows_read else ""
+        return f"{self.file}: {self.reason}{taken}"

@@ -47,6 +47,7 @@ struct StoreHeader {
   alignas(64) Counter incarnation;  // odd while write numbers start again (empty, loads); raised twice by each
   alignas(64) Counter edits;        // odd while rows are changed in place; raised twice by each change
   Counter log_head;                 // in-place writes ever entered in the log
+  Counter replaced;                 // numbers ever given to rows that were replaced out of turn
   alignas(64) uint8_t boot_id[16];  // of the machine's last session that wrote
   uint32_t clean;                   // 1: closed by its last user, everything on disk
   uint32_t session_unused;

@@ -166,6 +166,15 @@ inline void bind_heap(nb::module_& m) {
         check_numbers(numbers, store);
         return generations(store, slots, &numbers);
       }, "store"_a, "slots"_a)
+      .def("reserve", [](const RowNumbers& numbers, const Store& store, nb::handle slots_in) {
+        check_numbers(numbers, store);
+        const SlotsArg slots(nb::borrow(slots_in));
+        numbers.reserve(store, std::count_if(slots.data, slots.data + slots.n, [](int64_t slot) { return slot >= 0; }));
+      }, "store"_a, "slots"_a)
+      .def("renumber", [](RowNumbers& numbers, const Store& store) {
+        check_numbers(numbers, store);
+        numbers.renumber(store);
+      }, "store"_a)
       .def_prop_ro("next", &RowNumbers::next)
       .def("restore", [](RowNumbers& numbers, const Store& store, nb::handle found, uint64_t next) {
         check_numbers(numbers, store);

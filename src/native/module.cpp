@@ -125,6 +125,8 @@ NB_MODULE(_native, m) {
                      if (b.size() != 16) throw nb::value_error("a boot id has 16 bytes");
                      std::memcpy(s.header()->boot_id, b.c_str(), 16);
                    })
+      .def_prop_rw("replaced", [](const Store& s) { return s.header()->replaced.load(); },
+                   [](const Store& s, uint64_t n) { s.header()->replaced.store(n); })
       .def_prop_rw("clean", [](const Store& s) { return s.header()->clean != 0; },
                    [](Store& s, bool clean) { s.header()->clean = clean; })
       .def("lane", &lane_state, "lane"_a)

@@ -72,9 +72,10 @@ def test_a_twin_is_equal_after_every_batch_whatever_saves_it(tmp_path, envs, sto
     ours, twin = (
         TensorDictReplayBuffer(storage=storage(100, ndim=ndim), batch_size=4, checkpointer=make()) for _ in range(2)
     )
-    batches = 0
+    batches, collected = 0, []
     with SyncDataCollector(env, frames_per_batch=22, total_frames=400) as collector:
         for batch in collector:
+            collected.append(batch.clone())
             ours.extend(batch)
             ours.dumps(tmp_path / "checkpoint")
             twin.loads(tmp_path / "checkpoint")
@@ -85,5 +86,19 @@ def test_a_twin_is_equal_after_every_batch_whatever_saves_it(tmp_path, envs, sto
                 twin.write_count,
                 twin.writer._cursor,
             )
+            expected = newest_in_their_slots(torch.cat(collected, dim=-1), twin.storage.max_size // envs)
+            for key in expected.keys(include_nested=True, leaves_only=True):
+                assert torch.equal(twin[:][key], expected[key]), key
+            torch.manual_seed(batches)
+            drawn = ours.sample()
+            torch.manual_seed(batches)
+            assert (drawn == twin.sample()).all()
             batches += 1
     assert batches == (19 if envs == 1 else 17) and len(twin) == twin.storage.max_size
+
+
+def newest_in_their_slots(steps, room):
+    """The last `room` steps along time, where a ring of that many slots keeps them."""
+    total = steps.shape[-1]
+    times = torch.arange(max(0, total - room), total)
+    return steps[..., times[torch.argsort(times % room)]]

@@ -114,6 +114,17 @@ class Transform:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
 
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        """Why a saved state cannot be loaded; empty: it can."""
+        return []
+
+    #: Attributes without which a state means nothing: saved beside it, and it is only loaded where they are the same.
+    _decisive: tuple[str, ...] = ("in_keys", "out_keys")
+
+    def decisive(self) -> dict[str, Any]:
+        """The settings that a state belongs to."""
+        return {name: getattr(self, name) for name in self._decisive}
+
     @property
     def kind(self) -> str:
         """The name that its state is saved under."""
@@ -191,6 +202,12 @@ class InvertedTransform(Transform):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.transform.load_state_dict(state)
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        return self.transform.differences(state)
+
+    def decisive(self) -> dict[str, Any]:
+        return self.transform.decisive()
 
     @property
     def kind(self) -> str:

@@ -37,6 +37,8 @@ class CatFrames(TimedTransform):
                 [3., 3.]])
     """
 
+    _decisive = (*TimedTransform._decisive, "N", "dim")
+
     def __init__(
         self,
         N: int,

@@ -77,8 +77,11 @@ class Compose(Transform):
 
     def state_dict(self) -> dict[str, Any]:
         """The states of those that have something to keep; found again by kind, and place among those of the kind."""
-        kept = [{"kind": kind, "nth": nth, "state": t.state_dict()} for (kind, nth), t in self._named().items()]
-        kept = [entry for entry in kept if entry["state"]]
+        kept = []
+        for (kind, nth), transform in self._named().items():
+            state = transform.state_dict()
+            if state:
+                kept.append({"kind": kind, "nth": nth, "state": state, "settings": transform.decisive()})
         return {"transforms": kept} if kept else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -105,8 +108,14 @@ class Compose(Transform):
             if transform is None:
                 kinds = [t.kind for t in self.transforms]
                 said.append(f"the state of a {entry['kind']} was saved, and the transforms here are {kinds or 'none'}")
-            elif hasattr(transform, "differences"):
-                said += transform.differences(entry["state"])
+                continue
+            saved = entry.get("settings", {})  # earlier versions saved none
+            said += [
+                f"{entry['kind']} has {name}={mine!r} here, {saved[name]!r} there"
+                for name, mine in transform.decisive().items()
+                if name in saved and saved[name] != mine
+            ]
+            said += transform.differences(entry["state"])
         return said
 
     def _named(self) -> dict[tuple[str, int], Transform]:

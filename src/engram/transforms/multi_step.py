@@ -109,6 +109,7 @@ class MultiStepTransform(Transform):
     """
 
     write_in_order = True
+    _decisive = ("n_steps", "gamma", "reward_keys", "done_key", "traj_key")
 
     def __init__(
         self,
@@ -193,23 +194,8 @@ class MultiStepTransform(Transform):
         self._held = None
         if state:
             form, lead = Node.from_json(state["form"]), tuple(state["lead"])
-            self._held = _Rows(form, _paths(form), list(state["leaves"]), lead, None)
+            self._held = _Rows(form, form.paths(), list(state["leaves"]), lead, None)
 
     def _settings(self) -> dict[str, Any]:
         said = {"n_steps": self.n_steps, "gamma": self.gamma}
         return said if len(self.reward_keys) == 1 else {**said, "reward_keys": self.reward_keys}
-
-
-def _paths(form: Node) -> list[tuple[Any, ...]]:
-    """Each leaf's path, in the order of the leaves."""
-    found: dict[int, tuple[Any, ...]] = {}
-
-    def visit(node: Node, path: tuple[Any, ...]) -> None:
-        if node.kind == "leaf":
-            found[node.leaf] = path
-        keys = node.keys or range(len(node.children))
-        for key, child in zip(keys, node.children, strict=True):
-            visit(child, path if node.kind == "class" else (*path, key))
-
-    visit(form, ())
-    return [found[i] for i in range(len(found))]

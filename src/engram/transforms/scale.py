@@ -171,6 +171,14 @@ class ObservationNorm(Transform):
         if not self._given:
             self._stats = (state["loc"], state["scale"]) if state else None
 
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        given = f"ObservationNorm was given loc={self.loc} and scale={self.scale} here, and found its own there"
+        return [given] if self._given else []
+
+    def decisive(self) -> dict[str, Any]:
+        more = {"in_keys_inv": self.in_keys_inv, "standard_normal": self.standard_normal}
+        return {**super().decisive(), **more}
+
     def _settings(self) -> dict[str, Any]:
         return {"loc": self.loc, "scale": self.scale, "standard_normal": self.standard_normal}
 

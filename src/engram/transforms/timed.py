@@ -35,6 +35,7 @@ class TimedTransform(Transform):
     """
 
     stream_in_order = True
+    _decisive: tuple[str, ...] = ("in_keys", "out_keys", "done_key", "traj_key")
 
     def __init__(self, *keys: Any, done_key: Key | None = None, traj_key: Key | None = None) -> None:
         super().__init__(*keys)

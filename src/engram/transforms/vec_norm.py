@@ -161,6 +161,8 @@ class VecNorm(Transform):
         self.learn(batch, max(dims, batch.batch_dims) if isinstance(batch, TensorDictBase) else dims)
 
     # ---- state ----
+    _decisive = ("in_keys", "decay", "eps")
+
     def state_dict(self) -> dict[str, Any]:
         if self._stats is None:
             return {}

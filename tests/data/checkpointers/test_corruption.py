@@ -326,15 +326,6 @@ def test_verify_counts_what_it_read_and_lists_every_problem(checkpoint):
     assert older.ok and older.files > 3 and older.nbytes == 2 * 120 * 24 + 2000
 
 
-def test_nothing_that_runs_code_is_imported_or_called():
-    from engram.data.replay_buffers import checkpointers
-
-    forbidden = ["pickle", "eval(", "exec(", "importlib", "__import__", "torch.load", "allow_pickle", "marshal", "h5py"]
-    for source in Path(checkpointers.__file__).parent.glob("*.py"):
-        allowed = ["h5py"] if source.name.startswith("h5") else []  # test_h5.py forges what it must not believe
-        assert not [word for word in forbidden if word in source.read_text() and word not in allowed], source
-
-
 def test_the_manifest_is_json_that_anybody_can_read(checkpoint):
     document = json.loads((checkpoint / "g-000002" / "manifest.json").read_bytes())
     chunks = document["body"]["storage"]["state"]["chunks"]

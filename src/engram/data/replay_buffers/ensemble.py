@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from engram.data.replay_buffers.buffer import ReplayBuffer
@@ -36,7 +37,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         p: how likely each member is drawn for a part of the batch, relative to the others.
         sample_from_all: every member gives its part of each batch.
         num_buffer_sampled: how many members are drawn for a batch, with replacement; as many as there are if None.
-        generator: draws members and rows; without one, members draw from theirs. Saved with the ensemble.
+        generator: draws members and rows; without one, members draw from theirs. Saved with the ensemble, all of them.
         pin_memory, prefetch, checkpointer, track_generations: as ReplayBuffer.
 
     Raises:
@@ -102,7 +103,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         parts = zip(self._members, self._storage.storages, self._sampler.samplers, self._collate_fns, strict=True)  # type: ignore[attr-defined]
         readers = [rb.reading(storage, sampler, collate) for rb, storage, sampler, collate in parts]
         self._reader: Any = EnsembleReader(readers, self._sampler, self._transform, self._collate_fn, self._pin_memory)
-        self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generator) if self._prefetch else None
+        self._prefetcher = Prefetcher(self._reader, self._prefetch, self._drawn_from()) if self._prefetch else None
 
     def _check_parts(self) -> None:
         for part, kind in (
@@ -211,6 +212,21 @@ class ReplayBufferEnsemble(ReplayBuffer):
         self.update_priority(batch, batch.get(key), batch.get("generation", None))
 
     # ---- state ----
+    def _drawn_from(self) -> list[torch.Generator]:
+        own = super()._drawn_from()  # which then goes to the members, too
+        return own or [rb.generator for rb in self._members if rb.generator is not None]
+
+    def generator_state(self) -> Any:
+        states = [rb.generator_state() for rb in self._members]
+        own = super().generator_state()
+        return own if all(state is None for state in states) else {"own": own, "members": states}
+
+    def restore_generator(self, state: Any) -> None:
+        several = isinstance(state, dict)
+        super().restore_generator(state["own"] if several else state)
+        for rb, saved in zip(self._members, state["members"] if several else [], strict=several):
+            rb.restore_generator(saved)
+
     @property
     def saved_transform(self) -> Any:
         return _Transforms([self._transform, *(rb.transform for rb in self._members)])

@@ -103,6 +103,12 @@ class Episodes:
         self._given_ids = trajectories is not None
         self._found = _NONE
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What says where trajectories end; of flags or ids of a dataset only that there are some."""
+        given = None if self._given is None else "trajectories" if self._given_ids else "ends"
+        return {"end_key": self.end_key, "traj_key": self.traj_key, "boundaries": given}
+
     # ---- what samplers ask; None and empty results where nothing is stored yet ----
     def draw(self, steps: Steps, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
         """n slices, uniform over the trajectories that are long enough, then over starts; None: there is none."""

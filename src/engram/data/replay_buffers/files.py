@@ -126,6 +126,9 @@ def _made(folder: Path) -> Iterator[None]:
     missing = [f for f in (folder, *folder.parents) if not f.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
+        for made in missing:  # a store whose folder a power cut forgets is gone, flushed or not
+            with _directory(made.parent) as fd:
+                os.fsync(fd)
         yield
     except BaseException:
         for made in missing:

@@ -22,6 +22,7 @@ from engram.data.replay_buffers.utils import slots_tensor
 from engram.errors import NoFreeLaneError
 
 _LOOKS = 10_000
+_MOST_NUMBERED = 1 << 39  # slots; a list without limit has more, and nothing is replaced in it
 
 _live: weakref.WeakSet[Lanes] = weakref.WeakSet()
 
@@ -51,6 +52,10 @@ class Lanes:
         self._held: int | None = None
         self.asleep = False  # a forked child that has not used the store yet
         self.numbers: _native.RowNumbers | None = None  # of rows that were replaced out of turn
+        self._replaced_before = store.replaced  # by whoever used the store before; they alone knew which rows
+        if store.replaced and store.lanes == store.strands == 1:
+            self.numbers = _native.RowNumbers(store)
+            self.numbers.renumber(store)
         self._alone = 0
         self._session = os.urandom(8).hex()
         self.capacity: int = store.lanes * store.lane_capacity * store.strands
@@ -159,8 +164,11 @@ class Lanes:
     def release(self) -> None:
         """Gives this process's lane back."""
         with self.mutex:
-            if self._held is not None and self.locks is not None:
-                self.locks.free_lane(self._held)
+            if self._held is not None:
+                # Whoever writes next would do it; but a store that was loaded meanwhile has no next one.
+                self.store.add_seam(self._held)
+                if self.locks is not None:
+                    self.locks.free_lane(self._held)
             self._held = None
 
     @contextlib.contextmanager
@@ -236,24 +244,59 @@ class Lanes:
         there = self.generations(slots) == generation
         return torch.where(there, slots_tensor(self.store.generations(slots)), -1)
 
+    def will_replace(self, slots: Tensor) -> None:
+        """Before `note_replaced`, and the write: the numbers are taken, whatever happens to this process."""
+        if self.numbers is None:
+            self.numbers = _native.RowNumbers(self.store)
+        self.numbers.reserve(self.store, slots)
+
     def numbers_state(self) -> dict[str, Any] | None:
         """The numbers of replaced rows; None where there are none."""
         if self.numbers is None:
             return None
-        slots = torch.arange(min(len(self), self.capacity))
-        found = slots_tensor(self.numbers.generations(self.store, slots))
+        lane = self.store.lane(0)
+        stop = (
+            self.capacity
+            if lane["first"] // self.capacity < lane["published"] // self.capacity
+            else (lane["published"] % self.capacity)
+        )
+        found = slots_tensor(self.numbers.generations(self.store, torch.arange(stop)))
         return {
             "capacity": self.capacity,
             "next": self.numbers.next,
             "numbers": torch.where(found >= _native.FIRST_REPLACED, found, 0),
+            # Whether another use of the same store may take them over.
+            "store": self.store.store_id.hex(),
+            "incarnation": self.store.incarnation,
+            "published": lane["published"],
         }
 
-    def restore_numbers(self, state: dict[str, Any] | None) -> None:
-        """Takes over what `numbers_state` gave; in a store of another capacity rows are in other slots, without it."""
-        self.numbers = None
-        if state is not None and state["capacity"] == self.capacity:
-            self.numbers = _native.RowNumbers(self.store)
-            self.numbers.restore(self.store, state["numbers"], state["next"])
+    def restore_numbers(self, state: dict[str, Any] | None, shift: int = 0) -> None:
+        """After a load: takes over what `numbers_state` gave of these rows, whose write numbers were `shift` higher."""
+        self.numbers, self._replaced_before = None, 0
+        self.store.replaced = 0
+        if state is None or self.store.lanes * self.store.strands > 1 or self.capacity > _MOST_NUMBERED:
+            return
+        lane = self.store.lane(0)
+        rows = torch.arange(lane["first"], lane["published"])
+        self._number(rows % self.capacity, (rows + shift) % state["capacity"], state)
+
+    def resume_numbers(self, state: dict[str, Any] | None) -> None:
+        """Takes over what an earlier use of this very store has saved; not if rows were replaced after that."""
+        if state is None or self.numbers is None or state.get("store") != self.store.store_id.hex():
+            return
+        same = state["incarnation"] == self.store.incarnation and state["capacity"] == self.capacity
+        if same and state["next"] - _native.FIRST_REPLACED == self._replaced_before:
+            rows = torch.arange(self.store.lane(0)["first"], min(state["published"], self.store.lane(0)["published"]))
+            self._number(rows % self.capacity, rows % self.capacity, state)
+
+    def _number(self, slots: Tensor, places: Tensor, state: dict[str, Any]) -> None:
+        """Rows in these slots have the numbers in those places of a state; 0: the ring's."""
+        known = places < len(state["numbers"])
+        made = torch.zeros(int(slots.max()) + 1 if len(slots) else 0, dtype=torch.int64)
+        made[slots[known]] = state["numbers"][places[known]]
+        self.numbers = _native.RowNumbers(self.store)
+        self.numbers.restore(self.store, made, state["next"])
 
     def wake(self) -> None:
         """At the first use in a forked child."""

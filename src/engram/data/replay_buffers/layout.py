@@ -50,9 +50,14 @@ _DLPACK: dict[torch.dtype, tuple[int, int]] = {
     torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16),
     torch.complex64: (5, 64), torch.complex128: (5, 128), torch.bool: (6, 8),
 }  # fmt: skip
+_MOST_BYTES = 1 << 40  # of a row; the native core counts in 64 bits
 _NAMES = {str(d).removeprefix("torch."): d for d in _DLPACK}
 # What numpy calls a dtype of the same size that it does not know itself.
 _RAW = {torch.bfloat16: torch.int16}
+
+
+class MalformedLayoutError(ValueError):
+    """What should describe a row does not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,15 +226,19 @@ class RowLayout:
     def from_json(cls, made: dict[str, Any]) -> RowLayout:
         """Reads what `to_json` wrote; a ValueError where it is not that."""
         try:
-            leaves = [
-                LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], tuple(int(d) for d in x["shape"]))
-                for x in made["leaves"]
-            ]
-            layout = cls(Node.from_json(made["root"]), leaves)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no row layout: {error!r}") from error
+            leaves = [LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], _sizes(x["shape"])) for x in made["leaves"]]
+            root = Node.from_json(made["root"])
+            if root.paths() != [leaf.path for leaf in leaves] or sum(leaf.nbytes for leaf in leaves) > _MOST_BYTES:
+                raise MalformedLayoutError("this is no row layout: its form and its leaves do not belong together")
+            layout = cls(root, leaves)
+        except MalformedLayoutError:
+            raise
+        except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
+            raise MalformedLayoutError(f"this is no row layout: {error!r}") from error
         if made.get("row_bytes") != layout.payload_bytes:
-            raise ValueError(f"the layout's leaves need {layout.payload_bytes} bytes, it says {made.get('row_bytes')}")
+            raise MalformedLayoutError(
+                f"the layout's leaves need {layout.payload_bytes} bytes, it says {made.get('row_bytes')}"
+            )
         return layout
 
     def differences(self, other: RowLayout) -> list[str]:
@@ -241,7 +250,37 @@ class RowLayout:
             a, b = mine[path], theirs[path]
             if (a.dtype, a.shape) != (b.dtype, b.shape):
                 said.append(f"{trees.show(path)} is {a.dtype} {list(a.shape)} here, {b.dtype} {list(b.shape)} there")
-        return said
+        return said + _other_constants(self.root.constants(), other.root.constants())
+
+    def order_in(self, other: RowLayout) -> Any:
+        """int64 [payload_bytes]: where a row of `other`, of the same leaves in another order, has each byte of a row
+        of this one; None where both have the same order.
+        """
+        theirs = {leaf.path: leaf.offset for leaf in other.leaves}
+        if all(theirs[leaf.path] == leaf.offset for leaf in self.leaves):
+            return None
+        order = np.arange(self.payload_bytes)
+        for leaf in self.leaves:
+            order[leaf.offset : leaf.offset + leaf.nbytes] = theirs[leaf.path] + np.arange(leaf.nbytes)
+        return order
+
+    def take_form(self, other: RowLayout) -> None:
+        """Gives batches the form of a layout of the same leaves: its classes, and its order of keys."""
+        numbers = {leaf.path: i for i, leaf in enumerate(self.leaves)}
+        self.root = other.root.renumbered([numbers[leaf.path] for leaf in other.leaves])
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise MalformedLayoutError(f"this is no row layout: {shape!r} is no shape")
+    return tuple(shape)
+
+
+def _other_constants(mine: dict[Path, Any], theirs: dict[Path, Any]) -> list[str]:
+    said = [f"{trees.show(p)} is missing" for p in mine if p not in theirs]
+    said += [f"{trees.show(p)} is new" for p in theirs if p not in mine]
+    both = [p for p in mine if p in theirs and mine[p] != theirs[p]]
+    return said + [f"{trees.show(p)} is the constant {mine[p]!r} here, {theirs[p]!r} there" for p in both]
 
 
 def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:

@@ -99,7 +99,7 @@ class BufferParts:
         self._reader = Reader(
             self._storage, self._sampler, self._transform, collate, attach, self._pin_memory, self._track_generations
         )
-        self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generator) if self._prefetch else None
+        self._prefetcher = Prefetcher(self._reader, self._prefetch, self._drawn_from()) if self._prefetch else None
 
     def _check_parts(self) -> None:
         if hasattr(self._sampler, "check_storage"):
@@ -157,6 +157,10 @@ class BufferParts:
     def generator(self) -> torch.Generator | None:
         """The buffer's own generator; None: draws come from torch's global one."""
         return self._generator
+
+    def _drawn_from(self) -> list[torch.Generator]:
+        """The generators that draws change, but for torch's global one."""
+        return [] if self._generator is None else [self._generator]
 
     @property
     def batch_size(self) -> int | None:

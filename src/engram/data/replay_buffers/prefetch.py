@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ _live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 class _Prepared(NamedTuple):
     future: Future[tuple[Any, dict[str, Any]]]
     sampler: Any  # the sampler's position before this draw
-    generator: torch.Tensor | None
+    generators: list[torch.Tensor]  # where they stood then
     last: bool
 
 
@@ -33,10 +33,10 @@ class Prefetcher:
     transform. So the batches are those that one would get without prefetching.
     """
 
-    def __init__(self, reader: Any, depth: int, generator: torch.Generator | None) -> None:
+    def __init__(self, reader: Any, depth: int, generators: Sequence[torch.Generator]) -> None:
         self._reader = reader
         self._depth = depth
-        self._generator = generator
+        self._generators = list(generators)
         self._queue: deque[_Prepared] = deque()
         self._batch_size: int | None = None
         self._threads = ThreadPoolExecutor(depth, thread_name_prefix="engram-prefetch")
@@ -76,14 +76,14 @@ class Prefetcher:
         assert self._batch_size is not None
         with self._reader.lock:
             sampler = position_of(self._reader.sampler)
-            generator = None if self._generator is None else state_of(self._generator)
+            generators = [state_of(generator) for generator in self._generators]
             try:
                 ticket = self._reader.draw(self._batch_size)
             except BaseException:
-                self._rewind(sampler, generator)
+                self._rewind(sampler, generators)
                 raise
         future = self._threads.submit(self._reader.fetch, ticket.slots, ticket.index, ticket.info, True)
-        self._queue.append(_Prepared(future, sampler, generator, ticket.last))
+        self._queue.append(_Prepared(future, sampler, generators, ticket.last))
 
     def drop(self) -> None:
         """Forgets what was prepared; the sampler is where it was before."""
@@ -96,7 +96,7 @@ class Prefetcher:
                     prepared.future.exception()  # wait: it reads from the storage
             self._queue.clear()
             with self._reader.lock:
-                self._rewind(oldest.sampler, oldest.generator)
+                self._rewind(oldest.sampler, oldest.generators)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -105,10 +105,10 @@ class Prefetcher:
             self.drop()
             yield
 
-    def _rewind(self, sampler: Any, generator: torch.Tensor | None) -> None:
+    def _rewind(self, sampler: Any, generators: list[torch.Tensor]) -> None:
         go_back(self._reader.sampler, sampler)
-        if self._generator is not None and generator is not None:
-            set_state(self._generator, generator)
+        for generator, state in zip(self._generators, generators, strict=True):
+            set_state(generator, state)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -120,7 +120,7 @@ class Prefetcher:
         self._lock = threading.RLock()
         self._threads = ThreadPoolExecutor(self._depth, thread_name_prefix="engram-prefetch")
         if self._queue:
-            self._rewind(self._queue[0].sampler, self._queue[0].generator)
+            self._rewind(self._queue[0].sampler, self._queue[0].generators)
         self._queue.clear()
 
 

@@ -47,8 +47,8 @@ class Session:
     def on_alone(self) -> None:
         """Before a change of stored rows or counters."""
         if not self._wrote:
-            self._wrote = True
             self._begin()
+            self._wrote = True  # only now: where the sync failed the next change tries again
 
     def _begin(self) -> None:
         """From here on an unclean stop of the machine means a scan."""

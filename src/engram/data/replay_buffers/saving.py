@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from engram.data.replay_buffers.background import SaveHandle
-from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
+from engram.data.replay_buffers.checkpointers.opening import open_saved
+from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.draws import set_state, state_of
 from engram.data.replay_buffers.parts import BufferParts
+from engram.errors import CheckpointError, CheckpointMisfitError, differences_of
 from engram.transforms.compose import Compose
+
+# What reading a state that no part of ours has made runs into.
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError, AssertionError)
 
 PARTS = ("storage", "sampler", "writer", "generator")
 
@@ -51,10 +58,13 @@ class SavedBuffer(BufferParts):
     ) -> None:
         """Takes over a saved state: the batches that follow are those that would have followed there.
 
+        Directories that TorchRL's `dumps` wrote are read too (docs/other-formats.md says what of them).
+
         Raises:
             CorruptCheckpointError: a file is not what was saved; the message names it. A buffer that holds rows is
                 as it was, an empty one stays empty.
-            ValueError: the checkpoint does not fit this buffer; every difference is listed.
+            CheckpointMisfitError: the checkpoint does not fit this buffer, which is as it was; every difference is
+                listed. It is a ValueError, too.
         """
         with self._undisturbed():
             _load(self, Path(path), snapshot, parts)
@@ -68,7 +78,7 @@ class SavedBuffer(BufferParts):
             return _state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Takes over what `state_dict` gave; a ValueError where it does not fit, with every difference."""
         with self._undisturbed():
             _load_state(self, state)
 
@@ -77,9 +87,18 @@ class SavedBuffer(BufferParts):
         if hasattr(self._sampler, "follow"):
             self._sampler.follow(self._storage)
         sampler = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else {}
-        generator = None if self._generator is None else state_of(self._generator)
+        generator = self.generator_state()
         writer, transform = self._writer.state_dict(), self.saved_transform.state_dict()
         return {"sampler": sampler, "writer": writer, "transform": transform, "generator": generator}
+
+    def generator_state(self) -> Any:
+        """Where the buffer's own generator stands; None without one."""
+        return None if self._generator is None else state_of(self._generator)
+
+    def restore_generator(self, state: Any) -> None:
+        """Goes on where a generator stood; without one of its own, or a state, nothing changes."""
+        if state is not None and self._generator is not None:
+            set_state(self._generator, state)
 
     @property
     def transform(self) -> Compose:
@@ -122,6 +141,7 @@ def _components(buffer: SavedBuffer) -> dict[str, Any]:
         "writer": {"kind": type(buffer.writer).__name__, "state": states["writer"]},
         "transform": {"state": states["transform"]},
         "generator": {"state": states["generator"]},
+        "numbers": buffer.storage.numbers_state(),
     }
 
 
@@ -130,41 +150,61 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
     unknown = [p for p in parts if p not in PARTS]
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
-    with open_snapshot(path, snapshot) as saved:
-        wanted: dict[str, Any] = {
-            name: saved.components[name] for name in ("sampler", "writer", "generator") if name in parts
-        }
-        if "writer" in parts:  # checkpoints of earlier versions have no such component
-            wanted["transform"] = saved.components.get("transform", {"state": None})
-        said = _differences(buffer, wanted)
-        storage = buffer.storage
-        if "storage" in parts:
-            try:
-                saved.check_storage(storage.checkpointer, storage)
-            except ValueError as error:
-                said.append(str(error))
+    storage, with_rows = buffer.storage, "storage" in parts
+    with open_saved(path, snapshot) as saved:
+        wanted, said = saved.wanted(parts, {"sampler": buffer.sampler, "writer": buffer.writer, "storage": storage})
+        if with_rows or "writer" in parts:
+            wanted["numbers"] = saved.numbers()
+        with _as_damage(saved.malformed):
+            said += _differences(buffer, wanted)
+        if with_rows:
+            said += _misfits(lambda: saved.check_storage(storage.checkpointer, storage))
         if said:
-            raise ValueError(f"{path} does not fit this buffer: " + "; ".join(said))
-        if "storage" in parts:
+            raise CheckpointMisfitError(f"{path} does not fit this buffer", said, _advice(wanted))
+        if with_rows:
             with storage.alone("loads"):
                 saved.load_storage(storage.checkpointer, storage)
-        _adopt(buffer, wanted, storage_too="storage" in parts)
+        with _as_damage(saved.malformed):
+            _adopt(buffer, wanted, storage_too=with_rows)
+
+
+def _misfits(check: Callable[[], None]) -> list[str]:
+    try:
+        check()
+    except ValueError as error:
+        return list(differences_of(error))
+    return []
+
+
+def _advice(wanted: dict[str, Any]) -> str:
+    return "What is not wanted from there can be left out: loads(path, parts=...)" if "sampler" in wanted else ""
+
+
+@contextmanager
+def _as_damage(malformed: Callable[[str], Exception]) -> Iterator[None]:
+    """States whose bytes are whole, and that cannot be: their checksums are right, so somebody made them."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except _MALFORMED as error:
+        raise malformed(f"a state in it cannot be that of this buffer ({error!r})") from error
 
 
 def _state_of(buffer: SavedBuffer) -> dict[str, Any]:
-    """Everything, in memory."""
-    return {"storage": buffer.storage.state_dict(), **_kinds(buffer), **buffer.part_states()}
+    """Everything, in memory; parts of a user's own may hand out tensors that they go on with, so copies of them."""
+    return {"storage": buffer.storage.state_dict(), **_kinds(buffer), **copy.deepcopy(buffer.part_states())}
 
 
 def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     """Takes over what `state_of` gave."""
     wanted = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
     wanted["transform"] = {"state": state.get("transform")}
-    said = _differences(buffer, wanted)
+    said = _differences(buffer, wanted) + _misfits(lambda: buffer.storage.check_state(state["storage"]))
     if said:
-        raise ValueError("the state does not fit this buffer: " + "; ".join(said))
+        raise CheckpointMisfitError("the state does not fit this buffer", said)
     buffer.storage.load_state_dict(state["storage"])
-    _adopt(buffer, wanted, storage_too=True)
+    _adopt(buffer, copy.deepcopy(wanted), storage_too=True)
 
 
 def _kinds(buffer: SavedBuffer) -> dict[str, str]:
@@ -184,13 +224,29 @@ def _differences(buffer: SavedBuffer, wanted: dict[str, Any]) -> list[str]:
 
 
 def _adopt(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> None:
+    """Takes the states over. Where one turns out not to be possible after all, nothing of anything stays."""
+    try:
+        _take_over(buffer, wanted, storage_too)
+    except BaseException:
+        if storage_too:
+            buffer.storage.empty()
+        buffer.saved_transform.empty()
+        for part in (buffer.sampler, buffer.writer):
+            if hasattr(part, "empty"):
+                part.empty()
+        raise
+
+
+def _take_over(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> None:
+    if "numbers" in wanted:  # states in memory have them with the rows
+        buffer.storage.restore_numbers(wanted["numbers"], storage_too)
     for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
         if name in wanted and hasattr(part, "load_state_dict"):
             part.load_state_dict(wanted[name]["state"])
     if "transform" in wanted:
         _adopt_transforms(buffer.saved_transform, wanted["transform"]["state"])
-    if "generator" in wanted and wanted["generator"]["state"] is not None and buffer.generator is not None:
-        set_state(buffer.generator, wanted["generator"]["state"])
+    if "generator" in wanted:
+        buffer.restore_generator(wanted["generator"]["state"])
     if storage_too:
         buffer.storage.hand_over(buffer.sampler)
     if hasattr(buffer.sampler, "follow"):

@@ -8,6 +8,7 @@ plain TensorDicts and dicts; here is the general way, and here are the errors.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 Path = tuple[Any, ...]
+_DEEPEST = 100
 
 
 @dataclasses.dataclass
@@ -43,20 +45,50 @@ class Node:
         return made
 
     @classmethod
-    def from_json(cls, made: dict[str, Any]) -> Node:
+    def from_json(cls, made: dict[str, Any], depth: int = 0) -> Node:
+        """Reads what `to_json` wrote; ValueError, KeyError, TypeError or AttributeError where it is not that."""
         kind = made["kind"]
         if kind not in ("leaf", "td", "dict", "list", "tuple", "constant"):
             raise ValueError(
                 f"a layout has nodes of the kinds leaf, td, dict, list, tuple and constant; found {kind!r}"
             )
-        return cls(
-            kind,
-            leaf=int(made.get("leaf", -1)),
-            keys=tuple(made.get("keys", ())),
-            children=tuple(cls.from_json(c) for c in made.get("children", ())),
-            batch=tuple(int(d) for d in made.get("batch", ())),
-            constant=made.get("constant"),
-        )
+        if depth > _DEEPEST:
+            raise ValueError(f"a layout has a form of at most {_DEEPEST} levels")
+        children = tuple(cls.from_json(c, depth + 1) for c in made.get("children", ()))
+        keys, leaf, batch = tuple(made.get("keys", ())), made.get("leaf", -1), tuple(made.get("batch", ()))
+        named = kind in ("td", "dict")
+        fits = len(keys) == (len(children) if named else 0) and len(set(keys)) == len(keys)
+        if not fits or (children and kind in ("leaf", "constant")):
+            raise ValueError(f"a {kind} of a layout has the keys {keys[:9]} for {len(children)} entries")
+        if not all(type(key) is str for key in keys) or not all(type(n) is int for n in (leaf, *batch)):
+            raise ValueError(f"a {kind} of a layout has the keys {keys[:9]}, the number {leaf!r}, the sizes {batch!r}")
+        return cls(kind, leaf, keys, children, batch, made.get("constant"))
+
+    def paths(self) -> list[Path]:
+        """The path of each leaf, by its number; ValueError where the numbers are not 0 to n - 1."""
+        found: list[tuple[int, Path]] = []
+        self._visit((), lambda node, path: found.append((node.leaf, path)) if node.kind == "leaf" else None)
+        found.sort(key=lambda one: one[0])
+        if [number for number, _ in found] != list(range(len(found))):
+            raise ValueError("the leaves of a layout's form are not numbered from 0 on")
+        return [path for _, path in found]
+
+    def constants(self) -> dict[Path, Any]:
+        """What is no tensor, by path."""
+        found: dict[Path, Any] = {}
+        self._visit((), lambda node, path: found.update({path: node.constant}) if node.kind == "constant" else None)
+        return found
+
+    def renumbered(self, numbers: list[int]) -> Node:
+        """The same form, its leaf i being leaf `numbers[i]`."""
+        leaf = numbers[self.leaf] if self.kind == "leaf" else self.leaf
+        return dataclasses.replace(self, leaf=leaf, children=tuple(c.renumbered(numbers) for c in self.children))
+
+    def _visit(self, path: Path, see: Callable[[Node, Path], object]) -> None:
+        see(self, path)
+        keys = self.keys or range(len(self.children))
+        for key, child in zip(keys, self.children, strict=True):
+            child._visit(path if self.kind == "class" else (*path, key), see)
 
     def is_plain(self) -> bool:
         """Whether the native codec knows this form: TensorDicts, dicts and leaves alone."""

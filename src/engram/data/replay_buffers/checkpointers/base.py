@@ -99,6 +99,8 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
     """
 
     format: ClassVar[str]
+    #: The method by which a storage hands out what is saved; storages without it are refused. None: any will do.
+    needs: ClassVar[str | None] = None
 
     def __init__(self) -> None:
         self.save_hooks: list[Hook] = []

@@ -42,6 +42,7 @@ from engram.data.replay_buffers.checkpointers.sealed import digest, seal
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 _MOST_OPEN_FILES = 64
+_FILES_BEHIND = 3  # that the disk may still be writing
 _SPACE_FOR_METADATA = 1 << 16
 _PIECE = 1 << 20  # written while it is still in the cache from hashing
 
@@ -195,7 +196,9 @@ class SnapshotWriter:
 
     def _finish(self, name: str, fd: int, nbytes: int, digest_of_file: str) -> None:
         os.fchmod(fd, 0o444)
-        _start_writing_back(fd)
+        # The disk works while the next file is made. What an earlier file had in memory is on the disk by now.
+        for written in (fd, *self._unsynced[-1 - _FILES_BEHIND : -_FILES_BEHIND]):
+            _let_go(written)
         self._files[name] = {"nbytes": nbytes, "xxh3_128": digest_of_file}
         self._sync_files(down_to=_MOST_OPEN_FILES)
 
@@ -223,6 +226,7 @@ class SnapshotWriter:
             fd = self._unsynced.pop(0)
             try:
                 os.fsync(fd)
+                _let_go(fd)
             finally:
                 os.close(fd)
 
@@ -333,7 +337,8 @@ def _write_all(fd: int, view: memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _start_writing_back(fd: int) -> None:
-    # The disk works while the next file is made; and a save does not push the buffer's own pages out of the cache.
+def _let_go(fd: int) -> None:
+    """Starts writing a file to the disk, and gives up the memory of what has been written."""
+    # Else a save would push the buffer's own pages out of the cache, and need as much new memory as it has bytes.
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

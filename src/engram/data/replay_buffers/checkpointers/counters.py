@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+_END = 1 << 62  # of write numbers
 
 
 class Counters:
@@ -15,9 +18,13 @@ class Counters:
         capacity = counters["lane_capacity"]
         self._capacity = None if capacity is None else _count(capacity)
         self.strands = _count(counters["strands"])
-        self._lanes = [(_count(lane["base"]), _count(lane["published"])) for lane in counters["lanes"]]
-        if any(base > published for base, published in self._lanes):
-            raise ValueError(f"a lane's base is beyond what it has published: {self._lanes}")
+        self._lanes = [_checked(lane) for lane in counters["lanes"]]
+
+    def check_strands(self, layout: dict[str, Any]) -> None:
+        """ValueError when a layout, where it says how many environments there are, contradicts the counters."""
+        strands = layout.get("strands", [self.strands])
+        if not isinstance(strands, list) or math.prod(map(_count, strands)) != self.strands or not self.strands:
+            raise ValueError(f"the layout is of environments {strands!r}, the counters of {self.strands}")
 
     @property
     def lanes(self) -> int:
@@ -37,7 +44,20 @@ class Counters:
         return self._lanes[lane][1]
 
 
+def _checked(lane: dict[str, Any]) -> tuple[int, int]:
+    """Base and published of a lane whose counters can all be."""
+    base, published = _count(lane["base"]), _count(lane["published"])
+    if base > published:
+        raise ValueError(f"a lane's base, {base}, is beyond what it has published, {published}")
+    if type(lane["origin"]) is not int or not 0 <= lane["origin"] < 1 << 64:
+        raise ValueError(f"{lane['origin']!r} is no origin of a lane")
+    seams = [_count(seam) for seam in lane["seams"]]
+    if seams != sorted(seams) or seams[-1:] > [published]:
+        raise ValueError(f"the seams of a lane do not rise up to {published}: {seams}")
+    return base, published
+
+
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < _END:
         raise ValueError(f"{value!r} is not a count")
     return value

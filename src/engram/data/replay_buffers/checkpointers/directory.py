@@ -43,21 +43,30 @@ def is_file_name(name: object) -> bool:
 
 
 def open_below(directory: int, name: str, flags: int = os.O_RDONLY) -> int:
-    """Opens the regular file `name` below the open directory, following no symbolic link on the way."""
-    *parents, last = name.split("/")
-    opened: list[int] = []
+    """Opens the regular file `name` in the open directory; a symbolic link is not followed."""
+    # O_NONBLOCK: a pipe put in the file's place must not make us wait for its other end
+    fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
     try:
-        for parent in parents:
-            directory = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-            opened.append(directory)
-        # O_NONBLOCK: a pipe put in the file's place must not make us wait for its other end
-        fd = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
-    finally:
-        for parent_fd in opened:
-            os.close(parent_fd)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{name} is not a regular file")
+    except OSError:
         os.close(fd)
-        raise OSError(f"{name} is not a regular file")
+        raise
+    return fd
+
+
+def open_folder_below(directory: int, name: str) -> int:
+    """Opens the folder `name` below the open directory, following no symbolic link on the way."""
+    fd = directory
+    try:
+        for part in name.split("/"):
+            above, fd = fd, os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+            if above != directory:
+                os.close(above)
+    except BaseException:
+        if fd != directory:
+            os.close(fd)
+        raise
     return fd
 
 
@@ -125,14 +134,19 @@ class CheckpointDirectory:
         """Removes what killed saves left: snapshots without a manifest, those that CURRENT never pointed to, and
         those that should have been pruned. Were that left to the end, saves that are all killed would fill the disk.
         """
-        for name in self._leftovers(keep_last):
+        leftovers = self._leftovers(keep_last)
+        if leftovers:
+            # A save that was killed just after it moved CURRENT has not synced the move: after a power cut CURRENT
+            # may still name what is removed here.
+            sync_directory(self.root)
+        for name in leftovers:
             self.remove(name)
         for name in self._numbered():
             self._remove_if_empty(name)
 
     def _leftovers(self, keep_last: int) -> list[str]:
         names = self.snapshots()
-        unfinished = {name for name in names if not os.path.lexists(self.path(name, MANIFEST))}
+        unfinished = {name for name in names if not _exists(self.path(name, MANIFEST))}
         try:
             pointer = self.current()
         except CorruptCheckpointError:
@@ -156,7 +170,7 @@ class CheckpointDirectory:
         except BlockingIOError:
             return False
         with lock:
-            if os.path.lexists(self.path(name, MANIFEST)):
+            if _exists(self.path(name, MANIFEST)):
                 os.unlink(self.path(name, MANIFEST))
             _remove_content(self.path(name), except_for=MARKER)
             os.unlink(self.path(name, MARKER))
@@ -192,7 +206,7 @@ class CheckpointDirectory:
         try:
             with open(self.path(name, MANIFEST), "rb") as file:
                 unseal(file.read())
-        except (OSError, ValueError):
+        except (FileNotFoundError, IsADirectoryError, ValueError):
             return False
         return True
 
@@ -201,6 +215,15 @@ class CheckpointDirectory:
             os.rmdir(self.path(name))  # a save killed before it wrote the marker
         except OSError:
             pass
+
+
+def _exists(path: str) -> bool:
+    """Unlike `os.path.lexists`, raises when the disk does not say: what is not known to be a leftover stays."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _number(name: str) -> int:

@@ -8,6 +8,10 @@ from typing import Any, Protocol
 from engram.data.replay_buffers.checkpointers.base import StorageCheckpointerBase
 from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter
 from engram.data.replay_buffers.checkpointers.reading import SnapshotReader
+from engram.data.replay_buffers.layout import MalformedLayoutError
+from engram.errors import CheckpointMisfitError, differences_of
+
+_MISFIT = "the checkpoint does not fit this ensemble"
 
 Part = tuple[StorageCheckpointerBase[Any, Any], Any]  # a checkpointer and the storage that it saves
 
@@ -23,6 +27,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase[Parts, Parts]):
     """Saves the members of a StorageEnsemble. Hooks are the members'."""
 
     format = "ensemble"
+    needs = "parts"
 
     def register_save_hook(self, hook: Any) -> None:
         raise ValueError("an ensemble saves nothing by itself: register hooks with its members")
@@ -44,8 +49,8 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase[Parts, Parts]):
     def check(self, sink: Parts, reader: SnapshotReader, state: dict[str, Any]) -> None:
         parts, saved = sink.parts(), _members(reader, state)
         if len(parts) != len(saved):
-            raise ValueError(f"the checkpoint does not fit: {len(parts)} members here, {len(saved)} there")
-        said = []
+            raise CheckpointMisfitError(_MISFIT, [f"{len(parts)} members here, {len(saved)} there"])
+        said: list[str] = []
         for i, ((checkpointer, storage), one) in enumerate(zip(parts, saved, strict=True)):
             if checkpointer.format != one["format"]:
                 said.append(
@@ -54,10 +59,12 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase[Parts, Parts]):
                 continue
             try:
                 checkpointer.check(storage, _Folder(reader, i), one["state"])  # type: ignore[arg-type]
+            except MalformedLayoutError:
+                raise
             except ValueError as error:
-                said.append(f"member {i}: {error}")
+                said += [f"member {i}: {what}" for what in differences_of(error)]
         if said:
-            raise ValueError("; ".join(said))
+            raise CheckpointMisfitError(_MISFIT, said)
 
     def loads(self, sink: Parts, reader: SnapshotReader, state: dict[str, Any]) -> None:
         self.check(sink, reader, state)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
@@ -23,12 +24,12 @@ _OPTIONS = ("compression", "compression_opts", "shuffle", "fletcher32")
 _COMPRESSIONS = (None, "gzip", "lzf")
 
 
-def library() -> Any:
+def library(needed_by: str = "the H5StorageCheckpointer") -> Any:
     """The h5py package; an ImportError says how to get it."""
     try:
         import h5py
     except ImportError as error:
-        raise ImportError('the H5StorageCheckpointer needs h5py: pip install "engram[h5]"') from error
+        raise ImportError(f'{needed_by} needs h5py: pip install "engram[h5]"') from error
     return h5py
 
 
@@ -63,18 +64,70 @@ def key_text(path: Path) -> str:
     return json.dumps(list(path))
 
 
+class _SteadyFile(io.RawIOBase):
+    """A file that never fails in the eyes of HDF5, which loses errors of objects that it closes later, goes on with a
+    damaged file, and may crash. The first error is kept; nothing is written after it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = io.FileIO(path, "w+")
+        self._error: OSError | None = None
+
+    def check(self) -> None:
+        """Raises the error that there was."""
+        if self._error is not None:
+            raise self._error
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        try:
+            while self._error is None and len(left):
+                left = left[self._file.write(left) or 0 :]
+        except OSError as error:
+            self._error = error
+        return memoryview(data).nbytes
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        try:
+            return self._file.readinto(view) or 0
+        except OSError as error:
+            self._error = self._error or error
+            view[:] = bytes(len(view))
+            return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            if self._error is None:
+                return self._file.truncate(size)
+        except OSError as error:
+            self._error = error
+        return size or 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class H5Writer:
     """A new file. Names are paths in it; groups are made on the way."""
 
-    def __init__(self, file: Any, options: Mapping[str, Any]) -> None:
-        self._file, self._options = file, dict(options)
+    def __init__(self, file: Any, disk: _SteadyFile, options: Mapping[str, Any]) -> None:
+        self._file, self._disk, self._options = file, disk, dict(options)
 
     def describe(self, name: str, attributes: Mapping[str, Any]) -> None:
         """Attributes of the file (`/`), a group or a dataset."""
+        self._disk.check()
         (self._file[name] if name in self._file else self._file.create_group(name)).attrs.update(attributes)
 
     def make(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], row_dims: int) -> None:
         """A dataset of this size; its first `row_dims` dimensions are steps."""
+        self._disk.check()
         options = dict(self._options)
         if any(options.values()):
             options["chunks"] = _chunks(shape, dtype, row_dims)
@@ -82,16 +135,19 @@ class H5Writer:
 
     def put(self, name: str, values: Array) -> None:
         """A dataset that is written in one go."""
+        self._disk.check()
         options = dict(self._options)
         if any(options.values()):
             options["chunks"] = _chunks(values.shape, values.dtype, 1)
         self._file.create_dataset(name, data=values, **options)
 
     def write(self, name: str, where: tuple[Any, ...], values: Array) -> None:
+        self._disk.check()
         self._file[name][where] = values
 
     def append(self, name: str, values: Array) -> None:
         """Adds to a dataset that grows; the first call makes it, even with nothing to add."""
+        self._disk.check()
         if name not in self._file:
             chunks = (max(1, min(len(values) or 64, _CHUNK_BYTES // max(1, _row_bytes(values)))), *values.shape[1:])
             self._file.create_dataset(
@@ -104,6 +160,7 @@ class H5Writer:
             dataset[before:] = values
 
     def read(self, name: str, start: int, stop: int) -> Array:
+        self._disk.check()
         read: Array = self._file[name][start:stop]
         return read
 
@@ -117,11 +174,16 @@ class H5Writer:
 def writing(path: str, options: Mapping[str, Any]) -> Iterator[H5Writer]:
     """Writes a file at `path`; OSError when the disk is full or fails."""
     h5py = library()
-    try:
-        with h5py.File(path, "w") as file:
-            yield H5Writer(file, options)
-    except RuntimeError as error:  # what h5py makes of a full disk when it closes
-        raise OSError(errno.EIO, f"HDF5 cannot write it ({error})", path) from error
+    with closing(_SteadyFile(path)) as disk:
+        try:
+            with h5py.File(disk, "w") as file:
+                yield H5Writer(file, disk, options)
+        except Exception as error:
+            disk.check()  # what was not written makes HDF5 fail later, in other ways
+            if isinstance(error, RuntimeError):
+                raise OSError(errno.EIO, f"HDF5 cannot write it ({error})", path) from error
+            raise
+        disk.check()
 
 
 class H5Reader:
@@ -157,6 +219,24 @@ class H5Reader:
         self._seen[name] = None
         return values
 
+    def names(self, group: str) -> list[str]:
+        """What a group holds (`""`: the root of the file)."""
+        with _as_value_errors():
+            return list((self._walk(group, to_group=True) if group else self._file).keys())
+
+    def said(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
+        """Shape and dtype that a dataset claims; None: it is a group. What it holds is checked by `expect`."""
+        with _as_value_errors():
+            found = self._walk(name, to_group=None)
+            return (found.shape, found.dtype) if hasattr(found, "dtype") else None
+
+    def part(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: slice) -> Array:
+        """Some values of a dataset, checked as by `expect`, and not kept open."""
+        self.expect(name, shape, dtype)
+        values = self.read(name, where)
+        del self._seen[name]
+        return values
+
     def nothing_else(self) -> None:
         """ValueError when the file holds anything that was not expected."""
         wanted: dict[str, set[str]] = {}
@@ -170,8 +250,9 @@ class H5Reader:
                 if found != names:
                     raise ValueError(f"/{group} holds {sorted(found - names)[:3]}, which does not belong there")
 
-    def _walk(self, name: str) -> Any:
+    def _walk(self, name: str, to_group: bool | None = False) -> Any:
         h5py = library()
+        wanted = {False: h5py.Dataset, True: h5py.Group, None: (h5py.Dataset, h5py.Group)}[to_group]
         here, parts = self._file, name.split("/")
         before, self._groups = self._groups, {}  # those of the last walk: many groups are never open at once
         for depth, part in enumerate(parts):
@@ -184,7 +265,7 @@ class H5Reader:
             if not links.exists(part.encode()) or links.get_info(part.encode()).type != h5py.h5l.TYPE_HARD:
                 raise ValueError(f"{so_far} is missing, or a link to somewhere else")
             here = here[part]
-            if not isinstance(here, h5py.Dataset if depth == len(parts) - 1 else h5py.Group):
+            if not isinstance(here, wanted if depth == len(parts) - 1 else h5py.Group):
                 raise ValueError(f"{so_far} is a {type(here).__name__}")
             if depth < len(parts) - 1:
                 self._groups[so_far] = here

@@ -66,6 +66,7 @@ class H5StorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
     """
 
     format = "h5"
+    needs = "read_block"
 
     def __init__(
         self,
@@ -163,13 +164,14 @@ class _Plan:
             self._known = Counters(self.counters)
             self._lanes = [(natural(lane["start"]), lane["blocks"]) for lane in state["lanes"]]
             if self.layout is not None:
+                self._known.check_strands(self.layout)
                 layout = RowLayout.from_json(self.layout)
                 self._form = Form(layout, shared_of(layout, state))
                 self._file, self._groups = str(state["file"]), bool(state["group_per_trajectory"])
             if len(self._lanes) != (0 if self.layout is None else self._known.lanes):
                 raise ValueError(f"it describes {len(self._lanes)} lanes, its counters {self._known.lanes}")
             self._spans = [self._cut(lane, *said) for lane, said in enumerate(self._lanes)]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise reader.malformed(f"its description of the rows is malformed ({error!r})") from error
         if self.layout is None and any(self._known.first(i) < self._known.stop(i) for i in range(self._known.lanes)):
             raise reader.malformed("it has no layout, and its counters say that there are rows")

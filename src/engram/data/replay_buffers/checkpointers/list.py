@@ -25,6 +25,7 @@ class ListStorageCheckpointer(StorageCheckpointerBase[ItemSource, ItemSink]):
     """
 
     format = "items"
+    needs = "items"
 
     def nbytes(self, source: ItemSource, previous: dict[str, Any] | None = None) -> int:
         # encoded twice, once here: the encoding only refers to arrays, and a full disk is better known before

@@ -25,9 +25,11 @@ class FileLock:
     def release(self) -> None:
         """Gives the lock back; a second call does nothing, nor does one in a forked child."""
         if self in _held:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            self.forget()
             _held.discard(self)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            finally:
+                self.forget()
 
     def forget(self) -> None:
         """Closes our side only. Where a forked process shares the lock, it stays in force there."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
 from engram.data.replay_buffers.checkpointers.directory import (
     CURRENT,
@@ -27,30 +25,22 @@ from engram.data.replay_buffers.checkpointers.directory import (
     is_file_name,
     is_snapshot_name,
     open_below,
+    open_folder_below,
 )
 from engram.data.replay_buffers.checkpointers.locks import FileLock
 from engram.data.replay_buffers.checkpointers.sealed import digest, unseal
+from engram.data.replay_buffers.checkpointers.verified import PIECE, Bytes, FileRecord, VerifiedFile
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 THREADS = 2  # that read, hash and copy: a disk answers several faster than one
-_BLOCK = 1 << 22
-_PIECE = 1 << 20  # hashed while it is still in the cache
+_BLOCK = 1 << 22  # copied at a time
 _ATTEMPTS = 1000
+_LARGEST_MANIFEST = 1 << 28  # a sparse file of any size costs nothing to make
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class SnapshotGoneError(CheckpointError):
     """The snapshot is not there, or a saver is removing it."""
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """What the manifest says of one file."""
-
-    nbytes: int
-    xxh3_128: str
 
 
 @contextmanager
@@ -73,7 +63,7 @@ class SnapshotReader:
     def __init__(self, directory: CheckpointDirectory, name: str, manifest_hash: str | None = None) -> None:
         self.name = name
         self._path = directory.path(name)
-        self._fd = self._open_directory()
+        self._folders = {"": self._open_directory()}
         try:
             self._lock = self._lock_marker()
             try:
@@ -82,12 +72,14 @@ class SnapshotReader:
                 self._lock.release()
                 raise
         except BaseException:
-            os.close(self._fd)
+            self._close_folders()
             raise
 
     def close(self) -> None:
-        self._lock.release()
-        os.close(self._fd)
+        try:
+            self._lock.release()
+        finally:
+            self._close_folders()
 
     def __enter__(self) -> SnapshotReader:
         return self
@@ -124,11 +116,25 @@ class SnapshotReader:
             file.take(buffer)
             file.finish()
 
+    def ask_for(self, name: str) -> None:
+        """Makes the disk read a file that will be wanted soon."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        fd = self._open_file(name)
+        try:
+            for begin in range(0, self.files[name].nbytes, PIECE):  # the kernel reads no more than about this at once
+                os.posix_fadvise(fd, begin, PIECE, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+
     def copy(self, name: str, target: str) -> FileRecord | None:
         """Puts a file of this snapshot at the path `target` too: as a hard link, or where the file system has none as
-        a copy whose bytes are compared with the hash. None, and nothing there, if the copy is not what was saved.
+        a copy whose bytes are compared with the hash. None, and nothing there, if it is not what was saved.
         """
-        os.close(self._open_file(name))
+        try:
+            self._check_file(name)
+        except CorruptCheckpointError:  # written anew, or nothing could be saved here any more
+            return None
         try:
             os.link(self.path(name), target, follow_symlinks=False)
         except OSError as error:
@@ -179,7 +185,11 @@ class SnapshotReader:
 
     def _lock_marker(self) -> FileLock:
         fd = self._open_file(MARKER)
-        content = os.pread(fd, len(MARKER_CONTENT) + 1, 0)
+        try:
+            content = os.pread(fd, len(MARKER_CONTENT) + 1, 0)
+        except OSError:
+            os.close(fd)
+            raise
         try:
             lock = FileLock(fd, exclusive=False)
         except BlockingIOError:
@@ -196,7 +206,9 @@ class SnapshotReader:
     def _load_manifest(self, expected: str | None) -> None:
         try:
             with open(self._open_file(MANIFEST), "rb") as file:
-                data = file.read()
+                data = file.read(_LARGEST_MANIFEST + 1)
+            if len(data) > _LARGEST_MANIFEST:
+                raise ValueError(f"it has more than {_LARGEST_MANIFEST:,} bytes")
             document = unseal(data)
         except (OSError, ValueError) as error:
             raise self.malformed(str(error)) from None
@@ -211,7 +223,7 @@ class SnapshotReader:
             )
         self.files, self.body = self._records(document.get("files")), self._body(document.get("body"))
         for name in self.files:
-            os.close(self._open_file(name))
+            self._check_file(name)
 
     def _records(self, files: Any) -> dict[str, FileRecord]:
         if not isinstance(files, dict):
@@ -233,70 +245,46 @@ class SnapshotReader:
 
     def _open_file(self, name: str) -> int:
         """An open file whose size is the manifest's, so that a size in the manifest can be trusted to allocate."""
+        with self._as_damage(name):
+            fd = open_below(*self._place(name))
         try:
-            fd = open_below(self._fd, name)
-        except OSError as error:
-            raise CorruptCheckpointError(self.path(name), f"it cannot be opened ({error.strerror or error})") from error
-        record = self.files.get(name) if name not in (MARKER, MANIFEST) else None
-        found = os.fstat(fd).st_size
-        if record is not None and found != record.nbytes:
+            self._compare_size(name, os.fstat(fd).st_size)
+        except BaseException:
             os.close(fd)
-            raise CorruptCheckpointError(self.path(name), f"it has {found} bytes, {record.nbytes} were saved")
+            raise
         return fd
 
+    def _check_file(self, name: str) -> None:
+        """The same without opening it, for snapshots of very many files."""
+        with self._as_damage(name):
+            folder, last = self._place(name)
+            found = os.stat(last, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(f"{name} is not a regular file")
+        self._compare_size(name, found.st_size)
 
-class VerifiedFile:
-    """A file read once from front to back, with a hash of all that passed."""
+    def _compare_size(self, name: str, found: int) -> None:
+        record = self.files.get(name) if name not in (MARKER, MANIFEST) else None
+        if record is not None and found != record.nbytes:
+            raise CorruptCheckpointError(self.path(name), f"it has {found} bytes, {record.nbytes} were saved")
 
-    def __init__(self, fd: int, path: str, record: FileRecord) -> None:
-        self._fd = fd
-        self._path = path
-        self._record = record
-        self._hasher = xxhash.xxh3_128()
-        self.position = 0
-
-    @property
-    def remaining(self) -> int:
-        return self._record.nbytes - self.position
-
-    def take(self, buffer: Bytes) -> None:
-        """Fills `buffer` with the bytes that come next."""
-        view = buffer.data
-        while len(view):
-            got = self._read_into(view)
-            self._hasher.update(view[:got])
-            self.position += got
-            view = view[got:]
-
-    def skip(self, nbytes: int) -> None:
-        """Passes over bytes that nobody needs; they count for the hash."""
-        block = np.empty(min(nbytes, _BLOCK), np.uint8)
-        while nbytes > 0:
-            self.take(block[:nbytes])
-            nbytes -= min(nbytes, len(block))
-
-    def finish(self) -> None:
-        """Passes over the rest; CorruptCheckpointError when the whole is not what was saved."""
-        self.skip(self.remaining)
-        if self._hasher.hexdigest() != self._record.xxh3_128:
-            raise CorruptCheckpointError(self._path, "its checksum is not that of the bytes that were saved")
-
-    def __enter__(self) -> VerifiedFile:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        os.close(self._fd)
-
-    def _read_into(self, view: memoryview) -> int:
+    @contextmanager
+    def _as_damage(self, name: str) -> Iterator[None]:
         try:
-            got = os.readv(self._fd, [view[:_PIECE]])
+            yield
         except OSError as error:
-            raise CorruptCheckpointError(self._path, f"it cannot be read ({error.strerror})") from error
-        if not got:
-            raise CorruptCheckpointError(
-                self._path, f"it ends at byte {self.position}, {self._record.nbytes} were saved"
-            )
-        return got
+            raise CorruptCheckpointError(self.path(name), f"it cannot be opened ({error.strerror or error})") from error
+
+    def _place(self, name: str) -> tuple[int, str]:
+        """The folder that holds a file, opened once, and the file's name in it."""
+        folder, _, last = name.rpartition("/")
+        if folder not in self._folders:
+            self._folders[folder] = open_folder_below(self._folders[""], folder)
+        return self._folders[folder], last
+
+    def _close_folders(self) -> None:
+        while self._folders:
+            os.close(self._folders.popitem()[1])
 
 
 def in_parallel(tasks: Iterable[Callable[[], object]], threads: int) -> None:

@@ -45,9 +45,16 @@ def to_json(value: Any) -> bytes:
 def from_json(data: bytes) -> Any:
     """What `to_json` wrote; anything that is not JSON is a ValueError."""
     try:
-        return json.loads(data, parse_constant=_no_constant)
+        return json.loads(data, parse_constant=_no_constant, object_pairs_hook=_once)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):  # readers could differ in which of them counts
+        raise ValueError("its JSON has a key twice")
+    return made
 
 
 def _no_constant(name: str) -> NoReturn:

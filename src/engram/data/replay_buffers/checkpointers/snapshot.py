@@ -14,7 +14,8 @@ from engram.data.replay_buffers.checkpointers.reading import SnapshotReader, rea
 from engram.data.replay_buffers.checkpointers.sealed import to_json
 from engram.data.replay_buffers.checkpointers.state import Blobs, decode, encode
 from engram.data.replay_buffers.checkpointers.tensordicts import CODECS
-from engram.errors import CheckpointError
+from engram.data.replay_buffers.layout import MalformedLayoutError
+from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
 
 
 def save_snapshot(
@@ -87,17 +88,46 @@ class Snapshot:
     @property
     def storage_format(self) -> str | None:
         """The `format` of the checkpointer that wrote the storage; None when no storage was saved."""
-        storage = self._reader.body.get("storage")
-        return None if storage is None else str(storage.get("format"))
+        storage = self._storage()
+        return None if storage is None else str(storage["format"])
+
+    def component(self, name: str) -> Any:
+        """The state of a component; CheckpointError when none of this name was saved."""
+        if name not in self.components:
+            saved = ", ".join(self.components) or "none"
+            raise CheckpointError(f"{self._reader.path('')} holds no {name}; its components are {saved}")
+        return self.components[name]
+
+    def malformed(self, reason: str) -> CorruptCheckpointError:
+        """The error for a snapshot whose bytes are whole, and that says what cannot be."""
+        return self._reader.malformed(reason)
+
+    def wanted(self, parts: tuple[str, ...], owners: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """States of a buffer's parts as they were saved, and what cannot be taken over: nothing."""
+        states: dict[str, Any] = {
+            name: self.component(name) for name in ("sampler", "writer", "generator") if name in parts
+        }
+        if "writer" in parts:  # checkpoints of earlier versions have no such component
+            states["transform"] = self.components.get("transform", {"state": None})
+        return states, []
+
+    def numbers(self) -> Any:
+        """The numbers of rows that were replaced out of turn; None in checkpoints without any."""
+        return self.components.get("numbers")
 
     def check_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
         """ValueError when the sink cannot take the storage that was saved; changes nothing."""
-        checkpointer.check(sink, self._reader, self._storage_state(checkpointer))
+        state = self._storage_state(checkpointer)
+        try:
+            checkpointer.check(sink, self._reader, state)
+        except MalformedLayoutError as error:
+            raise self.malformed(str(error)) from error
 
     def load_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
         """Fills the sink. One that holds rows is untouched unless everything was verified before; an empty one is
         empty again after an error.
         """
+        self.check_storage(checkpointer, sink)
         checkpointer.loads(sink, self._reader, self._storage_state(checkpointer))
 
     def verify(self) -> None:
@@ -105,21 +135,31 @@ class Snapshot:
         self._reader.check()
 
     def _storage_state(self, checkpointer: StorageCheckpointerBase[Any, Any]) -> dict[str, Any]:
-        if self.storage_format is None:
-            raise CheckpointError(f"{self._reader.path('')} holds no storage; load the other parts only")
-        if self.storage_format != checkpointer.format:
-            raise CheckpointError(
-                f"the storage in {self._reader.path('')} was saved as {self.storage_format!r}, "
+        storage = self._storage()
+        if storage is None:
+            raise CheckpointMisfitError(f"{self._reader.path('')} holds no storage; load the other parts only")
+        if storage["format"] != checkpointer.format:
+            raise CheckpointMisfitError(
+                f"the storage in {self._reader.path('')} was saved as {storage['format']!r}, "
                 f"{type(checkpointer).__name__} reads {checkpointer.format!r}; use the checkpointer that saved it"
             )
-        state: dict[str, Any] = self._reader.body["storage"]["state"]
+        state: dict[str, Any] = storage["state"]
         return state
+
+    def _storage(self) -> dict[str, Any] | None:
+        storage = self._reader.body.get("storage")
+        whole = isinstance(storage, dict) and {"format", "state"} <= storage.keys()
+        if storage is not None and not (whole and isinstance(storage["state"], dict)):
+            raise self.malformed("it does not say how the storage was saved")
+        return storage
 
 
 class _Components(Mapping[str, Any]):
     def __init__(self, reader: SnapshotReader) -> None:
         self._reader = reader
         self._trees: dict[str, Any] = reader.body.get("components", {})
+        if not isinstance(self._trees, dict) or not all(map(_is_component_name, self._trees)):
+            raise reader.malformed("its components are not named states")
         self._decoded: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -135,7 +175,7 @@ class _Components(Mapping[str, Any]):
 
 
 def _encode_component(name: str, state: Any) -> tuple[Any, Blobs]:
-    if not is_file_name(name) or "/" in name:
+    if not _is_component_name(name):
         raise ValueError(f"{name!r} is no name for a component; use letters, digits, '_', '-' and '.'")
     blobs = Blobs()
     return encode(state, blobs, CODECS, place=name), blobs
@@ -152,6 +192,10 @@ def _read_component(reader: SnapshotReader, name: str, tree: Any) -> Any:
             return state
     except ValueError as error:
         raise reader.malformed(f"component {name}: {error}") from error
+
+
+def _is_component_name(name: str) -> bool:
+    return is_file_name(name) and "/" not in name
 
 
 def _blob_file(name: str) -> str:

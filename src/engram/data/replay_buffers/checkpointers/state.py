@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engram.data.replay_buffers.checkpointers.reading import VerifiedFile
+from engram.data.replay_buffers.checkpointers.verified import VerifiedFile
 from engram.errors import CheckpointError
 
 ALIGNMENT = 64
 _DEEPEST = 100
+_DEEPEST_TREE = 4 * _DEEPEST  # of what is read: what `encode` makes of a value has a few levels for each of its own
 _WORD = 1 << 63
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -37,7 +38,9 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
 _TORCH_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 # not `g` (long double): its bytes differ between machines; nor objects and structures
 _NUMPY_DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8(\[\w+\])?)", re.ASCII)
-_MALFORMED = (TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, struct.error)
+_MALFORMED = (
+    *(TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, AssertionError, struct.error),
+)
 _NOT_PORTABLE = ("f16", "c32", "f12", "c24")
 
 Array = Union[torch.Tensor, npt.NDArray[Any], bytes]
@@ -100,7 +103,7 @@ def decode(tree: Any, file: VerifiedFile | None, codecs: tuple[Codec, ...] = ())
     """
     try:
         return _Decoder(file, codecs).decode(tree)
-    except CheckpointError:
+    except (CheckpointError, MemoryError):
         raise
     except _MALFORMED as error:
         raise ValueError(f"a state in it is malformed ({error!r})") from error
@@ -203,6 +206,7 @@ class _Encoder:
 class _Decoder:
     def __init__(self, file: VerifiedFile | None, codecs: tuple[Codec, ...]) -> None:
         self._file = file
+        self._depth = 0
         self._by_tag: dict[str, Callable[[Any], Any]] = {
             "$int": lambda body: int(body, 16),
             "$float": lambda body: struct.unpack(">d", bytes.fromhex(body))[0],
@@ -219,15 +223,21 @@ class _Decoder:
         self._by_tag.update({f"${codec.tag}": self._unpacker(codec) for codec in codecs})
 
     def decode(self, tree: Any) -> Any:
-        if isinstance(tree, list):
-            return [self.decode(member) for member in tree]
-        if not isinstance(tree, dict):
+        if not isinstance(tree, dict | list):
             return tree
-        if len(tree) == 1:
-            ((tag, body),) = tree.items()
-            if tag.startswith("$"):
-                return self._by_tag[tag](body)
-        return {key: self.decode(member) for key, member in tree.items()}
+        self._depth += 1
+        if self._depth > _DEEPEST_TREE:
+            raise ValueError(f"a state in it is nested more than {_DEEPEST_TREE} deep")
+        try:
+            if isinstance(tree, list):
+                return [self.decode(member) for member in tree]
+            if len(tree) == 1:
+                ((tag, body),) = tree.items()
+                if tag.startswith("$"):
+                    return self._by_tag[tag](body)
+            return {key: self.decode(member) for key, member in tree.items()}
+        finally:
+            self._depth -= 1
 
     def _unpacker(self, codec: Codec) -> Callable[[Any], Any]:
         return lambda body: codec.unpack(self.decode(body))
@@ -245,6 +255,8 @@ class _Decoder:
         if _NUMPY_DTYPE.fullmatch(name) is None:
             raise ValueError(f"a state in it has the dtype {name!r}")
         dtype = np.dtype(name)
+        if not dtype.itemsize:  # numpy would make it larger, whatever the shape
+            raise ValueError(f"a state in it has the dtype {name!r}, whose items have no bytes")
         _check_size(shape, dtype.itemsize, body["nbytes"])
         taken: npt.NDArray[Any] = self._take(body).numpy()
         return taken.view(dtype).reshape(shape) if len(taken) else np.empty(shape, dtype)

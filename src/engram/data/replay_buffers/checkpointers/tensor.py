@@ -29,6 +29,7 @@ from engram.data.replay_buffers.checkpointers.unchanged import Unchanged
 from engram.errors import CorruptCheckpointError
 
 CHUNK_BYTES = 1 << 24
+_CHUNKS_AHEAD = THREADS + 2  # that the disk reads while others are taken in
 _LARGEST_CHUNK = 1 << 26  # that is read; four times as large as those that are written
 
 
@@ -69,6 +70,8 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
     Chunk `c` of a lane holds write numbers `c * rows_per_chunk` to `(c + 1) * rows_per_chunk`, as far as they exist.
     Each layout has one `rows_per_chunk` (about 16 MB), so a later save cuts unchanged rows at the same places.
     """
+
+    needs = "read_block"
 
     @abstractmethod
     def _packing(self, layout: dict[str, Any]) -> Packing:
@@ -151,12 +154,13 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         plan = _Plan(reader, state, self._saved_packing)
         sink.check_restore(plan.layout, plan.counters)
         if len(sink):
-            in_parallel((functools.partial(plan.rows, c) for c in plan.chunks), THREADS)
+            in_parallel((functools.partial(plan.rows, c) for c in plan.asked_for()), THREADS)
         sink.begin_restore(plan.layout, plan.counters)
         try:
             # Hooks see the blocks in their order; without any, several files are read, hashed and copied at once.
             in_parallel(
-                (functools.partial(self._load, sink, plan, c) for c in plan.chunks), 1 if self.load_hooks else THREADS
+                (functools.partial(self._load, sink, plan, c) for c in plan.asked_for()),
+                1 if self.load_hooks else THREADS,
             )
             sink.end_restore()
         except BaseException:
@@ -196,14 +200,23 @@ class _Plan:
             self.counters: dict[str, Any] = state["counters"]
             self._known = Counters(self.counters)
             self.chunks = [Chunk.read(entry) for entry in state["chunks"]]
+            if self.layout is not None:
+                self._known.check_strands(self.layout)
             self._row_bytes = 0 if self.layout is None else natural(self.layout["row_bytes"])
             self._packing = RawPacking(0) if self.layout is None else packing(self.layout, state)
             self._most = max(1, natural(state["rows_per_chunk"]))
             self._sizes = {chunk.place: self._nbytes(chunk) for chunk in self.chunks}
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise reader.malformed(f"its description of the rows is malformed ({error!r})") from error
         self._check_sizes()
         self._check_coverage()
+
+    def asked_for(self) -> Iterator[Chunk]:
+        """The chunks, each handed out when the disk has been made to read those after it."""
+        for i, chunk in enumerate(self.chunks):
+            for later in self.chunks[i + _CHUNKS_AHEAD : i + _CHUNKS_AHEAD + 1]:
+                self._reader.ask_for(later.file)
+            yield chunk
 
     def rows(self, chunk: Chunk) -> tuple[int, Rows]:
         """First write number and verified rows of a chunk; they are valid until this thread's next call."""

@@ -65,7 +65,10 @@ def verify(path: str | os.PathLike[str]) -> VerificationReport:
     pointer, problems = _pointer(directory)
     if pointer is None and not problems and not directory.snapshots():
         raise CheckpointError(f"no checkpoint at {directory.root}: there is no {directory.path(CURRENT)}")
-    found = [_report(directory, name, pointer) for name in directory.snapshots()]
+    names = directory.snapshots()
+    if pointer is not None and pointer.snapshot not in names and os.path.isdir(directory.path(pointer.snapshot)):
+        names = [pointer.snapshot, *names]  # its marker is damaged, which the report says
+    found = [_report(directory, name, pointer) for name in names]
     reports = tuple(report for report in found if report is not None)
     if pointer is not None and not any(report.in_force for report in reports) and directory.current() == pointer:
         problems = (*problems, f"{directory.path(CURRENT)} names {pointer.snapshot}, which is not there")

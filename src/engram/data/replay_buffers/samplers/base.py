@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -101,20 +102,52 @@ class Sampler(abc.ABC):
         return False
 
     # ---- state ----
-    def state_dict(self) -> dict[str, Any]:
-        """What must be saved for the draws to go on as they would have."""
+    def _decisive(self) -> dict[str, Any]:
+        """Settings that decide which rows are drawn. They are saved, and a state is only loaded where they are the
+        same; those that say in which form rows are handed out are the constructor's alone.
+        """
         return {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved for the draws to go on as they would have."""
+        return self._decisive()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Goes on from a saved state.
+
+        Raises:
+            ValueError: it is that of a sampler with other settings; every difference is listed.
+        """
+        different = self.differences(state)
+        if different:
+            raise ValueError("; ".join(different))
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """What of a saved state does not fit this sampler."""
-        return []
+        return [
+            f"the sampler has {name}={mine!r} here, {state[name]!r} there"
+            for name, mine in self._decisive().items()
+            if name in state and state[name] != mine  # earlier versions saved fewer
+        ]
+
+    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
+        """A state of this sampler, made of what TorchRL saved of one; None: of one that has nothing to save.
+
+        `found` is of a sampler without replacement: `remaining` (numbers of rows or trajectories, int64 [n], or None
+        between epochs), `length` (how many its epoch has), `drop_last`, `ran_out`, `stored` (rows), `strands`, and
+        `rows`: `remaining` as write number * strands + strand (None where they are no rows).
+
+        Raises:
+            ValueError: this sampler can make nothing of it.
+        """
+        if found is not None or self.state_dict():
+            there = "one without a state" if found is None else "one without replacement"
+            raise ValueError(f"the sampler is a {type(self).__name__} here, {there} was saved")
+        return {}
 
     def position(self) -> Any:
         """What a draw changes, for `rewind`: taken before every batch that is prepared ahead, so small."""
-        return self.state_dict()
+        return copy.deepcopy(self.state_dict())  # which may hold tensors that draws change in place
 
     def rewind(self, position: Any) -> None:
         """Draws again what was drawn since this position."""
@@ -150,8 +183,9 @@ def redrawn(sampler: Any, storage: Storage, slots: Tensor, info: dict[str, Any],
 
 def position_of(sampler: Any) -> Any:
     """Where a sampler stands; one of a user's own may have a state only, or none."""
-    take = getattr(sampler, "position", None) or getattr(sampler, "state_dict", None)
-    return None if take is None else take()
+    if hasattr(sampler, "position"):
+        return sampler.position()
+    return copy.deepcopy(sampler.state_dict()) if hasattr(sampler, "state_dict") else None
 
 
 def go_back(sampler: Any, position: Any) -> None:

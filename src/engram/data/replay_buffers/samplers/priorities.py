@@ -257,7 +257,7 @@ class HasPriorities(Sampler):
 
     # ---- state ----
     def state_dict(self) -> dict[str, Any]:
-        settings = {name: getattr(self, name) for name in (*_SAVED, "beta")}
+        settings = {**self._decisive(), "beta": self._beta}
         storage = None if self._storage is None else self._storage()
         if self._restored is not None:
             return {**self._restored, **settings}
@@ -268,21 +268,15 @@ class HasPriorities(Sampler):
         return {**settings, "seen": [list(rows) for rows in seen], "max_priority": highest, "latest_priority": latest,
                 "skipped": skipped, "priorities": values_tensor(made, torch.float64)}  # fmt: skip
 
+    def _decisive(self) -> dict[str, Any]:
+        return {**super()._decisive(), **{name: getattr(self, name) for name in _SAVED}}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self.differences(state)
-        if different:
-            raise ValueError("; ".join(different))
+        super().load_state_dict(state)
         self.beta = state["beta"]
         names = ("seen", "max_priority", "latest_priority", "skipped", "priorities")
         self._restored = {name: state[name] for name in names}
         self._restored["priorities"] = state["priorities"].to(torch.float64).contiguous()
-
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        return [
-            f"the sampler has {name}={getattr(self, name)} here, {state[name]} there"
-            for name in _SAVED
-            if state[name] != getattr(self, name)
-        ]
 
     def adopt(self, incarnation: int, shifts: list[int]) -> None:
         """After `loads`: the priorities go on in a store that counts anew."""

@@ -89,6 +89,9 @@ class SequenceSampler(SliceSampler):
         if self.init_key is not None:
             mark_first(batch, self.init_key, slices)
 
+    def _decisive(self) -> dict[str, Any]:
+        return {**super()._decisive(), "burn_in": self.burn_in}
+
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Burn-in and training rows of a batch `[num_slices, slice_len]`: `[num_slices, burn_in]` and the rest."""
         return batch[:, : self.burn_in], batch[:, self.burn_in :]

@@ -137,21 +137,23 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     # ---- state ----
     def state_dict(self) -> dict[str, Any]:
         epoch = None if self._epoch is None else {**self._epoch}
-        return {"epoch": epoch, "ran_out": self._ran_out, "shuffle": self.shuffle, "drop_last": self.drop_last}
+        return {"epoch": epoch, "ran_out": self._ran_out, **self._decisive()}
+
+    def _decisive(self) -> dict[str, Any]:
+        return {**super()._decisive(), "shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self.differences(state)
-        if different:
-            raise ValueError("; ".join(different))
+        super().load_state_dict(state)
         self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
         self._ran_out = bool(state["ran_out"])
 
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        return [
-            f"the sampler has {name}={getattr(self, name)} here, {state[name]} there"
-            for name in ("shuffle", "drop_last")
-            if state[name] != getattr(self, name)
-        ]
+    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
+        if found is None:
+            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
+        if found["remaining"] is not None and len(found["remaining"]) != found["length"]:
+            raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
+        state = {"epoch": None, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
+        return state
 
     def position(self) -> Any:
         return self._epoch and {**self._epoch}, self._walk, self._ran_out

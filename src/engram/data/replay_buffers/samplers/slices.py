@@ -177,6 +177,17 @@ class SliceSampler(Sampler):
         if self.slice_key is not None:
             put(batch, self.slice_key, info["slice_id"])
 
+    # ---- state ----
+    def _decisive(self) -> dict[str, Any]:
+        mine = {name: getattr(self, name) for name in ("num_slices", "slice_len", "strict_length", "span")}
+        return {**super()._decisive(), **mine, **self.episodes.settings}
+
+    def position(self) -> Any:
+        """Nothing: a draw changes the generator alone."""
+
+    def rewind(self, position: Any) -> None:
+        pass
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_planned": None}
 

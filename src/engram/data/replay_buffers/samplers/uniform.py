@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engram import _native
 from engram.data.replay_buffers.samplers.base import EMPTY, EpochInfo, Index, Sampler, redrawn
+from engram.data.replay_buffers.samplers.listed import ListedWalk, listed_epoch
 from engram.data.replay_buffers.utils import slots_tensor
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class SamplerWithoutReplacement(Sampler):
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._epoch: dict[str, Any] | None = None  # key, ranges, position, incarnation: all that is saved
-        self._walk: _native.EpochWalk | None = None
+        self._walk: _native.EpochWalk | ListedWalk | None = None
         self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
         self._ran_out = False
         self._number = -1  # of the epoch, in this process
@@ -121,6 +122,8 @@ class SamplerWithoutReplacement(Sampler):
             key = int(self.draw_seed()) if self.shuffle else 0
             epoch = {"key": key, "ranges": existing, "position": 0, "incarnation": lanes.store.incarnation}
             self._walk = None
+        if self._walk is None and "listed" in epoch:
+            self._walk = ListedWalk(epoch["listed"], lanes.strands)
         if self._walk is None:
             ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]
             self._walk = _native.EpochWalk(lanes.store, epoch["key"], self.shuffle, ranges)
@@ -150,21 +153,27 @@ class SamplerWithoutReplacement(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         epoch = None if self._epoch is None else {**self._epoch, "ranges": [list(r) for r in self._epoch["ranges"]]}
-        return {"epoch": epoch, "ran_out": self._ran_out, "shuffle": self.shuffle, "drop_last": self.drop_last}
+        return {"epoch": epoch, "ran_out": self._ran_out, **self._decisive()}
+
+    def _decisive(self) -> dict[str, Any]:
+        return {"shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self.differences(state)
-        if different:
-            raise ValueError("; ".join(different))
+        super().load_state_dict(state)
         self._epoch, self._walk, self._store_id = state["epoch"], None, None
         self._ran_out = bool(state["ran_out"])
 
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        return [
-            f"the sampler has {name}={getattr(self, name)} here, {state[name]} there"
-            for name in ("shuffle", "drop_last")
-            if state[name] != getattr(self, name)
-        ]
+    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
+        if found is None:
+            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
+        epoch = None
+        # Elsewhere rows that came during an epoch end it.
+        if found["rows"] is not None and found["length"] == found["stored"]:
+            epoch = listed_epoch(found["rows"], found["strands"])
+        return {"epoch": epoch, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
+
+    def position(self) -> Any:
+        return self.state_dict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_walk": None}
@@ -176,6 +185,8 @@ class SamplerWithoutReplacement(Sampler):
                 [first - shift, rows] for (first, rows), shift in zip(self._epoch["ranges"], shifts, strict=False)
             ]
             self._epoch = {**self._epoch, "incarnation": incarnation, "ranges": ranges}
+            if "listed" in self._epoch:
+                self._epoch["listed"] = self._epoch["listed"] - shifts[0] * self._epoch["strands"]
             self._walk = None
 
     def __repr__(self) -> str:

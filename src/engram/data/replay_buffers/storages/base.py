@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.checkpointers.snapshot import open_snapshot, save_snapshot
+from engram.data.replay_buffers.checkpointers.opening import open_saved
+from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.indexing import Selection, outward, select, stored_slots
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec
@@ -56,7 +57,8 @@ class Storage(abc.ABC):
         ):
             raise ValueError(f"max_size must be an integer from 1 to 2**56, got {max_size!r}")
         self._max_size = None if max_size is None else int(max_size)
-        self._checkpointer = checkpointer
+        self._checkpointer: Any = None
+        self.checkpointer = checkpointer
         self.shifts = []
         self._attached: weakref.WeakSet[Any] = weakref.WeakSet()
         self.mutex = threading.RLock()
@@ -292,15 +294,32 @@ class Storage(abc.ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replaces everything by what `state_dict` gave; a ValueError where it does not fit."""
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """A ValueError where what `state_dict` gave does not fit; changes nothing."""
+
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> None:
         """Saves this storage alone."""
         with self.mutex, self.still() as source:
-            save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
+            save_snapshot(path, {"numbers": self.numbers_state()}, (self.checkpointer, source), keep_last=keep_last)
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
         """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
-        with open_snapshot(path, snapshot) as saved, self.alone("loads"):
+        with open_saved(path, snapshot) as saved, self.alone("loads"):
             saved.load_storage(self.checkpointer, self)
+            self.restore_numbers(saved.numbers())
+
+    def numbers_state(self) -> dict[str, Any] | None:
+        """The write numbers of rows that were replaced out of turn; None where there are none."""
+        return None if self.lanes is None else self.lanes.numbers_state()
+
+    def restore_numbers(self, state: dict[str, Any] | None, rows_too: bool = True) -> None:
+        """Takes over what `numbers_state` gave, after its rows; without rows only if it is of this very store."""
+        if self.lanes is None:
+            return
+        if rows_too:
+            self.lanes.restore_numbers(state, self.shifts[0] if self.shifts else 0)
+        else:
+            self.lanes.resume_numbers(state)
 
     def hand_over(self, sampler: Any) -> None:
         """After `loads`: tells a sampler how the write numbers of its rows have changed."""
@@ -309,13 +328,19 @@ class Storage(abc.ABC):
 
     @property
     def checkpointer(self) -> Any:
-        """What encodes this storage for disk; may be assigned."""
+        """What encodes this storage for disk; may be assigned. TypeError: it saves another kind of storage."""
         if self._checkpointer is None:
             self._checkpointer = self._default_checkpointer()
         return self._checkpointer
 
     @checkpointer.setter
     def checkpointer(self, checkpointer: Any) -> None:
+        needs = getattr(checkpointer, "needs", None)
+        if needs is not None and not hasattr(type(self), needs):
+            raise TypeError(
+                f"a {type(checkpointer).__name__} cannot save a {type(self).__name__}, which hands out no {needs}; use "
+                f"a {type(self._default_checkpointer()).__name__}"
+            )
         self._checkpointer = checkpointer
 
     @abc.abstractmethod

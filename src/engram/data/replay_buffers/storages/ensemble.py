@@ -13,6 +13,9 @@ from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.frozen import FrozenParts
+from engram.errors import CheckpointMisfitError, differences_of
+
+_MISFIT = "the state does not fit this ensemble"
 
 
 class StorageEnsemble(Storage):
@@ -198,11 +201,31 @@ class StorageEnsemble(Storage):
     def state_dict(self) -> dict[str, Any]:
         return {"members": [storage.state_dict() for storage in self._members]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Any]) -> None:
         if len(state["members"]) != len(self):
-            raise ValueError(f"the ensemble has {len(self)} members here, {len(state['members'])} there")
+            raise CheckpointMisfitError(_MISFIT, [f"{len(self)} members here, {len(state['members'])} there"])
+        said: list[str] = []
+        for i, (storage, saved) in enumerate(zip(self._members, state["members"], strict=True)):
+            try:
+                storage.check_state(saved)
+            except ValueError as error:
+                said += [f"member {i}: {what}" for what in differences_of(error)]
+        if said:
+            raise CheckpointMisfitError(_MISFIT, said)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state(state)
         for storage, saved in zip(self._members, state["members"], strict=True):
             storage.load_state_dict(saved)
+
+    def numbers_state(self) -> dict[str, Any] | None:
+        states = [storage.numbers_state() for storage in self._members]
+        return {"members": states} if any(states) else None
+
+    def restore_numbers(self, state: dict[str, Any] | None, rows_too: bool = True) -> None:
+        states = [None] * len(self) if state is None else state["members"]
+        for storage, saved in zip(self._members, states, strict=True):
+            storage.restore_numbers(saved, rows_too)
 
     def hand_over(self, sampler: Any) -> None:
         for storage, one in zip(self._members, sampler.samplers, strict=True):

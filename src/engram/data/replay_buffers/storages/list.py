@@ -14,6 +14,7 @@ from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.frozen import Changes, FrozenItems
 from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, with_entry
+from engram.errors import CheckpointMisfitError
 
 _NO_LIMIT = 1 << 40
 
@@ -187,7 +188,8 @@ class ListStorage(Storage):
         lane = counters["lanes"][0]
         n = lane["published"] - lane["base"]
         if self._max_size is not None and n > self._max_size:
-            raise ValueError(f"the checkpoint does not fit: room for {self._max_size} items here, {n} saved there")
+            said = f"room for {self._max_size} items here, {n} saved there"
+            raise CheckpointMisfitError("the checkpoint does not fit this storage", [said])
 
     def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
         """Replaces everything by what was saved, items oldest first."""
@@ -206,10 +208,15 @@ class ListStorage(Storage):
             self.shifts = [shift]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"items": [copied(item) for item in self.items()], "counters": self.counters()}
+        items = [copied(item) for item in self.items()]
+        return {"items": items, "counters": self.counters(), "numbers": self.numbers_state()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        self.check_restore(state["counters"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restore_items([copied(item) for item in state["items"]], state["counters"])
+        self.restore_numbers(state.get("numbers"))
 
 
 def copied(item: Any) -> Any:

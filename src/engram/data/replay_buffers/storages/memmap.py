@@ -124,7 +124,7 @@ class LazyMemmapStorage(TableStorage):
             session.locks.close()
             raise StorageError(f"another process made a different store in {self.scratch_dir}: {'; '.join(different)}")
         if layout is not None:
-            found.root = layout.root  # it may know a tensorclass, which no file names
+            found.take_form(layout)  # it may know a tensorclass, which no file names
         session.store.advise_random()
         lanes = Lanes(session.store, session.locks, on_take=session.on_take, on_alone=session.on_alone)
         return lanes, RowTable(lanes, found, mapped=True)

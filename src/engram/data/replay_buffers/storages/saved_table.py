@@ -17,7 +17,7 @@ from engram.data.replay_buffers.layout import RowLayout
 from engram.data.replay_buffers.rows import RowTable
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.frozen import Changes, CopiedRows, FrozenRows, NothingYet
-from engram.errors import CheckpointError
+from engram.errors import CheckpointError, CheckpointMisfitError
 
 
 class SavedTable(Storage):
@@ -107,10 +107,10 @@ class SavedTable(Storage):
             rows = [lane["published"] - lane["base"] for lane in lanes]
             if len(lanes) > self._n_lanes:
                 said.append(f"{self._n_lanes} lanes here, {len(lanes)} there")
-            elif any(r > room for r in rows):
+            if any(r > room for r in rows):
                 said.append(f"room for {room * strands} steps in a lane here, {max(rows) * strands} saved there")
         if said:
-            raise ValueError("the checkpoint does not fit this storage: " + "; ".join(said))
+            raise CheckpointMisfitError("the checkpoint does not fit this storage", said)
 
     def _room(self, strands: int) -> int:
         if self._lanes is not None:
@@ -126,10 +126,18 @@ class SavedTable(Storage):
             self._lanes.hold()
             self._lanes.store.begin_restore()
         self._restoring = counters
+        self._order = None if layout is None or self._table is None else self._order_in(layout)
+
+    def _order_in(self, layout: dict[str, Any]) -> Any:
+        """Where a saved row has each byte of ours: the same keys may have been written in another order there."""
+        assert self._table is not None
+        return self._table.layout.order_in(RowLayout.from_json(layout))
 
     def write_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Takes rows [strands, n, row bytes] with write numbers from `start` on."""
         assert self._table is not None
+        if self._order is not None:
+            rows = np.ascontiguousarray(rows[..., self._order])
         self._table.set_block(lane, start - self._shift(lane), rows)
 
     def end_restore(self) -> None:
@@ -153,7 +161,10 @@ class SavedTable(Storage):
             counters = source.counters()  # other processes may have overwritten the oldest rows meanwhile
         lost = [now["base"] - then["base"] for now, then in zip(counters["lanes"], lanes, strict=True)]
         rows = [torch.from_numpy(block[:, n:]) for block, n in zip(blocks, lost, strict=True)]
-        return {"layout": self.layout_state(), "counters": counters, "rows": rows}
+        return {"layout": self.layout_state(), "counters": counters, "rows": rows, "numbers": self.numbers_state()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        self.check_restore(state["layout"], state["counters"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self.alone("load_state_dict"):
@@ -162,6 +173,7 @@ class SavedTable(Storage):
                 if lane["published"] > lane["base"]:
                     self.write_block(i, lane["base"], rows.numpy())
             self.end_restore()
+            self.restore_numbers(state.get("numbers"))
 
     def abort_restore(self) -> None:
         """Leaves the storage empty."""

@@ -102,6 +102,7 @@ class TensorDictMaxValueWriter(Writer):
         if appended:
             storage.append(checked, appended)
         if rows is not None:
+            lanes.will_replace(slots[appended:])
             storage.replace(checked, slots_tensor(rows), slots_tensor(targets))
             lanes.note_replaced(slots[appended:])
         self._heap.written(lanes.store)
@@ -184,16 +185,23 @@ class TensorDictMaxValueWriter(Writer):
 
     # ---- state ----
     def state_dict(self) -> dict[str, Any]:
-        lanes = None if self._storage is None else self._storage.lanes
-        numbers = None if lanes is None else lanes.numbers_state()
-        return {"rank_key": self._path, "reduction": self.reduction, "numbers": numbers}
+        return {"rank_key": self._path, "reduction": self.reduction}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         different = self.differences(state)
         if different:
             raise ValueError("; ".join(different))
-        if self._storage is not None and self._storage.lanes is not None:
-            self._storage.lanes.restore_numbers(state["numbers"])
+        # Earlier versions saved the numbers of replaced rows here, which are the storage's.
+        lanes = None if self._storage is None else self._storage.lanes
+        if lanes is not None and state.get("numbers") is not None and state["numbers"]["capacity"] == lanes.capacity:
+            lanes.restore_numbers(state["numbers"])
+
+    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
+        if found is None or "rank_key" not in found:
+            raise ValueError(f"the writer is a {type(self).__name__} here, one that keeps the newest was saved")
+        key = found["rank_key"]
+        path = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, list) else key
+        return {"rank_key": path, "reduction": self.reduction, "numbers": None}  # the order follows from the rows
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """What of a saved state does not fit this writer."""

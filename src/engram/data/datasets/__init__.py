@@ -1,0 +1,29 @@
+"""Datasets in and out of buffers: Minari, flat HDF5 (D4RL), Parquet. `docs/datasets.md` says where each key goes."""
+
+from engram.data.datasets.hdf5 import (
+    iter_hdf5,
+    read_hdf5,
+    write_hdf5,
+)
+from engram.data.datasets.minari import (
+    iter_minari,
+    read_minari,
+    write_minari,
+)
+from engram.data.datasets.parquet import (
+    iter_parquet,
+    read_parquet,
+    write_parquet,
+)
+
+__all__ = [
+    "iter_hdf5",
+    "iter_minari",
+    "iter_parquet",
+    "read_hdf5",
+    "read_minari",
+    "read_parquet",
+    "write_hdf5",
+    "write_minari",
+    "write_parquet",
+]

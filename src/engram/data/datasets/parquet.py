@@ -1,0 +1,351 @@
+"""Parquet files: a row a step, a column a key."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engram.data.datasets.aside import new_file
+from engram.data.datasets.parquet_columns import (
+    HIDDEN,
+    TRAJECTORIES,
+    Column,
+    columns_of,
+    described_columns,
+    guessed_columns,
+    library,
+    schema_of,
+    tensor_of,
+)
+from engram.data.datasets.parquet_footer import check, seal
+from engram.data.datasets.progress import progress_bar
+from engram.data.datasets.roles import TRAJECTORY, batch_of
+from engram.data.datasets.sources import BLOCK_BYTES, Block, block_rows, source_of
+from engram.data.datasets.taking import check_buffer, next_trajectory, take
+from engram.data.replay_buffers import trees
+from engram.data.replay_buffers.episodes import DONE, IDS, Key
+from engram.data.replay_buffers.layout import RowLayout
+from engram.errors import DatasetError
+
+_FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError, RecursionError, NotImplementedError)
+
+
+def read_parquet(
+    path: str | os.PathLike[str],
+    buffer: Any,
+    *,
+    columns: Sequence[str] | None = None,
+    new_ids: bool = False,
+    progress: bool = True,
+) -> int:
+    """Takes the rows of a Parquet file into a buffer; returns their number.
+
+    Rows are those of `iter_parquet`. They are written in blocks of about 16 MB: where one is refused, those before it
+    stay, and it leaves nothing behind.
+
+    Args:
+        path: the file.
+        buffer: with a storage of ndim=1.
+        columns: names of the columns to read, of a file that engram did not write.
+        new_ids: number the trajectories on from the buffer's own instead of keeping the file's ids.
+        progress: show a bar, if there is a terminal.
+
+    Raises:
+        DatasetError: the file is damaged, or a column holds what no tensor does; the message names file and column,
+            `rows_read` says how many steps were taken in.
+        ValueError: the file begins with the trajectory id that the buffer ends with: two trajectories would become one.
+        ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
+    """
+    check_buffer(buffer)
+    with _opened(Path(path), columns) as file:
+        total = file.total
+        first = next_trajectory(buffer.storage) if new_ids or file.hidden else None
+        blocks = file.blocks(None, first)
+        return take(_apart(blocks, buffer.storage), buffer, Path(path), total, progress)
+
+
+def iter_parquet(
+    path: str | os.PathLike[str], batch_size: int | None = None, *, columns: Sequence[str] | None = None
+) -> Iterator[Any]:
+    """The rows of a Parquet file in batches `[n]` of `batch_size` rows (None: of about 16 MB).
+
+    Of a file that engram wrote they are what was stored, bit by bit and in the form it had. Where that says nothing of
+    the end of a trajectory (rows of several environments or writers, without ids), `("collector", "traj_ids")` does.
+    Of other files each column is a key; dots in its name make nested ones (`next.reward`), lists become dimensions.
+
+    Raises:
+        DatasetError, ImportError: as `read_parquet`.
+    """
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    with _opened(Path(path), columns) as file:
+        yield from file.blocks(batch_size, 0 if file.hidden else None)
+
+
+def write_parquet(
+    source: Any,
+    path: str | os.PathLike[str],
+    *,
+    compression: str = "zstd",
+    exclude: Sequence[Key] = (),
+    end_key: Key = DONE,
+    traj_key: Key | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> int:
+    """Writes steps as a Parquet file; returns their number.
+
+    The file appears whole or not at all. Every key is a column: numbers as they are, short vectors as lists of fixed
+    size, images and dtypes that Parquet has not as bytes of fixed size; the schema's metadata say which. Stored rows
+    are written as they are, oldest first, lane by lane and environment by environment (transforms are not applied),
+    while writers of this process wait. The column `engram.trajectory` numbers trajectories.
+
+    Args:
+        source: a buffer or storage; a TensorDict `[time]` or `[envs, time]`, or an iterable of such, as a collector. Of
+            an iterable, trajectories are kept in memory until they end.
+        path: the file to make.
+        compression: `"zstd"`, `"snappy"`, `"lz4"`, `"gzip"` or `"none"`.
+        exclude: keys to leave out.
+        end_key, traj_key: what ends a trajectory, as for `SliceSampler`.
+        overwrite: replace the file at `path`.
+        progress: show a bar, if there is a terminal.
+
+    Raises:
+        ValueError: nothing to write.
+        FileExistsError: there is something at `path`.
+        ImportError: pyarrow is missing: `pip install "engram[parquet]"`.
+    """
+    if compression not in ("zstd", "snappy", "lz4", "gzip", "none"):
+        raise ValueError(f"compression is 'zstd', 'snappy', 'lz4', 'gzip' or 'none', got {compression!r}")
+    library()
+    found = source_of(source, end_key, traj_key, exclude)
+    with (
+        new_file(Path(path), overwrite) as made,
+        progress_bar(f"writing {path}", found.total, progress) as advance,
+    ):
+        writer = _Writer(made, compression)
+        try:
+            for block in found.blocks():
+                writer.write(block)
+                advance(len(block.rows))
+            rows = writer.finish()
+        finally:
+            writer.close()
+        seal(made)
+    return rows
+
+
+class _Writer:
+    """Steps on their way into a file, a row group for about each block."""
+
+    def __init__(self, path: Path, compression: str) -> None:
+        self._path, self._compression = path, compression
+        self._file: Any = None
+        self._layout: RowLayout | None = None
+        self._columns: list[Column] = []
+        self._held: list[Any] = []
+        self._held_bytes = 0
+        self._rows = 0
+        self._numbered = False
+        self._numbers = 0
+        self._hidden = False
+        self._last: tuple[Any, bool] | None = None  # the last step's id, and whether it has a flag
+
+    def write(self, block: Block) -> None:
+        if self._layout is None:
+            self._begin(block)
+        assert self._layout is not None
+        if (block.parts is not None) != self._numbered:
+            raise ValueError("some of the steps have done flags or trajectory ids, others have not")
+        tensors = self._layout.fitting(block.rows, 1)
+        arrays = [c.to_arrow(t) for c, t in zip(self._columns, tensors, strict=True) if c.kind != "none"]
+        if block.parts is not None:
+            arrays.append(library().array(self._number(block.parts)))
+            self._look(block)
+        table = library().table(arrays, schema=self._file.schema)
+        self._rows += table.num_rows
+        self._held.append(table)
+        self._held_bytes += table.num_rows * self._layout.payload_bytes
+        if self._held_bytes >= BLOCK_BYTES:
+            self._flush()
+
+    def _begin(self, block: Block) -> None:
+        self._layout = RowLayout.of(block.rows, 1)
+        self._columns = columns_of(self._layout)
+        self._numbered = block.parts is not None
+        if not self._numbered and all(c.kind == "none" for c in self._columns):
+            raise ValueError("there is nothing to write: the steps have no bytes")
+        # No dictionaries: they take all NaNs for one. No statistics: those of long columns take longer than the rest.
+        self._file = library().parquet.ParquetWriter(
+            self._path,
+            schema_of(self._layout, self._columns, self._numbered),
+            compression=self._compression,
+            use_dictionary=[TRAJECTORIES],
+            write_statistics=[TRAJECTORIES],
+            write_page_checksum=True,
+        )
+
+    def _number(self, parts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The number of each step's trajectory."""
+        first = self._numbers - int(parts[0, 1] > 0)
+        self._numbers = first + len(parts)
+        return np.repeat(np.arange(first, self._numbers), parts[:, 0])
+
+    def _look(self, block: Block) -> None:
+        """Whether some trajectory ends without a flag or a new id that says so."""
+        assert block.parts is not None
+        n = int(block.parts[:, 0].sum())
+        ids = next((x for x in (trees.entry(block.rows, p) for p in IDS) if x is not None), None)
+        done = trees.entry(block.rows, DONE)
+        ids = None if ids is None or ids.numel() != n else ids.detach().cpu().reshape(n).numpy()
+        done = np.zeros(n, bool) if done is None or done.numel() != n else done.detach().cpu().reshape(n).numpy() != 0
+        if self._last is not None and block.parts[0, 1] == 0:
+            before, flagged = self._last
+            self._hidden |= not (flagged if ids is None else before != ids[0])
+        begins = np.cumsum(block.parts[:-1, 0])
+        shown = done[begins - 1] if ids is None else ids[begins] != ids[begins - 1]
+        self._hidden |= not bool(shown.all())
+        self._last = (None if ids is None else ids[-1], bool(done[-1]))
+
+    def _flush(self) -> None:
+        table = library().concat_tables(self._held)
+        self._file.write_table(table, row_group_size=max(1, table.num_rows))
+        self._held, self._held_bytes = [], 0
+
+    def finish(self) -> int:
+        """Writes what is held; returns how many steps there are."""
+        if self._held:
+            self._flush()
+        self._file.add_key_value_metadata({HIDDEN: json.dumps({"hidden": self._hidden})})
+        return self._rows
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class _File:
+    """An open file. DatasetError where it is not what it should be."""
+
+    def __init__(self, path: Path, file: Any, columns: Sequence[str] | None) -> None:
+        self._path, self._file = path, file
+        with self._failures():
+            self._check_sizes()
+            schema = file.schema_arrow
+            described = described_columns(schema)
+            self._layout: RowLayout | None = None if described is None else described[0]
+            self._columns: list[Column] = [] if described is None else described[1]
+            if described is not None and columns is not None:
+                raise ValueError("was written by engram and is read whole; columns= is for other files")
+            self._guessed = guessed_columns(schema, columns) if described is None else []
+            self._numbered = described is not None and TRAJECTORIES in schema.names
+            hidden = (file.metadata.metadata or {}).get(HIDDEN, b"{}")
+            self.hidden = self._numbered and bool(json.loads(hidden).get("hidden", False))
+            self.total: int = file.metadata.num_rows
+
+    def _check_sizes(self) -> None:
+        """Columns lie inside the file."""
+        size, metadata = self._path.stat().st_size, self._file.metadata
+        for group in range(metadata.num_row_groups):
+            found = metadata.row_group(group)
+            for i in range(found.num_columns):
+                column = found.column(i)
+                stop = column.data_page_offset + column.total_compressed_size
+                if column.data_page_offset < 0 or column.total_compressed_size < 0 or stop > size + (1 << 16):
+                    raise ValueError(f"row group {group}, column {column.path_in_schema!r}, lies outside the file")
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except DatasetError:
+            raise
+        except _FAILURES as error:
+            raise DatasetError(
+                str(self._path), f"{error}" if str(error)[:3] == "has" else f"cannot be read ({error})"
+            ) from error
+
+    def blocks(self, rows: int | None, first_id: int | None) -> Iterator[Any]:
+        """Batches; with `first_id`, trajectories are numbered from there on."""
+        n = rows or self._block_rows()
+        names = [c.name for c in self._columns if c.kind != "none"] or [name for _, name in self._guessed]
+        names += [TRAJECTORIES] if self._numbered else []
+        batches = self._file.iter_batches(batch_size=n, columns=names)
+        while True:
+            with self._failures():
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                made = self._made(batch, first_id)
+            yield made
+
+    def _block_rows(self) -> int:
+        if self._layout is not None:
+            return block_rows(self._layout.payload_bytes)
+        metadata = self._file.metadata
+        size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+        return min(1 << 16, block_rows(size // max(1, metadata.num_rows)))
+
+    def _made(self, batch: Any, first_id: int | None) -> Any:
+        rows = batch.num_rows
+        if self._layout is None:
+            leaves = {path: tensor_of(batch.column(name), name) for path, name in self._guessed}
+            return batch_of(leaves, rows)
+        at = {name: i for i, name in enumerate(batch.schema.names)}
+        absent = [name for name, i in at.items() if batch.column(i).null_count]
+        if absent:
+            raise ValueError(f"has no value in some places of {absent[0]!r}")
+        tensors = [c.from_arrow(batch.column(at[c.name]) if c.kind != "none" else None, rows) for c in self._columns]
+        made = trees.unflatten(self._layout.root, tensors, (rows,), None)
+        if first_id is not None and self._numbered:
+            ids = batch.column(at[TRAJECTORIES]).to_numpy(zero_copy_only=False) + first_id
+            made.set(TRAJECTORY, torch.from_numpy(ids))
+        return made
+
+
+@contextmanager
+def _opened(path: Path, columns: Sequence[str] | None) -> Iterator[_File]:
+    parquet = library().parquet
+    if not path.is_file():
+        raise FileNotFoundError(2, "there is no such file", str(path))
+    try:
+        check(path)
+        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
+    except _FAILURES as error:
+        raise DatasetError(str(path), f"this is no Parquet file, or a damaged one ({error})") from error
+    with file:
+        yield _File(path, file, columns)
+
+
+def _apart(blocks: Iterator[Any], storage: Any) -> Iterator[Any]:
+    """The blocks; ValueError where the first one would go on the last trajectory that is stored."""
+    first = True
+    for block in blocks:
+        if first and storage.lanes is not None and len(storage):
+            _check_ids(block, storage)
+        first = False
+        yield block
+
+
+def _check_ids(block: Any, storage: Any) -> None:
+    for path in IDS:
+        ids = trees.entry(block, path)
+        if ids is None or storage.leaf(path) is None:
+            continue
+        with storage.mutex:
+            cursor = storage.lanes.cursor
+            last = storage.column(path, torch.tensor([(cursor - 1) % (storage.lanes.store.lane_capacity)]))
+        if int(last.reshape(-1)[0]) == int(ids.reshape(-1)[0]):
+            raise ValueError(
+                f"the buffer ends with the trajectory {int(last.reshape(-1)[0])}, the file begins with one of the same "
+                "id: they would become one. new_ids=True numbers those of the file anew; nothing was read"
+            )
+        return

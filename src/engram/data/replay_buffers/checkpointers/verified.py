@@ -1,0 +1,79 @@
+"""Files that are read once, from front to back, and believed when their hash is that of what was saved."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from engram.errors import CorruptCheckpointError
+
+PIECE = 1 << 20  # hashed while it is still in the cache
+_BLOCK = 1 << 22
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest says of one file."""
+
+    nbytes: int
+    xxh3_128: str
+
+
+class VerifiedFile:
+    """A file read once from front to back, with a hash of all that passed."""
+
+    def __init__(self, fd: int, path: str, record: FileRecord) -> None:
+        self._fd = fd
+        self._path = path
+        self._record = record
+        self._hasher = xxhash.xxh3_128()
+        self.position = 0
+
+    @property
+    def remaining(self) -> int:
+        return self._record.nbytes - self.position
+
+    def take(self, buffer: Bytes) -> None:
+        """Fills `buffer` with the bytes that come next."""
+        view = buffer.data
+        while len(view):
+            got = self._read_into(view)
+            self._hasher.update(view[:got])
+            self.position += got
+            view = view[got:]
+
+    def skip(self, nbytes: int) -> None:
+        """Passes over bytes that nobody needs; they count for the hash."""
+        block = np.empty(min(nbytes, _BLOCK), np.uint8)
+        while nbytes > 0:
+            self.take(block[:nbytes])
+            nbytes -= min(nbytes, len(block))
+
+    def finish(self) -> None:
+        """Passes over the rest; CorruptCheckpointError when the whole is not what was saved."""
+        self.skip(self.remaining)
+        if self._hasher.hexdigest() != self._record.xxh3_128:
+            raise CorruptCheckpointError(self._path, "its checksum is not that of the bytes that were saved")
+
+    def __enter__(self) -> VerifiedFile:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        os.close(self._fd)
+
+    def _read_into(self, view: memoryview) -> int:
+        try:
+            got = os.readv(self._fd, [view[:PIECE]])
+        except OSError as error:
+            raise CorruptCheckpointError(self._path, f"it cannot be read ({error.strerror})") from error
+        if not got:
+            raise CorruptCheckpointError(
+                self._path, f"it ends at byte {self.position}, {self._record.nbytes} were saved"
+            )
+        return got

@@ -1,0 +1,44 @@
+"""An epoch whose rows are written down, one by one: what another library saved of one that had begun."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram import _native
+
+
+def listed_epoch(rows: np.ndarray[Any, Any], strands: int) -> dict[str, Any]:
+    """The epoch as a sampler keeps it: rows of the first lane, write number * strands + strand, in their order."""
+    first = int(rows.min()) // strands if len(rows) else 0
+    count = int(rows.max()) // strands + 1 - first if len(rows) else 0
+    listed = torch.from_numpy(rows.copy())
+    return {
+        "key": 0, "ranges": [[first, count]], "position": 0, "incarnation": None, "listed": listed, "strands": strands,
+    }  # fmt: skip
+
+
+class ListedWalk:
+    """Takes the rows of a list in their order, those that exist no longer left out."""
+
+    def __init__(self, listed: Tensor, strands: int) -> None:
+        self._rows, self._strands = listed.numpy(), strands
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self, store: _native.Store, position: int, n: int) -> tuple[Tensor, int]:
+        """Up to n slots from `position` on, and the position after them."""
+        lane, found = store.lane(0), np.empty(0, np.int64)
+        while position < len(self._rows) and len(found) < n:
+            rows = self._rows[position : position + n]
+            numbers = rows // self._strands
+            there = np.flatnonzero((numbers >= lane["first"]) & (numbers < lane["published"]))[: n - len(found)]
+            full = len(found) + len(there) == n
+            position = position + int(there[-1]) + 1 if full and len(there) else min(position + n, len(self._rows))
+            slots = numbers[there] % store.lane_capacity * self._strands + rows[there] % self._strands
+            found = np.concatenate([found, slots])
+        return torch.from_numpy(found), position

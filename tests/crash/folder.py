@@ -1,0 +1,99 @@
+"""What a disk may hold of a folder after a power cut: of each file and each name in it any version since its sync.
+
+Stricter than file systems with a journal are: names are lost one by one, in any order.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+PAGE = 512  # smaller than any disk's: chunks of the tests are small
+
+_CHANGES_NOTHING = ("fsync", "fdatasync", "close", "flock", "fcntl", "fadvise64", "fchmod", "mmap")
+Name = tuple[int, str]  # the folder's inode, the name in it
+
+
+class Folder:
+    """Versions of the files and names below `root`, as the system calls of its users make them possible."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.root = root
+        self.random = random.Random(seed)
+        self._files: dict[int, list[bytes]] = {}  # content of inodes; the first version is what was synced last
+        self._names: dict[Name, list[int | None]] = {}  # inodes that a name stood for; None: there was no such name
+        self._folders: set[int] = set()
+        self.look()
+        for versions in (*self._files.values(), *self._names.values()):
+            del versions[:-1]  # what was there before is on the disk
+
+    def look(self, call: str = "", path: str = "") -> None:
+        """What is there now, after this call, may be written back."""
+        if call in _CHANGES_NOTHING:
+            return
+        if "write" in call:
+            self._add(os.stat(path).st_ino, Path(path))
+            return
+        seen: dict[Name, int] = {}
+        self._walk(self.root, seen)
+        for name in {*self._names, *seen}:
+            versions = self._names.setdefault(name, [None])
+            if versions[-1] != seen.get(name):
+                versions.append(seen.get(name))
+
+    def _walk(self, folder: Path, seen: dict[Name, int]) -> None:
+        here = folder.stat().st_ino
+        self._folders.add(here)
+        for entry in os.scandir(folder):
+            seen[here, entry.name] = entry.inode()
+            if entry.is_dir(follow_symlinks=False):
+                self._walk(Path(entry.path), seen)
+            else:
+                self._add(entry.inode(), Path(entry.path))
+
+    def _add(self, inode: int, path: Path) -> None:
+        versions, content = self._files.setdefault(inode, [b""]), path.read_bytes()
+        if versions[-1] != content:
+            versions.append(content)
+
+    def synced(self, path: str) -> None:
+        """A sync of this file or folder has returned since `look`."""
+        try:
+            inode = os.stat(path).st_ino
+        except FileNotFoundError:
+            return
+        if inode in self._files:
+            del self._files[inode][:-1]
+        for (folder, _), versions in self._names.items():
+            if folder == inode:
+                del versions[:-1]
+
+    def image(self, target: Path) -> None:
+        """Makes one of the folders that the disk may hold."""
+        recent = self.random.random()
+        self._make(self.root.stat().st_ino, target, recent, {})
+
+    def _make(self, folder: int, target: Path, recent: float, made: dict[int, bytes]) -> None:
+        target.mkdir()
+        for (parent, name), versions in self._names.items():
+            if parent != folder:
+                continue
+            inode = versions[-1] if self.random.random() < recent else self.random.choice(versions)
+            if inode in self._folders:
+                self._make(inode, target / name, recent, made)
+            elif inode is not None:
+                if inode not in made:
+                    made[inode] = self._content(self._files[inode], recent)
+                (target / name).write_bytes(made[inode])
+
+    def _content(self, versions: list[bytes], recent: float) -> bytes:
+        """Pages of any version since the last sync, zeros where one has none; as long as any of them."""
+        if len(versions) == 1 or self.random.random() < recent:
+            return versions[-1]
+        out = bytearray()
+        length = len(self.random.choice(versions))
+        for at in range(0, length, PAGE):
+            page = self.random.choice(versions)[at : at + PAGE]
+            out += page + bytes(PAGE - len(page))
+        return bytes(out[:length])

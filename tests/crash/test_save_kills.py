@@ -1,0 +1,102 @@
+"""Saves of whole buffers that are killed: the next load finds exactly the old state or the new one.
+
+The kills fall before every system call that touches the checkpoint, whoever makes it (Python, the native core, HDF5,
+any thread), and in the middle of every write.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from crash import buffers, tracer
+from crash.buffers import KINDS, STYLES
+from crash.saves import Watched
+
+#: One style each is enough for the suite; `make test-long` has them all, at every call.
+QUICK = [("tensor", "incremental"), ("best", "full"), ("flat", "background"), ("nested", "full"),
+         ("h5", "background"), ("list", "incremental"), ("ensemble", "background")]  # fmt: skip
+ALL = [(kind, style) for kind in KINDS for style in STYLES]
+
+
+def kill_at(watched: Watched, path: Path, calls: range, what: int, kinds: int = tracer.CALLS) -> Counter[str]:
+    """Kills a save at each of these calls; how often the old and the new state were found."""
+    outcomes: Counter[str] = Counter()
+    for at in calls:
+        traced, found = watched.killed(path, what, at, kinds)
+        assert traced.killed or not traced.done
+        outcomes[found if traced.killed else "finished"] += 1
+    return outcomes
+
+
+@pytest.mark.parametrize(("kind", "style"), QUICK)
+def test_a_killed_save_leaves_the_old_state_or_the_new_and_the_next_one_cleans_up(ram_path, kind, style):
+    watched = Watched.make(kind, style, ram_path)
+    step = watched.calls // 3
+    outcomes = kill_at(watched, ram_path / "p", range(1 + len(kind), watched.calls, step), tracer.KILL)
+    outcomes += kill_at(watched, ram_path / "p", range(watched.calls - 4, watched.calls - 3), tracer.KILL_AFTER)
+    assert outcomes["old"] and outcomes["new"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "style"), ALL)
+def test_killed_at_every_system_call_a_save_leaves_the_old_state_or_the_new(ram_path, kind, style):
+    watched = Watched.make(kind, style, ram_path)
+    step = 1 + watched.calls // 400  # lists are written in a thousand pieces
+    outcomes = kill_at(watched, ram_path / "p", range(1, watched.calls + 3, step), tracer.KILL)
+    print(f"{kind}, {style}: killed at each {step}. of {watched.calls} calls: {dict(outcomes)}")
+    assert outcomes["old"] > 40 // step and outcomes["new"] and (outcomes["finished"] or step > 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "style"), ALL)
+def test_killed_in_the_middle_of_every_write_a_save_leaves_the_old_state(ram_path, kind, style):
+    watched = Watched.make(kind, style, ram_path, tracer.WRITE)
+    step = 1 + watched.calls // 50
+    calls = range(1, watched.calls + 1, step)
+    outcomes = kill_at(watched, ram_path / "p", calls, tracer.SHORTEN_AND_KILL, tracer.WRITE)
+    print(f"{kind}, {style}: killed inside each {step}. of {watched.calls} writes: {dict(outcomes)}")
+    assert outcomes["new"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "style"), ALL)
+def test_killed_at_random_moments_a_save_leaves_the_old_state_or_the_new(tmp_path, kind, style):
+    watched = Watched.make(kind, style, tmp_path)
+    path, outcomes = tmp_path / "p", Counter[str]()
+    took = sorted(_killed_after(kind, style, buffers.fresh(path), None) for _ in range(3))[1]
+    for k in range(20):
+        _killed_after(kind, style, buffers.fresh(path), took * 1.2 * (k + random.random()) / 20)
+        outcomes[watched.state(path)] += 1
+        watched.check_next_save(path)
+    print(f"{kind}, {style}: 20 kills over {took * 1000:.0f} ms: {dict(outcomes)}")
+
+
+def _killed_after(kind: str, style: str, path: Path, seconds: float | None) -> float:
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(60)
+            torch.set_num_threads(1)
+            rb = buffers.begun(kind, style, path)
+            os.write(tell, b"!")
+            buffers.save(rb, path, style)
+        finally:
+            os._exit(0)
+    os.read(ready, 1)
+    began = time.perf_counter()
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(ready)
+    os.close(tell)
+    return time.perf_counter() - began

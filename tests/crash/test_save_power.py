@@ -1,0 +1,144 @@
+"""Power cuts during saves: whatever of the unsynced files and names is lost, a load finds a whole state.
+
+A save that has returned is what is found; the old state or the new one while it runs; and nothing that a killed save
+left unsynced costs the state when the next save cleans up.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from crash import buffers, tracer
+from crash.buffers import KINDS, STYLES, print_of
+from crash.folder import Folder
+from crash.saves import Watched
+
+_SAVED = 1
+
+
+class PowerCuts:
+    """Saves under the tracer, and images of what a cut at each of their calls may leave."""
+
+    def __init__(self, watched: Watched, root: Path, seed: int, each: float) -> None:
+        self.watched, self.path, self.root = watched, buffers.fresh(root / "p"), root
+        self.random, self._each, self._seed = random.Random(seed), each, seed
+        self.found: Counter[str] = Counter()
+        self.images = 0
+        self.allowed: set[bytes] = set()
+
+    def save(self, kill_after_move: int | None = None) -> None:
+        """The watched save, cut at any of its calls; killed at the n-th call after CURRENT was moved, if asked for."""
+        w = self.watched
+
+        def work() -> None:
+            rb = buffers.begun(w.kind, w.style, self.path)
+            tracer.start()
+            tracer.mark(0)
+            buffers.save(rb, self.path, w.style)
+            tracer.mark(_SAVED)
+
+        self.allowed = {w.old, w.new}
+        at = 0 if kill_after_move is None else self._after_move(work) + kill_after_move
+        buffers.fresh(self.path)
+        self._run(work, at, self.event)
+
+    def _after_move(self, work: object) -> int:
+        calls: list[str] = []
+
+        def listen(call: str, path: str, path2: str, args: list[int]) -> None:
+            if call != "mark":
+                calls.append(call)
+
+        tracer.run(work, self.path, listen=listen)  # type: ignore[arg-type]
+        return len(calls) - calls[::-1].index("rename")
+
+    def save_next(self) -> None:
+        """Another buffer's save behind a save that was killed: it cleans up, and may be cut, too."""
+        w = self.watched
+        self.allowed |= {w.later_print}
+
+        def work() -> None:
+            tracer.start()
+            w.later.dumps(self.path)
+            tracer.mark(_SAVED + 1)
+
+        self._run(work, 0, self.event)
+
+    def _run(self, work: object, at: int, listen: object) -> None:
+        self._pending: str | None = None
+        what = tracer.KILL if at else tracer.NOTHING
+        tracer.run(work, self.path, what, at, listen=listen)  # type: ignore[arg-type]
+
+    def event(self, call: str, path: str, path2: str, args: list[int]) -> None:
+        if call == "mark" and args[0] == 0:
+            self.folder = Folder(self.path, self._seed)
+            self._last = "", ""
+            return
+        if self._pending is not None:
+            self.folder.synced(self._pending)
+            self._pending = None
+        self.folder.look(*self._last)
+        self._last = call, path
+        if call == "mark":
+            self.allowed = {self.watched.new if args[0] == _SAVED else self.watched.later_print}
+            self._each, before = 1.0, self._each
+        if self.random.random() < self._each:
+            self.check()
+        if call == "mark":
+            self._each = before
+        if call in ("fsync", "fdatasync"):
+            self._pending = path
+
+    def check(self) -> None:
+        image = self.root / "image"
+        shutil.rmtree(image, ignore_errors=True)
+        self.folder.image(image)
+        found = print_of(image, self.watched.kind)
+        assert found in self.allowed, "neither the old state nor the new one"
+        names = {self.watched.old: "old", self.watched.new: "new"}
+        self.found[names.get(found, "later")] += 1
+        self.images += 1
+        if self.images % 10 == 0:
+            self.watched.later.dumps(image)
+            assert print_of(image, self.watched.kind) == self.watched.later_print
+            buffers.check_foreign(image)
+
+
+@pytest.mark.parametrize(("kind", "style"), [("tensor", "incremental"), ("h5", "background")])
+def test_after_a_power_cut_a_load_finds_a_whole_state(ram_path, kind, style):
+    cuts = PowerCuts(Watched.make(kind, style, ram_path), ram_path, seed=1, each=0.15 if kind == "tensor" else 0.05)
+    cuts.save()
+    assert cuts.images > 5 and cuts.found["new"]
+
+
+def test_what_a_killed_save_had_not_synced_costs_no_state_when_the_next_one_cleans_up(ram_path):
+    watched = Watched.make("tensor", "full", ram_path)
+    for seed in range(2):
+        cuts = PowerCuts(watched, ram_path, seed, each=0.1)
+        cuts.save(kill_after_move=1)
+        cuts._each = 0.3
+        cuts.save_next()
+        assert cuts.found["later"] or cuts.found["new"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_thousands_of_power_cuts(ram_path, kind):
+    found, images = Counter[str](), 0
+    for style in STYLES:
+        watched = Watched.make(kind, style, ram_path)
+        for seed in range(4):
+            cuts = PowerCuts(watched, ram_path, seed, each=0.25)
+            cuts.save()
+            after = PowerCuts(watched, ram_path, seed + 100, each=0.2)
+            after.save(kill_after_move=seed)
+            after.save_next()
+            images += cuts.images + after.images
+            found += cuts.found + after.found
+    print(f"{kind}: {images} images: {dict(found)}")
+    assert images > 500

@@ -1,0 +1,59 @@
+"""Power cuts: whatever mix of old and new pages there is, rows are whole and in place, and none flushed is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from crash import sessions
+from engram.data.replay_buffers import recovery
+from engram.data.replay_buffers.storages import memmap
+
+SHAPES = [
+    {"lanes": 1, "capacity": 40, "strands": 1, "width": 40},
+    {"lanes": 1, "capacity": 12, "strands": 1, "width": 700},
+    {"lanes": 3, "capacity": 24, "strands": 1, "width": 20},
+    {"lanes": 1, "capacity": 16, "strands": 3, "width": 60},
+    {"lanes": 5, "capacity": 9, "strands": 1, "width": 130},
+]
+
+
+@pytest.fixture(autouse=True)
+def boots(monkeypatch):
+    for module in (recovery, memmap):
+        monkeypatch.setattr(module, "boot_id", module.boot_id)
+
+
+def cuts(path, shape, seed, sessions_in_a_row, each):
+    path.mkdir()
+    sessions.make(path, shape)
+    cuts = sessions.PowerCuts(path, shape, seed, each)
+    cuts._generation = 0
+    cuts.promise.start(*_states(path, shape), durable=False)
+    for generation in range(1, sessions_in_a_row + 1):
+        cuts.session(generation)
+        cuts.cut()
+    return cuts
+
+
+def _states(path, shape):
+    rb = sessions.ReplayBuffer.open(path / "store")
+    found = rb.storage.lanes.states(), sessions.editions(rb, shape)
+    rb.storage.close()
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['lanes']}x{s['capacity']}x{s['strands']}x{s['width']}")
+def test_rows_that_come_back_after_a_power_cut_are_whole_and_none_flushed_is_missing(ram_path, shape):
+    done = cuts(ram_path / "p", shape, 1, 2, 0.2)
+    assert done.images > 10 and done.rows["durable"] > 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['lanes']}x{s['capacity']}x{s['strands']}x{s['width']}")
+def test_thousands_of_power_cuts(ram_path, shape):
+    images, rows = 0, sessions.Counter()
+    for seed in range(20):
+        done = cuts(ram_path / f"p{seed}", shape, seed, 3, 0.5)
+        images, rows = images + done.images, rows + done.rows
+    print(f"{shape}: {images} images, {rows['found']} rows found, {rows['durable']} of those had to be")
+    assert images > 1000

@@ -1,0 +1,135 @@
+"""No code runs on load: nothing on that path can execute, import, or make an object that a file names."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import engram
+
+ROOT = Path(engram.__file__).parent
+
+# By the last name of what is called, whatever it is called on.
+EXECUTES = {
+    *("eval", "exec", "compile", "execfile", "__import__", "import_module", "run_module", "run_path", "breakpoint"),
+    *("Unpickler", "unpickle", "find_class", "__reduce__", "__reduce_ex__", "system", "popen", "Popen", "execv", "execve"),
+    *("attrgetter", "methodcaller", "get_type_hints", "literal_eval", "safe_load", "yaml_load", "spawnv", "check_output"),
+}  # fmt: skip
+MODULES = {
+    *("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "importlib", "runpy", "pydoc"),
+    *("subprocess", "code", "codeop", "ctypes", "pkgutil", "imp", "yaml", "copyreg"),
+}  # fmt: skip
+# `torch.load`, `np.load`, ... by what they are called on; `TensorDict.load` and the like read pickles.
+LOADERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("TensorDict", "load"), ("TensorDict", "load_memmap"),
+           ("np", "fromfile"), ("torch", "from_file"), ("tensordict", "load"), ("torch", "jit")}  # fmt: skip
+H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regionref_dtype", "Reference"}
+# Functions that compute the name of an attribute, and where the name comes from: never from a file.
+COMPUTED = {
+    ("data/replay_buffers/checkpointers/state.py", ""): "dtypes that stand there, at import",
+    ("data/replay_buffers/episodes.py", "_ask"): "the two methods that call it",
+    ("data/replay_buffers/reading.py", "_own"): "the constructor that calls it",
+    ("data/replay_buffers/samplers/priorities.py", "_decisive"): "_SAVED",
+    ("transforms/base.py", "decisive"): "_decisive of the class",
+}
+
+# The contracts in `testing` send parts to other processes, and load nothing.
+FILES = sorted(file for file in ROOT.rglob("*.py") if file.parent.name != "testing")
+
+
+def name_of(node: ast.AST) -> tuple[str, str]:
+    """What something is called on, and its last name."""
+    if isinstance(node, ast.Attribute):
+        return (node.value.id if isinstance(node.value, ast.Name) else "", node.attr)
+    return ("", node.id) if isinstance(node, ast.Name) else ("", "")
+
+
+def found_in(tree: ast.AST) -> Iterator[str]:
+    """Everything in a file that could run what it reads."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or ""
+            names = {alias.name for alias in node.names} | {module}
+            yield from (f"import {name}" for name in names if name.split(".")[0] in MODULES)
+            yield from (f"from {module} import {n}" for n in names if (module, n) in LOADERS or n in H5_OBJECTS)
+        elif isinstance(node, ast.Call):
+            owner, name = name_of(node.func)
+            if (name in EXECUTES and owner != "re") or (owner, name) in LOADERS or name in H5_OBJECTS:
+                yield f"{owner}.{name}"
+            for keyword in node.keywords:
+                if keyword.arg == "allow_pickle" and not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                ):
+                    yield "allow_pickle"
+                if keyword.arg == "weights_only":
+                    yield "weights_only"
+        elif isinstance(node, ast.Attribute) and (name_of(node) in LOADERS or node.attr in H5_OBJECTS):
+            yield ".".join(name_of(node))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_nothing_in_the_package_can_run_what_it_reads(file: Path) -> None:
+    assert list(found_in(ast.parse(file.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle", "from pickle import loads", "import importlib.util", "importlib.import_module(n)", "eval(x)",
+        "exec(x)", "builtins.eval(x)", "__import__(x)", "torch.load(f)", "np.load(f)", "load = torch.load",
+        "read(f, allow_pickle=True)", "read(f, allow_pickle=flag)", "h5py.string_dtype()", "from h5py import Reference",
+        "os.system(x)", "pickle.Unpickler(f)", "from torch import load", "from numpy import load as read_it",
+    ],
+)  # fmt: skip
+def test_the_search_finds_what_it_looks_for(code: str) -> None:
+    assert list(found_in(ast.parse(code)))
+
+
+# ---- attributes by names that are not in the code ----
+def computed(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Functions that read, set or call attributes whose names they compute, and the expression of the name."""
+
+    def visit(node: ast.AST, inside: str) -> Iterator[tuple[str, str]]:
+        if isinstance(node, ast.FunctionDef):
+            inside = node.name
+        if isinstance(node, ast.Call) and name_of(node.func)[1] in ("getattr", "setattr", "globals", "vars", "locals"):
+            if name_of(node.func)[1] in ("globals", "locals"):
+                yield inside, ast.unparse(node)
+            elif len(node.args) > 1 and not isinstance(node.args[1], ast.Constant):
+                yield inside, ast.unparse(node.args[1])
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inside)
+
+    yield from visit(tree, "")
+
+
+def literals(tree: ast.AST) -> set[str]:
+    """Variables that only ever go over strings that stand in the code (or over what this file's constants hold)."""
+    found, other = set(), set()
+    for node in ast.walk(tree):
+        pairs = []
+        if isinstance(node, ast.For | ast.comprehension):
+            pairs = [(node.target, node.iter)]
+        for target, source in pairs:
+            names = {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+            (found if is_literal(source) else other).update(names)
+    return found - other
+
+
+def is_literal(node: ast.AST) -> bool:
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return all(is_literal(e.value if isinstance(e, ast.Starred) else e) for e in node.elts)
+    return (isinstance(node, ast.Constant)) or (isinstance(node, ast.Name) and node.id.isupper())
+
+
+def test_on_the_loading_path_no_attribute_is_named_by_what_was_read() -> None:
+    """Names that are computed go over strings that stand in the code, but for those that are listed above."""
+    found = set()
+    for folder in ("data/replay_buffers", "transforms"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            tree = ast.parse(file.read_text())
+            known = literals(tree)
+            found |= {(str(file.relative_to(ROOT)), where) for where, name in computed(tree) if name not in known}
+    assert found == set(COMPUTED)

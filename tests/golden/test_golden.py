@@ -1,0 +1,151 @@
+"""What was once saved is read for ever: every golden checkpoint gives back the buffer that it was made of."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engram.data
+import engram.envs.transforms
+from engram import verify
+from engram.data import LazyTensorStorage, ReplayBuffer, Sampler, StorageCheckpointerBase, Writer
+from engram.data.replay_buffers.checkpointers.sealed import unseal
+from engram.transforms.base import Transform
+from golden.make import DATA, INCREMENTAL, STORE
+from golden.observed import observed, read, unlike
+from golden.recipes import CAPACITY, RECIPES
+
+# Those whose `state_dict` is there to be overridden, or always empty.
+NO_STATE = {"Compose", "Reward2GoTransform", "Transform"}
+
+
+def expected(name: str, file: str = "expected.npz") -> dict[str, Any]:
+    return read(DATA / name / file)
+
+
+def as_cloned(name: str, folder: Path) -> Path:
+    """The checkpoint as a clone or an archive brings it: without file modes, read-only as a whole."""
+    shutil.copytree(DATA / name / "checkpoint", folder, copy_function=shutil.copyfile)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "cloned"
+    for path in [tmp_path, *tmp_path.rglob("*")]:
+        path.chmod(path.stat().st_mode | stat.S_IWUSR)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_checkpoint_gives_back_rows_counters_and_the_batches_that_follow(name: str, folder: Path) -> None:
+    recipe = RECIPES[name]
+    rb = recipe.fresh()
+    rb.loads(as_cloned(name, folder))
+    assert unlike(observed(rb, recipe.batch_size, recipe.more), expected(name)) == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_checkpoint_verifies_and_nothing_is_written_by_that_or_by_loads(name: str) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (DATA / name).rglob("*")}
+    report = verify(DATA / name / "checkpoint")
+    assert report.ok and not report.problems
+    RECIPES[name].fresh().loads(DATA / name / "checkpoint")
+    assert {path: path.stat().st_mtime_ns for path in (DATA / name).rglob("*")} == before
+
+
+def test_each_snapshot_of_an_incremental_save_is_read_though_a_clone_has_no_links() -> None:
+    for i, snapshot in enumerate(("g-000001", "g-000002")):
+        rb = ReplayBuffer(storage=LazyTensorStorage(CAPACITY))
+        rb.loads(DATA / INCREMENTAL / "checkpoint", snapshot=snapshot)
+        assert unlike(observed(rb, 8), expected(INCREMENTAL, f"expected-{i + 1}.npz")) == []
+    chunks = [
+        sorted(p.name for p in (DATA / INCREMENTAL / "checkpoint" / s / "storage").iterdir()) for s in snapshots()
+    ]
+    assert set(chunks[0]) & set(chunks[1]), "the second one took nothing over"
+
+
+def snapshots() -> tuple[str, str]:
+    return "g-000001", "g-000002"
+
+
+def test_a_mapped_store_is_opened_as_it_was_left(tmp_path: Path) -> None:
+    shutil.copytree(DATA / STORE / "scratch", tmp_path / "scratch", copy_function=shutil.copyfile)
+    rb = ReplayBuffer.open(tmp_path / "scratch")
+    assert unlike(observed(rb, 8), expected(STORE)) == []
+    rb.extend(rb[:3])
+    assert rb.write_count == 11
+    rb.storage.close()
+
+
+def test_a_checkpoint_that_git_could_change_would_be_noticed() -> None:
+    """Line ends, above all: the folder says that none of its files is text."""
+    assert (DATA / ".gitattributes").read_text() == "* -text -diff\n"
+
+
+def test_all_together_are_small() -> None:
+    assert sum(file.stat().st_size for file in DATA.rglob("*") if file.is_file()) < 900_000
+
+
+# ---- that there is one of every kind ----
+def kinds_in(tree: Any) -> Iterator[str]:
+    """Names of the parts whose states are in a component's tree."""
+    if isinstance(tree, dict):
+        if type(tree.get("kind")) is str and "state" in tree:
+            yield tree["kind"].removeprefix("inverted ")  # appended with `invert=True`
+        for value in tree.values():
+            yield from kinds_in(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from kinds_in(value)
+
+
+def formats_in(storage: Any) -> Iterator[str]:
+    yield storage["format"]
+    for member in storage["state"].get("members", []):
+        yield from formats_in(member)
+
+
+@pytest.fixture(scope="module")
+def covered() -> tuple[set[str], set[str]]:
+    kinds: set[str] = set()
+    formats: set[str] = set()
+    for manifest in DATA.glob("*/checkpoint/g-*/manifest.json"):
+        body = unseal(manifest.read_bytes())["body"]
+        kinds |= set(kinds_in(body["components"]))
+        formats |= set(formats_in(body["storage"]))
+    return kinds, formats
+
+
+def public(base: type) -> list[type]:
+    """Every class of a kind that users can name."""
+    names = {**vars(engram.data), **vars(engram.data.replay_buffers.checkpointers), **vars(engram.envs.transforms)}
+    found = {c for c in names.values() if isinstance(c, type) and issubclass(c, base) and not inspect.isabstract(c)}
+    return sorted(found - {base}, key=lambda c: c.__name__)
+
+
+def test_every_public_checkpointer_has_a_golden_file(covered: tuple[set[str], set[str]]) -> None:
+    assert {c.format for c in public(StorageCheckpointerBase)} - covered[1] == set()
+
+
+@pytest.mark.parametrize("base", [Sampler, Writer])
+def test_every_public_sampler_and_writer_has_a_golden_file(base: type, covered: tuple[set[str], set[str]]) -> None:
+    assert len(public(base)) > 4
+    assert {c.__name__ for c in public(base)} - covered[0] == set()
+
+
+def test_every_public_transform_with_state_has_a_golden_file(covered: tuple[set[str], set[str]]) -> None:
+    with_state = {c.__name__ for c in public(Transform) if c.state_dict is not Transform.state_dict}
+    assert with_state - NO_STATE - covered[0] == set()
+
+
+def test_there_is_a_golden_file_for_each_recipe_and_a_recipe_for_each_golden_file() -> None:
+    assert {entry.name for entry in os.scandir(DATA) if entry.is_dir()} == {*RECIPES, INCREMENTAL, STORE}

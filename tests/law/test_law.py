@@ -1,0 +1,90 @@
+"""Save at every step, load elsewhere: the rest of the stream is equal bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engram.data.replay_buffers import prefetch
+from engram.data.replay_buffers.checkpointers import tensor
+from law import ensembles
+from law.combos import LEVELS, REFUSED, SAMPLERS, STORAGES, Combo, pairwise, product, refusal
+from law.data import steps
+from law.law import Broken, Trial
+from law.mutants import MUTANTS
+from law.prompt import PromptPool
+from law.world import World
+
+TIED = [
+    Combo(storage, writer=writer, checkpointer=checkpointer)
+    for storage, writer, checkpointer in itertools.product(*(LEVELS[k] for k in ("storage", "writer", "checkpointer")))
+]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that are done at the end of each step, and chunks so small that a ring has several."""
+    monkeypatch.setattr(prefetch, "ThreadPoolExecutor", PromptPool)
+    monkeypatch.setattr(tensor, "CHUNK_BYTES", 500)
+
+
+@pytest.fixture
+def folder() -> Iterator[Callable[[], Path]]:
+    """Makes folders that are quick to sync."""
+    root = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=root) as path:
+        yield lambda: Path(tempfile.mkdtemp(dir=path))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_the_law_holds_in_every_pair_of_levels(storage: str, folder: Callable[[], Path]) -> None:
+    for nth, combo in enumerate(pairwise()):
+        if combo.storage == storage:
+            Trial(combo, folder(), every=17, start=nth % 17).run(larger=nth % 3 == 0, unsaved=nth % 3 == 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_the_law_holds_in_every_combination(storage: str, sampler: str, folder: Callable[[], Path]) -> None:
+    for nth, combo in enumerate(product()):
+        if (combo.storage, combo.sampler) == (storage, sampler) and refusal(combo) is None:
+            Trial(combo, folder(), every=9, start=nth % 9).run(larger=1)
+
+
+def test_every_pair_of_levels_is_tried_or_refused() -> None:
+    tried = {pair for combo in pairwise() for pair in itertools.combinations(combo._asdict().items(), 2)}
+    for pair in itertools.combinations(((name, level) for name in LEVELS for level in LEVELS[name]), 2):
+        if pair[0][0] != pair[1][0] and pair not in tried:
+            levels = dict(pair)
+            assert levels.get("way") == "reopened" or refusal(Combo(**levels)) is not None, pair
+
+
+@pytest.mark.parametrize("why", range(len(REFUSED)), ids=lambda i: REFUSED[i].why)
+def test_what_is_refused_by_design_says_so(why: int, folder: Callable[[], Path]) -> None:
+    found = [combo for combo in TIED if refusal(combo) is REFUSED[why]]
+    assert found
+    for combo in found:
+        with pytest.raises(REFUSED[why].error, match=REFUSED[why].says):
+            world = World(combo, folder())
+            assert REFUSED[why].when == "written"
+            world.rb.extend(steps(0, 3, combo.place.envs))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_law_notices_the_loss_of(name: str, folder: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = MUTANTS[name]
+    mutant.plant(monkeypatch)
+    with pytest.raises(Broken):
+        Trial(mutant.combo, folder(), every=2).run()
+
+
+@pytest.mark.parametrize("way", ensembles.WAYS)
+@pytest.mark.parametrize("name", ensembles.ENSEMBLES)
+def test_the_law_holds_for_ensembles(name: str, way: str, folder: Callable[[], Path]) -> None:
+    ensembles.hold(ensembles.ENSEMBLES[name], way, folder(), every=7)

@@ -1,0 +1,223 @@
+"""A buffer in the middle of its life, and the steps that it can take."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from engram.data import ReplayBuffer, Storage, TensorDictReplayBuffer, TensorStorage
+from law.combos import CAPACITY, CHECKPOINTERS, SAMPLERS, TRANSFORMS, WRITERS, Combo
+from law.data import changed, steps
+from law.frozen import frozen
+from law.prompt import settled
+
+BATCH = 6
+
+
+class Memory(NamedTuple):
+    """What the caller of a buffer knows: where its environments stand, and what it drew last."""
+
+    time: int = 0
+    index: Any = None
+    generation: Any = None
+
+
+class World:
+    """A buffer and its caller."""
+
+    def __init__(self, combo: Combo, folder: Path, *, seed: int = 1, capacity: int = CAPACITY, rb: Any = None) -> None:
+        self.combo, self.folder, self.seed, self.capacity = combo, folder, seed, capacity
+        self.memory = Memory()
+        self.rb = self._made(self._storage()) if rb is None else rb
+
+    # ---- making ----
+    def _storage(self) -> Storage:
+        place = self.combo.place
+        total = self.capacity * max(place.envs, 1) * place.lanes
+        made = place.make(total, self.new_folder)
+        return self._tensors(total) if made is None else made
+
+    def _tensors(self, total: int) -> Storage:
+        """Around tensors with the keys that will be written, empty."""
+        envs = self.combo.place.envs
+        like = World(self.combo._replace(storage="memory, envs" if envs else "memory"), self.folder, capacity=99)
+        like.rb.extend(steps(0, 60, envs))
+        row = like.rb.storage.get(0)
+        data = row.expand(self.capacity, *row.batch_size).clone()
+        storage = TensorStorage(data, ndim=2 if envs else 1)
+        storage.empty()
+        return storage
+
+    def _made(self, storage: Storage) -> Any:
+        kind = TensorDictReplayBuffer if self.combo.tensordict else ReplayBuffer
+        writer = "round robin" if self.combo.writer == "immutable" else self.combo.writer
+        return self.with_transforms(kind(storage=storage, writer=WRITERS[writer](), **self.parts()))
+
+    def parts(self) -> dict[str, Any]:
+        """What a buffer is made of, but for storage and writer."""
+        combo = self.combo
+        return {
+            "sampler": SAMPLERS[combo.sampler](), "prefetch": combo.prefetch, "batch_size": BATCH,
+            "generator": torch.Generator().manual_seed(self.seed) if combo.own_generator else None,
+            "checkpointer": None if combo.way == "in memory" else CHECKPOINTERS[combo.checkpointer](),
+            "track_generations": combo.tensordict,
+        }  # fmt: skip
+
+    def with_transforms(self, rb: Any) -> Any:
+        for transform, invert in TRANSFORMS[self.combo.transform]():
+            rb.append_transform(transform, invert=invert)
+        return rb
+
+    def closed(self) -> None:
+        """From now on the data do not change, where the writer says so."""
+        if self.combo.writer == "immutable":
+            self.rb.set_writer(WRITERS["immutable"]())
+
+    def new_folder(self) -> Path:
+        return next(path for i in itertools.count() if not (path := self.folder / f"store-{i}").exists())
+
+    # ---- steps ----
+    def step(self, name: str, number: int) -> Any:
+        """Takes a step; what it gave, to the bit. Errors are what it gave, too."""
+        torch.default_generator.manual_seed(1000 + number)  # `torch.manual_seed` without the other devices
+        try:
+            with settled():
+                said = getattr(self, name)()
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            said = (type(error).__name__, str(error))
+        if self.combo.way == "reopened":
+            self.rb.storage.release()  # as the end of a process does
+        return frozen(said)
+
+    def _data(self, count: int) -> Any:
+        time = self.memory.time
+        self.memory = self.memory._replace(time=time + count)
+        return steps(time, count, self.combo.place.envs)
+
+    def extend(self) -> Any:
+        return self.rb.extend(self._data(5))
+
+    def extend_whole_trajectories(self) -> Any:
+        return self.rb.extend(self._data(10))
+
+    def extend_beyond(self) -> Any:
+        return self.rb.extend(self._data(2 * CAPACITY + 5))
+
+    def extend_list(self) -> Any:
+        data = self._data(3)
+        return self.rb.extend(list(data.unbind(-1)))
+
+    def add(self) -> Any:
+        return self.rb.add(self._data(1)[..., 0])
+
+    def sample(self) -> Any:
+        batch, info = self.rb.sample(return_info=True)
+        self.memory = self.memory._replace(index=info["index"], generation=info.get("generation"))
+        return batch, info
+
+    def sample_three(self) -> Any:
+        return [self.sample() for _ in range(3)]
+
+    def iterate(self) -> Any:
+        return list(itertools.islice(self.rb, 2))
+
+    def finish_epoch(self) -> Any:
+        return list(itertools.islice(self.rb, 20))
+
+    def update(self) -> Any:
+        """Priorities of what was drawn last, some of several numbers each."""
+        index = self._drawn()
+        n = len(index[0]) if isinstance(index, tuple) else len(index)
+        priority = torch.linspace(0.1, 3.0, n * 2).reshape(n, 2).flip(0)
+        return self.rb.update_priority(index, priority, self.memory.generation)
+
+    def update_one(self) -> Any:
+        index = self._drawn()
+        return self.rb.update_priority(index, torch.tensor(9.0))
+
+    def replace(self) -> Any:
+        where = list(range(min(3, len(self._times()))))
+        if not where:
+            raise IndexError("nothing to replace")
+        self.rb[where] = changed(self._raw(where), 0.5)
+
+    def replace_present(self) -> Any:
+        index = self._drawn()
+        rows = self.rb.storage.get(index)
+        return self.rb.update_if_present(index, self.memory.generation, changed(rows, 7.0))
+
+    def mark(self) -> Any:
+        return self.rb.mark_update(self._drawn())
+
+    def empty(self) -> Any:
+        return self.rb.empty()
+
+    def settings(self) -> Any:
+        """What may be changed at any time."""
+        sampler = self.rb.sampler
+        if hasattr(sampler, "beta"):
+            sampler.beta = 0.9
+
+    def others(self) -> Any:
+        """Other processes write to lanes of their own."""
+        if self.combo.place.lanes < 2:
+            return self.rb.extend(self._data(4))
+        with contextlib.ExitStack() as opened:
+            for count in (4, 9):
+                storage = pickle.loads(bytes(ForkingPickler.dumps(self.rb.storage)))
+                opened.callback(storage.close)
+                other = self.with_transforms(ReplayBuffer(storage=storage, writer=type(self.rb.writer)()))
+                other.extend(self._data(count))
+        return len(self.rb)
+
+    def release(self) -> Any:
+        """The lane is given back; whoever writes next is somebody else. With several lanes that may be anyone."""
+        if self.combo.place.lanes == 1:
+            self.rb.storage.release()
+
+    def _times(self) -> range:
+        storage = self.rb.storage
+        return range(len(storage) // max(1, self.combo.place.envs))
+
+    def _raw(self, where: list[int]) -> Any:
+        rows = self.rb.storage.get(where)
+        return rows.transpose(0, 1) if self.combo.place.envs else rows
+
+    def _drawn(self) -> Any:
+        if self.memory.index is None:
+            raise IndexError("nothing was drawn")
+        return self.memory.index
+
+    # ---- what it is ----
+    def state(self) -> Any:
+        """Everything that there is to know about the buffer, to the bit."""
+        rb, lanes = self.rb, self.rb.storage.lanes
+        saved = rb.state_dict()
+        for lane in saved["storage"].get("counters", {}).get("lanes", []):
+            lane["seams"] = [seam for seam in lane.get("seams", []) if seam > lane["base"]]
+        numbers = None if lanes is None else lanes.generations(torch.arange(lanes.capacity))
+        cursor = rb.writer._cursor
+        return frozen(
+            {"length": len(rb), "written": rb.write_count, "cursor": cursor, "generations": numbers, "saved": saved}
+        )
+
+    def contents(self) -> Any:
+        """What a buffer of another capacity has, too: rows by age, priorities, what transforms carry."""
+        rb = self.rb
+        saved = rb.state_dict()
+        rows = {key: value for key, value in saved["storage"].items() if key in ("rows", "items", "layout")}
+        said = {key: saved[key] for key in ("transform", "generator")}
+        sampler = {key: value for key, value in saved["sampler"].items() if key in ("max_priority", "beta", "skipped")}
+        return frozen({**said, "rows": rows, "sampler": sampler, "length": len(rb), "written": rb.write_count})
+
+    def end(self) -> None:
+        """Threads and files are given back."""
+        self.rb.set_sampler(SAMPLERS["random"]())
+        with contextlib.suppress(Exception):
+            self.rb.storage.close()
