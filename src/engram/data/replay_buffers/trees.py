@@ -184,13 +184,13 @@ def _is_json(data: Any) -> bool:
 
 
 def flatten(node: Node, obj: Any, path: Path = ()) -> list[Any]:
-    """The leaves of `obj` in the order of the form; a ValueError names what is missing, new or different."""
-    out: list[Any] = []
+    """The leaves of `obj` by their numbers; a ValueError names what is missing, new or different."""
+    out: dict[int, Any] = {}
     _flatten(node, obj, path, out)
-    return out
+    return [out[number] for number in range(len(out))]
 
 
-def _flatten(node: Node, obj: Any, path: Path, out: list[Any]) -> None:
+def _flatten(node: Node, obj: Any, path: Path, out: dict[int, Any]) -> None:
     if node.kind == "class":
         return _flatten(node.children[0], obj, path, out)
     if is_tensorclass(obj) and not isinstance(obj, type) and not isinstance(obj, NonTensorData | NonTensorStack):
@@ -202,7 +202,7 @@ def _flatten(node: Node, obj: Any, path: Path, out: list[Any]) -> None:
     elif node.kind == "leaf":
         if isinstance(obj, TensorDictBase | dict | list | tuple):
             raise ValueError(f"{show(path)} is a tensor in this storage, found a {type(obj).__name__}")
-        out.append(obj)
+        out[node.leaf] = obj
     elif node.kind in ("td", "dict"):
         for child, value, key in _matching(node, obj, path):
             _flatten(child, value, (*path, key), out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -98,13 +99,11 @@ class CheckpointDirectory:
     def current(self) -> Pointer | None:
         """What CURRENT says; None when there is no such file, CorruptCheckpointError when it is not whole."""
         try:
-            fd = os.open(self.path(CURRENT), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            return self._pointer(self._read(CURRENT, most=1 << 16))
         except FileNotFoundError:
             return None
         except OSError as error:
             raise CorruptCheckpointError(self.path(CURRENT), f"it cannot be opened ({error.strerror})") from error
-        with open(fd, "rb") as file:
-            return self._pointer(file.read(1 << 16))
 
     def point_to(self, pointer: Pointer) -> None:
         """Moves CURRENT: everything that `pointer` names must be on disk before this is called."""
@@ -177,6 +176,17 @@ class CheckpointDirectory:
             os.rmdir(self.path(name))
         return True
 
+    def _read(self, *names: str, most: int) -> bytes:
+        """The beginning of a file; OSError when it is none."""
+        fd = os.open(self.path(*names), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file", self.path(*names))
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(most)
+        finally:
+            os.close(fd)
+
     def _pointer(self, data: bytes) -> Pointer:
         try:
             document = unseal(data)
@@ -195,12 +205,10 @@ class CheckpointDirectory:
 
     def _is_marked(self, name: str) -> bool:
         try:
-            fd = os.open(self.path(name, MARKER), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            # a save killed while it wrote the marker leaves the beginning of it
+            return MARKER_CONTENT.startswith(self._read(name, MARKER, most=len(MARKER_CONTENT) + 1))
         except OSError:
             return False
-        with open(fd, "rb") as file:
-            # a save killed while it wrote the marker leaves the beginning of it
-            return MARKER_CONTENT.startswith(file.read(len(MARKER_CONTENT) + 1))
 
     def _is_finished(self, name: str) -> bool:
         try:
