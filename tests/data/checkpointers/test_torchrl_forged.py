@@ -252,6 +252,13 @@ def test_bytes_that_are_no_bool_become_one(unpacked):
     assert buffer[:]["bool"].view(torch.uint8).tolist() == [0, 1, 1, 1, 0, 1, 0]
 
 
+def test_a_cursor_that_is_not_where_the_steps_end_is_refused(unpacked):
+    saved = unpacked("tensor-partial")
+    (saved / "writer" / "metadata.json").write_text('{"cursor": 3, "write_count": 3}')
+    with pytest.raises(ValueError, match="3 steps lie in the storage, which holds 7: either its ndim is another"):
+        buffer_for("x").loads(saved)
+
+
 def test_flags_that_were_changed_do_not_shift_what_follows(unpacked):
     saved = unpacked("flat-wrapped-1")
     file = saved / "storage" / "done.memmap"
@@ -294,6 +301,7 @@ def test_a_read_that_fails_leaves_a_buffer_as_it_was(unpacked, monkeypatch, name
         reads.clear()
         with pytest.raises(CorruptCheckpointError):
             buffer.loads(saved)
+    assert empty.storage.lanes is None or empty.storage.lanes.store.incarnation % 2 == 0  # no restore is under way
     assert not len(empty) and (held.storage.state_dict()["rows"][0] == before).all()
 
 
@@ -322,9 +330,10 @@ def objects(h5py, file):
 
 
 def other_endian(h5py, file):
-    values = file["traj_0/obs"][()]
-    del file["traj_0/obs"]
-    file.create_dataset("traj_0/obs", data=values.astype(">f4"))
+    for group in [name for name in file if name.startswith("traj_")]:
+        values = file[group]["obs"][()]
+        del file[group]["obs"]
+        file[group].create_dataset("obs", data=values.astype(">f4"))
 
 
 def elsewhere(h5py, file):
