@@ -131,6 +131,15 @@ def test_trajectories_that_only_the_buffer_knows_are_numbered(tmp_path):
     assert_same_bits(found.exclude("collector"), torch.cat([one, two]))
 
 
+def test_trajectories_on_both_sides_of_a_seam_are_numbered(tmp_path):
+    rb = buffer()
+    rb.extend(steps([5], ids=False, flagged=False))
+    rb.storage.release()  # whoever writes next may be another, in the middle of something
+    rb.extend(steps([3], ids=False, flagged=False))
+    write_parquet(rb, tmp_path / "s")
+    assert whole(tmp_path / "s")["collector", "traj_ids"].tolist() == [0] * 5 + [1] * 3
+
+
 def test_trajectories_that_show_are_not_numbered(tmp_path):
     batch = steps([4, 6], ids=False)
     write_parquet(filled(batch), tmp_path / "s")
@@ -229,6 +238,7 @@ FORGERIES = {
     "dtype": lambda m: m["layout"]["leaves"][0].update(dtype="object"),
     "other dtype": lambda m: m["layout"]["leaves"][0].update(dtype="int32"),
     "leaf": lambda m: m["layout"]["root"]["children"][0].update(leaf=7),
+    "twice": lambda m: m["layout"]["root"]["children"][1].update(m["layout"]["root"]["children"][0]),
     "kind": lambda m: m["layout"]["root"].update(kind="class"),
     "keys": lambda m: m["layout"]["root"].update(keys=["a"]),
     "name": lambda m: m["columns"][0].update(name="next.reward"),
