@@ -238,7 +238,6 @@ FORGERIES = {
     "dtype": lambda m: m["layout"]["leaves"][0].update(dtype="object"),
     "other dtype": lambda m: m["layout"]["leaves"][0].update(dtype="int32"),
     "leaf": lambda m: m["layout"]["root"]["children"][0].update(leaf=7),
-    "twice": lambda m: m["layout"]["root"]["children"][1].update(m["layout"]["root"]["children"][0]),
     "kind": lambda m: m["layout"]["root"].update(kind="class"),
     "keys": lambda m: m["layout"]["root"].update(keys=["a"]),
     "name": lambda m: m["columns"][0].update(name="next.reward"),
@@ -256,6 +255,13 @@ def test_metadata_that_are_not_true_are_refused(tmp_path, name):
     with pytest.raises(DatasetError):
         read_parquet(tmp_path / "s", rb)
     assert len(rb) == 0
+
+
+def test_a_form_that_leaves_a_column_out_is_refused(tmp_path):
+    write_parquet(filled((torch.zeros(3), torch.ones(3))), tmp_path / "s")
+    forged(tmp_path / "s", lambda m: m["layout"]["root"]["children"][1].update(leaf=0))
+    with pytest.raises(DatasetError, match="form does not fit"):
+        read_parquet(tmp_path / "s", buffer())
 
 
 def test_a_file_cut_short_anywhere_is_an_error(tmp_path):
