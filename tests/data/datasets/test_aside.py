@@ -173,6 +173,15 @@ def test_a_flipped_byte_of_a_parquet_file_is_an_error_or_changes_nothing(tmp_pat
             assert_same_bits(found, batch)
 
 
+def test_a_wrong_footer_of_a_parquet_file_never_reaches_arrow(tmp_path):
+    pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    write_parquet(steps([5]), tmp_path / "s")
+    data = (tmp_path / "s").read_bytes()
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    for at in range(start, len(data) - 8, 97):
+        assert "its footer is not the one that was written" in str(flipped(tmp_path / "s", read_parquet, data, at))
+
+
 def test_a_flipped_byte_of_a_minari_file_never_ends_the_process(tmp_path):
     pytest.importorskip("h5py", reason="Minari datasets need h5py")
     write_minari(steps([4, 3]), tmp_path / "s")
