@@ -17,8 +17,8 @@ PROGRAM = [
     "extend", "sample", "add", "extend_whole_trajectories", "sample", "update", "sample", "replace", "iterate",
     "replace_present", "extend_whole_trajectories", "settings", "sample_three", "others", "update_one", "sample",
     "extend_list", "iterate", "mark", "release", "others", "sample", "flush", "finish_epoch",
-    "extend_whole_trajectories", "sample", "empty", "extend_whole_trajectories", "sample", "extend_beyond", "update", "sample_three", "extend",
-    "sample_three", "update", "extend_whole_trajectories", "sample", "iterate",
+    "extend_whole_trajectories", "sample", "empty", "extend_whole_trajectories", "sample", "extend_beyond", "update",
+    "sample_three", "extend", "sample_three", "update", "extend_whole_trajectories", "sample", "iterate",
 ]  # fmt: skip
 DRAWS = ["extend_whole_trajectories", "extend_whole_trajectories"] + ["sample", "iterate", "sample", "sample_three"] * 3
 
