@@ -336,29 +336,41 @@ class _Reader:
 
     # ---- priorities: powers of two, a function of the row ----
     @staticmethod
-    def _priority(c: dict[str, np.ndarray]) -> np.ndarray:
-        return np.exp2((c["n"] + c["lane"]) % 7 % 5 - 1.0)
+    def _priority(n: np.ndarray, lane: np.ndarray) -> np.ndarray:
+        made: np.ndarray = np.exp2((n + lane) % 7 % 5 - 1.0)
+        return made
 
     def _update(self, batch: Any, info: dict[str, Any]) -> None:
-        p = self._priority(columns(batch)).astype(np.float32)
+        p = self._priority(batch["n"].numpy(), batch["lane"].numpy()).astype(np.float32)
         index, n = info["index"], info.get("generation", batch["n"])
         self.rb.update_priority(index, torch.from_numpy(p), generation=n)
         self.updates += 1
 
     def _weights(self, faults: Faults, batch: Any, info: dict[str, Any]) -> None:
-        """A row's weight is lowest priority / its own: that of `_priority`, or a new row's (8, or 1 at first)."""
-        c, w = columns(batch), info["priority_weight"].numpy()
-        p = self._priority(c)
-        if "slice" in self.name:
-            w, p = w.reshape(-1, LENGTH)[:, 0], p.reshape(-1, LENGTH)[:, 0]
+        """A row's weight is lowest priority / its own: that of `_priority`, or a new row's (8, or 1 at first).
+
+        One that replaced the drawn row whole before it was read has the weight of that row.
+        """
+        step = LENGTH if "slice" in self.name else 1
+        w, n, lane = (v.numpy()[::step] for v in (info["priority_weight"], batch["n"], batch["lane"]))
         new = self.rb.sampler.default_priority
-        right = np.zeros(len(w), bool)
-        for lowest in (0.5, 1.0, 2.0, 4.0, 8.0):
-            ok = np.isin(w * new, [lowest]) | (w * p == lowest) | (w == lowest)
-            right |= ok
-            if ok.all():
-                return
-        faults.check(False, f"{self.name}: weights {w[:5]} of rows with priorities {p[:5]} or {new}")
+        p, before = self._priority(n, lane), self._priority(n - self.lane_capacity, lane)
+        right = [
+            (w * new == low) | (w * p == low) | (w * before == low) | (w == low) for low in (0.5, 1.0, 2.0, 4.0, 8.0)
+        ]
+        faults.check(any(ok.all() for ok in right), f"{self.name}: weights {w[:5]}, priorities {p[:5]} or {new}")
+        self._stored(faults, info["index"], batch["lane"].numpy(), new)
+
+    def _stored(self, faults: Faults, slots: torch.Tensor, lane: np.ndarray, new: float) -> None:
+        """What the sampler has for rows that stayed while it was asked."""
+        lanes, sampler = self.rb.storage.lanes, self.rb.sampler
+        g = lanes.generations(slots)
+        found = sampler.priorities(slots, storage=self.rb.storage).numpy()
+        stayed = ((lanes.generations(slots) == g) & (g >= 0)).numpy()
+        p = self._priority(g.numpy(), lane)
+        right = (found == p) | (found == new) | (found == 1) | ~stayed
+        at = np.flatnonzero(~right)[:5]
+        faults.check(right, f"{self.name}: rows {g.numpy()[at]} of priorities {p[at]} have {found[at]}")
 
 
 class Child:
