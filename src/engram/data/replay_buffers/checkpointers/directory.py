@@ -157,9 +157,12 @@ class CheckpointDirectory:
         rescue = next((name for name in names if self._is_finished(name)), None)
         return [name for name in names if name != rescue]
 
-    def prune(self, keep_last: int) -> None:
-        """Removes all but the newest `keep_last` snapshots; those being read stay until a later save."""
-        for name in self.snapshots()[keep_last:]:
+    def prune(self, keep_last: int, in_force: str) -> None:
+        """Removes all but the one in force and the newest others, `keep_last` in all; those being read stay until a
+        later save.
+        """
+        others = [name for name in self.snapshots() if name != in_force]
+        for name in others[keep_last - 1 :]:
             self.remove(name)
 
     def remove(self, name: str) -> bool:
@@ -198,10 +201,12 @@ class CheckpointDirectory:
         return Pointer(str(snapshot), manifest)
 
     def _numbered(self) -> list[str]:
-        if not os.path.isdir(self.root):
+        try:
+            # A disk that does not say what is there is an error: a number given twice would cost a snapshot.
+            with os.scandir(self.root) as entries:
+                return [e.name for e in entries if is_snapshot_name(e.name) and e.is_dir(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        with os.scandir(self.root) as entries:
-            return [e.name for e in entries if is_snapshot_name(e.name) and e.is_dir(follow_symlinks=False)]
 
     def _is_marked(self, name: str) -> bool:
         try:
