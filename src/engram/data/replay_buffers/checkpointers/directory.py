@@ -44,7 +44,14 @@ def is_file_name(name: object) -> bool:
 
 
 def open_below(directory: int, name: str, flags: int = os.O_RDONLY) -> int:
-    """Opens the regular file `name` in the open directory; a symbolic link is not followed."""
+    """Opens the regular file `name` below the open directory, following no symbolic link on the way."""
+    above, _, last = name.rpartition("/")
+    if above:
+        folder = open_folder_below(directory, above)
+        try:
+            return open_below(folder, last, flags)
+        finally:
+            os.close(folder)
     # O_NONBLOCK: a pipe put in the file's place must not make us wait for its other end
     fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
     try:
