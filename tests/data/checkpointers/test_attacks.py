@@ -386,3 +386,18 @@ def test_a_checkpoint_without_a_part_says_which_it_has(tmp_path: Path) -> None:
     save_snapshot(tmp_path, {"other": 1})
     with pytest.raises(CheckpointError, match="holds no sampler; its components are other"):
         ReplayBuffer(storage=ListStorage(3)).loads(tmp_path)
+
+
+@of("rows-lanes")
+@pytest.mark.parametrize(
+    "counters",
+    [
+        {"seams": [1 << 63]}, {"seams": [-1]}, {"seams": [9, 3]}, {"seams": "x"}, {"origin": -1}, {"origin": 1 << 64},
+        {"origin": None}, {"base": 1 << 62}, {"base": -1}, {"published": 1 << 63},
+    ],
+)  # fmt: skip
+def test_counters_that_cannot_be_leave_rows_as_they_are(forger: Forger, counters: dict[str, Any]) -> None:
+    document = json.loads(json.dumps(forger.document))
+    document["body"]["storage"]["state"]["counters"]["lanes"][0].update(counters)
+    forger.write(document)
+    refused(forger.path, "rows-lanes", r"manifest\.json is damaged: its description of the rows is malformed")
