@@ -20,10 +20,17 @@ test-native-sanitized: $(VENV)/.engram
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  $(VENV)/bin/python -m pytest -q -p no:cacheprovider --capture=sys tests/native -m "not long" $(TORTURES) $(PYTEST)
 
-# Ten minutes of writers, readers and kills.
-torture: $(VENV)/.engram
-	$(VENV)/bin/python -m pytest -q -m long tests/native/test_torture.py -k "not planted" $(PYTEST)
+TORTURE := $(VENV)/bin/python -m pytest -q -m long tests/native/test_torture.py tests/processes
 
-# Builds each forbidden reordering and sees that the torture notices it; then that the sound build stands the same.
+# Twenty minutes of writers, readers, kills, saves and forks; then the figures, of a machine that has nothing else to do.
+torture: $(VENV)/.engram
+	$(TORTURE) -k "not planted" $(PYTEST)
+	@echo "4 writers alone; 2 samplers alone; both at once"
+	$(VENV)/bin/python tests/processes/torture.py --steady --seconds 10 --writers-only
+	$(VENV)/bin/python tests/processes/torture.py --steady --seconds 10 --samplers-only --kinds random --check-every 1000
+	$(VENV)/bin/python tests/processes/torture.py --steady --seconds 10 --kinds random --check-every 1000
+
+# Builds each forbidden reordering, takes each protection out, and sees that a torture notices it; then that the sound
+# build stands the same.
 torture-planted: $(VENV)/.engram
-	$(VENV)/bin/python -m pytest -q -m long tests/native/test_torture.py -k "planted" $(PYTEST)
+	$(TORTURE) -k "planted" $(PYTEST)

@@ -28,7 +28,7 @@ struct Exponent {
     if (p == kZeroPriority) p = 0;
     const double base = p + eps;
     const double leaf = alpha == 1 ? base : alpha == 0.5 ? std::sqrt(base) : quick_power(base, static_cast<float>(alpha));
-    return leaf < kZeroPriority ? 0 : leaf;
+    return leaf <= kZeroPriority ? 0 : leaf;
   }
   bool takes(double p) const { return p >= 0 && std::isfinite(p) && leaf(p) <= kMostLeaf; }
   bool same(const Exponent& o) const { return alpha == o.alpha && eps == o.eps; }
@@ -65,11 +65,11 @@ class Priorities {
     return n;
   }
   double total() const { return tree_ ? tree_->total() : 0; }
-  double lowest() const { return lowest_ ? lowest_->best() : 0; }
+  double lowest() const { return tree_ ? tree_->lowest() : 0; }
   // The priority that a row gets when it comes.
   double new_priority() const {
     if (!within_) return seen_;
-    const double best = highest_ ? highest_->best() : 0;
+    const double best = tree_ ? tree_->highest() : 0;
     if (best == kZeroPriority) return 0;
     return best > 0 ? best : latest_;
   }
@@ -116,11 +116,11 @@ class Priorities {
       for (size_t i = 0; i < take; ++i) slots[done + i] = static_cast<int64_t>(leaf[i]);
     }
   }
-  double leaf(uint64_t slot) const { return slot < capacity_ ? tree_->leaves()[slot] : 0; }
+  double leaf(uint64_t slot) const { return slot < capacity_ ? tree_->leaf(slot) : 0; }
   // (P / P_min)^-beta, P_min over all rows that can be drawn.
   template <typename Float>
   void weights(const double* leaves, double beta, Float* out, size_t n) const {
-    const double lowest = lowest_->best();
+    const double lowest = tree_->lowest();
     for (size_t i = 0; i < n; ++i) {
       const double ratio = leaves[i] / lowest;
       if constexpr (sizeof(Float) == 4)
@@ -135,7 +135,7 @@ class Priorities {
     uint64_t slot;
     double priority, leaf;
   };
-  bool holds(uint64_t slot) const { return slot < capacity_ && raw()[slot] > 0; }
+  bool holds(uint64_t slot) const { return slot < capacity_ && tree_->beside(slot) > 0; }
   // Sets the priorities of rows that are stored: of one slot named twice the last one stays.
   void set(std::vector<Change>& changes) {
     for (const Change& c : changes) seen_ = std::max(seen_, c.priority);
@@ -145,22 +145,20 @@ class Priorities {
   void skip(uint64_t n) { skipped_ += n; }
   uint64_t skipped() const { return skipped_; }
   const Exponent& exponent() const { return exponent_; }
-  void prefetch(uint64_t slot) const {
-    if (slot >= capacity_) return;
-    __builtin_prefetch(raw() + slot, 1);
-    tree_->prefetch(slot);
-    lowest_->prefetch(slot);
+  // Has what changes of these slots need brought from memory.
+  void bring(const int64_t* slots, size_t n) const {
+    if (tree_) tree_->bring(slots, n);
   }
-  double priority(uint64_t slot) const { return holds(slot) && raw()[slot] > kZeroPriority ? raw()[slot] : 0; }
+  double priority(uint64_t slot) const { return holds(slot) && tree_->beside(slot) > kZeroPriority ? tree_->beside(slot) : 0; }
   double highest_seen() const { return std::max(seen_, latest_); }
   void use(Exponent exponent) {
     exponent_ = exponent;
     if (!tree_) return;
     double last = 0, leaf = 0;
     for (uint64_t slot = 0; slot < capacity_; ++slot) {
-      if (raw()[slot] != last) last = raw()[slot], leaf = last > 0 ? exponent_.leaf(last) : 0;
+      if (raw(slot) != last) last = raw(slot), leaf = last > 0 ? exponent_.leaf(last) : 0;
       const double now = drawable(slot) ? leaf : 0;
-      if (tree_->leaves()[slot] != now) tree_->leaves()[slot] = now;  // pages that hold no row stay untouched
+      if (tree_->leaf(slot) != now) tree_->leaf(slot) = now;  // pages that hold no row stay untouched
     }
     rebuild();
   }
@@ -202,8 +200,8 @@ class Priorities {
       const double p = priorities[i++];
       if (l >= there.size() || w < there[l].first || w >= there[l].published) return;
       reserve(slot + 1);
-      raw()[slot] = std::max(p, kZeroPriority);
-      if (drawable(slot)) tree_->leaves()[slot] = exponent_.leaf(raw()[slot]);
+      raw(slot) = std::max(p, kZeroPriority);
+      if (drawable(slot)) tree_->leaf(slot) = exponent_.leaf(raw(slot));
     });
     follower_.resume(store, std::move(there));
     rebuild();
@@ -232,34 +230,28 @@ class Priorities {
     void edited(uint64_t slot) { self.edited_.push_back(slot); }
   };
 
-  const double* raw() const { return reinterpret_cast<const double*>(raw_->data()); }
-  double* raw() { return reinterpret_cast<double*>(raw_->data()); }
+  // The priority of a slot as it was given; 0 where it holds no row.
+  double& raw(uint64_t slot) { return tree_->beside(slot); }
 
   // A storage without limit says 2^40: trees grow with what is in it.
   static constexpr uint64_t kAtOnce = uint64_t{1} << 32;
   void start(const Store& store) { make(store.slots() <= kAtOnce ? store.slots() : 1024); }
   void reserve(uint64_t slots) {
     if (slots <= capacity_) return;
-    const auto old = raw_;
+    const SumTree old = *tree_;  // the same memory
     const uint64_t n = capacity_;
     make(std::bit_ceil(slots));
-    std::memcpy(raw_->data(), old->data(), n * sizeof(double));
+    for (uint64_t slot = 0; slot < n; ++slot) raw(slot) = old.beside(slot);
     use(exponent_);
   }
   void make(uint64_t slots) {
-    raw_ = Region::map(-1, round_up(std::max<uint64_t>(slots, 1), kWide) * sizeof(double));
-    tree_.emplace(slots);
-    lowest_.emplace(slots);
-    if (within_) highest_.emplace(slots);
+    tree_.emplace(slots, within_);
     if (starts_) open_ = Region::map(-1, round_up(std::max<uint64_t>(slots, 1), kWide));
     reopen_ = true;
     capacity_ = slots;
   }
   void rebuild() {
-    const uint64_t last = tree_->leaf_nodes() - 1;
-    tree_->refresh(0, last);
-    lowest_->refresh(tree_->leaves(), 0, last);
-    if (within_) highest_->refresh(raw(), 0, last);
+    tree_->refresh(0, tree_->leaf_nodes() - 1);
   }
 
   // Rows of a lane, whose slots are consecutive up to the ring's end; at most a whole lane.
@@ -274,19 +266,17 @@ class Priorities {
     if (from >= to) return;
     reserve(to);
     const double kept = priority ? std::max(*priority, kZeroPriority) : 0;
-    const uint64_t first = from / kWide, last = (to - 1) / kWide;
-    std::fill(raw() + from, raw() + to, kept);
-    std::fill(tree_->leaves() + from, tree_->leaves() + to, priority && !starts_ ? exponent_.leaf(kept) : 0);
+    const double leaf = priority && !starts_ ? exponent_.leaf(kept) : 0;
+    for (uint64_t slot = from; slot < to; ++slot) tree_->leaf(slot) = leaf, raw(slot) = kept;
     if (starts_) std::memset(open_->data() + from, 0, to - from);
-    tree_->refresh(first, last);
-    lowest_->refresh(tree_->leaves(), first, last);
-    if (within_) highest_->refresh(raw(), first, last);
+    tree_->refresh(from / kWide, (to - 1) / kWide);
   }
   // ---- starts of slices ----
   bool drawable(uint64_t slot) const { return !starts_ || open_->data()[slot]; }
   void close_all() {
     std::memset(open_->data(), 0, capacity_);
-    std::fill(tree_->leaves(), tree_->leaves() + capacity_, 0.0);
+    for (uint64_t slot = 0; slot < capacity_; ++slot)
+      if (tree_->leaf(slot) != 0) tree_->leaf(slot) = 0;  // pages that hold no row stay untouched
     rebuild();
   }
   void open(const Shape& s, uint64_t lane, uint64_t strand, uint64_t from, uint64_t to) {
@@ -295,32 +285,23 @@ class Priorities {
     for (uint64_t w = from; w < to; ++w) {
       const uint64_t slot = slot_of(s, lane, w, strand);
       if (!holds(slot)) continue;
-      if (raw()[slot] != last) last = raw()[slot], leaf = exponent_.leaf(last);
+      if (raw(slot) != last) last = raw(slot), leaf = exponent_.leaf(last);
       open_->data()[slot] = 1;
-      tree_->leaves()[slot] = leaf;
+      tree_->leaf(slot) = leaf;
       if (touched_.nodes().empty() || touched_.nodes().back() != slot / kWide) touched_.add(slot / kWide);
     }
-    touched_lowest_ = touched_;
     tree_->refresh(touched_);
-    lowest_->refresh_nodes(tree_->leaves(), touched_lowest_);
   }
 
   // Enters the changes in `batch_`.
   void apply() {
-    touched_.clear(), touched_lowest_.clear(), touched_highest_.clear();
-    double* leaves = tree_->leaves();
+    touched_.clear();
     for (const Change& c : batch_) {
-      const double before = raw()[c.slot], leaf_before = leaves[c.slot];
-      raw()[c.slot] = std::max(c.priority, kZeroPriority);
-      leaves[c.slot] = drawable(c.slot) ? c.leaf : 0;
+      raw(c.slot) = std::max(c.priority, kZeroPriority);
+      tree_->leaf(c.slot) = drawable(c.slot) ? c.leaf : 0;
       touched_.add(c.slot / kWide);
-      lowest_->note(leaves, c.slot, leaf_before, touched_lowest_);
-      if (within_) highest_->note(raw(), c.slot, before, touched_highest_);
     }
-    touched_.settle(tree_->leaf_nodes());
     tree_->refresh(touched_);
-    lowest_->refresh(leaves, touched_lowest_);
-    if (within_) highest_->refresh(raw(), touched_highest_);
   }
 
   Exponent exponent_;
@@ -329,17 +310,14 @@ class Priorities {
   uint64_t capacity_ = 0, skipped_ = 0;
   double seen_ = 1;    // the highest priority ever set
   double latest_ = 1;  // with `within_`: what the last new rows got
-  std::shared_ptr<Region> raw_;  // priorities as they were given
-  std::optional<SumTree> tree_;
-  std::optional<ExtremeTree<Lowest>> lowest_;  // of the tree's leaves
-  std::optional<ExtremeTree<Highest>> highest_;  // of raw_
-  std::shared_ptr<Region> open_;                 // with `starts_`: a byte a slot, 1 where a slice may start
-  std::vector<uint64_t> opened_;                 // of each strand: rows below this number were decided
+  std::optional<SumTree> tree_;   // beside each leaf the priority as it was given
+  std::shared_ptr<Region> open_;  // with `starts_`: a byte a slot, 1 where a slice may start
+  std::vector<uint64_t> opened_;  // of each strand: rows below this number were decided
   uint64_t length_ = 0, restarts_ = 0, edits_ = 0;  // what they were decided by
   bool reopen_ = true;
   std::vector<uint64_t> edited_;
   std::vector<Change> batch_;
-  Touched touched_, touched_lowest_, touched_highest_;
+  Touched touched_;
 };
 
 }  // namespace engram

@@ -105,7 +105,7 @@ inline void check_priorities(const Priorities& self, const NumbersArg& p) {
 // Which rows of a store there are, as a follower that has just looked knows it.
 class KnownRows {
  public:
-  KnownRows(const Store& store, const Priorities& p) : store_(store), shape_(store.shape()), priorities_(p) {
+  KnownRows(const Store& store, const Priorities& p) : shape_(store.shape()), slots_(store.slots()), priorities_(p) {
     for (uint64_t l = 0; l < shape_.lanes; ++l) {
       LaneView view;
       view.published = p.seen()[l].published;
@@ -117,22 +117,23 @@ class KnownRows {
   // nobody can ever have meant one.
   bool there(int64_t given, const int64_t* generation) const {
     const auto slot = static_cast<uint64_t>(given);
-    if (slot >= store_.slots())
-      throw nb::index_error(("index " + std::to_string(given) + " lies outside 0 to " +
-                             std::to_string(store_.slots() - 1) + "; nothing was changed").c_str());
+    if (slot >= slots_) refuse(given, " lies outside 0 to " + std::to_string(slots_ - 1));
     uint64_t time = slot, lane = 0, found = 0;
     if (shape_.strands > 1) time /= shape_.strands;
     if (shape_.lanes > 1) lane = time / shape_.lane_capacity, time -= lane * shape_.lane_capacity;
     const bool written = numbers_[lane].find(time, found);
     if (generation) return written && priorities_.holds(slot) && *generation >= 0 && static_cast<uint64_t>(*generation) == found;
-    if (!written)
-      throw nb::index_error(("index " + std::to_string(given) + " has not been written; nothing was changed").c_str());
+    if (!written) refuse(given, " has not been written");
     return priorities_.holds(slot);
   }
 
  private:
-  const Store& store_;
+  [[noreturn, gnu::noinline]] static void refuse(int64_t given, const std::string& why) {
+    throw nb::index_error(("index " + std::to_string(given) + why + "; nothing was changed").c_str());
+  }
+
   const Shape& shape_;
+  uint64_t slots_;
   const Priorities& priorities_;
   std::vector<SlotNumbers> numbers_;
 };
@@ -230,18 +231,16 @@ inline bool set_priorities(Priorities& self, const Store& store, nb::handle slot
   const KnownRows known(store, self);
   static thread_local std::vector<Priorities::Change> changes;
   changes.resize(slots->n);
-  // Powers are computed while what is known of the rows comes in from memory.
+  self.bring(slots->data, slots->n);
   for (size_t i = 0; i < slots->n; ++i) {
-    const auto slot = static_cast<uint64_t>(slots->data[i]);
     const double p = priorities[i];
-    self.prefetch(slot);
     if (!(p >= 0 && std::isfinite(p))) refuse_priority(p, i);
-    changes[i] = {slot, p, self.exponent().leaf(std::max(p, kZeroPriority))};
+    changes[i] = {static_cast<uint64_t>(slots->data[i]), p, self.exponent().leaf(std::max(p, kZeroPriority))};
     if (!(changes[i].leaf <= kMostLeaf)) refuse_priority(p, i);
   }
   size_t kept = 0;
   for (size_t i = 0; i < slots->n; ++i)
-    if (known.there(slots->data[i], generations ? generations->data + i : nullptr)) changes[kept++] = changes[i];
+    if (known.there(static_cast<int64_t>(changes[i].slot), generations ? generations->data + i : nullptr)) changes[kept++] = changes[i];
   const uint64_t skipped = slots->n - kept;
   changes.resize(kept);
   self.set(changes);
@@ -320,7 +319,7 @@ inline void use_exponent(Priorities& self, double alpha, double eps) {
 
 // A sum tree with its minimum tree by itself, for tests.
 struct BareTree {
-  explicit BareTree(uint64_t n) : size(n), sum(n), lowest(n) {}
+  explicit BareTree(uint64_t n) : size(n), sum(n) {}
   void check(const SlotsArg& slots) const {
     for (size_t i = 0; i < slots.n; ++i)
       if (static_cast<uint64_t>(slots.data[i]) >= size) throw nb::index_error("no such leaf");
@@ -330,22 +329,18 @@ struct BareTree {
     const NumbersArg values(values_in);
     if (!values.fits() || values.n != slots.n) throw nb::value_error("one value for each leaf");
     check(slots);
-    Touched touched, touched_lowest;
+    Touched touched;
     for (size_t i = 0; i < slots.n; ++i) {
       const auto leaf = static_cast<uint64_t>(slots.data[i]);
-      const double before = std::exchange(sum.leaves()[leaf], values[i]);
+      sum.leaf(leaf) = values[i];
       touched.add(leaf / kWide);
-      lowest.note(sum.leaves(), leaf, before, touched_lowest);
     }
-    touched.settle(sum.leaf_nodes());
     sum.refresh(touched);
-    lowest.refresh(sum.leaves(), touched_lowest);
   }
   void fill(uint64_t from, uint64_t to, double value) {
     if (from >= to || to > size) throw nb::index_error("no such leaves");
-    std::fill(sum.leaves() + from, sum.leaves() + to, value);
+    for (uint64_t leaf = from; leaf < to; ++leaf) sum.leaf(leaf) = value;
     sum.refresh(from / kWide, (to - 1) / kWide);
-    lowest.refresh(sum.leaves(), from / kWide, (to - 1) / kWide);
   }
   std::vector<uint64_t> find(std::vector<double> prefixes) const {
     if (!(sum.total() > 0)) throw nb::value_error("the tree holds nothing");
@@ -356,7 +351,6 @@ struct BareTree {
   }
   uint64_t size;
   SumTree sum;
-  ExtremeTree<Lowest> lowest;
 };
 
 inline void bind_priorities(nb::module_& m) {
@@ -390,7 +384,7 @@ inline void bind_priorities(nb::module_& m) {
       .def("fill", &BareTree::fill, "start"_a, "stop"_a, "value"_a)
       .def("find", &BareTree::find, "prefixes"_a)
       .def_prop_ro("total", [](const BareTree& t) { return t.sum.total(); })
-      .def_prop_ro("lowest", [](const BareTree& t) { return t.lowest.best(); });
+      .def_prop_ro("lowest", [](const BareTree& t) { return t.sum.lowest(); });
 }
 
 }  // namespace engram

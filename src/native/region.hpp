@@ -24,7 +24,7 @@ class Region {
   static std::shared_ptr<Region> map(int fd, size_t bytes) {
     const bool is_private = fd < 0;
     // Private memory starts on a huge page, so that the kernel can back a big table with huge pages.
-    const size_t slack = is_private && bytes >= 4 * kHugePage ? kHugePage : 0;
+    const size_t slack = is_private && bytes >= kHugePage ? kHugePage : 0;
     void* at = ::mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE,
                       is_private ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED, fd, 0);
     if (at == MAP_FAILED)

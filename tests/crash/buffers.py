@@ -33,7 +33,10 @@ from engram.transforms import Compose, MultiStepTransform, VecNorm
 CAPACITY = 60
 OLD, NEW, LATER = 1, 2, 3
 #: What users keep beside a checkpoint: names that look a little like ours.
-FOREIGN = ("notes.txt", "CURRENT.old", "rows.bin", ".hidden", "g-000500/data.bin", "g-12/x", "mine/manifest.json")
+FOREIGN = (
+    "notes.txt", "CURRENT.old", "rows.bin", ".hidden", "g-000500/data.bin", "g-12/x", "mine/manifest.json",
+    "g-000400/ENGRAM-SNAPSHOT",
+)  # fmt: skip
 
 
 def _buffer(**parts: Any) -> Any:

@@ -45,6 +45,24 @@ def test_a_killed_save_leaves_the_old_state_or_the_new_and_the_next_one_cleans_u
     assert outcomes["old"] and outcomes["new"]
 
 
+def test_saves_that_are_all_killed_do_not_fill_the_disk(ram_path):
+    watched = Watched.make("tensor", "full", ram_path)
+    path = buffers.fresh(ram_path / "p")
+
+    def work() -> None:
+        rb = buffers.MAKERS["tensor"]()
+        buffers.grow(rb, buffers.OLD)
+        tracer.start()
+        rb.dumps(path)
+
+    for k in range(5):
+        assert tracer.run(work, path, tracer.KILL, watched.calls // 2 - k).killed
+        assert len([name for name in buffers.own_names(path) if name.startswith("g-")]) <= 2
+    tracer.run(work, path)
+    assert len(buffers.own_names(path)) == 3
+    buffers.check_foreign(path)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "style"), ALL)
 def test_killed_at_every_system_call_a_save_leaves_the_old_state_or_the_new(ram_path, kind, style):

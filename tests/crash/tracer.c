@@ -61,8 +61,8 @@ static const struct { const char *name; long number; int kind, where; } CALLS[] 
 #ifdef __NR_newfstatat
   {"newfstatat", __NR_newfstatat, STAT, AT01},
 #endif
-  {"statx", __NR_statx, STAT, AT01}, {"faccessat", __NR_faccessat, STAT, AT01}, {"fstat", __NR_fstat, STAT, FD0},
-  {"statfs", __NR_statfs, STAT, PATH0}, {"fstatfs", __NR_fstatfs, STAT, FD0},
+  {"statx", __NR_statx, STAT, AT01}, {"faccessat", __NR_faccessat, STAT, AT01},
+  {"statfs", __NR_statfs, STAT, PATH0},
 };
 #define N_CALLS ((int)(sizeof CALLS / sizeof CALLS[0]))
 
@@ -134,6 +134,8 @@ static void path_at(pid_t pid, int dirfd, uint64_t address, char *out, size_t n)
   char text[256], folder[256];
   text_at(pid, address, text, sizeof text);
   long fd;
+  out[0] = 0;
+  if (!text[0]) return;  /* about the descriptor itself, which asks no disk */
   if (sscanf(text, "/proc/self/fd/%ld", &fd) == 1) link_of(pid, "fd", fd, out, n);
   else if (text[0] == '/') snprintf(out, n, "%s", text);
   else {

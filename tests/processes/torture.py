@@ -43,6 +43,7 @@ from engram.data import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
+from processes.plants import PLANTS
 from processes.rows import Faults, Maker, check_rows, check_slices, columns
 
 LENGTH = 8  # of slices
@@ -66,7 +67,7 @@ USUAL = ["random", "slices", "slices by seams", "prioritized"]
 class Side:
     """Memory that all processes of a run share: what the controller says, and what writers have done."""
 
-    STOP, FIELDS = 0, ("returned", "calls", "longest", "cpu_longest", "switches")
+    STOP, FIELDS = 0, ("returned", "written", "calls", "longest", "cpu_longest", "cpu", "switches")
 
     def __init__(self, lanes: int) -> None:
         self._map = mmap.mmap(-1, 1 << 16)
@@ -79,13 +80,14 @@ class Clock:
     """How long calls take: wall clock, this process's own time, and how often it went to sleep."""
 
     def __init__(self) -> None:
-        self.calls = self.longest = self.cpu_longest = 0
+        self.calls = self.longest = self.cpu_longest = self.cpu = 0
         self._slept = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
 
     def __call__(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         wall, cpu = time.monotonic_ns(), time.process_time_ns()
         made = work(*args, **kwargs)
-        self.cpu_longest = max(self.cpu_longest, time.process_time_ns() - cpu)
+        took = time.process_time_ns() - cpu
+        self.cpu, self.cpu_longest = self.cpu + took, max(self.cpu_longest, took)
         self.longest = max(self.longest, time.monotonic_ns() - wall)
         self.calls += 1
         return made
@@ -257,8 +259,10 @@ class Torture:
             for name in ("longest", "cpu_longest"):
                 mine[name][0] = max(mine[name][0], getattr(clock, name))
             mine["calls"][0] += 1
+            mine["written"][0] += n
             if clock.calls % 256 == 0:
                 mine["switches"][0] += clock.switches
+                mine["cpu"][0] += clock.cpu
                 clock = Clock()
         return {"faults": []}
 
@@ -277,6 +281,7 @@ class Torture:
         seconds = time.monotonic() - started
         return {
             "faults": list(faults), "batches": clock.calls, "batches_per_s": clock.calls / seconds,
+            "us_of_own_time_a_batch": clock.cpu / 1e3 / clock.calls / self.o.samplers,
             **{f"batches of {r.name}": r.batches for r in readers if len(readers) > 1},
             "epochs": sum(r.epochs for r in readers), "updates": sum(r.updates for r in readers),
             "longest_sample_ms": clock.longest / 1e6, "longest_sample_cpu_ms": clock.cpu_longest / 1e6,
@@ -331,29 +336,41 @@ class _Reader:
 
     # ---- priorities: powers of two, a function of the row ----
     @staticmethod
-    def _priority(c: dict[str, np.ndarray]) -> np.ndarray:
-        return np.exp2((c["n"] * 7 + c["lane"]) % 5 - 1.0)
+    def _priority(n: np.ndarray, lane: np.ndarray) -> np.ndarray:
+        made: np.ndarray = np.exp2((n + lane) % 7 % 5 - 1.0)
+        return made
 
     def _update(self, batch: Any, info: dict[str, Any]) -> None:
-        p = self._priority(columns(batch)).astype(np.float32)
+        p = self._priority(batch["n"].numpy(), batch["lane"].numpy()).astype(np.float32)
         index, n = info["index"], info.get("generation", batch["n"])
         self.rb.update_priority(index, torch.from_numpy(p), generation=n)
         self.updates += 1
 
     def _weights(self, faults: Faults, batch: Any, info: dict[str, Any]) -> None:
-        """A row's weight is lowest priority / its own: that of `_priority`, or a new row's (8, or 1 at first)."""
-        c, w = columns(batch), info["priority_weight"].numpy()
-        p = self._priority(c)
-        if "slice" in self.name:
-            w, p = w.reshape(-1, LENGTH)[:, 0], p.reshape(-1, LENGTH)[:, 0]
+        """A row's weight is lowest priority / its own: that of `_priority`, or a new row's (8, or 1 at first).
+
+        One that replaced the drawn row whole before it was read has the weight of that row.
+        """
+        step = LENGTH if "slice" in self.name else 1
+        w, n, lane = (v.numpy()[::step] for v in (info["priority_weight"], batch["n"], batch["lane"]))
         new = self.rb.sampler.default_priority
-        right = np.zeros(len(w), bool)
-        for lowest in (0.5, 1.0, 2.0, 4.0, 8.0):
-            ok = np.isin(w * new, [lowest]) | (w * p == lowest) | (w == lowest)
-            right |= ok
-            if ok.all():
-                return
-        faults.check(False, f"{self.name}: weights {w[:5]} of rows with priorities {p[:5]} or {new}")
+        p, before = self._priority(n, lane), self._priority(n - self.lane_capacity, lane)
+        right = [
+            (w * new == low) | (w * p == low) | (w * before == low) | (w == low) for low in (0.5, 1.0, 2.0, 4.0, 8.0)
+        ]
+        faults.check(any(ok.all() for ok in right), f"{self.name}: weights {w[:5]}, priorities {p[:5]} or {new}")
+        self._stored(faults, info["index"], batch["lane"].numpy(), new)
+
+    def _stored(self, faults: Faults, slots: torch.Tensor, lane: np.ndarray, new: float) -> None:
+        """What the sampler has for rows that stayed while it was asked."""
+        lanes, sampler = self.rb.storage.lanes, self.rb.sampler
+        g = lanes.generations(slots)
+        found = sampler.priorities(slots, storage=self.rb.storage).numpy()
+        stayed = ((lanes.generations(slots) == g) & (g >= 0)).numpy()
+        p = self._priority(g.numpy(), lane)
+        right = (found == p) | (found == new) | (found == 1) | ~stayed
+        at = np.flatnonzero(~right)[:5]
+        faults.check(right, f"{self.name}: rows {g.numpy()[at]} of priorities {p[at]} have {found[at]}")
 
 
 class Child:
@@ -420,6 +437,7 @@ def options() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "--writers-only", {"action": "store_true"}
     yield "--samplers-only", {"action": "store_true"}
     yield "--until-fault", {"action": "store_true"}
+    yield "--plant", {"choices": (*PLANTS, ""), "default": "", "help": "a protection that is taken out"}
     yield "--seed", {"type": int, "default": 0}
 
 
@@ -429,16 +447,20 @@ def main() -> int:
         parse.add_argument(name, **how)
     o = parse.parse_args()
     torch.set_num_threads(1)
+    if o.plant:
+        PLANTS[o.plant][0]()
     with tempfile.TemporaryDirectory(dir=o.folder) as folder:
         t = Torture(Path(folder), o)
         t.run()
     side = t.side.lanes
     writes = {
-        "rows": t.written(), "rows_per_s": round(t.written() / t.seconds), "extends": int(side["calls"].sum()),
+        "rows": t.written(), "extends": int(side["calls"].sum()),
+        "rows_per_s": round(int(side["written"].sum()) / t.seconds),
         "longest_extend_ms": side["longest"].max() / 1e6, "longest_extend_cpu_ms": side["cpu_longest"].max() / 1e6,
         "extend_switches": int(side["switches"].sum()),
+        "us_of_own_time_an_extend": round(side["cpu"].sum() / 1e3 / max(1, side["calls"].sum()), 2),
     }  # fmt: skip
-    said = {"planted": _native.PLANTED, "seconds": round(t.seconds, 2), **writes, **t.done, **t.calls}
+    said = {"planted": _native.PLANTED or o.plant, "seconds": round(t.seconds, 2), **writes, **t.done, **t.calls}
     print(json.dumps({**said, "faults": t.faults[:20]}))
     return 1 if t.faults else 0
 

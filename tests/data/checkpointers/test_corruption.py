@@ -18,7 +18,7 @@ from engram.data.replay_buffers.checkpointers import (
     tensor,
     verify,
 )
-from engram.data.replay_buffers.checkpointers.directory import MARKER
+from engram.data.replay_buffers.checkpointers.directory import MARKER, open_below
 from engram.data.replay_buffers.checkpointers.sealed import digest, seal, unseal
 from engram.errors import CheckpointError, CorruptCheckpointError
 
@@ -330,3 +330,16 @@ def test_the_manifest_is_json_that_anybody_can_read(checkpoint):
     document = json.loads((checkpoint / "g-000002" / "manifest.json").read_bytes())
     chunks = document["body"]["storage"]["state"]["chunks"]
     assert np.array(chunks).shape[1] == 4 and document["body"]["components"]["sampler"]["number"] == 2
+
+
+def test_a_file_below_a_linked_folder_is_not_opened(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "file").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        os.close(open_below(folder, "real/file"))
+        with pytest.raises(OSError):
+            open_below(folder, "link/file")
+    finally:
+        os.close(folder)

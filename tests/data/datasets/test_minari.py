@@ -253,6 +253,13 @@ def test_a_wrong_episode_is_named_with_file_and_key_and_earlier_ones_stay(datase
         assert "episode_1" in str(caught.value) and "2 steps were taken" in str(caught.value)
 
 
+def test_a_key_that_only_a_later_episode_has_is_named(tmp_path):
+    shutil.copytree(FROM_MINARI, tmp_path / "s")
+    change(tmp_path / "s", lambda f: f.create_dataset("episode_1/observations/t/more", data=[1, 2, 3, 4]))
+    with pytest.raises(DatasetError, match=r"episode_1/observations/t holds \[.*'more'\]"):
+        read_minari(tmp_path / "s", buffer())
+
+
 def test_values_in_other_files_are_never_read(dataset, tmp_path):
     (tmp_path / "secret").write_bytes(bytes(1000))
 

@@ -131,6 +131,15 @@ def test_trajectories_that_only_the_buffer_knows_are_numbered(tmp_path):
     assert_same_bits(found.exclude("collector"), torch.cat([one, two]))
 
 
+def test_trajectories_on_both_sides_of_a_seam_are_numbered(tmp_path):
+    rb = buffer()
+    rb.extend(steps([5], ids=False, flagged=False))
+    rb.storage.release()  # whoever writes next may be another, in the middle of something
+    rb.extend(steps([3], ids=False, flagged=False))
+    write_parquet(rb, tmp_path / "s")
+    assert whole(tmp_path / "s")["collector", "traj_ids"].tolist() == [0] * 5 + [1] * 3
+
+
 def test_trajectories_that_show_are_not_numbered(tmp_path):
     batch = steps([4, 6], ids=False)
     write_parquet(filled(batch), tmp_path / "s")
@@ -246,6 +255,13 @@ def test_metadata_that_are_not_true_are_refused(tmp_path, name):
     with pytest.raises(DatasetError):
         read_parquet(tmp_path / "s", rb)
     assert len(rb) == 0
+
+
+def test_a_form_that_leaves_a_column_out_is_refused(tmp_path):
+    write_parquet(filled((torch.zeros(3), torch.ones(3))), tmp_path / "s")
+    forged(tmp_path / "s", lambda m: m["layout"]["root"]["children"][1].update(leaf=0))
+    with pytest.raises(DatasetError, match="form does not fit"):
+        read_parquet(tmp_path / "s", buffer())
 
 
 def test_a_file_cut_short_anywhere_is_an_error(tmp_path):

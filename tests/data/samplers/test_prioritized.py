@@ -308,6 +308,8 @@ BAD = {
     "outside": (torch.tensor([0, 10]), torch.tensor([2.0, 2.0]), None, IndexError, "10 lies outside 0 to 9"),
     "below": (-1, 2.0, None, IndexError, "-1 lies outside"),
     "far outside": (torch.tensor([1 << 62]), 2.0, None, IndexError, "lies outside"),
+    "far outside among others": (torch.tensor([0, 1 << 62]), torch.ones(2), None, IndexError, "lies outside"),
+    "below among others": (torch.tensor([0, -(1 << 62)]), torch.ones(2), None, IndexError, "lies outside"),
     "half": (torch.tensor([0.5]), 2.0, None, IndexError, "must be integers"),
     "generations": (torch.tensor([0, 1]), torch.ones(2), torch.tensor([0]), ValueError, "1 generations"),
 }  # fmt: skip
@@ -436,6 +438,24 @@ def test_bad_priorities_in_the_data_are_refused_before_anything_is_written():
         with pytest.raises(ValueError, match="position 0"):
             rb.add(data(4, td_error=torch.full((4,), bad))[0])
     assert len(rb) == rb.write_count == 4
+
+
+def test_rows_without_a_place_for_priorities_refuse_data_that_have_some():
+    rb = TensorDictPrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10), batch_size=4)
+    rb.extend(data(4))
+    for write, bad in [(rb.extend, data(2, td_error=torch.ones(2))), (rb.add, data(2, td_error=torch.ones(2))[0])]:
+        with pytest.raises((ValueError, TypeError), match="td_error"):
+            write(bad)
+    assert priorities(rb) == [1] * 4
+
+
+def test_another_storage_may_have_a_place_for_priorities():
+    rb = TensorDictPrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10), batch_size=4)
+    rb.extend(data(4))
+    rb.set_storage(LazyTensorStorage(10))
+    rb.extend(data(2, td_error=torch.tensor([2.0, 3.0])))
+    rb.extend(data(2, td_error=torch.tensor([4.0, 5.0])))
+    assert priorities(rb) == [2, 3, 4, 5]
 
 
 def test_priorities_in_the_data_of_environments_go_to_their_steps():

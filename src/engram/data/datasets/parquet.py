@@ -183,7 +183,7 @@ class _Writer:
         self._numbered = block.parts is not None
         if not self._numbered and all(c.kind == "none" for c in self._columns):
             raise ValueError("there is nothing to write: the steps have no bytes")
-        # No dictionaries: they take all NaNs for one. No statistics: those of long columns take longer than the rest.
+        # No dictionaries, which ask whether floats are equal, and no statistics: neither is worth its time here.
         self._file = library().parquet.ParquetWriter(
             self._path,
             schema_of(self._layout, self._columns, self._numbered),
@@ -279,12 +279,16 @@ class _File:
         names = [c.name for c in self._columns if c.kind != "none"] or [name for _, name in self._guessed]
         names += [TRAJECTORIES] if self._numbered else []
         batches = self._file.iter_batches(batch_size=n, columns=names)
+        left = self.total
         while True:
             with self._failures():
                 batch = next(batches, None)
-                if batch is None:
-                    return
-                made = self._made(batch, first_id)
+                left -= 0 if batch is None else batch.num_rows
+                if left < 0 or (batch is None and left):  # a damaged page may just have fewer rows
+                    raise ValueError(f"has {self.total - left} rows or more, its footer says {self.total}")
+                made = None if batch is None else self._made(batch, first_id)
+            if made is None:
+                return
             yield made
 
     def _block_rows(self) -> int:

@@ -23,7 +23,6 @@ METADATA, HIDDEN = b"engram", b"engram.trajectories"
 TRAJECTORIES = "engram.trajectory"
 _LONGEST_LIST = 64  # values: longer ones are bytes, which are written and read ten times as fast
 _MOST_METADATA = 16 << 20
-_MOST_ROW = 1 << 30
 _RAW = (torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
 
@@ -131,7 +130,6 @@ def described_columns(schema: Any) -> tuple[RowLayout, list[Column]] | None:
         made = json.loads(text)
         if made["format"] != FORMAT or made["version"] != VERSION:
             raise ValueError(f"is {made['format']!r}, version {made['version']!r}; this is for {FORMAT!r}, {VERSION}")
-        _check_layout(made["layout"])
         layout = RowLayout.from_json(made["layout"])
         columns = [Column(x, c["name"], c["stored"]) for x, c in zip(layout.leaves, made["columns"], strict=True)]
         _check_form(layout.root, len(layout.leaves))
@@ -159,18 +157,6 @@ def _same_type(found: Any, wanted: Any) -> bool:
             and found.value_type == wanted.value_type
         )
     return bool(found == wanted)
-
-
-def _check_layout(made: Any) -> None:
-    """Shapes that native code may be given."""
-    row = 0
-    for leaf in made["leaves"]:
-        shape = leaf["shape"]
-        if not all(type(d) is int and 0 <= d <= _MOST_ROW for d in shape) or len(shape) > 16:
-            raise ValueError(f"has metadata with a leaf of the shape {shape}")
-        row += 16 * math.prod(shape)
-    if row > 16 * _MOST_ROW:
-        raise ValueError("has metadata with steps of more than a gigabyte")
 
 
 def _check_form(root: Node, leaves: int) -> None:

@@ -228,7 +228,13 @@ class RowLayout:
         try:
             leaves = [LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], _sizes(x["shape"])) for x in made["leaves"]]
             root = Node.from_json(made["root"])
-            if root.paths() != [leaf.path for leaf in leaves] or sum(leaf.nbytes for leaf in leaves) > _MOST_BYTES:
+            fits = root.paths() == [leaf.path for leaf in leaves] and all(
+                leaf.shape[: len(batch)] == batch
+                for path, batch in root.batches().items()
+                for leaf in leaves
+                if leaf.path[: len(path)] == path
+            )
+            if not fits or sum(leaf.nbytes for leaf in leaves) > _MOST_BYTES:
                 raise MalformedLayoutError("this is no row layout: its form and its leaves do not belong together")
             layout = cls(root, leaves)
         except MalformedLayoutError:

@@ -30,6 +30,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def __init__(self, *args: Any, priority_key: str = "td_error", **kwargs: Any) -> None:
         self._priority_key = priority_key
+        self._known_layout: tuple[Any, bool] = (None, True)  # and whether its rows have priorities
         super().__init__(*args, **kwargs)
 
     def _default_writer(self) -> Writer:
@@ -52,11 +53,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     # ---- priorities that come with the data ----
     def _check_extras(self, items: Any, single: bool) -> None:
-        if hasattr(self._sampler, "checked_priorities"):
+        if self._takes_priorities():
             self._given_priorities(items, single)
 
     def _wrote(self, slots: Tensor | int, items: Any, single: bool) -> None:
-        if not hasattr(self._sampler, "checked_priorities"):
+        if not self._takes_priorities():
             return
         priorities = self._given_priorities(items, single)
         if priorities is None:
@@ -64,6 +65,19 @@ class TensorDictReplayBuffer(ReplayBuffer):
         at = torch.as_tensor(slots).reshape(-1)
         given = ~priorities.isnan() & (at >= 0)  # a writer gives -1 to steps that it refuses
         self.sampler.update_priority(self._storage.outward(at[given]), priorities[given], storage=self._storage)
+
+    def _takes_priorities(self) -> bool:
+        """Whether data may come with priorities, for a sampler that takes them."""
+        if not hasattr(self._sampler, "checked_priorities"):
+            return False
+        # Where the rows have no such leaf, data that have it are refused anyhow: looking for it in each costs more.
+        layout = getattr(self._storage, "layout", None)
+        if layout is None:
+            return True
+        if self._known_layout[0] is not layout:
+            path = self._priority_key if isinstance(self._priority_key, tuple) else (self._priority_key,)
+            self._known_layout = layout, any(leaf.path == path for leaf in layout.leaves)
+        return self._known_layout[1]
 
     def _given_priorities(self, items: Any, single: bool) -> Tensor | None:
         """One for each step, in the order of slots; NaN for items without one; None where no item has any."""
@@ -90,11 +104,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
         Raises:
             KeyError: the batch has no such key, or no `"index"`.
         """
-        for key in (self._priority_key, "index"):
-            if key not in batch.keys():  # noqa: SIM118 -- a TensorDict iterates over rows
-                raise KeyError(f"the batch has no {key!r}; its keys are {sorted(map(str, batch.keys()))}")
-        generation = batch.get("generation", None)
-        self.update_priority(batch["index"], batch[self._priority_key], generation)
+        try:
+            index, priority = batch["index"], batch[self._priority_key]
+        except KeyError:
+            keys = sorted(map(str, batch.keys()))
+            raise KeyError(f"the batch needs 'index' and {self._priority_key!r}; its keys are {keys}") from None
+        generation = batch["generation"] if "generation" in batch.keys() else None  # noqa: SIM118 -- a TensorDict iterates over rows
+        self.update_priority(index, priority, generation)
 
 
 def _entry(items: Any, key: Any) -> Any:

@@ -60,7 +60,7 @@ class Node:
         fits = len(keys) == (len(children) if named else 0) and len(set(keys)) == len(keys)
         if not fits or (children and kind in ("leaf", "constant")):
             raise ValueError(f"a {kind} of a layout has the keys {keys[:9]} for {len(children)} entries")
-        if not all(type(key) is str for key in keys) or not all(type(n) is int for n in (leaf, *batch)):
+        if not all(type(key) is str for key in keys) or not all(type(n) is int and n >= 0 for n in (leaf + 1, *batch)):
             raise ValueError(f"a {kind} of a layout has the keys {keys[:9]}, the number {leaf!r}, the sizes {batch!r}")
         return cls(kind, leaf, keys, children, batch, made.get("constant"))
 
@@ -72,6 +72,12 @@ class Node:
         if [number for number, _ in found] != list(range(len(found))):
             raise ValueError("the leaves of a layout's form are not numbered from 0 on")
         return [path for _, path in found]
+
+    def batches(self) -> dict[Path, tuple[int, ...]]:
+        """The batch dimensions of TensorDicts that have more than the batch, by path."""
+        found: dict[Path, tuple[int, ...]] = {}
+        self._visit((), lambda node, path: found.update({path: node.batch}) if node.batch else None)
+        return found
 
     def constants(self) -> dict[Path, Any]:
         """What is no tensor, by path."""
@@ -178,13 +184,13 @@ def _is_json(data: Any) -> bool:
 
 
 def flatten(node: Node, obj: Any, path: Path = ()) -> list[Any]:
-    """The leaves of `obj` in the order of the form; a ValueError names what is missing, new or different."""
-    out: list[Any] = []
+    """The leaves of `obj` by their numbers; a ValueError names what is missing, new or different."""
+    out: dict[int, Any] = {}
     _flatten(node, obj, path, out)
-    return out
+    return [out[number] for number in range(len(out))]
 
 
-def _flatten(node: Node, obj: Any, path: Path, out: list[Any]) -> None:
+def _flatten(node: Node, obj: Any, path: Path, out: dict[int, Any]) -> None:
     if node.kind == "class":
         return _flatten(node.children[0], obj, path, out)
     if is_tensorclass(obj) and not isinstance(obj, type) and not isinstance(obj, NonTensorData | NonTensorStack):
@@ -196,7 +202,7 @@ def _flatten(node: Node, obj: Any, path: Path, out: list[Any]) -> None:
     elif node.kind == "leaf":
         if isinstance(obj, TensorDictBase | dict | list | tuple):
             raise ValueError(f"{show(path)} is a tensor in this storage, found a {type(obj).__name__}")
-        out.append(obj)
+        out[node.leaf] = obj
     elif node.kind in ("td", "dict"):
         for child, value, key in _matching(node, obj, path):
             _flatten(child, value, (*path, key), out)

@@ -82,7 +82,7 @@ def saving(path: str | os.PathLike[str], *, keep_last: int = 1) -> Iterator[Snap
             with _in_force(directory) as previous, SnapshotWriter(directory, name, previous, needs) as writer:
                 yield writer
                 writer.commit()
-            _prune(directory, keep_last)
+            _prune(directory, keep_last, name)
 
 
 class SnapshotWriter:
@@ -319,9 +319,9 @@ def _make_directories(root: str) -> None:
     sync_directory(parent)
 
 
-def _prune(directory: CheckpointDirectory, keep_last: int) -> None:
+def _prune(directory: CheckpointDirectory, keep_last: int, in_force: str) -> None:
     try:
-        directory.prune(keep_last)
+        directory.prune(keep_last, in_force)
     except OSError as error:  # the save itself has succeeded
         warnings.warn(f"{directory.root}: older snapshots could not be removed ({error}); the next save tries again")
 

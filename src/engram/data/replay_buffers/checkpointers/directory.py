@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -43,7 +44,14 @@ def is_file_name(name: object) -> bool:
 
 
 def open_below(directory: int, name: str, flags: int = os.O_RDONLY) -> int:
-    """Opens the regular file `name` in the open directory; a symbolic link is not followed."""
+    """Opens the regular file `name` below the open directory, following no symbolic link on the way."""
+    above, _, last = name.rpartition("/")
+    if above:
+        folder = open_folder_below(directory, above)
+        try:
+            return open_below(folder, last, flags)
+        finally:
+            os.close(folder)
     # O_NONBLOCK: a pipe put in the file's place must not make us wait for its other end
     fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
     try:
@@ -98,13 +106,11 @@ class CheckpointDirectory:
     def current(self) -> Pointer | None:
         """What CURRENT says; None when there is no such file, CorruptCheckpointError when it is not whole."""
         try:
-            fd = os.open(self.path(CURRENT), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            return self._pointer(self._read(CURRENT, most=1 << 16))
         except FileNotFoundError:
             return None
         except OSError as error:
             raise CorruptCheckpointError(self.path(CURRENT), f"it cannot be opened ({error.strerror})") from error
-        with open(fd, "rb") as file:
-            return self._pointer(file.read(1 << 16))
 
     def point_to(self, pointer: Pointer) -> None:
         """Moves CURRENT: everything that `pointer` names must be on disk before this is called."""
@@ -158,9 +164,12 @@ class CheckpointDirectory:
         rescue = next((name for name in names if self._is_finished(name)), None)
         return [name for name in names if name != rescue]
 
-    def prune(self, keep_last: int) -> None:
-        """Removes all but the newest `keep_last` snapshots; those being read stay until a later save."""
-        for name in self.snapshots()[keep_last:]:
+    def prune(self, keep_last: int, in_force: str) -> None:
+        """Removes all but the one in force and the newest others, `keep_last` in all; those being read stay until a
+        later save.
+        """
+        others = [name for name in self.snapshots() if name != in_force]
+        for name in others[keep_last - 1 :]:
             self.remove(name)
 
     def remove(self, name: str) -> bool:
@@ -177,6 +186,17 @@ class CheckpointDirectory:
             os.rmdir(self.path(name))
         return True
 
+    def _read(self, *names: str, most: int) -> bytes:
+        """The beginning of a file; OSError when it is none."""
+        fd = os.open(self.path(*names), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file", self.path(*names))
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(most)
+        finally:
+            os.close(fd)
+
     def _pointer(self, data: bytes) -> Pointer:
         try:
             document = unseal(data)
@@ -188,19 +208,19 @@ class CheckpointDirectory:
         return Pointer(str(snapshot), manifest)
 
     def _numbered(self) -> list[str]:
-        if not os.path.isdir(self.root):
+        try:
+            # A disk that does not say what is there is an error: a number given twice would cost a snapshot.
+            with os.scandir(self.root) as entries:
+                return [e.name for e in entries if is_snapshot_name(e.name) and e.is_dir(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        with os.scandir(self.root) as entries:
-            return [e.name for e in entries if is_snapshot_name(e.name) and e.is_dir(follow_symlinks=False)]
 
     def _is_marked(self, name: str) -> bool:
         try:
-            fd = os.open(self.path(name, MARKER), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            # a save killed while it wrote the marker leaves the beginning of it
+            return MARKER_CONTENT.startswith(self._read(name, MARKER, most=len(MARKER_CONTENT) + 1))
         except OSError:
             return False
-        with open(fd, "rb") as file:
-            # a save killed while it wrote the marker leaves the beginning of it
-            return MARKER_CONTENT.startswith(file.read(len(MARKER_CONTENT) + 1))
 
     def _is_finished(self, name: str) -> bool:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from engram.data.replay_buffers.checkpointers.base import StorageCheckpointerBase
@@ -78,7 +79,8 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase[Parts, Parts]):
                 loaded.append(storage)
         except BaseException:
             for storage in loaded:
-                storage.empty()
+                # Without rows, and without a layout where it had none before.
+                getattr(storage, "abort_restore", storage.empty)()
             raise
 
 
@@ -107,6 +109,10 @@ class _Folder:
     def write_file(self, name: str, blocks: Iterable[Any]) -> None:
         self._snapshot.write_file(self._below + name, blocks)
 
+    def written_by_path(self, name: str) -> AbstractContextManager[str]:
+        made: AbstractContextManager[str] = self._snapshot.written_by_path(self._below + name)
+        return made
+
     def reuse(self, *names: str) -> bool:
         return bool(self._snapshot.reuse(*(self._below + name for name in names)))
 
@@ -121,6 +127,9 @@ class _Folder:
 
     def open(self, name: str) -> Any:
         return self._snapshot.open(self._below + name)
+
+    def verified(self, name: str) -> Any:
+        return self._snapshot.verified(self._below + name)
 
     def read_into(self, name: str, buffer: Any) -> None:
         self._snapshot.read_into(self._below + name, buffer)

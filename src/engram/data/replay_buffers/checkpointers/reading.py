@@ -194,13 +194,15 @@ class SnapshotReader:
             lock = FileLock(fd, exclusive=False)
         except BlockingIOError:
             raise SnapshotGoneError(f"{self._path} is being removed by a save") from None
-        # A lock got just after the remover let go of it protects nothing any more.
-        if os.fstat(fd).st_nlink == 0:
+        try:
+            # A lock got just after the remover let go of it protects nothing any more.
+            if os.fstat(fd).st_nlink == 0:
+                raise SnapshotGoneError(f"{self._path} was removed by a save")
+            if content != MARKER_CONTENT:
+                raise CorruptCheckpointError(self.path(MARKER), "it does not hold what every snapshot's marker holds")
+        except BaseException:
             lock.release()
-            raise SnapshotGoneError(f"{self._path} was removed by a save")
-        if content != MARKER_CONTENT:
-            lock.release()
-            raise CorruptCheckpointError(self.path(MARKER), "it does not hold what every snapshot's marker holds")
+            raise
         return lock
 
     def _load_manifest(self, expected: str | None) -> None:

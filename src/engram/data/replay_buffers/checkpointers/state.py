@@ -22,6 +22,7 @@ from engram.data.replay_buffers.checkpointers.verified import VerifiedFile
 from engram.errors import CheckpointError
 
 ALIGNMENT = 64
+_SMALL = 1 << 16  # a write for each small array would take longer than all else
 _DEEPEST = 100
 _DEEPEST_TREE = 4 * _DEEPEST  # of what is read: what `encode` makes of a value has a few levels for each of its own
 _WORD = 1 << 63
@@ -74,13 +75,22 @@ class Blobs:
         return {"at": at, "nbytes": nbytes}
 
     def blocks(self) -> Iterator[bytes | npt.NDArray[Any]]:
-        """The file's bytes, one array after the other."""
-        position = 0
+        """The file's bytes, one array after the other; small ones together."""
+        position, small = 0, bytearray()
         for array in self._arrays:
-            yield bytes(_aligned(position) - position)
+            small += bytes(_aligned(position) - position)
             block = _raw(array)
-            yield block
-            position = _aligned(position) + (len(block) if isinstance(block, bytes) else block.nbytes)
+            nbytes = len(block) if isinstance(block, bytes) else block.nbytes
+            position = _aligned(position) + nbytes
+            if nbytes < _SMALL:
+                small += block if isinstance(block, bytes) else block.tobytes()
+            if nbytes >= _SMALL or len(small) >= _SMALL:
+                yield bytes(small)
+                small.clear()
+            if nbytes >= _SMALL:
+                yield block
+        if small:
+            yield bytes(small)
 
 
 def encode(value: Any, blobs: Blobs, codecs: tuple[Codec, ...] = (), place: str = "state") -> Any:

@@ -13,6 +13,7 @@ from engram.errors import CorruptCheckpointError
 
 PIECE = 1 << 20  # hashed while it is still in the cache
 _BLOCK = 1 << 22
+_SMALL = 1 << 16  # read at once for many takes of a few bytes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,6 +34,7 @@ class VerifiedFile:
         self._path = path
         self._record = record
         self._hasher = xxhash.xxh3_128()
+        self._ahead = memoryview(b"")  # hashed, and not taken yet
         self.position = 0
 
     @property
@@ -43,8 +45,10 @@ class VerifiedFile:
         """Fills `buffer` with the bytes that come next."""
         view = buffer.data
         while len(view):
-            got = self._read_into(view)
-            self._hasher.update(view[:got])
+            if not self._ahead and len(view) < _SMALL:
+                ahead = memoryview(bytearray(min(_SMALL, self.remaining) or 1))
+                self._ahead = ahead[: self._read_into(ahead)]
+            got = self._take_ahead(view) or self._read_into(view)
             self.position += got
             view = view[got:]
 
@@ -67,6 +71,11 @@ class VerifiedFile:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         os.close(self._fd)
 
+    def _take_ahead(self, view: memoryview) -> int:
+        got = min(len(view), len(self._ahead))
+        view[:got], self._ahead = self._ahead[:got], self._ahead[got:]
+        return got
+
     def _read_into(self, view: memoryview) -> int:
         try:
             got = os.readv(self._fd, [view[:PIECE]])
@@ -76,4 +85,5 @@ class VerifiedFile:
             raise CorruptCheckpointError(
                 self._path, f"it ends at byte {self.position}, {self._record.nbytes} were saved"
             )
+        self._hasher.update(view[:got])
         return got

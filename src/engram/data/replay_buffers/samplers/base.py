@@ -165,6 +165,22 @@ class Sampler(abc.ABC):
         return f"{type(self).__name__}()"
 
 
+def check_counts(values: Any, least: int = 0) -> None:
+    """ValueError where a saved list is none of integers that write numbers and counts can be."""
+    if type(values) is not list or not all(type(n) is int and least <= n < 1 << 62 for n in values):
+        raise ValueError(f"a saved state has {values!r:.80} where there are counts")
+
+
+def check_epoch(state: dict[str, Any], *names: str) -> None:
+    """ValueError where a saved state holds an epoch that none has made."""
+    epoch, _ = state["epoch"], state["ran_out"]
+    if epoch is None:
+        return
+    check_counts([epoch[name] for name in names])
+    if type(epoch["key"]) is not int or not 0 <= epoch["key"] < 1 << 64:
+        raise ValueError(f"a saved epoch has the key {epoch['key']!r:.80}")
+
+
 def redrawn(sampler: Any, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
     """`Sampler.redraw` for a sampler that draws each row by itself, with an entry a row in its info."""
     slots, n, done = slots.clone(), len(slots), 0

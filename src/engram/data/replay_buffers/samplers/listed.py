@@ -21,6 +21,12 @@ def listed_epoch(rows: np.ndarray[Any, Any], strands: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def check_list(rows: Any) -> None:
+    """ValueError where a saved list of rows is none."""
+    if not isinstance(rows, Tensor) or rows.dtype is not torch.int64 or rows.ndim != 1:
+        raise ValueError(f"a saved epoch lists its rows as {rows!r:.80}")
+
+
 class ListedWalk:
     """Takes the rows of a list in their order, those that exist no longer left out."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engram import _native
 from engram.data.replay_buffers.indexing import inward, select
-from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.samplers.base import Sampler, check_counts
 from engram.data.replay_buffers.utils import values_tensor
 
 if TYPE_CHECKING:
@@ -270,6 +270,14 @@ class HasPriorities(Sampler):
 
     def _decisive(self) -> dict[str, Any]:
         return {**super()._decisive(), **{name: getattr(self, name) for name in _SAVED}}
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        if type(state["seen"]) is not list or not isinstance(state["priorities"], Tensor):
+            raise ValueError("a saved state has no priorities")
+        for rows in state["seen"]:
+            check_counts(rows)
+        _checked("beta", state["beta"])
+        return super().differences(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

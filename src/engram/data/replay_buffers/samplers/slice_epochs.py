@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.samplers.base import EpochInfo, Index
+from engram.data.replay_buffers.samplers.base import EpochInfo, Index, check_counts, check_epoch
 from engram.data.replay_buffers.samplers.slices import SliceSampler
 from engram.data.replay_buffers.utils import slots_tensor
 
@@ -100,11 +100,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         if lanes is None or not len(lanes):
             raise self._nothing(storage, rule)
         store, epoch = lanes.store, self._epoch
-        fits = epoch is not None and (
-            epoch["incarnation"] == store.incarnation
-            and epoch["min_length"] == rule.min_length
-            and self._store_id in (None, store.store_id)
-        )
+        fits = self._goes_on(store) and epoch is not None and epoch["min_length"] == rule.min_length
         self._store_id = store.store_id
         if not fits or epoch is None:
             key = int(self.draw_seed()) if self.shuffle else 0
@@ -116,15 +112,30 @@ class SliceSamplerWithoutReplacement(SliceSampler):
                 "counts": walk.counts, "lasts": walk.lasts,
             }  # fmt: skip
             self._walk, self._number = walk, next(EpochInfo.numbers)
-        elif self._walk is None:
+        self._epoch = epoch
+        return epoch, self._resumed(store, epoch)
+
+    def _goes_on(self, store: _native.Store) -> bool:
+        """Whether the epoch is one of this store."""
+        epoch, known = self._epoch, self._store_id in (None, store.store_id)
+        return known and epoch is not None and bool(epoch["incarnation"] == store.incarnation)
+
+    def _resumed(self, store: _native.Store, epoch: dict[str, Any]) -> _native.SliceEpoch:
+        if self._walk is None:
+            if any(count > store.lane_capacity for count in epoch["counts"]):
+                raise ValueError(f"an epoch of {max(epoch['counts'])} trajectories is not one of this storage")
             # A store with more lanes than the one that was saved: they are not in the epoch.
             rest = store.lanes * store.strands - len(epoch["counts"])
             counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
             self._walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
             self._number = next(EpochInfo.numbers)
-        self._epoch = epoch
-        assert self._walk is not None
-        return epoch, self._walk
+        return self._walk
+
+    def follow(self, storage: Storage) -> None:
+        # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
+        lanes = storage.lanes
+        if lanes is not None and self._epoch is not None and self._goes_on(lanes.store):
+            self._resumed(lanes.store, self._epoch)
 
     def empty(self) -> None:
         self._epoch = self._walk = None
@@ -154,6 +165,13 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
         state = {"epoch": None, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
         return state
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        check_epoch(state, "position", "incarnation", "min_length")
+        if state["epoch"]:
+            check_counts(state["epoch"]["counts"])
+            check_counts(state["epoch"]["lasts"], least=-1)
+        return super().differences(state)
 
     def position(self) -> Any:
         return self._epoch and {**self._epoch}, self._walk, self._ran_out

@@ -8,8 +8,16 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.samplers.base import EMPTY, EpochInfo, Index, Sampler, redrawn
-from engram.data.replay_buffers.samplers.listed import ListedWalk, listed_epoch
+from engram.data.replay_buffers.samplers.base import (
+    EMPTY,
+    EpochInfo,
+    Index,
+    Sampler,
+    check_counts,
+    check_epoch,
+    redrawn,
+)
+from engram.data.replay_buffers.samplers.listed import ListedWalk, check_list, listed_epoch
 from engram.data.replay_buffers.utils import slots_tensor
 
 if TYPE_CHECKING:
@@ -111,24 +119,30 @@ class SamplerWithoutReplacement(Sampler):
         return torch.empty(0, dtype=torch.int64)
 
     def _begin_if_needed(self, lanes: Lanes) -> None:
-        epoch, store_id = self._epoch, lanes.store.store_id
-        if epoch is not None and (
-            epoch["incarnation"] != lanes.store.incarnation or self._store_id not in (None, store_id)
-        ):
-            epoch = None
-        self._store_id = store_id
+        epoch = self._epoch if self._goes_on(lanes) else None
+        self._store_id = lanes.store.store_id
         if epoch is None:
             existing = [[s["first"], s["published"] - s["first"]] for s in lanes.states()]
             key = int(self.draw_seed()) if self.shuffle else 0
             epoch = {"key": key, "ranges": existing, "position": 0, "incarnation": lanes.store.incarnation}
             self._walk = None
-        if self._walk is None and "listed" in epoch:
+        self._resume(lanes, epoch)
+        self._epoch = epoch
+
+    def _goes_on(self, lanes: Lanes) -> bool:
+        """Whether the epoch is one of this store."""
+        epoch, known = self._epoch, self._store_id in (None, lanes.store.store_id)
+        return known and epoch is not None and bool(epoch["incarnation"] == lanes.store.incarnation)
+
+    def _resume(self, lanes: Lanes, epoch: dict[str, Any]) -> None:
+        if self._walk is not None:
+            return
+        if "listed" in epoch:
             self._walk = ListedWalk(epoch["listed"], lanes.strands)
-        if self._walk is None:
+        else:
             ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]
             self._walk = _native.EpochWalk(lanes.store, epoch["key"], self.shuffle, ranges)
-            self._number = next(EpochInfo.numbers)
-        self._epoch = epoch
+        self._number = next(EpochInfo.numbers)
 
     def _over(self, lanes: Lanes, batch_size: int) -> bool:
         """Whether nothing (or, with drop_last, no full batch) is left of the epoch."""
@@ -168,7 +182,9 @@ class SamplerWithoutReplacement(Sampler):
             raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
         epoch = None
         # Elsewhere rows that came during an epoch end it.
-        if found["rows"] is not None and found["length"] == found["stored"]:
+        if found["remaining"] is not None and found["length"] == found["stored"]:
+            if found["rows"] is None:
+                raise ValueError("the epoch there names rows that are not stored, or one of them twice")
             epoch = listed_epoch(found["rows"], found["strands"])
         return {"epoch": epoch, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
 
@@ -177,6 +193,23 @@ class SamplerWithoutReplacement(Sampler):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_walk": None}
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        epoch = state["epoch"] or {}
+        if "listed" in epoch:
+            check_epoch(state, "position", "strands")
+            check_list(epoch["listed"])
+        else:
+            check_epoch(state, "position", "incarnation")
+        for lane in epoch.get("ranges", ()):
+            check_counts(lane)
+        return super().differences(state)
+
+    def follow(self, storage: Storage) -> None:
+        # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
+        lanes = storage.lanes
+        if lanes is not None and self._epoch is not None and self._goes_on(lanes):
+            self._resume(lanes, self._epoch)
 
     def adopt(self, incarnation: int, shifts: list[int]) -> None:
         """After `loads`: the epoch goes on in a store that counts anew."""

@@ -28,10 +28,15 @@ class SavedTable(Storage):
     _asked_size: int | None
     _lanes: Lanes | None
     _table: RowTable | ColumnTable | None
+    _made_for_restore = False
 
     @abc.abstractmethod
     def _adopt(self, layout: RowLayout, inner: tuple[int, ...]) -> None:
         """Makes the table for a layout and strands of this shape."""
+
+    @abc.abstractmethod
+    def _unmake(self) -> bool:
+        """Gives a table that nobody has seen back; False: it stays."""
 
     def _default_checkpointer(self) -> Any:
         from engram.data.replay_buffers.checkpointers.tensor import TensorStorageCheckpointer
@@ -120,6 +125,7 @@ class SavedTable(Storage):
     def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """Makes the table if there is none and empties it."""
         self.check_restore(layout, counters)
+        self._made_for_restore = self._table is None and layout is not None
         if self._table is None and layout is not None:
             self._adopt(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
         if self._lanes is not None:
@@ -176,7 +182,9 @@ class SavedTable(Storage):
             self.restore_numbers(state.get("numbers"))
 
     def abort_restore(self) -> None:
-        """Leaves the storage empty."""
+        """Leaves the storage empty; one that had no rows to be like has none again."""
+        if self._made_for_restore and self._unmake():
+            return
         if self._lanes is not None:
             self._lanes.store.begin_restore()
             self._lanes.store.mend()

@@ -127,6 +127,13 @@ class TableStorage(SavedTable):
         self._table, self._lanes = table, lanes
         self._max_size = lanes.capacity
 
+    def _unmake(self) -> bool:
+        if self._lanes is not None:
+            self._lanes.close()
+        self._table, self._lanes, self._inner, self._first_inner = None, None, (), None
+        self._max_size = self._asked_size
+        return True
+
     # ---- writing ----
     def check(
         self,

@@ -1,4 +1,4 @@
-"""From saved steps to the rows of a storage, a few megabytes at a time."""
+"""From saved steps to the rows of a storage, block by block."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from engram.data.replay_buffers.checkpointers.torchrl.memmaps import META, Tree,
 from engram.data.replay_buffers.checkpointers.torchrl.steps import Misfit, Steps
 from engram.errors import CheckpointError
 
-_WRITER, _WRITER_FILE = "writer", "metadata.json"
+_WRITER, _WRITER_FILE, _BEST = "writer", "metadata.json", "current_top_values.memmap"
 _SAMPLER, _LIST = "sampler", "_sample_list"
 _EPOCH = {"len_storage": torch.int64, "drop_last": torch.bool, "_ran_out": torch.bool}
 _GENERATOR, _LARGEST_STATE = "rng_state", 1 << 16
@@ -59,13 +59,22 @@ class Ages(NamedTuple):
 
 def writer_state(folder: Folder) -> dict[str, Any] | None:
     """`cursor`, `write_count`, and `rank_key` of a writer that keeps the best; None: an immutable data set has none."""
-    if not folder.has(_WRITER):
+    here = folder.folder(_WRITER) if folder.has(_WRITER) else None
+    if here is None or not here.has(_WRITER_FILE):
         return None
-    here = folder.folder(_WRITER)
     said = here.json(_WRITER_FILE)
     for name in ("cursor", "write_count"):
         here.count(_WRITER_FILE, said.get(name))
     return said
+
+
+def check_writer(folder: Folder) -> None:
+    """Refuses what a writer saved beside its counters, but for the values of the best, which the rows have too."""
+    if folder.has(_WRITER):
+        here = folder.folder(_WRITER)
+        here.only((_WRITER_FILE, _BEST))
+        if not here.has(_WRITER_FILE):
+            raise here.bad(_WRITER_FILE, "it is missing")
 
 
 def sampler_state(folder: Folder) -> dict[str, Any] | None:
@@ -77,6 +86,8 @@ def sampler_state(folder: Folder) -> dict[str, Any] | None:
         return None
     here = folder.folder(_SAMPLER)
     names = here.names()
+    for name in names:
+        here.refuse_code(name)
     if META not in names:
         found = ", ".join(names)[:200] or "nothing"
         raise ValueError(f"{here.path} is of a sampler whose state engram does not take over; it holds {found}")

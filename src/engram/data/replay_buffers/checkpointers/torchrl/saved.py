@@ -15,7 +15,13 @@ from engram.data.replay_buffers.checkpointers.torchrl.filling import Filling, Ta
 from engram.data.replay_buffers.checkpointers.torchrl.folders import Folder
 from engram.data.replay_buffers.checkpointers.torchrl.h5 import h5_steps
 from engram.data.replay_buffers.checkpointers.torchrl.memmaps import read_tree
-from engram.data.replay_buffers.checkpointers.torchrl.parts import Ages, generator_state, sampler_state, writer_state
+from engram.data.replay_buffers.checkpointers.torchrl.parts import (
+    Ages,
+    check_writer,
+    generator_state,
+    sampler_state,
+    writer_state,
+)
 from engram.data.replay_buffers.checkpointers.torchrl.steps import METADATA, Steps
 from engram.data.replay_buffers.checkpointers.torchrl.tables import pytree_table, tensordict_table
 from engram.data.replay_buffers.checkpointers.torchrl.trajectories import SHAPE, flat_steps
@@ -68,7 +74,7 @@ class TorchrlSaved:
         said: list[str] = []
         read: dict[str, Callable[[], Any]] = {
             "sampler": functools.partial(self._sampler, owners["storage"]),
-            "writer": lambda: self._writer,
+            "writer": self._checked_writer,
         }
         for name in [name for name in read if name in parts]:
             try:
@@ -141,6 +147,11 @@ class TorchrlSaved:
     @functools.cached_property
     def _writer(self) -> dict[str, Any] | None:
         return None if self._alone else writer_state(self._folder)
+
+    def _checked_writer(self) -> dict[str, Any] | None:
+        if not self._alone:
+            check_writer(self._folder)
+        return self._writer
 
     def _ages(self, steps: Steps) -> Ages:
         return Ages.of(steps, self._writer, self._folder)

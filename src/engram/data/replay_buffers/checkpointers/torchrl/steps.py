@@ -16,7 +16,7 @@ from engram.data.replay_buffers.layout import LeafSpec, RowLayout
 from engram.data.replay_buffers.trees import Node, Path
 
 METADATA = "storage_metadata.json"
-_BLOCK_BYTES = 1 << 23
+_BLOCK_BYTES = 1 << 21  # that stay in the cache on their way
 
 
 class Misfit(ValueError):
@@ -112,12 +112,13 @@ class _Branch:
 
 
 def blocks(steps: Steps, layout: RowLayout) -> Iterator[tuple[int, Bytes]]:
-    """Ages and packed rows, oldest first: uint8 [strands, n, row bytes], a few megabytes at a time."""
+    """Ages and packed rows, oldest first: uint8 [strands, n, row bytes], valid until the next ones are asked for."""
     strands = math.prod(steps.inner)
-    most = max(1, _BLOCK_BYTES // (strands * layout.payload_bytes))
+    most = max(1, min(steps.length, _BLOCK_BYTES // (strands * layout.payload_bytes)))
+    memory = np.zeros((strands, most, layout.payload_bytes), np.uint8)  # fresh pages cost more than the copy
     for start in range(0, steps.length, most):
         stop = min(steps.length, start + most)
-        rows = np.zeros((strands, stop - start, layout.payload_bytes), np.uint8)
+        rows = memory[:, : stop - start]
         for number, leaf in enumerate(layout.leaves):
             values = steps.values(number, start, stop)
             if leaf.dtype is torch.bool:  # a byte that is neither 0 nor 1 is no bool

@@ -1,18 +1,17 @@
 """Steps that were saved as trajectories: what a step leads to stands at the root of the step after, so that each
-trajectory has one value more than steps of the keys that are under `next` too. Flat: trajectories one after the other;
-nested: the same with their lengths beside them."""
+trajectory has one value more than steps, of the keys that are under `next` too."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engram.data.replay_buffers.checkpointers.torchrl.folders import Bytes, Column, Folder
+from engram.data.replay_buffers.checkpointers.torchrl.folders import Bytes, Folder
 from engram.data.replay_buffers.checkpointers.torchrl.memmaps import META, Saved, Tree
 from engram.data.replay_buffers.checkpointers.torchrl.steps import METADATA, Leaf, Misfit, Steps, lead_of
 from engram.data.replay_buffers.trees import Path, show
@@ -23,6 +22,23 @@ SHIFT, FULL, SHAPE, DONE = "shift", "is_full", "_storage_shape", "done"
 FLAGS, REWARDS = (DONE, "terminated", "truncated"), ("reward",)
 _NEXT = "next"
 _PIECE = 1 << 22
+
+
+class Values(Protocol):
+    """Items of one size, one after the other."""
+
+    count: int
+    nbytes: int
+
+    def read(self, start: int, stop: int) -> Bytes: ...
+
+
+class Key(NamedTuple):
+    """A saved key; `shared`: under `next` it is that of the step after, and one value more a trajectory."""
+
+    leaf: Leaf
+    values: Values
+    shared: bool
 
 
 class Ring(NamedTuple):
@@ -37,6 +53,10 @@ class Ring(NamedTuple):
     @property
     def strands(self) -> int:
         return math.prod(self.inner)
+
+    @property
+    def steps(self) -> int:
+        return self.strands * self.capacity
 
 
 def ring_of(folder: Folder, name: str, said: Mapping[str, Any], length: Any, ndim: int) -> Ring:
@@ -54,20 +74,33 @@ def ring_of(folder: Folder, name: str, said: Mapping[str, Any], length: Any, ndi
 class Trajectories:
     """Where trajectories begin, among steps and among values, strand after strand."""
 
-    def __init__(self, ring: Ring, lengths: Numbers, more: Numbers) -> None:
-        self.lengths, self.steps = lengths, ring.strands * ring.capacity
-        self.starts = np.concatenate([[0], np.cumsum(lengths)])
-        self.offsets = np.concatenate([[0], np.cumsum(lengths + more)])
-        ends = np.arange(1, ring.strands + 1) * ring.capacity
-        possible = len(lengths) <= ends[-1] and ((lengths > 0) & (lengths <= ring.capacity)).all()
-        if not possible or self.starts[-1] != ends[-1] or not np.isin(ends, self.starts).all():
-            raise ValueError(f"its trajectories are not those of {ring.strands} x {ring.capacity} steps")
-        if not np.isin(more, (0, 1)).all() or (self.starts[:-1][more == 0] % ring.capacity < ring.length).any():
-            raise ValueError("it does not hold what followed the last step of each trajectory")
+    def __init__(self, ring: Ring, ends: Numbers, more: npt.NDArray[np.bool_]) -> None:
+        self.lengths = np.diff(ends, prepend=-1)
+        self.starts = np.concatenate([[0], ends + 1])
+        self.offsets = np.concatenate([[0], np.cumsum(self.lengths + more)])
+
+    @classmethod
+    def of_flags(cls, ring: Ring, done: Values) -> Trajectories:
+        """They end where a flag is set, and at the newest step of each strand. A strand ends one too, but at the last
+        place of a ring that is not full nothing more follows, unless the flag there (which nobody wrote) is set.
+        """
+        flagged = [
+            at + np.flatnonzero(done.read(at, min(at + _PIECE, ring.steps))) for at in range(0, ring.steps, _PIECE)
+        ]
+        starts = np.arange(ring.strands) * ring.capacity
+        newest = starts + ring.length - 1
+        ended = np.union1d(np.concatenate(flagged), newest[newest >= starts])
+        ends = np.union1d(ended, starts + ring.capacity - 1)
+        return cls(ring, ends, np.isin(ends, ended))
 
     @property
     def values(self) -> int:
         return int(self.offsets[-1])
+
+    def needed(self, ring: Ring) -> int:
+        """How many values the stored steps need."""
+        last = (ring.strands - 1) * ring.capacity + ring.length
+        return int(self.places(last - 1, last)[0]) + 2 if ring.length else 0
 
     def places(self, start: int, stop: int) -> Numbers:
         """Where the values of steps lie; what followed a step lies behind it."""
@@ -78,38 +111,32 @@ class Trajectories:
 
 
 class Written(Steps):
-    """Steps that were saved as files with trajectories one after the other."""
+    """Steps that were saved with trajectories one after the other."""
 
-    def __init__(
-        self, ring: Ring, trajectories: Trajectories, found: list[tuple[Path, Column, Leaf]], known: Collection[Path]
-    ) -> None:
+    def __init__(self, ring: Ring, trajectories: Trajectories, keys: list[Key], known: Collection[Path]) -> None:
         self._ring, self._trajectories = ring, trajectories
         self.capacity, self.length, self.inner = ring.capacity, ring.length, ring.inner
         self.cursor = ring.shift % ring.capacity
         self.leaves: list[Leaf] = []
-        self._reads: list[tuple[Column | None, int]] = []  # and 0 for the values of a step, 1 for what followed
-        self._shared: set[Column] = set()
-        for path, column, leaf in found:
-            shared = column.count == trajectories.values != trajectories.steps
-            if shared:
-                self._shared.add(column)
-            for place, part in homes(path, shared, known):
-                self.leaves.append(leaf._replace(path=place))
-                self._reads.append((None if part is None else column, part or 0))
+        self._reads: list[tuple[Key, int | None]] = []  # 0: the values of a step; 1: what followed; None: zeros
+        for key in keys:
+            for path, part in homes(key.leaf.path, key.shared, known):
+                self.leaves.append(key.leaf._replace(path=path))
+                self._reads.append((key, part))
 
     def values(self, leaf: int, start: int, stop: int) -> Bytes:
-        column, part = self._reads[leaf]
-        if column is None:
-            size = math.prod(self.leaves[leaf].shape) * self.leaves[leaf].dtype.itemsize
-            return np.zeros((self._ring.strands, stop - start, size), np.uint8)
+        key, part = self._reads[leaf]
+        if part is None:
+            return np.zeros((self._ring.strands, stop - start, key.values.nbytes), np.uint8)
         ages = [strand * self.capacity + start for strand in range(self._ring.strands)]
-        return np.stack([self._read(column, part, at, at + stop - start) for at in ages])
+        return np.stack([self._read(key, part, at, at + stop - start) for at in ages])
 
-    def _read(self, column: Column, part: int, start: int, stop: int) -> Bytes:
-        if column not in self._shared:
-            return column.read(start, stop)
+    def _read(self, key: Key, part: int, start: int, stop: int) -> Bytes:
+        if not key.shared:
+            return key.values.read(start, stop)
         places = self._trajectories.places(start, stop) + part
-        read: Bytes = column.read(int(places[0]), int(places[-1]) + 1)[places - places[0]]
+        first, last = int(places[0]), int(places[-1])
+        read: Bytes = key.values.read(first, last + 1)[places - first]
         return read
 
 
@@ -132,16 +159,15 @@ def homes(path: Path, shared: bool, known: Collection[Path]) -> list[tuple[Path,
 def flat_steps(folder: Folder, tree: Tree, length: Any, ndim: int, known: Collection[Path]) -> Written:
     """What TorchRL's flat and nested checkpointers saved: the same values, nested ones with lengths beside them."""
     ring = ring_of(folder, METADATA, _added(tree), length, ndim)
-    trajectories = _of_flags(ring, _flags(folder, tree, ring.strands * ring.capacity))
-    found = []
+    trajectories = Trajectories.of_flags(ring, _flags(folder, tree, ring.steps))
+    keys = []
     for tensor in tree.tensors:
         shape = _nested_shape(tensor, trajectories, ring) if tensor.nested else tensor.shape[1:]
-        column = _column(tensor, shape, (trajectories.steps, trajectories.values))
-        found.append((tensor.path, column, Leaf(tensor.path, tensor.dtype, shape)))
-    return Written(ring, trajectories, found, known)
+        keys.append(_key(tensor, shape, ring.steps, trajectories.values))
+    return Written(ring, trajectories, keys, known)
 
 
-def _flags(folder: Folder, tree: Tree, steps: int) -> Column:
+def _flags(folder: Folder, tree: Tree, steps: int) -> Values:
     """Where a trajectory ends: a bool for each step."""
     others = [p for p in (*tree.constants, *tree.stacks) if p not in ((SHIFT,), (FULL,), (SHAPE,))]
     if others:
@@ -152,29 +178,16 @@ def _flags(folder: Folder, tree: Tree, steps: int) -> Column:
     return done.folder.column(done.file, done.dtype, (steps, 1), 1)
 
 
-def _column(tensor: Saved, shape: tuple[int, ...], counts: tuple[int, int]) -> Column:
-    """The file of a key, which has a value a step, or one more a trajectory."""
+def _key(tensor: Saved, shape: tuple[int, ...], steps: int, values: int) -> Key:
+    """A key with its file, which has a value a step, or one more a trajectory."""
     folder, item = tensor.folder, math.prod(shape) * tensor.dtype.itemsize
-    said = counts if tensor.nested else tensor.shape[:1]
-    count = next((n for n in said if n in counts and folder.size(tensor.file, n * item) == n * item), None)
-    if count is None:
-        raise folder.bad(
-            tensor.file, f"it is {tensor.dtype} {list(tensor.shape)}, not of {counts[0]} steps or {counts[1]} values"
-        )
-    return folder.column(tensor.file, tensor.dtype, (count, *shape), 1)
-
-
-def _of_flags(ring: Ring, done: Column) -> Trajectories:
-    steps = ring.strands * ring.capacity
-    flagged = [
-        at + np.flatnonzero(done.read(at, min(at + _PIECE, steps))) for at in range(0, steps, _PIECE)
-    ]  # fmt: skip
-    starts = np.arange(ring.strands) * ring.capacity
-    # The newest step of a strand ends a trajectory; the last place of a ring that is not full only if it says so.
-    newest = starts + (ring.capacity if ring.is_full else ring.length) - 1
-    ended = np.union1d(np.concatenate(flagged), newest[newest >= starts])
-    ends = np.union1d(ended, starts + ring.capacity - 1)
-    return Trajectories(ring, np.diff(ends, prepend=-1), np.isin(ends, ended).astype(np.int64))
+    said = (steps, values) if tensor.nested else tensor.shape[:1]
+    fitting = [n for n in said if n in (steps, values) and folder.size(tensor.file, n * item) == n * item]
+    if not fitting:
+        what = f"{tensor.dtype} {list(tensor.shape)}"
+        raise folder.bad(tensor.file, f"it is {what}, which is not of {steps} steps or {values} values")
+    column = folder.column(tensor.file, tensor.dtype, (fitting[0], *shape), 1)
+    return Key(Leaf(tensor.path, tensor.dtype, shape), column, fitting[0] != steps)
 
 
 def _nested_shape(tensor: Saved, trajectories: Trajectories, ring: Ring) -> tuple[int, ...]:

@@ -1,0 +1,118 @@
+"""Buffers with every kind of sampler, sent to other processes in every way, where they follow all lanes."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+
+import pytest
+import torch
+
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    TensorDictReplayBuffer,
+)
+from processes.rows import Faults, Maker, check_rows, check_slices, columns
+from processes.torture import LENGTH, SAMPLERS
+
+LANE = 500
+STORES = {
+    "shared memory": lambda path: LazyTensorStorage(2 * LANE, shared=True, lanes=2),
+    "temporary file": lambda path: LazyMemmapStorage(2 * LANE, lanes=2),
+    "named file": lambda path: LazyMemmapStorage(2 * LANE, scratch_dir=path, lanes=2),
+}
+
+
+def sampled(rb, name):
+    """Batches, until rows of both lanes came; what is wrong with them."""
+    faults, lanes = Faults(), set()
+    for _ in range(40):
+        batch, info = rb.sample(return_info=True)
+        check_rows(faults, batch, info.get("generation"), info["index"], LANE, name)
+        if "slice" in name:
+            check_slices(faults, batch, LENGTH, name in ("slices", "prioritized slices"), name)
+        lanes |= set(columns(batch)["lane"].tolist())
+    return list(faults), sorted(lanes)
+
+
+def work(connection):
+    """In the other process: for each buffer that comes, what it reads, before and after it has written."""
+    torch.set_num_threads(1)
+    while True:
+        got = connection.recv()
+        if got is None:
+            return
+        try:
+            name, session, rb = got
+            before = sampled(rb, name)
+            lane = rb.storage.lanes.hold()
+            rb.extend(Maker(lane, session).rows(0, 300))
+            connection.send((before, sampled(rb, name), lane))
+            connection.recv()
+            rb.storage.close()
+        except BaseException as error:
+            connection.send(repr(error))
+
+
+@pytest.fixture(scope="module", params=["fork", "spawn"])
+def other(request):
+    context = mp.get_context(request.param)
+    here, there = context.Pipe()
+    process = context.Process(target=work, args=(there,), daemon=True)
+    process.start()
+    yield here
+    here.send(None)
+    process.join(60)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_buffer_that_was_sent_reads_and_writes_and_its_sampler_follows_both_lanes(name, store, other, tmp_path):
+    rb = TensorDictReplayBuffer(storage=STORES[store](tmp_path), sampler=SAMPLERS[name](), batch_size=64)
+    rb.set_writer(ReplayBuffer(storage=LazyTensorStorage(1)).writer)
+    rb.extend(Maker(0, 1).rows(0, 300))
+    rb.sample()
+    other.send((name, 2, rb))
+    assert other.poll(60)
+    said = other.recv()
+    assert not isinstance(said, str), said
+    before, after, lane = said
+    assert (before, lane) == (([], [0]), 1)
+    assert after == ([], [0, 1]) and sampled(rb, name) == ([], [0, 1])
+    other.send("go on")
+    rb.storage.close()
+
+
+def test_ensembles_of_buffers_that_others_write_follow_each_member(other, tmp_path):
+    members = [ReplayBuffer(storage=STORES["shared memory"](None), batch_size=32) for _ in range(2)]
+    for member in members:
+        member.extend(Maker(0, 1).rows(0, 100))
+    both = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=64)
+    both.sample()
+    for member in members:
+        other.send(("random", 2, member))
+        assert other.poll(60) and not isinstance(other.recv(), str)
+        other.send("go on")
+    lanes = torch.cat([both.sample()["lane"] for _ in range(20)], -1)
+    assert [set(row) for row in lanes.tolist()] == [{0, 1}, {0, 1}]
+
+
+def by_queue(queue, said):
+    name, rb = queue.get(timeout=60)
+    said.put(sampled(rb, name))
+
+
+def test_a_buffer_goes_through_a_queue():
+    context = mp.get_context("fork")
+    queue, said = context.Queue(), context.Queue()
+    process = context.Process(target=by_queue, args=(queue, said))
+    process.start()
+    rb = ReplayBuffer(storage=STORES["shared memory"](None), sampler=SAMPLERS["slices"](), batch_size=64)
+    rb.extend(Maker(0, 1).rows(0, 300))
+    queue.put(("slices", rb))
+    assert said.get(timeout=60) == ([], [0])
+    process.join(60)
+    assert process.exitcode == 0
