@@ -118,10 +118,6 @@ def _first_for_all(original: Any, self: Any, state: dict[str, Any]) -> None:
     original(self, {"transforms": [{**entry, "state": entries[0]["state"]} for entry in entries]} if entries else state)
 
 
-def _live_epoch(self: Any) -> dict[str, Any]:
-    return {"epoch": self._epoch, "ran_out": self._ran_out, "shuffle": self.shuffle, "drop_last": self.drop_last}
-
-
 def _without_generator(original: Any, buffer: Any, wanted: Any, storage_too: bool) -> None:
     original(buffer, {name: part for name, part in wanted.items() if name != "generator"}, storage_too)
 
@@ -156,8 +152,9 @@ MUTANTS = {
     "the epoch": Mutant(loading(SamplerWithoutReplacement, without("epoch")), EPOCHS),
     "that an epoch ran out": Mutant(loading(SamplerWithoutReplacement, without("ran_out", value=False)), EPOCHS),
     "that a store counts anew (epochs)": Mutant(instead(SamplerWithoutReplacement, "adopt", nothing), EPOCHS),
-    "a copy of the epoch in states in memory": Mutant(
-        instead(SamplerWithoutReplacement, "state_dict", _live_epoch), EPOCHS._replace(way="in memory")
+    "copies of what parts say, for a state in memory": Mutant(
+        lambda patch: patch.setattr(saving.copy, "deepcopy", lambda value: value),
+        Combo(sampler="own, with state", way="in memory"),
     ),
     "the position in an epoch of slices": Mutant(
         loading(SliceSamplerWithoutReplacement, without("epoch", "position", value=0)), SLICE_EPOCHS
