@@ -73,6 +73,12 @@ def test_any_other_call_that_fails_is_an_error_or_no_harm(ram_path, kind, style)
     print(f"{kind}, {style}: {watched.calls + closed.calls} other calls: {dict(outcomes)}")
 
 
+def test_a_disk_that_does_not_say_what_is_there_costs_no_state(ram_path):
+    watched = Watched.make("best", "full", ram_path, tracer.STAT)
+    outcomes = fail_at(watched, ram_path / "p", range(1, watched.calls + 1, 2), tracer.FAIL, tracer.STAT)
+    assert outcomes["error, old"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "style"), ALL)
 def test_short_writes_and_interrupted_calls_go_unnoticed(ram_path, kind, style):
