@@ -4,6 +4,7 @@ PYTHON ?= python3
 PIP := $(VENV)/bin/python -m pip
 NATIVE_SOURCES := $(shell find src/native -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 PYTEST ?=
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-search check format stubs clean
@@ -20,7 +21,7 @@ $(VENV)/.tools: constraints.txt
 	@echo "[1/2] making $(VENV) with the tested versions: a few minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --progress-bar on -c constraints.txt torch tensordict numpy gymnasium xxhash rich \
-	  nanobind scikit-build-core ninja cmake pytest hypothesis ruff mypy matplotlib h5py pyarrow
+	  nanobind scikit-build-core ninja cmake pytest pytest-xdist hypothesis ruff mypy matplotlib h5py pyarrow
 	@touch $@
 
 $(VENV)/.engram: $(VENV)/.tools pyproject.toml CMakeLists.txt $(NATIVE_SOURCES)
@@ -32,7 +33,7 @@ demo: $(VENV)/.engram
 	$(VENV)/bin/python examples/dqn_cartpole.py
 
 test: $(VENV)/.engram
-	$(VENV)/bin/python -m pytest -m "not long" $(PYTEST)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "not long" $(PYTEST)
 
 test-long: $(VENV)/.engram
 	$(VENV)/bin/python -m pytest -m long $(PYTEST)

@@ -204,7 +204,6 @@ class BufferMachine(Driven):
             twin.storage.loads(self.folder / "storage")
             self.sampler.begin()
             twin.set_sampler(self.sampler.make())
-            self.numbers_of_their_own_are_gone()
             return
         if way == "dumps":
             old.dumps(self.folder / "saved")
@@ -214,8 +213,6 @@ class BufferMachine(Driven):
         self.forget()
         for k in (0, -1):
             self.draws_the_same(old, twin, self.sampler.batch_sizes[k])
-        if not self.writer.saves_numbers:
-            self.numbers_of_their_own_are_gone()
 
     @precondition(lambda self: self.storage_kind.reopens and not self.prefetch and self.rb.storage.lanes is not None)
     @rule()
@@ -225,11 +222,7 @@ class BufferMachine(Driven):
         self.sampler.begin()
         self.rb = self.buffer.open(folder, **self.parts())
         self.ring.seam_comes = True
-        self.numbers_of_their_own_are_gone()
-
-    def numbers_of_their_own_are_gone(self) -> None:
-        """They are the writer's to save."""
-        self.ring.out_of_turn = set()
+        self.ring.number_anew()
 
 
 def drive(

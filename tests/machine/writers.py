@@ -17,7 +17,6 @@ class RoundRobinOracle:
 
     stores_index = False
     takes_envs = True
-    saves_numbers = False  # of rows that were written out of turn
     forbids = False  # any change is an error
 
     def make(self) -> Writer:
@@ -46,7 +45,6 @@ class BestOracle(TensorDictRoundRobinOracle):
     """In a full storage over the lowest, of equal ones that in the first slot; what is not higher is refused."""
 
     takes_envs = False
-    saves_numbers = True
 
     def make(self) -> Writer:
         return TensorDictMaxValueWriter(rank_key="value")

@@ -27,9 +27,12 @@ MODULES = {
 LOADERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("TensorDict", "load"), ("TensorDict", "load_memmap"),
            ("np", "fromfile"), ("torch", "from_file"), ("tensordict", "load"), ("torch", "jit")}  # fmt: skip
 H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regionref_dtype", "Reference"}
+# The system's renameat2, for which Python has no function; nothing is read there.
+NEEDED = {"data/datasets/aside.py": ["import ctypes"]}
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.
 COMPUTED = {
     ("data/replay_buffers/checkpointers/state.py", ""): "dtypes that stand there, at import",
+    ("data/replay_buffers/checkpointers/torchrl/folders.py", ""): "dtypes that stand there, at import",
     ("data/replay_buffers/episodes.py", "_ask"): "the two methods that call it",
     ("data/replay_buffers/reading.py", "_own"): "the constructor that calls it",
     ("data/replay_buffers/samplers/priorities.py", "_decisive"): "_SAVED",
@@ -72,7 +75,7 @@ def found_in(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_nothing_in_the_package_can_run_what_it_reads(file: Path) -> None:
-    assert list(found_in(ast.parse(file.read_text()))) == []
+    assert list(found_in(ast.parse(file.read_text()))) == NEEDED.get(str(file.relative_to(ROOT)), [])
 
 
 @pytest.mark.parametrize(

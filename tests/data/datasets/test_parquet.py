@@ -260,7 +260,7 @@ def test_metadata_that_are_not_true_are_refused(tmp_path, name):
 def test_a_form_that_leaves_a_column_out_is_refused(tmp_path):
     write_parquet(filled((torch.zeros(3), torch.ones(3))), tmp_path / "s")
     forged(tmp_path / "s", lambda m: m["layout"]["root"]["children"][1].update(leaf=0))
-    with pytest.raises(DatasetError, match="form does not fit"):
+    with pytest.raises(DatasetError, match="form are not numbered from 0 on"):
         read_parquet(tmp_path / "s", buffer())
 
 

@@ -33,6 +33,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
         self._known_layout: tuple[Any, bool] = (None, True)  # and whether its rows have priorities
         super().__init__(*args, **kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_known_layout": (None, True)}
+
     def _default_writer(self) -> Writer:
         return TensorDictRoundRobinWriter()
 

@@ -134,6 +134,9 @@ class _Folder:
     def read_into(self, name: str, buffer: Any) -> None:
         self._snapshot.read_into(self._below + name, buffer)
 
+    def ask_for(self, name: str) -> None:
+        self._snapshot.ask_for(self._below + name)
+
     def check(self, names: Iterable[str] | None = None) -> None:
         self._snapshot.check(self._below + name for name in (self.files if names is None else names))
 

@@ -208,9 +208,9 @@ class SnapshotReader:
     def _load_manifest(self, expected: str | None) -> None:
         try:
             with open(self._open_file(MANIFEST), "rb") as file:
-                data = file.read(_LARGEST_MANIFEST + 1)
-            if len(data) > _LARGEST_MANIFEST:
-                raise ValueError(f"it has more than {_LARGEST_MANIFEST:,} bytes")
+                if os.fstat(file.fileno()).st_size > _LARGEST_MANIFEST:
+                    raise ValueError(f"it has more than {_LARGEST_MANIFEST:,} bytes")
+                data = file.read()
             document = unseal(data)
         except (OSError, ValueError) as error:
             raise self.malformed(str(error)) from None
