@@ -24,7 +24,7 @@ REPEATING = [[5, 0, 0], torch.tensor([3, 3]), torch.tensor([[0, 1], [1, -1]]), [
 BAD_INDICES = [
     6, -7, 10, 1000, 2**70, [0, 6], [0, -7], [2**70], torch.tensor([9]), torch.tensor([10**6]), range(5, 8), [True] * 5,
     torch.ones(7, dtype=torch.bool), True, torch.tensor(True), 2.5, [0.5], torch.tensor([1.0]), "n0", (0, 1),
-    slice(None, None, -1), object(),
+    slice(None, None, -1), {},
 ]  # fmt: skip
 
 
