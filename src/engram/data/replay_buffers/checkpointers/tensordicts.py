@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ class TensorDictCodec:
         return type(value) is TensorDict
 
     def pack(self, value: Any) -> Any:
+        if _more_than_it_holds(value.values(), value.batch_size):
+            raise TypeError(f"a TensorDict of batch size {tuple(value.batch_size)} that holds nothing of it")
         return {
             "batch_size": value.batch_size,
             "device": value.device is not None,
@@ -25,6 +29,8 @@ class TensorDictCodec:
         }
 
     def unpack(self, packed: Any) -> Any:
+        if _more_than_it_holds(packed["items"].values(), packed["batch_size"]):
+            raise ValueError(f"a TensorDict of batch size {tuple(packed['batch_size'])} holds nothing of it")
         device = torch.device("cpu") if packed["device"] else None
         return TensorDict(packed["items"], packed["batch_size"], device=device, names=packed["names"])
 
@@ -42,6 +48,18 @@ class NonTensorCodec:
 
     def unpack(self, packed: Any) -> Any:
         return NonTensorData(packed["data"], batch_size=packed["batch_size"])
+
+
+# A batch size costs nothing to write; whoever goes over such a TensorDict makes an object for each step.
+_MOST_EMPTY = 1 << 24
+
+
+def _more_than_it_holds(values: Iterable[Any], batch_size: Iterable[int]) -> bool:
+    return math.prod(batch_size) > max(_MOST_EMPTY, _nbytes(values))
+
+
+def _nbytes(values: Iterable[Any]) -> int:
+    return sum(_nbytes(v.values()) if isinstance(v, TensorDict) else getattr(v, "nbytes", 0) for v in values)
 
 
 CODECS = (TensorDictCodec(), NonTensorCodec())

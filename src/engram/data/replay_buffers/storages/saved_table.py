@@ -108,6 +108,8 @@ class SavedTable(Storage):
                 if tuple(layout.get("strands", ())) != self._inner:
                     said.append(f"environments are {list(self._inner)} here, {layout.get('strands')} there")
             strands = math.prod(layout.get("strands", ()))
+            if counters.get("strands", strands) != strands:
+                said.append(f"counters of {counters['strands']} strands stand beside a layout of {strands} there")
             room = self._room(strands)
             rows = [lane["published"] - lane["base"] for lane in lanes]
             if len(lanes) > self._n_lanes:
