@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,6 +76,18 @@ def around(owner: Any, name: str, changed: Callable[..., Any]) -> Callable[[Patc
     """`changed(original, *args)` in the place of a method or function."""
     original = getattr(owner, name)
     return lambda patch: patch.setattr(owner, name, lambda *args, **kwargs: changed(original, *args, **kwargs))
+
+
+def _shared_with_a_late_save(patch: Patch) -> None:
+    """Nothing is copied, and the save's thread comes to its work when the buffer has gone on."""
+    save = saving.save_snapshot
+
+    def late(*args: Any, **kwargs: Any) -> str:
+        time.sleep(0.1)
+        return save(*args, **kwargs)
+
+    patch.setattr(saving, "save_snapshot", late)
+    patch.setattr(saving.copy, "deepcopy", lambda value: value)
 
 
 def restored(change: Callable[[list[Any]], list[Any]]) -> Callable[[Patch], None]:
@@ -153,7 +166,7 @@ MUTANTS = {
     "that an epoch ran out": Mutant(loading(SamplerWithoutReplacement, without("ran_out", value=False)), EPOCHS),
     "that a store counts anew (epochs)": Mutant(instead(SamplerWithoutReplacement, "adopt", nothing), EPOCHS),
     "copies of what parts say, for a state in memory": Mutant(
-        lambda patch: patch.setattr(saving.copy, "deepcopy", lambda value: value),
+        lambda patch: _shared_with_a_late_save(patch),
         Combo(sampler="own, with state", way="in memory"),
     ),
     "the position in an epoch of slices": Mutant(
