@@ -20,7 +20,7 @@ help:
 $(VENV)/.tools: constraints.txt
 	@echo "[1/2] making $(VENV) with the tested versions: a few minutes, once"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --progress-bar on -c constraints.txt torch tensordict numpy gymnasium xxhash rich \
+	$(PIP) install --quiet --progress-bar on -c constraints.txt torch tensordict numpy gymnasium cloudpickle xxhash rich \
 	  nanobind scikit-build-core ninja cmake pytest pytest-xdist hypothesis ruff mypy matplotlib h5py pyarrow
 	@touch $@
 

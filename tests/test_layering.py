@@ -16,6 +16,7 @@ LAYERS = [
     ["engram.data.datasets"],
     ["engram.collectors"],
     ["engram.envs"],
+    ["engram.workers"],
     ["engram.data", BUFFERS],  # the public names
     [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.prioritized", f"{BUFFERS}.ensemble"],
     [f"{BUFFERS}.saving"],

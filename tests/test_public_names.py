@@ -61,7 +61,7 @@ NAMES = {
 }  # fmt: skip
 ERRORS = {
     "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError", "CorruptCheckpointError",
-    "CheckpointMisfitError", "DatasetError",
+    "CheckpointMisfitError", "DatasetError", "WorkerError",
 }  # fmt: skip
 MEMBERS = {
     "ReplayBuffer": {

@@ -7,12 +7,15 @@
     ├── CheckpointError              a checkpoint cannot be written or read
     │   ├── CorruptCheckpointError   its bytes are not those that were saved
     │   └── CheckpointMisfitError    it is whole, and belongs to another kind of buffer (a ValueError, too)
-    └── DatasetError                 a dataset's file is not what it should be
+    ├── DatasetError                 a dataset's file is not what it should be
+    └── WorkerError                  a worker process failed or died
 
 Wrong arguments are the built-in `ValueError`, `TypeError`, `KeyError` and `IndexError`.
 """
 
 from __future__ import annotations
+
+import signal
 
 
 class EngramError(Exception):
@@ -82,3 +85,29 @@ class DatasetError(EngramError, ValueError):
     def __str__(self) -> str:
         taken = f"; {self.rows_read} steps were taken into the buffer before" if self.rows_read else ""
         return f"{self.file}: {self.reason}{taken}"
+
+
+class WorkerError(EngramError, RuntimeError):
+    """A worker process failed, and `traceback` is what it said; or it died without a word, and `exit_code` says how.
+
+    `worker` is its name; `exit_code` is that of `multiprocessing`: minus the signal's number after a signal. The
+    exception itself, where it could be sent, is the cause.
+    """
+
+    def __init__(self, worker: str, traceback: str = "", exit_code: int | None = None) -> None:
+        super().__init__(worker, traceback, exit_code)
+        self.worker, self.traceback, self.exit_code = worker, traceback, exit_code
+
+    def __str__(self) -> str:
+        if self.traceback:
+            return f"{self.worker} failed:\n\n{self.traceback}"
+        if self.exit_code is not None and self.exit_code < 0:
+            return f"{self.worker} was killed by {_signal_name(-self.exit_code)}; is there memory enough?"
+        return f"{self.worker} ended with exit code {self.exit_code}, without a word"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

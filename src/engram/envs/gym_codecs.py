@@ -45,6 +45,10 @@ class Codec(ABC):
     def decode_rows(self, value: Any) -> list[Any]:
         """`[N, *spec.shape]` as N raw values, which share no memory with it."""
 
+    @abstractmethod
+    def decode_batch(self, value: Any) -> Any:
+        """`[..., *spec.shape]` as gymnasium batches raw values: an array `[..., *raw_shape]`, Dicts of them."""
+
     def random_rows(self, n: int) -> tuple[Any, list[Any]]:
         """`spec.rand((n,))`, and its raw values."""
         drawn = self.spec.rand((n,))
@@ -79,6 +83,9 @@ class LeafCodec(Codec):
         """The reverse of `encode`: an array, always a new one."""
         batch = value.shape[: value.ndim - self.spec.ndim]
         return value.detach().cpu().numpy().astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
+
+    def decode_batch(self, value: Tensor) -> Any:
+        return np.asarray(self.decode(value))
 
     @property
     def is_plain(self) -> bool:
@@ -190,6 +197,9 @@ class NestedCodec(Codec):
     def decode_rows(self, value: Any) -> list[Any]:
         columns = [part.decode_rows(value.get(str(key))) for key, part in self.parts.items()]
         return [self._build(dict(zip(self.parts, row, strict=True))) for row in zip(*columns, strict=True)]
+
+    def decode_batch(self, value: Any) -> Any:
+        return self._build({key: part.decode_batch(value.get(str(key))) for key, part in self.parts.items()})
 
     def keep(self, raw: Any) -> Any:
         return self._build({key: part.keep(raw[key]) for key, part in self.parts.items()})
