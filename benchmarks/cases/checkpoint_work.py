@@ -68,13 +68,13 @@ class Saved:
         """Seconds of a load into an empty buffer."""
         rb = self.empty()
         self.cache(cold)
-        wake(self.nbytes)
+        wake(2 * self.nbytes)  # the page cache's, and what is read into
         return timed(lambda: rb.loads(self.path))
 
     def read(self, *, cold: bool, fresh: bool) -> float:
         """Seconds of reading the checkpoint's files: into new memory that takes them all, or into the same 4 MB."""
         self.cache(cold)
-        wake(self.nbytes)
+        wake(2 * self.nbytes)  # the page cache's, and what is read into
         return timed(lambda: read_files(self.path, fresh))
 
     def cache(self, cold: bool) -> None:
