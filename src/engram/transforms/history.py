@@ -57,7 +57,6 @@ class RewardSum(TimedTransform):
         return root_pairs(self.in_keys, self.out_keys) if self.in_keys else [("reward", "episode_reward")]
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
-        specs.require([source for source, _ in self._env_pairs], "RewardSum")
         if taken := [target for _, target in self._env_pairs if target in RESULTS]:
             raise ValueError(f"RewardSum would replace {taken}; give it out_keys of its own in an environment")
         return specs.with_entries({target: self._sum_spec(specs.entry(source)) for source, target in self._env_pairs})
@@ -66,6 +65,7 @@ class RewardSum(TimedTransform):
         return Unbounded(spec.shape, spec.device, spec.dtype if spec.dtype.is_floating_point else torch.int64)
 
     def _start(self, specs: EnvSpecs) -> None:
+        specs.require([source for source, _ in self._env_pairs], "RewardSum")
         self._of: list[Any] = [specs.entry(source) for source, _ in self._env_pairs]
         self._sums = [_wide(spec.zero()) for spec in self._of]
 

@@ -114,8 +114,8 @@ class InEnvironment:
         """
         specs.require([source for source, _ in self._env_pairs], type(self).__name__)
         changed = EnvSpecs(
-            self.transform_observation_spec(specs.observation),
-            self.transform_action_spec(specs.action),
+            self.transform_observation_spec(clone(specs.observation)),  # children set entries of what they are given
+            self.transform_action_spec(clone(specs.action) if isinstance(specs.action, Composite) else specs.action),
             self.transform_reward_spec(specs.reward),
             self.transform_done_spec(specs.done),
         )
@@ -123,7 +123,7 @@ class InEnvironment:
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """The observations' specs with the transform."""
-        result = clone(observation_spec)
+        result = observation_spec
         for source, target in self._env_pairs:
             spec = result.leaves().get(source)
             if spec is not None:

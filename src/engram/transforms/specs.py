@@ -151,7 +151,7 @@ def tried(transform: Any, specs: EnvSpecs) -> EnvSpecs:
     stage = copied.stages()[0]
     fresh = stage.reset(TensorDict(batch_size=specs.observation.shape), specs.blank(stepped=False))
     _refuse_others(fresh, FLAGS, transform)
-    root = specs.blank(stepped=False).set("action", specs.action.zero())
+    root = fresh.copy().set("action", specs.action.zero())
     given = specs.blank(stepped=True)
     before = {key: (value, value._version) for key, value in given.items(True, True)}
     after = stage.step(root, given)
