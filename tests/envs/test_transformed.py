@@ -454,3 +454,14 @@ def test_a_collectors_own_limit_starts_episodes_of_the_transforms_anew():
     env = TransformedEnv(GymEnv(Countdown(lengths=(50,))), StepCounter())
     with SyncDataCollector(env, frames_per_batch=10, total_frames=10, max_frames_per_traj=4) as collector:
         assert next(iter(collector))["step_count"].flatten().tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+
+
+def test_a_serial_env_has_the_specs_of_its_members_rewards():
+    def make(dtype=torch.float64):
+        return TransformedEnv(GymEnv("CartPole-v1"), DTypeCastTransform(torch.float32, dtype, ["reward"]))
+
+    env = SerialEnv(2, make)
+    assert env.reward_spec == Unbounded((2, 1), dtype=torch.float64)
+    check_env_specs(env)
+    with pytest.raises(ValueError, match="another reward_spec"):
+        SerialEnv(2, [make, lambda: make(torch.float16)])
