@@ -250,6 +250,14 @@ def test_a_recurrent_policys_state_is_no_transforms_affair():
     assert batch["next", "memory"].flatten().tolist() == [1, 2, 3]
 
 
+def test_transforms_do_not_see_what_a_policy_keeps_for_the_next_step():
+    seen = []
+    env = TransformedEnv(GymEnv("CartPole-v1"), lambda td: seen.append(set(td.keys())) or td)
+    td = env.rand_action(env.reset())
+    env.step(td.set(("next", "memory"), torch.ones(1)))
+    assert "memory" not in seen[-1] and "reward" in seen[-1] and td["next", "memory"].item() == 1
+
+
 def test_bounds_follow_the_values():
     env = TransformedEnv(pictures(), Compose(ToTensorImage(), RewardScaling(0.0, 2.0), CatFrames(2, -3)))
     assert env.observation_spec["pixels"] == Bounded(0.0, 1.0, (6, 6, 5))
