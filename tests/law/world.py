@@ -204,7 +204,9 @@ class World:
         saved = rb.state_dict()
         for lane in saved["storage"].get("counters", {}).get("lanes", []):
             lane["seams"] = [seam for seam in lane.get("seams", []) if seam > lane["base"]]
-        numbers = None if lanes is None or not len(rb) else lanes.generations(torch.arange(lanes.capacity))  # a used twin keeps its layout
+        if not rb.write_count:  # what a twin keeps of the layout of its life before, nobody sees before the first row
+            return frozen({"length": len(rb), "generator": saved["generator"]})
+        numbers = None if lanes is None else lanes.generations(torch.arange(lanes.capacity))
         cursor = rb.writer._cursor
         return frozen(
             {"length": len(rb), "written": rb.write_count, "cursor": cursor, "generations": numbers, "saved": saved}
