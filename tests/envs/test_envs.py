@@ -139,13 +139,6 @@ def test_what_a_policy_keeps_is_zero_in_a_new_episode():
     assert batch["next", "memory"].squeeze(-1).tolist() == [1, 2, 3, 1, 2, 3]
 
 
-def test_vectorised_environments_are_refused_with_a_way_out():
-    with pytest.raises(NotImplementedError, match=r"SerialEnv\(4"):
-        GymEnv("CartPole-v1", num_envs=4)
-    with pytest.raises(NotImplementedError, match="SerialEnv"):
-        GymEnv(gymnasium.make_vec("CartPole-v1", num_envs=2))
-
-
 def test_spaces_without_a_tensor_form_are_named():
     with pytest.raises(TypeError, match="Text"):
         GymEnv(Echo(spaces.Text(5), SPACES["discrete"]))
