@@ -275,8 +275,34 @@ def test_an_environment_that_cannot_be_reset_alone_says_so():
 def test_a_full_reset_in_the_middle_starts_all_anew():
     env = GymEnv(Native(2, lengths=(2, 9)))
     env.set_seed(0)
-    env.rollout(3, break_when_any_done=False)
-    assert env.reset()["observation"][:, 0].tolist() == [2, 2] or not env.reset()["_idle"].any()
+    td = env.step(countdown_policy(env.reset()))
+    env.step(countdown_policy(step_mdp(td)))
+    assert env.reset()["observation"][:, 0].tolist() == [9, 9]
+    assert env.reset(TensorDict({"_reset": torch.ones(2, 1, dtype=torch.bool)}, [2]))["observation"][0, 0] == 2
+
+
+@every_mode
+def test_a_seed_goes_before_an_episode_that_has_begun_without_it(mode):
+    env = made("engram/Countdown-v0", mode, n=2, lengths=(1, 5))
+    env.set_seed(0)
+    td = step_mdp(env.step(env.rand_action(env.reset())))
+    env.set_seed(0)
+    assert env.reset(td.set("_reset", td["done"]))["observation"][:, 0].tolist() == [1, 1]
+
+
+@every_mode
+def test_tensors_that_were_given_away_may_be_written_to(mode):
+    env = GymEnv(Native(2, mode, lengths=(2, 3)))
+    env.set_seed(0)
+    td = env.reset()
+    seen = []
+    for _ in range(12):
+        seen.append(td["observation"][:, 0].tolist() if not td.get("_idle", torch.zeros(1)).any() else None)
+        stepped = env.step(countdown_policy(td))
+        state = env.maybe_reset(step_mdp(stepped)).clone()
+        stepped["next", "observation"].fill_(-1)
+        td = state
+    assert [left for left in seen if left is not None][:6] == [[2, 2], [1, 1], [3, 3], [2, 2], [1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("kind", [None, "sync", "async"])
