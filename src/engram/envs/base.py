@@ -161,6 +161,17 @@ class EnvBase(ABC):
         self._set_seed(seed)
         return seed + self.batch_size.numel()
 
+    def random_state(self) -> Any:
+        """Where the environments' own random numbers stand, for `set_random_state`; None where nobody can tell."""
+        return None
+
+    def set_random_state(self, state: Any) -> None:
+        """The next episodes are those that would have followed `random_state`, once everything is reset.
+
+        Raises ValueError for a state of another environment, with nothing changed.
+        """
+        raise ValueError(f"{type(self).__name__} keeps no random state")
+
     def to(self: Self, device: torch.device | str) -> Self:
         """Moves specs and all further outputs to `device`; returns the environment itself."""
         self.device = torch.device(device)

@@ -122,6 +122,14 @@ class GymEnv(EnvBase):
     def _set_seed(self, seed: int) -> None:
         self._stepper.seed(seed)
 
+    def random_state(self) -> Any:
+        return self._stepper.engine.random_state() if isinstance(self._stepper, SingleStepper) else None
+
+    def set_random_state(self, state: Any) -> None:
+        if not isinstance(self._stepper, SingleStepper):
+            raise ValueError("vector environments of gymnasium do not give their random states away")
+        self._stepper.engine.set_random_state(state)
+
     def _close(self) -> None:
         self._stepper.engine.env.close()
 

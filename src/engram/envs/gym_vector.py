@@ -76,14 +76,15 @@ class VectorEngine(BatchEngine):
 
     def step(self, actions: Any) -> BatchStep:
         observation, reward, terminated, truncated, infos = self.env.step(actions)
-        ended = np.logical_or(terminated, truncated)
         observation = self._shown(observation, infos)
-        if self.autoreset is Autoreset.SAME_STEP:
-            return BatchStep(observation, reward, terminated, truncated, self._last(infos, ended))
         if self.autoreset is Autoreset.DISABLED:
             return BatchStep(observation, reward, terminated, truncated)
-        idle, self._over = self._over, ended & ~self._over
-        return BatchStep(observation, reward, terminated, truncated, idle=idle if idle.any() else None)
+        ended = np.logical_or(terminated, truncated)
+        if self.autoreset is Autoreset.SAME_STEP:
+            return BatchStep(observation, reward, terminated, truncated, self._last(infos, ended))
+        idle, has_idle = self._over, np.count_nonzero(self._over)  # a fifth of the cost of `any`
+        self._over = np.greater(ended, idle) if has_idle else ended
+        return BatchStep(observation, reward, terminated, truncated, (), idle if has_idle else None)
 
     def _last(self, infos: Mapping[str, Any], ended: Array) -> Sequence[tuple[int, Any]]:
         if not ended.any():
