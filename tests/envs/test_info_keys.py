@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
@@ -9,7 +10,8 @@ from gymnasium.vector import AutoresetMode
 from contracts.vector_worlds import Native, Nested
 from engram.collectors import SyncDataCollector
 from engram.data.specs import Unbounded
-from engram.envs import GymEnv, SerialEnv, check_env_specs
+from engram.envs import GymEnv, SerialEnv, check_env_specs, step_mdp
+from engram.envs.gym_info import InfoReader
 from engram.testing import EnvContract
 
 KEYS = ["until", "place", ("deep", "t")]
@@ -109,3 +111,20 @@ def test_a_value_that_does_not_fit_its_spec_names_the_key():
 def test_final_entries_of_an_environment_written_for_many_are_zero_where_it_has_none():
     env = GymEnv(Native(2, AutoresetMode.SAME_STEP, lengths=(1,)), info_keys={"x": Unbounded((1,))})
     assert not env.rollout(3, break_when_any_done=False)["next", "x"].any()
+
+
+def test_a_first_observation_that_waits_is_whole_when_another_environment_is_cut():
+    options = {"vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": AutoresetMode.SAME_STEP}}
+    env = GymEnv("engram/Nested-v0", num_envs=2, info_keys=["until"], **options)
+    env.set_seed(1)
+    td = env.reset()
+    while int((done := td["done"]).sum()) != 1:
+        td = step_mdp(env.step(env.rand_action(env.maybe_reset(td))))
+    begun = env.reset(td.set("_reset", torch.ones_like(done)))
+    assert (begun["until"] > 0).all() and torch.equal(begun["until"], begun["left"][:, 1].long())
+
+
+def test_what_the_mask_of_an_entry_leaves_out_is_zero():
+    reader = InfoReader({"x": Unbounded((), dtype=torch.int64)})
+    [column] = reader.read_batch({"x": np.array([5, 6]), "_x": np.array([True, False])}, 2)
+    assert column.tolist() == [5, 0]
