@@ -301,7 +301,12 @@ def checked_start_method(method: str | None) -> str:
 
 
 def _main(
-    ends: tuple[Connection, Bell, Bell], owner: int, is_child: bool, seed: int, run: Callable[..., None], args: tuple[Any, ...]
+    ends: tuple[Connection, Bell, Bell],
+    owner: int,
+    is_child: bool,
+    seed: int,
+    run: Callable[..., None],
+    args: tuple[Any, ...],
 ) -> None:
     _alive.clear()  # a fork has its siblings there
     signal.signal(signal.SIGINT, signal.SIG_IGN)
