@@ -51,7 +51,8 @@ class Crew:
     """Workers that each call `run(channel, seat, *args)`, and then do what `round` says, all at once.
 
     A round costs each worker two system calls, and its owner three for each. Which round is asked for and which one is
-    done stands in shared memory: a round that an exception here (Ctrl-C) left in the middle is ended before the next.
+    done stands in shared memory: a round that an exception here (Ctrl-C) left in the middle is ended, by those whom it
+    had reached, before the next.
 
     Args:
         run: see `Worker`.

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from engram.data.replay_buffers.utils import free_memory, human_bytes
+
 Array = np.ndarray[Any, Any]
 ALIGNMENT = 64
 
@@ -39,12 +41,10 @@ class SharedMemory:
     def allocate(self, sizes: Sequence[int]) -> list[Array]:
         """Zeroed uint8 arrays of so many bytes each. Raises MemoryError where there is no room for them."""
         total = max(1, sum(_rounded(size) for size in sizes))
-        try:
-            os.posix_fallocate(self._fd, 0, total)  # now: later, a full memory would be a bus error
-        except AttributeError:  # no such call here
-            os.ftruncate(self._fd, total)
-        except OSError as error:
-            raise MemoryError(f"no room for {total:,} bytes of shared memory: {error.strerror}") from error
+        free = free_memory()
+        if free is not None and total > free:  # the kernel would promise it, and end processes when it is used
+            raise MemoryError(f"no room for {human_bytes(total)} of shared memory: {human_bytes(free)} are free")
+        os.ftruncate(self._fd, total)
         return self.attach(sizes)
 
     def attach(self, sizes: Sequence[int]) -> list[Array]:

@@ -35,9 +35,9 @@ class ParallelEnv(EnvBase):
         num_workers: how many processes; None: one for each core that this process may use, or n if that is fewer.
             More than that pays where environments wait for something.
         start_method: "fork", "spawn" or "forkserver"; None: fork unless CUDA is in use.
-        cpus: the cores on which workers run, worker i on `cpus[i % len(cpus)]`. None: where there are as many workers
-            as cores, each has its own; else the system places them. The scheduler, left alone, tends to keep processes
-            that wake each other on one core.
+        cpus: the cores on which workers run, worker i on `cpus[i % len(cpus)]` only; None: the system places them. Some
+            schedulers keep processes that wake each other on one core; on a machine that does nothing else, a core for
+            each worker then makes the difference. On a busy one it does harm.
         device: where outputs are; None: where the environments have theirs.
         patience: seconds that `close` gives a worker that is in the middle of a step before it ends it by force.
 
@@ -93,6 +93,11 @@ class ParallelEnv(EnvBase):
         self.done_spec = one.done_spec.expand(n, *one.done_spec.shape)
         if device is not None:
             self.to(device)
+
+    @property
+    def pids(self) -> list[int]:
+        """The numbers of the worker processes."""
+        return self._crew.pids
 
     def batch_engine(self) -> BatchEngine | None:
         """What steps gymnasium environments raw; None for others, and where a child class has changed a step."""
@@ -204,9 +209,9 @@ def _checked_workers(num_workers: int | None, n: int) -> int:
 
 def _cores(workers: int, cpus: Sequence[int] | None) -> list[int | None]:
     """The core of each worker; None: whichever the system chooses."""
-    usable = _usable_cores()
     if cpus is None:
-        return [*usable] if len(usable) == workers > 1 else [None] * workers
+        return [None] * workers
+    usable = _usable_cores()
     if not cpus or not set(cpus) <= set(usable):
         raise ValueError(f"cpus must be cores that this process may use, {usable}, got {list(cpus)}")
     return [cpus[i % len(cpus)] for i in range(workers)]
