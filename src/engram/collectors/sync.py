@@ -75,7 +75,7 @@ class SyncDataCollector:
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         replay_buffer: Any = None,
     ) -> None:
-        _refuse_bad_settings(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames)
+        refuse_bad_settings(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames)
         if split_trajs and replay_buffer is not None:
             raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
         makes_env = not hasattr(create_env_fn, "step")
@@ -226,7 +226,7 @@ class SyncDataCollector:
 Collector = SyncDataCollector
 
 
-def _refuse_bad_settings(
+def refuse_bad_settings(
     frames_per_batch: int, total_frames: int, max_frames_per_traj: int | None, init_random_frames: int | None
 ) -> None:
     if frames_per_batch < 1:
