@@ -6,12 +6,12 @@ import time
 
 import numpy as np
 import pytest
-from test_workers import is_gone
 
 from engram.bells import Bell
 from engram.crews import Crew
 from engram.errors import WorkerError
 from engram.shared_memory import SharedMemory
+from test_workers import is_gone
 
 COUNT, ECHO, SLEEP, FAIL = range(4)
 
@@ -221,5 +221,3 @@ def test_rings_that_nobody_has_heard_add_up_to_one():
     assert not bell.wait()
     bell.close()
     bell.close()
-
-
