@@ -28,6 +28,7 @@ from benchmarks.cases import (
     mapped,
     max_value,
     measure,
+    parallel,
     pixels,
     prioritized,
     resize,
@@ -53,6 +54,7 @@ ALONE = {
     "epochs": epochs.results,
     "mapped": mapped.results,
     "collect": collecting.results,
+    "parallel": parallel.results,
     "checkpoints": checkpoints.results,
 }
 CASES = (*IN_TURNS, *ALONE)

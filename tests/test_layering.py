@@ -16,7 +16,9 @@ LAYERS = [
     ["engram.data.datasets"],
     ["engram.collectors"],
     ["engram.envs"],
+    ["engram.crews"],
     ["engram.workers"],
+    ["engram.bells", "engram.shared_memory"],
     ["engram.data", BUFFERS],  # the public names
     [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.prioritized", f"{BUFFERS}.ensemble"],
     [f"{BUFFERS}.saving"],

@@ -20,12 +20,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import numpy as np
 import torch
 
+from engram.bells import Bell
 from engram.data.replay_buffers.storages.sharing import carried_by
 from engram.errors import WorkerError
 
@@ -57,8 +58,9 @@ class Portable:
 class Channel:
     """The worker's end: what `run` receives from its owner, and says to it."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, bell: Bell, owners_bell: Bell) -> None:
         self._connection = connection
+        self._bell, self._owners_bell = bell, owners_bell
 
     def receive(self) -> Any:
         """The owner's next message. Raises Closed when there will be none."""
@@ -74,6 +76,15 @@ class Channel:
     def has_message(self) -> bool:
         """Whether `receive` would return, or raise, at once."""
         return self._connection.poll()
+
+    def wait_for_ring(self) -> None:
+        """Sleeps until the owner rings. Raises Closed when it wants this process to end."""
+        if not self._bell.wait():
+            raise Closed
+
+    def ring(self) -> None:
+        """Rings for the owner: a tenth of a message's cost."""
+        self._owners_bell.ring()
 
     def say(self, message: Any) -> None:
         """Sends a message to the owner; shared storages go along as they are, not copied."""
@@ -128,15 +139,16 @@ class Worker:
         self._owner = os.getpid()
         self._connection, theirs = context.Pipe()
         seed = int(torch.randint(2**31, ()))
-        told = (theirs, self._owner, method != "forkserver", seed, run, tuple(args))
+        self._its_bell, self.bell = Bell(), Bell()
+        told = ((theirs, self._its_bell, self.bell), self._owner, method != "forkserver", seed, run, tuple(args))
         # Not a daemon: those may have no processes of their own, and an environment may want some.
         self._process: Any = context.Process(target=_main, args=told, name=name)
         self._process.start()
         theirs.close()  # only the worker holds it: its end is seen here
         self._poll = select.poll()
-        self._poll.register(self._connection.fileno(), select.POLLIN)
         self._end_fd = self._descriptor_of_end()
-        self._poll.register(self._end_fd, select.POLLIN)
+        for fd in (self.fileno(), self._end_fd):
+            self._poll.register(fd, select.POLLIN)
         self._error: WorkerError | None = None
         self.is_closed = False
         _alive.add(self)
@@ -154,6 +166,10 @@ class Worker:
         """The process's number."""
         return int(self._process.pid)
 
+    def ring(self) -> None:
+        """Wakes the worker from `Channel.wait_for_ring`. Its own rings come to `bell`."""
+        self._its_bell.ring()
+
     def send(self, message: Any) -> None:
         """Sends a message; shared storages go along as they are. Raises WorkerError where the worker failed or died."""
         packed, descriptors = _packed(message)
@@ -161,7 +177,7 @@ class Worker:
         try:
             _send_descriptors(self._connection, descriptors)
         except OSError:
-            self._raise_why()
+            self.raise_failure()
 
     def send_bytes(self, message: bytes) -> None:
         """Sends bytes, for `Channel.receive_bytes`."""
@@ -169,7 +185,7 @@ class Worker:
         try:
             self._connection.send_bytes(message)
         except OSError:
-            self._raise_why()
+            self.raise_failure()
 
     def receive(self, timeout: float | None = None) -> Any:
         """The worker's next message.
@@ -202,7 +218,12 @@ class Worker:
         """Readable when there is a message, or none will come: for `wait_for_any`."""
         return int(self._connection.fileno())
 
-    def _raise_why(self) -> None:
+    def end_fileno(self) -> int:
+        """Readable when the process has ended."""
+        return self._end_fd
+
+    def raise_failure(self) -> NoReturn:
+        """The WorkerError of one that has failed or ended; what it said before is dropped."""
         while True:  # what it said before it ended is read first; the failure is the last
             self.receive_bytes(PATIENCE)
 
@@ -228,6 +249,7 @@ class Worker:
     def _ask_to_end(self) -> None:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours, contextlib.suppress(OSError):
             ours.shutdown(socket.SHUT_WR)  # it reads the end, whoever else has inherited our side
+        self._its_bell.ring_last()
 
     def _end(self, until: float) -> None:
         """Waits until a moment of `time.monotonic`, then kills."""
@@ -240,6 +262,8 @@ class Worker:
                 break
         self._process.join()
         self._connection.close()
+        self._its_bell.close()
+        self.bell.close()
         self._process.close()
 
     def _drain(self, until: float) -> None:
@@ -319,7 +343,12 @@ def checked_start_method(method: str | None) -> str:
 
 
 def _main(
-    connection: Connection, owner: int, is_child: bool, seed: int, run: Callable[..., None], args: tuple[Any, ...]
+    ends: tuple[Connection, Bell, Bell],
+    owner: int,
+    is_child: bool,
+    seed: int,
+    run: Callable[..., None],
+    args: tuple[Any, ...],
 ) -> None:
     _alive.clear()  # a fork has its siblings there
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -329,7 +358,7 @@ def _main(
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    channel = Channel(connection)
+    channel = Channel(*ends)
     try:
         run(channel, *args)
     except Closed:
@@ -338,7 +367,7 @@ def _main(
         channel.fail(error)
     finally:
         close_all(list(_alive), patience=1.0)  # sooner than the owner's own patience ends
-        connection.close()
+        ends[0].close()
 
 
 def _end_with(owner: int, is_child: bool) -> None:

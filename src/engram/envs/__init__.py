@@ -5,6 +5,7 @@ from engram.envs.checks import check_env_specs
 from engram.envs.exploration import ExplorationType, exploration_type, set_exploration_type
 from engram.envs.gym import GymEnv
 from engram.envs.mdp import step_mdp
+from engram.envs.parallel import ParallelEnv
 from engram.envs.policies import RandomPolicy
 from engram.envs.transformed import TransformedEnv
 from engram.envs.vector import SerialEnv
@@ -13,6 +14,7 @@ __all__ = [
     "EnvBase",
     "ExplorationType",
     "GymEnv",
+    "ParallelEnv",
     "RandomPolicy",
     "SerialEnv",
     "TransformedEnv",

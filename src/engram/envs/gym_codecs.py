@@ -40,6 +40,10 @@ class Codec(ABC):
     def decode_batch(self, value: Any) -> Any:
         """`[..., *spec.shape]` as gymnasium batches raw values: an array `[..., *raw_shape]`, Dicts of them."""
 
+    @abstractmethod
+    def unbatch(self, batch: Any) -> list[Any]:
+        """The single raw values of N that gymnasium has batched; they share no memory with it."""
+
     def random_rows(self, n: int) -> tuple[Any, list[Any]]:
         """`spec.rand((n,))`, and its raw values."""
         drawn = self.spec.rand((n,))
@@ -81,6 +85,9 @@ class LeafCodec(Codec):
 
     def decode_batch(self, value: Tensor) -> Any:
         return np.asarray(self.decode(value))
+
+    def unbatch(self, batch: Any) -> list[Any]:
+        return [np.asarray(row) for row in batch.copy()]
 
     @property
     def is_plain(self) -> bool:
@@ -137,6 +144,9 @@ class DiscreteCodec(LeafCodec):
 
     def decode_rows(self, value: Tensor) -> list[Any]:
         return list(self.decode(value))
+
+    def unbatch(self, batch: Any) -> list[Any]:
+        return list(batch)
 
     def keep_rows(self, raws: list[Any]) -> list[Any]:
         return raws  # integers
@@ -201,6 +211,10 @@ class NestedCodec(Codec):
 
     def decode_batch(self, value: Any) -> Any:
         return self._build({key: part.decode_batch(value.get(str(key))) for key, part in self.parts.items()})
+
+    def unbatch(self, batch: Any) -> list[Any]:
+        columns = [part.unbatch(batch[key]) for key, part in self.parts.items()]
+        return [self._build(dict(zip(self.parts, row, strict=True))) for row in zip(*columns, strict=True)]
 
     def keep(self, raw: Any) -> Any:
         return self._build({key: part.keep(raw[key]) for key, part in self.parts.items()})

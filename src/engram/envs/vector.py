@@ -31,15 +31,10 @@ class SerialEnv(EnvBase):
         *,
         device: torch.device | str | None = None,
     ) -> None:
-        if n < 1:
-            raise ValueError(f"SerialEnv needs 1 environment or more, got {n}")
-        makers = [make_env] * n if callable(make_env) else list(make_env)
-        if len(makers) != n:
-            raise ValueError(f"SerialEnv({n}, ...) got {len(makers)} callables; give {n}, or a single one")
-        self._envs = [make() for make in makers]
+        self._envs = [make() for make in makers_of("SerialEnv", n, make_env)]
         first = self._envs[0]
         for index, env in enumerate(self._envs):
-            _refuse_other_specs(index, env, first)
+            refuse_other_specs(index, env, first)
         super().__init__(
             first.observation_spec.expand(n, *first.observation_spec.shape),
             first.action_spec.expand(n, *first.action_spec.shape),
@@ -107,7 +102,18 @@ class SerialEnv(EnvBase):
         return f"SerialEnv({len(self._envs)} x {self._envs[0]!r})"
 
 
-def _refuse_other_specs(index: int, env: Any, first: EnvBase) -> None:
+def makers_of(kind: str, n: int, make_env: Callable[[], Any] | Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """What makes each of `n` environments. Raises ValueError for none, and for a list of another length."""
+    if n < 1:
+        raise ValueError(f"{kind} needs 1 environment or more, got {n}")
+    makers: list[Callable[[], Any]] = [make_env] * n if callable(make_env) else list(make_env)
+    if len(makers) != n:
+        raise ValueError(f"{kind}({n}, ...) got {len(makers)} callables; give {n}, or a single one")
+    return makers
+
+
+def refuse_other_specs(index: int, env: Any, first: Any) -> None:
+    """Raises ValueError where environment `index` has other specs than the first."""
     for name in ("batch_size", "device", "observation_spec", "action_spec", "reward_spec", "done_spec"):
         found, expected = getattr(env, name), getattr(first, name)
         if found != expected:

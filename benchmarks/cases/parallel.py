@@ -1,0 +1,139 @@
+"""ParallelEnv with two workers: against one process, and against gymnasium's AsyncVectorEnv. Raw steps, us a step.
+
+The floor of a step is what it takes to wake two processes by an eventfd each and to hear of both again: six system
+calls here, two in each worker, and one or two times that this process is woken. What is beyond it is our own Python:
+actions in, flags out, and in the workers a loop over their environments.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from benchmarks.cases import FLOOR, Result, Row, missing, result
+from engram.crews import Crew
+from engram.envs import GymEnv, ParallelEnv, SerialEnv
+
+Turn = Callable[[], Any]
+WORKERS = 2
+
+
+class Busy(gymnasium.Env):  # type: ignore[type-arg]
+    """Counts for about 100 us a step: work, not time, so that a core that is taken away is felt."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    count = 2000
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        total = 0
+        for k in range(self.count):
+            total += k
+        return np.zeros(4, np.float32), 1.0, False, False, {}
+
+
+def results(*, quick: bool) -> list[Result]:
+    """A row for each number of environments, of either kind."""
+    rounds = 10 if quick else 40
+    _calibrate()
+    busy = [_row("busy", n, Busy, rounds, {"serial": 1.6}) for n in (2, 4, 8)]
+    cart = [_row("cartpole", n, _cartpole, rounds, {"gymnasium async": 1.0}) for n in (2, 4, 16)]
+    return busy + cart
+
+
+def _row(kind: str, n: int, make: Callable[[], Any], rounds: int, target: dict[str, float]) -> Result:
+    row = result(Row(f"parallel_{kind}_{n}", f"ParallelEnv, 2 workers, {n} x {kind}", {}, target=target))
+    cores = sorted(os.sched_getaffinity(0))[:WORKERS]
+    turns: dict[str, Turn] = {}
+    closes: list[Callable[[], None]] = []
+    try:
+        for name, cpus in {"engram": None, "engram, a core each": cores}.items():
+            env = ParallelEnv(n, lambda: GymEnv(make()), num_workers=min(n, WORKERS), cpus=cpus)
+            closes.append(env.close)
+            turns[name] = _engine(env)
+        turns["serial"] = _serial(n, make)
+        vector = gymnasium.vector.AsyncVectorEnv([make] * n)
+        closes.append(vector.close)
+        turns["gymnasium async"] = _vector(vector, n)
+        crew = Crew(_nothing, [()] * WORKERS, name="worker")
+        closes.append(crew.close)
+        turns[FLOOR] = lambda: crew.round(0)
+        row["contenders"] = _measured(turns, rounds)
+    except Exception as error:
+        row["contenders"] = {"engram": missing(error)}
+    finally:
+        for close in closes:
+            close()
+    return row
+
+
+def _nothing(channel: Any, seat: Any) -> None:
+    seat.sit(channel)
+    while True:
+        seat.next_command()
+        seat.done()
+
+
+def _engine(env: ParallelEnv) -> Turn:
+    engine = env.batch_engine()
+    assert engine is not None
+    engine.reset()
+    actions = np.zeros(engine.n, np.int64)
+    return lambda: engine.step(actions)
+
+
+def _serial(n: int, make: Callable[[], Any]) -> Turn:
+    engines = SerialEnv(n, lambda: GymEnv(make())).engines()
+    assert engines is not None
+    for engine in engines:
+        engine.reset()
+    action = np.int64(0)
+
+    def step() -> None:
+        for engine in engines:
+            _, _, terminated, truncated, _ = engine.step(action)
+            if terminated or truncated:
+                engine.reset()
+
+    return step
+
+
+def _vector(vector: Any, n: int) -> Turn:
+    vector.reset()
+    actions = np.zeros(n, np.int64)
+    return lambda: vector.step(actions)
+
+
+def _measured(turns: dict[str, Turn], rounds: int, steps: int = 20) -> Result:
+    """Seconds a step: medians over short turns that follow each other."""
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for number in range(rounds):
+        for name in turns if number % 2 == 0 else reversed(turns):
+            start = time.perf_counter()
+            for _ in range(steps):
+                turns[name]()
+            seconds[name].append((time.perf_counter() - start) / steps)
+    return {name: {"median": statistics.median(s), "least": min(s), "rounds": s} for name, s in seconds.items()}
+
+
+def _calibrate() -> None:
+    env, best = Busy(), 1.0
+    for _ in range(100):
+        start = time.perf_counter()
+        env.step(0)
+        best = min(best, time.perf_counter() - start)
+    Busy.count = max(1, int(Busy.count * 100e-6 / best))
+
+
+def _cartpole() -> Any:
+    return gymnasium.make("CartPole-v1")
