@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.data.specs import Categorical, Composite, Spec, Unbounded
+from engram.envs.batched import BatchEngine
 from engram.envs.mdp import merge_where, reset_where, stack_steps, step_mdp
 from engram.envs.policies import FLAGS, as_policy
 
@@ -152,6 +153,21 @@ class EnvBase(ABC):
         """The next reset starts from `seed`; returns the first seed that is still free."""
         self._set_seed(seed)
         return seed + self.batch_size.numel()
+
+    def random_state(self) -> Any:
+        """Where the environments' own random numbers stand, for `set_random_state`; None where nobody can tell."""
+        return None
+
+    def set_random_state(self, state: Any) -> None:
+        """The next episodes are those that would have followed `random_state`, once everything is reset.
+
+        Raises ValueError for a state of another environment, with nothing changed.
+        """
+        raise ValueError(f"{type(self).__name__} keeps no random state")
+
+    def batch_engine(self) -> BatchEngine | None:
+        """What steps all environments of this one together, with raw values, for collectors."""
+        return None
 
     def to(self: Self, device: torch.device | str) -> Self:
         """Moves specs and all further outputs to `device`; returns the environment itself."""

@@ -84,6 +84,12 @@ class GymEnv(EnvBase):
     def _set_seed(self, seed: int) -> None:
         self._engine.seed(seed)
 
+    def random_state(self) -> Any:
+        return self._engine.random_state()
+
+    def set_random_state(self, state: Any) -> None:
+        self._engine.set_random_state(state)
+
     def _close(self) -> None:
         self._engine.env.close()
 

@@ -41,6 +41,18 @@ class GymEngine:
         """The next reset starts from `seed`."""
         self._seed = seed
 
+    def random_state(self) -> dict[str, Any]:
+        """Where the environment's random numbers stand, of Python objects only; the generator is None if it has none."""
+        generator = getattr(self.env.unwrapped, "np_random", None)
+        return {"seed": self._seed, "generator": None if generator is None else generator.bit_generator.state}
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        """The next reset goes on where `random_state` stood. Raises ValueError for the state of another generator."""
+        refuse_other_generator(state, self.random_state())
+        self._seed = state["seed"]
+        if state["generator"] is not None:
+            self.env.unwrapped.np_random.bit_generator.state = state["generator"]
+
     def reset(self) -> Any:
         """The first raw observation of a new episode."""
         seed, self._seed = self._seed, None
@@ -55,6 +67,15 @@ class GymEngine:
     def observation(self, raw: Any) -> dict[Any, Tensor]:
         """A raw observation as tensors of their own memory, by key."""
         return {leaf.key: leaf.codec.encode_rows([leaf.pick(raw)])[0].clone() for leaf in self.leaves}
+
+
+def refuse_other_generator(state: Any, present: dict[str, Any]) -> None:
+    """Raises ValueError where `state` is no random state of a generator like that of `present`."""
+    if not isinstance(state, dict) or state.keys() != present.keys():
+        raise ValueError(f"a random state is a dict with {sorted(present)}, got {state!r}")
+    found, allowed = (s["generator"] and s["generator"]["bit_generator"] for s in (state, present))
+    if found != allowed:
+        raise ValueError(f"the state is of the generator {found}, and the environment's is {allowed}; use the same kind")
 
 
 def check_action(codec: Codec, action: Any, batch_size: Sequence[int] = ()) -> None:

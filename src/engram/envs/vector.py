@@ -75,6 +75,23 @@ class SerialEnv(EnvBase):
         for env in self._envs:
             seed = env.set_seed(seed)
 
+    def random_state(self) -> Any:
+        states = [getattr(env, "random_state", lambda: None)() for env in self._envs]
+        return None if None in states else states
+
+    def set_random_state(self, state: Any) -> None:
+        if not isinstance(state, list) or len(state) != len(self._envs):
+            found = f"{len(state)} states" if isinstance(state, list) else type(state).__name__
+            raise ValueError(f"SerialEnv of {len(self._envs)} takes a list of as many random states, got {found}")
+        before = self.random_state()
+        try:
+            for env, member in zip(self._envs, state, strict=True):
+                env.set_random_state(member)
+        except ValueError:
+            for env, member in zip(self._envs, before, strict=True):
+                env.set_random_state(member)
+            raise
+
     def to(self, device: torch.device | str) -> SerialEnv:
         for env in self._envs:
             env.to(device)

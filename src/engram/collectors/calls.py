@@ -1,0 +1,187 @@
+"""What the calls of a batched environment gave, until whole batches can be cut out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from engram.envs.batched import BatchStep
+from engram.envs.gym_codecs import Leaf
+from engram.envs.mdp import stack_steps
+
+Array = np.ndarray[Any, Any]
+
+
+class CallLog:
+    """The calls of `n` environments that step together, and which of them are frames nobody has taken yet.
+
+    A *frame* is a step of one environment. Calls that only reset an environment are none for it. What an environment
+    showed before call c is row c of the observations, what it showed after is row c + 1; where a reset wrote over the
+    latter, the old value is kept aside. All arrays are copied when they come.
+    """
+
+    def __init__(self, n: int, leaves: list[Leaf], actions: list[Leaf]) -> None:
+        self._n, self._leaves, self._action_leaves = n, leaves, actions
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything, the frames that wait for a batch too."""
+        self._shown: list[list[Array]] = [[] for _ in self._leaves]
+        self._actions: list[list[Array]] = [[] for _ in self._action_leaves]
+        self._rewards: list[Array] = []
+        self._terminated: list[Array] = []
+        self._truncated: list[Array] = []
+        self._pending: list[Array] = []
+        self._moved: list[tuple[int, Any, list[Array]]] = []  # by call: which environments, what they showed at last
+        self._extras: list[TensorDictBase | None] = []
+        self._noted: TensorDictBase | None = None
+        self._versions: list[int] = []
+        self._dropped = 0
+        self.waiting = np.zeros(self._n, dtype=np.int64)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the environments have not been reset yet."""
+        return not self._shown[0]
+
+    def row(self, leaf: int) -> Array:
+        """What the environments show now, `[n, *raw_shape]` of that leaf."""
+        return self._shown[leaf][-1]
+
+    def begin(self, observation: Any) -> None:
+        """What the environments show after the first reset. Raises ValueError for another shape than the space's."""
+        refuse_other_shapes(self._leaves, observation, self._n)
+        self._show(observation)
+
+    def _show(self, observation: Any) -> None:
+        for leaf, shown in zip(self._leaves, self._shown, strict=True):
+            shown.append(np.array(leaf.pick(observation), leaf.codec.raw_dtype))
+
+    def act(self, action: Any) -> None:
+        """Keeps the raw action of the next call."""
+        for leaf, kept in zip(self._action_leaves, self._actions, strict=True):
+            kept.append(np.array(leaf.pick(action), leaf.codec.raw_dtype))
+
+    def note(self, extras: TensorDictBase) -> None:
+        """Keeps what the policy writes besides the action of the next call, in the place of what was noted for it."""
+        self._noted = extras
+
+    def add(self, out: BatchStep, version: int) -> None:
+        """Keeps one call."""
+        self._show(out.observation)
+        self._rewards.append(np.array(out.reward, np.float32))
+        self._terminated.append(np.array(out.terminated, np.bool_))
+        self._truncated.append(np.array(out.truncated, np.bool_))
+        self._pending.append(np.ones(self._n, np.bool_) if out.idle is None else ~out.idle)
+        self._versions.append(version)
+        self._extras.append(self._noted)
+        self._noted = None
+        for env, last in out.last:
+            lasts = [np.array(leaf.pick(last), leaf.codec.raw_dtype) for leaf in self._leaves]
+            self._moved.append((self._last_call, env, lasts))
+
+    @property
+    def _last_call(self) -> int:
+        return self._dropped + len(self._rewards) - 1
+
+    def cut(self, envs: Array) -> None:
+        """The episodes of `envs` (bool `[n]`) end with the last call, by truncation."""
+        self._truncated[-1] |= envs
+
+    def restart(self, envs: Array, observation: Any) -> None:
+        """`envs` (bool `[n]`) were reset after the last call, and show `observation`."""
+        self._moved.append((self._last_call, envs, [shown[-1][envs] for shown in self._shown]))
+        for leaf, shown in zip(self._leaves, self._shown, strict=True):
+            shown[-1][envs] = np.asarray(leaf.pick(observation))[envs]
+
+    def count(self, calls: int) -> None:
+        """The last `calls` calls count as waiting frames."""
+        self.waiting += np.asarray(self._pending[-calls:]).sum(0)
+
+    def take(self, steps: int) -> Frames:
+        """The first `steps` waiting frames of each environment, oldest first; they wait no more."""
+        pending = np.stack(self._pending)
+        envs, calls = pending.T.nonzero()
+        starts = np.searchsorted(envs, np.arange(self._n))
+        calls = calls[starts[:, None] + np.arange(steps)]
+        frames = Frames(calls * self._n + np.arange(self._n)[:, None], calls)
+        self._fill(frames)
+        pending[calls, np.arange(self._n)[:, None]] = False
+        self.waiting -= steps
+        self._drop_before(int(pending.any(1).argmax()) if self.waiting.any() else len(pending), pending)
+        return frames
+
+    def _fill(self, frames: Frames) -> None:
+        slots, n = frames.slots, self._n
+        where, moved = self._moved_frames()
+        for leaf, shown, values in zip(self._leaves, self._shown, moved, strict=True):
+            rows = np.concatenate(shown)
+            frames.before[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
+            rows[where + n] = values
+            frames.after[leaf.key] = leaf.codec.encode(rows.take(slots + n, 0))
+        for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
+            frames.action[leaf.key] = leaf.codec.encode(np.concatenate(actions).take(slots, 0))
+        frames.reward, frames.terminated, frames.truncated = (
+            np.concatenate(column).take(slots)[..., None]
+            for column in (self._rewards, self._terminated, self._truncated)
+        )
+        frames.versions = np.array(self._versions, np.int64).take(frames.calls)
+        noted = next((extras for extras in self._extras if extras is not None), None)
+        if noted is not None:
+            by_call = [noted.empty() if extras is None else extras for extras in self._extras]
+            frames.extras = stack_steps(by_call, 0).reshape(-1)[torch.from_numpy(slots)]
+
+    def _moved_frames(self) -> tuple[Array, list[Any]]:
+        """The slots of the frames whose last observations were kept aside, and those observations by leaf."""
+        numbers = np.arange(self._n)
+        where = [(call - self._dropped) * self._n + numbers[envs].reshape(-1) for call, envs, _ in self._moved]
+        if not where:
+            return np.zeros(0, np.int64), [() for _ in self._leaves]
+        values = [
+            np.concatenate([np.reshape(kept[i], (-1, *leaf.codec.raw_shape)) for _, _, kept in self._moved])
+            for i, leaf in enumerate(self._leaves)
+        ]
+        return np.concatenate(where), values
+
+    def _drop_before(self, calls: int, pending: Array) -> None:
+        for column in (*self._shown, *self._actions, self._rewards, self._terminated, self._truncated):
+            del column[:calls]
+        del self._extras[:calls], self._versions[:calls]
+        self._pending = list(pending[calls:])
+        self._dropped += calls
+        self._moved = [entry for entry in self._moved if entry[0] >= self._dropped]
+
+
+class Frames:
+    """A batch `[n, time]` cut out of a log: tensors by key, and arrays `[n, time, 1]`.
+
+    `calls` `[n, time]` says which call of the log each frame is, `slots` where in its flat rows.
+    """
+
+    reward: Array
+    terminated: Array
+    truncated: Array
+    versions: Array
+
+    def __init__(self, slots: Array, calls: Array) -> None:
+        self.slots, self.calls = slots, calls
+        self.before: dict[Any, Tensor] = {}
+        self.after: dict[Any, Tensor] = {}
+        self.action: dict[Any, Tensor] = {}
+        self.extras: TensorDictBase | None = None
+
+
+def refuse_other_shapes(leaves: Sequence[Leaf], observation: Any, n: int) -> None:
+    """Raises ValueError for a batched observation of another shape than `n` of the space's."""
+    for leaf in leaves:
+        found = np.shape(leaf.pick(observation))
+        if found != (n, *leaf.codec.raw_shape):
+            raise ValueError(
+                f"the environments gave observations {leaf.key!r} of shape {found}, and the space of each says "
+                f"{leaf.codec.raw_shape} for {n} of them; correct the environments or their space"
+            )
