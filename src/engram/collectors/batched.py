@@ -50,7 +50,9 @@ class BatchRoller:
         self._engine, self._policy, self._limit, self._marks = engine, policy, max_frames_per_traj, marks
         self._device = env.device
         self.is_random = isinstance(policy, RandomPolicy)
-        self._random = BatchRandom(policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec), engine)
+        self._random = BatchRandom(
+            policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec), engine
+        )
         self._on_tensordicts = BatchTensorDicts(policy, engine, self._device)
         self._log = CallLog(engine.n, engine.leaves, leaves_of(engine.action, ("action",)))
         self.restart()

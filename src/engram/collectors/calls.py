@@ -118,11 +118,11 @@ class CallLog:
 
     def _fill(self, frames: Frames) -> None:
         slots, n = frames.slots, self._n
-        where, moved = self._moved_frames()
-        for leaf, shown, values in zip(self._leaves, self._shown, moved, strict=True):
+        for leaf_number, (leaf, shown) in enumerate(zip(self._leaves, self._shown, strict=True)):
             rows = np.concatenate(shown)
             frames.before[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
-            rows[where + n] = values
+            for call, envs, last in self._moved:  # a call before the first of this log has nobody who reads it
+                rows[(call + 1 - self._dropped) * n :][:n][envs] = last[leaf_number]
             frames.after[leaf.key] = leaf.codec.encode(rows.take(slots + n, 0))
         for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
             frames.action[leaf.key] = leaf.codec.encode(np.concatenate(actions).take(slots, 0))
@@ -135,18 +135,6 @@ class CallLog:
         if noted is not None:
             by_call = [noted.empty() if extras is None else extras for extras in self._extras]
             frames.extras = stack_steps(by_call, 0).reshape(-1)[torch.from_numpy(slots)]
-
-    def _moved_frames(self) -> tuple[Array, list[Any]]:
-        """The slots of the frames whose last observations were kept aside, and those observations by leaf."""
-        numbers = np.arange(self._n)
-        where = [(call - self._dropped) * self._n + numbers[envs].reshape(-1) for call, envs, _ in self._moved]
-        if not where:
-            return np.zeros(0, np.int64), [() for _ in self._leaves]
-        values = [
-            np.concatenate([np.reshape(kept[i], (-1, *leaf.codec.raw_shape)) for _, _, kept in self._moved])
-            for i, leaf in enumerate(self._leaves)
-        ]
-        return np.concatenate(where), values
 
     def _drop_before(self, calls: int, pending: Array) -> None:
         for column in (*self._shown, *self._actions, self._rewards, self._terminated, self._truncated):

@@ -70,7 +70,9 @@ def refuse_bad_state(state: Any, policy_state: Mapping[str, Any] | None) -> None
         if not isinstance(state.get(key), int) or state[key] < 0:
             raise ValueError(f"a collector's state has a number {key!r} of 0 or more, got {state.get(key)!r}")
     if not isinstance(state.get("episodes"), Mapping) or state["episodes"].keys() != {"count", "returns", "lengths"}:
-        raise ValueError(f"a collector's state has 'episodes' with count, returns, lengths, got {state.get('episodes')!r}")
+        raise ValueError(
+            f"a collector's state has 'episodes' with count, returns, lengths, got {state.get('episodes')!r}"
+        )
     found, allowed = _shapes(state.get("policy_state_dict")), _shapes(policy_state)
     if found is not None and found != allowed:
         raise ValueError(

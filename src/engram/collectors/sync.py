@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from engram.collectors.devices import Device, first_device, is_cpu, on_device, stored
+from engram.collectors.devices import Device, first_device, on_device, stored
 from engram.collectors.rollers import Roller, roller_for
 from engram.collectors.settings import refuse_bad_settings, refuse_bad_state
 from engram.collectors.stats import CollectorStats, Episodes, Speed, last, mean
@@ -161,9 +161,7 @@ class SyncDataCollector:
     def _make_roller(self, max_frames_per_traj: int | None) -> Roller:
         policy = as_policy(self._weights.policy, self.env)
         policy = on_device(policy, self._policy_device, self.env)
-        return roller_for(
-            self.env, policy, max_frames_per_traj, self._marks, reset_when_done=self._reset_when_done
-        )
+        return roller_for(self.env, policy, max_frames_per_traj, self._marks, reset_when_done=self._reset_when_done)
 
     @property
     def policy(self) -> Any:

@@ -75,7 +75,9 @@ def refuse_other_generator(state: Any, present: dict[str, Any]) -> None:
         raise ValueError(f"a random state is a dict with {sorted(present)}, got {state!r}")
     found, allowed = (s["generator"] and s["generator"]["bit_generator"] for s in (state, present))
     if found != allowed:
-        raise ValueError(f"the state is of the generator {found}, and the environment's is {allowed}; use the same kind")
+        raise ValueError(
+            f"the state is of the generator {found}, and the environment's is {allowed}; use the same kind"
+        )
 
 
 def check_action(codec: Codec, action: Any, batch_size: Sequence[int] = ()) -> None:
