@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -9,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from contracts.batch_worlds import Together
+from contracts.batch_worlds import LoopEngine, Together
 from contracts.gym_loop import WORLDS, Proxy, Rule, assert_same, on_tensordicts, reference, remembering
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
 from engram.envs import GymEnv, SerialEnv
 from engram.envs.batched import Autoreset
+from engram.envs.batched_env import BatchedEnv
+from engram.envs.gym_vector import VectorEngine
 
 modes = pytest.mark.parametrize("mode", Autoreset, ids=lambda mode: mode.name)
 
@@ -191,3 +194,46 @@ def test_observations_of_another_shape_than_the_space_are_refused(mode):
 def test_a_policy_that_gives_scores_is_told_to_choose(mode):
     with pytest.raises(ValueError, match="argmax"):
         collect([Countdown()], mode, nn.Linear(2, 3))
+
+
+MODES = {"NEXT_STEP": "NextStep", "SAME_STEP": "SameStep", "DISABLED": "Disabled"}
+
+
+def vector(mode, worlds):
+    mode = gymnasium.vector.AutoresetMode(MODES[mode])
+    return gymnasium.vector.SyncVectorEnv([lambda w=w: w for w in worlds], autoreset_mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("way", ["raw", "stepped"])
+def test_gymnasiums_vector_environments_give_what_a_gymnasium_loop_gives(mode, limit, way):
+    class Changed(BatchedEnv):
+        """Not known to be stepped as its engine is."""
+
+        def _step(self, td):
+            return super()._step(td)
+
+    engine = VectorEngine(vector(mode, [Countdown(w) for w in WORLDS]), categorical=False)
+    env = (BatchedEnv if way == "raw" else Changed)(engine)
+    assert (env.batch_engine() is None) == (way == "stepped")
+    made = SyncDataCollector(env, Rule(), frames_per_batch=21, max_frames_per_traj=limit)
+    made.set_seed(0)
+    for expected in reference([Countdown(w) for w in WORLDS], 4, 7, limit):
+        assert_same(made.rollout(), expected)
+
+
+@pytest.mark.parametrize("way", ["raw", "stepped"])
+def test_an_environment_that_only_resets_by_itself_gives_what_a_gymnasium_loop_gives(way):
+    class Changed(BatchedEnv):
+        def _step(self, td):
+            return super()._step(td)
+
+    engine = LoopEngine([Countdown(w) for w in WORLDS], Autoreset.NEXT_STEP, can_reset_some=False)
+    made = SyncDataCollector(
+        (BatchedEnv if way == "raw" else Changed)(engine), Rule(), frames_per_batch=21, track_policy_version=True
+    )
+    made.set_seed(0)
+    for expected in reference([Countdown(w) for w in WORLDS], 4, 7):
+        batch = made.rollout()
+        assert_same(batch.exclude(("collector", "policy_version")), expected)

@@ -63,7 +63,7 @@ def _refuse_bad_counts(
 
 
 def refuse_bad_state(state: Any, policy_state: Mapping[str, Any] | None) -> None:
-    """Raises ValueError for what is no collector's state, or holds the weights of another policy than `policy_state`'s."""
+    """Raises ValueError for what is no collector's state, or holds the weights of a policy unlike `policy_state`'s."""
     if not isinstance(state, Mapping):
         raise ValueError(f"a collector's state is a dict, got {type(state).__name__}")
     for key in COUNTERS:

@@ -55,8 +55,8 @@ class SyncDataCollector:
         set_truncated: the last step of each batch is marked `truncated` and `done` where it is not `terminated`. That
             says where the batch was cut; the episode itself goes on, with its id.
         return_same_td: one TensorDict is handed out again and again, its tensors overwritten by each batch.
-        track_policy_version: int64 `("collector", "policy_version")` says which policy acted: 0, and one more after each
-            `update_policy_weights_`.
+        track_policy_version: int64 `("collector", "policy_version")` says which policy acted: 0, and one more
+            after each `update_policy_weights_`.
         exploration_type: how stochastic policies act.
         replay_buffer: gets each batch by `extend`; iterating then yields None. A buffer whose storage has one
             dimension gets the steps of several environments one environment after the other.

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from engram.data.specs import Categorical, Composite, Spec, Unbounded
 from engram.envs.batched import BatchEngine
-from engram.envs.mdp import merge_where, reset_where, stack_steps, step_mdp
+from engram.envs.mdp import merge_where, reset_where, step_mdp
 from engram.envs.policies import FLAGS, as_policy
+from engram.envs.steps import Steps
 
 Self = TypeVar("Self", bound="EnvBase")
 
@@ -63,7 +64,10 @@ class EnvBase(ABC):
 
     @abstractmethod
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
-        """Observations after a reset; with a `mask`, only where it holds (bool `[*batch, 1]`): the rest is not read."""
+        """Observations after a reset; with a `mask`, only where it holds (bool `[*batch, 1]`): the rest is not read.
+
+        A mask that holds everywhere asks for the episodes that follow those that are over; None, for new ones at once.
+        """
 
     @abstractmethod
     def _step(self, td: TensorDictBase) -> TensorDictBase:
@@ -77,9 +81,8 @@ class EnvBase(ABC):
         """Starts episodes: everywhere, or where `td["_reset"]` (bool `[*batch, 1]`) holds; `td` has the rest."""
         self._refuse_if_closed()
         mask = None if td is None else td.get("_reset", None)
-        mask = None if mask is None or bool(mask.all()) else mask
         fresh = self._with_flags(self._reset(mask))
-        return fresh if mask is None or td is None else merge_where(mask, fresh, td)
+        return fresh if td is None or mask is None or bool(mask.all()) else merge_where(mask, fresh, td)
 
     def step(self, td: TensorDictBase) -> TensorDictBase:
         """`td` with what follows its `action` under `"next"`. Raises KeyError where there is no action."""
@@ -106,6 +109,10 @@ class EnvBase(ABC):
         done = td.get("done")
         return reset_where(self, td, done) if bool(done.any()) else td
 
+    def batch_engine(self) -> BatchEngine | None:
+        """What steps all environments of the batch together with raw values, for collectors; None: nothing does."""
+        return None
+
     def rand_action(self, td: TensorDictBase | None = None) -> TensorDictBase:
         """`td` with a random `action`, drawn from torch's global generator."""
         td = TensorDict(batch_size=self.batch_size, device=self.device) if td is None else td
@@ -127,21 +134,21 @@ class EnvBase(ABC):
         """Up to `max_steps` steps as one batch `[*batch_size, T]`, from a fresh reset or from `tensordict`.
 
         Ends after the first step that is done anywhere, or (`break_when_any_done=False`) resets what is done and goes
-        on. `policy` is whatever a collector takes. Raises ValueError for fewer than one step.
+        on. `policy` is whatever a collector takes. Rows that only reset (`"_idle"`, see `BatchedEnv`) are no steps: the
+        others go on until every environment has its steps, and what is beyond is dropped. Raises ValueError for fewer
+        than one step.
         """
         if max_steps < 1:
             raise ValueError(f"max_steps must be 1 or more, got {max_steps}")
         if not auto_reset and tensordict is None:
             raise ValueError("auto_reset=False needs the state to start from: pass tensordict=env.reset()")
-        act, steps = as_policy(policy, self), []
+        act, steps = as_policy(policy, self), Steps(self.batch_size, max_steps, break_when_any_done)
         td = self.reset() if auto_reset or tensordict is None else tensordict
-        for _ in range(max_steps):
+        while True:
             stepped = self.step(act(td.copy()))
-            steps.append(stepped)
-            if break_when_any_done and bool(stepped.get(("next", "done")).any()):
-                break
+            if steps.add(stepped):
+                return steps.stacked()
             td = self.maybe_reset(step_mdp(stepped))
-        return stack_steps(steps, len(self.batch_size))
 
     def fake_tensordict(self) -> TensorDictBase:
         """A stepped TensorDict of zeros, with the keys, shapes and dtypes that real steps have."""
@@ -164,10 +171,6 @@ class EnvBase(ABC):
         Raises ValueError for a state of another environment, with nothing changed.
         """
         raise ValueError(f"{type(self).__name__} keeps no random state")
-
-    def batch_engine(self) -> BatchEngine | None:
-        """What steps all environments of this one together, with raw values, for collectors."""
-        return None
 
     def to(self: Self, device: torch.device | str) -> Self:
         """Moves specs and all further outputs to `device`; returns the environment itself."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from engram.data.specs import Bounded, Composite, Unbounded
 from engram.envs.gym_codecs import Codec, Leaf, codec_for, leaves_of
+from engram.envs.mdp import IDLE
 
-RESERVED = ("_reset", "action", "collector", "done", "next", "reward", "terminated", "truncated")
+RESERVED = (IDLE, "_reset", "action", "collector", "done", "next", "reward", "terminated", "truncated")
 RawStep = Callable[[Any], tuple[Any, Any, bool, bool, Any]]
 
 
@@ -29,7 +30,7 @@ class GymEngine:
         observation = codec_for(env.observation_space, categorical=categorical)
         has_own_keys = isinstance(getattr(env.observation_space, "spaces", None), dict)
         self.leaves: list[Leaf] = leaves_of(observation, () if has_own_keys else (observation_key,))
-        self.observation_spec = _composite(self.leaves)
+        self.observation_spec = composite_of(self.leaves)
         self._seed: int | None = None
 
     def has_spaces_of(self, other: GymEngine) -> bool:
@@ -42,7 +43,7 @@ class GymEngine:
         self._seed = seed
 
     def random_state(self) -> dict[str, Any]:
-        """Where the environment's random numbers stand, of Python objects only; the generator is None if it has none."""
+        """Where the environment's random numbers stand; the generator is None if it has none."""
         generator = getattr(self.env.unwrapped, "np_random", None)
         return {"seed": self._seed, "generator": None if generator is None else generator.bit_generator.state}
 
@@ -109,7 +110,8 @@ def _leaf_specs(codec: Codec) -> dict[Any, Any]:
     return dict(codec.spec.leaves()) if isinstance(codec.spec, Composite) else {None: codec.spec}
 
 
-def _composite(leaves: list[Leaf]) -> Composite:
+def composite_of(leaves: list[Leaf]) -> Composite:
+    """The specs of one environment's observations. Raises ValueError for keys that engram uses itself."""
     spec = Composite()
     for leaf in leaves:
         root = leaf.key if isinstance(leaf.key, str) else leaf.key[0]

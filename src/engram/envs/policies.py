@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
 from engram.data.specs import Spec
+from engram.envs.mdp import IDLE
 
 FLAGS = ("done", "terminated", "truncated")
 TensorDictPolicy = Callable[[TensorDictBase], TensorDictBase]
@@ -135,7 +136,7 @@ def _takes_tensordict(module: nn.Module) -> bool:
 
 
 def _only_observation(env: Any) -> Any:
-    keys = [key for key in _leaf_keys(env.observation_spec) if key not in FLAGS]
+    keys = [key for key in _leaf_keys(env.observation_spec) if key not in (*FLAGS, IDLE)]
     if len(keys) != 1:
         raise ValueError(
             f"an nn.Module policy gets one observation, and the environment has {keys}; wrap it in "

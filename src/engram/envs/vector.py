@@ -62,7 +62,7 @@ class SerialEnv(EnvBase):
         return torch.stack([self._reset_one(env, row) for env, row in zip(self._envs, rows, strict=True)])
 
     def _reset_one(self, env: EnvBase, mask: Tensor | None) -> TensorDictBase:
-        if mask is None or bool(mask.all()):
+        if mask is None:
             return env.reset()
         blank = env.observation_spec.zero().update(env.full_done_spec.zero())
         return env.reset(blank.set("_reset", mask)) if bool(mask.any()) else blank
