@@ -42,7 +42,9 @@ class BatchSource:
             action = self.act(log)
             if call == 0:  # one look a stretch: a wrong shape or a score instead of a choice shows at once
                 check_action(self._codec, action, (self.engine.n,))
-            yield decode(action)
+            raw = decode(action)
+            log.act(raw)
+            yield raw
 
     def forget(self, envs: Array) -> None:
         """Environments `envs` (bool `[n]`) start anew: nothing of their last episodes goes on."""
@@ -60,16 +62,25 @@ class BatchRandom(BatchSource):
     def __init__(self, policy: RandomPolicy, engine: BatchEngine) -> None:
         super().__init__(engine)
         self._spec = policy.action_spec
+        self._is_codec_spec = self._spec == self._codec.spec.expand(engine.n, *self._codec.spec.shape)
         self._is_one_array = not leaves_of(self._codec, ("action",))[0].path
 
     def act(self, log: CallLog) -> Any:
         return self._spec.rand(())
 
     def actions(self, calls: int, log: CallLog) -> Iterator[Any]:
+        if not self._is_one_array:
+            return super().actions(calls, log)
+        raws = self._drawn(calls)
+        log.act_often(raws)
+        return iter(raws)
+
+    def _drawn(self, calls: int) -> Array:
+        if self._is_codec_spec:
+            return np.asarray(self._codec.random_batch((calls, self.engine.n)))
         drawn = self._spec.rand((calls,))
         check_action(self._codec, drawn, (calls, self.engine.n))
-        decode = self._codec.decode_batch
-        return iter(decode(drawn)) if self._is_one_array else map(decode, drawn.unbind(0))
+        return np.asarray(self._codec.decode_batch(drawn))
 
 
 class BatchModule(BatchSource):

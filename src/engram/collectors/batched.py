@@ -102,7 +102,6 @@ class BatchRoller:
         if self._over.any():  # only now: the last state of a batch must stay, and a restart may come
             self._reset_over(source)
         for left, action in enumerate(source.actions(calls, log), 1 - calls):
-            log.act(action)
             out = step(action)
             log.add(out, version)
             if out.idle is not None:
@@ -123,7 +122,7 @@ class BatchRoller:
             self._log.cut(cut)
             self._ages[natural | cut] = 0
             self._over = natural | cut if self._engine.autoreset is Autoreset.DISABLED else cut & ~natural
-        return np.count_nonzero(self._over) > 0
+        return bool(np.count_nonzero(self._over))
 
     def _reset_over(self, source: BatchSource) -> None:
         envs = self._over.copy()

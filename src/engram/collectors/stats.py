@@ -67,6 +67,7 @@ class Episodes:
         self.count = 0
         self.returns: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
+        self._window = window
         self._return = np.zeros(envs)
         self._length = np.zeros(envs, dtype=np.int64)
 
@@ -78,25 +79,34 @@ class Episodes:
     def add(self, reward: Array, done: Array) -> None:
         """Takes in steps: `reward` and bool `done`, both `[envs, time]`."""
         steps = done.shape[1]
-        envs, times = done.nonzero()
-        if not len(envs):
+        ends = np.flatnonzero(done)
+        if not len(ends):
             self._return += reward.sum(1)
             self._length += steps
             return
+        envs = ends // steps
+        times = ends - envs * steps + 1
         sums = reward.cumsum(1, dtype=np.float64)
-        until = sums[envs, times]
-        is_first = np.concatenate([[True], envs[1:] != envs[:-1]])
-        returns = until - np.where(is_first, -self._return[envs], np.roll(until, 1))
-        lengths = times + 1 - np.where(is_first, -self._length[envs], np.roll(times + 1, 1))
-        order = times.argsort(kind="stable")  # as they ended, of equal ones by environment
-        self.count += len(envs)
-        self.returns.extend(returns[order].tolist())
-        self.lengths.extend(lengths[order].tolist())
-        self._return += sums[:, -1]
-        self._length += steps
-        last = np.concatenate([is_first[1:], [True]])
-        self._return[envs[last]] = sums[envs[last], -1] - until[last]
-        self._length[envs[last]] = steps - 1 - times[last]
+        is_first = np.ones(len(ends), np.bool_)
+        np.not_equal(envs[1:], envs[:-1], out=is_first[1:])
+        is_last = np.append(is_first[1:], True)
+        returns = self._whole(self._return, sums.reshape(-1)[ends], sums[:, -1], envs, is_first, is_last)
+        lengths = self._whole(self._length, times, np.full(len(sums), steps), envs, is_first, is_last)
+        latest = times.argsort(kind="stable")[-self._window :]  # as they ended, of equal ones by environment
+        self.count += len(ends)
+        self.returns.extend(returns[latest].tolist())
+        self.lengths.extend(lengths[latest].tolist())
+
+    @staticmethod
+    def _whole(carried: Array, at_end: Array, total: Array, envs: Array, is_first: Array, is_last: Array) -> Array:
+        """What each episode comes to, where `at_end` counts from the batch's start; `carried` goes on from `total`."""
+        before = np.empty_like(at_end)
+        before[1:] = at_end[:-1]
+        firsts, lasts = envs[is_first], envs[is_last]
+        before[is_first] = -carried[firsts]
+        carried += total
+        carried[lasts] = total[lasts] - at_end[is_last]
+        return at_end - before
 
     def state_dict(self) -> dict[str, Any]:
         """The episodes that ended; those under way are not part of it."""

@@ -250,7 +250,7 @@ class SyncDataCollector:
         following = batch.get("next")
         reward, done = following.get("reward", None), following.get("done", None)
         if reward is not None and done is not None:  # others keep theirs in groups of agents
-            self._episodes.add(_as_rows(reward, batch.shape).sum(-1), _as_rows(done, batch.shape).any(-1))
+            self._episodes.add(_as_rows(reward, batch.shape, np.add), _as_rows(done, batch.shape, np.logical_or))
 
     def reset(self) -> None:
         """The next batch starts with a reset of every environment; trajectories that have not ended never will."""
@@ -340,9 +340,10 @@ def _mark_last_step(batch: TensorDictBase) -> None:
     done |= truncated
 
 
-def _as_rows(leaf: torch.Tensor, shape: torch.Size) -> np.ndarray[Any, Any]:
-    """`[*shape, ...]` as an array `[envs, time, -1]`."""
-    return leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
+def _as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> np.ndarray[Any, Any]:
+    """`[*shape, ...]` as an array `[envs, time]`; further dimensions, of agents, are merged."""
+    rows = leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
+    return rows[..., 0] if rows.shape[-1] == 1 else np.asarray(merge.reduce(rows, -1))
 
 
 def _in_the_shape_of(replay_buffer: Any, batch: TensorDictBase) -> TensorDictBase:

@@ -59,13 +59,14 @@ class VectorEngine(BatchEngine):
 
     def step(self, actions: Any) -> BatchStep:
         observation, reward, terminated, truncated, infos = self.env.step(actions)
+        if self.autoreset is Autoreset.DISABLED:
+            return BatchStep(observation, reward, terminated, truncated)
         ended = np.logical_or(terminated, truncated)
         if self.autoreset is Autoreset.SAME_STEP:
             return BatchStep(observation, reward, terminated, truncated, _last(infos, ended) if ended.any() else ())
-        if self.autoreset is Autoreset.DISABLED:
-            return BatchStep(observation, reward, terminated, truncated)
-        idle, self._over = self._over, ended & ~self._over
-        return BatchStep(observation, reward, terminated, truncated, idle=idle if idle.any() else None)
+        idle, has_idle = self._over, np.count_nonzero(self._over)  # a fifth of the cost of `any`
+        self._over = np.greater(ended, idle) if has_idle else ended
+        return BatchStep(observation, reward, terminated, truncated, (), idle if has_idle else None)
 
     def close(self) -> None:
         self.env.close()
