@@ -144,7 +144,8 @@ class CallLog:
             frames.extras = stack_steps(by_call, 0).reshape(-1)[torch.from_numpy(slots)]
 
     def _drop_before(self, calls: int, pending: Array) -> None:
-        for column in (*self._shown, *self._actions, self._rewards, self._terminated, self._truncated):
+        columns: list[list[Any]] = [*self._shown, *self._actions, self._rewards, self._terminated, self._truncated]
+        for column in columns:
             del column[:calls]
         del self._extras[:calls], self._versions[:calls]
         self._pending = [row.tobytes() for row in pending[:, calls:].T]

@@ -32,6 +32,8 @@ def refuse_bad_settings(
             "return_same_td=True needs batches of one shape that are handed out; leave out split_trajs, "
             "trajs_per_batch and replay_buffer"
         )
+    if max_frames_per_traj is not None and not reset_when_done:
+        raise ValueError("max_frames_per_traj ends episodes by resets; leave out reset_when_done=False")
     if has_whole and (split_trajs or set_truncated or reset_at_each_iter or not reset_when_done):
         raise ValueError(
             "trajs_per_batch gives whole trajectories, one a row, and goes on where it stopped; leave out split_trajs, "

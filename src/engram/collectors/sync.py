@@ -249,7 +249,7 @@ class SyncDataCollector:
     def _note_episodes(self, batch: TensorDictBase) -> None:
         following = batch.get("next")
         reward, done = following.get("reward", None), following.get("done", None)
-        if reward is not None and done is not None:  # others keep theirs in groups of agents
+        if reward is not None and done is not None and self._reset_when_done:  # others keep theirs in groups of agents
             self._episodes.add(_as_rows(reward, batch.shape, np.add), _as_rows(done, batch.shape, np.logical_or))
 
     def reset(self) -> None:

@@ -29,6 +29,7 @@ class TrajectoryIds:
     def restart(self) -> None:
         """The next step of every environment starts a trajectory."""
         self._starts_next[:] = True
+        self._current[:] = 0  # a loaded state may count from lower numbers
 
     def number(self, done: Array) -> Array:
         """Ids, int64 `[envs, time]`, of steps whose `("next", "done")` is `done`, bool `[envs, time]`."""
