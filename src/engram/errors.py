@@ -103,7 +103,10 @@ class WorkerError(EngramError, RuntimeError):
             return f"{self.worker} failed:\n\n{self.traceback}"
         if self.exit_code is not None and self.exit_code < 0:
             return f"{self.worker} was killed by {_signal_name(-self.exit_code)}; is there memory enough?"
-        return f"{self.worker} ended with exit code {self.exit_code}, without a word"
+        return (
+            f"{self.worker} ended with exit code {self.exit_code}, without a word; what it printed may say why "
+            "(with the start methods spawn and forkserver, a script needs its `if __name__ == '__main__':`)"
+        )
 
 
 def _signal_name(number: int) -> str:

@@ -26,6 +26,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from engram.data.replay_buffers.storages.sharing import carried_by
 from engram.errors import WorkerError
 
 PATIENCE = 5.0  # seconds that a worker has to end by itself
@@ -61,7 +62,7 @@ class Channel:
 
     def receive(self) -> Any:
         """The owner's next message. Raises Closed when there will be none."""
-        return cloudpickle.loads(self.receive_bytes())
+        return _unpacked(self.receive_bytes(), self._connection)
 
     def receive_bytes(self) -> bytes:
         """The same for `Worker.send_bytes`."""
@@ -75,8 +76,10 @@ class Channel:
         return self._connection.poll()
 
     def say(self, message: Any) -> None:
-        """Sends a message to the owner."""
-        self.say_bytes(cloudpickle.dumps(message))
+        """Sends a message to the owner; shared storages go along as they are, not copied."""
+        packed, descriptors = _packed(message)
+        self.say_bytes(packed)
+        _send_descriptors(self._connection, descriptors)
 
     def say_bytes(self, message: bytes) -> None:
         """Sends bytes to the owner. Raises Closed when it is gone."""
@@ -152,8 +155,13 @@ class Worker:
         return int(self._process.pid)
 
     def send(self, message: Any) -> None:
-        """Sends a message. Raises WorkerError where the worker has failed or died."""
-        self.send_bytes(cloudpickle.dumps(message))
+        """Sends a message; shared storages go along as they are. Raises WorkerError where the worker failed or died."""
+        packed, descriptors = _packed(message)
+        self.send_bytes(packed)
+        try:
+            _send_descriptors(self._connection, descriptors)
+        except OSError:
+            self._raise_why()
 
     def send_bytes(self, message: bytes) -> None:
         """Sends bytes, for `Channel.receive_bytes`."""
@@ -170,7 +178,11 @@ class Worker:
             WorkerError: it failed, with its traceback, or died.
             TimeoutError: nothing came in `timeout` seconds.
         """
-        return cloudpickle.loads(self.receive_bytes(timeout))
+        packed = self.receive_bytes(timeout)
+        try:
+            return _unpacked(packed, self._connection)
+        except EOFError:
+            raise self._failure(b"") from None
 
     def receive_bytes(self, timeout: float | None = None) -> bytes:
         """The same for `Channel.say_bytes`."""
@@ -241,6 +253,36 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"Worker({self.name!r}, pid={'-' if self.is_closed else self.pid})"
+
+
+def _packed(message: Any) -> tuple[bytes, list[int]]:
+    with carried_by([]) as descriptors:
+        packed = cloudpickle.dumps(message)
+    return len(descriptors).to_bytes(1, "little") + packed, descriptors
+
+
+def _unpacked(packed: bytes, connection: Connection) -> Any:
+    descriptors = [_receive_descriptor(connection) for _ in range(packed[0])]
+    try:
+        with carried_by(descriptors):
+            return cloudpickle.loads(memoryview(packed)[1:])
+    finally:
+        for fd in descriptors:
+            os.close(fd)
+
+
+def _send_descriptors(connection: Connection, descriptors: list[int]) -> None:
+    for fd in descriptors:
+        with socket.socket(fileno=os.dup(connection.fileno())) as wire:
+            socket.send_fds(wire, [b"d"], [fd])
+
+
+def _receive_descriptor(connection: Connection) -> int:
+    with socket.socket(fileno=os.dup(connection.fileno())) as wire:
+        _, descriptors, _, _ = socket.recv_fds(wire, 1, 1)
+    if not descriptors:
+        raise EOFError("the other process ended before its descriptors had come")
+    return descriptors[0]
 
 
 def close_all(workers: Iterable[Worker], patience: float = PATIENCE) -> None:

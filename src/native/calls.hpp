@@ -1,6 +1,7 @@
 // What the module's functions do: arguments are checked here, before memory is touched.
 #pragma once
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -17,6 +18,7 @@
 #include "codec.hpp"
 #include "draw.hpp"
 #include "recovery.hpp"
+#include "restore.hpp"
 #include "row_numbers.hpp"
 
 namespace engram {
@@ -424,6 +426,27 @@ class EpochWalk {
   std::vector<std::pair<uint64_t, uint64_t>> ranges_;
   Permutation permutation_;
 };
+
+// Restored rows [strands, steps, payload bytes] with write numbers from `start` on, which nobody sees yet.
+inline void put_rows(Store& store, uint64_t lane, uint64_t start,
+                     nb::ndarray<const uint8_t, nb::ndim<3>, nb::device::cpu> rows) {
+  check_lane(store, lane);
+  const Shape& s = store.shape();
+  if (s.payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
+  if (rows.shape(0) != s.strands || rows.shape(1) > s.lane_capacity || rows.shape(2) != s.payload_bytes)
+    throw nb::value_error("rows must be [strands, steps, payload bytes], no more steps than a lane has room for");
+  if (rows.stride(2) != 1 && s.payload_bytes > 1) throw nb::value_error("the bytes of a row must lie side by side");
+  if (start > UINT64_MAX - rows.shape(1)) throw nb::value_error("write numbers end at 2^64");
+  int error = 0;
+  {
+    nb::gil_scoped_release unlocked;
+    error = RowRestorer(store).put(lane, start, {rows.data(), rows.shape(1), rows.stride(0), rows.stride(1)});
+  }
+  if (error == 0) return;
+  errno = error;
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw nb::python_error();
+}
 
 inline nb::dict lane_state(const Store& store, uint64_t l) {
   check_lane(store, l);

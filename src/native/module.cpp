@@ -176,16 +176,7 @@ NB_MODULE(_native, m) {
         s.lanes.set_counters(l, base, published, origin, seams);
       }, "lane"_a, "base"_a, "published"_a, "origin"_a, "seams"_a)
       .def("end_restore", [](const Store& s) { s.lanes.end_change(); })
-      .def("seal", [](Store& s, uint64_t l, uint64_t start, uint64_t stop) {  // trailers of restored rows
-        check_lane(s, l);
-        if (!s.has_trailer() || stop < start || stop - start > s.shape().lane_capacity) return;
-        const auto term = static_cast<uint32_t>(s.lanes.lane(l).term.load());
-        for (uint64_t strand = 0; strand < s.shape().strands; ++strand)
-          for (uint64_t w = start; w < stop; ++w) {
-            const uint64_t p = s.physical(l, strand, w % s.shape().lane_capacity);
-            s.seal(s.row(p), p, w, term);
-          }
-      }, "lane"_a, "start"_a, "stop"_a)
+      .def("put", &put_rows, "lane"_a, "start"_a, "rows"_a.noconvert())
       .def("whole", [](const Store& s, uint64_t physical) {
         if (!s.has_trailer() || physical >= s.slots()) throw nb::index_error("no such row with a trailer");
         return s.whole(physical);

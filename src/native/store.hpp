@@ -127,6 +127,12 @@ class Store {
   uint8_t* at(uint64_t offset) const { return region_->data() + offset; }
   std::shared_ptr<Region> region() const { return region_; }
   int fd() const { return fd_; }
+  // Whether the descriptor, which is the caller's, still is that of the mapped file, as long as the store.
+  bool file_is_there() const {
+    struct stat found;
+    return fd_ >= 0 && ::fstat(fd_, &found) == 0 && found.st_dev == device_ && found.st_ino == inode_ &&
+           static_cast<uint64_t>(found.st_size) >= shape().total_bytes;
+  }
   PageAsker& pages() { return pages_; }
   std::string layout() const {
     return {reinterpret_cast<const char*>(at(shape().layout_offset)), shape().layout_bytes};
@@ -163,7 +169,10 @@ class Store {
   }
 
  private:
-  Store(std::shared_ptr<Region> region, int fd) : region_(std::move(region)), fd_(fd), pages_(fd) {}
+  Store(std::shared_ptr<Region> region, int fd) : region_(std::move(region)), fd_(fd), pages_(fd) {
+    struct stat found;
+    if (fd >= 0 && ::fstat(fd, &found) == 0) device_ = found.st_dev, inode_ = found.st_ino;
+  }
   void ready(const Shape& shape) {
     lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))), shape);
     id_crc_ = crc32c(0, shape.store_id, 16);
@@ -176,6 +185,8 @@ class Store {
 
   std::shared_ptr<Region> region_;
   int fd_;
+  dev_t device_ = 0;
+  ino_t inode_ = 0;
   PageAsker pages_;
   uint32_t id_crc_ = 0;
   std::shared_ptr<SavePass> pass_;  // set and read by threads that hold the storage's mutex

@@ -233,9 +233,7 @@ def test_rows_from_before_a_load_do_not_come_back(tmp_path: Path) -> None:
     with file_store(tmp_path / "s", width, 16) as s:
         append_strands(s, code, 100)
         s.begin_restore()
-        memory = s.memory()[s.rows_offset : s.rows_offset + 16 * s.row_stride].reshape(16, s.row_stride)
-        memory[:5, :32] = row_words(torch.arange(5), 4).numpy().view("u1")
-        s.seal(0, 0, 5)
+        s.put(0, 0, row_words(torch.arange(5), 4).numpy().view("u1").reshape(1, 5, 32))
         s.restore_lane(0, 0, 5, 0, [])
         s.end_restore()
         assert s.recover() == 0

@@ -101,7 +101,7 @@ class TestBounds:
         for use in (
             lambda: s.append(lane, plan), lambda: s.lane(lane), lambda: s.cursor(lane), lambda: s.claim(lane, 1),
             lambda: s.publish(lane, 0, 1), lambda: s.add_seam(lane), lambda: s.raise_term(lane),
-            lambda: s.restore_lane(lane, 0, 0, 0, []), lambda: s.seal(lane, 0, 1),
+            lambda: s.restore_lane(lane, 0, 0, 0, []), lambda: s.put(lane, 0, np.zeros((1, 1, width), np.uint8)),
         ):  # fmt: skip
             with pytest.raises(IndexError, match="of 2"):
                 use()

@@ -23,7 +23,7 @@ def refuse_bad_settings(
     replay_buffer: Any,
 ) -> None:
     """Raises ValueError for the first setting that cannot work."""
-    _refuse_bad_counts(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames, trajs_per_batch)
+    refuse_bad_counts(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames, trajs_per_batch)
     has_whole = trajs_per_batch is not None
     if split_trajs and replay_buffer is not None:
         raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
@@ -43,13 +43,14 @@ def refuse_bad_settings(
         raise ValueError("trajs_per_batch writes steps one after the other; give a storage with ndim=1")
 
 
-def _refuse_bad_counts(
+def refuse_bad_counts(
     frames_per_batch: int | None,
     total_frames: int,
     max_frames_per_traj: int | None,
     init_random_frames: int | None,
-    trajs_per_batch: int | None,
+    trajs_per_batch: int | None = None,
 ) -> None:
+    """Raises ValueError for a number that is too small."""
     if frames_per_batch is None and trajs_per_batch is None:
         raise ValueError("frames_per_batch says how many frames a batch has; give it, or trajs_per_batch")
     if frames_per_batch is not None and frames_per_batch < 1:

@@ -348,4 +348,6 @@ def _as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> np.ndarr
 
 def _in_the_shape_of(replay_buffer: Any, batch: TensorDictBase) -> TensorDictBase:
     ndim = getattr(getattr(replay_buffer, "storage", None), "ndim", None)
-    return batch.reshape(-1) if ndim == 1 and batch.ndim > 1 else batch
+    if ndim == 1 and batch.ndim > 1:
+        return batch.reshape(-1)
+    return batch.reshape(-1, batch.shape[-1]) if ndim == 2 and batch.ndim != 2 else batch

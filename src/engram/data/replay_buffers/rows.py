@@ -13,6 +13,7 @@ from engram.data.replay_buffers import trees
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import RowLayout
 from engram.data.replay_buffers.utils import slots_tensor
+from engram.errors import StorageError
 
 _Read = tuple[Any, list[int] | None, list[int] | None, Tensor | None]
 
@@ -147,11 +148,13 @@ class RowTable:
         return out
 
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
-        """Puts rows in their places; they become visible when the counters are set."""
-        stop = start + rows.shape[1]
-        for at, there in self._pieces(lane, start, stop):
-            there[...] = rows[:, at]
-        self._store.seal(lane, start, stop)
+        """Puts rows in their places; they become visible when the counters are set. StorageError: the disk fails."""
+        if rows.strides[-1] != 1:
+            rows = np.ascontiguousarray(rows)
+        try:
+            self._store.put(lane, start, rows)
+        except OSError as error:
+            raise StorageError(f"rows cannot be written to the storage's file: {error.strerror}") from error
 
     def _pieces(self, lane: int, start: int, stop: int) -> list[tuple[slice, np.ndarray[Any, Any]]]:
         s = self._store

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import reduction
 from typing import Any
 
@@ -11,10 +14,40 @@ from engram import _native
 from engram.data.replay_buffers.layout import RowLayout
 from engram.data.replay_buffers.locks import LaneLocks
 
+_carriers = threading.local()
+
+
+@contextmanager
+def carried_by(descriptors: list[int]) -> Iterator[list[int]]:
+    """Who sends descriptors by its own means: what is pickled in here adds them, what is unpickled takes them."""
+    before = getattr(_carriers, "descriptors", None)
+    _carriers.descriptors = descriptors
+    try:
+        yield descriptors
+    finally:
+        _carriers.descriptors = before
+
+
+class _Carried:
+    """The place of a descriptor among those that are carried."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def detach(self) -> int:
+        return os.dup(_carriers.descriptors[self._place])
+
 
 def share_descriptor(fd: int) -> Any:
-    """An object that gives another process the same file, through `multiprocessing`'s own channels."""
-    return reduction.DupFd(fd)
+    """An object that gives another process the same file: its `detach()` there is a descriptor.
+
+    It travels through `multiprocessing`'s own channels, or by who has said `carried_by`.
+    """
+    carried = getattr(_carriers, "descriptors", None)
+    if carried is None:
+        return reduction.DupFd(fd)
+    carried.append(fd)
+    return _Carried(len(carried) - 1)
 
 
 def store_of_descriptor(handle: Any) -> tuple[_native.Store, LaneLocks, RowLayout]:

@@ -1,0 +1,319 @@
+"""Collecting in worker processes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from engram.collectors.multi_worker import Attach, Collect, Load, Ready, Seed, State, Task, Wrote, work, write
+from engram.collectors.numbering import Numbering, SharedCount
+from engram.collectors.settings import refuse_bad_counts
+from engram.collectors.shared_weights import SharedWeights, tensors_of
+from engram.collectors.shelf import ShelfReader, Shelved
+from engram.collectors.utils import split_trajectories
+from engram.envs.exploration import ExplorationType
+from engram.workers import Portable, Worker, close_all, wait_for_any
+
+Device = torch.device | str | int | None
+Arrived = tuple[int, "TensorDictBase | Wrote"]
+
+
+class MultiCollector:
+    """What the collectors with worker processes have in common; see `MultiSyncDataCollector`."""
+
+    _ahead = 1  # batches that a worker may have collected or begun before they are taken
+    _can_be_stopped = False  # whether a batch is collected in pieces
+
+    def __init__(
+        self,
+        create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
+        policy: Any = None,
+        *,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        num_workers: int | None = None,
+        device: Device = None,
+        storing_device: Device = None,
+        policy_device: Device = None,
+        env_device: Device = None,
+        max_frames_per_traj: int | None = None,
+        init_random_frames: int | None = None,
+        reset_at_each_iter: bool = False,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        split_trajs: bool = False,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
+        replay_buffer: Any = None,
+        update_at_each_batch: bool = False,
+        start_method: str | None = None,
+    ) -> None:
+        makers = _makers(create_env_fn, num_workers)
+        refuse_bad_counts(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames)
+        if split_trajs and replay_buffer is not None:
+            raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
+        self.num_workers = len(makers)
+        self._storing_device = _first(storing_device, device)
+        self._postproc, self._split_trajs = postproc, split_trajs
+        self._update_at_each_batch = update_at_each_batch
+        self._replay_buffer = replay_buffer
+        self._is_attached = False
+        self._is_to_be_attached()  # for its errors, before there are processes
+        self.total_frames = total_frames
+        self.requested_frames_per_batch = frames_per_batch
+        self.frames = self.batches = 0
+        self._set_policy(policy)
+        settings = {
+            "frames_per_batch": self._frames_of_worker(frames_per_batch),
+            "policy_device": _first(policy_device, device),
+            "env_device": _first(env_device, device),
+            "max_frames_per_traj": max_frames_per_traj,
+            "init_random_frames": -(-(init_random_frames or 0) // self.num_workers),
+            "reset_at_each_iter": reset_at_each_iter,
+            "exploration_type": exploration_type,
+        }
+        self._start(makers, settings, start_method)
+
+    # ---- making ----
+    def _set_policy(self, policy: Any) -> None:
+        if getattr(policy, "__name__", None) in ("rand_step", "rand_action") and hasattr(policy, "__self__"):
+            policy = None  # of an environment that stays here: the workers' own do the same
+        self._policy = policy
+        self._weights = SharedWeights(tensors_of(policy)) if isinstance(policy, nn.Module) else None
+
+    def _frames_of_worker(self, frames_per_batch: int) -> int:
+        return frames_per_batch
+
+    def _start(self, makers: list[Callable[[], Any]], settings: dict[str, Any], start_method: str | None) -> None:
+        policy = None if self._policy is None else Portable(_on_cpu(self._policy))
+        tasks = [
+            Task(Portable(make), policy, self._weights, settings, self._can_be_stopped, self._ahead + 1)
+            for make in makers
+        ]
+        self._workers: list[Worker] = []
+        self._finalizer = weakref.finalize(self, close_all, self._workers)
+        self._shelves = [ShelfReader() for _ in makers]
+        self._ids = SharedCount()
+        self._numbering = Numbering(self._ids.take)
+        self._arrived: deque[Arrived] = deque()
+        self._owed = [0] * len(makers)  # batches asked for that have not come
+        try:
+            for k, task in enumerate(tasks):
+                name = f"worker {k} of {type(self).__name__}"
+                self._workers.append(Worker(work, [task], name=name, start_method=start_method))
+            ready: list[Ready] = [worker.receive() for worker in self._workers]
+        except BaseException:
+            self.shutdown()
+            raise
+        self._frames = [r.frames for r in ready]
+        self.frames_per_batch = self._frames_of_batch()
+        _warn_of_remainder(self.total_frames, self.frames_per_batch)
+
+    @abstractmethod
+    def _frames_of_batch(self) -> int:
+        """Frames that one round of the iteration hands out."""
+
+    # ---- collecting ----
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        while self.total_frames < 0 or self.frames < self.total_frames:
+            yield self.rollout()
+
+    def rollout(self) -> TensorDictBase | None:
+        """The next batch, whatever `total_frames` says; None where it went into the replay buffer.
+
+        Raises WorkerError with the traceback of a worker that failed, after which the collector is shut down, and
+        RuntimeError after `shutdown`.
+        """
+        self._refuse_if_shut_down()
+        try:
+            if self._update_at_each_batch:
+                self.update_policy_weights_()
+            batch = self._next()
+        except BaseException:
+            self.shutdown()  # whoever is in the middle of something would answer a question of before
+            raise
+        self.batches += 1
+        if batch is None or self._replay_buffer is not None:
+            return None
+        if self._storing_device is not None:
+            batch = batch.to(self._storing_device)
+        if self._split_trajs:
+            batch = split_trajectories(batch)
+        return batch if self._postproc is None else self._postproc(batch)
+
+    @abstractmethod
+    def _next(self) -> TensorDictBase | None:
+        """The next batch; None if there is nothing to hand out."""
+
+    def _ask(self, k: int, times: int = 1) -> None:
+        for _ in range(times):
+            self._owed[k] += 1
+            self._workers[k].send(Collect())
+
+    def _wait(self) -> None:
+        """Waits for messages, and takes the batches among them."""
+        waiting = [worker for worker, owed in zip(self._workers, self._owed, strict=True) if owed]
+        for worker in wait_for_any(waiting):
+            self._take(self._workers.index(worker), worker.receive())
+
+    def _take(self, k: int, message: Shelved | Wrote) -> None:
+        self._owed[k] -= 1
+        self._arrived.append((k, message if isinstance(message, Wrote) else self._shelves[k].take(message)))
+
+    def _answer(self, k: int) -> Any:
+        """The worker's next message that is no batch."""
+        while isinstance(message := self._workers[k].receive(), Shelved | Wrote):
+            self._take(k, message)
+        return message
+
+    # ---- the replay buffer ----
+    def _store(self, batch: TensorDictBase) -> None:
+        """Writes a batch that a worker handed out before it had the buffer."""
+        write(self._replay_buffer, batch if self._postproc is None else self._postproc(batch))
+
+    def _is_to_be_attached(self) -> bool:
+        """Whether the workers could write to the buffer themselves: its layout comes with the first batch."""
+        storage = getattr(self._replay_buffer, "storage", None)
+        if self._is_attached or self._postproc is not None or storage is None:
+            return False
+        return _can_be_shared(storage, self.num_workers)
+
+    def _attach(self) -> None:
+        """Hands the buffer to the workers, none of which has a batch that was not written yet."""
+        self._replay_buffer.storage.release()  # they need all lanes
+        for worker in self._workers:
+            worker.send(Attach(self._replay_buffer, self._ids))
+        self._is_attached = True
+
+    # ---- the rest ----
+    def update_policy_weights_(self, policy_weights: Any = None) -> None:
+        """Brings the workers' weights up to date, from their next batch on.
+
+        None takes them from the policy that the collector was made with; otherwise a state dict, a module, or a
+        TensorDict of parameters. Nothing is pickled: they are copied into shared memory. Raises TypeError without
+        weights, ValueError for those of another policy.
+        """
+        if self._weights is not None:
+            self._weights.write(tensors_of(self._policy if policy_weights is None else policy_weights))
+        elif policy_weights is not None:
+            raise TypeError(f"the policy is a {type(self._policy).__name__} and has no weights; give an nn.Module")
+
+    def set_seed(self, seed: int) -> int:
+        """The next reset of each environment starts from a seed of its own; returns the first that is free."""
+        self._refuse_if_shut_down()
+        for k, worker in enumerate(self._workers):
+            worker.send(Seed(seed))
+            seed = self._answer(k)
+        return seed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, and the states of the workers' collectors. Batches that nobody has taken are not part of it."""
+        self._refuse_if_shut_down()
+        states = [self._asked(k, State()) for k in range(self.num_workers)]
+        return {"frames": self.frames, "batches": self.batches, "trajectories": self._ids.value, "workers": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on after `state`: every environment starts a new trajectory; batches that nobody has taken are dropped.
+
+        Raises ValueError where it has another number of workers.
+        """
+        self._refuse_if_shut_down()
+        if len(state["workers"]) != self.num_workers:
+            raise ValueError(
+                f"the state is of {len(state['workers'])} workers, and this collector has {self.num_workers}; "
+                "make it with as many"
+            )
+        for k, one in enumerate(state["workers"]):
+            self._asked(k, Load(one))
+        self._arrived.clear()
+        self._numbering.forget()
+        self.frames, self.batches = int(state["frames"]), int(state["batches"])
+        missing = int(state["trajectories"]) - self._ids.value
+        if missing > 0:
+            self._ids.take(missing)
+
+    def _asked(self, k: int, message: Any) -> Any:
+        self._workers[k].send(message)
+        return self._answer(k)
+
+    @property
+    def is_shut_down(self) -> bool:
+        """Whether `shutdown` was called, or a worker has failed."""
+        return not self._finalizer.alive
+
+    def shutdown(self) -> None:
+        """Ends the workers, in a bounded time. A second call does nothing."""
+        self._finalizer()
+
+    def _refuse_if_shut_down(self) -> None:
+        if self.is_shut_down:
+            raise RuntimeError("this collector was shut down; make a new one")
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_workers={self.num_workers}, frames_per_batch={self.frames_per_batch}, "
+            f"total_frames={self.total_frames}, frames={self.frames})"
+        )
+
+
+def _makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
+    makers = [create_env_fn] * (num_workers or 1) if callable(create_env_fn) else list(create_env_fn)
+    if not makers or (num_workers is not None and len(makers) != num_workers):
+        raise ValueError(
+            f"{len(makers)} environments to make and num_workers={num_workers}; give a callable for each worker, or "
+            "a single one and num_workers of 1 or more"
+        )
+    for maker in makers:
+        if not callable(maker) or hasattr(maker, "step"):
+            raise TypeError(
+                f"each worker makes its own environment: give callables that do, got a {type(maker).__name__}"
+            )
+    return makers
+
+
+def _on_cpu(policy: Any) -> Any:
+    """What may be sent to a process that has not begun to use a GPU."""
+    is_elsewhere = isinstance(policy, nn.Module) and any(p.device.type != "cpu" for p in tensors_of(policy).values())
+    return copy.deepcopy(policy).to("cpu") if is_elsewhere else policy
+
+
+def _can_be_shared(storage: Any, num_workers: int) -> bool:
+    """Whether workers can write there; ValueError where only the number of lanes is in the way."""
+    lanes = getattr(storage, "lanes", None)
+    if lanes is None or getattr(lanes, "locks", None) is None:
+        return False  # not made yet, or in this process's own memory
+    if storage.ndim > 1 and num_workers > 1:
+        return False  # such a storage has one lane
+    if lanes.store.lanes < num_workers:
+        raise ValueError(
+            f"{num_workers} workers write to the replay buffer, and its storage has lanes={lanes.store.lanes}; make it "
+            f"with lanes={num_workers}, one for each"
+        )
+    return True
+
+
+def _warn_of_remainder(total_frames: int, frames_per_batch: int) -> None:
+    if total_frames > 0 and total_frames % frames_per_batch:
+        whole = -(-total_frames // frames_per_batch) * frames_per_batch
+        warnings.warn(
+            f"total_frames={total_frames} is not a multiple of the {frames_per_batch} frames of a batch; "
+            f"{whole} frames will be collected",
+            stacklevel=5,
+        )
+
+
+def _first(*devices: Device) -> torch.device | None:
+    return next((torch.device(device) for device in devices if device is not None), None)

@@ -1,0 +1,160 @@
+"""What a worker process of a collector does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from engram.collectors.numbering import Numbering, SharedCount
+from engram.collectors.shared_weights import SharedWeights
+from engram.collectors.shelf import Shelf, Shelved
+from engram.collectors.sync import SyncDataCollector
+from engram.workers import Channel, Portable
+
+MOST_PIECES = 32  # of a batch that can be stopped between two
+
+
+class Ready(NamedTuple):
+    """The collector stands; so many frames are in one of its batches, over so many environments."""
+
+    frames: int
+    envs: int
+
+
+class Collect(NamedTuple):
+    """Wanted: one more batch."""
+
+
+class Stop(NamedTuple):
+    """The batch that is being collected is long enough."""
+
+
+class Seed(NamedTuple):
+    """The environments' next reset starts from this seed; the answer is the first that is free."""
+
+    seed: int
+
+
+class State(NamedTuple):
+    """Wanted: the collector's state."""
+
+
+class Load(NamedTuple):
+    """The state to go on from; the answer is None."""
+
+    state: dict[str, Any]
+
+
+class Attach(NamedTuple):
+    """From now on batches go into this buffer, with ids from this count."""
+
+    replay_buffer: Any
+    ids: SharedCount
+
+
+class Wrote(NamedTuple):
+    """So many frames went into the replay buffer."""
+
+    frames: int
+
+
+class Task(NamedTuple):
+    """All that a worker is made from."""
+
+    make_env: Portable
+    policy: Portable | None
+    weights: SharedWeights | None
+    settings: dict[str, Any]
+    can_be_stopped: bool
+    shelf_batches: int
+
+
+def work(channel: Channel, task: Task) -> None:
+    """The worker's whole life."""
+    _CollectorProcess(channel, task).run()
+
+
+class _CollectorProcess:
+    """A collector that does what its owner's messages say."""
+
+    def __init__(self, channel: Channel, task: Task) -> None:
+        self._channel, self._weights = channel, task.weights
+        policy = None if task.policy is None else task.policy.function
+        # A copy of its own: after a fork parameters in shared memory would still be the owner's.
+        policy = copy.deepcopy(policy) if isinstance(policy, nn.Module) else policy
+        self._env = task.make_env.function()
+        self._envs = self._env.batch_size.numel()
+        steps = -(-task.settings["frames_per_batch"] // self._envs)
+        self._pieces = _divisor(steps) if task.can_be_stopped else 1
+        settings = {**task.settings, "frames_per_batch": steps // self._pieces * self._envs}
+        self._collector = SyncDataCollector(self._env, policy, **settings)
+        self._shelf = Shelf(task.shelf_batches)
+        self._buffer: Any = None
+        self._numbering: Numbering | None = None
+        self._version = 0
+
+    def run(self) -> None:
+        collector = self._collector
+        answers: dict[type, Callable[[Any], Any]] = {
+            Collect: lambda message: self._collected(),
+            Seed: lambda message: collector.set_seed(message.seed),
+            State: lambda message: collector.state_dict(),
+            Load: lambda message: self._load(message.state),
+        }
+        try:
+            self._channel.say(Ready(collector.frames_per_batch * self._pieces, self._envs))
+            while True:
+                message = self._channel.receive()
+                if isinstance(message, Attach):
+                    self._buffer, self._numbering = message.replay_buffer, Numbering(message.ids.take)
+                elif not isinstance(message, Stop):  # one that came after the batch had ended says nothing
+                    self._channel.say(answers[type(message)](message))
+        finally:
+            if self._buffer is not None:
+                self._buffer.flush_transforms()  # steps that waited for those that would follow
+            self._env.close()
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._collector.load_state_dict(state)
+        if self._numbering is not None:
+            self._numbering.forget()
+
+    def _collected(self) -> Shelved | Wrote:
+        if self._weights is not None and self._weights.version != self._version:
+            self._collector.update_policy_weights_(self._weights.read())
+            self._version = self._weights.read_version
+        batch = self._rolled()
+        if self._buffer is None or self._numbering is None:
+            return self._shelf.put(batch)
+        self._numbering.number([(0, batch)])
+        write(self._buffer, batch)
+        return Wrote(batch.numel())
+
+    def _rolled(self) -> TensorDictBase:
+        pieces: list[TensorDictBase] = []
+        while len(pieces) < self._pieces:
+            piece = self._collector.rollout()
+            assert piece is not None
+            pieces.append(piece)
+            if self._pieces > 1 and self._channel.has_message():
+                break  # a Stop: while a batch is being collected nothing else is sent, but the end, which comes next
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
+
+def _divisor(steps: int) -> int:
+    return max(k for k in range(1, MOST_PIECES + 1) if steps % k == 0)
+
+
+def write(replay_buffer: Any, batch: TensorDictBase) -> None:
+    """Adds a batch in the shape that the buffer's storage has."""
+    ndim = getattr(getattr(replay_buffer, "storage", None), "ndim", None)
+    if ndim == 1:
+        batch = batch.reshape(-1)
+    elif ndim == 2:
+        batch = batch.reshape(-1, batch.shape[-1])
+    replay_buffer.extend(batch)
