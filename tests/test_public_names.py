@@ -23,8 +23,13 @@ TRANSFORMS = {
     "Reward2GoTransform", "RewardScaling", "RewardSum", "SelectTransform", "StepCounter", "ToTensorImage",
     "Transform", "UnsqueezeTransform", "VecNorm",
 }  # fmt: skip
+SPECS = {
+    "Binary", "Bounded", "Categorical", "Composite", "MultiCategorical", "MultiOneHot", "OneHot", "Spec",
+    "Unbounded", "space_from_spec", "spec_from_space",
+}  # fmt: skip
 NAMES = {
-    "engram.data": BUFFERS | {"MultiStep"},
+    "engram.data": BUFFERS | SPECS | {"MultiStep"},
+    "engram.data.specs": SPECS,
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
         "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "Sampler", "SamplerEnsemble",

@@ -264,6 +264,22 @@ def test_a_state_survives_torchs_own_way_to_disk(tmp_path):
     assert bool((both[0] == both[1]).all())
 
 
+@pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
+def test_vectorised_environments_resume_too(mode):
+    made = []
+    for seed in (3, 9):
+        env = GymEnv("CartPole-v1", num_envs=3, vectorization_mode=mode)
+        made.append(SyncDataCollector(env, frames_per_batch=90, reset_at_each_iter=True))
+        made[-1].set_seed(seed)
+        made[-1].rollout()
+    made[1].load_state_dict(made[0].state_dict())
+    both = []
+    for collector in made:
+        torch.manual_seed(0)
+        both.append(torch.cat([collector.rollout() for _ in range(2)], 1))
+    assert bool((both[0] == both[1]).all())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -141,3 +141,81 @@ def test_a_composite_refuses_an_entry_without_its_batch_dimensions():
 def test_what_cannot_be_is_refused_at_once(make):
     with pytest.raises(ValueError):
         make()
+
+
+def test_entries_of_a_composite_come_and_go():
+    spec = Composite(a=Unbounded((4,)), b=Composite(c=Categorical(2), d=Binary(3)))
+    clone = spec.clone()
+    del spec["b", "c"]
+    assert spec.keys(include_nested=True) == ["a", "b", ("b", "d")]
+    assert spec.keys(include_nested=True, leaves_only=True) == ["a", ("b", "d")] == list(spec.leaves())
+    assert spec.pop(("b", "d")) == Binary(3) and spec["b"].is_empty() and len(spec) == 2
+    assert spec.set(("e", "f"), Categorical(3)).get(("e", "f")) == Categorical(3) and spec.get("g", 5) == 5
+    assert clone["b", "c"] == Categorical(2) and ("b", "x") not in clone and "b" in clone
+    assert clone.empty() == Composite() and clone.values(leaves_only=True) == [Unbounded((4,))]
+
+
+@pytest.mark.parametrize("key", ["x", ("b", "x"), ("a", "x")])
+def test_a_missing_entry_of_a_composite_is_a_key_error(key):
+    spec = Composite(a=Unbounded((4,)), b=Composite(c=Categorical(2)))
+    with pytest.raises(KeyError, match="there is no entry"):
+        spec[key]
+    with pytest.raises(KeyError, match="there is no entry"):
+        del spec[key]
+
+
+def test_a_composite_refuses_what_is_no_spec_and_entries_below_a_leaf():
+    spec = Composite(a=Unbounded((4,)))
+    with pytest.raises(TypeError, match="must be a spec"):
+        spec["b"] = torch.zeros(3)
+    with pytest.raises(KeyError, match="has no entries"):
+        spec["a", "b"] = Categorical(2)
+    with pytest.raises(KeyError, match="cannot project"):
+        spec.project(TensorDict({}))
+
+
+def test_bounds_are_indexed_with_the_batch():
+    spec = Bounded(torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 2.0])).expand(3, 2)
+    assert spec[0, 1] == Bounded(-2.0, 2.0, ()) and spec[:, 0] == Bounded(-1.0, 1.0, (3,))
+
+
+def test_the_vector_of_a_choice_cannot_be_indexed():
+    with pytest.raises(IndexError):
+        OneHot(3, (2, 3))[:, 0]
+    assert OneHot(3, (2, 3))[0] == OneHot(3)
+
+
+@pytest.mark.parametrize(("value", "nearest"), [(300.0, 255), (-1.0, 0), (2.6, 3), (torch.nan, 0), (torch.inf, 255)])
+def test_a_float_becomes_the_nearest_integer(value, nearest):
+    assert Bounded(0, 255, (), dtype=torch.uint8).project(torch.tensor(value)).item() == nearest
+    assert Unbounded((), dtype=torch.uint8).project(torch.tensor(value)).item() == nearest
+    assert Categorical(256).project(torch.tensor(value)).item() == nearest
+
+
+def test_draws_between_far_integers_reach_both_halves():
+    low, high = -(2**63), 2**63 - 1
+    drawn = Bounded(low + 1, high, (), dtype=torch.int64).rand((500,))
+    assert (drawn < -(2**61)).any() and (drawn > 2**61).any() and (drawn.abs() < 2**61).any()
+
+
+def test_choices_and_one_hot_vectors_are_converted():
+    assert Categorical(3, (2,)).to_one_hot_spec() == OneHot(3, (2, 3))
+    assert OneHot(3, (2, 3)).to_categorical_spec() == Categorical(3, (2,))
+    assert MultiCategorical([2, 3]).to_one_hot_spec() == MultiOneHot([2, 3])
+    assert MultiOneHot([2, 3]).to_categorical_spec() == MultiCategorical([2, 3])
+    assert OneHot(3, dtype=torch.int64).encode(1).tolist() == [0, 1, 0]
+    assert OneHot(3).decode(torch.tensor([[0, 1, 0], [1, 0, 0]])).tolist() == [1, 0]
+
+
+def test_what_cannot_be_encoded_without_loss_is_refused():
+    with pytest.raises(ValueError, match="does not lie in the spec"):
+        Categorical(3).encode(3)
+    with pytest.raises(ValueError, match="without loss"):
+        Categorical(3).encode(1.5)
+    with pytest.raises(ValueError, match=r"found:   torch.int64 \(\): 5"):
+        Categorical(3).to_numpy(torch.tensor(5))
+
+
+def test_a_category_is_a_whole_number():
+    assert not Categorical(3, dtype=torch.float32).is_in(torch.tensor(0.5))
+    assert Categorical(3, dtype=torch.float32).is_in(torch.tensor(2.0))

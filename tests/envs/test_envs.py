@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from tensordict import TensorDict
 from torch.nn.functional import one_hot
 
 from contracts.gym_worlds import SPACES, Countdown, Echo
+from engram.data import Categorical, Composite, Unbounded
 from engram.envs import EnvBase, GymEnv, SerialEnv, check_env_specs, step_mdp
 from engram.testing import EnvContract
 
@@ -139,13 +141,6 @@ def test_what_a_policy_keeps_is_zero_in_a_new_episode():
     assert batch["next", "memory"].squeeze(-1).tolist() == [1, 2, 3, 1, 2, 3]
 
 
-def test_vectorised_environments_are_refused_with_a_way_out():
-    with pytest.raises(NotImplementedError, match=r"SerialEnv\(4"):
-        GymEnv("CartPole-v1", num_envs=4)
-    with pytest.raises(NotImplementedError, match="SerialEnv"):
-        GymEnv(gymnasium.make_vec("CartPole-v1", num_envs=2))
-
-
 def test_spaces_without_a_tensor_form_are_named():
     with pytest.raises(TypeError, match="Text"):
         GymEnv(Echo(spaces.Text(5), SPACES["discrete"]))
@@ -181,6 +176,44 @@ def test_check_env_specs_names_what_does_not_fit():
 
     with pytest.raises(ValueError, match="'observation' is not what its spec says"):
         check_env_specs(GymEnv(Liar()))
+
+
+def test_check_env_specs_names_a_nested_key_and_a_wrong_batch_size():
+    class Nested(Countdown):
+        observation_space = spaces.Dict({"in": spaces.Dict({"left": spaces.Box(-1000, 1000, (2,), np.float32)})})
+
+        def show(self):
+            return {"in": {"left": super().show() + 2000}}
+
+    with pytest.raises(ValueError, match=r"reset: \('in', 'left'\) is not what its spec says"):
+        check_env_specs(SerialEnv(2, lambda: GymEnv(Nested())))
+
+    with pytest.raises(ValueError, match=r"batch_size=\(2, 1\)"):
+        check_env_specs(Wide())
+
+
+class Wide(EnvBase):
+    def __init__(self):
+        super().__init__(Composite(x=Unbounded((2, 1))), Categorical(2, (2,)), batch_size=(2,))
+
+    def _reset(self, mask):
+        return TensorDict({"x": torch.zeros(2, 1)}, [2, 1])
+
+    def _step(self, td):
+        return TensorDict({"x": torch.ones(2, 1)}, [2, 1])
+
+    def _set_seed(self, seed):
+        pass
+
+
+def test_check_env_specs_sees_a_reset_that_changes_the_others():
+    class Careless(SerialEnv):
+        def reset(self, td=None):
+            return super().reset()
+
+    members = [lambda: GymEnv(Countdown(lengths=(1,))), lambda: GymEnv(Countdown(lengths=(9,)))]
+    with pytest.raises(ValueError, match="a reset changed 'observation' where no episode was over"):
+        check_env_specs(Careless(2, members))
 
 
 def test_a_module_policy_with_several_observations_is_told_what_to_do():

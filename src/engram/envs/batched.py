@@ -59,6 +59,7 @@ class BatchEngine(ABC):
     def reset(self, mask: Array | None = None) -> Any:
         """The batched observations after a reset of all, or of those where `mask` (bool `[n]`) holds.
 
+        What stands in the other rows is not to be read.
         Raises ValueError for a mask where `can_reset_some` is False.
         """
 

@@ -65,9 +65,8 @@ class BatchStepper:
         shown = self._encoded(self.engine.reset(None if rows.all() else rows))
         if not rows.all():
             where = torch.from_numpy(rows)
-            for key, column in self._shown.items():
-                column[where] = shown[key][where]
-            return
+            for key, column in shown.items():
+                column[~where] = self._shown[key][~where]
         self._shown = shown
 
     def step(self, td: TensorDictBase) -> dict[Any, Tensor]:
@@ -83,7 +82,8 @@ class BatchStepper:
         idle = np.zeros(self.engine.n, dtype=np.bool_) if idle is None else idle.copy()
         values = self._encoded(observation)
         ended = np.logical_or(terminated, truncated)
-        self._shown = {key: column.clone() for key, column in values.items()} if (ended | idle).any() else values
+        changes = bool((ended | idle).any())  # the tensors that are given away may be written to
+        self._shown = {key: column.clone() if changes else column for key, column in values.items()}
         for env, raw_last in last:
             for leaf in self.engine.leaves:
                 values[leaf.key][env] = leaf.codec.encode_rows([leaf.pick(raw_last)])[0]
@@ -158,4 +158,4 @@ _ITS_OWN = (BatchedEnv._step, BatchedEnv._reset, BatchedEnv.step, BatchedEnv.res
 
 
 def _column(values: Array) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).reshape(-1, 1)
+    return torch.tensor(values).reshape(-1, 1)

@@ -6,38 +6,62 @@ from typing import Any
 
 import torch
 
-from engram.data.specs import Spec
+from engram.data.specs import Composite, Spec
 from engram.envs.base import EnvBase
 
 
 def check_env_specs(env: EnvBase, *, seed: int | None = None, max_steps: int = 5) -> None:
-    """Runs `env` for some random steps and compares every value with its spec.
+    """Runs `env` for some random steps and compares every value with its spec, nested ones leaf by leaf.
 
-    Raises ValueError that names the key, what came and what its spec allows; the environment is left in mid-episode.
+    Also: TensorDicts have the environment's `batch_size` and device, flags agree, and what is reset goes on from the
+    reset while the rest of the batch goes on from its last step. Raises ValueError that names the key, what came and
+    what its spec allows; the environment is left in mid-episode.
 
     >>> from engram.envs import GymEnv
-    >>> check_env_specs(GymEnv("CartPole-v1"), seed=0)
+    >>> check_env_specs(GymEnv("CartPole-v1", num_envs=2), seed=0)
     """
     if seed is not None:
         env.set_seed(seed)
+    shown = {**_leaves((), env.observation_spec), **_leaves((), env.full_done_spec)}
+    after = {**shown, **_leaves(("reward",), env.reward_spec)}
     td = env.reset()
-    _check("reset", td, {**env.observation_spec.leaves(), **env.full_done_spec.leaves()})
+    _check("reset", env, td, shown)
     for _ in range(max_steps):
         td, following = env.step_and_maybe_reset(env.rand_action(td))
-        _check("step", td, {"action": env.action_spec})
-        after = {**env.observation_spec.leaves(), **env.full_done_spec.leaves(), "reward": env.reward_spec}
-        _check("step, under 'next'", td.get("next"), after)
+        _check("step", env, td, {**shown, **_leaves(("action",), env.action_spec)})
+        _check("step, under 'next'", env, td.get("next"), after)
         _check_flags(td.get("next"))
+        _check("step and reset", env, following, shown)
+        _check_that_the_rest_goes_on(td.get("next"), following, shown)
         td = following
 
 
-def _check(where: str, td: Any, specs: dict[Any, Spec]) -> None:
+def _leaves(path: tuple[str, ...], spec: Any) -> dict[Any, Spec]:
+    if not isinstance(spec, Composite):
+        return {path if len(path) > 1 else path[0]: spec}
+    return {key: leaf for name, part in spec.items() for key, leaf in _leaves((*path, name), part).items()}
+
+
+def _check(where: str, env: EnvBase, td: Any, specs: dict[Any, Spec]) -> None:
+    if td.batch_size != env.batch_size or td.device != env.device:
+        raise ValueError(
+            f"{where}: a TensorDict of batch_size={tuple(td.batch_size)}, device={td.device}; the environment has "
+            f"batch_size={tuple(env.batch_size)}, device={env.device}"
+        )
     for key, spec in specs.items():
         value = td.get(key, None)
         if not spec.is_in(value):
             is_tensor = isinstance(value, torch.Tensor)
             found = f"{value.dtype} {tuple(value.shape)}: {value}" if is_tensor else repr(value)
             raise ValueError(f"{where}: {key!r} is not what its spec says.\n  found:   {found}\n  allowed: {spec}")
+
+
+def _check_that_the_rest_goes_on(after: Any, following: Any, specs: dict[Any, Spec]) -> None:
+    goes_on = ~after["done"].squeeze(-1)
+    for key in specs:
+        before, now = after.get(key)[goes_on], following.get(key)[goes_on]
+        if not bool(((before == now) | ((before != before) & (now != now))).all()):  # NaN stays NaN
+            raise ValueError(f"a reset changed {key!r} where no episode was over.\n  before: {before}\n  after:  {now}")
 
 
 def _check_flags(td: Any) -> None:

@@ -1,33 +1,66 @@
-"""Gymnasium environments as engram environments. The only file that imports gymnasium, and late."""
+"""Gymnasium environments as engram environments."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram.data.specs import Composite, Spec
 from engram.envs.base import EnvBase
+from engram.envs.batched import BatchEngine
+from engram.envs.batched_env import BatchStepper
 from engram.envs.gym_engine import GymEngine
+from engram.envs.gym_info import InfoKeys
+from engram.envs.gym_vector import VectorEngine
+
+
+class _Stepper(Protocol):
+    engine: Any
+    observation_spec: Composite
+    action_spec: Spec
+
+    def seed(self, seed: int) -> None: ...
+    def reset(self, mask: Tensor | None) -> dict[Any, Tensor]: ...
+    def step(self, td: TensorDictBase) -> dict[Any, Tensor]: ...
 
 
 class GymEnv(EnvBase):
-    """A gymnasium environment, by name or as it is.
+    """A gymnasium environment or several of them, by name or as they are.
 
     Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple spaces work. A Dict's entries are observations under their
     own keys; anything else is `observation`. Discrete and MultiDiscrete values are one-hot int64, or categories with
-    `categorical_action_encoding=True`. `frame_skip` repeats each action and adds the rewards up. `from_pixels=True`
-    gives uint8 `pixels` `[H, W, 3]` instead of the observation (`pixels_only=False`: next to it). `kwargs` go to
-    `gymnasium.make`. Gymnasium's own autoreset is not used: a reset is never stored as a step.
+    `categorical_action_encoding=True`. A reset is never stored as a step, and the last observation of an episode stays
+    under `next`, whatever gymnasium's autoreset does.
 
-    Raises NotImplementedError for vectorised gymnasium environments, TypeError for spaces without a fixed shape.
+    Args:
+        name_or_env: a name, a `gymnasium.Env`, or a `gymnasium.vector.VectorEnv` (any autoreset mode).
+        num_envs: how many environments of that name, batch `[num_envs]`; 0: a single one, batch `[]`. They are made as
+            `gymnasium.make_vec` makes them: by the environment's own vector entry point if it has one, else in sync;
+            `vectorization_mode=` chooses ("sync", "async", "vector_entry_point"). Sync and async ones reset in the same
+            step unless `vector_kwargs={"autoreset_mode": ...}` says otherwise. Where a vector entry point resets by a
+            call of its own (CartPole), steps may hold rows that are none: see `BatchedEnv`.
+        from_pixels: uint8 `pixels` `[H, W, 3]` instead of the observation; with `pixels_only=False`, next to it.
+        frame_skip: takes each action so many times and adds the rewards up. Like `from_pixels`, it goes without the
+            vector entry point.
+        info_keys: entries of gymnasium's `info` that become observations, at the root and under `next`: a list of keys
+            (a tuple leads into nested dicts), whose shapes are read off one reset and one random step, or a mapping
+            from keys to specs. Zeros wherever `info` lacks the entry, after resets above all.
+        kwargs: for `gymnasium.make` or `gymnasium.make_vec`.
+
+    Environment i of several starts from `seed + i`; those of a vector entry point have one generator in common.
+    Raises TypeError for spaces without a fixed shape and for arguments that an environment which exists cannot take,
+    KeyError for info keys that are not there.
 
     >>> env = GymEnv("CartPole-v1")
     >>> env.set_seed(0)
     1
     >>> env.rollout(3)["action"].shape
     torch.Size([3, 2])
+    >>> GymEnv("CartPole-v1", num_envs=4).rollout(50, break_when_any_done=False)["observation"].shape
+    torch.Size([4, 50, 4])
     """
 
     def __init__(
@@ -40,88 +73,90 @@ class GymEnv(EnvBase):
         pixels_only: bool = True,
         frame_skip: int | None = None,
         categorical_action_encoding: bool = False,
+        info_keys: InfoKeys | None = None,
         **kwargs: Any,
     ) -> None:
-        if num_envs:
-            raise NotImplementedError(
-                f"num_envs={num_envs}: vectorised gymnasium environments come in a later release; "
-                f"use SerialEnv({num_envs}, lambda: GymEnv(...))"
-            )
+        from engram.envs import gym_making
+
+        if num_envs < 0:
+            raise ValueError(f"num_envs must be 0 (a single environment) or more, got {num_envs}")
         if frame_skip is not None and frame_skip < 1:
             raise ValueError(f"frame_skip must be 1 or more, got {frame_skip}")
-        env = _make(name_or_env, kwargs, from_pixels)
-        self._engine = GymEngine(
-            _with_pixels(env, pixels_only) if from_pixels else env,
-            categorical=categorical_action_encoding,
-            frame_skip=frame_skip,
-            observation_key="pixels" if from_pixels else "observation",
-        )
-        super().__init__(self._engine.observation_spec, self._engine.action.spec)
+        codecs: dict[str, Any] = {
+            "categorical": categorical_action_encoding,
+            "observation_key": "pixels" if from_pixels else "observation",
+            "info_keys": info_keys,
+        }
+        pixels: dict[str, bool] = {"from_pixels": from_pixels, "pixels_only": pixels_only}
+        self._stepper: _Stepper
+        if num_envs or gym_making.is_vector(name_or_env):
+            envs = gym_making.vector(name_or_env, num_envs, kwargs, frame_skip=frame_skip, **pixels)
+            self._stepper = BatchStepper(VectorEngine(envs, **codecs))
+        else:
+            env = gym_making.single(name_or_env, kwargs, **pixels)
+            self._stepper = SingleStepper(GymEngine(env, frame_skip=frame_skip, **codecs))
+        spec = self._stepper.observation_spec
+        super().__init__(spec, self._stepper.action_spec, batch_size=spec.shape)
         if device is not None:
             self.to(device)
 
     @property
     def gym_env(self) -> Any:
         """The gymnasium environment, wrappers included."""
-        return self._engine.env
+        return self._stepper.engine.env
 
     def engines(self) -> list[GymEngine] | None:
-        """What steps this environment raw, for collectors; None where a child class may have changed a step."""
-        return [self._engine] if type(self) is GymEnv else None
+        """What steps a single environment raw, for collectors; None where a child class may have changed a step."""
+        return [self._stepper.engine] if type(self) is GymEnv and isinstance(self._stepper, SingleStepper) else None
+
+    def batch_engine(self) -> BatchEngine | None:
+        """What steps several together raw, for collectors; None where a child class may have changed a step."""
+        return self._stepper.engine if type(self) is GymEnv and isinstance(self._stepper, BatchStepper) else None
 
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
-        return TensorDict(self._engine.observation(self._engine.reset()), device=self.device)
+        return TensorDict(self._stepper.reset(mask), batch_size=self.batch_size, device=self.device)
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
-        raw = self._engine.raw_action(td.get("action"))
-        observation, reward, terminated, truncated, _ = self._engine.step(raw)
-        values = self._engine.observation(observation)
+        return TensorDict(self._stepper.step(td), batch_size=self.batch_size, device=self.device)
+
+    def _set_seed(self, seed: int) -> None:
+        self._stepper.seed(seed)
+
+    def random_state(self) -> Any:
+        return self._stepper.engine.random_state()
+
+    def set_random_state(self, state: Any) -> None:
+        self._stepper.engine.set_random_state(state)
+
+    def _close(self) -> None:
+        self._stepper.engine.env.close()
+
+    def __repr__(self) -> str:
+        return f"GymEnv({self.gym_env}, device={self.device})"
+
+
+class SingleStepper:
+    """Steps a GymEngine with tensors, as `BatchStepper` does a BatchEngine."""
+
+    def __init__(self, engine: GymEngine) -> None:
+        self.engine = engine
+        self.observation_spec = engine.observation_spec
+        self.action_spec = engine.action.spec
+
+    def seed(self, seed: int) -> None:
+        """The next reset starts from `seed`."""
+        self.engine.seed(seed)
+
+    def reset(self, mask: Tensor | None) -> dict[Any, Tensor]:
+        """Observations after a reset."""
+        return self.engine.observation(self.engine.reset())
+
+    def step(self, td: TensorDictBase) -> dict[Any, Tensor]:
+        """What follows `td["action"]`: observations, reward and flags."""
+        raw = self.engine.raw_action(td.get("action"))
+        observation, reward, terminated, truncated, _ = self.engine.step(raw)
+        values = self.engine.observation(observation)
         values["reward"] = torch.as_tensor(reward, dtype=torch.float32).reshape(1)
         values["terminated"] = torch.tensor([bool(terminated)])
         values["truncated"] = torch.tensor([bool(truncated)])
-        return TensorDict(values, device=self.device)
-
-    def _set_seed(self, seed: int) -> None:
-        self._engine.seed(seed)
-
-    def random_state(self) -> Any:
-        return self._engine.random_state()
-
-    def set_random_state(self, state: Any) -> None:
-        self._engine.set_random_state(state)
-
-    def _close(self) -> None:
-        self._engine.env.close()
-
-    def __repr__(self) -> str:
-        return f"GymEnv({self._engine.env}, device={self.device})"
-
-
-def _make(name_or_env: Any, kwargs: dict[str, Any], from_pixels: bool) -> Any:
-    import gymnasium
-
-    if isinstance(name_or_env, gymnasium.vector.VectorEnv):
-        raise NotImplementedError(
-            "vectorised gymnasium environments come in a later release; use SerialEnv(n, lambda: GymEnv(...))"
-        )
-    if isinstance(name_or_env, str):
-        return gymnasium.make(name_or_env, **{**({"render_mode": "rgb_array"} if from_pixels else {}), **kwargs})
-    if not isinstance(name_or_env, gymnasium.Env):
-        raise TypeError(f"GymEnv takes a name or a gymnasium.Env, got {type(name_or_env).__name__}")
-    if kwargs:
-        raise TypeError(f"{sorted(kwargs)} are for gymnasium.make, and the environment exists already; pass its name")
-    return name_or_env
-
-
-def _with_pixels(env: Any, pixels_only: bool) -> Any:
-    import gymnasium
-
-    if env.render_mode != "rgb_array":
-        raise ValueError(
-            f"from_pixels=True needs an environment with render_mode='rgb_array', got {env.render_mode!r}; "
-            "pass its name, or make it with that mode"
-        )
-    env.reset()  # some environments cannot render before; gymnasium's wrapper reads the shape of a frame
-    return gymnasium.wrappers.AddRenderObservation(
-        env, render_only=pixels_only, render_key="pixels", obs_key="observation"
-    )
+        return values

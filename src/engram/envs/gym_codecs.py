@@ -16,17 +16,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from engram.data.specs import (
-    Binary,
-    Bounded,
-    Categorical,
-    Composite,
-    MultiCategorical,
-    MultiOneHot,
-    OneHot,
-    Spec,
-    Unbounded,
-)
+from engram.data.specs import Composite, MultiOneHot, OneHot, Spec, spec_from_space
+from engram.data.specs.spaces import kind_of
 
 LARGEST_TABLE = 256  # choices: one-hot rows are then at most half a megabyte
 Key = str | tuple[str, ...]
@@ -114,10 +105,10 @@ class DiscreteCodec(LeafCodec):
     """Integers from `start` on, as categories or one-hot."""
 
     def __init__(self, space: Any, categorical: bool) -> None:
-        self._n = n = int(space.n)
-        super().__init__(Categorical(n) if categorical else OneHot(n, dtype=torch.int64), space)
+        self._n = int(space.n)
+        super().__init__(spec_from_space(space, categorical), space)
         self.start = int(space.start)
-        self._one_hot = None if categorical else OneHot(n, dtype=torch.int64)
+        self._one_hot = self.spec if isinstance(self.spec, OneHot) else None
 
     def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
         choice = raw.astype(np.int64) - self.start
@@ -125,7 +116,7 @@ class DiscreteCodec(LeafCodec):
             return torch.from_numpy(choice)
         if self._n <= LARGEST_TABLE and choice.size and choice.min() >= 0:  # a tenth of the cost; checks the other end
             return torch.from_numpy(self._hot_by_choice.take(choice, 0))
-        return self._one_hot.encode(torch.from_numpy(choice).unsqueeze(-1))
+        return self._one_hot.encode(torch.from_numpy(choice))
 
     def decode(self, value: Tensor) -> Any:
         choice = self._chosen(value.detach())
@@ -153,7 +144,7 @@ class DiscreteCodec(LeafCodec):
     def random_rows(self, n: int) -> tuple[Tensor, list[Any]]:
         choice = torch.randint(self._n, (n,))  # the draw that the spec makes
         if self._n > LARGEST_TABLE:
-            encoded = choice if self._one_hot is None else self._one_hot.encode(choice.unsqueeze(-1))
+            encoded = choice if self._one_hot is None else self._one_hot.encode(choice)
             return encoded, list(choice.numpy() + self.start)
         raws = self._raw_by_choice.take(choice.numpy()).tolist()
         if self._one_hot is None:
@@ -177,9 +168,8 @@ class MultiDiscreteCodec(LeafCodec):
     """Arrays of integers, as a vector of categories or of one-hot vectors in a row."""
 
     def __init__(self, space: Any, categorical: bool) -> None:
-        nvec = [int(n) for n in np.asarray(space.nvec).reshape(-1)]
-        self._one_hot = None if categorical else MultiOneHot(nvec, dtype=torch.int64)
-        super().__init__(MultiCategorical(nvec) if self._one_hot is None else self._one_hot, space)
+        super().__init__(spec_from_space(space, categorical), space)
+        self._one_hot = self.spec if isinstance(self.spec, MultiOneHot) else None
         self.start = np.asarray(getattr(space, "start", 0), dtype=np.int64)
 
     def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
@@ -248,21 +238,8 @@ def codec_for(space: Any, *, categorical: bool = False) -> Codec:
     >>> codec.encode_rows([1, 3]).tolist(), codec.decode_rows(torch.tensor([[0, 1, 0]]))
     ([[1, 0, 0], [0, 0, 1]], [np.int64(2)])
     """
-    for cls in type(space).__mro__:
-        if cls.__name__ in _MAKERS:
-            return _MAKERS[cls.__name__](space, categorical)
-    raise TypeError(f"a space of type {type(space).__name__} has no tensor form; there are {', '.join(_MAKERS)}")
-
-
-def _box_spec(space: Any) -> Spec:
-    dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
-    if not dtype.is_floating_point and dtype.itemsize == 8:
-        finite = bool((space.low > np.iinfo(space.dtype).min).any() or (space.high < np.iinfo(space.dtype).max).any())
-    else:
-        finite = bool(np.isfinite(space.low).any() or np.isfinite(space.high).any())
-    if not finite:
-        return Unbounded(space.shape, dtype=dtype)
-    return Bounded(torch.tensor(space.low), torch.tensor(space.high), shape=space.shape, dtype=dtype)
+    codec: Codec = kind_of(space, _MAKERS)(space, categorical)
+    return codec
 
 
 def _tuple_codec(space: Any, categorical: bool) -> Codec:
@@ -275,10 +252,10 @@ def _dict_codec(space: Any, categorical: bool) -> Codec:
 
 
 _MAKERS: dict[str, Callable[[Any, bool], Codec]] = {
-    "Box": lambda space, categorical: LeafCodec(_box_spec(space), space),
+    "Box": lambda space, categorical: LeafCodec(spec_from_space(space), space),
     "Discrete": DiscreteCodec,
     "MultiDiscrete": MultiDiscreteCodec,
-    "MultiBinary": lambda space, categorical: LeafCodec(Binary(shape=space.shape), space),
+    "MultiBinary": lambda space, categorical: LeafCodec(spec_from_space(space), space),
     "Dict": _dict_codec,
     "Tuple": _tuple_codec,
 }

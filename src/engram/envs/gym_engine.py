@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engram.data.specs import Bounded, Composite, Unbounded
 from engram.envs.gym_codecs import Codec, Leaf, codec_for, leaves_of
+from engram.envs.gym_info import InfoKeys, InfoReader, reader_of
 from engram.envs.mdp import IDLE
 
 RESERVED = (IDLE, "_reset", "action", "collector", "done", "next", "reward", "terminated", "truncated")
@@ -20,23 +21,39 @@ RawStep = Callable[[Any], tuple[Any, Any, bool, bool, Any]]
 class GymEngine:
     """A gymnasium environment stepped with raw values; without frame skip, `step` is its own bound method.
 
-    A Dict's entries are observations of their own; any other observation is called `observation_key`.
+    A Dict's entries are observations of their own; any other observation is called `observation_key`. With `info_keys`
+    a raw observation is a pair: the environment's own, and the entries of `info`.
     """
 
-    def __init__(self, env: Any, *, categorical: bool, frame_skip: int | None, observation_key: str) -> None:
+    def __init__(
+        self,
+        env: Any,
+        *,
+        categorical: bool,
+        frame_skip: int | None,
+        observation_key: str,
+        info_keys: InfoKeys | None = None,
+    ) -> None:
         self.env = env
-        self.step: RawStep = env.step if frame_skip is None else _repeated(env.step, frame_skip)
+        self.step: RawStep = env.step if frame_skip is None else repeated(env.step, frame_skip)
         self.action: Codec = codec_for(env.action_space, categorical=categorical)
-        observation = codec_for(env.observation_space, categorical=categorical)
-        has_own_keys = isinstance(getattr(env.observation_space, "spaces", None), dict)
-        self.leaves: list[Leaf] = leaves_of(observation, () if has_own_keys else (observation_key,))
+        self._info = reader_of(info_keys, self._probed, batch_dims=0)
+        if self._info is not None:
+            self.step = self._info.stepping(self.step)
+        self.leaves = leaves_for(env.observation_space, observation_key, self._info, categorical=categorical)
         self.observation_spec = composite_of(self.leaves)
         self._seed: int | None = None
+
+    def _probed(self) -> list[Any]:
+        """What `info` has in a reset and in a step."""
+        _, first = self.env.reset()
+        return [self.step(self.env.action_space.sample())[4], first]
 
     def has_spaces_of(self, other: GymEngine) -> bool:
         """Whether raw values of both mean the same."""
         mine, theirs = self.env, other.env
-        return bool(mine.action_space == theirs.action_space and mine.observation_space == theirs.observation_space)
+        same = mine.action_space == theirs.action_space and mine.observation_space == theirs.observation_space
+        return bool(same and self.observation_spec == other.observation_spec)
 
     def seed(self, seed: int) -> None:
         """The next reset starts from `seed`."""
@@ -57,8 +74,8 @@ class GymEngine:
     def reset(self) -> Any:
         """The first raw observation of a new episode."""
         seed, self._seed = self._seed, None
-        observation, _ = self.env.reset() if seed is None else self.env.reset(seed=seed)
-        return observation
+        observation, info = self.env.reset() if seed is None else self.env.reset(seed=seed)
+        return observation if self._info is None else (observation, self._info.read(info))
 
     def raw_action(self, action: Tensor | TensorDictBase) -> Any:
         """One action for `step`. Raises ValueError where it is not what the spec says."""
@@ -88,17 +105,21 @@ def check_action(codec: Codec, action: Any, batch_size: Sequence[int] = ()) -> N
     outside the bounds of a Box are the environment's own affair.
     """
     for key, spec in _leaf_specs(codec).items():
-        value = action if key is None else action.get(key)
-        fits = value.shape == (*batch_size, *spec.shape)
+        value = action if key is None else action.get(key, None) if isinstance(action, TensorDictBase) else action
+        fits = isinstance(value, Tensor) and value.shape == (*batch_size, *spec.shape)
         if not fits or (not isinstance(spec, (Bounded, Unbounded)) and not _is_choice(spec, value)):
             where = "" if key is None else f" {key!r}"
             raise ValueError(
                 f"action{where} is not what the environment takes.\n"
-                f"  found:   {value.dtype} {tuple(value.shape)}: {value}\n"
+                f"  found:   {_described(value)}\n"
                 f"  allowed: {spec}, after the batch dimensions {tuple(batch_size)}\n"
                 "  A network's scores need an argmax: one_hot(scores.argmax(-1), n), or scores.argmax(-1) with "
                 "GymEnv(..., categorical_action_encoding=True)."
             )
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}: {value}" if isinstance(value, Tensor) else repr(value)
 
 
 def _is_choice(spec: Any, value: Tensor) -> bool:
@@ -119,11 +140,22 @@ def composite_of(leaves: list[Leaf]) -> Composite:
             raise ValueError(
                 f"the observation space has a key {root!r}, which engram uses itself; rename it by a wrapper"
             )
+        if leaf.key in spec or root in spec.leaves():
+            raise ValueError(f"{leaf.key!r} is an observation already; info_keys must name other entries")
         spec[leaf.key] = leaf.codec.spec
     return spec
 
 
-def _repeated(step: RawStep, times: int) -> RawStep:
+def leaves_for(space: Any, observation_key: str, info: InfoReader | None, *, categorical: bool) -> list[Leaf]:
+    """The leaves of an observation space and of the `info` entries beside it."""
+    key = () if isinstance(getattr(space, "spaces", None), dict) else (observation_key,)
+    codec = codec_for(space, categorical=categorical)
+    return leaves_of(codec, key) if info is None else [*leaves_of(codec, key, (0,)), *info.leaves]
+
+
+def repeated(step: RawStep, times: int) -> RawStep:
+    """`step` that takes each action `times` times, adds the rewards up, and stops where the episode ends."""
+
     def step_times(action: Any) -> tuple[Any, Any, bool, bool, Any]:
         total = 0.0
         for _ in range(times):

@@ -2,71 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from engram.envs.batched import Array, Autoreset, BatchEngine, BatchStep
-from engram.envs.gym_codecs import Codec, Leaf, codec_for, leaves_of
+from engram.envs.gym_codecs import Codec, Leaf, codec_for
+from engram.envs.gym_engine import leaves_for, refuse_other_generator
+from engram.envs.gym_info import InfoKeys, reader_of
 
 
 class VectorEngine(BatchEngine):
     """A `gymnasium.vector.VectorEnv`: sync, async, or one that is written for many environments.
 
     `can_reset_some` holds for gymnasium's own two and wherever autoreset is disabled, as that asks for the option
-    `reset_mask`. Raises ValueError for an environment that does not say what its autoreset mode is.
+    `reset_mask`. Raises ValueError for an environment that does not say what its autoreset mode is, or resets twice.
     """
 
-    def __init__(self, env: Any, *, categorical: bool, observation_key: str = "observation") -> None:
+    def __init__(
+        self,
+        env: Any,
+        *,
+        categorical: bool,
+        observation_key: str = "observation",
+        info_keys: InfoKeys | None = None,
+    ) -> None:
         self.env = env
         self.n = int(env.num_envs)
         self.autoreset = autoreset_of(env)
         kinds = {cls.__name__ for cls in type(env.unwrapped).__mro__}
-        # Gymnasium 1.4: workers without shared memory forget that they were reset, and reset again at the next step.
-        self._resets_again = (
-            self.autoreset is Autoreset.NEXT_STEP
-            and "AsyncVectorEnv" in kinds
-            and not getattr(env.unwrapped, "shared_memory", True)
-        )
-        has_mask = self.autoreset is Autoreset.DISABLED or not kinds.isdisjoint(("SyncVectorEnv", "AsyncVectorEnv"))
-        self.can_reset_some = has_mask and not self._resets_again
+        if self.autoreset is Autoreset.NEXT_STEP and "AsyncVectorEnv" in kinds and not env.unwrapped.shared_memory:
+            raise ValueError(
+                "gymnasium's AsyncVectorEnv with shared_memory=False and autoreset_mode=NEXT_STEP resets a second time "
+                "after env.reset(), whatever the seed; use shared_memory=True, or another autoreset mode"
+            )
+        self._is_elsewhere = "AsyncVectorEnv" in kinds
+        has_mask = not kinds.isdisjoint(("SyncVectorEnv", "AsyncVectorEnv"))
+        self.can_reset_some = has_mask or self.autoreset is Autoreset.DISABLED
         self.action: Codec = codec_for(env.single_action_space, categorical=categorical)
-        observation = codec_for(env.single_observation_space, categorical=categorical)
-        has_own_keys = isinstance(getattr(env.single_observation_space, "spaces", None), dict)
-        self.leaves: list[Leaf] = leaves_of(observation, () if has_own_keys else (observation_key,))
         self._seed: int | None = None
         self._over = np.zeros(self.n, dtype=np.bool_)
+        self._info = reader_of(info_keys, self._probed, batch_dims=1)
+        space = env.single_observation_space
+        self.leaves: list[Leaf] = leaves_for(space, observation_key, self._info, categorical=categorical)
+
+    def _probed(self) -> list[Any]:
+        """What `infos` has in a reset and in a step."""
+        _, first = self.env.reset()
+        after = self.env.step(self.env.action_space.sample())[4]
+        return [after, after.get("final_info", {}), first]
+
+    def _shown(self, observation: Any, infos: Mapping[str, Any]) -> Any:
+        return observation if self._info is None else (observation, self._info.read_batch(infos, self.n))
 
     def seed(self, seed: int) -> None:
         self._seed = seed
 
+    def random_state(self) -> dict[str, Any] | None:
+        """Where the environments' random numbers stand; None for those of other processes."""
+        found = None if self._is_elsewhere else self.env.unwrapped.np_random
+        if found is None:
+            return None
+        states = [g.bit_generator.state for g in (found if isinstance(found, tuple) else (found,))]
+        return {
+            "seed": self._seed,
+            "generator": {"bit_generator": [s["bit_generator"] for s in states], "each": states},
+        }
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        """The next reset of all goes on where `random_state` stood. Raises ValueError for other generators."""
+        refuse_other_generator(state, self.random_state() or {})
+        self._seed = state["seed"]
+        found = self.env.unwrapped.np_random
+        for generator, one in zip(
+            found if isinstance(found, tuple) else (found,), state["generator"]["each"], strict=True
+        ):
+            generator.bit_generator.state = one
+
     def reset(self, mask: Array | None = None) -> Any:
         if mask is None:
             seed, self._seed = self._seed, None
-            observation, _ = self.env.reset() if seed is None else self.env.reset(seed=seed)
-            self._over = self._over & self._resets_again
-            return observation
+            observation, infos = self.env.reset() if seed is None else self.env.reset(seed=seed)
+            self._over = np.zeros(self.n, dtype=np.bool_)
+            return self._shown(observation, infos)
         if not self.can_reset_some:
             raise ValueError(
                 f"environments {np.flatnonzero(mask).tolist()} of {self.env} cannot be reset alone: it has no option "
                 "'reset_mask'. Let episodes end by themselves (max_episode_steps=..., no max_frames_per_traj), or use "
                 "vectorization_mode='sync'"
             )
-        observation, _ = self.env.reset(options={"reset_mask": mask.copy()})
+        observation, infos = self.env.reset(options={"reset_mask": mask.copy()})
         self._over = self._over & ~mask
-        return observation
+        return self._shown(observation, infos)
 
     def step(self, actions: Any) -> BatchStep:
         observation, reward, terminated, truncated, infos = self.env.step(actions)
+        observation = self._shown(observation, infos)
         if self.autoreset is Autoreset.DISABLED:
             return BatchStep(observation, reward, terminated, truncated)
         ended = np.logical_or(terminated, truncated)
         if self.autoreset is Autoreset.SAME_STEP:
-            return BatchStep(observation, reward, terminated, truncated, _last(infos, ended) if ended.any() else ())
+            return BatchStep(observation, reward, terminated, truncated, self._last(infos, ended))
         idle, has_idle = self._over, np.count_nonzero(self._over)  # a fifth of the cost of `any`
         self._over = np.greater(ended, idle) if has_idle else ended
         return BatchStep(observation, reward, terminated, truncated, (), idle if has_idle else None)
+
+    def _last(self, infos: Mapping[str, Any], ended: Array) -> Sequence[tuple[int, Any]]:
+        if not ended.any():
+            return ()
+        found = infos.get("final_obs", infos.get("final_observation", None))
+        if found is None:
+            raise ValueError(
+                "the environment resets in the step that ends an episode and gives no infos['final_obs'], so that its "
+                "last observation is lost; use another autoreset mode"
+            )
+        batched = found if self._info is None else (found, self._info.read_batch(infos.get("final_info", {}), self.n))
+        return [(env, _row(batched, env)) for env in np.flatnonzero(ended).tolist()]
 
     def close(self) -> None:
         self.env.close()
@@ -83,16 +135,6 @@ def autoreset_of(env: Any) -> Autoreset:
         f"{env} says autoreset_mode={mode!r}; its metadata['autoreset_mode'] must be one of "
         "gymnasium.vector.AutoresetMode, so that resets are not taken for steps"
     )
-
-
-def _last(infos: Mapping[str, Any], ended: Array) -> list[tuple[int, Any]]:
-    found = infos.get("final_obs", infos.get("final_observation", None))
-    if found is None:
-        raise ValueError(
-            "the environment resets in the step that ends an episode and gives no infos['final_obs'], so that its last "
-            "observation is lost; use another autoreset mode"
-        )
-    return [(env, _row(found, env)) for env in np.flatnonzero(ended).tolist()]
 
 
 def _row(batched: Any, env: int) -> Any:

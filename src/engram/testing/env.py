@@ -57,7 +57,7 @@ class EnvContract:
         time = len(env.batch_size)
         before, after = batch.narrow(time, 1, 29), batch.narrow(time, 0, 29)
         goes_on = ~after["next", "done"].squeeze(-1)
-        for key in env.observation_spec.leaves():
+        for key in env.observation_spec.leaves().keys() - {"_idle"}:  # rollouts have no rows that are marked so
             old = after["next"].get(key)[goes_on]
             assert torch.equal(before.get(key)[goes_on], old)
 
@@ -81,7 +81,7 @@ class EnvContract:
     def test_later_steps_do_not_change_earlier_ones(self, env: Any) -> None:
         td = env.rand_step(env.reset())
         kept = td.clone()
-        env.rand_step(step_mdp(td))
+        env.rand_step(env.maybe_reset(step_mdp(td)))
         assert bool((td == kept).all())
 
     def test_outputs_are_on_no_device_unless_one_was_asked_for(self, env: Any) -> None:
@@ -98,7 +98,7 @@ class EnvContract:
     def test_an_action_of_another_shape_is_refused(self, env: Any) -> None:
         td = env.reset()
         wrong = torch.zeros(*env.batch_size, 17)
-        with pytest.raises(ValueError, match="action is not what the environment takes"):
+        with pytest.raises(ValueError, match=r"action.* is not what the environment takes"):
             env.step(TensorDict({**td, "action": wrong}, batch_size=env.batch_size))
 
     def test_a_closed_environment_says_so_and_closes_again_quietly(self, env: Any) -> None:

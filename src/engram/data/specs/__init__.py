@@ -8,6 +8,7 @@ from engram.data.specs.base import Spec
 from engram.data.specs.choices import Binary, Categorical, MultiCategorical, MultiOneHot, OneHot
 from engram.data.specs.composite import Composite
 from engram.data.specs.numbers import Bounded, Unbounded
+from engram.data.specs.spaces import space_from_spec, spec_from_space
 
 __all__ = [
     "Binary",
@@ -19,4 +20,6 @@ __all__ = [
     "OneHot",
     "Spec",
     "Unbounded",
+    "space_from_spec",
+    "spec_from_space",
 ]

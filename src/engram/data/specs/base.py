@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,11 @@ Device = torch.device | str | int | None
 def as_device(device: Device) -> torch.device | None:
     """`device` as torch has it; None stays None."""
     return None if device is None else torch.device(device)
+
+
+def changed(shape: Sequence[int], change: Callable[[Tensor], Tensor]) -> torch.Size:
+    """The shape of what `change` makes of a tensor of `shape`."""
+    return change(torch.empty(()).expand(tuple(shape))).shape
 
 
 class Spec(ABC):
@@ -54,9 +60,64 @@ class Spec(ABC):
     def to(self: Self, dest: torch.device | torch.dtype | str) -> Self:
         """The same spec on another device, or with another dtype."""
 
+    @abstractmethod
+    def one(self, shape: Sequence[int] = ()) -> Any:
+        """Ones of shape `[*shape, *self.shape]`; they need not lie in the domain."""
+
+    @abstractmethod
+    def clone(self: Self) -> Self:
+        """A spec of its own, equal to this one."""
+
+    @abstractmethod
+    def encode(self, value: Any) -> Any:
+        """`value`, an array, number or list (for a Composite a mapping), as a tensor of this spec.
+
+        Raises ValueError for what does not lie in the domain.
+        """
+
+    @abstractmethod
+    def to_numpy(self, value: Any) -> Any:
+        """A tensor of this spec as numpy has it: arrays, of one-hot vectors the choices, of a Composite a dict."""
+
+    @property
+    @abstractmethod
+    def batch_ndim(self) -> int:
+        """Number of leading dimensions that can be indexed: all, but for the last of vectors that belong together."""
+
+    @abstractmethod
+    def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
+        """The spec whose first `ndim` dimensions are what `change` makes of a tensor of these dimensions."""
+
+    def sample(self, shape: Sequence[int] = ()) -> Any:
+        """`rand`."""
+        return self.rand(shape)
+
+    def unsqueeze(self: Self, dim: int) -> Self:
+        """One more batch dimension of length 1."""
+        assert isinstance(self, Spec)
+        return self.with_batch(self.batch_ndim, lambda tensor: tensor.unsqueeze(dim))
+
+    def squeeze(self: Self, dim: int) -> Self:
+        """Without batch dimension `dim`, if it has length 1."""
+        assert isinstance(self, Spec)
+        return self.with_batch(self.batch_ndim, lambda tensor: tensor.squeeze(dim))
+
+    def assert_is_in(self, value: Any) -> None:
+        """Raises ValueError that says what was found and what is allowed, unless `is_in(value)`."""
+        if not self.is_in(value):
+            is_tensor = isinstance(value, Tensor)
+            found = f"{value.dtype} {tuple(value.shape)}: {value}" if is_tensor else repr(value)
+            raise ValueError(f"the value does not lie in the spec.\n  found:   {found}\n  allowed: {self}")
+
 
 class TensorSpec(Spec):
-    """A spec of one tensor. Children say what their domain is: `_draw`, `_inside`, `_nearest`."""
+    """A spec of one tensor. Children say what their domain is: `_draw`, `_inside`, `_nearest`.
+
+    `spec[index]` is the spec of `tensor[index]`; the last dimension of one-hot vectors and of `MultiCategorical` is no
+    batch dimension and cannot be indexed.
+    """
+
+    domain_ndim = 0  # trailing dimensions that belong together: batch dimensions are those before
 
     def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype) -> None:
         self.shape = torch.Size(shape)
@@ -98,7 +159,38 @@ class TensorSpec(Spec):
     def project(self, value: Tensor) -> Tensor:
         if not self.has_shape(value):
             raise ValueError(f"cannot project a tensor of shape {tuple(value.shape)} on {self}: the shapes differ")
-        return value.to(self.dtype) if self.is_in(value.to(self.dtype)) else self._nearest(value).to(self.dtype)
+        return value if self.is_in(value) else self._nearest(value).to(self.dtype)
+
+    def one(self, shape: Sequence[int] = ()) -> Tensor:
+        return torch.ones((*shape, *self.shape), dtype=self.dtype, device=self.device)
+
+    def clone(self: Self) -> Self:
+        assert isinstance(self, TensorSpec)
+        return self._rebuilt(**{k: v.clone() for k, v in self._domain().items() if isinstance(v, Tensor)})
+
+    def encode(self, value: Any) -> Tensor:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+        encoded = tensor.to(device=self.device, dtype=self.dtype)
+        if not (self.is_in(encoded) and torch.equal(encoded.to(tensor), tensor)):
+            self.assert_is_in(encoded)
+            raise ValueError(f"{value!r} cannot be written as {self.dtype} without loss")
+        return encoded
+
+    def to_numpy(self, value: Tensor) -> Any:
+        self.assert_is_in(value)
+        return value.detach().cpu().numpy()
+
+    def __getitem__(self: Self, index: Any) -> Self:
+        assert isinstance(self, TensorSpec)
+        return self.with_batch(self.batch_ndim, lambda tensor: tensor[index])
+
+    @property
+    def batch_ndim(self) -> int:
+        return self.ndim - self.domain_ndim
+
+    def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
+        assert isinstance(self, TensorSpec)
+        return self._rebuilt(shape=(*changed(self.shape[:ndim], change), *self.shape[ndim:]))
 
     def expand(self: Self, *shape: Any) -> Self:
         assert isinstance(self, TensorSpec)
@@ -131,5 +223,8 @@ class TensorSpec(Spec):
 def _short(value: Any) -> str:
     if not isinstance(value, Tensor):
         return str(value)
-    first = value.reshape(-1)[:1]
-    return str(first.item()) if bool((value == first).all()) else f"[{value.min().item()} .. {value.max().item()}]"
+    numbers = value.detach().cpu().numpy().reshape(-1)
+    if numbers.size == 0:
+        return "[]"
+    low, high = numbers.min().item(), numbers.max().item()
+    return str(low) if low == high else f"[{low} .. {high}]"

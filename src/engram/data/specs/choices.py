@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from engram.data.specs.base import Device, TensorSpec
+from engram.data.specs.integers import ordered
 
 
 def _one_hot_shape(shape: Sequence[int] | None, width: int, name: str) -> torch.Size:
@@ -41,10 +42,14 @@ class Categorical(TensorSpec):
         return torch.randint(self.n, shape, device=self.device)
 
     def _inside(self, value: Tensor) -> Tensor:
-        return (value >= 0) & (value < self.n)
+        return _is_below(value, torch.tensor(self.n, device=value.device))
 
     def _nearest(self, value: Tensor) -> Tensor:
-        return value.clamp(0, self.n - 1)
+        return ordered(value, torch.int64).clamp(0, self.n - 1)
+
+    def to_one_hot_spec(self) -> OneHot:
+        """The one-hot vectors (bool) of the same choices: shape `[*self.shape, n]`."""
+        return OneHot(self.n, (*self.shape, self.n), self.device)
 
 
 class Binary(Categorical):
@@ -77,6 +82,8 @@ class MultiCategorical(TensorSpec):
     tensor([1, 1])
     """
 
+    domain_ndim = 1
+
     def __init__(
         self,
         nvec: Sequence[int],
@@ -96,10 +103,14 @@ class MultiCategorical(TensorSpec):
         return torch.stack([torch.randint(n, shape[:-1], device=self.device) for n in self.nvec], -1)
 
     def _inside(self, value: Tensor) -> Tensor:
-        return (value >= 0) & (value < torch.tensor(self.nvec, device=value.device))
+        return _is_below(value, torch.tensor(self.nvec, device=value.device))
 
     def _nearest(self, value: Tensor) -> Tensor:
-        return value.clamp(min=0).minimum(torch.tensor(self.nvec, device=value.device, dtype=value.dtype) - 1)
+        return ordered(value, torch.int64).clamp(min=0).minimum(torch.tensor(self.nvec, device=value.device) - 1)
+
+    def to_one_hot_spec(self) -> MultiOneHot:
+        """The one-hot vectors (bool) of the same choices: shape `[..., sum(nvec)]`."""
+        return MultiOneHot(self.nvec, (*self.shape[:-1], sum(self.nvec)), self.device)
 
 
 class MultiOneHot(TensorSpec):
@@ -108,6 +119,8 @@ class MultiOneHot(TensorSpec):
     >>> MultiOneHot([2, 3]).rand().sum()
     tensor(2)
     """
+
+    domain_ndim = 1
 
     def __init__(
         self,
@@ -136,15 +149,27 @@ class MultiOneHot(TensorSpec):
     def _nearest(self, value: Tensor) -> Tensor:
         return self.encode(self.decode(value))
 
-    def encode(self, choice: Tensor) -> Tensor:
-        """One-hot vectors `[..., sum(nvec)]` of the spec's dtype from integers `[..., len(nvec)]`."""
+    def encode(self, value: Any) -> Tensor:
+        """One-hot vectors `[..., sum(nvec)]` of the spec's dtype from integers `[..., len(nvec)]`.
+
+        Integers without a one-hot vector are torch's RuntimeError.
+        """
+        choice = torch.as_tensor(value, device=self.device)
         parts = [one_hot(column, n) for column, n in zip(choice.long().unbind(-1), self.nvec, strict=True)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).to(self.dtype)
+        return torch.cat(parts, -1).to(self.dtype)
 
     def decode(self, value: Tensor) -> Tensor:
         """Integers `[..., len(nvec)]`, int64, from one-hot vectors; of other vectors the largest entry wins."""
-        numbers = value.byte() if value.dtype is torch.bool else value
+        numbers = value if value.dtype.is_floating_point else ordered(value, torch.int64)
         return torch.stack([part.argmax(-1) for part in torch.split(numbers, list(self.nvec), -1)], -1)
+
+    def to_numpy(self, value: Tensor) -> Any:
+        self.assert_is_in(value)
+        return self.decode(value.detach()).cpu().numpy()
+
+    def to_categorical_spec(self) -> MultiCategorical | Categorical:
+        """The integers of the same choices: shape `[..., len(nvec)]`, int64."""
+        return MultiCategorical(self.nvec, (*self.shape[:-1], len(self.nvec)), self.device)
 
 
 class OneHot(MultiOneHot):
@@ -163,7 +188,25 @@ class OneHot(MultiOneHot):
     def _domain(self) -> dict[str, Any]:
         return {"n": self.n}
 
-    def encode(self, choice: Tensor) -> Tensor:
-        """One-hot vectors `[..., n]` of the spec's dtype from integers `[..., 1]`; others are torch's RuntimeError."""
-        blank = torch.zeros((*choice.shape[:-1], self.n), dtype=self.dtype, device=choice.device)
-        return blank.scatter_(-1, choice.long(), 1)
+    def _draw(self, shape: torch.Size) -> Tensor:
+        return self.encode(torch.randint(self.n, shape[:-1], device=self.device))
+
+    def encode(self, value: Any) -> Tensor:
+        """One-hot vectors `[..., n]` of the spec's dtype from integers `[...]`; others are torch's RuntimeError."""
+        choice = torch.as_tensor(value, device=self.device)
+        blank = torch.zeros((*choice.shape, self.n), dtype=self.dtype, device=choice.device)
+        return blank.scatter_(-1, choice.long().unsqueeze(-1), 1)
+
+    def decode(self, value: Tensor) -> Tensor:
+        """Integers `[...]`, int64, from one-hot vectors; of other vectors the largest entry wins."""
+        return super().decode(value).squeeze(-1)
+
+    def to_categorical_spec(self) -> Categorical:
+        """The integers of the same choices: shape `[...]`, int64."""
+        return Categorical(self.n, self.shape[:-1], self.device)
+
+
+def _is_below(value: Tensor, end: Tensor) -> Tensor:
+    number = ordered(value, torch.int64)
+    fits = (number >= 0) & (number < end)
+    return fits & (number == value) if value.dtype.is_floating_point else fits

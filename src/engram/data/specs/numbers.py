@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engram.data.specs.base import Device, Self, TensorSpec
+from engram.data.specs.integers import HIGHEST, LOWEST, limits, ordered, restored
 
 
 class Unbounded(TensorSpec):
@@ -24,15 +26,16 @@ class Unbounded(TensorSpec):
     def _draw(self, shape: torch.Size) -> Tensor:
         if self.dtype.is_floating_point:
             return torch.randn(shape, dtype=self.dtype, device=self.device)
-        info = None if self.dtype is torch.bool else torch.iinfo(self.dtype)
-        low, high = (0, 1) if info is None else (info.min, min(info.max, 2**63 - 2))
-        return torch.randint(low, high + 1, shape, device=self.device)
+        low, high = limits(self.dtype)
+        return restored(torch.randint(low, min(high + 1, HIGHEST), shape, device=self.device), self.dtype)
 
     def _inside(self, value: Tensor) -> bool:
         return True
 
     def _nearest(self, value: Tensor) -> Tensor:
-        return value
+        if self.dtype.is_floating_point:
+            return value
+        return restored(ordered(value, self.dtype).clamp(*limits(self.dtype)), self.dtype)
 
 
 class Bounded(TensorSpec):
@@ -56,23 +59,29 @@ class Bounded(TensorSpec):
     ) -> None:
         lowest = torch.as_tensor(low, dtype=dtype, device=device)
         highest = torch.as_tensor(high, dtype=dtype, device=device)
-        common = (lowest + highest).shape if shape is None else shape
+        common = np.broadcast_shapes(lowest.shape, highest.shape) if shape is None else shape
         super().__init__(common, device, dtype)
         self.low, self.high = lowest.expand(self.shape), highest.expand(self.shape)
-        if bool((self.low > self.high).any()):
+        # For comparisons: as they are, or as integers that torch can compare.
+        self._ends = (self._comparable(self.low), self._comparable(self.high))
+        if not bool((self._ends[0] <= self._ends[1]).all()):
             raise ValueError(f"low must be at most high everywhere, got low={low} and high={high}")
+
+    def _comparable(self, value: Tensor) -> Tensor:
+        return value if self.dtype.is_floating_point else ordered(value, self.dtype)
 
     def _domain(self) -> dict[str, Any]:
         return {"low": self.low, "high": self.high}
 
     def _draw(self, shape: torch.Size) -> Tensor:
-        low, high = self.low.double(), self.high.double()
+        low, high = (end.double() for end in self._ends)
         uniform = torch.rand(shape, dtype=torch.float64, device=self.device)
         if not self.dtype.is_floating_point:
-            return torch.minimum((low + uniform * (high - low + 1)).floor(), high).to(self.dtype)
+            number = (low + uniform * (high - low + 1)).floor().clamp(LOWEST, 2.0**63 - 1024).long()
+            return restored(self._clamped(number), self.dtype)
         if bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
-            return self._clamped(low * (1 - uniform) + high * uniform)
-        return self._clamped(self._draw_with_infinite_ends(low, high, uniform))
+            return self._clamped((low * (1 - uniform) + high * uniform).to(self.dtype))
+        return self._clamped(self._draw_with_infinite_ends(low, high, uniform).to(self.dtype))
 
     def _draw_with_infinite_ends(self, low: Tensor, high: Tensor, uniform: Tensor) -> Tensor:
         below, above = torch.isfinite(low), torch.isfinite(high)
@@ -82,17 +91,28 @@ class Bounded(TensorSpec):
         return torch.where(below & above, between, one_sided)
 
     def _clamped(self, value: Tensor) -> Tensor:
-        return torch.maximum(torch.minimum(value.to(self.dtype), self.high), self.low)
+        return torch.maximum(torch.minimum(value, self._ends[1]), self._ends[0])
 
     def _inside(self, value: Tensor) -> Tensor:
-        return torch.logical_and(value >= self.low, value <= self.high)
+        found = self._comparable(value)
+        return torch.logical_and(found >= self._ends[0], found <= self._ends[1])
 
     def _nearest(self, value: Tensor) -> Tensor:
-        common = torch.promote_types(value.dtype, self.dtype)  # a float just above an integer's range must not wrap
-        return torch.maximum(torch.minimum(value.to(common), self.high.to(common)), self.low.to(common))
+        if not self.dtype.is_floating_point:
+            return restored(self._clamped(ordered(value, self.dtype)), self.dtype)
+        number = value.to(self.dtype) if value.dtype.is_floating_point else ordered(value, torch.int64).to(self.dtype)
+        return self._clamped(torch.where(number.isnan(), torch.zeros_like(number), number))
 
     def _rebuilt(self: Self, **changes: Any) -> Self:
         assert isinstance(self, Bounded)
         shape = changes.get("shape", self.shape)
-        bounds = {"low": self.low.expand(shape), "high": self.high.expand(shape)}
-        return super()._rebuilt(**{**bounds, **changes})
+        if "low" in changes:
+            return super()._rebuilt(**changes)
+        return super()._rebuilt(**{"low": self.low.expand(shape), "high": self.high.expand(shape), **changes})
+
+    def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
+        assert isinstance(self, Bounded)
+        batch = self.shape[:ndim]
+        positions = change(torch.arange(batch.numel(), device=self.device).reshape(batch))
+        ends = [end.reshape(batch.numel(), *self.shape[ndim:])[positions] for end in (self.low, self.high)]
+        return self._rebuilt(shape=ends[0].shape, low=ends[0], high=ends[1])

@@ -1,0 +1,145 @@
+"""Making gymnasium environments. The only file of the environments that imports gymnasium; it is itself loaded late."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
+
+from engram.envs.gym_engine import repeated
+
+NATIVE = "vector_entry_point"
+
+
+class FrameSkip(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Takes each action `times` times, adds the rewards up, and stops where the episode ends."""
+
+    def __init__(self, env: Any, times: int) -> None:
+        super().__init__(env)
+        self._repeated = repeated(env.step, times)
+
+    def step(self, action: Any) -> Any:
+        return self._repeated(action)
+
+
+class OwnLastObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Copies the last observation of an episode: a reset in the same step may write into the same array."""
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:
+            observation = copy.deepcopy(observation)
+        return observation, reward, terminated, truncated, info
+
+
+def single(name_or_env: Any, kwargs: dict[str, Any], *, from_pixels: bool, pixels_only: bool) -> Any:
+    """One environment, by name or as it is. Raises TypeError for what is neither."""
+    if isinstance(name_or_env, str):
+        env = gymnasium.make(name_or_env, **_rendering(kwargs, from_pixels))
+    elif isinstance(name_or_env, gymnasium.Env):
+        _refuse_settings(kwargs)
+        env = name_or_env
+    else:
+        raise TypeError(f"GymEnv takes a name, a gymnasium.Env or a VectorEnv, got {type(name_or_env).__name__}")
+    return with_pixels(env, pixels_only) if from_pixels else env
+
+
+def vector(
+    name_or_env: Any,
+    num_envs: int,
+    kwargs: dict[str, Any],
+    *,
+    from_pixels: bool,
+    pixels_only: bool,
+    frame_skip: int | None,
+) -> Any:
+    """A vector environment, by name or as it is. Raises TypeError and ValueError for settings that it cannot have."""
+    if is_vector(name_or_env):
+        _refuse_settings(kwargs)
+        if from_pixels or frame_skip is not None:
+            raise ValueError(
+                "from_pixels and frame_skip change each environment, and this vector environment exists already; "
+                "give its name and num_envs, or make it with wrappers=[...]"
+            )
+        if num_envs not in (0, name_or_env.num_envs):
+            raise ValueError(
+                f"num_envs={num_envs}, and the vector environment has {name_or_env.num_envs}; leave it out"
+            )
+        return name_or_env
+    if not isinstance(name_or_env, str):
+        raise TypeError(
+            f"num_envs={num_envs} needs a name, got {type(name_or_env).__name__}; "
+            "for environments that exist, SerialEnv or gymnasium.vector.SyncVectorEnv"
+        )
+    changes: list[Callable[[Any], Any]] = []
+    if frame_skip is not None:
+        changes.append(partial(FrameSkip, times=frame_skip))
+    if from_pixels:
+        changes.append(partial(with_pixels, pixels_only=pixels_only))
+    return _made_vector(name_or_env, num_envs, _rendering(kwargs, from_pixels), changes)
+
+
+def is_vector(env: Any) -> bool:
+    """Whether `env` is a vector environment of gymnasium's."""
+    return isinstance(env, gymnasium.vector.VectorEnv)
+
+
+def _made_vector(name: str, num_envs: int, kwargs: dict[str, Any], changes: list[Callable[[Any], Any]]) -> Any:
+    mode = kwargs.pop("vectorization_mode", None)
+    mode = getattr(mode, "value", mode)
+    options = dict(kwargs.pop("vector_kwargs", None) or {})
+    wrappers = [*(kwargs.pop("wrappers", None) or ()), *changes]
+    if mode is None:
+        mode = NATIVE if _is_native(name) and not options and not wrappers else "sync"
+    if mode == NATIVE:
+        if wrappers or options:
+            raise ValueError(
+                f"vectorization_mode={NATIVE!r} knows no single environments: frame_skip, from_pixels, wrappers and "
+                "vector_kwargs need 'sync' or 'async'"
+            )
+        return gymnasium.make_vec(name, num_envs, vectorization_mode=mode, **kwargs)
+    same_step = getattr(gymnasium.vector, "AutoresetMode", None)  # gymnasium 1.0 has one mode and no name for it
+    if same_step is not None:
+        options.setdefault("autoreset_mode", same_step.SAME_STEP)
+        if same_step(options["autoreset_mode"]) is same_step.SAME_STEP:
+            wrappers.append(OwnLastObservation)
+    return gymnasium.make_vec(
+        name, num_envs, vectorization_mode=mode, vector_kwargs=options, wrappers=wrappers, **kwargs
+    )
+
+
+def _is_native(name: str) -> bool:
+    module, _, env_id = name.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    namespace, base, version = parse_env_id(env_id)
+    version = find_highest_version(namespace, base) if version is None else version
+    spec = gymnasium.registry.get(get_env_id(namespace, base, version))
+    return spec is not None and spec.vector_entry_point is not None
+
+
+def _rendering(kwargs: dict[str, Any], from_pixels: bool) -> dict[str, Any]:
+    return {**({"render_mode": "rgb_array"} if from_pixels else {}), **kwargs}
+
+
+def _refuse_settings(kwargs: dict[str, Any]) -> None:
+    if kwargs:
+        raise TypeError(f"{sorted(kwargs)} are for gymnasium.make, and the environment exists already; pass its name")
+
+
+def with_pixels(env: Any, pixels_only: bool) -> Any:
+    """`env` with what it renders as its observation, or beside it."""
+    if env.render_mode != "rgb_array":
+        raise ValueError(
+            f"from_pixels=True needs an environment with render_mode='rgb_array', got {env.render_mode!r}; "
+            "pass its name, or make it with that mode"
+        )
+    env.reset()  # some environments cannot render before; gymnasium's wrapper reads the shape of a frame
+    return gymnasium.wrappers.AddRenderObservation(
+        env, render_only=pixels_only, render_key="pixels", obs_key="observation"
+    )
