@@ -126,7 +126,7 @@ class SyncDataCollector:
         self._policy_device = first_device(policy_device, device)
         self._init_random_frames = init_random_frames or 0
         self._weights = PolicyWeights(policy, self._policy_device)
-        makes_env = not hasattr(create_env_fn, "step")
+        makes_env = isinstance(create_env_fn, type) or not hasattr(create_env_fn, "step")
         self.env = create_env_fn() if makes_env else create_env_fn
         self._finalizer = weakref.finalize(self, self.env.close) if makes_env else None
         try:
@@ -160,6 +160,7 @@ class SyncDataCollector:
 
     def _make_roller(self, max_frames_per_traj: int | None) -> Roller:
         policy = as_policy(self._weights.policy, self.env)
+        self._prepare = getattr(policy, "prepare", lambda: None)
         policy = on_device(policy, self._policy_device, self.env)
         return roller_for(self.env, policy, max_frames_per_traj, self._marks, reset_when_done=self._reset_when_done)
 
@@ -243,6 +244,7 @@ class SyncDataCollector:
     def _rolled(self, random_steps: int) -> TensorDictBase:
         if self._roller.is_random:  # no policy: the two switches would cost as much as four steps of CartPole
             return self._roller.roll(self._steps, random_steps)
+        self._prepare()
         with torch.no_grad(), set_exploration_type(self._exploration_type):
             return self._roller.roll(self._steps, random_steps)
 
