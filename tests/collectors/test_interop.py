@@ -69,9 +69,10 @@ class ForeignEnv:
         self.is_closed = True
 
 
-@pytest.mark.parametrize(
-    "policy", [None, nn.Linear(1, 1), TensorDictModule(nn.Linear(1, 1), ["observation"], ["action"])]
-)
+POLICIES = [None, nn.Linear(1, 1), TensorDictModule(nn.Linear(1, 1), ["observation"], ["action"])]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_an_environment_with_only_the_tensordict_interface_is_collected(policy):
     collector = SyncDataCollector(ForeignEnv, policy, frames_per_batch=4)
     batches = [collector.rollout() for _ in range(2)]

@@ -27,6 +27,15 @@ class Roller(Protocol):
         """Every environment is reset before its next step."""
 
 
+def ask(env: Any, name: str) -> Any:
+    """What the method `name` of an environment gives; None where its class has none.
+
+    The class is looked at, because environments of other libraries look for unknown names in places of their own.
+    """
+    method = getattr(type(env), name, None)
+    return None if method is None else method(env)
+
+
 def roller_for(
     env: Any,
     policy: TensorDictPolicy,
@@ -39,8 +48,8 @@ def roller_for(
 
     Raises ValueError where environments that reset themselves are asked not to, or cannot be cut one by one.
     """
-    engine = getattr(env, "batch_engine", lambda: None)()
-    engines = getattr(env, "engines", lambda: None)()
+    engine = ask(env, "batch_engine")
+    engines = ask(env, "engines")
     if not reset_when_done:
         if engine is not None and engine.autoreset is not Autoreset.DISABLED:
             raise ValueError("reset_when_done=False: these environments reset themselves; make them without autoreset")

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 
 from engram.collectors.devices import Device, first_device, on_device, stored
-from engram.collectors.rollers import Roller, roller_for
+from engram.collectors.rollers import Roller, ask, roller_for
 from engram.collectors.settings import refuse_bad_settings, refuse_bad_state
 from engram.collectors.stats import CollectorStats, Episodes, Speed, last, mean
 from engram.collectors.trajectories import FrameMarks
@@ -290,7 +290,7 @@ class SyncDataCollector:
             "policy_version": self._marks.version,
             "episodes": self._episodes.state_dict(),
         }
-        weights, numbers = self._weights.state_dict(), getattr(self.env, "random_state", lambda: None)()
+        weights, numbers = self._weights.state_dict(), ask(self.env, "random_state")
         if weights is not None:
             state["policy_state_dict"] = weights
         return state if numbers is None else {**state, "env_random_state": numbers}

@@ -17,12 +17,7 @@ from torch import Tensor, nn
 Call = Callable[[TensorDictBase], TensorDictBase]
 # Options of TensorDictModule, and of sequences, that make their call another than the plain one.
 OPTIONS = ("method", "method_kwargs", "_kwargs", "_out_to_in_map")
-    "method",
-    "method_kwargs",
-    "_kwargs",
-    "_out_to_in_map",
-)  # of TensorDictModule: another call than the plain one
-WHOLE = ("partial_tolerant", "_select_before_return", "return_composite")  # of sequences
+WHOLE = ("partial_tolerant", "_select_before_return", "return_composite")
 
 
 def direct_call(module: Any) -> Call:
