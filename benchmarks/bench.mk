@@ -28,3 +28,7 @@ $(BENCH_VENV)/.engram: $(BENCH_VENV)/.peers $(BENCH_OURS)
 
 $(BENCH_FLOOR): benchmarks/native/floor.cpp $(wildcard benchmarks/native/*.hpp)
 	$(CXX) -std=c++20 -O3 -Wall -Wextra -shared -fPIC $< -o $@
+
+.PHONY: interop
+interop: $(BENCH_VENV)/.engram
+	PYTHONPATH=. $(BENCH_PYTHON) -m benchmarks.interop

@@ -22,7 +22,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from engram.collectors import SyncDataCollector
-from engram.envs import GymEnv
+from engram.envs import GymEnv, SerialEnv
 
 FRAMES_PER_BATCH = 1000
 Run = Callable[[int], None]
@@ -86,6 +86,45 @@ def collector(policy: Any) -> Run:
     return run
 
 
+def bare_together(envs: int = 64) -> Run:
+    """Gymnasium's native vector CartPole; calls that only reset an environment count as its steps."""
+    env = gymnasium.make_vec("CartPole-v1", envs, vectorization_mode="vector_entry_point")
+    actions = torch.randint(2, (2_000, envs)).numpy()
+
+    def run(frames: int) -> None:
+        env.reset(seed=0)
+        for row in actions[: frames // envs]:
+            env.step(row)
+
+    return run
+
+
+def bare_serial(envs: int = 16) -> Run:
+    members = [gymnasium.make("CartPole-v1") for _ in range(envs)]
+    actions = list(torch.randint(2, (100_000,)).numpy())
+
+    def run(frames: int) -> None:
+        for number, env in enumerate(members):
+            env.reset(seed=number)
+        drawn = iter(actions)
+        for _ in range(frames // envs):
+            for env in members:
+                _, _, terminated, truncated, _ = env.step(next(drawn))
+                if terminated or truncated:
+                    env.reset()
+
+    return run
+
+
+def several(env: Any, frames_per_batch: int) -> Run:
+    def run(frames: int) -> None:
+        env.set_seed(0)
+        for _ in SyncDataCollector(env, frames_per_batch=frames_per_batch, total_frames=frames):
+            pass
+
+    return run
+
+
 def seconds(run: Run, frames: int) -> float:
     start = time.process_time()
     run(frames)
@@ -96,7 +135,7 @@ def compare(floor: Run, contestants: dict[str, Run], frames: int, rounds: int) -
     """Steps per second, and the share of the floor's, of each contestant."""
     runs = {"floor": floor, **contestants}
     for run in runs.values():
-        run(FRAMES_PER_BATCH)  # warm up
+        run(frames)  # warm up
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for round_number in range(rounds):
         order = list(runs) if round_number % 2 == 0 else list(reversed(runs))
@@ -117,6 +156,10 @@ def run(rounds: int = 21) -> dict[str, Any]:
         torch.manual_seed(0)
         net = Greedy()
         module = TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
+        serial = SerialEnv(16, lambda: GymEnv("CartPole-v1"))
+        in_series = compare(bare_serial(), {"random": several(serial, 1_600)}, 3_200, rounds)
+        native = GymEnv("CartPole-v1", num_envs=64, vectorization_mode="vector_entry_point")
+        together = compare(bare_together(), {"random": several(native, 6_400)}, 12_800, rounds)
         random = compare(bare_loop(), {"random": collector(None)}, 5_000, 2 * rounds)
         nets = {"nn.Module": collector(net), "TensorDictModule": collector(module)}
         network = compare(torch_loop(net), nets, 1_000, 2 * rounds)
@@ -125,6 +168,10 @@ def run(rounds: int = 21) -> dict[str, Any]:
     return {
         "bare gymnasium loop": random["floor"],
         "collector, random policy": {**random["random"], "target": 0.88},
+        "bare loop over 16": in_series["floor"],
+        "collector, SerialEnv of 16": {**in_series["random"], "target": 0.8},
+        "bare vector loop, 64": together["floor"],
+        "collector, native vector of 64": {**together["random"], "target": 0.8},
         "torch loop by hand, 2x64": network["floor"],
         "collector, nn.Module 2x64": {**network["nn.Module"], "target": 0.92},
         "collector, TensorDictModule 2x64": {**network["TensorDictModule"], "target": 0.92},

@@ -16,10 +16,12 @@ from benchmarks.cases import FLOOR, Result, Row, missing, result
 
 TITLES = {
     "random": "collector, CartPole, random policy",
+    "serial": "collector, SerialEnv of 16 CartPoles, random policy",
+    "vector": "collector, native vector CartPole of 64, random policy",
     "module": "collector, CartPole, 2x64 nn.Module",
     "tensordict": "collector, CartPole, 2x64 TensorDictModule",
 }
-TARGETS = {"random": 0.88, "module": 0.92, "tensordict": 0.92}
+TARGETS = {"random": 0.88, "serial": 0.8, "vector": 0.8, "module": 0.92, "tensordict": 0.92}
 FRAMES = 1000
 
 
@@ -41,6 +43,8 @@ def _by_kind(figures: dict[str, Any]) -> dict[str, Any]:
     """Our rates and those of the loops written by hand, for each kind of policy."""
     pairs = {
         "random": ("collector, random policy", "bare gymnasium loop"),
+        "serial": ("collector, SerialEnv of 16", "bare loop over 16"),
+        "vector": ("collector, native vector of 64", "bare vector loop, 64"),
         "module": ("collector, nn.Module 2x64", "torch loop by hand, 2x64"),
         "tensordict": ("collector, TensorDictModule 2x64", "torch loop by hand, 2x64"),
     }

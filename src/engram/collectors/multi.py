@@ -16,9 +16,9 @@ from torch import nn
 
 from engram.collectors.multi_worker import Attach, Collect, Load, Ready, Seed, State, Task, Wrote, work, write
 from engram.collectors.numbering import Numbering, SharedCount
+from engram.collectors.settings import refuse_bad_counts
 from engram.collectors.shared_weights import SharedWeights, tensors_of
 from engram.collectors.shelf import ShelfReader, Shelved
-from engram.collectors.sync import refuse_bad_settings
 from engram.collectors.utils import split_trajectories
 from engram.envs.exploration import ExplorationType
 from engram.workers import Portable, Worker, close_all, wait_for_any
@@ -56,7 +56,7 @@ class MultiCollector:
         start_method: str | None = None,
     ) -> None:
         makers = _makers(create_env_fn, num_workers)
-        refuse_bad_settings(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames)
+        refuse_bad_counts(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames)
         if split_trajs and replay_buffer is not None:
             raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
         self.num_workers = len(makers)

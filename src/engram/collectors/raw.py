@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from engram.collectors.actions import ModuleActions, RandomActions, TensorDictActions
 from engram.collectors.observations import Observations, Rows, in_time
 from engram.collectors.packed import PackedObservations, can_pack
-from engram.collectors.trajectories import TrajectoryIds
+from engram.collectors.trajectories import FrameMarks
 from engram.envs.gym_engine import GymEngine
 from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, direct_module
 
@@ -33,12 +33,12 @@ class GymRoller:
         engines: list[GymEngine],
         policy: TensorDictPolicy,
         max_frames_per_traj: int | None,
-        ids: TrajectoryIds,
+        marks: FrameMarks,
     ) -> None:
         self._engines = engines
         self._policy = policy
         self._limit = max_frames_per_traj
-        self._ids = ids
+        self._marks = marks
         self._batch_size: torch.Size = env.batch_size
         self._device = env.device
         self._codec = engines[0].action
@@ -60,7 +60,7 @@ class GymRoller:
         batch = _RawBatch(self._empty_observations(steps))
         source = self._source(batch.observations)
         try:
-            self._run_all(batch, steps, steps if self.is_random else random_steps, source)
+            self._run_all(batch, steps, steps if self.is_random else min(steps, random_steps), source)
         except BaseException:
             self.restart()  # half a batch is lost: no trajectory may go on across the gap
             raise
@@ -151,13 +151,13 @@ class GymRoller:
 
         shape = torch.Size((*self._batch_size, steps))
         outcomes = batch.outcomes(self._batch_size)
-        ids = self._ids.number(outcomes["done"].reshape(-1, steps))
+        marks = self._marks.entries(outcomes["done"].reshape(-1, steps), shape)
         actions = batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions)
         before = {
             **batch.observations.before(),
             "action": in_time(actions, self._batch_size),
             **{key: torch.from_numpy(np.zeros((*shape, 1), dtype=np.bool_)) for key in FLAGS},
-            "collector": of_batch({"traj_ids": torch.from_numpy(ids.reshape(shape))}),
+            "collector": of_batch(marks),
         }
         columns = {key: torch.from_numpy(column) for key, column in outcomes.items()}
         td = of_batch({**before, "next": of_batch({**batch.observations.after(), **columns})})

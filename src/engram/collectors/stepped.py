@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.collectors.extras import extras_of
-from engram.collectors.trajectories import TrajectoryIds
-from engram.envs.mdp import reset_where, stack_steps, step_mdp
+from engram.collectors.frames import FrameQueue
+from engram.collectors.trajectories import FrameMarks
+from engram.envs.mdp import reset_where, step_mdp
 from engram.envs.policies import RandomPolicy, TensorDictPolicy
 
 
@@ -22,33 +24,48 @@ class TensorDictRoller:
 
     is_random = False  # whatever the policy: the environment may hold one
 
-    def __init__(self, env: Any, policy: TensorDictPolicy, max_frames_per_traj: int | None, ids: TrajectoryIds) -> None:
+    def __init__(
+        self,
+        env: Any,
+        policy: TensorDictPolicy,
+        max_frames_per_traj: int | None,
+        marks: FrameMarks,
+        *,
+        reset_when_done: bool = True,
+    ) -> None:
         self._env = env
-        self._ids = ids
+        self._marks = marks
         self._policy = policy
         self._random = RandomPolicy(env.action_spec)
         self._limit = max_frames_per_traj
         self._state: TensorDictBase | None = None
+        self._resets = reset_when_done
         self._over: Tensor | None = None
         self._lengths = torch.zeros(*env.batch_size, 1, dtype=torch.int64)
+        self._frames = FrameQueue(env.batch_size)
         self._extras: TensorDictBase | None = None
 
     def restart(self) -> None:
-        """Every environment is reset before its next step."""
+        """Every environment is reset before its next step; frames that wait for the next batch are dropped."""
         self._state = None
         self._lengths.zero_()
+        self._frames = FrameQueue(self._env.batch_size)
 
     def roll(self, steps: int, random_steps: int) -> TensorDictBase:
         """`[*batch_size, steps]` in TED, the first `random_steps` with random actions."""
+        frames, version = self._frames, self._marks.version
         try:
-            stepped = [self._step(is_random=t < random_steps) for t in range(steps)]
+            while (least := frames.least) < steps:
+                frames.add(self._step(is_random=least < random_steps), version)
+            batch, versions = frames.take(steps)
         except BaseException:
             self.restart()  # half a batch is lost: no trajectory may go on across the gap
             raise
-        batch = stack_steps(stepped, len(self._env.batch_size))
-        done = batch.get(("next", "done")).reshape(-1, steps)
-        ids = self._ids.number(done.cpu().numpy())
-        return batch.set(("collector", "traj_ids"), torch.from_numpy(ids).reshape(batch.shape))
+        done = batch.get(("next", "done")).reshape(-1, steps).cpu().numpy()
+        ends = done if self._resets else np.zeros_like(done)
+        for name, entry in self._marks.entries(ends, batch.shape, versions).items():
+            batch.set(("collector", name), entry)
+        return batch
 
     def _step(self, is_random: bool) -> TensorDictBase:
         td = self._env.step(self._with_action(self._ready_state(), is_random))
@@ -62,7 +79,7 @@ class TensorDictRoller:
     def _ready_state(self) -> TensorDictBase:
         if self._state is None:
             return self._env.reset()
-        if self._over is not None and bool(self._over.any()):
+        if self._resets and self._over is not None and bool(self._over.any()):
             return reset_where(self._env, self._state, self._over)
         return self._state.copy()
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from engram.collectors.raw import GymRoller
-from engram.collectors.stepped import TensorDictRoller
-from engram.collectors.trajectories import TrajectoryIds
+from engram.collectors.devices import Device, first_device, on_device, stored
+from engram.collectors.rollers import Roller, ask, roller_for
+from engram.collectors.settings import refuse_bad_settings, refuse_bad_state
+from engram.collectors.stats import CollectorStats, Episodes, Speed, last, mean
+from engram.collectors.trajectories import FrameMarks
 from engram.collectors.utils import split_trajectories
 from engram.collectors.weights import PolicyWeights
+from engram.collectors.whole import WholeTrajectories
 from engram.envs.exploration import ExplorationType, set_exploration_type
-from engram.envs.policies import CallablePolicy, RandomPolicy, TensorDictPolicy, as_policy
+from engram.envs.policies import as_policy
 
-Device = torch.device | str | int | None
+ROWS_IN_SEARCH = 32  # at a time, while whole trajectories are looked for
 
 
 class SyncDataCollector:
@@ -33,20 +38,34 @@ class SyncDataCollector:
         create_env_fn: an environment, which stays the caller's to close, or a callable that makes one.
         policy: a callable on TensorDicts, a TensorDictModule, an `nn.Module` from the observation tensor to the action,
             `env.rand_step`, or None for random actions. It runs under `torch.no_grad`.
-        frames_per_batch: frames of one batch, over all environments.
+        frames_per_batch: frames of one batch, over all environments; may be left out beside `trajs_per_batch`.
         total_frames: where to stop; if it does not divide, a warning, and the last batch is whole.
         device: what `storing_device`, `policy_device` and `env_device` are unless they are given.
         max_frames_per_traj: the step at which an episode is cut: `truncated` is set and the environment reset.
         init_random_frames: so many frames, rounded up to whole rows, have random actions.
         reset_at_each_iter: every batch starts with a reset.
+        reset_when_done: False leaves it to the environment what follows the end of an episode; a trajectory is then all
+            that comes between two resets.
         postproc: called on each batch; its result is handed out.
         split_trajs: batches are `[trajectories, longest]`, padded, with `("collector", "mask")`.
+        trajs_per_batch: batches are so many whole trajectories, in the order in which they ended, padded like those of
+            `split_trajs` (in a replay buffer: one after the other, without padding). `total_frames` counts the frames
+            handed out. Steps are made `frames_per_batch` at a time (32 rows unless given), and what is left over waits
+            for the next batch. Early batches have more short trajectories: those end first.
+        set_truncated: the last step of each batch is marked `truncated` and `done` where it is not `terminated`. That
+            says where the batch was cut; the episode itself goes on, with its id.
+        return_same_td: one TensorDict is handed out again and again, its tensors overwritten by each batch.
+        track_policy_version: int64 `("collector", "policy_version")` says which policy acted: 0, and one more
+            after each `update_policy_weights_`.
         exploration_type: how stochastic policies act.
         replay_buffer: gets each batch by `extend`; iterating then yields None. A buffer whose storage has one
             dimension gets the steps of several environments one environment after the other.
+        no_cuda_sync: copies to `storing_device` are not waited for.
 
-    Gymnasium environments, alone or in a `SerialEnv`, are stepped with raw values; tensors are made once a batch.
-    Raises ValueError and TypeError for arguments that cannot work, when it is made.
+    Gymnasium environments, alone, in a `SerialEnv` or stepped together, are stepped with raw values; tensors are made
+    once a batch. An error, or an interrupt, in the environment or the policy loses the batch that was being made; the
+    next one begins with new trajectories. Raises ValueError and TypeError for arguments that cannot work, when it is
+    made.
 
     >>> from engram.envs import GymEnv
     >>> with SyncDataCollector(lambda: GymEnv("CartPole-v1"), frames_per_batch=200, total_frames=400) as collector:
@@ -54,6 +73,8 @@ class SyncDataCollector:
     ...         print(batch.shape, batch["action"].shape)
     torch.Size([200]) torch.Size([200, 2])
     torch.Size([200]) torch.Size([200, 2])
+    >>> collector.stats.frames
+    400
     """
 
     def __init__(
@@ -61,7 +82,7 @@ class SyncDataCollector:
         create_env_fn: Any,
         policy: Any = None,
         *,
-        frames_per_batch: int,
+        frames_per_batch: int | None = None,
         total_frames: int = -1,
         device: Device = None,
         storing_device: Device = None,
@@ -70,43 +91,66 @@ class SyncDataCollector:
         max_frames_per_traj: int | None = None,
         init_random_frames: int | None = None,
         reset_at_each_iter: bool = False,
+        reset_when_done: bool = True,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         split_trajs: bool = False,
+        trajs_per_batch: int | None = None,
+        set_truncated: bool = False,
+        return_same_td: bool = False,
+        track_policy_version: bool = False,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         replay_buffer: Any = None,
+        no_cuda_sync: bool = False,
     ) -> None:
-        refuse_bad_settings(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames)
-        if split_trajs and replay_buffer is not None:
-            raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
-        makes_env = not hasattr(create_env_fn, "step")
+        refuse_bad_settings(
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            max_frames_per_traj=max_frames_per_traj,
+            init_random_frames=init_random_frames,
+            trajs_per_batch=trajs_per_batch,
+            split_trajs=split_trajs,
+            return_same_td=return_same_td,
+            set_truncated=set_truncated,
+            reset_at_each_iter=reset_at_each_iter,
+            reset_when_done=reset_when_done,
+            replay_buffer=replay_buffer,
+        )
+        self._exploration_type = exploration_type
+        self._reset_at_each_iter, self._reset_when_done = reset_at_each_iter, reset_when_done
+        self._postproc, self._split_trajs, self._replay_buffer = postproc, split_trajs, replay_buffer
+        self._set_truncated, self._waits = set_truncated, not no_cuda_sync
+        self._trajs_per_batch, self._whole = trajs_per_batch or 0, WholeTrajectories()
+        self._own: TensorDictBase | None = None
+        self._return_same_td = return_same_td
+        self._storing_device = first_device(storing_device, device)
+        self._policy_device = first_device(policy_device, device)
+        self._init_random_frames = init_random_frames or 0
+        self._weights = PolicyWeights(policy, self._policy_device)
+        makes_env = isinstance(create_env_fn, type) or not hasattr(create_env_fn, "step")
         self.env = create_env_fn() if makes_env else create_env_fn
         self._finalizer = weakref.finalize(self, self.env.close) if makes_env else None
-        self._place(device, storing_device, policy_device, env_device)
-        self._weights = PolicyWeights(policy, self._policy_device)
-        self._exploration_type = exploration_type
-        self._reset_at_each_iter = reset_at_each_iter
-        self._postproc, self._split_trajs, self._replay_buffer = postproc, split_trajs, replay_buffer
-        self._init_random_frames = init_random_frames or 0
-        self._set_sizes(frames_per_batch, total_frames)
-        self._ids = TrajectoryIds(self._width)
-        self._roller = self._make_roller(max_frames_per_traj)
+        try:
+            if (place := first_device(env_device, device)) is not None:
+                self.env.to(place)
+            self._set_sizes(frames_per_batch, total_frames)
+            self._marks = FrameMarks(self._width, tracks_version=track_policy_version)
+            self._roller = self._make_roller(max_frames_per_traj)
+        except BaseException:
+            self.shutdown()
+            raise
+        self._episodes, self._speed = Episodes(self._width), Speed()
+        self._stepped = 0
         self.frames = 0
         self.batches = 0
         self.is_shut_down = False
 
-    def _place(self, device: Device, storing: Device, policy: Device, env: Device) -> None:
-        if (env_device := _first(env, device)) is not None:
-            self.env.to(env_device)
-        self._storing_device = _first(storing, device)
-        self._policy_device = _first(policy, device)
-
-    def _set_sizes(self, frames_per_batch: int, total_frames: int) -> None:
+    def _set_sizes(self, frames_per_batch: int | None, total_frames: int) -> None:
         self._width = self.env.batch_size.numel()
-        self._steps = -(-frames_per_batch // self._width)
-        self.requested_frames_per_batch = frames_per_batch
+        self.requested_frames_per_batch = frames_per_batch or ROWS_IN_SEARCH * self._width
+        self._steps = -(-self.requested_frames_per_batch // self._width)
         self.frames_per_batch = self._steps * self._width
         self.total_frames = total_frames
-        if total_frames > 0 and total_frames % self.frames_per_batch:
+        if total_frames > 0 and total_frames % self.frames_per_batch and not self._trajs_per_batch:
             whole = -(-total_frames // self.frames_per_batch) * self.frames_per_batch
             warnings.warn(
                 f"total_frames={total_frames} is not a multiple of the {self.frames_per_batch} frames of a batch; "
@@ -114,24 +158,37 @@ class SyncDataCollector:
                 stacklevel=3,
             )
 
-    def _make_roller(self, max_frames_per_traj: int | None) -> GymRoller | TensorDictRoller:
-        policy = self._with_devices(as_policy(self._weights.policy, self.env))
-        engines = getattr(self.env, "engines", lambda: None)()
-        if engines is not None and _is_cpu(self.env.device):
-            return GymRoller(self.env, engines, policy, max_frames_per_traj, self._ids)
-        return TensorDictRoller(self.env, policy, max_frames_per_traj, self._ids)
+    def _make_roller(self, max_frames_per_traj: int | None) -> Roller:
+        policy = as_policy(self._weights.policy, self.env)
+        self._prepare = getattr(policy, "prepare", lambda: None)
+        policy = on_device(policy, self._policy_device, self.env)
+        return roller_for(self.env, policy, max_frames_per_traj, self._marks, reset_when_done=self._reset_when_done)
 
-    def _with_devices(self, policy: TensorDictPolicy) -> TensorDictPolicy:
-        ours, theirs = self._policy_device, self.env.device
-        if isinstance(policy, RandomPolicy) or ours is None or ours == theirs or (_is_cpu(ours) and _is_cpu(theirs)):
-            return policy
-        home = theirs or torch.device("cpu")
+    @property
+    def policy(self) -> Any:
+        """The policy that collects: the caller's own, or its copy on `policy_device`."""
+        return self._weights.policy
 
-        def on_policy_device(td: TensorDictBase) -> TensorDictBase:
-            out = policy(td.to(ours)).to(home)
-            return out if theirs is not None else out.clear_device_()
+    @property
+    def policy_version(self) -> int:
+        """How often `update_policy_weights_` was called."""
+        return self._marks.version
 
-        return CallablePolicy(on_policy_device)
+    @property
+    def stats(self) -> CollectorStats:
+        """Frames, speed, and returns and lengths of the last episodes, for a progress bar."""
+        episodes, speed = self._episodes, self._speed
+        return CollectorStats(
+            frames=self.frames,
+            batches=self.batches,
+            episodes=episodes.count,
+            steps_per_second=speed.recent,
+            mean_steps_per_second=speed.mean,
+            mean_return=mean(episodes.returns),
+            last_return=last(episodes.returns),
+            mean_length=mean(episodes.lengths),
+            last_length=last(episodes.lengths),
+        )
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         while self.total_frames < 0 or self.frames < self.total_frames:
@@ -144,11 +201,13 @@ class SyncDataCollector:
         """
         if self.is_shut_down:
             raise RuntimeError("this collector was shut down; make a new one")
-        batch = self._collected()
-        self.frames += self.frames_per_batch
+        batch = self._whole_trajectories() if self._trajs_per_batch else self._collected()
+        self.frames += batch.numel()
         self.batches += 1
-        if self._split_trajs:
+        if self._split_trajs or (self._trajs_per_batch and self._replay_buffer is None):
             batch = split_trajectories(batch)
+        if self._return_same_td:
+            batch = self._in_own(batch)
         if self._postproc is not None:
             batch = self._postproc(batch)
         if self._replay_buffer is None:
@@ -156,53 +215,101 @@ class SyncDataCollector:
         self._replay_buffer.extend(_in_the_shape_of(self._replay_buffer, batch))
         return None
 
+    def _whole_trajectories(self) -> TensorDictBase:
+        while self._whole.count < self._trajs_per_batch:
+            self._whole.add(self._collected())
+        return self._whole.take(self._trajs_per_batch)
+
+    def _in_own(self, batch: TensorDictBase) -> TensorDictBase:
+        self._own = batch if self._own is None else self._own.update_(batch)
+        return self._own
+
     def _collected(self) -> TensorDictBase:
         if self._reset_at_each_iter:
-            self._restart()
-        random_left = max(0, self._init_random_frames - self.frames)
-        random_steps = min(self._steps, -(-random_left // self._width))
+            self.reset()
+        start = time.perf_counter()
         try:
-            batch = self._rolled(random_steps)
+            batch = self._rolled(-(-max(0, self._init_random_frames - self._stepped) // self._width))
         except BaseException:
-            self._ids.restart()
+            self.reset()
             raise
-        return batch if self._storing_device is None else batch.to(self._storing_device)
+        self._stepped += self.frames_per_batch
+        self._note_episodes(batch)
+        if self._set_truncated:
+            _mark_last_step(batch)
+        batch = stored(batch, self._storing_device, waits=self._waits)
+        self._speed.add(self.frames_per_batch, time.perf_counter() - start)
+        return batch
 
     def _rolled(self, random_steps: int) -> TensorDictBase:
         if self._roller.is_random:  # no policy: the two switches would cost as much as four steps of CartPole
             return self._roller.roll(self._steps, random_steps)
+        self._prepare()
         with torch.no_grad(), set_exploration_type(self._exploration_type):
             return self._roller.roll(self._steps, random_steps)
 
-    def _restart(self) -> None:
+    def _note_episodes(self, batch: TensorDictBase) -> None:
+        following = batch.get("next")
+        reward, done = following.get("reward", None), following.get("done", None)
+        if reward is not None and done is not None and self._reset_when_done:  # others keep theirs in groups of agents
+            self._episodes.add(_as_rows(reward, batch.shape, np.add), _as_rows(done, batch.shape, np.logical_or))
+
+    def reset(self) -> None:
+        """The next batch starts with a reset of every environment; trajectories that have not ended never will."""
         self._roller.restart()
-        self._ids.restart()
+        self._marks.ids.restart()
+        self._episodes.restart()
+        self._whole.restart()
 
     def update_policy_weights_(self, policy_weights: Any = None) -> None:
-        """Brings the weights of the collecting policy up to date.
+        """Brings the weights of the collecting policy up to date, and raises `policy_version`.
 
         None takes them from the policy that the collector was made with, where it collects with a copy on another
         device. Otherwise a state dict, a module, or a TensorDict of parameters. Raises TypeError without weights.
         """
         self._weights.update(policy_weights)
+        self._marks.version += 1
 
     def set_seed(self, seed: int) -> int:
         """The next reset of each environment starts from `seed`, `seed + 1`, ...; returns the first that is free."""
         return int(self.env.set_seed(seed))
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and the policy's state. What environments are in the middle of is not part of it."""
-        state: dict[str, Any] = {"frames": self.frames, "batches": self.batches, "trajectories": self._ids.count}
-        weights = self._weights.state_dict()
-        return state if weights is None else {**state, "policy_state_dict": weights}
+        """Counters, ended episodes, the policy's state, and the environments' random numbers where they can be told.
+
+        What environments are in the middle of is not part of it: whoever loads the state begins new episodes, with the
+        random numbers that this collector would use next. Where this one is reset at that point too (`reset`, or
+        `reset_at_each_iter`), both give the same batches from there on. Random actions come from torch's global
+        generator, which is the caller's to save.
+        """
+        state: dict[str, Any] = {
+            "frames": self.frames,
+            "stepped": self._stepped,
+            "batches": self.batches,
+            "trajectories": self._marks.ids.count,
+            "policy_version": self._marks.version,
+            "episodes": self._episodes.state_dict(),
+        }
+        weights, numbers = self._weights.state_dict(), ask(self.env, "random_state")
+        if weights is not None:
+            state["policy_state_dict"] = weights
+        return state if numbers is None else {**state, "env_random_state": numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after `state`: counters and policy are those, and every environment starts a new trajectory."""
+        """Goes on after `state`: counters and policy are those, and every environment starts a new trajectory.
+
+        Raises ValueError for a state of another kind of collector or policy, with nothing changed.
+        """
+        refuse_bad_state(state, self._weights.state_dict())
+        if "env_random_state" in state:
+            self.env.set_random_state(state["env_random_state"])
         if "policy_state_dict" in state:
             self._weights.update(state["policy_state_dict"])
-        self.frames, self.batches = int(state["frames"]), int(state["batches"])
-        self._restart()
-        self._ids.count = int(state["trajectories"])
+        self.reset()
+        self._whole.clear()
+        self.frames, self._stepped, self.batches = state["frames"], state["stepped"], state["batches"]
+        self._marks.ids.count, self._marks.version = state["trajectories"], state["policy_version"]
+        self._episodes.load_state_dict(state["episodes"])
 
     def shutdown(self) -> None:
         """Ends collecting, and closes the environment if the collector made it. A second call does nothing."""
@@ -226,27 +333,23 @@ class SyncDataCollector:
 Collector = SyncDataCollector
 
 
-def refuse_bad_settings(
-    frames_per_batch: int, total_frames: int, max_frames_per_traj: int | None, init_random_frames: int | None
-) -> None:
-    if frames_per_batch < 1:
-        raise ValueError(f"frames_per_batch must be 1 or more, got {frames_per_batch}")
-    if total_frames < 1 and total_frames != -1:
-        raise ValueError(f"total_frames must be 1 or more, or -1 for no end, got {total_frames}")
-    if max_frames_per_traj is not None and max_frames_per_traj < 1:
-        raise ValueError(f"max_frames_per_traj must be 1 or more, or None, got {max_frames_per_traj}")
-    if init_random_frames is not None and init_random_frames < 0:
-        raise ValueError(f"init_random_frames must be 0 or more, or None, got {init_random_frames}")
+def _mark_last_step(batch: TensorDictBase) -> None:
+    time_dim = batch.ndim - 1
+    done, terminated, truncated = (
+        batch.get(("next", key)).select(time_dim, -1) for key in ("done", "terminated", "truncated")
+    )
+    truncated |= ~terminated
+    done |= truncated
 
 
-def _first(*devices: Device) -> torch.device | None:
-    return next((torch.device(device) for device in devices if device is not None), None)
-
-
-def _is_cpu(device: torch.device | None) -> bool:
-    return device is None or device.type == "cpu"
+def _as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> np.ndarray[Any, Any]:
+    """`[*shape, ...]` as an array `[envs, time]`; further dimensions, of agents, are merged."""
+    rows = leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
+    return rows[..., 0] if rows.shape[-1] == 1 else np.asarray(merge.reduce(rows, -1))
 
 
 def _in_the_shape_of(replay_buffer: Any, batch: TensorDictBase) -> TensorDictBase:
     ndim = getattr(getattr(replay_buffer, "storage", None), "ndim", None)
-    return batch.reshape(-1) if ndim == 1 and batch.ndim > 1 else batch
+    if ndim == 1 and batch.ndim > 1:
+        return batch.reshape(-1)
+    return batch.reshape(-1, batch.shape[-1]) if ndim == 2 and batch.ndim != 2 else batch

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 Array = np.ndarray[Any, Any]
 
@@ -27,6 +29,7 @@ class TrajectoryIds:
     def restart(self) -> None:
         """The next step of every environment starts a trajectory."""
         self._starts_next[:] = True
+        self._current[:] = 0  # a loaded state may count from lower numbers
 
     def number(self, done: Array) -> Array:
         """Ids, int64 `[envs, time]`, of steps whose `("next", "done")` is `done`, bool `[envs, time]`."""
@@ -49,3 +52,23 @@ class TrajectoryIds:
         self._current[0], self._starts_next[0] = numbers[-1], ends[-1]
         self.count = int(numbers[-1]) + 1
         return numbers
+
+
+class FrameMarks:
+    """What a collector writes beside each frame: its trajectory, and the version of the policy if that is tracked."""
+
+    def __init__(self, envs: int, *, tracks_version: bool = False) -> None:
+        self.ids = TrajectoryIds(envs)
+        self.version = 0
+        self._tracks_version = tracks_version
+
+    def entries(self, done: Array, shape: torch.Size, versions: Array | None = None) -> dict[str, Tensor]:
+        """Entries int64 `shape` for steps whose `("next", "done")` is `done`, bool `[envs, time]`.
+
+        `versions` int64 `[envs, time]` are those of the frames, where they are not all the present one.
+        """
+        marks = {"traj_ids": torch.from_numpy(self.ids.number(done)).reshape(shape)}
+        if self._tracks_version:
+            now = torch.full(shape, self.version, dtype=torch.int64)
+            marks["policy_version"] = now if versions is None else torch.from_numpy(versions).reshape(shape)
+        return marks

@@ -9,7 +9,7 @@ import numpy as np
 
 from engram.envs.batched import Array, Autoreset, BatchEngine, BatchStep
 from engram.envs.gym_codecs import Codec, Leaf, codec_for
-from engram.envs.gym_engine import leaves_for
+from engram.envs.gym_engine import leaves_for, refuse_other_generator
 from engram.envs.gym_info import InfoKeys, reader_of
 
 
@@ -37,6 +37,7 @@ class VectorEngine(BatchEngine):
                 "gymnasium's AsyncVectorEnv with shared_memory=False and autoreset_mode=NEXT_STEP resets a second time "
                 "after env.reset(), whatever the seed; use shared_memory=True, or another autoreset mode"
             )
+        self._is_elsewhere = "AsyncVectorEnv" in kinds
         has_mask = not kinds.isdisjoint(("SyncVectorEnv", "AsyncVectorEnv"))
         self.can_reset_some = has_mask or self.autoreset is Autoreset.DISABLED
         self.action: Codec = codec_for(env.single_action_space, categorical=categorical)
@@ -57,6 +58,27 @@ class VectorEngine(BatchEngine):
 
     def seed(self, seed: int) -> None:
         self._seed = seed
+
+    def random_state(self) -> dict[str, Any] | None:
+        """Where the environments' random numbers stand; None for those of other processes."""
+        found = None if self._is_elsewhere else self.env.unwrapped.np_random
+        if found is None:
+            return None
+        states = [g.bit_generator.state for g in (found if isinstance(found, tuple) else (found,))]
+        return {
+            "seed": self._seed,
+            "generator": {"bit_generator": [s["bit_generator"] for s in states], "each": states},
+        }
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        """The next reset of all goes on where `random_state` stood. Raises ValueError for other generators."""
+        refuse_other_generator(state, self.random_state() or {})
+        self._seed = state["seed"]
+        found = self.env.unwrapped.np_random
+        for generator, one in zip(
+            found if isinstance(found, tuple) else (found,), state["generator"]["each"], strict=True
+        ):
+            generator.bit_generator.state = one
 
     def reset(self, mask: Array | None = None) -> Any:
         if mask is None:

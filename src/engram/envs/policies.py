@@ -12,6 +12,7 @@ from torch import nn
 
 from engram.data.specs import Spec
 from engram.envs.mdp import IDLE
+from engram.envs.modules import direct_call, is_hooked
 
 FLAGS = ("done", "terminated", "truncated")
 TensorDictPolicy = Callable[[TensorDictBase], TensorDictBase]
@@ -56,9 +57,14 @@ class CallablePolicy:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self._call = function
+
+    def prepare(self) -> None:
+        """Finds the shortest way to call the function, until something about it changes: hooks come and go."""
+        self._call = direct_call(self.function)
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        result = self.function(td)
+        result = self._call(td)
         result = td if result is None else result
         if not isinstance(result, TensorDictBase) or result.get("action", None) is None:
             found = f"keys {list(result.keys())}" if isinstance(result, TensorDictBase) else type(result).__name__
@@ -117,10 +123,9 @@ def _fitted(policy: RandomPolicy, env: Any) -> RandomPolicy:
 
 def _is_plain(module: Any) -> bool:
     state = vars(module)
-    hooked = any(value for name, value in state.items() if name.endswith("_hooks") and name.startswith("_"))
     options = [state.get(name) for name in ("method", "method_kwargs", "_kwargs", "_out_to_in_map")]
     keys_fit = len(module.in_keys) == 1 and list(module.out_keys) == ["action"] == list(module.out_keys_source)
-    changed = hooked or any(options) or "forward" in state or "__call__" in state
+    changed = is_hooked(module) or any(options)
     return keys_fit and not changed and state.get("inplace", True) is True and isinstance(module.module, nn.Module)
 
 

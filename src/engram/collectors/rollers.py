@@ -1,0 +1,61 @@
+"""Which roller steps an environment: the environment is asked what it can be stepped by."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from tensordict import TensorDictBase
+
+from engram.collectors.batched import BatchRoller
+from engram.collectors.devices import is_cpu
+from engram.collectors.raw import GymRoller
+from engram.collectors.stepped import TensorDictRoller
+from engram.collectors.trajectories import FrameMarks
+from engram.envs.batched import Autoreset
+from engram.envs.policies import TensorDictPolicy
+
+
+class Roller(Protocol):
+    """Steps environments forward, batch after batch; `is_random` says that only random actions are taken."""
+
+    is_random: bool
+
+    def roll(self, steps: int, random_steps: int) -> TensorDictBase:
+        """`[*batch_size, steps]` in TED, the first `random_steps` with random actions."""
+
+    def restart(self) -> None:
+        """Every environment is reset before its next step."""
+
+
+def ask(env: Any, name: str) -> Any:
+    """What the method `name` of an environment gives; None where its class has none.
+
+    The class is looked at, because environments of other libraries look for unknown names in places of their own.
+    """
+    method = getattr(type(env), name, None)
+    return None if method is None else method(env)
+
+
+def roller_for(
+    env: Any,
+    policy: TensorDictPolicy,
+    max_frames_per_traj: int | None,
+    marks: FrameMarks,
+    *,
+    reset_when_done: bool = True,
+) -> Roller:
+    """The fastest roller that `env` allows: stepped together, one by one, or through its TensorDict interface.
+
+    Raises ValueError where environments that reset themselves are asked not to, or cannot be cut one by one.
+    """
+    engine = ask(env, "batch_engine")
+    engines = ask(env, "engines")
+    if not reset_when_done:
+        if engine is not None and engine.autoreset is not Autoreset.DISABLED:
+            raise ValueError("reset_when_done=False: these environments reset themselves; make them without autoreset")
+        return TensorDictRoller(env, policy, max_frames_per_traj, marks, reset_when_done=False)
+    if engine is not None and is_cpu(env.device):
+        return BatchRoller(env, engine, policy, max_frames_per_traj, marks)
+    if engines is not None and is_cpu(env.device):
+        return GymRoller(env, engines, policy, max_frames_per_traj, marks)
+    return TensorDictRoller(env, policy, max_frames_per_traj, marks)

@@ -1,0 +1,135 @@
+"""How collecting goes: speed, and the episodes that ended."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+class CollectorStats(NamedTuple):
+    """Figures for a progress bar: `bar.set_postfix(collector.stats._asdict())`.
+
+    Speeds count the time inside the collector, not the time between batches: `steps_per_second` over the last 10
+    batches, `mean_steps_per_second` over all. Returns and lengths are those of whole episodes, however many batches
+    they stretch over: of the last one that ended, and means over the last 100; NaN before the first has ended.
+    """
+
+    frames: int
+    batches: int
+    episodes: int
+    steps_per_second: float
+    mean_steps_per_second: float
+    mean_return: float
+    last_return: float
+    mean_length: float
+    last_length: float
+
+
+class Speed:
+    """Steps a second, lately and altogether."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, float]] = deque(maxlen=10)
+        self._steps, self._seconds = 0, 0.0
+
+    def add(self, steps: int, seconds: float) -> None:
+        """One batch more."""
+        self._recent.append((steps, seconds))
+        self._steps, self._seconds = self._steps + steps, self._seconds + seconds
+
+    @property
+    def recent(self) -> float:
+        """Over the last 10 batches."""
+        return _rate(sum(steps for steps, _ in self._recent), sum(seconds for _, seconds in self._recent))
+
+    @property
+    def mean(self) -> float:
+        """Over all batches."""
+        return _rate(self._steps, self._seconds)
+
+
+class Episodes:
+    """Returns and lengths of the last `window` episodes of several environments, from batch to batch.
+
+    >>> episodes = Episodes(1)
+    >>> episodes.add(np.array([[1.0, 2.0, 3.0]]), np.array([[False, True, False]]))
+    >>> episodes.add(np.array([[4.0]]), np.array([[True]]))
+    >>> episodes.count, list(episodes.returns), list(episodes.lengths)
+    (2, [3.0, 7.0], [2, 2])
+    """
+
+    def __init__(self, envs: int, window: int = 100) -> None:
+        self.count = 0
+        self.returns: deque[float] = deque(maxlen=window)
+        self.lengths: deque[int] = deque(maxlen=window)
+        self._window = window
+        self._return = np.zeros(envs)
+        self._length = np.zeros(envs, dtype=np.int64)
+
+    def restart(self) -> None:
+        """The episodes under way do not go on."""
+        self._return[:] = 0
+        self._length[:] = 0
+
+    def add(self, reward: Array, done: Array) -> None:
+        """Takes in steps: `reward` and bool `done`, both `[envs, time]`."""
+        steps = done.shape[1]
+        ends = np.flatnonzero(done)
+        if not len(ends):
+            self._return += reward.sum(1)
+            self._length += steps
+            return
+        envs = ends // steps
+        times = ends - envs * steps + 1
+        sums = reward.cumsum(1, dtype=np.float64)
+        is_first = np.ones(len(ends), np.bool_)
+        np.not_equal(envs[1:], envs[:-1], out=is_first[1:])
+        is_last = np.append(is_first[1:], True)
+        returns = self._whole(self._return, sums.reshape(-1)[ends], sums[:, -1], envs, is_first, is_last)
+        lengths = self._whole(self._length, times, np.full(len(sums), steps), envs, is_first, is_last)
+        latest = times.argsort(kind="stable")[-self._window :]  # as they ended, of equal ones by environment
+        self.count += len(ends)
+        self.returns.extend(returns[latest].tolist())
+        self.lengths.extend(lengths[latest].tolist())
+
+    @staticmethod
+    def _whole(carried: Array, at_end: Array, total: Array, envs: Array, is_first: Array, is_last: Array) -> Array:
+        """What each episode comes to, where `at_end` counts from the batch's start; `carried` goes on from `total`."""
+        before = np.empty_like(at_end)
+        before[1:] = at_end[:-1]
+        firsts, lasts = envs[is_first], envs[is_last]
+        before[is_first] = -carried[firsts]
+        carried += total
+        carried[lasts] = total[lasts] - at_end[is_last]
+        return at_end - before
+
+    def state_dict(self) -> dict[str, Any]:
+        """The episodes that ended; those under way are not part of it."""
+        return {"count": self.count, "returns": list(self.returns), "lengths": list(self.lengths)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on after `state`."""
+        self.restart()
+        self.count = int(state["count"])
+        for mine, theirs in ((self.returns, state["returns"]), (self.lengths, state["lengths"])):
+            mine.clear()
+            mine.extend(theirs)
+
+
+def mean(values: deque[Any]) -> float:
+    """The mean; NaN of nothing."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def last(values: deque[Any]) -> float:
+    """The last value; NaN of nothing."""
+    return values[-1] if values else math.nan
+
+
+def _rate(steps: int, seconds: float) -> float:
+    return steps / seconds if seconds else math.nan

@@ -1,0 +1,239 @@
+"""Environments that step together, collected: what a loop with gymnasium alone gives, in each way to reset."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from contracts.batch_worlds import LoopEngine, Together
+from contracts.gym_loop import WORLDS, Proxy, Rule, assert_same, on_tensordicts, reference, remembering
+from contracts.gym_worlds import SPACES, Countdown, Echo
+from engram.collectors import SyncDataCollector
+from engram.envs import GymEnv, SerialEnv
+from engram.envs.batched import Autoreset
+from engram.envs.batched_env import BatchedEnv
+from engram.envs.gym_vector import VectorEngine
+
+modes = pytest.mark.parametrize("mode", Autoreset, ids=lambda mode: mode.name)
+
+
+def collector(worlds, mode, policy, steps=7, **arguments):
+    made = SyncDataCollector(Together(worlds, mode), policy, frames_per_batch=steps * len(worlds), **arguments)
+    made.set_seed(0)
+    return made
+
+
+def collect(worlds, mode, policy, batches=4, **arguments):
+    made = collector(worlds, mode, policy, **arguments)
+    return [made.rollout() for _ in range(batches)]
+
+
+def serial(worlds, policy, batches=4, steps=7, **arguments):
+    env = SerialEnv(len(worlds), [lambda w=w: GymEnv(w) for w in worlds])
+    made = SyncDataCollector(Proxy(env), policy, frames_per_batch=steps * len(worlds), **arguments)
+    made.set_seed(0)
+    return [made.rollout() for _ in range(batches)]
+
+
+@modes
+@pytest.mark.parametrize("limit", [None, 1, 2, 3])
+def test_batches_are_those_of_a_gymnasium_loop(mode, limit):
+    batches = collect([Countdown(w) for w in WORLDS], mode, Rule(), max_frames_per_traj=limit)
+    for batch, expected in zip(batches, reference([Countdown(w) for w in WORLDS], 4, 7, limit), strict=True):
+        assert_same(batch, expected)
+        assert batch.batch_size == (3, 7) and batch.device is None and batch["action"].is_contiguous()
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=4),
+    steps=st.integers(1, 9),
+    limit=st.none() | st.integers(1, 7),
+    mode=st.sampled_from(list(Autoreset)),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_episodes_are_those_of_a_gymnasium_loop(lengths, steps, limit, mode):
+    worlds, copies = ([Countdown(tuple(own)) for own in lengths] for _ in range(2))
+    batches = collect(worlds, mode, Rule(), 3, steps=steps, max_frames_per_traj=limit)
+    for batch, expected in zip(batches, reference(copies, 3, steps, limit), strict=True):
+        assert_same(batch, expected)
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=4),
+    steps=st.integers(1, 9),
+    random_rows=st.integers(0, 20),
+    mode=st.sampled_from(list(Autoreset)),
+)
+@settings(max_examples=40, deadline=None)
+def test_exactly_the_first_rows_of_each_environment_are_random(lengths, steps, random_rows, mode):
+    worlds = [Countdown(tuple(own)) for own in lengths]
+
+    def always_two(td):
+        return td.set("action", torch.tensor([0, 0, 1]).expand(len(lengths), 3)).set("mark", torch.ones(len(lengths)))
+
+    made = collector(worlds, mode, always_two, steps, init_random_frames=random_rows * len(lengths))
+    batches = torch.cat([made.rollout() for _ in range(4)], 1)
+    assert bool((batches["mark"][:, :random_rows] == 0).all()) and bool((batches["mark"][:, random_rows:] == 1).all())
+    assert bool((batches["action"][:, random_rows:].argmax(-1) == 2).all())
+    if random_rows * len(lengths) > 50:
+        assert batches["action"][:, :random_rows].argmax(-1).unique().tolist() == [0, 1, 2]
+
+
+@modes
+@pytest.mark.parametrize("policy", [on_tensordicts, remembering], ids=["plain", "remembering"])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_policies_on_tensordicts_write_what_they_write_step_by_step(mode, policy, limit):
+    ours = collect([Countdown(w) for w in WORLDS], mode, policy, max_frames_per_traj=limit)
+    theirs = serial([Countdown(w) for w in WORLDS], policy, max_frames_per_traj=limit)
+    for batch, expected in zip(ours, theirs, strict=True):
+        assert_same(batch, {key: expected.get(key) for key in expected.keys(True, True)})
+
+
+@modes
+@pytest.mark.parametrize("name", SPACES)
+def test_every_space_is_collected(mode, name):
+    worlds = [Echo(SPACES[name], SPACES[name], length) for length in (3, 5)]
+    made = collector(worlds, mode, None, 12)
+    batch = torch.cat([made.rollout() for _ in range(2)], 1)
+    assert made.env.action_spec.is_in(batch["action"].transpose(0, 1))
+    for key, spec in made.env.observation_spec.leaves().items():
+        assert spec.is_in(batch.get(key).transpose(0, 1))
+
+
+def test_the_stored_actions_are_those_that_gymnasium_got():
+    worlds = [Echo(SPACES["box"], SPACES["discrete from 5"]) for _ in range(2)]
+    batch = collect(worlds, Autoreset.DISABLED, None, 1, steps=20)[0]
+    assert (batch["action"].argmax(-1) + 5).tolist() == [[int(a) for a in world.actions] for world in worlds]
+
+
+def test_frames_that_one_environment_has_more_open_the_next_batch():
+    worlds = [Countdown((1,)), Countdown((100,))]
+    made = collector(worlds, Autoreset.NEXT_STEP, Rule(), 10)
+    batches = [made.rollout() for _ in range(3)]
+    assert torch.cat(batches, 1)["observation"][1, :, 0].tolist() == list(range(100, 70, -1))
+    assert worlds[1].total > 50  # it ran ahead
+
+
+def test_frames_that_wait_are_dropped_by_a_reset():
+    made = collector([Countdown((1,)), Countdown((100,))], Autoreset.NEXT_STEP, Rule(), 10)
+    made.rollout()
+    made.reset()
+    batch = made.rollout()
+    assert batch["observation"][1, :, 0].tolist() == list(range(100, 90, -1))
+    assert batch["collector", "traj_ids"][:, 0].tolist() == [11, 12]
+
+
+def test_frames_that_waited_have_the_version_of_the_policy_that_made_them():
+    made = collector([Countdown((1,)), Countdown((100,))], Autoreset.NEXT_STEP, Rule(), 10, track_policy_version=True)
+    made.rollout()
+    made.update_policy_weights_()
+    version = made.rollout()["collector", "policy_version"]
+    assert version.dtype is torch.int64
+    assert version[0].tolist() == [1] * 10 and version[1].tolist() == [0] * 9 + [1]
+
+
+def test_cutting_trajectories_where_only_all_can_be_reset_is_refused():
+    env = Together([Countdown()], Autoreset.NEXT_STEP, can_reset_some=False)
+    with pytest.raises(ValueError, match="only be reset all together"):
+        SyncDataCollector(env, frames_per_batch=5, max_frames_per_traj=3)
+
+
+def test_torchs_seed_reproduces_random_actions():
+    def run():
+        torch.manual_seed(3)
+        return torch.cat(collect([Countdown(w) for w in WORLDS], Autoreset.NEXT_STEP, None), 1)
+
+    first = run()
+    assert bool((first == run()).all())
+    assert first["action"].argmax(-1).unique().tolist() == [0, 1, 2]
+
+
+@modes
+def test_after_an_error_in_an_environment_new_trajectories_start(mode):
+    class Breaks(Countdown):
+        def step(self, action):
+            if self.total == 3:
+                self.total += 1
+                raise OSError("the simulator is gone")
+            return super().step(action)
+
+    made = collector([Breaks((100,)), Countdown((100,))], mode, Rule(), 2)
+    assert made.rollout()["collector", "traj_ids"].tolist() == [[0, 0], [1, 1]]
+    with pytest.raises(OSError, match="simulator"):
+        made.rollout()
+    batch = made.rollout()
+    assert batch["collector", "traj_ids"].tolist() == [[2, 2], [3, 3]]
+    assert batch["observation"][..., 0].tolist() == [[100, 99]] * 2
+
+
+@modes
+def test_later_batches_do_not_change_earlier_ones(mode):
+    made = collector([Countdown(w, reuse_array=True) for w in WORLDS], mode, Rule())
+    first = made.rollout()
+    kept = first.clone()
+    made.rollout()
+    assert bool((first == kept).all())
+    first["observation"].zero_()
+    assert bool((first["next"] == kept["next"]).all())
+
+
+@modes
+def test_observations_of_another_shape_than_the_space_are_refused(mode):
+    made = collector([Countdown()], mode, Rule())
+    made.env.engine.batched = lambda: np.zeros((1, 3), np.float32)
+    with pytest.raises(ValueError, match="the space of each says"):
+        made.rollout()
+
+
+@modes
+def test_a_policy_that_gives_scores_is_told_to_choose(mode):
+    with pytest.raises(ValueError, match="argmax"):
+        collect([Countdown()], mode, nn.Linear(2, 3))
+
+
+MODES = {"NEXT_STEP": "NextStep", "SAME_STEP": "SameStep", "DISABLED": "Disabled"}
+
+
+def vector(mode, worlds):
+    mode = gymnasium.vector.AutoresetMode(MODES[mode])
+    return gymnasium.vector.SyncVectorEnv([lambda w=w: w for w in worlds], autoreset_mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("way", ["raw", "stepped"])
+def test_gymnasiums_vector_environments_give_what_a_gymnasium_loop_gives(mode, limit, way):
+    class Changed(BatchedEnv):
+        """Not known to be stepped as its engine is."""
+
+        def _step(self, td):
+            return super()._step(td)
+
+    engine = VectorEngine(vector(mode, [Countdown(w) for w in WORLDS]), categorical=False)
+    env = (BatchedEnv if way == "raw" else Changed)(engine)
+    assert (env.batch_engine() is None) == (way == "stepped")
+    made = SyncDataCollector(env, Rule(), frames_per_batch=21, max_frames_per_traj=limit)
+    made.set_seed(0)
+    for expected in reference([Countdown(w) for w in WORLDS], 4, 7, limit):
+        assert_same(made.rollout(), expected)
+
+
+@pytest.mark.parametrize("way", ["raw", "stepped"])
+def test_an_environment_that_only_resets_by_itself_gives_what_a_gymnasium_loop_gives(way):
+    class Changed(BatchedEnv):
+        def _step(self, td):
+            return super()._step(td)
+
+    engine = LoopEngine([Countdown(w) for w in WORLDS], Autoreset.NEXT_STEP, can_reset_some=False)
+    made = SyncDataCollector(
+        (BatchedEnv if way == "raw" else Changed)(engine), Rule(), frames_per_batch=21, track_policy_version=True
+    )
+    made.set_seed(0)
+    for expected in reference([Countdown(w) for w in WORLDS], 4, 7):
+        batch = made.rollout()
+        assert_same(batch.exclude(("collector", "policy_version")), expected)
