@@ -123,11 +123,9 @@ class GymEnv(EnvBase):
         self._stepper.seed(seed)
 
     def random_state(self) -> Any:
-        return self._stepper.engine.random_state() if isinstance(self._stepper, SingleStepper) else None
+        return self._stepper.engine.random_state()
 
     def set_random_state(self, state: Any) -> None:
-        if not isinstance(self._stepper, SingleStepper):
-            raise ValueError("vector environments of gymnasium do not give their random states away")
         self._stepper.engine.set_random_state(state)
 
     def _close(self) -> None:
