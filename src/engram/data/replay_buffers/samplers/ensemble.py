@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -226,6 +227,7 @@ class SamplerEnsemble(Sampler):
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         saved = state["samplers"]
+        copy.copy(self).p = state["p"]  # refuses what are no weights
         if len(saved) != len(self.samplers):
             return [f"the ensemble has {len(self.samplers)} samplers here, {len(saved)} there"]
         said = [
@@ -239,6 +241,11 @@ class SamplerEnsemble(Sampler):
             elif hasattr(sampler, "differences"):
                 said += [f"member {i}: {what}" for what in sampler.differences(one["state"])]
         return said
+
+    def check_state(self, state: dict[str, Any], storage: Any) -> None:
+        for sampler, one, member in zip(self.samplers, state["samplers"], storage.storages, strict=True):
+            if hasattr(sampler, "check_state"):
+                sampler.check_state(one["state"], member)
 
     def position(self) -> Any:
         return [position_of(sampler) for sampler in self.samplers]

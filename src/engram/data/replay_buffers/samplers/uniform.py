@@ -141,6 +141,8 @@ class SamplerWithoutReplacement(Sampler):
             self._walk = ListedWalk(epoch["listed"], lanes.strands)
         else:
             ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]
+            # A store with more lanes than the one that was saved: they are not in the epoch.
+            ranges += [(0, 0)] * (lanes.store.lanes - len(ranges))
             self._walk = _native.EpochWalk(lanes.store, epoch["key"], self.shuffle, ranges)
         self._number = next(EpochInfo.numbers)
 
@@ -201,9 +203,20 @@ class SamplerWithoutReplacement(Sampler):
             check_list(epoch["listed"])
         else:
             check_epoch(state, "position", "incarnation")
-        for lane in epoch.get("ranges", ()):
+        for lane in epoch["ranges"] if epoch else ():
             check_counts(lane)
+            if len(lane) != 2:
+                raise ValueError(f"a saved epoch has the range {lane!r:.80}")
         return super().differences(state)
+
+    def check_state(self, state: dict[str, Any], storage: Storage) -> None:
+        lanes, epoch = storage.lanes, state["epoch"]
+        if lanes is None or epoch is None:
+            return
+        if len(epoch["ranges"]) > lanes.store.lanes or any(n > lanes.store.lane_capacity for _, n in epoch["ranges"]):
+            raise ValueError("a saved epoch has more rows than this storage")
+        if "listed" in epoch and epoch["strands"] != lanes.strands:
+            raise ValueError(f"a saved epoch has {epoch['strands']} environments, this storage {lanes.strands}")
 
     def follow(self, storage: Storage) -> None:
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
@@ -217,8 +230,12 @@ class SamplerWithoutReplacement(Sampler):
             ranges = [
                 [first - shift, rows] for (first, rows), shift in zip(self._epoch["ranges"], shifts, strict=False)
             ]
+            if any(first < 0 for first, _ in ranges):
+                # In lanes of another length numbers begin with the oldest row, and this epoch has older ones.
+                self._epoch = self._walk = None
+                return
             self._epoch = {**self._epoch, "incarnation": incarnation, "ranges": ranges}
-            if "listed" in self._epoch:
+            if "listed" in self._epoch and shifts:
                 self._epoch["listed"] = self._epoch["listed"] - shifts[0] * self._epoch["strands"]
             self._walk = None
 
