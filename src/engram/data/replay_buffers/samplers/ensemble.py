@@ -227,7 +227,6 @@ class SamplerEnsemble(Sampler):
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         saved = state["samplers"]
-        copy.copy(self).p = state["p"]  # refuses what are no weights
         if len(saved) != len(self.samplers):
             return [f"the ensemble has {len(self.samplers)} samplers here, {len(saved)} there"]
         said = [
@@ -240,6 +239,8 @@ class SamplerEnsemble(Sampler):
                 said.append(f"sampler {i} is a {type(sampler).__name__} here, a {one['kind']} there")
             elif hasattr(sampler, "differences"):
                 said += [f"member {i}: {what}" for what in sampler.differences(one["state"])]
+        if not said:
+            copy.copy(self).p = state["p"]  # refuses what are no weights
         return said
 
     def check_state(self, state: dict[str, Any], storage: Any) -> None:
