@@ -87,9 +87,7 @@ class Session:
             self.store.finish_interrupted()
         if self._machine_stopped():
             self.dropped = self.store.recover()
-            os.fsync(self.store.fd)
-            self.store.boot_id = boot_id()
-            self.store.sync_header()
+            self.store.boot_id = boot_id()  # for whoever opens it next; after another power cut all is scanned again
 
 
 def open_session(folder: Path) -> Session:
