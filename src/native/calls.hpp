@@ -390,14 +390,19 @@ inline nb::object uniform(Store& store, nb::handle seed_in, size_t n) {
   return drawn ? slots : nb::none();
 }
 
-// One pass over the rows that existed when it was made.
+// One pass over the rows that existed when it was made: in a store whose lanes had `ring` steps (0: as this one's) and
+// whose write numbers were higher by `moved`, one for each lane (empty: as they are). Places keep their rows.
 class EpochWalk {
  public:
-  EpochWalk(const Store& store, uint64_t key, bool shuffle, std::vector<std::pair<uint64_t, uint64_t>> ranges)
-      : map_(store.lanes.capacity(), store.lanes.strands()), ranges_(std::move(ranges)), permutation_(0, 0, false) {
-    if (ranges_.size() != store.lanes.count()) throw nb::value_error("one range for each lane");
-    for (auto [first, rows] : ranges_) {
-      if (rows > store.lanes.capacity()) throw nb::value_error("a range is longer than its lane");
+  EpochWalk(const Store& store, uint64_t key, bool shuffle, std::vector<std::pair<uint64_t, uint64_t>> ranges,
+            uint64_t ring, std::vector<uint64_t> moved)
+      : map_(ring ? ring : store.lanes.capacity(), store.lanes.strands()), moved_(std::move(moved)),
+        permutation_(0, 0, false) {
+    if (moved_.empty()) moved_.resize(ranges.size());
+    if (ranges.size() != store.lanes.count() || moved_.size() != ranges.size())
+      throw nb::value_error("one range for each lane");
+    for (auto [first, rows] : ranges) {
+      if (rows > store.lanes.capacity() || (ring && rows > ring)) throw nb::value_error("a range is longer than its lane");
       map_.add(first, rows);
     }
     permutation_ = Permutation(key, map_.total(), shuffle);
@@ -405,15 +410,17 @@ class EpochWalk {
   uint64_t size() const { return map_.total(); }
   // Up to n slots from `position` on, rows overwritten since skipped; and the position after them.
   nb::tuple take(const Store& store, uint64_t position, size_t n) const {
-    if (store.lanes.count() != ranges_.size()) throw nb::value_error("the walk was made for another store");
+    if (store.lanes.count() != moved_.size()) throw nb::value_error("the walk was made for another store");
+    const uint64_t capacity = store.lanes.capacity(), strands = store.lanes.strands();
     std::vector<uint64_t> first;
     for (uint64_t l = 0; l < store.lanes.count(); ++l) first.push_back(store.lanes.view(l).first);
     std::vector<int64_t> found;
     found.reserve(std::min<uint64_t>(n, map_.total()));
     for (; position < map_.total() && found.size() < n; ++position) {
       uint64_t lane = 0, number = 0;
-      const int64_t slot = map_.by_slot(permutation_.at(position), lane, number);
-      if (number >= first[lane]) found.push_back(slot);
+      const uint64_t strand = static_cast<uint64_t>(map_.by_slot(permutation_.at(position), lane, number)) % strands;
+      if (number < moved_[lane] || number - moved_[lane] < first[lane]) continue;
+      found.push_back(static_cast<int64_t>((lane * capacity + (number - moved_[lane]) % capacity) * strands + strand));
     }
     nb::object slots = slots_out(found.size(), [&](int64_t* out) {
       std::copy(found.begin(), found.end(), out);
@@ -423,7 +430,7 @@ class EpochWalk {
 
  private:
   RowMap map_;
-  std::vector<std::pair<uint64_t, uint64_t>> ranges_;
+  std::vector<uint64_t> moved_;
   Permutation permutation_;
 };
 

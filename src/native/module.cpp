@@ -63,8 +63,9 @@ NB_MODULE(_native, m) {
       .def("check_list", &Codec::check_list, "leaves"_a, "batch_dims"_a, "time_dim"_a, "raw"_a = false);
 
   nb::class_<EpochWalk>(m, "EpochWalk")
-      .def(nb::init<const Store&, uint64_t, bool, std::vector<std::pair<uint64_t, uint64_t>>>(), "store"_a, "key"_a,
-           "shuffle"_a, "ranges"_a)
+      .def(nb::init<const Store&, uint64_t, bool, std::vector<std::pair<uint64_t, uint64_t>>, uint64_t,
+                    std::vector<uint64_t>>(),
+           "store"_a, "key"_a, "shuffle"_a, "ranges"_a, "ring"_a = 0, "moved"_a = std::vector<uint64_t>())
       .def("take", &EpochWalk::take, "store"_a, "position"_a, "n"_a)
       .def("__len__", &EpochWalk::size);
 

@@ -63,6 +63,9 @@ class InPlaceWriter {
         found = h->crc == redo_crc(entry.data(), rows);
         for (uint64_t i = 0; i < rows; ++i) found &= entry[i] < store_.slots();
         if (found) finish(entry, rows, h->log_head);
+        // Flushed rows are changed: if the mark went from the disk before they were there, a power cut could tear them.
+        if (found && store_.fd() >= 0 && !synced(s.rows_offset, s.total_bytes - s.rows_offset))
+          throw std::runtime_error(std::string("cannot sync rows: ") + std::strerror(errno));
       }
       h->state.store(0, std::memory_order_release);
     }

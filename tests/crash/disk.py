@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,15 @@ class Disk:
         self._last = self._read()
         self._versions: list[list[bytes]] = [[page.tobytes()] for page in self._last]
         self.maps: list[int] = []  # where its process has mapped it, newest first
+        self._pending: tuple[str, list[int]] | None = None
+
+    def heard(self, call: str, path: str, args: list[int]) -> None:
+        """An event of its process; a sync that it begins has returned by the next one."""
+        if self._pending is not None:
+            self.synced(*self._pending)
+        self.look()
+        ours = call == "msync" or (call in _SYNCS and path.endswith(self._file.name))
+        self._pending = (call, args) if ours else None
 
     def look(self) -> None:
         """Any page may be written back now, as it is."""
@@ -50,6 +61,10 @@ class Disk:
             pick = self.random.choice(versions) if self.random.random() > recent else versions[-1]
             made.append(pick)
         return b"".join(made)
+
+    def images(self) -> Iterator[bytes]:
+        """Everything that the disk may hold; for a few versions of a few pages."""
+        return map(b"".join, itertools.product(*self._versions))
 
     def _read(self) -> npt.NDArray[np.uint8]:
         return np.frombuffer(self._file.read_bytes(), np.uint8).reshape(-1, PAGE)

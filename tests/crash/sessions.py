@@ -236,7 +236,6 @@ class PowerCuts:
             tracer.start()
             sessions.run(changes)
 
-        self._pending: tuple[str, list[int]] | None = None
         kinds = tracer.SYNC | tracer.STORE
         traced = tracer.run(life, folder, kinds=kinds, listen=self.event)
         assert not traced.killed
@@ -245,16 +244,11 @@ class PowerCuts:
         if call == "mark" and args[0] == MAPPED:
             self.disk.maps.insert(0, args[1])
             return
-        if self._pending is not None:
-            self.disk.synced(*self._pending)
-            self._pending = None
-        self.disk.look()
+        self.disk.heard(call, path, args)
         if call == "mark":
             self._hear()
         if self.random.random() < self._each:
             self.check(self.disk.image())
-        if call in ("fsync", "fdatasync", "msync") and (call == "msync" or path.endswith("rows.engram")):
-            self._pending = call, args
 
     def _hear(self) -> None:
         lines = self._log.read_text().splitlines()

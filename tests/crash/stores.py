@@ -187,9 +187,9 @@ def fresh(root: Path) -> None:
     shutil.rmtree(root / "store", ignore_errors=True)
 
 
-def reopening(root: Path, other_boot: bool) -> Callable[[], None]:
+def reopening(root: Path, other_boot: bool, seen: Callable[[Any], None] = lambda store: None) -> Callable[[], None]:
     """In a child: opens the store with all stores to its counters watched; `other_boot`: as if the machine had been
-    off, so that every row is looked at."""
+    off, so that every row is looked at; `seen` is called with the store before it is mended."""
 
     class Watching:
         """Stands for `_native`: watches a store from before it is mended."""
@@ -199,6 +199,7 @@ def reopening(root: Path, other_boot: bool) -> Callable[[], None]:
             def open(fd: int, size: int) -> Any:
                 store = _native.Store.open(fd, size)
                 watch(store, (BASE, PUBLISHED, EDITS, REDO))
+                seen(store)
                 return store
 
         def __getattr__(self, name: str) -> Any:

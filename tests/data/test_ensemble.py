@@ -541,6 +541,8 @@ class TestSaving:
             small.loads(tmp_path)
         with pytest.raises(ValueError, match="2 samplers here, 3 there"):
             ReplayBufferEnsemble(rb[0], rb[1], batch_size=6).loads(tmp_path)
+        with pytest.raises(CheckpointError, match="sample_from_all=True here, False there"):
+            ReplayBufferEnsemble(rb[0], rb[1], rb[2], batch_size=6, sample_from_all=True).loads(tmp_path)
         with pytest.raises(CheckpointError, match="saved as 'ensemble'"):
             TensorDictReplayBuffer(storage=LazyTensorStorage(4)).loads(tmp_path)
         assert rb.write_count == 13 + 15 + 8

@@ -6,9 +6,19 @@ import time
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
 from engram.testing import numbers, of_numbers
+from engram.transforms import Transform
 
 SECONDS = float(os.environ.get("ENGRAM_TEST_SECONDS", "1.5"))
 BATCH = 37
@@ -143,3 +153,43 @@ def test_the_first_writes_of_several_threads_make_one_storage():
         for t in threads:
             t.join()
         assert sorted(numbers(rb[:])) == [0, 1, 2, 3]
+
+
+class Interrupted(PrioritizedSampler):
+    """Lets somebody else act before it takes priorities for the first time."""
+
+    meanwhile = None
+
+    def update_priority(self, *args, **kwargs):
+        act, self.meanwhile = self.meanwhile, None
+        if act is not None:
+            act()
+        super().update_priority(*args, **kwargs)
+
+
+WRITES = {
+    "extend": lambda rb, data: rb.extend(data),
+    "add": lambda rb, data: rb.add(data[0]),
+    "list": lambda rb, data: rb.extend(list(data)),
+    "transforms": lambda rb, data: rb.extend(data),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_thread_that_overwrites_rows_at_once_does_not_leave_them_the_priorities_of_another_thread(name):
+    sampler = Interrupted(None, 1.0, 1.0)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler)
+    if name == "transforms":
+        rb.append_transform(Transform(), invert=True)
+    first, second = (TensorDict({"n": torch.arange(4), "td_error": torch.full((4,), p)}, [4]) for p in (1.0, 7.0))
+    other = threading.Thread(target=rb.extend, args=(second,))
+
+    def overwrite():
+        other.start()
+        other.join(0.5)  # which it does if nothing keeps it out
+
+    sampler.meanwhile = overwrite
+    WRITES[name](rb, first)
+    other.join()
+    stored = rb[:]
+    assert rb.sampler.priorities(torch.arange(4), storage=rb.storage).tolist() == stored["td_error"].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -124,6 +125,8 @@ class Compose(Transform):
                 if name in saved and saved[name] != mine
             ]
             said += transform.differences(entry["state"])
+            if not said:
+                copy.deepcopy(transform).load_state_dict(entry["state"])  # an impossible one is an error here
         return said
 
     def _named(self) -> dict[tuple[str, int], Transform]:

@@ -110,6 +110,51 @@ def test_every_exchanged_value_of_each_kind_is_refused_or_makes_no_difference(na
     assert refusals > accepted
 
 
+# ---- states of parts, in a buffer that holds rows ----
+def attacked_parts(name: str, path: Path, count: int | None) -> int:
+    """How many exchanged values of the parts' states were refused; a refusal has left rows and parts as they were."""
+    recipe, forger = RECIPES[name], Forger(DATA / name / "checkpoint", path / "forged")
+    body = forger.document["body"]
+    attacks = [
+        (at, value) for at in places(body["components"], ("components",)) for value in [*NASTY, KeyError] if len(at) > 2
+    ]
+    random.Random(1).shuffle(attacks)
+
+    def all_of_them() -> int:
+        refusals, rb = 0, recipe.fill(recipe.fresh())
+        before = held(rb, "held")
+        for at, value in attacks[:count]:
+            forged = without(body, at) if value is KeyError else exchanged(body, at, value)
+            forger.write({**forger.document, "body": forged})
+            try:
+                rb.loads(forger.path)
+            except EngramError:
+                refusals += 1
+                assert unlike(held(rb, "held"), before) == [], f"{'/'.join(map(str, at))} = {value!r:.90}"
+            else:
+                rb = recipe.fill(recipe.fresh())
+                before = held(rb, "held")
+        return refusals
+
+    made: int = bounded(all_of_them)
+    return made
+
+
+WITH_STATE = ["epoch", "slice-epoch", "prioritized", "prioritized-slices", "max-value", "ensemble", "generator",
+              "transforms-in-time", "transforms-n-steps", "transforms-norm"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_an_impossible_state_of_a_part_leaves_the_rows_of_a_buffer_as_they_are(name: str, ram_path: Path) -> None:
+    assert attacked_parts(name, ram_path, 80) > 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_no_impossible_state_of_a_part_changes_a_buffer_that_holds_rows(name: str, ram_path: Path) -> None:
+    print(f"{name}: {attacked_parts(name, ram_path, None)} refused")
+
+
 # ---- JSON that readers could take in two ways, or not at all ----
 def nested(levels: int, opening: bytes, closing: bytes) -> bytes:
     return opening * levels + b"0" + closing * levels

@@ -248,3 +248,18 @@ def test_an_epoch_takes_no_memory_of_the_size_of_the_data():
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     assert getrusage(RUSAGE_SELF).ru_maxrss - before < 3000  # KB
+
+
+def test_an_epoch_whose_oldest_rows_were_overwritten_is_loaded_into_lanes_of_any_length(tmp_path):
+    saved = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=4)
+    saved.extend(torch.arange(10))
+    saved.sample()
+    saved.extend(torch.arange(10, 15))
+    saved.dumps(tmp_path)
+    for capacity, lanes in ((10, 1), (20, 1), (20, 2), (60, 3)):
+        storage = LazyTensorStorage(capacity, lanes=lanes, shared=lanes > 1)
+        rb = ReplayBuffer(storage=storage, sampler=SamplerWithoutReplacement(), batch_size=4)
+        rb.extend(torch.arange(100, 103))
+        rb.loads(tmp_path)
+        drawn = [n for batch in rb for n in batch.tolist()]
+        assert len(rb) == 10 and len(set(drawn)) == len(drawn) and set(drawn) <= set(range(5, 15))

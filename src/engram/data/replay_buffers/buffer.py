@@ -57,10 +57,11 @@ class ReplayBuffer(SavedBuffer):
         if self._transform.transforms:
             return self._write_through(item, True)
         storage = self._storage
-        self._check_extras(item, True)
+        extras = self._extras(item, True, -1)
         with storage.mutex:
             slots: Any = self._writer.write(storage, item, True, -1)
-            self._wrote(slots, item, True)
+            if extras is not None:
+                self._wrote(slots, extras)
         return self._index_of(slots, True)
 
     def extend(self, items: Any) -> Tensor:
@@ -78,10 +79,11 @@ class ReplayBuffer(SavedBuffer):
         storage = self._storage
         if type(items) is list and not isinstance(storage, ListStorage):
             items = stack_rows(items, self._time_dim)
-        self._check_extras(items, False)
+        extras = self._extras(items, False, self._time_dim)
         with storage.mutex:
             slots: Any = self._writer.write(storage, items, False, self._time_dim)
-            self._wrote(slots, items, False)
+            if extras is not None:
+                self._wrote(slots, extras)
         made: Tensor = self._index_of(slots, False)
         return made
 
@@ -144,9 +146,10 @@ class ReplayBuffer(SavedBuffer):
             return torch.empty(0, dtype=torch.int64)
         if type(items) is list and not isinstance(storage, ListStorage):
             items = stack_rows(items, time_dim)
-        self._check_extras(items, writing.single)
+        extras = self._extras(items, writing.single, time_dim)
         slots = self._writer.write(storage, items, writing.single, time_dim)
-        self._wrote(slots, items, writing.single)
+        if extras is not None:
+            self._wrote(slots, extras)
         return slots
 
     def _index_of(self, slots: Any, single: bool) -> Any:
@@ -160,11 +163,15 @@ class ReplayBuffer(SavedBuffer):
             return slots
         return slots if type(slots) is int else int(slots[0])
 
-    def _check_extras(self, items: Any, single: bool) -> None:
-        """Before each write; for buffers that take more from the data than rows. Raises where it is not valid."""
+    def _extras(self, items: Any, single: bool, time_dim: int) -> Any:
+        """Before each write: what `_wrote` takes from the data beside rows; None: nothing. Raises where it is invalid.
 
-    def _wrote(self, slots: Tensor | int, items: Any, single: bool) -> None:
-        """After each write, before another thread writes; takes what `_check_extras` has checked. Slot -1: refused."""
+        `time_dim` is where time runs in these data; transforms may have moved it.
+        """
+        return None
+
+    def _wrote(self, slots: Tensor | int, extras: Any) -> None:
+        """After a write that had extras, before another thread writes. Slot -1: refused."""
 
     @property
     def _time_dim(self) -> int:

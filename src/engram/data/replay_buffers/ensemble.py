@@ -231,6 +231,12 @@ class ReplayBufferEnsemble(ReplayBuffer):
         for rb, saved in zip(self._members, state["members"] if several else [], strict=several):
             rb.restore_generator(saved)
 
+    def check_generator(self, state: Any) -> None:
+        several = isinstance(state, dict)
+        super().check_generator(state["own"] if several else state)
+        for rb, saved in zip(self._members, state["members"] if several else [], strict=several):
+            rb.check_generator(saved)
+
     @property
     def saved_transform(self) -> Any:
         return _Transforms([self._transform, *(rb.transform for rb in self._members)])
@@ -262,7 +268,7 @@ class _Transforms:
         saved = state.get("each", [])
         if len(saved) != len(self._each):
             return [f"the ensemble has transforms of {len(self._each) - 1} members here, of {len(saved) - 1} there"]
-        return [said for mine, one in zip(self._each, saved, strict=True) if one for said in mine.differences(one)]
+        return [said for mine, one in zip(self._each, saved, strict=True) for said in mine.differences(one)]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for transform, saved in zip(self._each, state["each"], strict=True):

@@ -316,6 +316,23 @@ class Lanes:
             self.asleep = True
 
 
+def check_numbers(state: dict[str, Any] | None) -> None:
+    """A ValueError where a state holds no numbers of replaced rows that there can be."""
+    if state is None:
+        return
+    capacity, following, numbers = state["capacity"], state["next"], state["numbers"]
+    whole = type(capacity) is int and 0 < capacity <= 1 << 56 and type(following) is int
+    if not whole or not _native.FIRST_REPLACED <= following < 1 << 63:
+        raise ValueError(f"numbers of replaced rows go on at {following!r:.40} in a storage of {capacity!r:.40}")
+    if not isinstance(numbers, Tensor) or numbers.dtype is not torch.int64 or numbers.ndim != 1:
+        raise ValueError(f"numbers of replaced rows are {numbers!r:.80}")
+    given = numbers[numbers != 0]
+    if len(numbers) > capacity or bool(((given < _native.FIRST_REPLACED) | (given >= following)).any()):
+        raise ValueError("numbers of replaced rows were never given")
+    if "store" in state and not all(type(state[name]) is int for name in ("incarnation", "published")):
+        raise ValueError("numbers of replaced rows do not say of which rows")
+
+
 def _after_fork() -> None:
     for lanes in list(_live):
         lanes.after_fork()

@@ -40,15 +40,15 @@ class Session:
 
     def on_take(self, lane: int) -> None:
         """Before the first write to a lane."""
-        self._wrote = True
         self.store.raise_term(lane)
         self._begin()
+        self._wrote = True  # only now: where the sync failed the next change tries again
 
     def on_alone(self) -> None:
         """Before a change of stored rows or counters."""
         if not self._wrote:
             self._begin()
-            self._wrote = True  # only now: where the sync failed the next change tries again
+            self._wrote = True
 
     def _begin(self) -> None:
         """From here on an unclean stop of the machine means a scan."""
@@ -87,9 +87,7 @@ class Session:
             self.store.finish_interrupted()
         if self._machine_stopped():
             self.dropped = self.store.recover()
-            os.fsync(self.store.fd)
-            self.store.boot_id = boot_id()
-            self.store.sync_header()
+            self.store.boot_id = boot_id()  # for whoever opens it next; after another power cut all is scanned again
 
 
 def open_session(folder: Path) -> Session:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engram.data.replay_buffers.background import SaveHandle
 from engram.data.replay_buffers.checkpointers.opening import open_saved
 from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
@@ -100,6 +102,11 @@ class SavedBuffer(BufferParts):
         if state is not None and self._generator is not None:
             set_state(self._generator, state)
 
+    def check_generator(self, state: Any) -> None:
+        """An error where `restore_generator` would be one."""
+        if state is not None and self._generator is not None:
+            set_state(torch.Generator(device=self._generator.device), state)
+
     @property
     def transform(self) -> Compose:
         """What changes batches on their way in and out."""
@@ -157,6 +164,8 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
             wanted["numbers"] = saved.numbers()
         with _as_damage(saved.malformed):
             said += _differences(buffer, wanted)
+            if not said:
+                _check_states(buffer, wanted)
         if with_rows:
             said += _misfits(lambda: saved.check_storage(storage.checkpointer, storage))
         if said:
@@ -203,6 +212,7 @@ def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     said = _differences(buffer, wanted) + _misfits(lambda: buffer.storage.check_state(state["storage"]))
     if said:
         raise CheckpointMisfitError("the state does not fit this buffer", said)
+    _check_states(buffer, wanted)
     buffer.storage.load_state_dict(state["storage"])
     _adopt(buffer, copy.deepcopy(wanted), storage_too=True)
 
@@ -214,13 +224,25 @@ def _kinds(buffer: SavedBuffer) -> dict[str, str]:
 def _differences(buffer: SavedBuffer, wanted: dict[str, Any]) -> list[str]:
     said = []
     for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
-        if name in wanted and wanted[name]["kind"] != type(part).__name__:
-            said.append(f"the {name} is a {type(part).__name__} here, a {wanted[name]['kind']} there")
-        elif name in wanted and hasattr(part, "differences"):
-            said += part.differences(wanted[name]["state"])
-    if wanted.get("transform", {}).get("state"):
+        if name not in wanted:
+            continue
+        kind, state = wanted[name]["kind"], wanted[name]["state"]
+        if kind != type(part).__name__:
+            said.append(f"the {name} is a {type(part).__name__} here, a {kind} there")
+        elif hasattr(part, "differences"):
+            said += part.differences(state)
+    if "transform" in wanted and wanted["transform"]["state"] is not None:
         said += buffer.saved_transform.differences(wanted["transform"]["state"])
     return said
+
+
+def _check_states(buffer: SavedBuffer, wanted: dict[str, Any]) -> None:
+    """An error where a state cannot be taken over here, before anything is changed for it."""
+    if "generator" in wanted:
+        buffer.check_generator(wanted["generator"]["state"])
+    buffer.storage.check_numbers(wanted.get("numbers"))
+    if "sampler" in wanted and buffer.storage.lanes is not None and hasattr(buffer.sampler, "check_state"):
+        buffer.sampler.check_state(wanted["sampler"]["state"], buffer.storage)
 
 
 def _adopt(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> None:

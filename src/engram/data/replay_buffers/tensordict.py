@@ -55,19 +55,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return entries
 
     # ---- priorities that come with the data ----
-    def _check_extras(self, items: Any, single: bool) -> None:
-        if self._takes_priorities():
-            self._given_priorities(items, single)
+    def _extras(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
+        return self._given_priorities(items, single, time_dim) if self._takes_priorities() else None
 
-    def _wrote(self, slots: Tensor | int, items: Any, single: bool) -> None:
-        if not self._takes_priorities():
-            return
-        priorities = self._given_priorities(items, single)
-        if priorities is None:
-            return
+    def _wrote(self, slots: Tensor | int, extras: Tensor) -> None:
         at = torch.as_tensor(slots).reshape(-1)
-        given = ~priorities.isnan() & (at >= 0)  # a writer gives -1 to steps that it refuses
-        self.sampler.update_priority(self._storage.outward(at[given]), priorities[given], storage=self._storage)
+        given = ~extras.isnan() & (at >= 0)  # a writer gives -1 to steps that it refuses
+        self.sampler.update_priority(self._storage.outward(at[given]), extras[given], storage=self._storage)
 
     def _takes_priorities(self) -> bool:
         """Whether data may come with priorities, for a sampler that takes them."""
@@ -82,10 +76,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
             self._known_layout = layout, any(leaf.path == path for leaf in layout.leaves)
         return self._known_layout[1]
 
-    def _given_priorities(self, items: Any, single: bool) -> Tensor | None:
+    def _given_priorities(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
         """One for each step, in the order of slots; NaN for items without one; None where no item has any."""
         if isinstance(items, list):
-            each = [self._given_priorities(item, True) for item in items]
+            each = [self._given_priorities(item, True, -1) for item in items]
             if all(p is None for p in each):
                 return None
             return torch.cat([torch.tensor([torch.nan], dtype=torch.float64) if p is None else p for p in each])
@@ -94,8 +88,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
             return None
         dims = self._storage.ndim - 1 if single else self._storage.ndim
         value = torch.as_tensor(given)
-        if not single and self._time_dim < value.ndim:
-            value = value.movedim(self._time_dim, 0)
+        if not single and time_dim < value.ndim:
+            value = value.movedim(time_dim, 0)
         lead = value.shape[:dims]
         n, sampler = lead.numel(), self.sampler
         checked: Tensor = sampler.checked_priorities(value.reshape(n, *value.shape[dims:]), n)

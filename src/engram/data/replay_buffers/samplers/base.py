@@ -130,6 +130,11 @@ class Sampler(abc.ABC):
             if name in state and state[name] != mine  # earlier versions saved fewer
         ]
 
+    def check_state(self, state: dict[str, Any], storage: Storage) -> None:
+        """A ValueError where a state without differences cannot be one of this storage, which holds rows; changes
+        nothing. Called before the rows are replaced by those that were saved with it.
+        """
+
     def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
         """A state of this sampler, made of what TorchRL saved of one; None: of one that has nothing to save.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -238,7 +239,14 @@ class SamplerEnsemble(Sampler):
                 said.append(f"sampler {i} is a {type(sampler).__name__} here, a {one['kind']} there")
             elif hasattr(sampler, "differences"):
                 said += [f"member {i}: {what}" for what in sampler.differences(one["state"])]
+        if not said:
+            copy.copy(self).p = state["p"]  # refuses what are no weights
         return said
+
+    def check_state(self, state: dict[str, Any], storage: Any) -> None:
+        for sampler, one, member in zip(self.samplers, state["samplers"], storage.storages, strict=True):
+            if hasattr(sampler, "check_state"):
+                sampler.check_state(one["state"], member)
 
     def position(self) -> Any:
         return [position_of(sampler) for sampler in self.samplers]

@@ -30,8 +30,8 @@ def check_list(rows: Any) -> None:
 class ListedWalk:
     """Takes the rows of a list in their order, those that exist no longer left out."""
 
-    def __init__(self, listed: Tensor, strands: int) -> None:
-        self._rows, self._strands = listed.numpy(), strands
+    def __init__(self, listed: Tensor, strands: int, moved: int = 0) -> None:
+        self._rows, self._strands, self._moved = listed.numpy(), strands, moved
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -41,7 +41,7 @@ class ListedWalk:
         lane, found = store.lane(0), np.empty(0, np.int64)
         while position < len(self._rows) and len(found) < n:
             rows = self._rows[position : position + n]
-            numbers = rows // self._strands
+            numbers = rows // self._strands - self._moved
             there = np.flatnonzero((numbers >= lane["first"]) & (numbers < lane["published"]))[: n - len(found)]
             full = len(found) + len(there) == n
             position = position + int(there[-1]) + 1 if full and len(there) else min(position + n, len(self._rows))

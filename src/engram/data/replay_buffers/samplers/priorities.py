@@ -276,8 +276,23 @@ class HasPriorities(Sampler):
             raise ValueError("a saved state has no priorities")
         for rows in state["seen"]:
             check_counts(rows)
-        _checked("beta", state["beta"])
+            if len(rows) != 2 or rows[1] < rows[0]:
+                raise ValueError(f"a saved state has priorities of the rows {rows!r:.80}")
+        check_counts([state["skipped"]])
+        for name in ("beta", "max_priority", "latest_priority"):
+            _checked(name, state[name])
         return super().differences(state)
+
+    def check_state(self, state: dict[str, Any], storage: Storage) -> None:
+        super().check_state(state, storage)
+        if storage.lanes is None:
+            return
+        p, steps = _real(state["priorities"]), sum(b - a for a, b in state["seen"])
+        if p.ndim != 1 or len(p) != steps * storage.lanes.strands:
+            raise ValueError(f"a saved state has {p.numel()} priorities for {steps} time steps")
+        highest = torch.tensor([state["max_priority"], state["latest_priority"]], dtype=torch.float64)
+        for values in (p.contiguous(), highest):
+            self._priorities.check(values.numpy())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -289,8 +304,14 @@ class HasPriorities(Sampler):
     def adopt(self, incarnation: int, shifts: list[int]) -> None:
         """After `loads`: the priorities go on in a store that counts anew."""
         if self._restored is not None:
-            seen = [[a - s, b - s] for (a, b), s in zip(self._restored["seen"], shifts, strict=False)]
-            self._restored["seen"] = seen
+            seen, p = self._restored["seen"], self._restored["priorities"]
+            strands, kept, at = len(p) // max(1, sum(b - a for a, b in seen)), [], 0
+            for (a, b), shift in zip(seen, shifts, strict=False):
+                # Rows that were overwritten between the state and the save of the rows have no numbers here.
+                kept.append(p[at + (min(max(a, shift), b) - a) * strands : at + (b - a) * strands])
+                at += (b - a) * strands
+            self._restored["priorities"] = torch.cat(kept) if kept else p[:0]
+            self._restored["seen"] = [[max(a, s) - s, max(b, s) - s] for (a, b), s in zip(seen, shifts, strict=False)]
 
     def position(self) -> None:
         """Nothing: a draw changes the generator alone."""

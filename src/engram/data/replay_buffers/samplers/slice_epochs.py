@@ -122,8 +122,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     def _resumed(self, store: _native.Store, epoch: dict[str, Any]) -> _native.SliceEpoch:
         if self._walk is None:
-            if any(count > store.lane_capacity for count in epoch["counts"]):
-                raise ValueError(f"an epoch of {max(epoch['counts'])} trajectories is not one of this storage")
+            self._check_epoch(store, epoch)
             # A store with more lanes than the one that was saved: they are not in the epoch.
             rest = store.lanes * store.strands - len(epoch["counts"])
             counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
@@ -171,7 +170,21 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         if state["epoch"]:
             check_counts(state["epoch"]["counts"])
             check_counts(state["epoch"]["lasts"], least=-1)
+            if len(state["epoch"]["counts"]) != len(state["epoch"]["lasts"]):
+                raise ValueError("a saved epoch does not have a last step for each strand")
         return super().differences(state)
+
+    def check_state(self, state: dict[str, Any], storage: Storage) -> None:
+        super().check_state(state, storage)
+        if storage.lanes is not None and state["epoch"] is not None:
+            self._check_epoch(storage.lanes.store, state["epoch"])
+
+    @staticmethod
+    def _check_epoch(store: _native.Store, epoch: dict[str, Any]) -> None:
+        if any(count > store.lane_capacity for count in epoch["counts"]):
+            raise ValueError(f"an epoch of {max(epoch['counts'])} trajectories is not one of this storage")
+        if len(epoch["counts"]) > store.lanes * store.strands:
+            raise ValueError(f"an epoch of {len(epoch['counts'])} strands is not one of this storage")
 
     def position(self) -> Any:
         return self._epoch and {**self._epoch}, self._walk, self._ran_out

@@ -64,7 +64,7 @@ class SamplerWithoutReplacement(Sampler):
         super().__init__()
         self.drop_last = drop_last
         self.shuffle = shuffle
-        self._epoch: dict[str, Any] | None = None  # key, ranges, position, incarnation: all that is saved
+        self._epoch: dict[str, Any] | None = None  # all that is saved
         self._walk: _native.EpochWalk | ListedWalk | None = None
         self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
         self._ran_out = False
@@ -124,7 +124,10 @@ class SamplerWithoutReplacement(Sampler):
         if epoch is None:
             existing = [[s["first"], s["published"] - s["first"]] for s in lanes.states()]
             key = int(self.draw_seed()) if self.shuffle else 0
-            epoch = {"key": key, "ranges": existing, "position": 0, "incarnation": lanes.store.incarnation}
+            epoch = {
+                "key": key, "ranges": existing, "position": 0, "incarnation": lanes.store.incarnation,
+                "ring": lanes.store.lane_capacity, "moved": [0] * len(existing),
+            }  # fmt: skip
             self._walk = None
         self._resume(lanes, epoch)
         self._epoch = epoch
@@ -138,10 +141,15 @@ class SamplerWithoutReplacement(Sampler):
         if self._walk is not None:
             return
         if "listed" in epoch:
-            self._walk = ListedWalk(epoch["listed"], lanes.strands)
+            self._walk = ListedWalk(epoch["listed"], lanes.strands, *_moved(epoch)[:1])
         else:
             ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]
-            self._walk = _native.EpochWalk(lanes.store, epoch["key"], self.shuffle, ranges)
+            # A store with more lanes than the one that was saved: they are not in the epoch.
+            more = lanes.store.lanes - len(ranges)
+            self._walk = _native.EpochWalk(
+                lanes.store, epoch["key"], self.shuffle, ranges + [(0, 0)] * more, epoch.get("ring", 0),
+                _moved(epoch) + [0] * more,
+            )  # fmt: skip
         self._number = next(EpochInfo.numbers)
 
     def _over(self, lanes: Lanes, batch_size: int) -> bool:
@@ -155,7 +163,8 @@ class SamplerWithoutReplacement(Sampler):
 
     def _some_overwritten(self, lanes: Lanes) -> bool:
         assert self._epoch is not None
-        return any(lanes.store.lane(i)["first"] > r[0] for i, r in enumerate(self._epoch["ranges"]))
+        lanes_then = zip(self._epoch["ranges"], _moved(self._epoch), strict=True)
+        return any(lanes.store.lane(i)["first"] + moved > first for i, ((first, _), moved) in enumerate(lanes_then))
 
     def empty(self) -> None:
         self._epoch = self._walk = None
@@ -201,9 +210,18 @@ class SamplerWithoutReplacement(Sampler):
             check_list(epoch["listed"])
         else:
             check_epoch(state, "position", "incarnation")
-        for lane in epoch.get("ranges", ()):
-            check_counts(lane)
+        if epoch:
+            _check_ranges(epoch)
         return super().differences(state)
+
+    def check_state(self, state: dict[str, Any], storage: Storage) -> None:
+        lanes, epoch = storage.lanes, state["epoch"]
+        if lanes is None or epoch is None:
+            return
+        if len(epoch["ranges"]) > lanes.store.lanes or any(n > lanes.store.lane_capacity for _, n in epoch["ranges"]):
+            raise ValueError("a saved epoch has more rows than this storage")
+        if "listed" in epoch and epoch["strands"] != lanes.strands:
+            raise ValueError(f"a saved epoch has {epoch['strands']} environments, this storage {lanes.strands}")
 
     def follow(self, storage: Storage) -> None:
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
@@ -214,13 +232,31 @@ class SamplerWithoutReplacement(Sampler):
     def adopt(self, incarnation: int, shifts: list[int]) -> None:
         """After `loads`: the epoch goes on in a store that counts anew."""
         if self._epoch is not None:
-            ranges = [
-                [first - shift, rows] for (first, rows), shift in zip(self._epoch["ranges"], shifts, strict=False)
-            ]
-            self._epoch = {**self._epoch, "incarnation": incarnation, "ranges": ranges}
-            if "listed" in self._epoch:
-                self._epoch["listed"] = self._epoch["listed"] - shifts[0] * self._epoch["strands"]
+            if any(shifts) and "ring" not in self._epoch and "listed" not in self._epoch:
+                # Earlier versions did not save how long the lanes were: which rows have come is not known in others.
+                self._epoch = self._walk = None
+                return
+            moved = [m + sum(shifts[i : i + 1]) for i, m in enumerate(_moved(self._epoch))]
+            self._epoch = {**self._epoch, "incarnation": incarnation, "moved": moved}
             self._walk = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
+
+
+def _moved(epoch: dict[str, Any]) -> list[int]:
+    """By how much the write numbers of each lane are lower than when the epoch began, after loads that count anew."""
+    return list(epoch.get("moved", [0] * len(epoch["ranges"])))
+
+
+def _check_ranges(epoch: dict[str, Any]) -> None:
+    """ValueError where the rows of a saved epoch are none that there can be."""
+    ring, ranges = epoch.get("ring", 1 << 56), epoch["ranges"]
+    check_counts(_moved(epoch))
+    check_counts([ring], least=1)
+    for lane in ranges:
+        check_counts(lane)
+        if len(lane) != 2 or lane[1] > ring:
+            raise ValueError(f"a saved epoch has the range {lane!r:.80}")
+    if len(_moved(epoch)) != len(ranges):
+        raise ValueError(f"a saved epoch of {len(ranges)} lanes has moved by {_moved(epoch)!r:.80}")

@@ -19,7 +19,7 @@ from torch import Tensor
 from engram.data.replay_buffers.checkpointers.opening import open_saved
 from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.indexing import Selection, outward, select, stored_slots
-from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.lanes import Lanes, check_numbers
 from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.rows import expand_slots
 from engram.data.replay_buffers.trees import Path, entry, show
@@ -320,6 +320,10 @@ class Storage(abc.ABC):
             self.lanes.restore_numbers(state, self.shifts[0] if self.shifts else 0)
         else:
             self.lanes.resume_numbers(state)
+
+    def check_numbers(self, state: dict[str, Any] | None) -> None:
+        """A ValueError where these are no numbers that `restore_numbers` could take over."""
+        check_numbers(state)
 
     def hand_over(self, sampler: Any) -> None:
         """After `loads`: tells a sampler how the write numbers of its rows have changed."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engram import _native
 from engram.data.replay_buffers import trees
+from engram.data.replay_buffers.lanes import check_numbers
 from engram.data.replay_buffers.layout import is_lazy
 from engram.data.replay_buffers.utils import slots_tensor
 from engram.data.replay_buffers.writers.base import Writer
@@ -205,6 +206,7 @@ class TensorDictMaxValueWriter(Writer):
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """What of a saved state does not fit this writer."""
+        check_numbers(state.get("numbers"))  # of earlier versions
         mine = {"rank_key": self._path, "reduction": self.reduction}
         return [
             f"the writer has {name}={value!r} here, {state.get(name)!r} there"
