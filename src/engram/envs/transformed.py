@@ -108,6 +108,12 @@ class TransformedEnv(EnvBase):
         self.reward_spec, self.done_spec = specs.reward, specs.done
 
     # ---- episodes ----
+    def random_state(self) -> Any:
+        return self._base.random_state()
+
+    def set_random_state(self, state: Any) -> None:
+        self._base.set_random_state(state)
+
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
         td = TensorDict(batch_size=self.batch_size, device=self.device)
         if mask is None:
