@@ -33,6 +33,7 @@ from benchmarks.cases import (
     prioritized,
     resize,
     slices,
+    workers,
     writing,
 )
 from benchmarks.machine import facts
@@ -55,6 +56,7 @@ ALONE = {
     "mapped": mapped.results,
     "collect": collecting.results,
     "parallel": parallel.results,
+    "workers": workers.results,
     "checkpoints": checkpoints.results,
 }
 CASES = (*IN_TURNS, *ALONE)
