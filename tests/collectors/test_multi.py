@@ -352,6 +352,17 @@ def test_a_reader_never_sees_weights_that_are_half_new():
     assert not odd and len(versions) >= 5 and shared.version == k
 
 
+def test_each_frame_says_which_weights_acted():
+    policy = constant()
+    with MultiSyncDataCollector([cartpole], policy, frames_per_batch=20, track_policy_version=True) as collector:
+        seen = []
+        for updates in (0, 1, 2, 0):
+            for _ in range(updates):
+                collector.update_policy_weights_()
+            seen.append(collector.rollout()["collector", "policy_version"].unique().tolist())
+    assert seen == [[0], [1], [3], [3]] and collector.policy_version == 3
+
+
 # ---- numbers of trajectories ----
 def test_numbers_from_several_processes_are_all_different():
     count, read, write = SharedCount(), *os.pipe()
@@ -455,6 +466,28 @@ def test_counters_weights_and_ids_go_on_from_a_state(cls):
         third = cls([cartpole] * 3, constant(), frames_per_batch=60)
         with third, pytest.raises(ValueError, match="the state is of 2 workers, and this collector has 3"):
             third.load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("cls", BOTH)
+def test_statistics_are_those_of_the_episodes_that_ended(cls, shared):
+    storage = LazyTensorStorage(5000, shared=True, lanes=3) if shared else None
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=8) if shared else None
+    with cls([two_cartpoles] * 2, frames_per_batch=100, total_frames=1000, replay_buffer=buffer) as collector:
+        batches = list(collector)
+        stats = collector.stats
+    assert stats.frames == 1000 and stats.batches == len(batches) and stats.steps_per_second > 0
+    if shared:
+        assert 15 < stats.mean_return < 35 and stats.mean_return == stats.mean_length and stats.episodes > 20
+    else:
+        rows = rows_by_trajectory(batches)
+        ended = {int(i) for b in batches for i in b[IDS][b["next", "done"].squeeze(-1)]}
+        lengths = [len(steps) for number, steps in rows.items() if number in ended]
+        assert stats.episodes >= len(lengths)  # an asynchronous one knows of batches that were not handed out
+        if cls is MultiSyncDataCollector:
+            assert stats.episodes == len(lengths) and stats.mean_length == pytest.approx(
+                np.mean(lengths[-100:]), rel=0.2
+            )
 
 
 # ---- failures and endings ----

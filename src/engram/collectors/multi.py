@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 import weakref
 from abc import abstractmethod
@@ -14,11 +15,24 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from engram.collectors.multi_worker import Attach, Collect, Load, Ready, Seed, State, Task, Wrote, work, write
+from engram.collectors.multi_worker import (
+    Attach,
+    Collect,
+    Collected,
+    Load,
+    Ready,
+    Seed,
+    State,
+    Task,
+    Wrote,
+    work,
+    write,
+)
 from engram.collectors.numbering import Numbering, SharedCount
 from engram.collectors.settings import refuse_bad_counts
 from engram.collectors.shared_weights import SharedWeights, tensors_of
-from engram.collectors.shelf import ShelfReader, Shelved
+from engram.collectors.shelf import ShelfReader
+from engram.collectors.stats import CollectorStats, Episodes, Speed, stats_of
 from engram.collectors.utils import split_trajectories
 from engram.envs.exploration import ExplorationType
 from engram.workers import Portable, Worker, close_all, wait_for_any
@@ -53,6 +67,7 @@ class MultiCollector:
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         replay_buffer: Any = None,
         update_at_each_batch: bool = False,
+        track_policy_version: bool = False,
         start_method: str | None = None,
     ) -> None:
         makers = _makers(create_env_fn, num_workers)
@@ -78,6 +93,7 @@ class MultiCollector:
             "init_random_frames": -(-(init_random_frames or 0) // self.num_workers),
             "reset_at_each_iter": reset_at_each_iter,
             "exploration_type": exploration_type,
+            "track_policy_version": track_policy_version,
         }
         self._start(makers, settings, start_method)
 
@@ -100,6 +116,7 @@ class MultiCollector:
         self._workers: list[Worker] = []
         self._finalizer = weakref.finalize(self, close_all, self._workers)
         self._shelves = [ShelfReader() for _ in makers]
+        self._episodes, self._speed = Episodes(0), Speed()
         self._ids = SharedCount()
         self._numbering = Numbering(self._ids.take)
         self._arrived: deque[Arrived] = deque()
@@ -132,6 +149,7 @@ class MultiCollector:
         RuntimeError after `shutdown`.
         """
         self._refuse_if_shut_down()
+        before, began = self.frames, time.perf_counter()
         try:
             if self._update_at_each_batch:
                 self.update_policy_weights_()
@@ -140,6 +158,7 @@ class MultiCollector:
             self.shutdown()  # whoever is in the middle of something would answer a question of before
             raise
         self.batches += 1
+        self._speed.add(self.frames - before, time.perf_counter() - began)
         if batch is None or self._replay_buffer is not None:
             return None
         if self._storing_device is not None:
@@ -163,13 +182,15 @@ class MultiCollector:
         for worker in wait_for_any(waiting):
             self._take(self._workers.index(worker), worker.receive())
 
-    def _take(self, k: int, message: Shelved | Wrote) -> None:
+    def _take(self, k: int, message: Collected) -> None:
         self._owed[k] -= 1
-        self._arrived.append((k, message if isinstance(message, Wrote) else self._shelves[k].take(message)))
+        self._episodes.take(message.returns, message.lengths)
+        batch = message.batch
+        self._arrived.append((k, batch if isinstance(batch, Wrote) else self._shelves[k].take(batch)))
 
     def _answer(self, k: int) -> Any:
         """The worker's next message that is no batch."""
-        while isinstance(message := self._workers[k].receive(), Shelved | Wrote):
+        while isinstance(message := self._workers[k].receive(), Collected):
             self._take(k, message)
         return message
 
@@ -193,6 +214,19 @@ class MultiCollector:
         self._is_attached = True
 
     # ---- the rest ----
+    @property
+    def policy_version(self) -> int:
+        """How often `update_policy_weights_` was called."""
+        return 0 if self._weights is None else self._weights.version
+
+    @property
+    def stats(self) -> CollectorStats:
+        """Frames, speed, and returns and lengths of the last episodes of all workers, for a progress bar.
+
+        Speeds count the time in which the caller waits for a batch.
+        """
+        return stats_of(self.frames, self.batches, self._episodes, self._speed)
+
     def update_policy_weights_(self, policy_weights: Any = None) -> None:
         """Brings the workers' weights up to date, from their next batch on.
 
@@ -217,7 +251,8 @@ class MultiCollector:
         """Counters, and the states of the workers' collectors. Batches that nobody has taken are not part of it."""
         self._refuse_if_shut_down()
         states = [self._asked(k, State()) for k in range(self.num_workers)]
-        return {"frames": self.frames, "batches": self.batches, "trajectories": self._ids.value, "workers": states}
+        counts = {"frames": self.frames, "batches": self.batches, "trajectories": self._ids.value}
+        return {**counts, "episodes": self._episodes.state_dict(), "workers": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after `state`: every environment starts a new trajectory; batches that nobody has taken are dropped.
@@ -235,6 +270,7 @@ class MultiCollector:
         self._arrived.clear()
         self._numbering.forget()
         self.frames, self.batches = int(state["frames"]), int(state["batches"])
+        self._episodes.load_state_dict(state["episodes"])
         missing = int(state["trajectories"]) - self._ids.value
         if missing > 0:
             self._ids.take(missing)

@@ -22,7 +22,8 @@ class MultiaSyncDataCollector(MultiCollector):
         frames_per_batch: of one worker's batch.
         total_frames: over all workers.
         num_workers, device, storing_device, policy_device, env_device, max_frames_per_traj, init_random_frames,
-        reset_at_each_iter, exploration_type, postproc, split_trajs, replay_buffer, update_at_each_batch, start_method:
+        reset_at_each_iter, exploration_type, postproc, split_trajs, replay_buffer, update_at_each_batch,
+        track_policy_version, start_method:
             as in `MultiSyncDataCollector`.
 
     Raises:

@@ -31,6 +31,7 @@ class MultiSyncDataCollector(MultiCollector):
         replay_buffer: gets each batch; iterating then yields None. Workers write into it themselves where its storage
             is shared (`shared=True`, or mapped) and has a lane for each; else the batches come here first.
         update_at_each_batch: calls `update_policy_weights_()` before each batch.
+        track_policy_version: int64 `("collector", "policy_version")` says which weights acted.
         preemptive_threshold: a fraction of the workers, in (0, 1]: when so many have their batch, the others hand out
             what they have. Missing steps are zeros, and `("collector", "mask")` says which are steps. None: all wait.
         cat_results: "stack", or the dimension along which the workers' batches are put one after the other.

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -13,7 +14,8 @@ from torch import nn
 from engram.collectors.numbering import Numbering, SharedCount
 from engram.collectors.shared_weights import SharedWeights
 from engram.collectors.shelf import Shelf, Shelved
-from engram.collectors.sync import SyncDataCollector
+from engram.collectors.stats import Episodes
+from engram.collectors.sync import SyncDataCollector, as_rows
 from engram.workers import Channel, Portable
 
 MOST_PIECES = 32  # of a batch that can be stopped between two
@@ -63,6 +65,14 @@ class Wrote(NamedTuple):
     frames: int
 
 
+class Collected(NamedTuple):
+    """A batch, and returns and lengths of the episodes that ended in it."""
+
+    batch: Shelved | Wrote
+    returns: list[float]
+    lengths: list[int]
+
+
 class Task(NamedTuple):
     """All that a worker is made from."""
 
@@ -97,6 +107,7 @@ class _CollectorProcess:
         self._buffer: Any = None
         self._numbering: Numbering | None = None
         self._version = 0
+        self._episodes = Episodes(self._envs)
 
     def run(self) -> None:
         collector = self._collector
@@ -121,14 +132,24 @@ class _CollectorProcess:
 
     def _load(self, state: dict[str, Any]) -> None:
         self._collector.load_state_dict(state)
+        self._episodes.restart()
         if self._numbering is not None:
             self._numbering.forget()
 
-    def _collected(self) -> Shelved | Wrote:
+    def _collected(self) -> Collected:
         if self._weights is not None and self._weights.version != self._version:
-            self._collector.update_policy_weights_(self._weights.read())
+            weights = self._weights.read()
             self._version = self._weights.read_version
+            self._collector.update_policy_weights_(weights, version=self._version)
         batch = self._rolled()
+        since = self._episodes.count
+        self._episodes.add(
+            as_rows(batch.get(("next", "reward")), batch.shape, np.add),
+            as_rows(batch.get(("next", "done")), batch.shape, np.logical_or),
+        )
+        return Collected(self._handed_over(batch), *self._episodes.latest(since))
+
+    def _handed_over(self, batch: TensorDictBase) -> Shelved | Wrote:
         if self._buffer is None or self._numbering is None:
             return self._shelf.put(batch)
         self._numbering.number([(0, batch)])

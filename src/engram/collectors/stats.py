@@ -108,6 +108,17 @@ class Episodes:
         carried[lasts] = total[lasts] - at_end[is_last]
         return at_end - before
 
+    def latest(self, since: int) -> tuple[list[float], list[int]]:
+        """Returns and lengths of the episodes that ended after the first `since`, as far as they are kept."""
+        new = min(self.count - since, len(self.returns))
+        return list(self.returns)[len(self.returns) - new :], list(self.lengths)[len(self.lengths) - new :]
+
+    def take(self, returns: list[float], lengths: list[int]) -> None:
+        """Episodes that ended elsewhere."""
+        self.count += len(returns)
+        self.returns.extend(returns)
+        self.lengths.extend(lengths)
+
     def state_dict(self) -> dict[str, Any]:
         """The episodes that ended; those under way are not part of it."""
         return {"count": self.count, "returns": list(self.returns), "lengths": list(self.lengths)}
@@ -121,12 +132,27 @@ class Episodes:
             mine.extend(theirs)
 
 
-def mean(values: deque[Any]) -> float:
+def stats_of(frames: int, batches: int, episodes: Episodes, speed: Speed) -> CollectorStats:
+    """All figures together."""
+    return CollectorStats(
+        frames=frames,
+        batches=batches,
+        episodes=episodes.count,
+        steps_per_second=speed.recent,
+        mean_steps_per_second=speed.mean,
+        mean_return=_mean(episodes.returns),
+        last_return=_last(episodes.returns),
+        mean_length=_mean(episodes.lengths),
+        last_length=_last(episodes.lengths),
+    )
+
+
+def _mean(values: deque[Any]) -> float:
     """The mean; NaN of nothing."""
     return sum(values) / len(values) if values else math.nan
 
 
-def last(values: deque[Any]) -> float:
+def _last(values: deque[Any]) -> float:
     """The last value; NaN of nothing."""
     return values[-1] if values else math.nan
 

@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from engram.collectors.devices import Device, first_device, on_device, stored
 from engram.collectors.rollers import Roller, ask, roller_for
 from engram.collectors.settings import refuse_bad_settings, refuse_bad_state
-from engram.collectors.stats import CollectorStats, Episodes, Speed, last, mean
+from engram.collectors.stats import CollectorStats, Episodes, Speed, stats_of
 from engram.collectors.trajectories import FrameMarks
 from engram.collectors.utils import split_trajectories
 from engram.collectors.weights import PolicyWeights
@@ -177,18 +177,7 @@ class SyncDataCollector:
     @property
     def stats(self) -> CollectorStats:
         """Frames, speed, and returns and lengths of the last episodes, for a progress bar."""
-        episodes, speed = self._episodes, self._speed
-        return CollectorStats(
-            frames=self.frames,
-            batches=self.batches,
-            episodes=episodes.count,
-            steps_per_second=speed.recent,
-            mean_steps_per_second=speed.mean,
-            mean_return=mean(episodes.returns),
-            last_return=last(episodes.returns),
-            mean_length=mean(episodes.lengths),
-            last_length=last(episodes.lengths),
-        )
+        return stats_of(self.frames, self.batches, self._episodes, self._speed)
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         while self.total_frames < 0 or self.frames < self.total_frames:
@@ -252,7 +241,7 @@ class SyncDataCollector:
         following = batch.get("next")
         reward, done = following.get("reward", None), following.get("done", None)
         if reward is not None and done is not None and self._reset_when_done:  # others keep theirs in groups of agents
-            self._episodes.add(_as_rows(reward, batch.shape, np.add), _as_rows(done, batch.shape, np.logical_or))
+            self._episodes.add(as_rows(reward, batch.shape, np.add), as_rows(done, batch.shape, np.logical_or))
 
     def reset(self) -> None:
         """The next batch starts with a reset of every environment; trajectories that have not ended never will."""
@@ -261,14 +250,14 @@ class SyncDataCollector:
         self._episodes.restart()
         self._whole.restart()
 
-    def update_policy_weights_(self, policy_weights: Any = None) -> None:
-        """Brings the weights of the collecting policy up to date, and raises `policy_version`.
+    def update_policy_weights_(self, policy_weights: Any = None, *, version: int | None = None) -> None:
+        """Brings the weights of the collecting policy up to date, and raises `policy_version` (to `version`, if given).
 
         None takes them from the policy that the collector was made with, where it collects with a copy on another
         device. Otherwise a state dict, a module, or a TensorDict of parameters. Raises TypeError without weights.
         """
         self._weights.update(policy_weights)
-        self._marks.version += 1
+        self._marks.version = self._marks.version + 1 if version is None else version
 
     def set_seed(self, seed: int) -> int:
         """The next reset of each environment starts from `seed`, `seed + 1`, ...; returns the first that is free."""
@@ -342,7 +331,7 @@ def _mark_last_step(batch: TensorDictBase) -> None:
     done |= truncated
 
 
-def _as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> np.ndarray[Any, Any]:
+def as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> np.ndarray[Any, Any]:
     """`[*shape, ...]` as an array `[envs, time]`; further dimensions, of agents, are merged."""
     rows = leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
     return rows[..., 0] if rows.shape[-1] == 1 else np.asarray(merge.reduce(rows, -1))
