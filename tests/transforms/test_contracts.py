@@ -91,6 +91,8 @@ class TestRewardScaling(Steps, KeyedTransformContract):
 
 
 class TestVecNorm(Steps, KeyedTransformContract):
+    learns = True
+
     def make_for(self, in_keys, out_keys=None):
         return VecNorm(in_keys, out_keys)
 
@@ -98,6 +100,9 @@ class TestVecNorm(Steps, KeyedTransformContract):
 class TestRenameTransform(Steps, TransformContract):
     def make(self):
         return RenameTransform(["x", ("next", "x")], ["y", ("next", "deep", "y")])
+
+    def make_for_env(self):
+        return RenameTransform(["x", ("next", "x")], [("deep", "y"), ("next", "deep", "y")])
 
 
 class TestSelectTransform(Steps, TransformContract):
@@ -114,6 +119,8 @@ class TestCompose(Steps, TransformContract):
     def make(self):
         return Compose(VecNorm(["x"]), ObservationNorm(0.0, 2.0, ["x"]))
 
+    learns = True
+
     def test_it_says_what_it_is(self):
         assert repr(Compose(Compose(GrayScale()))) == (
             "Compose(\n    Compose(\n        GrayScale(in_keys=['pixels'])))"
@@ -122,11 +129,15 @@ class TestCompose(Steps, TransformContract):
 
 
 class TestReward2GoTransform(Steps, TransformContract):
+    environments = False
+
     def make(self):
         return Reward2GoTransform(0.9)
 
 
 class TestMultiStepTransform(Steps, TransformContract):
+    environments = False
+
     def make(self):
         return MultiStepTransform(3, 0.9)
 

@@ -6,6 +6,7 @@ from engram.envs.exploration import ExplorationType, exploration_type, set_explo
 from engram.envs.gym import GymEnv
 from engram.envs.mdp import step_mdp
 from engram.envs.policies import RandomPolicy
+from engram.envs.transformed import TransformedEnv
 from engram.envs.vector import SerialEnv
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "GymEnv",
     "RandomPolicy",
     "SerialEnv",
+    "TransformedEnv",
     "check_env_specs",
     "exploration_type",
     "set_exploration_type",

@@ -46,6 +46,8 @@ class SerialEnv(EnvBase):
             batch_size=(n, *first.batch_size),
             device=first.device,
         )
+        self.reward_spec = first.reward_spec.expand(n, *first.reward_spec.shape)
+        self.done_spec = first.done_spec.expand(n, *first.done_spec.shape)
         if device is not None:
             self.to(device)
 
@@ -89,7 +91,7 @@ class SerialEnv(EnvBase):
 
 
 def _refuse_other_specs(index: int, env: Any, first: EnvBase) -> None:
-    for name in ("batch_size", "device", "observation_spec", "action_spec"):
+    for name in ("batch_size", "device", "observation_spec", "action_spec", "reward_spec", "done_spec"):
         found, expected = getattr(env, name), getattr(first, name)
         if found != expected:
             raise ValueError(

@@ -10,7 +10,8 @@ A contract is a class of tests. Inherit it in a test file and say how to make yo
 
 `StorageContract`, `TableContract`, `StrandsContract`: storages; `SamplerContract`: classes with
 `sample(storage, batch_size) -> (index, info)`; `WriterContract`, `RoundRobinWriterContract`: writers;
-`TransformContract`: transforms and callables; `EnvContract`: environments. `chi_square` says whether draws have the
+`TransformContract`: transforms and callables, in buffers and in environments; `EnvContract`: environments.
+`chi_square` says whether draws have the
 frequencies that they should have, and `steps`, `env_steps`, `of_numbers`, `numbers` are data of which it can be said
 whether a row is torn or in another's place.
 """
@@ -23,7 +24,9 @@ except ImportError as error:
     raise ImportError("engram.testing needs pytest: pip install pytest (or pip install 'engram[testing]')") from error
 
 # A contract that fails shows both sides of its comparisons, as a test file does.
-_PARTS = ("env", "numbered", "sampler", "storage", "strands", "table", "transform", "writer")
+_PARTS = (
+    "comparing", "env", "numbered", "sampler", "storage", "strands", "table", "transform", "transform_env", "writer",
+)  # fmt: skip
 pytest.register_assert_rewrite(*(f"engram.testing.{part}" for part in _PARTS))
 
 from engram.testing.env import EnvContract  # noqa: E402

@@ -11,28 +11,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
+from engram.testing.comparing import assert_equal
 from engram.testing.numbered import of_numbers
+from engram.testing.transform_env import TransformInEnvContract
 from engram.transforms import Compose, Transform
 from engram.transforms.base import as_transform
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    """The same keys, shapes, dtypes and values, NaN included; a dict may stand for a TensorDict."""
-    if isinstance(expected, dict | TensorDictBase):
-        assert set(found.keys()) == set(expected.keys())
-        for key in expected.keys():  # noqa: SIM118 -- a TensorDict iterates over rows
-            assert_equal(found[key], expected[key])
-    elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected) and len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_equal(one, other)
-    elif isinstance(expected, Tensor):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    else:
-        assert found == expected
 
 
 def as_dict(batch: TensorDictBase) -> dict[str, Any]:
@@ -43,8 +28,11 @@ def leading(batch: TensorDictBase, shape: tuple[int, ...]) -> bool:
     return all(tuple(v.shape[: len(shape)]) == shape for v in batch.values(True, True))
 
 
-class TransformContract:
+class TransformContract(TransformInEnvContract):
     """Of a `Transform`, or of a callable that a buffer applies on reading. Inherit, and implement `make`.
+
+    It is tried in buffers, and in environments that play `batch`; `environments = False` if it is not for them, and
+    `make_for_env` if it has other keys there.
 
     Example:
         >>> def halved(batch):

@@ -1,5 +1,6 @@
 """What changes batches on their way in and out."""
 
+import engram.data.specs  # noqa: F401 -- first: engram.data itself needs a complete engram.transforms.base
 from engram.transforms.base import Transform
 from engram.transforms.cat_frames import CatFrames
 from engram.transforms.compose import Compose

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.transforms.entries import Key, Keys, as_keys, get, put, shallow
+from engram.transforms.in_env import InEnvironment
+from engram.transforms.specs import EnvSpecs, tried
 from engram.transforms.writing import Writing
 
 
-class Transform:
+class Transform(InEnvironment):
     """Changes batches: `forward` when they are read, `inv` when they are written.
 
     A plain callable will do too: a buffer calls it on reading. Children that work entry by entry implement
@@ -26,7 +29,8 @@ class Transform:
     Batches are TensorDicts, nested dicts or tensorclasses. `forward` sets entries of the batch that it gets (a buffer
     gives it a fresh copy) and changes nothing that the transform knows, so that threads may prepare batches; `inv`
     returns a batch of its own with the other leaves of the caller's. A transform that carries something from one
-    written batch to the next does so in `write` and `stream`.
+    written batch to the next does so in `write` and `stream`. What a transform does in an environment, and what
+    children can change of that, says `InEnvironment`.
 
     Example:
         >>> class Double(Transform):
@@ -64,6 +68,9 @@ class Transform:
         """
         if type(batch) is list:
             return [self.forward(item) for item in batch]
+        kind = type(self)
+        if kind._call is not Transform._call and kind.forward is Transform.forward:
+            return self._call(batch)  # a child written for environments
         for source, target in self._pairs(batch):
             put(batch, target, self._apply_transform(get(batch, source, type(self).__name__)))
         return batch
@@ -78,6 +85,23 @@ class Transform:
     def __call__(self, batch: Any) -> Any:
         """`forward`; transforms that learn from data also learn from this batch."""
         return self.forward(batch)
+
+    # ---- environments ----
+    def _call(self, td: TensorDictBase) -> TensorDictBase:
+        return self._by_key(td) if type(self).forward is Transform.forward else self.forward(td)
+
+    def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
+        return self.inv(td)
+
+    def _inverts(self) -> bool:
+        kind = type(self)
+        return bool(self.in_keys_inv) or kind.inv is not Transform.inv or kind._inv_call is not Transform._inv_call
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        kind = type(self)
+        is_keyed = all(getattr(kind, name) is getattr(Transform, name) for name in _OF_VALUES)
+        says_specs = any(getattr(kind, name) is not getattr(Transform, name) for name in _OF_SPECS)
+        return super().transform_specs(specs) if is_keyed or says_specs else tried(self, specs)
 
     # ---- writing ----
     def inv(self, batch: Any) -> Any:
@@ -151,6 +175,10 @@ class Transform:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in said.items())})"
 
 
+_OF_VALUES = ("forward", "_call", "_reset", "_step")
+_OF_SPECS = tuple(f"transform_{name}_spec" for name in ("observation", "action", "reward", "done"))
+
+
 def _pair(sources: Keys, targets: Keys, suffix: str) -> tuple[list[Key], list[Key]]:
     ins = as_keys(sources)
     outs = list(ins) if targets is None else as_keys(targets)
@@ -174,6 +202,9 @@ class CallableTransform(Transform):
     def inv(self, batch: Any) -> Any:
         return self.fn(batch) if self.invert else batch
 
+    def _inverts(self) -> bool:
+        return self.invert
+
     def __repr__(self) -> str:
         return f"{getattr(self.fn, '__name__', self.fn)}{' (on writing)' if self.invert else ''}"
 
@@ -185,6 +216,9 @@ class InvertedTransform(Transform):
         self.transform = transform
         self.write_in_order = transform.stream_in_order
         self.stream_in_order = transform.write_in_order
+
+    def for_env(self, specs: EnvSpecs) -> Any:
+        raise TypeError(f"{self!r} is for buffers; in an environment exchange in_keys and in_keys_inv instead")
 
     def forward(self, batch: Any) -> Any:
         return self.transform.inv(batch)

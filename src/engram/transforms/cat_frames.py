@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.data.specs import Bounded, Spec
 from engram.transforms.entries import Key, Keys, find, get, put
+from engram.transforms.in_env import InEnvironment, on, where_reset
+from engram.transforms.specs import EnvSpecs, mapped
 from engram.transforms.strands import Trajectories
 from engram.transforms.timed import TimedTransform
 
@@ -61,6 +65,56 @@ class CatFrames(TimedTransform):
         self.N, self.dim = N, dim
         self.padding, self.padding_value = padding, padding_value
 
+    # ---- environments ----
+    def _start(self, specs: EnvSpecs) -> None:
+        self._history: dict[Key, list[Tensor]] = {}  #: the last N frames, oldest first
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        for source, _ in self._env_pairs:
+            spec = specs.entry(source)
+            if spec is not None:
+                self._check_dims(source, spec.ndim - specs.observation.ndim)
+        return InEnvironment.transform_specs(self, specs)
+
+    def _mapped(self, spec: Any) -> Spec:
+        def stacked(value: Tensor) -> Tensor:
+            return torch.cat([value] * self.N, self.dim)
+
+        whole = mapped(spec, stacked, keeps_order=True)
+        if self.padding == "same" or not isinstance(whole, Bounded):
+            return whole
+        pad = torch.as_tensor(self.padding_value, dtype=whole.dtype, device=whole.device)
+        low, high = torch.minimum(whole.low, pad), torch.maximum(whole.high, pad)
+        return Bounded(low, high, whole.shape, whole.device, whole.dtype)
+
+    def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        for source, target in self._env_pairs:
+            frame = fresh.get(source)
+            old = self._history.get(source, [None] * self.N)
+            self._history[source] = [where_reset(td, *pair) for pair in zip(self._first(frame), old, strict=True)]
+            self._show(fresh, source, target)
+        return fresh
+
+    def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        for source, target in self._env_pairs:
+            frame = following.get(source)
+            history = self._history.get(source)
+            moved = None if history is None else [*(on(old, frame.device) for old in history[1:]), frame]
+            self._history[source] = self._first(frame) if moved is None else moved
+            self._show(following, source, target)
+        return following
+
+    def _first(self, frame: Tensor) -> list[Tensor]:
+        constant = torch.as_tensor(self.padding_value, dtype=frame.dtype, device=frame.device)
+        pad = frame if self.padding == "same" else constant.expand_as(frame)
+        return [pad] * (self.N - 1) + [frame]
+
+    def _show(self, td: TensorDictBase, source: Key, target: Key) -> None:
+        history = self._history[source]
+        td.set(target, torch.cat(history, self.dim))
+        if target != source:
+            history[-1] = history[-1].clone()  # the caller has the frame too, and may write into it
+
     def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
         # All are read before the first is set: an out_key may be another one's source.
         results, left = [], {}
@@ -77,12 +131,14 @@ class CatFrames(TimedTransform):
 
     def _frames(self, batch: Any, key: Key, trajectories: Trajectories) -> Tensor:
         frames = trajectories.strands.split(get(batch, key, "CatFrames"), key)
-        if frames.ndim - 2 < -self.dim:
-            raise ValueError(
-                f"dim={self.dim} needs frames of {-self.dim} dimensions or more; {key!r} has {frames.ndim - 2} beside "
-                "the batch's"
-            )
+        self._check_dims(key, frames.ndim - 2)
         return frames
+
+    def _check_dims(self, key: Key, dims: int) -> None:
+        if dims < -self.dim:
+            raise ValueError(
+                f"dim={self.dim} needs frames of {-self.dim} dimensions or more; {key!r} has {dims} beside the batch's"
+            )
 
     def _stacked(self, past: _Past, now: Tensor | None) -> Tensor:
         """[S, T, ...]; the newest of the frames is `now`'s where there is one."""

@@ -60,6 +60,9 @@ class Compose(Transform):
     def stream_in_order(self) -> bool:  # type: ignore[override]
         return any(t.stream_in_order for t in self.transforms)
 
+    def parts(self) -> list[Transform]:
+        return [part for transform in self.transforms for part in transform.parts()]
+
     def append(self, transform: Any, *, invert: bool = False) -> None:
         """Adds a transform at the end."""
         self.transforms.append(as_transform(transform, invert))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.data.specs import Categorical, Spec, Unbounded
 from engram.transforms.entries import Key, Keys, as_key, find, get, path_of, put
+from engram.transforms.in_env import on, root_key, root_pairs, where_reset
 from engram.transforms.scale import REWARDS, first_key
+from engram.transforms.specs import RESULTS, EnvSpecs
 from engram.transforms.strands import DONES, Trajectories, running_sum, summable
 from engram.transforms.timed import TimedTransform, sibling
 
@@ -21,6 +26,7 @@ class RewardSum(TimedTransform):
         out_keys: their sums; `"episode_reward"` in the place of `"reward"` if None.
         done_key, traj_key: where trajectories end; see TimedTransform.
 
+    In an environment `in_keys` of None are `"reward"`, and the sums are 0 at resets.
     Sums of integers are int64. Trajectories, and carrying on between writes: see TimedTransform.
 
     Example:
@@ -44,6 +50,43 @@ class RewardSum(TimedTransform):
             return super()._pairs(batch)
         key = first_key(batch, REWARDS, "RewardSum")
         return [(key, sibling(key, "episode_reward"))]
+
+    # ---- environments ----
+    @cached_property
+    def _env_pairs(self) -> list[tuple[Key, Key]]:
+        return root_pairs(self.in_keys, self.out_keys) if self.in_keys else [("reward", "episode_reward")]
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        specs.require([source for source, _ in self._env_pairs], "RewardSum")
+        if taken := [target for _, target in self._env_pairs if target in RESULTS]:
+            raise ValueError(f"RewardSum would replace {taken}; give it out_keys of its own in an environment")
+        return specs.with_entries({target: self._sum_spec(specs.entry(source)) for source, target in self._env_pairs})
+
+    def _sum_spec(self, spec: Any) -> Spec:
+        return Unbounded(spec.shape, spec.device, spec.dtype if spec.dtype.is_floating_point else torch.int64)
+
+    def _start(self, specs: EnvSpecs) -> None:
+        self._of: list[Any] = [specs.entry(source) for source, _ in self._env_pairs]
+        self._sums = [_wide(spec.zero()) for spec in self._of]
+
+    def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        device = fresh.get("done").device
+        self._sums = [where_reset(td, torch.zeros_like(old, device=device), old) for old in self._sums]
+        for (_, target), total, spec in zip(self._env_pairs, self._sums, self._of, strict=True):
+            fresh.set(target, self._shown(total, spec.dtype))
+        return fresh
+
+    @staticmethod
+    def _shown(total: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy: the sum goes on in place, and the caller may write into what it got."""
+        return total.to(dtype, copy=True) if dtype.is_floating_point else total.clone()
+
+    def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        for i, (source, target) in enumerate(self._env_pairs):
+            reward = following.get(source)
+            total = self._sums[i] = on(self._sums[i], reward.device).add_(reward)
+            following.set(target, self._shown(total, reward.dtype))
+        return following
 
     def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
         first, left = trajectories.first(), []
@@ -97,6 +140,41 @@ class StepCounter(TimedTransform):
         self.truncated_key, self.step_count_key = truncated_key, step_count_key
         self.update_done = update_done
 
+    # ---- environments ----
+    def for_env(self, specs: EnvSpecs) -> StepCounter:
+        if self.max_steps is not None and (self.truncated_key != "truncated" or not self.update_done):
+            raise ValueError(
+                "in an environment done is terminated or truncated: max_steps needs truncated_key='truncated' and "
+                f"update_done=True, got {self.truncated_key!r} and {self.update_done}"
+            )
+        return super().for_env(specs)
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        return specs.with_entries({self.step_count_key: Unbounded(specs.done.shape, specs.done.device, torch.int64)})
+
+    def _start(self, specs: EnvSpecs) -> None:
+        self._count: Tensor | None = None
+        self._most = 0  # no count is higher: saves looking at them
+
+    def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        zero = torch.zeros_like(fresh.get("done"), dtype=torch.int64)
+        self._most = 0 if td.get("_reset", None) is None else self._most
+        self._count = where_reset(td, zero, self._count)
+        return fresh.set(self.step_count_key, self._count.clone())
+
+    def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        done = following.get("done")
+        if self._count is None:
+            self._count = torch.zeros_like(done, dtype=torch.int64)
+        self._count = on(self._count, done.device).add_(1)
+        self._most += 1
+        following.set(self.step_count_key, self._count.clone())
+        if self.max_steps is not None and self._most >= self.max_steps:
+            over = self._count >= self.max_steps
+            following.set("truncated", following.get("truncated") | over).set("done", done | over)
+            self._most = int(self._count.max())
+        return following
+
     def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
         done_key = self.done_key or first_key(batch, DONES, "StepCounter")
         done = get(batch, done_key, "StepCounter")
@@ -144,6 +222,21 @@ class InitTracker(TimedTransform):
         super().__init__(done_key=done_key, traj_key=traj_key)
         self.init_key = as_key(init_key)
 
+    # ---- environments ----
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        mark = Categorical(2, specs.done.shape, specs.done.device, torch.bool)
+        return specs.with_entries({root_key(self.init_key): mark})
+
+    def _start(self, specs: EnvSpecs) -> None:
+        """It keeps nothing."""
+
+    def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        done = fresh.get("done")
+        return fresh.set(root_key(self.init_key), where_reset(td, torch.ones_like(done), torch.zeros_like(done)))
+
+    def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        return following.set(root_key(self.init_key), torch.zeros_like(following.get("done")))
+
     def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
         done = get(batch, self.done_key or first_key(batch, DONES, "InitTracker"), "InitTracker")
         init = trajectories.first() == trajectories.position
@@ -155,3 +248,10 @@ class InitTracker(TimedTransform):
 
     def _settings(self) -> dict[str, Any]:
         return {"init_key": self.init_key, **super()._settings()}
+
+
+def _wide(zero: Tensor) -> Tensor:
+    """In the dtype to sum in."""
+    if zero.dtype in (torch.float16, torch.bfloat16):
+        return zero.to(torch.float32)
+    return zero if zero.is_floating_point() else zero.to(torch.int64)

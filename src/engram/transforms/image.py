@@ -52,6 +52,8 @@ class ToTensorImage(Transform):
         self.dtype = dtype
         self.shape_tolerant = shape_tolerant
 
+    _keeps_order = True
+
     def _apply_transform(self, value: Tensor) -> Tensor:
         if value.ndim < 3:
             raise ValueError(f"ToTensorImage takes images [*, H, W, C], got shape {list(value.shape)}")
@@ -112,6 +114,10 @@ class Resize(Transform):
         if smooth:
             self._options |= {"align_corners": False, "antialias": antialias}
 
+    @property
+    def _keeps_order(self) -> bool:  # type: ignore[override]
+        return self.interpolation != "bicubic"  # its weights may be negative
+
     def _apply_transform(self, value: Tensor) -> Tensor:
         if value.ndim < 3:
             raise ValueError(f"Resize takes images [*, C, H, W], got shape {list(value.shape)}")
@@ -156,6 +162,8 @@ class GrayScale(Transform):
 
     def __init__(self, in_keys: Keys = None, out_keys: Keys = None) -> None:
         super().__init__("pixels" if in_keys is None else in_keys, out_keys)
+
+    _keeps_order = True
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         if value.ndim < 3 or value.shape[-3] not in (1, 3):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
+
+from tensordict import TensorDictBase
 
 from engram.transforms.base import Transform
 from engram.transforms.entries import Key, Keys, as_key, drop, find, get, has_keys, is_class, missing, put, shallow
+from engram.transforms.in_env import root_key
+from engram.transforms.specs import RESULTS, EnvSpecs, is_part, kept
 
 _REWARDS: list[Key] = ["reward", ("next", "reward")]
 _FLAGS = ("done", "terminated", "truncated")
@@ -25,6 +30,8 @@ class RenameTransform(Transform):
 
     Raises:
         KeyError: there is no such entry, or one of the new name exists already.
+
+    In an environment it names observations; a reward or flag can only be copied, and the action keeps its name.
 
     Example:
         >>> rename = RenameTransform(["observation"], ["state"], ["observation"], ["state"])
@@ -51,6 +58,31 @@ class RenameTransform(Transform):
         if type(batch) is list:
             return [self.forward(item) for item in batch]
         return self._renamed(batch, list(self.in_keys), list(self.out_keys))
+
+    def _call(self, td: TensorDictBase) -> TensorDictBase:
+        there = [(old, new) for old, new in self._env_pairs if td.get(old, None) is not None]
+        return self._renamed(td, [old for old, _ in there], [new for _, new in there])
+
+    def _inverts(self) -> bool:
+        return bool(self.in_keys_inv)
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        old, new = [source for source, _ in self._env_pairs], [target for _, target in self._env_pairs]
+        specs.require(old, "RenameTransform")
+        taken = [key for key in old if key in RESULTS and not self.create_copy] + [key for key in new if key in RESULTS]
+        if taken:
+            raise ValueError(f"RenameTransform changes {taken}: rewards and flags of an environment keep their names")
+        if len(set(old)) < len(old):
+            raise ValueError(f"RenameTransform gives an entry two names in an environment: {self._env_pairs}")
+        lost = [key for key in new if key not in old and specs.entry(key) is not None]
+        if lost:
+            raise KeyError(f"RenameTransform would lose {lost}, which the environment has already; exclude it first")
+        self._mapped_action(specs.action, lambda spec: spec)  # refuses another name for it
+        moved = {target: specs.entry(source) for source, target in self._env_pairs}
+        if not self.create_copy:
+            gone = set(old)
+            specs = specs._replace(observation=kept(specs.observation, lambda key: key not in gone))
+        return specs.with_entries(moved)  # type: ignore[arg-type]
 
     def inv(self, batch: Any) -> Any:
         if type(batch) is list:
@@ -82,6 +114,8 @@ class SelectTransform(Transform):
         selected_keys: entries, also whole parts (`"next"`).
         keep_rewards, keep_dones: rewards, and the flags done, terminated and truncated, stay as well.
 
+    In an environment the keys are observations; rewards and flags always stay.
+
     Example:
         >>> batch = {"a": torch.zeros(3), "b": torch.ones(3), "done": torch.zeros(3, 1, dtype=torch.bool)}
         >>> list(SelectTransform("a")(batch))
@@ -101,10 +135,27 @@ class SelectTransform(Transform):
         wanted += [(key, value) for key in also if (value := find(batch, key)) is not None]
         if is_class(batch):
             raise TypeError(f"{type(batch).__name__} cannot lose fields; store TensorDicts instead")
-        kept: Any = {} if isinstance(batch, dict) else batch.select()
+        selected: Any = {} if isinstance(batch, dict) else batch.select()
         for key, value in wanted:
-            put(kept, key, value)
-        return kept
+            put(selected, key, value)
+        return selected
+
+    @cached_property
+    def _selected_roots(self) -> list[Key]:
+        return [key for key in dict.fromkeys(map(root_key, self.selected_keys)) if key != "action"]
+
+    def _call(self, td: TensorDictBase) -> TensorDictBase:
+        return td.select(*self._selected_roots, *RESULTS, strict=False)
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        if not (self.keep_rewards and self.keep_dones):
+            raise ValueError("an environment's rewards and flags stay: leave keep_rewards and keep_dones True")
+        known = [*specs.observation.leaves(), *RESULTS]
+        for key in self._selected_roots:
+            if not any(is_part(leaf, key) for leaf in known):
+                raise KeyError(f"SelectTransform needs the key {key!r}; the environment has {known}")
+        selected = kept(specs.observation, lambda leaf: any(is_part(leaf, key) for key in self._selected_roots))
+        return specs._replace(observation=selected)
 
     def _settings(self) -> dict[str, Any]:
         return {"keys": self.selected_keys}
@@ -116,6 +167,8 @@ class ExcludeTransform(Transform):
     Args:
         excluded_keys: entries, also whole parts (`"next"`).
         inverse: removes them from what is written instead.
+
+    In an environment the keys are observations; rewards and flags always stay.
 
     Example:
         >>> ExcludeTransform("b")({"a": torch.zeros(3), "b": torch.ones(3)})
@@ -132,6 +185,25 @@ class ExcludeTransform(Transform):
 
     def inv(self, batch: Any) -> Any:
         return self._excluded(batch) if self.inverse else batch
+
+    @cached_property
+    def _excluded_roots(self) -> list[Key]:
+        return list(dict.fromkeys(map(root_key, self.excluded_keys)))
+
+    def _call(self, td: TensorDictBase) -> TensorDictBase:
+        return td if self.inverse else td.exclude(*self._excluded_roots)
+
+    def _inverts(self) -> bool:
+        return self.inverse
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        gone = self._excluded_roots
+        if self.inverse:
+            return specs
+        if taken := [key for key in gone if key in RESULTS]:
+            raise ValueError(f"ExcludeTransform would remove {taken}: an environment's rewards and flags stay")
+        left = kept(specs.observation, lambda leaf: not any(is_part(leaf, key) for key in gone))
+        return specs._replace(observation=left)
 
     def _excluded(self, batch: Any) -> Any:
         if type(batch) is list:

@@ -12,6 +12,7 @@ from engram.data.replay_buffers.trees import Node, as_tensor, describe, flatten,
 from engram.transforms.base import Transform
 from engram.transforms.entries import Key, Keys, as_key, is_class, shallow
 from engram.transforms.n_step import checked_gamma, checked_n_steps, reward_keys_of, set_n_steps
+from engram.transforms.specs import EnvSpecs
 from engram.transforms.strands import Trajectories, trajectories_of
 from engram.transforms.writing import Writing
 
@@ -141,6 +142,12 @@ class MultiStepTransform(Transform):
         if written.items is not None:
             return written.items
         return _Rows.of(written.held, dims).part(0, 0).batch()
+
+    def for_env(self, specs: EnvSpecs) -> Any:
+        raise TypeError(
+            "MultiStepTransform needs the steps that come later, which an environment does not have yet: append it to "
+            "the replay buffer, or give a collector postproc=MultiStep(...)"
+        )
 
     def write(self, writing: Writing) -> Writing:
         if writing.in_place or (writing.items is None and writing.held is None):

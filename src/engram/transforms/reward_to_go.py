@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engram.transforms.entries import Key, Keys, get, put, shallow
 from engram.transforms.scale import REWARDS, first_key
+from engram.transforms.specs import EnvSpecs
 from engram.transforms.strands import Trajectories, discounted_to_go, summable
 from engram.transforms.timed import TimedTransform
 from engram.transforms.writing import Writing
@@ -55,6 +56,12 @@ class Reward2GoTransform(TimedTransform):
         super().__init__(["reward"] if in_keys is None else in_keys, outs, done_key=done_key, traj_key=traj_key)
         self.gamma = float(gamma)
         self._finds_reward = in_keys is None
+
+    def for_env(self, specs: EnvSpecs) -> Any:
+        raise TypeError(
+            "Reward2GoTransform needs the rewards that come later, which an environment does not have yet: append it "
+            "to the replay buffer, or call its inv on a rollout"
+        )
 
     def forward(self, batch: Any) -> Any:
         return batch

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cached_property
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.data.specs import Spec, Unbounded
 from engram.transforms.base import Transform
 from engram.transforms.entries import Key, Keys, find, get, has_keys, is_class, leaf_keys, missing, put, shallow
+from engram.transforms.in_env import root_pairs
+from engram.transforms.specs import EnvSpecs, as_dtype, changed_leaves
 
 REWARDS: tuple[Key, ...] = (("next", "reward"), "reward")
 
@@ -22,6 +27,8 @@ class DTypeCastTransform(Transform):
         dtype_out: as the caller knows it.
         in_keys, out_keys, in_keys_inv, out_keys_inv: as Transform's. With neither `in_keys` nor `in_keys_inv`, every
             entry of `dtype_in` is cast on reading, and every entry of `dtype_out` on writing.
+
+    In an environment without keys: every observation, the reward and the action, where their spec is of `dtype_in`.
 
     Example:
         >>> cast = DTypeCastTransform(torch.float16, torch.float32)
@@ -47,6 +54,40 @@ class DTypeCastTransform(Transform):
 
     def inv(self, batch: Any) -> Any:
         return self._cast_all(shallow(batch), self.dtype_out, self.dtype_in) if self._all else super().inv(batch)
+
+    # ---- environments ----
+    def for_env(self, specs: EnvSpecs) -> DTypeCastTransform:
+        if not self._all:
+            return self
+        here, actions = copy.copy(self), []
+
+        def note(key: Key, spec: Spec) -> Spec:
+            actions.append(key)
+            return spec
+
+        changed_leaves(
+            specs.action, "action", lambda key, spec: note(key, spec) if spec.dtype is here.dtype_in else spec
+        )
+        entries = {**specs.observation.leaves(), "reward": specs.reward}
+        here.in_keys = here.out_keys = [key for key, spec in entries.items() if spec.dtype is here.dtype_in]
+        here.in_keys_inv = here.out_keys_inv = actions
+        here.__dict__.pop("_env_pairs", None)
+        return here
+
+    def _call(self, td: TensorDictBase) -> TensorDictBase:
+        return self._by_key(td)
+
+    def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
+        return Transform.inv(self, td)
+
+    def _inverts(self) -> bool:
+        return bool(self.in_keys_inv)
+
+    def _mapped(self, spec: Spec) -> Spec:
+        return as_dtype(spec, self.dtype_out)
+
+    def transform_action_spec(self, action_spec: Spec) -> Spec:
+        return self._mapped_action(action_spec, self._mapped)
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         return value.to(self.dtype_out)
@@ -150,6 +191,20 @@ class ObservationNorm(Transform):
         std = (value - value.mean(reduce_dim, keepdim=True)).square().mean(reduce_dim).sqrt().clamp_min(self.eps)
         self._stats = (mean, std) if self.standard_normal else (-mean / std, 1 / std)
 
+    # ---- environments ----
+    @property
+    def _keeps_order(self) -> bool:  # type: ignore[override]
+        return self._given  # what init_stats finds may be found again
+
+    def _mapped(self, spec: Any) -> Spec:
+        if self._stats is not None:
+            return super()._mapped(spec)
+        dtype = spec.dtype if spec.dtype.is_floating_point else torch.get_default_dtype()
+        return Unbounded(spec.shape, spec.device, dtype)
+
+    def transform_action_spec(self, action_spec: Spec) -> Spec:
+        return self._mapped_action(action_spec, self._mapped)
+
     def _apply_transform(self, value: Tensor) -> Tensor:
         loc, scale = self._cast(value)
         return (value - loc) / scale if self.standard_normal else value * scale + loc
@@ -192,6 +247,8 @@ class RewardScaling(Transform):
         out_keys: as Transform's.
         standard_normal: `loc` and `scale` are a mean and a standard deviation.
 
+    In an environment `in_keys` of None are `"reward"`.
+
     Example:
         >>> RewardScaling(loc=0.0, scale=0.1)({"next": {"reward": torch.tensor([[5.0]])}})["next"]["reward"]
         tensor([[0.5000]])
@@ -211,6 +268,12 @@ class RewardScaling(Transform):
             return super()._pairs(batch)
         key = first_key(batch, REWARDS, "RewardScaling")
         return [(key, key)]
+
+    _keeps_order = True
+
+    @cached_property
+    def _env_pairs(self) -> list[tuple[Key, Key]]:
+        return root_pairs(self.in_keys, self.out_keys) if self.in_keys else [("reward", "reward")]
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         loc, scale = cast(self.loc, value), cast(self.scale, value)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from engram.data.specs import Categorical, OneHot, Spec
 from engram.transforms.base import Transform
 from engram.transforms.entries import Keys
 
@@ -39,6 +40,8 @@ class FlattenObservation(Transform):
         if (first_dim < 0) == (last_dim < 0) and first_dim > last_dim:
             raise ValueError(f"first_dim must not come after last_dim, got {first_dim} and {last_dim}")
         self.first_dim, self.last_dim = first_dim, last_dim
+
+    _keeps_order = True
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         return value.flatten(self.first_dim, self.last_dim)
@@ -77,6 +80,21 @@ class UnsqueezeTransform(Transform):
         if not self.in_keys and not self.in_keys_inv:
             raise ValueError("UnsqueezeTransform needs in_keys, in_keys_inv or both")
         self.dim = dim
+
+    _keeps_order = True
+
+    def transform_action_spec(self, action_spec: Spec) -> Spec:
+        return self._mapped_action(action_spec, self._unsqueezed)
+
+    def _unsqueezed(self, spec: Any) -> Spec:
+        shape = self._apply_transform(spec.zero()).shape
+        if type(spec) is Categorical:
+            return Categorical(spec.n, shape, spec.device, spec.dtype)
+        if type(spec) is OneHot and shape[-1] == spec.n:
+            return OneHot(spec.n, shape, spec.device, spec.dtype)
+        if type(spec).__name__ not in ("Bounded", "Unbounded"):
+            raise ValueError(f"UnsqueezeTransform(dim={self.dim}) cannot be used on an action of {spec}")
+        return self._mapped(spec)
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         return value.unsqueeze(self.dim)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import copy
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from engram.transforms.base import Transform
 from engram.transforms.entries import Key, as_key, shallow, stacked, unstacked
+from engram.transforms.specs import EnvSpecs
 from engram.transforms.strands import Trajectories, trajectories_of
 from engram.transforms.writing import Writing
+
+Self = TypeVar("Self", bound="TimedTransform")
 
 
 class Carried(NamedTuple):
@@ -32,6 +36,9 @@ class TimedTransform(Transform):
     `forward` takes each batch by itself: rollouts, `rb[:]`, or what slice samplers give. Appended to a buffer with
     `invert=True` it works on what is written, and goes on in the next `extend` or `add` where the last one stopped,
     unless that ended a trajectory or the ids say that another one comes.
+
+    In an environment it goes on from step to step and starts anew where a reset does, so that a rollout has what
+    `forward` makes of the rollout of the bare environment. Each environment has a copy of its own.
     """
 
     stream_in_order = True
@@ -67,6 +74,20 @@ class TimedTransform(Transform):
 
     def forward(self, batch: Any) -> Any:
         return self._alone(batch)
+
+    # ---- environments ----
+    def for_env(self: Self, specs: EnvSpecs) -> Self:
+        here = copy.copy(self)
+        here._carried = None
+        here._start(specs)
+        return here
+
+    def _start(self, specs: EnvSpecs) -> None:
+        """No episode has begun."""
+        raise NotImplementedError
+
+    def _inverts(self) -> bool:
+        return False
 
     def stream(self, writing: Writing) -> Writing:
         return self._next_piece(writing)

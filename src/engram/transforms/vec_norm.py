@@ -9,9 +9,12 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.data.specs import Spec, Unbounded
 from engram.transforms.base import Transform
 from engram.transforms.entries import Keys, get, is_class, put
+from engram.transforms.in_env import InEnvironment, root_key
 from engram.transforms.scale import ObservationNorm, cast
+from engram.transforms.specs import EnvSpecs
 from engram.transforms.writing import Writing
 
 
@@ -45,6 +48,8 @@ class VecNorm(Transform):
 
     In a buffer it learns from what is written, which is stored as it is, and normalises what is read. Called, or
     appended with `invert=True`, it learns from the batch and normalises it. `forward` alone only normalises.
+    In an environment it learns from every reset, where that holds, and every step, and normalises what the policy sees;
+    several environments may share one.
 
     Raises:
         RuntimeError: it has learnt nothing yet.
@@ -68,7 +73,7 @@ class VecNorm(Transform):
             raise ValueError(f"eps must be 0 or more, got {eps}")
         self.decay, self.eps = decay, eps
         self._learns = True
-        self._stats: list[_Stats] | None = None
+        self._stats: list[_Stats | None] | None = None  # None, also for one of the entries: nothing yet
 
     # ---- learning ----
     def learn(self, batch: Any, batch_dims: int | None = None) -> None:
@@ -78,16 +83,17 @@ class VecNorm(Transform):
         if batch_dims is None:
             batch_dims = batch.batch_dims if isinstance(batch, TensorDictBase) or is_class(batch) else 1
         found = [_stats_of(get(batch, key, "VecNorm"), batch_dims) for key in self.in_keys]
-        if any(stats is None for stats in found):
-            return
-        new = [stats for stats in found if stats is not None]
-        if self._stats is not None:
-            for key, old, stats in zip(self.in_keys, self._stats, new, strict=True):
-                if old.mean.shape != stats.mean.shape:
-                    found_shape, known_shape = list(stats.mean.shape), list(old.mean.shape)
-                    raise ValueError(f"{key!r} has shape {found_shape}, and had {known_shape} before")
-            new = [old.with_batch(stats, self.decay) for old, stats in zip(self._stats, new, strict=True)]
-        self._stats = new
+        if all(stats is not None for stats in found):
+            self._add(found)
+
+    def _add(self, found: list[_Stats | None]) -> None:
+        """Takes statistics of a batch in; None: it does not have this entry."""
+        known = self._stats or [None] * len(found)
+        for key, old, new in zip(self.in_keys, known, found, strict=True):
+            if old is not None and new is not None and old.mean.shape != new.mean.shape:
+                found_shape, known_shape = list(new.mean.shape), list(old.mean.shape)
+                raise ValueError(f"{key!r} has shape {found_shape}, and had {known_shape} before")
+        self._stats = [_together(old, new, self.decay) for old, new in zip(known, found, strict=True)]
 
     def freeze(self) -> VecNorm:
         """Learns nothing from now on."""
@@ -123,9 +129,10 @@ class VecNorm(Transform):
         return [(stats.squares / stats.weight + self.eps).sqrt() for stats in self._known()]
 
     def _known(self) -> list[_Stats]:
-        if self._stats is None:
+        stats = [one for one in self._stats or () if one is not None]
+        if len(stats) < len(self.in_keys):
             raise RuntimeError("VecNorm has learnt nothing yet: write data through it, call it, or call learn(data)")
-        return self._stats
+        return stats
 
     # ---- batches ----
     def forward(self, batch: Any) -> Any:
@@ -134,9 +141,12 @@ class VecNorm(Transform):
         stats = self._known()  # once: a writer may learn meanwhile
         sources = [get(batch, key, "VecNorm") for key in self.in_keys]
         for value, key, one in zip(sources, self.out_keys, stats, strict=True):
-            scale = (one.squares / one.weight + self.eps).sqrt()
-            put(batch, key, (value - cast(one.mean, value)) / cast(scale, value))
+            put(batch, key, self._normed(value, one))
         return batch
+
+    def _normed(self, value: Tensor, stats: _Stats) -> Tensor:
+        scale = (stats.squares / stats.weight + self.eps).sqrt()
+        return (value - cast(stats.mean, value)) / cast(scale, value)
 
     def __call__(self, batch: Any) -> Any:
         self.learn(batch)
@@ -160,16 +170,53 @@ class VecNorm(Transform):
         batch = writing.items
         self.learn(batch, max(dims, batch.batch_dims) if isinstance(batch, TensorDictBase) else dims)
 
+    # ---- environments ----
+    def _call(self, td: TensorDictBase) -> TensorDictBase:
+        by_root = dict(zip(map(root_key, self.in_keys), self._stats or (), strict=False))
+        for source, target in self._env_pairs:
+            value, stats = td.get(source, None), by_root.get(source)
+            if value is None:
+                continue
+            if stats is None:
+                raise RuntimeError(f"VecNorm has learnt nothing about {source!r} yet, and is frozen")
+            td.set(target, self._normed(value, stats))
+        return td
+
+    def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        mask = td.get("_reset", None)
+        self._learn_here(fresh if mask is None else fresh[mask.reshape(fresh.batch_size)])
+        return self._call(fresh)
+
+    def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        self._learn_here(following)
+        return self._call(following)
+
+    def _learn_here(self, td: TensorDictBase) -> None:
+        if self._learns:
+            values = [td.get(root_key(key), None) for key in self.in_keys]
+            self._add([None if value is None else _stats_of(value, td.batch_dims) for value in values])
+
+    def _inverts(self) -> bool:
+        return False
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        return InEnvironment.transform_specs(self, specs)
+
+    def _mapped(self, spec: Any) -> Spec:
+        dtype = spec.dtype if spec.dtype.is_floating_point else torch.get_default_dtype()
+        return Unbounded(spec.shape, spec.device, dtype)
+
     # ---- state ----
     _decisive = ("in_keys", "decay", "eps")
 
     def state_dict(self) -> dict[str, Any]:
         if self._stats is None:
             return {}
-        return {"stats": [tuple(stats) for stats in self._stats], "learns": self._learns}
+        return {"stats": [None if stats is None else tuple(stats) for stats in self._stats], "learns": self._learns}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._stats = [_Stats(*stats) for stats in state["stats"]] if state else None
+        known = state.get("stats", [])
+        self._stats = [None if stats is None else _Stats(*stats) for stats in known] if state else None
         self._learns = state.get("learns", self._learns)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
@@ -179,6 +226,10 @@ class VecNorm(Transform):
 
     def _settings(self) -> dict[str, Any]:
         return {"decay": self.decay, **({} if self._learns else {"frozen": True})}
+
+
+def _together(old: _Stats | None, new: _Stats | None, decay: float) -> _Stats | None:
+    return new or old if old is None or new is None else old.with_batch(new, decay)
 
 
 def _stats_of(value: Tensor, batch_dims: int) -> _Stats | None:
