@@ -39,12 +39,12 @@ from engram.envs import ExplorationType, GymEnv, SerialEnv, exploration_type
 class Settings:
     """Everything that decides how a run goes. Frames are steps of the environment."""
 
-    frames: int = 160_000  # the budget
+    frames: int = 81_920  # the budget
     solved_at: float = 475.0
     envs: int = 8
     frames_per_batch: int = 128
-    updates_per_batch: int = 4
-    capacity: int = 40_000
+    updates_per_batch: int = 6
+    capacity: int = 30_000
     slices: int = 32
     burn_in: int = 8
     trained: int = 24  # rows of a slice
@@ -53,7 +53,7 @@ class Settings:
     gamma: float = 0.99
     reward_scale: float = 0.1
     target_rate: float = 0.01
-    explore_for: int = 20_000  # frames in which epsilon falls from 1 to
+    explore_for: int = 8_192  # frames in which epsilon falls from 1 to
     least_epsilon: float = 0.05
     evaluate_every: int = 8_192
     evaluation_episodes: int = 20

@@ -41,17 +41,17 @@ ACTIONS = 3
 class Settings:
     """Everything that decides how a run goes. Frames are steps of the environment."""
 
-    frames: int = 50_000  # the budget
-    solved_at: float = 0.95
-    capacity: int = 50_000
+    frames: int = 30_000  # the budget
+    solved_at: float = 0.9
+    capacity: int = 30_000
     frames_per_batch: int = 100
     batch_size: int = 32
     warm_up: int = 1_000  # frames before the first update
     frames_per_update: int = 4
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     gamma: float = 0.98
     target_rate: float = 0.01
-    explore_for: int = 10_000  # frames in which epsilon falls from 1 to
+    explore_for: int = 4_000  # frames in which epsilon falls from 1 to
     least_epsilon: float = 0.05
     evaluate_every: int = 2_500
     evaluation_episodes: int = 40

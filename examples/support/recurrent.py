@@ -36,17 +36,24 @@ class RecurrentQ(nn.Module):
 
     def forward(self, observation: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Values `[*, 2]` and the next state `[*, HIDDEN]` of observations `[*, 2]` and states `[*, HIDDEN]`."""
-        lead = observation.shape[:-1]
-        hidden = self.cell(self.encoder(observation).reshape(-1, HIDDEN), self._keep * hidden.reshape(-1, HIDDEN))
-        hidden = hidden.reshape(*lead, HIDDEN)
-        return self.head(hidden), hidden
+        state = self._next_state(self.encoder(observation).reshape(-1, HIDDEN), hidden.reshape(-1, HIDDEN))
+        state = state.reshape(hidden.shape)
+        return self.head(state), state
 
     def over(self, rows: TensorDictBase, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Values `[slices, time, 2]`, and the states `[slices, time, HIDDEN]` after each observation."""
-        values, states = [], []
-        for row in rows.select("observation", "hidden", "is_init").unbind(1):
-            hidden = torch.where(row["is_init"], row["hidden"], hidden)  # the stored one; zero at an episode's start
-            value, hidden = self(row["observation"], hidden)
-            values.append(value)
+        """Values `[slices, time, 2]`, and the states `[slices, time, HIDDEN]` after each observation.
+
+        `hidden` `[slices, HIDDEN]` is the state before; where `"is_init"` is marked, it is the one that was stored
+        with the row, which is zero at the start of an episode.
+        """
+        states, encoded = [], self.encoder(rows["observation"])
+        for x, stored, begins in zip(
+            encoded.unbind(1), rows["hidden"].unbind(1), rows["is_init"].unbind(1), strict=True
+        ):
+            hidden = self._next_state(x, torch.where(begins, stored, hidden))
             states.append(hidden)
-        return torch.stack(values, 1), torch.stack(states, 1)
+        stacked = torch.stack(states, 1)
+        return self.head(stacked), stacked
+
+    def _next_state(self, encoded: Tensor, hidden: Tensor) -> Tensor:
+        return self.cell(encoded, self._keep * hidden)

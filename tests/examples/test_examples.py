@@ -80,6 +80,7 @@ class TestPpo:
         _, critic = ppo.make_networks()
         with ppo.make_collector(ppo.Settings().quick(), None, workers=0) as collector, torch.no_grad():
             batch = collector.rollout()
+            batch["next", "terminated"][::2] = False  # in these environments time is up where episodes end
             found, goal = ppo.advantages(batch, critic, gamma, lambda_)
             value, following = critic(batch.clone())["value"], critic(batch["next"].clone())["value"]
         assert batch["next", "done"].any()
