@@ -39,20 +39,20 @@ from engram.envs import ExplorationType, GymEnv, SerialEnv, exploration_type
 class Settings:
     """Everything that decides how a run goes. Frames are steps of the environment."""
 
-    frames: int = 81_920  # the budget
+    frames: int = 122_880  # the budget
     solved_at: float = 475.0
     envs: int = 8
     frames_per_batch: int = 128
     updates_per_batch: int = 6
-    capacity: int = 30_000
+    capacity: int = 50_000
     slices: int = 32
     burn_in: int = 8
     trained: int = 24  # rows of a slice
     warm_up: int = 2_048  # frames before the first update
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     gamma: float = 0.99
     reward_scale: float = 0.1
-    target_rate: float = 0.01
+    target_rate: float = 0.005
     explore_for: int = 8_192  # frames in which epsilon falls from 1 to
     least_epsilon: float = 0.05
     evaluate_every: int = 8_192
