@@ -27,8 +27,13 @@ MODULES = {
 LOADERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("TensorDict", "load"), ("TensorDict", "load_memmap"),
            ("np", "fromfile"), ("torch", "from_file"), ("tensordict", "load"), ("torch", "jit")}  # fmt: skip
 H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regionref_dtype", "Reference"}
-# The system's renameat2, for which Python has no function; nothing is read there.
-NEEDED = {"data/datasets/aside.py": ["import ctypes"]}
+# What else needs them, and reads no file: the system's renameat2, for which Python has no function; "module:Name" of a
+# gymnasium environment, which its caller gives; functions on their way to the worker processes of this program.
+NEEDED = {
+    "data/datasets/aside.py": ["import ctypes"],
+    "envs/gym_making.py": ["import importlib", "importlib.import_module"],
+    "workers.py": ["import cloudpickle"],
+}
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.
 COMPUTED = {
     ("data/replay_buffers/checkpointers/state.py", ""): "dtypes that stand there, at import",
@@ -37,6 +42,7 @@ COMPUTED = {
     ("data/replay_buffers/reading.py", "_own"): "the constructor that calls it",
     ("data/replay_buffers/samplers/priorities.py", "_decisive"): "_SAVED",
     ("transforms/base.py", "decisive"): "_decisive of the class",
+    ("transforms/base.py", "transform_specs"): "_OF_VALUES and _OF_SPECS",
 }
 
 # The contracts in `testing` send parts to other processes, and load nothing.
