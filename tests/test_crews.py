@@ -7,8 +7,10 @@ import time
 import numpy as np
 import pytest
 
+from engram import crews
+from engram._native import Cells
 from engram.bells import Bell
-from engram.crews import Crew
+from engram.crews import Crew, Seat, usable_cores
 from engram.errors import WorkerError
 from engram.shared_memory import SharedMemory
 from test_workers import is_gone
@@ -51,11 +53,11 @@ def made():
         crew.close(0.1)
 
 
-def interrupt(seconds):
-    """KeyboardInterrupt here after so many seconds."""
+def interrupt(seconds, error=KeyboardInterrupt):
+    """Raises an error here after so many seconds."""
 
     def handler(*_):
-        raise KeyboardInterrupt
+        raise error
 
     old = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -194,6 +196,130 @@ def test_descriptors_are_given_back():
         crew.close()
         del crew
     assert open_now() <= before
+
+
+# ---- waiting ----
+@pytest.mark.parametrize("looks", [0.0, 50e-6])
+def test_both_sides_are_woken_from_sleep_and_from_looking(made, monkeypatch, looks):
+    monkeypatch.setattr(crews, "LOOKS_OF_OWNER", looks)
+    crew, counts = made(2)
+    for pause in (0, 0, 0.02, 0, 0.02):  # a worker looks for half a millisecond
+        time.sleep(pause)
+        interrupt(5, TimeoutError("nobody was woken"))
+        crew.round(COUNT)
+        crew.round(SLEEP, messages=[0.01, 0.0])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert counts.tolist() == [10, 10]
+
+
+def spent(crew, pause, rounds=100):
+    """Seconds of processor time that each worker has used in rounds with a pause after each."""
+    before = [_processor_time(pid) for pid in crew.pids]
+    for _ in range(rounds):
+        crew.round(COUNT)
+        time.sleep(pause)
+    return [_processor_time(pid) - b for pid, b in zip(crew.pids, before, strict=True)]
+
+
+def _processor_time(pid):
+    with open(f"/proc/{pid}/schedstat") as file:
+        return int(file.read().split()[0]) * 1e-9
+
+
+def test_more_workers_than_cores_sleep_at_once(made, monkeypatch):
+    monkeypatch.setattr(crews, "LOOKS_OF_WORKER", 0.02)
+    monkeypatch.setattr(crews, "usable_cores", lambda: [0])
+    crew, _ = made(2)
+    assert max(spent(crew, pause=0.002)) < 0.1  # and not 0.2
+
+
+def test_workers_that_wait_for_long_do_not_look(made, monkeypatch):
+    crew, _ = made(2)
+    quick = max(spent(crew, pause=0.002))
+    monkeypatch.setattr(crews, "LOOKS_OF_WORKER", 0.0015)  # in which nothing can come
+    crew, _ = made(2)
+    assert max(spent(crew, pause=0.002)) < quick + 0.03  # and not 0.15
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+def test_a_worker_leaves_the_core_of_one_before_it_and_may_come_back():
+    memory = SharedMemory()
+    cells = Cells(memory.allocate([crews._bytes(2)])[0].view(np.int64))
+    seat, allowed = Seat(memory, 2, 1, True), os.sched_getaffinity(0)
+    seat.sit(None)
+    here, there = usable_cores()[:2]
+    try:
+        for number, (other, expected) in enumerate([(here, there), (-1, here)], 1):
+            os.sched_setaffinity(0, {here})
+            os.sched_setaffinity(0, {here, there})
+            cells[crews._CORE], cells[crews._STRIDE + crews._ASKED] = other, number
+            seat.next_command()
+            cells.shares_core(crews._STRIDE + crews._CORE, 0, 1, 0)
+            assert cells[crews._STRIDE + crews._CORE] == expected and os.sched_getaffinity(0) == {here, there}
+            seat.done()
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_a_worker_that_sleeps_is_on_no_core():
+    memory, seen = SharedMemory(), []
+    cells = Cells(memory.allocate([crews._bytes(1)])[0].view(np.int64))
+
+    class Channel:
+        def wait_for_ring(self):
+            seen.append((cells[crews._CORE], cells[crews._WORKER_SLEEPS]))
+            cells[crews._ASKED] += 1
+
+    seat = Seat(memory, 1, 0, True)
+    seat.sit(Channel())
+    for _ in range(2):
+        time.sleep(0.001)
+        seat.next_command()
+        assert (cells[crews._CORE] in usable_cores()) and not cells[crews._WORKER_SLEEPS]
+        seat._is_quick = False
+        seat.done()
+    assert seen == [(-1, 1), (-1, 1)]
+
+
+def test_cells_are_checked_before_memory_is_touched():
+    array, allowed = np.arange(4) - 9, os.sched_getaffinity(0)
+    cells = Cells(array)
+    for call in (
+        lambda i: cells[i],
+        lambda i: cells.exchange(i, 1, 0),
+        lambda i: cells.exchange(0, 1, i),
+        lambda i: cells.reaches(i, 0, 0),
+        lambda i: cells.shares_core(i, 0, 1, 0),
+        lambda i: cells.shares_core(0, i, 1, 1),
+    ):
+        for index in (-1, 4, 2**62, -(2**63)):
+            with pytest.raises(IndexError, match="no such cell"):
+                call(index)
+    with pytest.raises(IndexError):
+        cells[4] = 1
+    for core in usable_cores():  # on none of them is the second one's
+        os.sched_setaffinity(0, {core})
+        with pytest.raises(IndexError):
+            cells.shares_core(0, 1, 2**62, 4)
+    os.sched_setaffinity(0, allowed)
+    with pytest.raises(ValueError, match="aligned"):
+        Cells(np.frombuffer(bytearray(17), np.uint8)[1:].view(np.int64))
+    with pytest.raises(TypeError):
+        Cells(np.zeros(3))
+    frozen = np.arange(3)
+    frozen.flags.writeable = False
+    with pytest.raises(TypeError):
+        Cells(frozen)
+    assert array[1:].tolist() == [-8, -7, -6] and len(cells) == 4
+
+
+def test_a_cell_is_waited_for_for_as_long_as_was_said():
+    cells = Cells(np.zeros(1, np.int64))
+    for seconds in (float("nan"), -1.0, 0.0, 1e-5, 3e9):
+        began = time.monotonic()
+        assert not cells.reaches(0, 1, seconds)
+        assert time.monotonic() - began < 0.1
+    assert cells.reaches(0, 0, 0.0) and cells.reaches(0, -5, 1e-5)
 
 
 def test_memory_that_cannot_be_had_is_an_error_with_its_size():

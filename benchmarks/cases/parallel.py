@@ -1,8 +1,8 @@
 """ParallelEnv with two workers: against one process, and against gymnasium's AsyncVectorEnv. Raw steps, us a step.
 
-The floor of a step is what it takes to wake two processes by an eventfd each and to hear of both again: six system
-calls here, two in each worker, and one or two times that this process is woken. What is beyond it is our own Python:
-actions in, flags out, and in the workers a loop over their environments.
+The floor are two processes that make the same steps and say nothing to each other between the first and the last of a
+turn: how much faster two cores are than one on this machine, at this moment. Beside it, a round of workers that have
+nothing to do: what it takes to ask them and to hear of both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.cases import FLOOR, Result, Row, missing, result
 from engram.crews import Crew
 from engram.envs import GymEnv, ParallelEnv, SerialEnv
 
-Turn = Callable[[], Any]
+Turn = Callable[[int], Any]  # makes so many steps
 WORKERS = 2
 
 
@@ -44,7 +44,7 @@ class Busy(gymnasium.Env):  # type: ignore[type-arg]
 
 def results(*, quick: bool) -> list[Result]:
     """A row for each number of environments, of either kind."""
-    rounds = 10 if quick else 40
+    rounds = 5 if quick else 15
     calibrate()
     busy = [_row("busy", n, Busy, rounds, {"serial": 1.6}) for n in (2, 4, 8)]
     cart = [_row("cartpole", n, _cartpole, rounds, {"gymnasium async": 1.0}) for n in (2, 4, 16)]
@@ -61,13 +61,16 @@ def _row(kind: str, n: int, make: Callable[[], Any], rounds: int, target: dict[s
             env = ParallelEnv(n, lambda: GymEnv(make()), num_workers=min(n, WORKERS), cpus=cpus)
             closes.append(env.close)
             turns[name] = _engine(env)
-        turns["serial"] = _serial(n, make)
+        turns["serial"] = _repeated(_stepped(n, make))
         vector = gymnasium.vector.AsyncVectorEnv([make] * n)
         closes.append(vector.close)
         turns["gymnasium async"] = _vector(vector, n)
-        crew = Crew(_nothing, [()] * WORKERS, name="worker")
-        closes.append(crew.close)
-        turns[FLOOR] = lambda: crew.round(0)
+        idle = Crew(_steps, [(make, 0)] * WORKERS, name="worker")
+        closes.append(idle.close)
+        turns["rounds of nothing"] = _repeated(lambda: idle.round(1))
+        free = Crew(_steps, [(make, n // WORKERS)] * WORKERS, name="worker")
+        closes.append(free.close)
+        turns[FLOOR] = free.round
         row["contenders"] = _measured(turns, rounds)
     except Exception as error:
         row["contenders"] = {"engram": missing(error)}
@@ -77,10 +80,21 @@ def _row(kind: str, n: int, make: Callable[[], Any], rounds: int, target: dict[s
     return row
 
 
-def _nothing(channel: Any, seat: Any) -> None:
+def _repeated(step: Callable[[], Any]) -> Turn:
+    def turn(steps: int) -> None:
+        for _ in range(steps):
+            step()
+
+    return turn
+
+
+def _steps(channel: Any, seat: Any, make: Callable[[], Any], n: int) -> None:
+    """A worker that makes as many steps of each of `n` environments as it is told."""
     seat.sit(channel)
+    step = _stepped(n, make)
     while True:
-        seat.next_command()
+        for _ in range(seat.next_command()):
+            step()
         seat.done()
 
 
@@ -89,12 +103,12 @@ def _engine(env: ParallelEnv) -> Turn:
     assert engine is not None
     engine.reset()
     actions = np.zeros(engine.n, np.int64)
-    return lambda: engine.step(actions)
+    return _repeated(lambda: engine.step(actions))
 
 
-def _serial(n: int, make: Callable[[], Any]) -> Turn:
-    engines = SerialEnv(n, lambda: GymEnv(make())).engines()
-    assert engines is not None
+def _stepped(n: int, make: Callable[[], Any]) -> Callable[[], None]:
+    """A step of each of `n` environments in this process."""
+    engines = (SerialEnv(n, lambda: GymEnv(make())).engines() if n else None) or []
     for engine in engines:
         engine.reset()
     action = np.int64(0)
@@ -111,17 +125,16 @@ def _serial(n: int, make: Callable[[], Any]) -> Turn:
 def _vector(vector: Any, n: int) -> Turn:
     vector.reset()
     actions = np.zeros(n, np.int64)
-    return lambda: vector.step(actions)
+    return _repeated(lambda: vector.step(actions))
 
 
-def _measured(turns: dict[str, Turn], rounds: int, steps: int = 20) -> Result:
-    """Seconds a step: medians over short turns that follow each other."""
+def _measured(turns: dict[str, Turn], rounds: int, steps: int = 200) -> Result:
+    """Seconds a step: medians over turns that follow each other, each long enough for caches and cores to be warm."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds):
         for name in turns if number % 2 == 0 else reversed(turns):
             start = time.perf_counter()
-            for _ in range(steps):
-                turns[name]()
+            turns[name](steps)
             seconds[name].append((time.perf_counter() - start) / steps)
     return {name: {"median": statistics.median(s), "least": min(s), "rounds": s} for name, s in seconds.items()}
 

@@ -4,35 +4,80 @@ from __future__ import annotations
 
 import os
 import select
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from engram._native import Cells
 from engram.errors import WorkerError
 from engram.shared_memory import SharedMemory
 from engram.workers import PATIENCE, Channel, Worker, close_all, wait_for_any
 
-_FIELDS = 4  # of a worker on the board, 8 bytes each: round asked for, round done, command, whether it said something
+# What stands on the board for each worker, in a cache line of its own: the last round asked for and the last one done,
+# the command, how many messages came with it, whether each side sleeps and has to be rung for, and the worker's core.
+_ASKED, _DONE, _COMMAND, _SPOKE, _WORKER_SLEEPS, _OWNER_SLEEPS, _CORE = range(7)
+_STRIDE = 8
+
+# Who waits looks for a while before it sleeps: to wake a core that has nothing to do takes longer (50 to 150 us in a
+# virtual machine) than a step of many environments. `sched_yield` hands the core to whoever has work meanwhile.
+LOOKS_OF_OWNER = 50e-6
+LOOKS_OF_WORKER = 500e-6  # where its last wait was as short as that
+_AT_ONCE = 50e-6  # after so long, Python gets a chance to do something else
+
+_MOVES_AFTER = 0.01  # seconds between two moves to another core
 
 
 class Seat:
     """A worker's place in its crew: `run(channel, seat, *args)` gets it. `sit` comes first."""
 
-    def __init__(self, board: SharedMemory, size: int, index: int) -> None:
-        self._memory, self._size, self.index = board, size, index
+    def __init__(self, board: SharedMemory, size: int, index: int, looks: bool) -> None:
+        self._memory, self._size, self.index, self._looks = board, size, index, looks
 
     def sit(self, channel: Channel) -> None:
         """Takes the place."""
-        self._channel = channel
-        self._asked, self._done, self._command, self._spoke = _fields(self._memory.attach([_bytes(self._size)])[0])
+        self._channel, self._cells = channel, _cells(self._memory.attach([_bytes(self._size)]))
+        base = self.index * _STRIDE
+        self._asked, self._done, self._command, self._spoke, self._sleeps, self._owner_sleeps, self._core = (
+            base + field for field in range(7)
+        )
+        self._is_quick, self._moved = False, 0.0
 
     def next_command(self) -> int:
         """The command of the next round. Raises Closed when there will be none."""
-        self._channel.wait_for_ring()  # even where the board says it already: the system call orders the memory
-        while self._asked[self.index] == self._done[self.index]:  # a ring for a round that is done means nothing
-            self._channel.wait_for_ring()
-        self._spoke[self.index] = 0
-        return self._command[self.index]
+        cells, wanted = self._cells, self._cells[self._done] + 1
+        began = time.perf_counter()
+        if not (self._looks and self._is_quick and self._seen(wanted, began + LOOKS_OF_WORKER)):
+            cells[self._core] = -1
+            if cells.exchange(self._sleeps, 1, self._asked) < wanted:
+                self._channel.wait_for_ring()
+                while cells[self._asked] < wanted:  # a ring for a round that is done means nothing
+                    self._channel.wait_for_ring()
+            cells[self._sleeps] = 0
+            self._is_quick = time.perf_counter() - began < LOOKS_OF_WORKER
+        if self._looks and cells.shares_core(self._core, _CORE, _STRIDE, self.index):
+            self._move_to_another_core()
+        cells[self._spoke] = 0
+        return cells[self._command]
+
+    def _seen(self, wanted: int, until: float) -> bool:
+        while not self._cells.reaches(self._asked, wanted, _AT_ONCE):
+            if time.perf_counter() > until:
+                return False
+        return True
+
+    def _move_to_another_core(self) -> None:
+        """Where a scheduler has brought two workers together, the one with the higher number goes; it stays free to."""
+        now = time.monotonic()
+        if now - self._moved < _MOVES_AFTER or not hasattr(os, "sched_setaffinity"):
+            return
+        self._moved, allowed = now, os.sched_getaffinity(0)
+        free = allowed - {self._cells[_STRIDE * i + _CORE] for i in range(self._size)}
+        if free:
+            os.sched_setaffinity(0, free)
+            os.sched_setaffinity(0, allowed)
 
     def message(self) -> Any:
         """What `Crew.round` has sent along."""
@@ -40,19 +85,22 @@ class Seat:
 
     def done(self, *said: Any) -> None:
         """Ends the round, with a message for the owner if there is one."""
-        self._spoke[self.index] = len(said)
-        for message in said:
-            self._channel.say((self._asked[self.index], message))
-        self._done[self.index] = self._asked[self.index]
-        self._channel.ring()
+        cells, number = self._cells, self._cells[self._asked]
+        if said:
+            cells[self._spoke] = len(said)
+            for message in said:
+                self._channel.say((number, message))
+        if cells.exchange(self._done, number, self._owner_sleeps):
+            self._channel.ring()
 
 
 class Crew:
     """Workers that each call `run(channel, seat, *args)`, and then do what `round` says, all at once.
 
-    A round costs each worker two system calls, and its owner three for each. Which round is asked for and which one is
-    done stands in shared memory: a round that an exception here (Ctrl-C) left in the middle is ended, by those whom it
-    had reached, before the next.
+    Rounds that follow each other quickly need no process to be woken: which one is asked for and which one is done
+    stands in shared memory, where both sides look for a moment before they sleep (not where there are more workers than
+    cores). A round that an exception here (Ctrl-C) left in the middle is ended, by those whom it had reached, before
+    the next.
 
     Args:
         run: see `Worker`.
@@ -77,11 +125,12 @@ class Crew:
         self._is_settled, self._round, self.is_closed = True, 0, False
         size = len(args)
         self._memory = SharedMemory()
-        self._asked, self._done, self._command, self._spoke = _fields(self._memory.allocate([_bytes(size)])[0])
+        self._cells = _cells(self._memory.allocate([_bytes(size)]))
+        self._looks = size <= len(usable_cores())
         self._workers: list[Worker] = []
         try:
             for i, more in enumerate(args):
-                seated = (Seat(self._memory, size, i), *more)
+                seated = (Seat(self._memory, size, i, self._looks), *more)
                 self._workers.append(Worker(run, seated, name=f"{name} {i}", start_method=start_method))
         except BaseException:
             close_all(self._workers, 0.2)
@@ -131,7 +180,7 @@ class Crew:
         if os.getpid() != self._owner:
             raise RuntimeError("these workers belong to the process that started them, and this is a fork of it")
         if not self._is_settled:
-            late = [i for i in self._all if self._asked[i] != self._done[i]]
+            late = [i for i in self._all if self._cells[_STRIDE * i + _DONE] < self._cells[_STRIDE * i + _ASKED]]
             for i in late:
                 self._workers[i].ring()  # it may have been interrupted just before
             self._wait(late)
@@ -149,15 +198,17 @@ class Crew:
         self._round += 1
         self._said.clear()
         asked = self._all if who is None else who
+        cells, number = self._cells, self._round
         for i in asked:
-            self._command[i] = command
-            self._asked[i] = self._round
-            self._workers[i].ring()
+            base = _STRIDE * i
+            cells[base + _COMMAND] = command
+            if cells.exchange(base + _ASKED, number, base + _WORKER_SLEEPS):
+                self._workers[i].ring()
         if messages is not None:
             self._send(asked, messages)
         self._wait(asked)
         self._is_settled = True
-        return {i: self._message_of(i) for i in asked if self._spoke[i]} if any(self._spoke) else {}
+        return {i: self._message_of(i) for i in asked if cells[_STRIDE * i + _SPOKE]}
 
     def _send(self, who: Sequence[int], messages: Sequence[Any]) -> None:
         try:
@@ -171,11 +222,17 @@ class Crew:
             raise
 
     def _wait(self, who: Sequence[int]) -> None:
-        asked, done = self._asked, self._done
+        cells, looks = self._cells, LOOKS_OF_OWNER if self._looks else 0.0
         for i in who:
-            self._hear(i)  # even where the board says it already: the system call orders the memory
-            while asked[i] != done[i]:
+            base = _STRIDE * i
+            asked = cells[base + _ASKED]
+            if cells.reaches(base + _DONE, asked, looks):
+                continue
+            if cells.exchange(base + _OWNER_SLEEPS, 1, base + _DONE) < asked:
                 self._hear(i)
+                while cells[base + _DONE] < asked:
+                    self._hear(i)
+            cells[base + _OWNER_SLEEPS] = 0
 
     def _hear(self, i: int) -> None:
         """Sleeps until something has happened that concerns worker i, or one has ended."""
@@ -225,12 +282,14 @@ class Crew:
             self._memory.close()
 
 
+def usable_cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def _bytes(size: int) -> int:
-    return _FIELDS * 8 * size
+    return _STRIDE * 8 * size
 
 
-def _fields(board: Any) -> list[memoryview]:
-    """A memoryview of int64 for each field: a third of the cost of a numpy array."""
-    whole = memoryview(board).cast("q")
-    size = len(whole) // _FIELDS
-    return [whole[k * size : (k + 1) * size] for k in range(_FIELDS)]
+def _cells(blocks: list[Any]) -> Cells:
+    return Cells(blocks[0].view(np.int64))

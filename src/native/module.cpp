@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "calls.hpp"
+#include "cells.hpp"
 #include "episodes_module.hpp"
 #include "priorities_module.hpp"
 #include "heap_module.hpp"
@@ -228,4 +229,5 @@ NB_MODULE(_native, m) {
   bind_priorities(m);
 
   bind_heap(m);
+  bind_cells(m);
 }

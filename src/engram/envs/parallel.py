@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from engram.crews import Crew, Seat
+from engram.crews import Crew, Seat, usable_cores
 from engram.envs.base import EnvBase
 from engram.envs.batched import BatchEngine
 from engram.envs.batched_env import BatchStepper
@@ -201,7 +201,7 @@ def _assembled(
 
 def _checked_workers(num_workers: int | None, n: int) -> int:
     if num_workers is None:
-        return min(n, len(_usable_cores()) or os.cpu_count() or 1)
+        return min(n, len(usable_cores()))
     if not 1 <= num_workers <= n:
         raise ValueError(f"num_workers must be between 1 and the number of environments, {n}, got {num_workers}")
     return num_workers
@@ -211,11 +211,7 @@ def _cores(workers: int, cpus: Sequence[int] | None) -> list[int | None]:
     """The core of each worker; None: whichever the system chooses."""
     if cpus is None:
         return [None] * workers
-    usable = _usable_cores()
+    usable = usable_cores()
     if not cpus or not set(cpus) <= set(usable):
         raise ValueError(f"cpus must be cores that this process may use, {usable}, got {list(cpus)}")
     return [cpus[i % len(cpus)] for i in range(workers)]
-
-
-def _usable_cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -51,13 +51,15 @@ class SamplerContract:
                 assert set(numbers(batch)) <= set(numbers(rb[:]))
                 assert [rb[int(i)]["n"].item() for i in info["index"]] == numbers(batch)
 
-    def test_an_empty_storage_cannot_be_sampled_and_says_so(self, rb: ReplayBuffer) -> None:
+    def test_an_empty_storage_cannot_be_sampled_and_says_so_before_it_draws(self, rb: ReplayBuffer) -> None:
         with pytest.raises(RuntimeError, match="empty storage"):
             rb.sample()
         rb.extend(steps(0, 3))
         rb.empty()
+        state = torch.get_rng_state()
         with pytest.raises(RuntimeError, match="empty storage"):
             rb.sample()
+        assert torch.equal(state, torch.get_rng_state())
 
     def test_a_seed_reproduces_the_draws(self, rb: ReplayBuffer) -> None:
         rb.extend(steps(0, 10))

@@ -88,8 +88,13 @@ class Sampler(abc.ABC):
         """Draws from this generator from now on; None: torch's global one."""
         self._generator = generator
 
-    def draw_seed(self) -> Tensor:
-        """int64 [1] from the generator; the same tensor at every call."""
+    def draw_seed(self, storage: Storage) -> Tensor:
+        """int64 [1] from the generator; the same tensor at every call.
+
+        Raises RuntimeError for an empty storage, before anything is drawn.
+        """
+        if storage.lanes is None or not len(storage.lanes):
+            raise RuntimeError(f"{EMPTY} Add or extend it first.")
         with drawing:
             return self._seed.random_(generator=self._generator)
 

@@ -62,14 +62,16 @@ class PrioritizedSampler(HasPriorities):
     # ---- sampling ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
-        drawn = None if lanes is None else self._draw(self._following(storage, lanes), lanes, batch_size)
+        drawn = None if lanes is None else self._draw(self._following(storage, lanes), storage, lanes, batch_size)
         if drawn is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         slots, weights = drawn
         return (storage.outward(slots) if storage.ndim > 1 else slots), {"priority_weight": weights}
 
-    def _draw(self, priorities: _native.Priorities, lanes: Lanes, n: int) -> tuple[Tensor, Tensor] | None:
-        seed, wide = self.draw_seed(), self.dtype is torch.float64
+    def _draw(
+        self, priorities: _native.Priorities, storage: Storage, lanes: Lanes, n: int
+    ) -> tuple[Tensor, Tensor] | None:
+        seed, wide = self.draw_seed(storage), self.dtype is torch.float64
         drawn: Any = priorities.draw(lanes.store, seed, n, self._beta, wide)
         if drawn is None:
             drawn = lanes.look_again(lambda: priorities.draw(lanes.store, seed, n, self._beta, wide))

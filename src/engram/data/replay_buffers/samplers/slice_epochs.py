@@ -70,7 +70,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         now, walk = self._epoch, self._walk
         if now is None or walk is None or self._number != epoch:
             return None
-        made, position, more = self.episodes.take(storage, rule, walk, now["position"], self.draw_seed(), n, 1)
+        made, position, more = self.episodes.take(storage, rule, walk, now["position"], self.draw_seed(storage), n, 1)
         if not more:
             return None
         now["position"] = position
@@ -85,7 +85,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
                     "drop_last leaves out batches that are not full; sample fewer"
                 )
             slices, position, more = self.episodes.take(
-                storage, rule, walk, epoch["position"], self.draw_seed(), n, n if self.drop_last else 1
+                storage, rule, walk, epoch["position"], self.draw_seed(storage), n, n if self.drop_last else 1
             )
             epoch["position"] = position
             self._drawn_from, self._ran_out = self._number, not more
@@ -103,7 +103,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         fits = self._goes_on(store) and epoch is not None and epoch["min_length"] == rule.min_length
         self._store_id = store.store_id
         if not fits or epoch is None:
-            key = int(self.draw_seed()) if self.shuffle else 0
+            key = int(self.draw_seed(storage)) if self.shuffle else 0
             walk = self.episodes.begin_epoch(storage, rule, key, self.shuffle)
             if not len(walk):
                 raise self._nothing(storage, rule)

@@ -112,7 +112,7 @@ class SliceSampler(Sampler):
         return _native.SliceRule(length, length if self.strict_length else 1, before, after)
 
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
-        seed = self.draw_seed()
+        seed = self.draw_seed(storage)
         slices = self._drawn(storage, rule, seed, n)
         for _ in range(_LOOKS):
             if slices is not None:

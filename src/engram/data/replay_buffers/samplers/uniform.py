@@ -37,7 +37,7 @@ class RandomSampler(Sampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
-        slots = None if lanes is None else lanes.uniform(self.draw_seed(), batch_size)
+        slots = None if lanes is None else lanes.uniform(self.draw_seed(storage), batch_size)
         if slots is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         return (storage.outward(slots) if storage.ndim > 1 else slots), {}
@@ -80,7 +80,7 @@ class SamplerWithoutReplacement(Sampler):
                 "batches that are not full; sample fewer"
             )
         for _ in range(100):  # an epoch can be over before it gave a row, when writers overwrite all of it
-            self._begin_if_needed(lanes)
+            self._begin_if_needed(storage, lanes)
             assert self._epoch is not None and self._walk is not None
             info = EpochInfo()
             info.epoch = self._number
@@ -118,12 +118,12 @@ class SamplerWithoutReplacement(Sampler):
                 return slots_tensor(found)
         return torch.empty(0, dtype=torch.int64)
 
-    def _begin_if_needed(self, lanes: Lanes) -> None:
+    def _begin_if_needed(self, storage: Storage, lanes: Lanes) -> None:
         epoch = self._epoch if self._goes_on(lanes) else None
         self._store_id = lanes.store.store_id
         if epoch is None:
             existing = [[s["first"], s["published"] - s["first"]] for s in lanes.states()]
-            key = int(self.draw_seed()) if self.shuffle else 0
+            key = int(self.draw_seed(storage)) if self.shuffle else 0
             epoch = {
                 "key": key, "ranges": existing, "position": 0, "incarnation": lanes.store.incarnation,
                 "ring": lanes.store.lane_capacity, "moved": [0] * len(existing),
