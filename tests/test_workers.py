@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
@@ -258,31 +255,33 @@ OWNER = """
 """
 
 
-def owner(tmp_path, **parts):
-    file = tmp_path / "owner.py"
-    file.write_text(textwrap.dedent(OWNER).format(**{"method": "fork", "loop": "True", **parts}))
-    process = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
-    return process, [int(pid) for pid in process.stdout.readline().split()]
+@pytest.fixture
+def owner(script):
+    def start(**names):
+        process = script(OWNER, **{"method": "fork", "loop": "True", **names})
+        return process, [int(pid) for pid in process.stdout.readline().split()]
+
+    return start
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_workers_end_when_their_owner_is_killed(tmp_path, method):
-    process, pids = owner(tmp_path, method=method, then="time.sleep(100)")
+def test_workers_end_when_their_owner_is_killed(owner, method):
+    process, pids = owner(method=method, then="time.sleep(100)")
     process.kill()
     process.wait()
     assert len(pids) == 2 and all(is_gone(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("then", ["pass", "raise ValueError", "sys.exit(3)"])
-def test_an_owner_that_ends_without_closing_does_not_hang(tmp_path, then):
-    process, pids = owner(tmp_path, loop="True", then=then)
+def test_an_owner_that_ends_without_closing_does_not_hang(owner, then):
+    process, pids = owner(loop="True", then=then)
     began = time.monotonic()
     process.wait(20)
     assert time.monotonic() - began < 6 and all(is_gone(pid) for pid in pids)
 
 
-def test_ctrl_c_is_the_owners(tmp_path):
-    process, pids = owner(tmp_path, loop="False", then="time.sleep(100)")
+def test_ctrl_c_is_the_owners(owner):
+    process, pids = owner(loop="False", then="time.sleep(100)")
     for pid in pids:
         os.kill(pid, signal.SIGINT)
     time.sleep(0.1)

@@ -5,8 +5,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -581,19 +579,15 @@ SCRIPT = """
 """
 
 
-def script(tmp_path, then):
-    file = tmp_path / "script.py"
-    file.write_text(textwrap.dedent(SCRIPT).format(then=then))
-    process = subprocess.Popen(
-        [sys.executable, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+def begun(script, then):
+    process = script(SCRIPT, then=then)
     assert process.stdout.readline() == "going\n"
     return process, workers_of(process.pid)
 
 
 @pytest.mark.parametrize("then", ["pass", "time.sleep(0.2)"])
-def test_ctrl_c_ends_everything_within_a_second(tmp_path, then):
-    process, pids = script(tmp_path, then)
+def test_ctrl_c_ends_everything_within_a_second(script, then):
+    process, pids = begun(script, then)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of them get it
     assert process.stdout.readline() == "caught\n" and time.monotonic() - began < 2
@@ -601,8 +595,8 @@ def test_ctrl_c_ends_everything_within_a_second(tmp_path, then):
     process.communicate(timeout=20)
 
 
-def test_workers_end_when_the_collecting_process_is_killed(tmp_path):
-    process, pids = script(tmp_path, "pass")
+def test_workers_end_when_the_collecting_process_is_killed(script):
+    process, pids = begun(script, "pass")
     process.kill()
     process.communicate()
     assert (

@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
@@ -195,6 +192,7 @@ OWNER = """
         env = ParallelEnv(2, make, num_workers=2, start_method="{method}")
         env.rollout(3)
         print(*env.pids, flush=True)
+        sys.stdin.readline()
         {then}
 """
 
@@ -216,17 +214,18 @@ def has_named_memory(pid):
         pytest.param("spawn", "while True: env.rollout(50)", signal.SIGKILL, marks=pytest.mark.long),
     ],
 )
-def test_an_owner_that_ends_leaves_nothing(tmp_path, method, then, ends):
-    file = tmp_path / "owner.py"
-    file.write_text(textwrap.dedent(OWNER).format(method=method, then=then))
-    process = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_an_owner_that_ends_leaves_nothing(script, method, then, ends):
+    process = script(OWNER, method=method, then=then)
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 2 and not any(has_named_memory(pid) for pid in (process.pid, *pids))
     began = time.monotonic()
+    process.stdin.write("go on\n")
+    process.stdin.flush()
     if ends is not None:
         time.sleep(0.05)
         process.send_signal(ends)
-    _, said = process.communicate(timeout=60)
+    said = process.stderr.read()
+    process.wait(60)
     assert time.monotonic() - began < 10  # ends by itself
     assert all(is_gone(pid) for pid in pids)  # and with them the memory, which has no name
     assert ("KeyboardInterrupt" in said) == (ends == signal.SIGINT) and "leaked" not in said
