@@ -149,10 +149,6 @@ class BatchRoller:
         marks = self._marks.entries(outcomes["done"][..., 0], shape, frames.versions)
         flags = {key: torch.from_numpy(np.zeros((*shape, 1), dtype=np.bool_)) for key in FLAGS}
         columns = {key: torch.from_numpy(column) for key, column in outcomes.items()}
-        td = of_batch({**flags, "collector": of_batch(marks), "next": of_batch(columns)})
-        for key, value in (*frames.before.items(), *frames.action.items()):
-            td.set(key, value)
-        following = td.get("next")
-        for key, value in frames.after.items():
-            following.set(key, value)
+        following = of_batch({**columns, **frames.after})
+        td = of_batch({**flags, "collector": of_batch(marks), "next": following, **frames.before, **frames.action})
         return td if frames.extras is None else frames.extras.update(td)

@@ -27,7 +27,8 @@ class CallLog:
 
     def __init__(self, n: int, leaves: list[Leaf], actions: list[Leaf]) -> None:
         self._n, self._leaves, self._action_leaves = n, leaves, actions
-        self._all = b"\1" * n
+        self._none = bytes(n)
+        self._numbers = np.arange(n)[:, None]
         self.clear()
 
     def clear(self) -> None:
@@ -37,13 +38,14 @@ class CallLog:
         self._rewards: list[bytes] = []  # bytes: a tenth of the cost of small arrays, to make and to join
         self._terminated: list[bytes] = []
         self._truncated: list[bytes] = []
-        self._pending: list[bytes] = []
+        self._idle: list[bytes] = []  # those which the call has only reset
         self._moved: list[tuple[int, Any, list[Array]]] = []  # by call: which environments, what they showed at last
         self._extras: list[TensorDictBase | None] = []
         self._noted: TensorDictBase | None = None
         self._versions: list[int] = []
         self._dropped = 0
         self.waiting = np.zeros(self._n, dtype=np.int64)
+        self._taken = np.zeros(self._n, dtype=np.int64)  # frames of this log, each environment's first ones
 
     @property
     def is_empty(self) -> bool:
@@ -60,8 +62,11 @@ class CallLog:
         self._show(observation)
 
     def _show(self, observation: Any) -> None:
-        for leaf, shown in zip(self._leaves, self._shown, strict=True):
-            shown.append(np.array(leaf.pick(observation), leaf.codec.raw_dtype, order="C"))
+        for (_, path, codec), shown in zip(self._leaves, self._shown, strict=True):
+            value = observation
+            for step in path:
+                value = value[step]
+            shown.append(np.array(value, codec.raw_dtype, order="C"))
 
     def act(self, action: Any) -> None:
         """Keeps the raw action of the next call."""
@@ -79,10 +84,10 @@ class CallLog:
     def add(self, out: BatchStep, version: int) -> None:
         """Keeps one call."""
         self._show(out.observation)
+        self._idle.append(self._none if out.idle is None else out.idle.tobytes())
         self._rewards.append(np.asarray(out.reward, np.float32).tobytes())
         self._terminated.append(np.asarray(out.terminated, np.bool_).tobytes())
         self._truncated.append(np.asarray(out.truncated, np.bool_).tobytes())
-        self._pending.append(self._all if out.idle is None else (~out.idle).tobytes())
         self._versions.append(version)
         self._extras.append(self._noted)
         self._noted = None
@@ -106,21 +111,23 @@ class CallLog:
 
     def count(self, calls: int) -> None:
         """The last `calls` calls count as waiting frames."""
-        self.waiting += _rows(self._pending[-calls:], np.bool_, self._n).sum(0)
+        self.waiting += calls - _rows(self._idle[-calls:], np.bool_, self._n).sum(0)
 
     def take(self, steps: int) -> Frames:
         """The first `steps` waiting frames of each environment, oldest first; they wait no more."""
-        n, total = self._n, len(self._pending)
-        pending = np.ascontiguousarray(_rows(self._pending, np.bool_, n).T)
-        waiting, starts = np.flatnonzero(pending), self.waiting.cumsum() - self.waiting
-        chosen = waiting[starts[:, None] + np.arange(steps)]  # of each environment its first ones
-        numbers = np.arange(n)[:, None]
-        calls = chosen - numbers * total
-        frames = Frames(calls * n + numbers, calls)
+        n, total = self._n, len(self._rewards)
+        are_frames = ~_rows(self._idle, np.bool_, n).T
+        found, counts = np.flatnonzero(are_frames), self._taken + self.waiting
+        starts = counts.cumsum() - counts + self._taken  # where in `found` the first waiting frame of each stands
+        slots = found[starts[:, None] + np.arange(steps)]
+        calls = slots - self._numbers * total
+        slots = calls * n + self._numbers
+        frames = Frames(slots, calls, self._versions)
         self._fill(frames)
         self.waiting -= steps
-        pending.reshape(-1)[chosen] = False
-        self._drop_before(int(pending.any(0).argmax()) if self.waiting.any() else total, pending)
+        self._taken += steps
+        following = found.take((starts + steps)[self.waiting > 0]) % total
+        self._drop_before(int(following.min()) if len(following) else total, are_frames)
         return frames
 
     def _fill(self, frames: Frames) -> None:
@@ -137,18 +144,17 @@ class CallLog:
         frames.reward = _rows(self._rewards, np.float32, 1).take(slots, 0)
         frames.terminated = _rows(self._terminated, np.bool_, 1).take(slots, 0)
         frames.truncated = _rows(self._truncated, np.bool_, 1).take(slots, 0)
-        frames.versions = np.array(self._versions, np.int64).take(frames.calls)
         noted = next((extras for extras in self._extras if extras is not None), None)
         if noted is not None:
             by_call = [noted.empty() if extras is None else extras for extras in self._extras]
             frames.extras = stack_steps(by_call, 0).reshape(-1)[torch.from_numpy(slots)]
 
-    def _drop_before(self, calls: int, pending: Array) -> None:
-        columns: list[list[Any]] = [*self._shown, *self._actions, self._rewards, self._terminated, self._truncated]
-        for column in columns:
+    def _drop_before(self, calls: int, are_frames: Array) -> None:
+        flat: list[list[Any]] = [self._rewards, self._terminated, self._truncated, self._idle, self._extras]
+        for column in (*self._shown, *self._actions, *flat):
             del column[:calls]
-        del self._extras[:calls], self._versions[:calls]
-        self._pending = [row.tobytes() for row in pending[:, calls:].T]
+        self._versions = self._versions[calls:]  # the last frames have the old ones
+        self._taken -= are_frames[:, :calls].sum(1)
         self._dropped += calls
         self._moved = [entry for entry in self._moved if entry[0] >= self._dropped]
 
@@ -161,20 +167,24 @@ def _rows(chunks: Sequence[Any], dtype: Any, *shape: int) -> Array:
 class Frames:
     """A batch `[n, time]` cut out of a log: tensors by key, and arrays `[n, time, 1]`.
 
-    `calls` `[n, time]` says which call of the log each frame is, `slots` where in its flat rows.
+    `calls` `[n, time]` says which call of the log each frame is, `slots` where in its flat rows; `versions` are those of
+    the policy, by call.
     """
 
     reward: Array
     terminated: Array
     truncated: Array
-    versions: Array
 
-    def __init__(self, slots: Array, calls: Array) -> None:
-        self.slots, self.calls = slots, calls
+    def __init__(self, slots: Array, calls: Array, versions: list[int]) -> None:
+        self.slots, self._calls, self._versions = slots, calls, versions
         self.before: dict[Any, Tensor] = {}
         self.after: dict[Any, Tensor] = {}
         self.action: dict[Any, Tensor] = {}
         self.extras: TensorDictBase | None = None
+
+    def versions(self) -> Array:
+        """Of the policy, int64 `[n, time]`."""
+        return np.array(self._versions, np.int64).take(self._calls)
 
 
 def refuse_other_shapes(leaves: Sequence[Leaf], observation: Any, n: int) -> None:

@@ -63,7 +63,7 @@ class TensorDictRoller:
             raise
         done = batch.get(("next", "done")).reshape(-1, steps).cpu().numpy()
         ends = done if self._resets else np.zeros_like(done)
-        for name, entry in self._marks.entries(ends, batch.shape, versions).items():
+        for name, entry in self._marks.entries(ends, batch.shape, lambda: versions).items():
             batch.set(("collector", name), entry)
         return batch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,13 +63,13 @@ class FrameMarks:
         self.version = 0
         self._tracks_version = tracks_version
 
-    def entries(self, done: Array, shape: torch.Size, versions: Array | None = None) -> dict[str, Tensor]:
+    def entries(self, done: Array, shape: torch.Size, versions: Callable[[], Array] | None = None) -> dict[str, Tensor]:
         """Entries int64 `shape` for steps whose `("next", "done")` is `done`, bool `[envs, time]`.
 
-        `versions` int64 `[envs, time]` are those of the frames, where they are not all the present one.
+        `versions` gives those of the frames, int64 `[envs, time]`, where they are not all the present one.
         """
         marks = {"traj_ids": torch.from_numpy(self.ids.number(done)).reshape(shape)}
         if self._tracks_version:
             now = torch.full(shape, self.version, dtype=torch.int64)
-            marks["policy_version"] = now if versions is None else torch.from_numpy(versions).reshape(shape)
+            marks["policy_version"] = now if versions is None else torch.from_numpy(versions()).reshape(shape)
         return marks

@@ -104,7 +104,7 @@ class VectorEngine(BatchEngine):
         ended = np.logical_or(terminated, truncated)
         if self.autoreset is Autoreset.SAME_STEP:
             return BatchStep(observation, reward, terminated, truncated, self._last(infos, ended))
-        idle, has_idle = self._over, np.count_nonzero(self._over)  # a fifth of the cost of `any`
+        idle, has_idle = self._over, 1 in self._over.tobytes()  # a tenth of the cost of `any`
         self._over = np.greater(ended, idle) if has_idle else ended
         return BatchStep(observation, reward, terminated, truncated, (), idle if has_idle else None)
 
