@@ -167,8 +167,8 @@ def _rows(chunks: Sequence[Any], dtype: Any, *shape: int) -> Array:
 class Frames:
     """A batch `[n, time]` cut out of a log: tensors by key, and arrays `[n, time, 1]`.
 
-    `calls` `[n, time]` says which call of the log each frame is, `slots` where in its flat rows; `versions` are those of
-    the policy, by call.
+    `calls` `[n, time]` says which call of the log each frame is, `slots` where in its flat rows; `versions` of the
+    policy go by call.
     """
 
     reward: Array
