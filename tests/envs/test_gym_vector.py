@@ -429,3 +429,40 @@ def test_a_child_class_that_changes_steps_is_not_stepped_behind_its_back():
     assert Doubled("CartPole-v1", num_envs=2).batch_engine() is None
     assert GymEnv("CartPole-v1").batch_engine() is None
     assert EnvBase.batch_engine(SerialEnv(1, lambda: GymEnv("CartPole-v1"))) is None
+
+
+class Pool(Native):
+    """As EnvPool's environments are: numbers of another source than gymnasium's, ids for a reset, float32 rewards."""
+
+    def reset(self, env_id=None, *, seed=None, options=None):
+        assert env_id is None
+        return super().reset(seed=seed, options=options)
+
+    def step(self, actions):
+        observation, reward, *rest = super().step(actions)
+        return (observation, np.float32(reward), *rest)
+
+
+def test_random_numbers_of_another_source_are_not_claimed_to_be_known():
+    env = GymEnv(Pool(2))
+    check_env_specs(env)
+    env.rollout(5, break_when_any_done=False)
+    assert env.random_state() is None
+    asynchronous = made("CartPole-v1", AutoresetMode.SAME_STEP, "async", n=1)
+    assert asynchronous.random_state() is None
+    known = made("CartPole-v1", AutoresetMode.SAME_STEP, n=1)
+    with pytest.raises(ValueError, match="use the same kind"):
+        asynchronous.set_random_state(known.random_state())
+    asynchronous.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
+def test_an_environment_that_was_never_reset_takes_a_random_state(mode):
+    def make():
+        return GymEnv("CartPole-v1", num_envs=2, vectorization_mode=mode)
+
+    first, second = make(), make()
+    first.set_seed(3)
+    first.reset()
+    second.set_random_state(first.random_state())
+    assert torch.equal(first.reset()["observation"], second.reset()["observation"])

@@ -36,7 +36,7 @@ class GymEnv(EnvBase):
     under `next`, whatever gymnasium's autoreset does.
 
     Args:
-        name_or_env: a name, a `gymnasium.Env`, or a `gymnasium.vector.VectorEnv` (any autoreset mode).
+        name_or_env: a name, a `gymnasium.Env`, or a `gymnasium.vector.VectorEnv` (any autoreset mode; EnvPool's too).
         num_envs: how many environments of that name, batch `[num_envs]`; 0: a single one, batch `[]`. They are made as
             `gymnasium.make_vec` makes them: by the environment's own vector entry point if it has one, else in sync;
             `vectorization_mode=` chooses ("sync", "async", "vector_entry_point"). Sync and async ones reset in the same

@@ -37,7 +37,7 @@ class VectorEngine(BatchEngine):
                 "gymnasium's AsyncVectorEnv with shared_memory=False and autoreset_mode=NEXT_STEP resets a second time "
                 "after env.reset(), whatever the seed; use shared_memory=True, or another autoreset mode"
             )
-        self._is_elsewhere = "AsyncVectorEnv" in kinds
+        self._is_elsewhere, self._is_in_series = "AsyncVectorEnv" in kinds, "SyncVectorEnv" in kinds
         has_mask = not kinds.isdisjoint(("SyncVectorEnv", "AsyncVectorEnv"))
         self.can_reset_some = has_mask or self.autoreset is Autoreset.DISABLED
         self.action: Codec = codec_for(env.single_action_space, categorical=categorical)
@@ -60,24 +60,31 @@ class VectorEngine(BatchEngine):
         self._seed = seed
 
     def random_state(self) -> dict[str, Any] | None:
-        """Where the environments' random numbers stand; None for those of other processes."""
-        found = None if self._is_elsewhere else self.env.unwrapped.np_random
-        if found is None:
-            return None
-        states = [g.bit_generator.state for g in (found if isinstance(found, tuple) else (found,))]
+        """Where the environments' random numbers stand; None where that cannot be known.
+
+        That is where they come from other processes, or from something else than the generator that gymnasium offers
+        (EnvPool), which nobody has asked for a number then.
+        """
+        env = self.env.unwrapped
+        is_known = self._is_in_series or getattr(env, "_np_random", None) is not None
+        return self._random_state_now() if is_known and not self._is_elsewhere else None
+
+    def _random_state_now(self) -> dict[str, Any]:
+        states = [generator.bit_generator.state for generator in self._generators()]
         return {
             "seed": self._seed,
             "generator": {"bit_generator": [s["bit_generator"] for s in states], "each": states},
         }
 
+    def _generators(self) -> tuple[Any, ...]:
+        found = () if self._is_elsewhere else self.env.unwrapped.np_random
+        return found if isinstance(found, tuple) else (found,)
+
     def set_random_state(self, state: dict[str, Any]) -> None:
         """The next reset of all goes on where `random_state` stood. Raises ValueError for other generators."""
-        refuse_other_generator(state, self.random_state() or {})
+        refuse_other_generator(state, self._random_state_now())
         self._seed = state["seed"]
-        found = self.env.unwrapped.np_random
-        for generator, one in zip(
-            found if isinstance(found, tuple) else (found,), state["generator"]["each"], strict=True
-        ):
+        for generator, one in zip(self._generators(), state["generator"]["each"], strict=True):
             generator.bit_generator.state = one
 
     def reset(self, mask: Array | None = None) -> Any:
