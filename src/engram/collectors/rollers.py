@@ -8,6 +8,7 @@ from tensordict import TensorDictBase
 
 from engram.collectors.batched import BatchRoller
 from engram.collectors.devices import is_cpu
+from engram.collectors.later import later_roller
 from engram.collectors.raw import GymRoller
 from engram.collectors.stepped import TensorDictRoller
 from engram.collectors.trajectories import FrameMarks
@@ -44,18 +45,26 @@ def roller_for(
     *,
     reset_when_done: bool = True,
 ) -> Roller:
-    """The fastest roller that `env` allows: stepped together, one by one, or through its TensorDict interface.
+    """The fastest roller that `env` allows: stepped together, one by one, with transforms that follow, or through its
+    TensorDict interface.
 
     Raises ValueError where environments that reset themselves are asked not to, or cannot be cut one by one.
     """
     engine = ask(env, "batch_engine")
-    engines = ask(env, "engines")
     if not reset_when_done:
         if engine is not None and engine.autoreset is not Autoreset.DISABLED:
             raise ValueError("reset_when_done=False: these environments reset themselves; make them without autoreset")
         return TensorDictRoller(env, policy, max_frames_per_traj, marks, reset_when_done=False)
+    fast = _raw_roller(env, policy, max_frames_per_traj, marks)
+    if fast is None:
+        fast = later_roller(env, policy, max_frames_per_traj, marks, _raw_roller)
+    return TensorDictRoller(env, policy, max_frames_per_traj, marks) if fast is None else fast
+
+
+def _raw_roller(env: Any, policy: TensorDictPolicy, limit: int | None, marks: FrameMarks) -> Roller | None:
+    engine, engines = ask(env, "batch_engine"), ask(env, "engines")
     if engine is not None and is_cpu(env.device):
-        return BatchRoller(env, engine, policy, max_frames_per_traj, marks)
+        return BatchRoller(env, engine, policy, limit, marks)
     if engines is not None and is_cpu(env.device):
-        return GymRoller(env, engines, policy, max_frames_per_traj, marks)
-    return TensorDictRoller(env, policy, max_frames_per_traj, marks)
+        return GymRoller(env, engines, policy, limit, marks)
+    return None

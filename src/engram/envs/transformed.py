@@ -165,6 +165,11 @@ class TransformedEnv(EnvBase):
     def batch_engine(self) -> None:
         """None: as `engines`."""
 
+    def later_parts(self) -> list[Transform] | None:
+        """The transforms, for whom steps `base_env` and lets them follow; None where a child has changed a step."""
+        cls = type(self)
+        return None if (cls._step, cls._reset, cls.step, cls.reset) != _ITS_OWN else list(self._parts)
+
     def set_seed(self, seed: int) -> int:
         return self._base.set_seed(seed)
 
@@ -212,6 +217,9 @@ class TransformedEnv(EnvBase):
 
     def __repr__(self) -> str:
         return f"TransformedEnv(\n    env={self._base!r},\n    transform={self.transform!r})"
+
+
+_ITS_OWN = (TransformedEnv._step, TransformedEnv._reset, TransformedEnv.step, TransformedEnv.reset)
 
 
 def _listed(transform: Any) -> list[Transform]:

@@ -67,7 +67,7 @@ class RewardSum(TimedTransform):
     def _start(self, specs: EnvSpecs) -> None:
         specs.require([source for source, _ in self._env_pairs], "RewardSum")
         self._of: list[Any] = [specs.entry(source) for source, _ in self._env_pairs]
-        self._sums = [_wide(spec.zero()) for spec in self._of]
+        self._sums = [wide(spec.zero()) for spec in self._of]
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         device = fresh.get("done").device
@@ -227,6 +227,10 @@ class InitTracker(TimedTransform):
         mark = Categorical(2, specs.done.shape, specs.done.device, torch.bool)
         return specs.with_entries({root_key(self.init_key): mark})
 
+    def root_entries(self) -> list[Key]:
+        """The mark's name in an environment."""
+        return [root_key(self.init_key)]
+
     def _start(self, specs: EnvSpecs) -> None:
         """It keeps nothing."""
 
@@ -250,8 +254,8 @@ class InitTracker(TimedTransform):
         return {"init_key": self.init_key, **super()._settings()}
 
 
-def _wide(zero: Tensor) -> Tensor:
+def wide(value: Tensor) -> Tensor:
     """In the dtype to sum in."""
-    if zero.dtype in (torch.float16, torch.bfloat16):
-        return zero.to(torch.float32)
-    return zero if zero.is_floating_point() else zero.to(torch.int64)
+    if value.dtype in (torch.float16, torch.bfloat16):
+        return value.to(torch.float32)
+    return value if value.is_floating_point() else value.to(torch.int64)

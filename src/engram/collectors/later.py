@@ -1,0 +1,119 @@
+"""Transforms of an environment that follow a whole batch, where nobody looks at what they make any sooner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from engram.collectors.devices import is_cpu
+from engram.collectors.stepped import TensorDictRoller
+from engram.collectors.trajectories import FrameMarks
+from engram.envs.modules import is_hooked
+from engram.envs.policies import CallablePolicy, ObservationPolicy, RandomPolicy, TensorDictPolicy
+from engram.envs.transformed import TransformedEnv
+from engram.transforms.afterwards import Afterwards, afterwards_of
+
+RawRollers = Callable[[Any, TensorDictPolicy, "int | None", FrameMarks], Any]
+
+
+class LaterRoller:
+    """Steps the environment below with raw values, and lets the transforms change its batches.
+
+    Key by key what `TensorDictRoller` gives, which takes over for good, with new trajectories, once the environment has
+    got other transforms.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        policy: TensorDictPolicy,
+        limit: int | None,
+        marks: FrameMarks,
+        below: Any,
+        plan: list[Afterwards],
+    ) -> None:
+        self._env, self._policy, self._limit, self._marks = env, policy, limit, marks
+        self._below, self._plan, self._made_for = below, plan, _signature(env)
+        self._by_steps: TensorDictRoller | None = None
+        self.is_random = below.is_random
+        self.restart()
+
+    def restart(self) -> None:
+        """Every environment is reset before its next step."""
+        self._below.restart()
+        self._begins: Tensor | None = None  # bool [N]: whose next frame follows a reset; None: all
+        if self._by_steps is not None:
+            self._by_steps.restart()
+
+    def roll(self, steps: int, random_steps: int) -> TensorDictBase:
+        """`[*batch_size, steps]` in TED, the first `random_steps` with random actions."""
+        if self._by_steps is None and _signature(self._env) != self._made_for:
+            self._marks.ids.restart()
+            self._by_steps = TensorDictRoller(self._env, self._policy, self._limit, self._marks)
+        if self._by_steps is not None:
+            return self._by_steps.roll(steps, random_steps)
+        try:
+            batch: TensorDictBase = self._below.roll(steps, random_steps)
+            done = batch.get(("next", "done")).reshape(-1, steps)
+            starts = torch.ones_like(done)
+            starts[:, 1:] = done[:, :-1]
+            if self._begins is not None:
+                starts[:, 0] = self._begins
+            self._begins = done[:, -1].clone()
+            for part in self._plan:
+                part.apply(batch, starts)
+        except BaseException:
+            self.restart()
+            raise
+        return batch
+
+
+def _signature(env: Any) -> list[Any]:
+    parts = env.later_parts() if isinstance(env, TransformedEnv) else None
+    return [] if parts is None else [[(id(p), getattr(p, "max_steps", None)) for p in parts], *_signature(env.base_env)]
+
+
+def later_roller(
+    env: Any, policy: TensorDictPolicy, limit: int | None, marks: FrameMarks, raw: RawRollers
+) -> LaterRoller | None:
+    """A roller for an environment with transforms that can wait; None where one of them, or the policy, cannot.
+
+    `raw` makes rollers that step an environment with raw values, or None where it has none.
+    """
+    parts = env.later_parts() if isinstance(env, TransformedEnv) else None
+    if parts is None or not is_cpu(env.device):
+        return None
+    plan = [later for part in parts if (later := afterwards_of(part)) is not None]
+    used = _used_by(policy)
+    if len(plan) < len(parts) or used is None or used & {key for part in plan for key in part.writes}:
+        return None
+    limits = [n for n in (limit, *(part.limit for part in plan)) if n is not None]
+    base, least = env.base_env, min(limits, default=None)
+    if isinstance(base, TransformedEnv):
+        below = later_roller(base, policy, least, marks, raw)
+    else:
+        try:
+            below = raw(base, policy, least, marks)
+        except ValueError:  # it cannot be cut one by one, and tells so where it is asked to
+            return None
+    return None if below is None else LaterRoller(env, policy, limit, marks, below, plan)
+
+
+def _used_by(policy: TensorDictPolicy) -> set[Any] | None:
+    """The entries that a policy reads or writes; None: nobody knows."""
+    if isinstance(policy, RandomPolicy):
+        return set()
+    if isinstance(policy, ObservationPolicy):
+        return {policy.in_key}
+    module = policy.function if isinstance(policy, CallablePolicy) else None
+    if not isinstance(module, TensorDictModuleBase):
+        return None
+    members = [m for m in module.modules() if isinstance(m, TensorDictModuleBase)]
+    if any(type(m).__module__.split(".")[0] != "tensordict" or is_hooked(m) for m in members):
+        return None  # a class of somebody else's may read more than its keys
+    return {*module.in_keys, *module.out_keys}
