@@ -22,7 +22,8 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from engram.collectors import SyncDataCollector
-from engram.envs import GymEnv, SerialEnv
+from engram.envs import GymEnv, SerialEnv, TransformedEnv
+from engram.envs.transforms import Compose, RewardSum, StepCounter
 
 FRAMES_PER_BATCH = 1000
 Run = Callable[[int], None]
@@ -159,8 +160,10 @@ def run(rounds: int = 21) -> dict[str, Any]:
         serial = SerialEnv(16, lambda: GymEnv("CartPole-v1"))
         in_series = compare(bare_serial(), {"random": several(serial, 1_600)}, 3_200, rounds)
         native = GymEnv("CartPole-v1", num_envs=64, vectorization_mode="vector_entry_point")
-        together = compare(bare_together(), {"random": several(native, 6_400)}, 12_800, rounds)
-        random = compare(bare_loop(), {"random": collector(None)}, 5_000, 2 * rounds)
+        together = compare(bare_together(), {"random": several(native, 6_400)}, 64_000, rounds)
+        counted = TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(), RewardSum()))
+        contestants = {"random": collector(None), "transformed": several(counted, FRAMES_PER_BATCH)}
+        random = compare(bare_loop(), contestants, 5_000, 2 * rounds)
         nets = {"nn.Module": collector(net), "TensorDictModule": collector(module)}
         network = compare(torch_loop(net), nets, 1_000, 2 * rounds)
     finally:
@@ -168,6 +171,7 @@ def run(rounds: int = 21) -> dict[str, Any]:
     return {
         "bare gymnasium loop": random["floor"],
         "collector, random policy": {**random["random"], "target": 0.88},
+        "collector, StepCounter, RewardSum": {**random["transformed"], "target": 0.7},
         "bare loop over 16": in_series["floor"],
         "collector, SerialEnv of 16": {**in_series["random"], "target": 0.8},
         "bare vector loop, 64": together["floor"],

@@ -16,12 +16,13 @@ from benchmarks.cases import FLOOR, Result, Row, missing, result
 
 TITLES = {
     "random": "collector, CartPole, random policy",
+    "transformed": "collector, CartPole with StepCounter and RewardSum, random policy",
     "serial": "collector, SerialEnv of 16 CartPoles, random policy",
     "vector": "collector, native vector CartPole of 64, random policy",
     "module": "collector, CartPole, 2x64 nn.Module",
     "tensordict": "collector, CartPole, 2x64 TensorDictModule",
 }
-TARGETS = {"random": 0.88, "serial": 0.8, "vector": 0.8, "module": 0.92, "tensordict": 0.92}
+TARGETS = {"random": 0.88, "transformed": 0.7, "serial": 0.8, "vector": 0.8, "module": 0.92, "tensordict": 0.92}
 FRAMES = 1000
 
 
@@ -32,7 +33,11 @@ def results(*, quick: bool) -> list[Result]:
         reason: dict[str, Any] = missing("benchmarks.collect.run() has no such figure")
     except Exception as error:
         ours, reason = {}, missing(error)
-    peers = {"random": lambda: _torchrl(None), "module": lambda: _torchrl(_network())}
+    peers = {
+        "random": lambda: _torchrl(None),
+        "transformed": lambda: _torchrl(None, counted=True),
+        "module": lambda: _torchrl(_network()),
+    }
     return [
         _row(kind, ours.get(kind, {}), reason, peers.get(kind), seconds=0.3 if quick else 2.0)
         for kind in dict.fromkeys([*peers, *ours])
@@ -43,6 +48,7 @@ def _by_kind(figures: dict[str, Any]) -> dict[str, Any]:
     """Our rates and those of the loops written by hand, for each kind of policy."""
     pairs = {
         "random": ("collector, random policy", "bare gymnasium loop"),
+        "transformed": ("collector, StepCounter, RewardSum", "bare gymnasium loop"),
         "serial": ("collector, SerialEnv of 16", "bare loop over 16"),
         "vector": ("collector, native vector of 64", "bare vector loop, 64"),
         "module": ("collector, nn.Module 2x64", "torch loop by hand, 2x64"),
@@ -79,14 +85,16 @@ def _row(kind: str, ours: Any, reason: Result, peer: Callable[[], Any] | None, *
     return row
 
 
-def _torchrl(policy: Any) -> Any:
+def _torchrl(policy: Any, *, counted: bool = False) -> Any:
     """TorchRL's single-process collector; called `Collector` since 0.13."""
     logging.getLogger("torchrl").setLevel(logging.ERROR)
     import torchrl.collectors as collectors
-    from torchrl.envs import GymEnv
+    from torchrl.envs import Compose, GymEnv, RewardSum, StepCounter, TransformedEnv
 
     made = getattr(collectors, "Collector", None) or collectors.SyncDataCollector
-    return made(GymEnv("CartPole-v1"), policy, frames_per_batch=FRAMES, total_frames=-1)
+    env = GymEnv("CartPole-v1")
+    env = TransformedEnv(env, Compose(StepCounter(), RewardSum())) if counted else env
+    return made(env, policy, frames_per_batch=FRAMES, total_frames=-1)
 
 
 def _network() -> Any:
