@@ -347,3 +347,25 @@ def test_rings_that_nobody_has_heard_add_up_to_one():
     assert not bell.wait()
     bell.close()
     bell.close()
+
+
+@pytest.mark.parametrize("reached", [0, 1, 2])
+def test_an_interrupt_before_the_messages_is_not_waited_for_for_ever(made, monkeypatch, reached):
+    crew, _ = made(2)
+    worker, sends = type(crew._workers[0]), []
+
+    def send(self, message):
+        if len(sends) == reached:
+            raise KeyboardInterrupt
+        sends.append(message)
+
+    ask = crew._ask
+    if reached == 2:
+        monkeypatch.setattr(crew, "_ask", lambda *args: (ask(*args), interrupt(0.0001), time.sleep(1)))
+    monkeypatch.setattr(worker, "send", send)
+    with pytest.raises(KeyboardInterrupt):
+        crew.round(ECHO, messages=["a", "b"])
+    interrupt(5, TimeoutError("it waits"))
+    with pytest.raises(RuntimeError, match="was interrupted while speaking to its workers"):
+        crew.round(COUNT)
+    signal.setitimer(signal.ITIMER_REAL, 0)

@@ -198,20 +198,25 @@ class Crew:
         self._round += 1
         self._said.clear()
         asked = self._all if who is None else who
+        if messages is None:
+            self._ask(asked, command)
+        else:
+            self._send(asked, command, messages)
+        self._wait(asked)
+        self._is_settled = True
+        return {i: self._message_of(i) for i in asked if self._cells[_STRIDE * i + _SPOKE]}
+
+    def _ask(self, who: Sequence[int], command: int) -> None:
         cells, number = self._cells, self._round
-        for i in asked:
+        for i in who:
             base = _STRIDE * i
             cells[base + _COMMAND] = command
             if cells.exchange(base + _ASKED, number, base + _WORKER_SLEEPS):
                 self._workers[i].ring()
-        if messages is not None:
-            self._send(asked, messages)
-        self._wait(asked)
-        self._is_settled = True
-        return {i: self._message_of(i) for i in asked if cells[_STRIDE * i + _SPOKE]}
 
-    def _send(self, who: Sequence[int], messages: Sequence[Any]) -> None:
+    def _send(self, who: Sequence[int], command: int, messages: Sequence[Any]) -> None:
         try:
+            self._ask(who, command)  # whoever has heard of the round waits for its message
             for i in who:
                 self._workers[i].send(messages[i])
         except WorkerError as error:

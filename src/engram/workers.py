@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import random
 import select
@@ -25,9 +26,11 @@ from typing import Any, NoReturn
 import cloudpickle
 import numpy as np
 import torch
+from torch import Tensor
 
 from engram.bells import Bell
 from engram.data.replay_buffers.storages.sharing import carried_by
+from engram.data.replay_buffers.utils import SIGNED
 from engram.errors import WorkerError
 
 PATIENCE = 5.0  # seconds that a worker has to end by itself
@@ -280,9 +283,19 @@ class Worker:
 
 
 def _packed(message: Any) -> tuple[bytes, list[int]]:
+    packed = io.BytesIO()
     with carried_by([]) as descriptors:
-        packed = cloudpickle.dumps(message)
-    return len(descriptors).to_bytes(1, "little") + packed, descriptors
+        _Pickler(packed).dump(message)
+    return len(descriptors).to_bytes(1, "little") + packed.getvalue(), descriptors
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Writes the wide unsigned tensors too, which torch's own way does not know."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.dtype in SIGNED:
+            return Tensor.view, (obj.view(SIGNED[obj.dtype]), obj.dtype)
+        return super().reducer_override(obj)
 
 
 def _unpacked(packed: bytes, connection: Connection) -> Any:

@@ -15,9 +15,9 @@ from engram.envs.gym_codecs import Leaf
 LARGEST = 1024  # bytes of one observation: above, the second copy costs more than one write into an array
 
 
-def can_pack(leaves: list[Leaf], width: int) -> bool:
-    """Whether the observations are one small array of one environment."""
-    is_single = width == 1 and len(leaves) == 1 and not leaves[0].path
+def can_pack(leaves: list[Leaf]) -> bool:
+    """Whether an environment's observation is one small array."""
+    is_single = len(leaves) == 1 and not leaves[0].path
     return is_single and len(leaves[0].codec.raw_shape) > 0 and 0 < _size(leaves[0]) <= LARGEST
 
 

@@ -45,7 +45,7 @@ class GymRoller:
         self.is_random = isinstance(policy, RandomPolicy)
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
         self._random = RandomActions(random, self._codec, self._batch_size)
-        self._packs = self.is_random and can_pack(engines[0].leaves, len(engines))
+        self._packs = self.is_random and not self._batch_size and can_pack(engines[0].leaves)
         self._on_tensordicts = TensorDictActions(policy, self._codec, self._batch_size, self._device)
         self.restart()
 

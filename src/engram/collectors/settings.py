@@ -76,12 +76,22 @@ def refuse_bad_state(state: Any, policy_state: Mapping[str, Any] | None) -> None
         raise ValueError(
             f"a collector's state has 'episodes' with count, returns, lengths, got {state.get('episodes')!r}"
         )
+    ended = state["episodes"]
+    numbers = [ended["count"], *_listed(ended, "returns"), *_listed(ended, "lengths")]
+    if wrong := [number for number in numbers if not isinstance(number, int | float)]:
+        raise ValueError(f"a collector's state has numbers in 'episodes', got {wrong[0]!r:.80}")
     found, allowed = _shapes(state.get("policy_state_dict")), _shapes(policy_state)
-    if found is not None and found != allowed:
+    if found != allowed:
         raise ValueError(
             f"the state's policy is not this collector's.\n  found:   {found}\n  allowed: {allowed}\n"
             "  Make the collector with a policy of the same parameters."
         )
+
+
+def _listed(episodes: Mapping[str, Any], name: str) -> list[Any]:
+    if not isinstance(episodes[name], list | tuple):
+        raise ValueError(f"a collector's state has a list 'episodes' {name!r}, got {episodes[name]!r:.80}")
+    return list(episodes[name])
 
 
 def _shapes(state: Mapping[str, Any] | None) -> dict[str, Any] | None:

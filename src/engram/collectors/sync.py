@@ -63,9 +63,9 @@ class SyncDataCollector:
         no_cuda_sync: copies to `storing_device` are not waited for.
 
     Gymnasium environments, alone, in a `SerialEnv` or stepped together, are stepped with raw values; tensors are made
-    once a batch. An error, or an interrupt, in the environment or the policy loses the batch that was being made; the
-    next one begins with new trajectories. Raises ValueError and TypeError for arguments that cannot work, when it is
-    made.
+    once a batch. An error, or an interrupt, loses the batch that was being made, whether it comes from the environment,
+    the policy, `postproc` or the buffer; the next one begins with new trajectories. Raises ValueError and TypeError for
+    arguments that cannot work, when it is made.
 
     >>> from engram.envs import GymEnv
     >>> with SyncDataCollector(lambda: GymEnv("CartPole-v1"), frames_per_batch=200, total_frames=400) as collector:
@@ -190,6 +190,13 @@ class SyncDataCollector:
         """
         if self.is_shut_down:
             raise RuntimeError("this collector was shut down; make a new one")
+        try:
+            return self._rolled_out()
+        except BaseException:
+            self.reset()  # a batch is lost: no trajectory may go on across the gap
+            raise
+
+    def _rolled_out(self) -> TensorDictBase | None:
         batch = self._whole_trajectories() if self._trajs_per_batch else self._collected()
         self.frames += batch.numel()
         self.batches += 1
@@ -217,11 +224,7 @@ class SyncDataCollector:
         if self._reset_at_each_iter:
             self.reset()
         start = time.perf_counter()
-        try:
-            batch = self._rolled(-(-max(0, self._init_random_frames - self._stepped) // self._width))
-        except BaseException:
-            self.reset()
-            raise
+        batch = self._rolled(-(-max(0, self._init_random_frames - self._stepped) // self._width))
         self._stepped += self.frames_per_batch
         self._note_episodes(batch)
         if self._set_truncated:
@@ -260,7 +263,10 @@ class SyncDataCollector:
         self._marks.version = self._marks.version + 1 if version is None else version
 
     def set_seed(self, seed: int) -> int:
-        """The next reset of each environment starts from `seed`, `seed + 1`, ...; returns the first that is free."""
+        """The next reset of each environment starts from `seed`, `seed + 1`, ...; returns the first that is free.
+
+        Vector environments that reset themselves take seeds when all are reset: at the beginning, and after `reset`.
+        """
         return int(self.env.set_seed(seed))
 
     def state_dict(self) -> dict[str, Any]:

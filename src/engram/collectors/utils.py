@@ -8,6 +8,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.data.replay_buffers.utils import SIGNED
+
 Key = str | tuple[str, ...]
 
 
@@ -42,9 +44,10 @@ def split_trajectories(
     shape = (starts.numel(), int(lengths.max()))
 
     def pad(leaf: Tensor) -> Tensor:
-        padded = leaf.new_zeros(*shape, *leaf.shape[1:])
-        padded[trajectory, position] = leaf
-        return padded
+        signed = leaf.view(SIGNED.get(leaf.dtype, leaf.dtype))
+        padded = signed.new_zeros(*shape, *leaf.shape[1:])
+        padded[trajectory, position] = signed
+        return padded.view(leaf.dtype)
 
     split = rows.reshape(-1).apply(pad, batch_size=shape)
     mask = torch.arange(shape[1], device=starts.device) < lengths.unsqueeze(1)

@@ -90,6 +90,7 @@ class VectorEngine(BatchEngine):
     def reset(self, mask: Array | None = None) -> Any:
         if mask is None:
             seed, self._seed = self._seed, None
+            self._hear_the_last_step()
             observation, infos = self.env.reset() if seed is None else self.env.reset(seed=seed)
             self._over = np.zeros(self.n, dtype=np.bool_)
             return self._shown(observation, infos)
@@ -102,6 +103,12 @@ class VectorEngine(BatchEngine):
         observation, infos = self.env.reset(options={"reset_mask": mask.copy()})
         self._over = self._over & ~mask
         return self._shown(observation, infos)
+
+    def _hear_the_last_step(self) -> None:
+        """AsyncVectorEnv refuses everything while it waits for workers, and an interrupt leaves it so."""
+        waits_for = getattr(getattr(self.env.unwrapped, "_state", None), "value", None) if self._is_elsewhere else None
+        if waits_for in ("step", "reset"):
+            getattr(self.env.unwrapped, f"{waits_for}_wait")()
 
     def step(self, actions: Any) -> BatchStep:
         observation, reward, terminated, truncated, infos = self.env.step(actions)

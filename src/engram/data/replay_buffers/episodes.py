@@ -15,7 +15,7 @@ from engram import _native
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.trees import Path, show
-from engram.data.replay_buffers.utils import slots_tensor
+from engram.data.replay_buffers.utils import SIGNED, slots_tensor
 
 Key = str | tuple[str, ...]
 
@@ -297,5 +297,4 @@ def _per_step(given: Tensor | None, ids: bool) -> Tensor | None:
 def _as_array(values: Tensor) -> Any:
     """Contiguous bytes that the native core reads by size."""
     values = values.detach().cpu().contiguous()
-    unsigned = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-    return np.ascontiguousarray(values.view(unsigned.get(values.dtype, values.dtype)).numpy())
+    return np.ascontiguousarray(values.view(SIGNED.get(values.dtype, values.dtype)).numpy())

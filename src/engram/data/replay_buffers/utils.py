@@ -13,6 +13,10 @@ from engram.data.replay_buffers.ted import Flat2TED, H5Combine, H5Split, Nested2
 __all__ = ["Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested"]
 
 
+# Of the wide unsigned integers torch can do little: most code takes their bits for signed ones.
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 def slots_tensor(made: Any) -> Tensor:
     """int64 [n]: what the native core returned, which is a bytearray where torch lacks the exchange API."""
     if isinstance(made, Tensor):
