@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 
 from contracts.gym_worlds import SPACES, Countdown, Echo
+from contracts.vector_worlds import Native
 from engram.collectors import SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.data.specs import Bounded, Unbounded
@@ -483,3 +484,18 @@ def test_a_serial_env_has_the_specs_of_its_members_rewards():
     check_env_specs(env)
     with pytest.raises(ValueError, match="another reward_spec"):
         SerialEnv(2, [make, lambda: make(torch.float16)])
+
+
+@pytest.mark.parametrize("lengths", [(2,), (3, 1, 4)])
+def test_norms_learn_from_each_observation_once_where_calls_only_reset(lengths):
+    def make():
+        return GymEnv(Native(2, lengths=lengths))
+
+    env = TransformedEnv(make(), VecNorm(["observation"], decay=1.0))
+    env.rollout(40, break_when_any_done=False)
+    bare = make().rollout(40, break_when_any_done=False)
+    starts = torch.cat([torch.ones(2, 1, dtype=torch.bool), bare["next", "done"][:, :-1, 0]], 1)
+    shown = torch.cat([bare["observation"][starts], bare["next", "observation"].reshape(-1, 2)])
+    (stats,) = env.transform._stats
+    assert float(stats.weight) == len(shown)
+    torch.testing.assert_close(env.transform.loc[0], shown.double().mean(0))

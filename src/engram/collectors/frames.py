@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.envs.mdp import IDLE, stack_steps
+from engram.envs.mdp import stack_steps
+from engram.transforms.in_env import IDLE
 
 
 class FrameQueue:

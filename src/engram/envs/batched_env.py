@@ -13,7 +13,7 @@ from engram.data.specs import Categorical
 from engram.envs.base import EnvBase
 from engram.envs.batched import Array, Autoreset, BatchEngine
 from engram.envs.gym_engine import check_action, composite_of
-from engram.envs.mdp import IDLE
+from engram.transforms.in_env import IDLE
 
 
 class BatchStepper:

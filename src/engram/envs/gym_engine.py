@@ -12,7 +12,7 @@ from torch import Tensor
 from engram.data.specs import Bounded, Composite, Unbounded
 from engram.envs.gym_codecs import Codec, Leaf, codec_for, leaves_of
 from engram.envs.gym_info import InfoKeys, InfoReader, reader_of
-from engram.envs.mdp import IDLE
+from engram.transforms.in_env import IDLE
 
 RESERVED = (IDLE, "_reset", "action", "collector", "done", "next", "reward", "terminated", "truncated")
 RawStep = Callable[[Any], tuple[Any, Any, bool, bool, Any]]

@@ -9,8 +9,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-IDLE = "_idle"  # where a call only resets an environment, and is none of its steps: see `BatchedEnv`
-
 
 def step_mdp(
     td: TensorDictBase,

@@ -11,8 +11,8 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
 from engram.data.specs import Spec
-from engram.envs.mdp import IDLE
 from engram.envs.modules import direct_call, is_hooked
+from engram.transforms.in_env import IDLE
 
 FLAGS = ("done", "terminated", "truncated")
 TensorDictPolicy = Callable[[TensorDictBase], TensorDictBase]

@@ -14,6 +14,7 @@ from engram.data.specs import Composite, Spec
 from engram.transforms.entries import Key, path_of
 from engram.transforms.specs import RESULTS, EnvSpecs, changed_leaves, clone, mapped
 
+IDLE = "_idle"  # where a call only resets an environment, and is none of its steps: see `BatchedEnv`
 Change = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
 
 

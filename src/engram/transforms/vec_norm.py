@@ -12,7 +12,7 @@ from torch import Tensor
 from engram.data.specs import Spec, Unbounded
 from engram.transforms.base import Transform
 from engram.transforms.entries import Keys, get, is_class, put
-from engram.transforms.in_env import InEnvironment, root_key
+from engram.transforms.in_env import IDLE, InEnvironment, root_key
 from engram.transforms.scale import ObservationNorm, cast
 from engram.transforms.specs import EnvSpecs
 from engram.transforms.writing import Writing
@@ -183,12 +183,15 @@ class VecNorm(Transform):
         return td
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
-        mask = td.get("_reset", None)
+        mask, postponed = td.get("_reset", None), fresh.get(IDLE, None)
+        if postponed is not None:  # shows the last observation once more
+            mask = ~postponed if mask is None else mask & ~postponed
         self._learn_here(fresh if mask is None else fresh[mask.reshape(fresh.batch_size)])
         return self._call(fresh)
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        self._learn_here(following)
+        idle = td.get(IDLE, None)  # what that shows, the reset that follows shows again
+        self._learn_here(following if idle is None else following[~idle.reshape(following.batch_size)])
         return self._call(following)
 
     def _learn_here(self, td: TensorDictBase) -> None:
