@@ -27,7 +27,8 @@ class ParallelEnv(EnvBase):
 
     Gymnasium environments with the same spaces are stepped with raw values, which go through shared memory, and start
     their next episode in the step that ends one. Those of any other kind are stepped through TensorDicts, whose leaves
-    go through shared memory where the specs know them. A step wakes each worker once.
+    go through shared memory where the specs know them. Where steps follow each other within half a millisecond and each
+    worker has a core, nobody has to be woken: workers look for the next step before they sleep.
 
     Args:
         n: how many environments.
@@ -35,9 +36,9 @@ class ParallelEnv(EnvBase):
         num_workers: how many processes; None: one for each core that this process may use, or n if that is fewer.
             More than that pays where environments wait for something.
         start_method: "fork", "spawn" or "forkserver"; None: fork unless CUDA is in use.
-        cpus: the cores on which workers run, worker i on `cpus[i % len(cpus)]` only; None: the system places them. Some
-            schedulers keep processes that wake each other on one core; on a machine that does nothing else, a core for
-            each worker then makes the difference. On a busy one it does harm.
+        cpus: the cores on which workers run, worker i on `cpus[i % len(cpus)]` only; None: the system places them, and
+            a worker that finds itself on the core of another one leaves it. Cores of their own can help on a machine
+            that does nothing else, and do harm on a busy one.
         device: where outputs are; None: where the environments have theirs.
         patience: seconds that `close` gives a worker that is in the middle of a step before it ends it by force.
 
