@@ -31,7 +31,10 @@ def script(tmp_path):
             **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL),
+            preexec_fn=lambda: (
+                prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL),
+                signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell that runs tests in the background ignores it
+            ),
         )
         started.append(process)
         return process
