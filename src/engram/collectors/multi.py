@@ -15,6 +15,7 @@ from torch import nn
 
 from engram.collectors.devices import Device, first_device
 from engram.collectors.multi_settings import can_be_shared, makers_of, on_cpu, warn_of_remainder
+from engram.collectors.multi_state import refuse_bad_states
 from engram.collectors.multi_worker import (
     Attach,
     Collect,
@@ -24,6 +25,7 @@ from engram.collectors.multi_worker import (
     Seed,
     State,
     Task,
+    Try,
     Wrote,
     work,
     write,
@@ -210,7 +212,7 @@ class MultiCollector:
     # ---- the rest ----
     @property
     def policy_version(self) -> int:
-        """How often `update_policy_weights_` was called."""
+        """How often `update_policy_weights_` was called, counted on from a loaded state."""
         return 0 if self._weights is None else self._weights.version
 
     @property
@@ -242,7 +244,10 @@ class MultiCollector:
         return seed
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and the states of the workers' collectors. Batches that nobody has taken are not part of it."""
+        """Counters, and the states of the workers' collectors, with the weights of the last update.
+
+        Batches that nobody has taken are not part of it.
+        """
         self._refuse_if_shut_down()
         with self._ended_by_errors():
             states = [self._asked(k, State()) for k in range(self.num_workers)]
@@ -252,17 +257,17 @@ class MultiCollector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after `state`: every environment starts a new trajectory; batches that nobody has taken are dropped.
 
-        Raises ValueError where it has another number of workers.
+        Its weights are then the workers' and those of the policy that the collector was made with; an update of before
+        is void. Raises ValueError for a state of another kind of collector or policy, of another number of workers, or
+        of other environments, with nothing changed.
         """
         self._refuse_if_shut_down()
-        if len(state["workers"]) != self.num_workers:
-            raise ValueError(
-                f"the state is of {len(state['workers'])} workers, and this collector has {self.num_workers}; "
-                "make it with as many"
-            )
+        refuse_bad_states(state, self.num_workers, self._policy.state_dict() if self._weights is not None else None)
+        self._refuse_bad_random_states(state["workers"])
+        parts = self._with_newest_weights(state["workers"])
         with self._ended_by_errors():
-            for k, one in enumerate(state["workers"]):
-                self._asked(k, Load(one))
+            for k, part in enumerate(parts):
+                self._asked(k, Load(part))
         self._arrived.clear()
         self._numbering.forget()
         self.frames, self.batches = int(state["frames"]), int(state["batches"])
@@ -270,6 +275,27 @@ class MultiCollector:
         missing = int(state["trajectories"]) - self._ids.value
         if missing > 0:
             self._ids.take(missing)
+
+    def _refuse_bad_random_states(self, parts: Sequence[dict[str, Any]]) -> None:
+        with self._ended_by_errors():
+            tried = [(k, Try(part["env_random_state"])) for k, part in enumerate(parts) if "env_random_state" in part]
+            refusals = [f"worker {k}: {refusal}" for k, one in tried if (refusal := self._asked(k, one)) is not None]
+        if refusals:
+            raise ValueError("the state is not of these environments.\n  " + "\n  ".join(refusals))
+
+    def _with_newest_weights(self, parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The workers' states with the same weights, which are the shared ones now."""
+        if self._weights is None:
+            return list(parts)
+        newest = max(parts, key=lambda part: part["policy_version"])
+        version, weights = newest["policy_version"], newest.get("policy_state_dict")
+        if weights is None:
+            weights = {**self._policy.state_dict(), **self._weights.read()}
+            self._weights.write(tensors_of(weights), version)
+        else:
+            self._policy.load_state_dict(weights)
+            self._weights.write(tensors_of(self._policy), version)
+        return [{**part, "policy_version": version, "policy_state_dict": weights} for part in parts]
 
     def _asked(self, k: int, message: Any) -> Any:
         self._workers[k].send(message)
