@@ -14,6 +14,7 @@ import random
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -34,6 +35,7 @@ from engram.data.replay_buffers.utils import SIGNED
 from engram.errors import WorkerError
 
 PATIENCE = 5.0  # seconds that a worker has to end by itself
+QUICKLY = 0.2  # the same where there is an error to be told
 _FAILED, _SAID = b"F", b"S"
 _alive: set[Worker] = set()  # until they are closed, by this process
 
@@ -398,4 +400,5 @@ def _end_with(owner: int, is_child: bool) -> None:
 
 @atexit.register
 def _close_those_left() -> None:
-    close_all(list(_alive), patience=1.0)
+    is_uncaught = getattr(sys, "last_value", None) is not None  # Ctrl-C, most of all
+    close_all(list(_alive), patience=QUICKLY if is_uncaught else 1.0)

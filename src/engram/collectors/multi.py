@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import time
-import warnings
 import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from engram.collectors.devices import Device, first_device
+from engram.collectors.multi_settings import can_be_shared, makers_of, on_cpu, warn_of_remainder
+from engram.collectors.multi_state import refuse_bad_states
 from engram.collectors.multi_worker import (
     Attach,
     Collect,
@@ -24,6 +25,7 @@ from engram.collectors.multi_worker import (
     Seed,
     State,
     Task,
+    Try,
     Wrote,
     work,
     write,
@@ -35,9 +37,8 @@ from engram.collectors.shelf import ShelfReader
 from engram.collectors.stats import CollectorStats, Episodes, Speed, stats_of
 from engram.collectors.utils import split_trajectories
 from engram.envs.exploration import ExplorationType
-from engram.workers import Portable, Worker, close_all, wait_for_any
+from engram.workers import QUICKLY, Portable, Worker, close_all, wait_for_any
 
-Device = torch.device | str | int | None
 Arrived = tuple[int, "TensorDictBase | Wrote"]
 
 
@@ -70,12 +71,12 @@ class MultiCollector:
         track_policy_version: bool = False,
         start_method: str | None = None,
     ) -> None:
-        makers = _makers(create_env_fn, num_workers)
+        makers = makers_of(create_env_fn, num_workers)
         refuse_bad_counts(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames)
         if split_trajs and replay_buffer is not None:
             raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
         self.num_workers = len(makers)
-        self._storing_device = _first(storing_device, device)
+        self._storing_device = first_device(storing_device, device)
         self._postproc, self._split_trajs = postproc, split_trajs
         self._update_at_each_batch = update_at_each_batch
         self._replay_buffer = replay_buffer
@@ -87,8 +88,8 @@ class MultiCollector:
         self._set_policy(policy)
         settings = {
             "frames_per_batch": self._frames_of_worker(frames_per_batch),
-            "policy_device": _first(policy_device, device),
-            "env_device": _first(env_device, device),
+            "policy_device": first_device(policy_device, device),
+            "env_device": first_device(env_device, device),
             "max_frames_per_traj": max_frames_per_traj,
             "init_random_frames": -(-(init_random_frames or 0) // self.num_workers),
             "reset_at_each_iter": reset_at_each_iter,
@@ -108,30 +109,28 @@ class MultiCollector:
         return frames_per_batch
 
     def _start(self, makers: list[Callable[[], Any]], settings: dict[str, Any], start_method: str | None) -> None:
-        policy = None if self._policy is None else Portable(_on_cpu(self._policy))
+        policy = None if self._policy is None else Portable(on_cpu(self._policy))
         tasks = [
             Task(Portable(make), policy, self._weights, settings, self._can_be_stopped, self._ahead + 1)
             for make in makers
         ]
         self._workers: list[Worker] = []
         self._finalizer = weakref.finalize(self, close_all, self._workers)
+        self._finalizer.atexit = False  # `engram.workers` has its own, with less patience
         self._shelves = [ShelfReader() for _ in makers]
         self._episodes, self._speed = Episodes(0), Speed()
         self._ids = SharedCount()
         self._numbering = Numbering(self._ids.take)
         self._arrived: deque[Arrived] = deque()
         self._owed = [0] * len(makers)  # batches asked for that have not come
-        try:
+        with self._ended_by_errors():
             for k, task in enumerate(tasks):
                 name = f"worker {k} of {type(self).__name__}"
                 self._workers.append(Worker(work, [task], name=name, start_method=start_method))
             ready: list[Ready] = [worker.receive() for worker in self._workers]
-        except BaseException:
-            self.shutdown()
-            raise
         self._frames = [r.frames for r in ready]
         self.frames_per_batch = self._frames_of_batch()
-        _warn_of_remainder(self.total_frames, self.frames_per_batch)
+        warn_of_remainder(self.total_frames, self.frames_per_batch)
 
     @abstractmethod
     def _frames_of_batch(self) -> int:
@@ -150,13 +149,10 @@ class MultiCollector:
         """
         self._refuse_if_shut_down()
         before, began = self.frames, time.perf_counter()
-        try:
+        with self._ended_by_errors():
             if self._update_at_each_batch:
                 self.update_policy_weights_()
             batch = self._next()
-        except BaseException:
-            self.shutdown()  # whoever is in the middle of something would answer a question of before
-            raise
         self.batches += 1
         self._speed.add(self.frames - before, time.perf_counter() - began)
         if batch is None or self._replay_buffer is not None:
@@ -204,7 +200,7 @@ class MultiCollector:
         storage = getattr(self._replay_buffer, "storage", None)
         if self._is_attached or self._postproc is not None or storage is None:
             return False
-        return _can_be_shared(storage, self.num_workers)
+        return can_be_shared(storage, self.num_workers)
 
     def _attach(self) -> None:
         """Hands the buffer to the workers, none of which has a batch that was not written yet."""
@@ -216,7 +212,7 @@ class MultiCollector:
     # ---- the rest ----
     @property
     def policy_version(self) -> int:
-        """How often `update_policy_weights_` was called."""
+        """How often `update_policy_weights_` was called, counted on from a loaded state."""
         return 0 if self._weights is None else self._weights.version
 
     @property
@@ -242,31 +238,36 @@ class MultiCollector:
     def set_seed(self, seed: int) -> int:
         """The next reset of each environment starts from a seed of its own; returns the first that is free."""
         self._refuse_if_shut_down()
-        for k, worker in enumerate(self._workers):
-            worker.send(Seed(seed))
-            seed = self._answer(k)
+        with self._ended_by_errors():
+            for k in range(self.num_workers):
+                seed = self._asked(k, Seed(seed))
         return seed
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and the states of the workers' collectors. Batches that nobody has taken are not part of it."""
+        """Counters, and the states of the workers' collectors, with the weights of the last update.
+
+        Batches that nobody has taken are not part of it.
+        """
         self._refuse_if_shut_down()
-        states = [self._asked(k, State()) for k in range(self.num_workers)]
+        with self._ended_by_errors():
+            states = [self._asked(k, State()) for k in range(self.num_workers)]
         counts = {"frames": self.frames, "batches": self.batches, "trajectories": self._ids.value}
         return {**counts, "episodes": self._episodes.state_dict(), "workers": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after `state`: every environment starts a new trajectory; batches that nobody has taken are dropped.
 
-        Raises ValueError where it has another number of workers.
+        Its weights are then the workers' and those of the policy that the collector was made with; an update of before
+        is void. Raises ValueError for a state of another kind of collector or policy, of another number of workers, or
+        of other environments, with nothing changed.
         """
         self._refuse_if_shut_down()
-        if len(state["workers"]) != self.num_workers:
-            raise ValueError(
-                f"the state is of {len(state['workers'])} workers, and this collector has {self.num_workers}; "
-                "make it with as many"
-            )
-        for k, one in enumerate(state["workers"]):
-            self._asked(k, Load(one))
+        refuse_bad_states(state, self.num_workers, self._policy.state_dict() if self._weights is not None else None)
+        self._refuse_bad_random_states(state["workers"])
+        parts = self._with_newest_weights(state["workers"])
+        with self._ended_by_errors():
+            for k, part in enumerate(parts):
+                self._asked(k, Load(part))
         self._arrived.clear()
         self._numbering.forget()
         self.frames, self.batches = int(state["frames"]), int(state["batches"])
@@ -274,6 +275,27 @@ class MultiCollector:
         missing = int(state["trajectories"]) - self._ids.value
         if missing > 0:
             self._ids.take(missing)
+
+    def _refuse_bad_random_states(self, parts: Sequence[dict[str, Any]]) -> None:
+        with self._ended_by_errors():
+            tried = [(k, Try(part["env_random_state"])) for k, part in enumerate(parts) if "env_random_state" in part]
+            refusals = [f"worker {k}: {refusal}" for k, one in tried if (refusal := self._asked(k, one)) is not None]
+        if refusals:
+            raise ValueError("the state is not of these environments.\n  " + "\n  ".join(refusals))
+
+    def _with_newest_weights(self, parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The workers' states with the same weights, which are the shared ones now."""
+        if self._weights is None:
+            return list(parts)
+        newest = max(parts, key=lambda part: part["policy_version"])
+        version, weights = newest["policy_version"], newest.get("policy_state_dict")
+        if weights is None:
+            weights = {**self._policy.state_dict(), **self._weights.read()}
+            self._weights.write(tensors_of(weights), version)
+        else:
+            self._policy.load_state_dict(weights)
+            self._weights.write(tensors_of(self._policy), version)
+        return [{**part, "policy_version": version, "policy_state_dict": weights} for part in parts]
 
     def _asked(self, k: int, message: Any) -> Any:
         self._workers[k].send(message)
@@ -288,6 +310,19 @@ class MultiCollector:
         """Ends the workers, in a bounded time. A second call does nothing."""
         self._finalizer()
 
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._end_quickly()  # whoever is in the middle of something would answer a question of before
+            raise
+
+    def _end_quickly(self) -> None:
+        """Ends the workers where there is an error to be told, which does not wait for one that is busy."""
+        if self._finalizer.detach() is not None:
+            close_all(self._workers, QUICKLY)
+
     def _refuse_if_shut_down(self) -> None:
         if self.is_shut_down:
             raise RuntimeError("this collector was shut down; make a new one")
@@ -295,61 +330,14 @@ class MultiCollector:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.shutdown()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.shutdown()
+        else:
+            self._end_quickly()
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(num_workers={self.num_workers}, frames_per_batch={self.frames_per_batch}, "
             f"total_frames={self.total_frames}, frames={self.frames})"
         )
-
-
-def _makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
-    makers = [create_env_fn] * (num_workers or 1) if callable(create_env_fn) else list(create_env_fn)
-    if not makers or (num_workers is not None and len(makers) != num_workers):
-        raise ValueError(
-            f"{len(makers)} environments to make and num_workers={num_workers}; give a callable for each worker, or "
-            "a single one and num_workers of 1 or more"
-        )
-    for maker in makers:
-        if not callable(maker) or hasattr(maker, "step"):
-            raise TypeError(
-                f"each worker makes its own environment: give callables that do, got a {type(maker).__name__}"
-            )
-    return makers
-
-
-def _on_cpu(policy: Any) -> Any:
-    """What may be sent to a process that has not begun to use a GPU."""
-    is_elsewhere = isinstance(policy, nn.Module) and any(p.device.type != "cpu" for p in tensors_of(policy).values())
-    return copy.deepcopy(policy).to("cpu") if is_elsewhere else policy
-
-
-def _can_be_shared(storage: Any, num_workers: int) -> bool:
-    """Whether workers can write there; ValueError where only the number of lanes is in the way."""
-    lanes = getattr(storage, "lanes", None)
-    if lanes is None or getattr(lanes, "locks", None) is None:
-        return False  # not made yet, or in this process's own memory
-    if storage.ndim > 1 and num_workers > 1:
-        return False  # such a storage has one lane
-    if lanes.store.lanes < num_workers:
-        raise ValueError(
-            f"{num_workers} workers write to the replay buffer, and its storage has lanes={lanes.store.lanes}; make it "
-            f"with lanes={num_workers}, one for each"
-        )
-    return True
-
-
-def _warn_of_remainder(total_frames: int, frames_per_batch: int) -> None:
-    if total_frames > 0 and total_frames % frames_per_batch:
-        whole = -(-total_frames // frames_per_batch) * frames_per_batch
-        warnings.warn(
-            f"total_frames={total_frames} is not a multiple of the {frames_per_batch} frames of a batch; "
-            f"{whole} frames will be collected",
-            stacklevel=5,
-        )
-
-
-def _first(*devices: Device) -> torch.device | None:
-    return next((torch.device(device) for device in devices if device is not None), None)

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from engram.collectors.numbering import Numbering, SharedCount
+from engram.collectors.rollers import ask
 from engram.collectors.shared_weights import SharedWeights
 from engram.collectors.shelf import Shelf, Shelved
 from engram.collectors.stats import Episodes
@@ -44,6 +45,12 @@ class Seed(NamedTuple):
 
 class State(NamedTuple):
     """Wanted: the collector's state."""
+
+
+class Try(NamedTuple):
+    """Could the environments go on from these random numbers? The answer says why not; None: they could."""
+
+    random_state: Any
 
 
 class Load(NamedTuple):
@@ -114,7 +121,8 @@ class _CollectorProcess:
         answers: dict[type, Callable[[Any], Any]] = {
             Collect: lambda message: self._collected(),
             Seed: lambda message: collector.set_seed(message.seed),
-            State: lambda message: collector.state_dict(),
+            State: lambda message: self._state(),
+            Try: lambda message: self._refusal_of(message.random_state),
             Load: lambda message: self._load(message.state),
         }
         try:
@@ -130,17 +138,37 @@ class _CollectorProcess:
                 self._buffer.flush_transforms()  # steps that waited for those that would follow
             self._env.close()
 
+    def _take_weights(self) -> None:
+        """Takes in what the owner wrote since the last time."""
+        if self._weights is not None and self._weights.version != self._version:
+            weights = self._weights.read()
+            self._version = self._weights.read_version
+            self._collector.update_policy_weights_(weights, version=self._version)
+
+    def _state(self) -> dict[str, Any]:
+        self._take_weights()  # an update holds from when it was made, whether or not there was a batch since
+        return self._collector.state_dict()
+
+    def _refusal_of(self, random_state: Any) -> str | None:
+        before = ask(self._env, "random_state")
+        try:
+            self._env.set_random_state(random_state)
+        except Exception as error:  # a user's environment may do anything here
+            return str(error) or type(error).__name__
+        finally:
+            if before is not None:
+                self._env.set_random_state(before)
+        return None
+
     def _load(self, state: dict[str, Any]) -> None:
         self._collector.load_state_dict(state)
+        self._version = state["policy_version"]  # its weights are the shared ones; an update of before is void
         self._episodes.restart()
         if self._numbering is not None:
             self._numbering.forget()
 
     def _collected(self) -> Collected:
-        if self._weights is not None and self._weights.version != self._version:
-            weights = self._weights.read()
-            self._version = self._weights.read_version
-            self._collector.update_policy_weights_(weights, version=self._version)
+        self._take_weights()
         batch = self._rolled()
         since = self._episodes.count
         self._episodes.add(

@@ -52,17 +52,20 @@ class SharedWeights:
 
     @property
     def version(self) -> int:
-        """How often `write` was called after the first time; may be one that is being written."""
+        """That of the last `write`, 0 before the second; may be one that is being written."""
         return int(self._header[0])
 
-    def write(self, state: Mapping[str, Tensor]) -> None:
-        """Puts new values in the place of the old ones. Raises ValueError for other names, shapes or dtypes."""
+    def write(self, state: Mapping[str, Tensor], version: int | None = None) -> None:
+        """Puts new values in the place of the old ones; their `version` is one more than the last, unless given.
+
+        Raises ValueError for other names, shapes or dtypes.
+        """
         _refuse_others(self._entries, state)
         payload = self._bytes[_HEADER:]
         views = _views(self._entries, payload)
         for name, view in views.items():
             view.copy_(state[name])
-        self._version += 1
+        self._version = self._version + 1 if version is None else version
         self._header[0], self._header[1] = self._version, _checksum(payload, self._version)
 
     def read(self) -> dict[str, Tensor]:

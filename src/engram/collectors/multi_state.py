@@ -1,0 +1,44 @@
+"""What collectors with worker processes refuse to load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from engram.collectors.settings import refuse_bad_state
+
+
+def refuse_bad_states(state: Any, num_workers: int, policy_state: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for what is no state of a collector with so many workers, or of another policy.
+
+    Whether the environments can go on from the random numbers in it, only the workers can tell.
+    """
+    if isinstance(state, Mapping) and not isinstance(state.get("workers"), (list, tuple)):
+        raise ValueError(
+            "the state of a collector with worker processes has 'workers', a list with a state of each; found "
+            f"{sorted(map(str, state))}. Load it into a collector of the class that it was saved by"
+        )
+    _refuse_one({"stepped": 0, "policy_version": 0, **state} if isinstance(state, Mapping) else state, None)
+    if len(state["workers"]) != num_workers:
+        raise ValueError(
+            f"the state is of {len(state['workers'])} workers, and this collector has {num_workers}; "
+            "make it with as many"
+        )
+    for k, part in enumerate(state["workers"]):
+        try:
+            _refuse_one(part, policy_state)
+        except ValueError as error:
+            raise ValueError(f"the state of worker {k}: {error}") from None
+
+
+def _refuse_one(state: Any, policy_state: Mapping[str, Any] | None) -> None:
+    refuse_bad_state(state, policy_state)
+    episodes = state["episodes"]
+    lists = (episodes["returns"], episodes["lengths"])
+    if not isinstance(episodes["count"], int) or not all(isinstance(each, (list, tuple)) for each in lists):
+        raise ValueError(f"'episodes' has a number 'count', and lists 'returns' and 'lengths', got {episodes!r}")
+    for name, value in (state.get("policy_state_dict") or {}).items():
+        if policy_state and isinstance(policy_state[name], Tensor) and not isinstance(value, Tensor):
+            raise ValueError(f"the policy's {name!r} is a tensor, got a {type(value).__name__}")
