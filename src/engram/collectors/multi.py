@@ -288,13 +288,9 @@ class MultiCollector:
         if self._weights is None:
             return list(parts)
         newest = max(parts, key=lambda part: part["policy_version"])
-        version, weights = newest["policy_version"], newest.get("policy_state_dict")
-        if weights is None:
-            weights = {**self._policy.state_dict(), **self._weights.read()}
-            self._weights.write(tensors_of(weights), version)
-        else:
-            self._policy.load_state_dict(weights)
-            self._weights.write(tensors_of(self._policy), version)
+        version, weights = newest["policy_version"], newest["policy_state_dict"]
+        self._policy.load_state_dict(weights)
+        self._weights.write(tensors_of(self._policy), version)
         return [{**part, "policy_version": version, "policy_state_dict": weights} for part in parts]
 
     def _asked(self, k: int, message: Any) -> Any:

@@ -35,10 +35,6 @@ def refuse_bad_states(state: Any, num_workers: int, policy_state: Mapping[str, A
 
 def _refuse_one(state: Any, policy_state: Mapping[str, Any] | None) -> None:
     refuse_bad_state(state, policy_state)
-    episodes = state["episodes"]
-    lists = (episodes["returns"], episodes["lengths"])
-    if not isinstance(episodes["count"], int) or not all(isinstance(each, (list, tuple)) for each in lists):
-        raise ValueError(f"'episodes' has a number 'count', and lists 'returns' and 'lengths', got {episodes!r}")
     for name, value in (state.get("policy_state_dict") or {}).items():
         if policy_state and isinstance(policy_state[name], Tensor) and not isinstance(value, Tensor):
             raise ValueError(f"the policy's {name!r} is a tensor, got a {type(value).__name__}")

@@ -90,7 +90,9 @@ def refuse_bad_state(state: Any, policy_state: Mapping[str, Any] | None) -> None
 
 def _listed(episodes: Mapping[str, Any], name: str) -> list[Any]:
     if not isinstance(episodes[name], list | tuple):
-        raise ValueError(f"a collector's state has a list 'episodes' {name!r}, got {episodes[name]!r:.80}")
+        raise ValueError(
+            f"a collector's state has lists 'returns' and 'lengths' in 'episodes', got {episodes[name]!r:.80}"
+        )
     return list(episodes[name])
 
 

@@ -36,7 +36,7 @@ def one_short(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
     return slots[: max(1, len(slots) - 1)], info
 
 
-def begins_at_the_second(begin: Any, sampler: Any, lanes: Any) -> None:
+def begins_at_the_second(begin: Any, sampler: Any, storage: Storage, lanes: Any) -> None:
     before = sampler.state_dict()["epoch"]
     begin()
     state = sampler.state_dict()
