@@ -33,7 +33,7 @@ demo: $(VENV)/.engram
 	$(VENV)/bin/python examples/dqn_cartpole.py
 
 test: $(VENV)/.engram
-	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "not long" $(PYTEST)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long" $(PYTEST)
 
 test-long: $(VENV)/.engram
 	$(VENV)/bin/python -m pytest -m long $(PYTEST)

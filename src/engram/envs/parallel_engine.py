@@ -14,6 +14,7 @@ from engram.envs.gym_engine import GymEngine
 from engram.shared_memory import SharedMemory
 
 _STEP, _RESET, _SEED = range(3)
+_TRUE = np.True_.tobytes()
 
 
 class RawLayout:
@@ -69,6 +70,7 @@ class RawMembers:
         self._actions = nest(layout.action_leaves, [array[rows] for array in arrays.actions])
         self._reward, self._mask = arrays.reward[rows], arrays.mask[rows]
         self._terminated, self._truncated = arrays.terminated[rows], arrays.truncated[rows]
+        self._have_ended = True  # whether a flag may stand
         # An environment is fresh when a step has reset it, and nobody has asked for that yet.
         self._is_fresh = [False] * len(engines)
         is_single = len(layout.leaves) == 1 and not layout.leaves[0].path
@@ -87,14 +89,16 @@ class RawMembers:
             seat.done()
 
     def _step_all(self) -> None:
-        self._terminated[:] = False
-        self._truncated[:] = False
+        if self._have_ended:
+            self._terminated[:] = self._truncated[:] = False
+            self._have_ended = False
         rewards, only = self._reward, self._only
         raws = self._layout.action.unbatch(self._actions)
         for i, (step, raw) in enumerate(zip(self._steps, raws, strict=True)):
             observation, rewards[i], terminated, truncated, _ = step(raw)
             self._is_fresh[i] = False
             if terminated or truncated:
+                self._have_ended = True
                 self._terminated[i], self._truncated[i] = terminated, truncated
                 self._write(self._last, i, observation)
                 self._reset_one(i)
@@ -173,7 +177,8 @@ class ParallelEngine(BatchEngine):
             np.copyto(column, value, casting="same_kind")
         self._crew.round(_STEP)
         _, _, _, reward, terminated, truncated, _ = self._arrays
-        return BatchStep(self._observation, reward, terminated, truncated, self._last_ones())
+        has_ended = _TRUE in terminated.tobytes() or _TRUE in truncated.tobytes()  # a tenth of what `any` takes
+        return BatchStep(self._observation, reward, terminated, truncated, self._last_ones() if has_ended else ())
 
     def _last_ones(self) -> list[tuple[int, Any]]:
         ended = np.flatnonzero(self._arrays.terminated | self._arrays.truncated).tolist()

@@ -19,7 +19,7 @@ from engram.data.replay_buffers.checkpointers import (
 )
 from engram.errors import CheckpointError
 
-RANDOM_KILLS = int(os.environ.get("ENGRAM_TEST_KILLS", "200"))
+RANDOM_KILLS = int(os.environ.get("ENGRAM_TEST_KILLS", "80"))
 CALLS = (
     "open",
     "link",

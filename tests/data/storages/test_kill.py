@@ -1,6 +1,6 @@
 """`kill -9` at random moments: what `extend` had returned is there, every row is whole, and writing goes on.
 
-`ENGRAM_TEST_KILLS` says how many kills; 200 by default.
+`ENGRAM_TEST_KILLS` says how many kills; 80 by default.
 """
 
 import os
@@ -19,7 +19,7 @@ from engram.data import LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
 from engram.testing import numbers, of_numbers, state_of, steps
 
-KILLS = int(os.environ.get("ENGRAM_TEST_KILLS", "200"))
+KILLS = int(os.environ.get("ENGRAM_TEST_KILLS", "80"))
 CAPACITY = 400
 ROWS = 3000
 
