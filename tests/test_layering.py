@@ -20,6 +20,7 @@ LAYERS = [
     ["engram.workers"],
     ["engram.bells", "engram.shared_memory"],
     ["engram.data", BUFFERS],  # the public names
+    [f"{BUFFERS}.remote"],
     [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.prioritized", f"{BUFFERS}.ensemble"],
     [f"{BUFFERS}.saving"],
     [f"{BUFFERS}.background"],

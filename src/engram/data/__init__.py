@@ -1,5 +1,7 @@
 """Replay buffers, their parts, and specs."""
 
+from typing import Any
+
 from engram.data.postprocs import (
     MultiStep,
 )
@@ -109,3 +111,11 @@ __all__ = [
     "space_from_spec",
     "spec_from_space",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RemoteTensorDictReplayBuffer":  # its import loads torch.distributed.rpc
+        from engram.data.replay_buffers.remote import RemoteTensorDictReplayBuffer
+
+        return RemoteTensorDictReplayBuffer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,71 @@
+"""A buffer in one process, for others through `torch.distributed.rpc`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.distributed import rpc
+
+from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
+
+if not rpc.is_available():
+    raise ImportError("RemoteTensorDictReplayBuffer needs torch.distributed.rpc, which this build of torch leaves out")
+
+_METHODS = (
+    "__getitem__",
+    "__len__",
+    "__setitem__",
+    "add",
+    "dumps",
+    "empty",
+    "extend",
+    "flush_transforms",
+    "load_state_dict",
+    "loads",
+    "mark_update",
+    "sample",
+    "state_dict",
+    "update_if_present",
+    "update_priority",
+    "update_tensordict_priority",
+)
+
+
+class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
+    """A TensorDictReplayBuffer whose methods also take an `RRef` of one for `self`, and then work where that one is.
+
+    Everything goes through `torch.distributed.rpc` (which this imports, so it is loaded when it is first named): data
+    are copied, and callers wait. On one machine, a buffer that is sent to other processes is much faster. `dumps` in
+    the background gives a handle that cannot be sent: save with `blocking=True`.
+
+    Args:
+        As TensorDictReplayBuffer.
+
+    Raises:
+        As TensorDictReplayBuffer, in the process that called.
+
+    Example, in a process that has joined with `rpc.init_rpc`, beside one named "replay" in which a function makes the
+    buffer (storages that are not shared are not sent):
+        >>> buffer = rpc.remote("replay", make_buffer)  # doctest: +SKIP
+        >>> RemoteTensorDictReplayBuffer.extend(buffer, steps)  # doctest: +SKIP
+        >>> batch = buffer.rpc_sync().sample()  # the same, as torch spells it  # doctest: +SKIP
+    """
+
+
+def _reached(name: str) -> Any:
+    method = getattr(TensorDictReplayBuffer, name)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, rpc.PyRRef):  # type: ignore[attr-defined]  # what `rpc.remote` gives
+            return method(self, *args, **kwargs)
+        there = self.local_value() if self.is_owner() else self.rpc_sync()
+        return getattr(there, name)(*args, **kwargs)
+
+    call.__module__, call.__qualname__ = __name__, f"RemoteTensorDictReplayBuffer.{name}"  # as it is sent
+    return call
+
+
+for _name in _METHODS:
+    setattr(RemoteTensorDictReplayBuffer, _name, _reached(_name))
