@@ -12,24 +12,20 @@ from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
 if not rpc.is_available():
     raise ImportError("RemoteTensorDictReplayBuffer needs torch.distributed.rpc, which this build of torch leaves out")
 
-_METHODS = (
-    "__getitem__",
-    "__len__",
-    "__setitem__",
-    "add",
-    "dumps",
-    "empty",
-    "extend",
-    "flush_transforms",
-    "load_state_dict",
-    "loads",
-    "mark_update",
-    "sample",
-    "state_dict",
-    "update_if_present",
-    "update_priority",
-    "update_tensordict_priority",
-)
+
+def _reached(method: Any) -> Any:
+    """`method`, with `self` where it is: here, or in the process to which an RRef belongs."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, rpc.PyRRef):  # type: ignore[attr-defined]  # what `rpc.remote` gives
+            return method(self, *args, **kwargs)
+        if self.is_owner():
+            return method(self.local_value(), *args, **kwargs)
+        return rpc.rpc_sync(self.owner(), call, args=(self, *args), kwargs=kwargs)
+
+    call.__module__, call.__qualname__ = __name__, f"RemoteTensorDictReplayBuffer.{method.__name__}"  # as it is sent
+    return call
 
 
 class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
@@ -52,20 +48,19 @@ class RemoteTensorDictReplayBuffer(TensorDictReplayBuffer):
         >>> batch = buffer.rpc_sync().sample()  # the same, as torch spells it  # doctest: +SKIP
     """
 
-
-def _reached(name: str) -> Any:
-    method = getattr(TensorDictReplayBuffer, name)
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, rpc.PyRRef):  # type: ignore[attr-defined]  # what `rpc.remote` gives
-            return method(self, *args, **kwargs)
-        there = self.local_value() if self.is_owner() else self.rpc_sync()
-        return getattr(there, name)(*args, **kwargs)
-
-    call.__module__, call.__qualname__ = __name__, f"RemoteTensorDictReplayBuffer.{name}"  # as it is sent
-    return call
-
-
-for _name in _METHODS:
-    setattr(RemoteTensorDictReplayBuffer, _name, _reached(_name))
+    __getitem__ = _reached(TensorDictReplayBuffer.__getitem__)
+    __len__ = _reached(TensorDictReplayBuffer.__len__)
+    __setitem__ = _reached(TensorDictReplayBuffer.__setitem__)
+    add = _reached(TensorDictReplayBuffer.add)
+    dumps = _reached(TensorDictReplayBuffer.dumps)
+    empty = _reached(TensorDictReplayBuffer.empty)
+    extend = _reached(TensorDictReplayBuffer.extend)
+    flush_transforms = _reached(TensorDictReplayBuffer.flush_transforms)
+    load_state_dict = _reached(TensorDictReplayBuffer.load_state_dict)
+    loads = _reached(TensorDictReplayBuffer.loads)
+    mark_update = _reached(TensorDictReplayBuffer.mark_update)
+    sample = _reached(TensorDictReplayBuffer.sample)
+    state_dict = _reached(TensorDictReplayBuffer.state_dict)
+    update_if_present = _reached(TensorDictReplayBuffer.update_if_present)
+    update_priority = _reached(TensorDictReplayBuffer.update_priority)
+    update_tensordict_priority = _reached(TensorDictReplayBuffer.update_tensordict_priority)
