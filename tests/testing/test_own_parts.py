@@ -14,7 +14,7 @@ OWN_PARTS = Path(__file__).with_name("own_parts.py")
 def run(tmp_path_factory):
     """What pytest said, and of each test class: the names of the tests that ran, and of those that failed."""
     report = tmp_path_factory.mktemp("report") / "report.xml"
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    options = ["-q", "--tb=native", "-p", "no:cacheprovider", f"--junitxml={report}"]
     options += ["-k", "not TestBrokenStorage or writing"]  # it fails at every test: one will do
     said = subprocess.run([sys.executable, "-m", "pytest", *options, str(OWN_PARTS)], capture_output=True, text=True)
     found = {}
