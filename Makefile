@@ -7,7 +7,7 @@ PYTEST ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-search check format stubs clean
+.PHONY: help demo test test-thorough test-long test-search check format stubs clean
 
 help:
 	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (about 3 minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make check      ruff, mypy, layering, stubs"
 	@echo "make bench      ours against other replay libraries (about twenty minutes)"
 	@echo "make test-search  the property tests, ten times over with new examples"
+	@echo "make test-thorough  the tests with many trials (two minutes), which CI runs after \`make test\`"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
 
 $(VENV)/.tools: constraints.txt
@@ -33,14 +34,17 @@ demo: $(VENV)/.engram
 	$(VENV)/bin/python examples/dqn_cartpole.py
 
 test: $(VENV)/.engram
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long" $(PYTEST)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long and not thorough" $(PYTEST)
+
+test-thorough: $(VENV)/.engram
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "thorough and not long" $(PYTEST)
 
 test-long: $(VENV)/.engram
 	$(VENV)/bin/python -m pytest -m long $(PYTEST)
 
 test-search: $(VENV)/.engram
 	for round in $$(seq $(or $(ROUNDS),10)); do \
-	  HYPOTHESIS_PROFILE=search $(VENV)/bin/python -m pytest -q -m "hypothesis and not long" $(PYTEST) || exit 1; done
+	  HYPOTHESIS_PROFILE=search $(VENV)/bin/python -m pytest -q -m "hypothesis and not long and not thorough" $(PYTEST) || exit 1; done
 
 check: $(VENV)/.engram
 	$(VENV)/bin/python -m ruff check src tests benchmarks examples

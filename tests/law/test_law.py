@@ -42,11 +42,12 @@ def folder() -> Iterator[Callable[[], Path]]:
         yield lambda: Path(tempfile.mkdtemp(dir=path))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("storage", STORAGES)
 def test_the_law_holds_in_every_pair_of_levels(storage: str, folder: Callable[[], Path]) -> None:
     for nth, combo in enumerate(pairwise()):
         if combo.storage == storage:
-            Trial(combo, folder(), every=29, start=nth % 29).run(larger=nth % 3 == 0, unsaved=nth % 3 == 1)
+            Trial(combo, folder(), every=17, start=nth % 17).run(larger=nth % 3 == 0, unsaved=nth % 3 == 1)
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from machine.mutants.base import is_found
 from machine.parts import SAMPLERS, STORAGES, WRITERS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_machine_finds(monkeypatch, name):
     mutant = MUTANTS[name]

@@ -42,6 +42,7 @@ def test_samplers_find_nothing_wrong_beside_writers_that_are_killed_and_stopped(
     assert said["kills"] > 3 and said["rows"] > 10_000 and said["batches"] > 60
 
 
+@pytest.mark.thorough
 def test_samplers_find_nothing_wrong_in_a_small_ring_of_shared_memory() -> None:
     said = torture("--seconds", "6", "--kills", "--kinds", ALL, "--memory", "shared", "--capacity", "2000")
     check(said)

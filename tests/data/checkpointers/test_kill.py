@@ -19,7 +19,7 @@ from engram.data.replay_buffers.checkpointers import (
 )
 from engram.errors import CheckpointError
 
-RANDOM_KILLS = int(os.environ.get("ENGRAM_TEST_KILLS", "80"))
+RANDOM_KILLS = int(os.environ.get("ENGRAM_TEST_KILLS", "200"))
 CALLS = (
     "open",
     "link",
@@ -151,6 +151,7 @@ def killed_save(path, number, after, kind):
     return status == 0, time.perf_counter() - began
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_random_moments_a_save_leaves_the_old_state_or_the_new(tmp_path, kind):
     duration = sorted(killed_save(tmp_path, number, None, kind)[1] for number in range(1, 6))[2]
