@@ -14,6 +14,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from collectors.failing import Fails, cartpole, raises
 from engram.collectors import (
     MultiAsyncCollector,
     MultiaSyncDataCollector,
@@ -30,40 +31,15 @@ from engram.data import (
     PrioritizedSampler,
     TensorDictReplayBuffer,
 )
-from engram.envs import GymEnv, SerialEnv
+from engram.envs import SerialEnv
 from engram.errors import WorkerError
 
 BOTH = [MultiSyncDataCollector, MultiaSyncDataCollector]
 IDS = ("collector", "traj_ids")
 
 
-def cartpole():
-    return GymEnv("CartPole-v1")
-
-
 def two_cartpoles():
     return SerialEnv(2, cartpole)
-
-
-class Fails(GymEnv):
-    """Does something else at its nth step."""
-
-    def __init__(self, n, what):
-        super().__init__("CartPole-v1")
-        self._left, self._what = n, what
-
-    def engines(self):
-        return None
-
-    def _step(self, td):
-        self._left -= 1
-        if self._left == 0:
-            self._what()
-        return super()._step(td)
-
-
-def raises():
-    raise ArithmeticError("the simulator broke")
 
 
 class Constant(nn.Module):

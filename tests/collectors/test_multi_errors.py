@@ -7,44 +7,19 @@ import time
 
 import pytest
 
+from collectors.failing import Fails, cartpole, raises
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector
-from engram.envs import GymEnv
 from engram.errors import WorkerError
 
 BOTH = [MultiSyncDataCollector, MultiaSyncDataCollector]
 
 
-def cartpole():
-    return GymEnv("CartPole-v1")
-
-
-class Does(GymEnv):
-    """Does something at its nth step."""
-
-    def __init__(self, n, what):
-        super().__init__("CartPole-v1")
-        self._left, self._what = n, what
-
-    def engines(self):
-        return None
-
-    def _step(self, td):
-        self._left -= 1
-        if self._left == 0:
-            self._what()
-        return super()._step(td)
-
-
-def raises():
-    raise ArithmeticError("the simulator broke")
-
-
 def busy():
-    return Does(15, lambda: time.sleep(100))
+    return Fails(15, lambda: time.sleep(100))
 
 
 def failing():
-    return Does(15, raises)
+    return Fails(15, raises)
 
 
 @pytest.mark.parametrize("cls", BOTH)

@@ -10,12 +10,12 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from engram.collectors.asking import ask
 from engram.collectors.devices import is_cpu
 from engram.collectors.stepped import TensorDictRoller
 from engram.collectors.trajectories import FrameMarks
 from engram.envs.modules import is_hooked
 from engram.envs.policies import CallablePolicy, ObservationPolicy, RandomPolicy, TensorDictPolicy
-from engram.envs.transformed import TransformedEnv
 from engram.transforms.afterwards import Afterwards, afterwards_of
 
 RawRollers = Callable[[Any, TensorDictPolicy, "int | None", FrameMarks], Any]
@@ -74,7 +74,7 @@ class LaterRoller:
 
 
 def _signature(env: Any) -> list[Any]:
-    parts = env.later_parts() if isinstance(env, TransformedEnv) else None
+    parts = ask(env, "later_parts")
     return [] if parts is None else [[(id(p), getattr(p, "max_steps", None)) for p in parts], *_signature(env.base_env)]
 
 
@@ -85,7 +85,7 @@ def later_roller(
 
     `raw` makes rollers that step an environment with raw values, or None where it has none.
     """
-    parts = env.later_parts() if isinstance(env, TransformedEnv) else None
+    parts = ask(env, "later_parts")
     if parts is None or not is_cpu(env.device):
         return None
     plan = [later for part in parts if (later := afterwards_of(part)) is not None]
@@ -94,7 +94,7 @@ def later_roller(
         return None
     limits = [n for n in (limit, *(part.limit for part in plan)) if n is not None]
     base, least = env.base_env, min(limits, default=None)
-    if isinstance(base, TransformedEnv):
+    if ask(base, "later_parts") is not None:
         below = later_roller(base, policy, least, marks, raw)
     else:
         try:

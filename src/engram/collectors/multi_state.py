@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from engram.collectors.settings import refuse_bad_state
 
 
@@ -20,7 +18,7 @@ def refuse_bad_states(state: Any, num_workers: int, policy_state: Mapping[str, A
             "the state of a collector with worker processes has 'workers', a list with a state of each; found "
             f"{sorted(map(str, state))}. Load it into a collector of the class that it was saved by"
         )
-    _refuse_one({"stepped": 0, "policy_version": 0, **state} if isinstance(state, Mapping) else state, None)
+    refuse_bad_state({"stepped": 0, "policy_version": 0, **state} if isinstance(state, Mapping) else state, None)
     if len(state["workers"]) != num_workers:
         raise ValueError(
             f"the state is of {len(state['workers'])} workers, and this collector has {num_workers}; "
@@ -28,13 +26,6 @@ def refuse_bad_states(state: Any, num_workers: int, policy_state: Mapping[str, A
         )
     for k, part in enumerate(state["workers"]):
         try:
-            _refuse_one(part, policy_state)
+            refuse_bad_state(part, policy_state)
         except ValueError as error:
             raise ValueError(f"the state of worker {k}: {error}") from None
-
-
-def _refuse_one(state: Any, policy_state: Mapping[str, Any] | None) -> None:
-    refuse_bad_state(state, policy_state)
-    for name, value in (state.get("policy_state_dict") or {}).items():
-        if policy_state and isinstance(policy_state[name], Tensor) and not isinstance(value, Tensor):
-            raise ValueError(f"the policy's {name!r} is a tensor, got a {type(value).__name__}")

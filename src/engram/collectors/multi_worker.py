@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from engram.collectors.asking import ask
 from engram.collectors.numbering import Numbering, SharedCount
-from engram.collectors.rollers import ask
 from engram.collectors.shared_weights import SharedWeights
 from engram.collectors.shelf import Shelf, Shelved
 from engram.collectors.stats import Episodes

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 
+from engram.collectors.asking import ask
 from engram.collectors.batched import BatchRoller
 from engram.collectors.devices import is_cpu
 from engram.collectors.later import later_roller
@@ -26,15 +27,6 @@ class Roller(Protocol):
 
     def restart(self) -> None:
         """Every environment is reset before its next step."""
-
-
-def ask(env: Any, name: str) -> Any:
-    """What the method `name` of an environment gives; None where its class has none.
-
-    The class is looked at, because environments of other libraries look for unknown names in places of their own.
-    """
-    method = getattr(type(env), name, None)
-    return None if method is None else method(env)
 
 
 def roller_for(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 COUNTERS = ("frames", "stepped", "batches", "trajectories", "policy_version")
 
 
@@ -86,6 +88,9 @@ def refuse_bad_state(state: Any, policy_state: Mapping[str, Any] | None) -> None
             f"the state's policy is not this collector's.\n  found:   {found}\n  allowed: {allowed}\n"
             "  Make the collector with a policy of the same parameters."
         )
+    for name, value in (state.get("policy_state_dict") or {}).items():
+        if policy_state and isinstance(policy_state[name], Tensor) and not isinstance(value, Tensor):
+            raise ValueError(f"the policy's {name!r} is a tensor, got a {type(value).__name__}")
 
 
 def _listed(episodes: Mapping[str, Any], name: str) -> list[Any]:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from engram.collectors.asking import ask
 from engram.collectors.devices import Device, first_device, on_device, stored
-from engram.collectors.rollers import Roller, ask, roller_for
+from engram.collectors.rollers import Roller, roller_for
 from engram.collectors.settings import refuse_bad_settings, refuse_bad_state
 from engram.collectors.stats import CollectorStats, Episodes, Speed, stats_of
 from engram.collectors.trajectories import FrameMarks
