@@ -176,8 +176,12 @@ class Lanes {
     h.claimed.store(published);
     h.published.store(published);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    h.base.store(base);
+    h.base.store(std::max(base, below_seams(seams)));
     h.durable.store(base);
+  }
+  // Of more seams than the table holds the oldest are forgotten, together with the rows below this number.
+  static uint64_t below_seams(const std::vector<uint64_t>& seams) {
+    return seams.size() > kSeams ? seams[seams.size() - kSeams - 1] : 0;
   }
   // Finishes an `empty` that a kill interrupted, and empties what an interrupted `loads` left.
   void mend() const {

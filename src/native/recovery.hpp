@@ -235,7 +235,7 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
 // A kill in here is no harm: the next `open` scans again and finds the same block.
 inline void restore_lane(Store& store, uint64_t l, LaneScan scan) {
   LaneHeader& h = store.lanes.lane(l);
-  if (scan.seams.size() > kSeams) scan.base = std::max(scan.base, scan.seams[scan.seams.size() - kSeams - 1]);
+  scan.base = std::max(scan.base, store.lanes.below_seams(scan.seams));
   h.claimed.store(scan.published), h.published.store(scan.published);
   h.base.store(scan.base);
   store.lanes.set_seams(l, scan.seams);

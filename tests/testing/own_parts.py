@@ -84,9 +84,7 @@ class PickledStorage(Storage):
         ]
 
     def counters(self):
-        lane = self._lanes.store.lane(0)
-        kept = {k: lane[k] for k in ("published", "origin", "seams")}
-        return {"lane_capacity": self.max_size, "strands": 1, "lanes": [{**kept, "base": lane["first"]}]}
+        return {"lane_capacity": self.max_size, "strands": 1, "lanes": self._lanes.saved_states()}
 
     def check_restore(self, counters):
         n = counters["lanes"][0]["published"] - counters["lanes"][0]["base"]

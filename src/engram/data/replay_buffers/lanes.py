@@ -92,7 +92,23 @@ class Lanes:
         """The counters of each lane."""
         return [self.store.lane(i) for i in range(self.store.lanes)]
 
-    # ---- what changed: for saves ----
+    # ---- for saves ----
+    def saved_states(self) -> list[dict[str, Any]]:
+        """The counters of each lane as a save keeps them: `base`, `published`, `origin`, `seams`.
+
+        Where another process, or nobody yet, writes a lane, its end is a seam: this process would enter one before its
+        next row, and whoever loads goes on as this process would.
+        """
+        found = []
+        for i, lane in enumerate(self.states()):
+            base, published = max(lane["base"], lane["first"]), lane["published"]
+            # Another process may have taken the lane over since `published` was read.
+            seams = [seam for seam in lane["seams"] if seam <= published]
+            if i != self._held and published > base and seams[-1:] != [published]:
+                seams.append(published)
+            found.append({"base": base, "published": published, "origin": lane["origin"], "seams": seams})
+        return found
+
     def identity(self) -> dict[str, Any]:
         """JSON that, with a lane and a write number, names a row; and how far the log of in-place changes has come."""
         s = self.store

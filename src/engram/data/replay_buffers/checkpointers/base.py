@@ -29,6 +29,7 @@ class RowSource(Protocol):
         """JSON: `{"lane_capacity": int, "strands": int, "lanes": [{"base", "published", "origin", "seams": [...]}]}`.
 
         The rows of a lane that exist have the write numbers `max(base, published - lane_capacity)` to `published`.
+        `published` is a seam where whoever writes next would enter one.
         """
 
     def identity(self) -> dict[str, Any]:

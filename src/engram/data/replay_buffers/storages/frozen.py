@@ -44,9 +44,7 @@ class FrozenRows(Changes):
         super().__init__(lanes)
         self._lanes = lanes
         self._layout = copy.deepcopy(layout)
-        # Another process may have taken a lane over since the counter was read.
-        cut = [{**x, "seams": [s for s in x["seams"] if s <= x["published"]]} for x in counters["lanes"]]
-        self._counters = {**counters, "lanes": cut}
+        self._counters = counters
         self._row_bytes = row_bytes
         self._beside = beside
         self._pass = lanes.store.begin_save(beside)

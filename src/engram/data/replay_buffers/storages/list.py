@@ -163,13 +163,7 @@ class ListStorage(Storage):
 
     def counters(self) -> dict[str, Any]:
         """Counters as JSON."""
-        lane = self._lanes.store.lane(0)
-        kept = {k: lane[k] for k in ("published", "origin", "seams")}
-        return {
-            "lane_capacity": self._max_size,
-            "strands": 1,
-            "lanes": [{**kept, "base": max(lane["base"], lane["first"])}],
-        }
+        return {"lane_capacity": self._max_size, "strands": 1, "lanes": self._lanes.saved_states()}
 
     def identity(self) -> dict[str, Any]:
         """What names these items, as `Lanes.identity`."""

@@ -53,9 +53,8 @@ class SavedTable(Storage):
         """Counters of every lane as JSON."""
         if self._lanes is None:
             return {"lane_capacity": 0, "strands": 1, "lanes": []}
-        kept = ("base", "published", "origin", "seams")
-        lanes = [{**{k: s[k] for k in kept}, "base": max(s["base"], s["first"])} for s in self._lanes.states()]
-        return {"lane_capacity": self._lanes.store.lane_capacity, "strands": self._lanes.strands, "lanes": lanes}
+        store, lanes = self._lanes.store, self._lanes.saved_states()
+        return {"lane_capacity": store.lane_capacity, "strands": store.strands, "lanes": lanes}
 
     def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         """uint8 [strands, stop - start, row bytes]."""
