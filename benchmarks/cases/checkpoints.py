@@ -25,6 +25,7 @@ PEER = "torchrl"
 ROW = sum(CARTPOLE_LEAVES.values())
 LOADED = 1 / 1.25  # of the speed of the floor
 SMALL = "floor, into the same 4 MB"
+WRITE = "floor, only writing the store's file"
 ALLOWED_S = 0.010  # that a call may take longer beside a save
 ROWS_APART = {"flat": "Flat", "nested": "Nested", "h5": "H5"}
 
@@ -76,6 +77,8 @@ def _one_round(ours: Saved, peer: Saved | None, steps: Any) -> Iterator[tuple[tu
     if peer is not None:
         yield ("full", PEER), peer.save()
     for row, cold in (("cold", True), ("warm", False)):
+        if ours.storage == "mapped":
+            yield (row, WRITE), ours.write_store()
         yield (row, FLOOR), ours.read(cold=cold, fresh=True)
         yield (row, OURS), ours.load(cold=cold)
         yield (row, SMALL), ours.read(cold=cold, fresh=False)
@@ -87,7 +90,9 @@ def _one_round(ours: Saved, peer: Saved | None, steps: Any) -> Iterator[tuple[tu
 
 def _full_rows(storage: str, nbytes: int, full_s: float) -> dict[str, Result]:
     what = f"{nbytes / 1e9:g} GB of CartPole, {storage}"
-    read = "the floor reads the same files into new memory of their size; the other one into the same 4 MB"
+    read = "the floor reads the same files into new memory of their size; another one into the same 4 MB"
+    if storage == "mapped":
+        read += "; a third writes a file as long as the store's, with its trailers, and reads nothing"
     titles = {
         "full": Row(f"save_{storage}", f"full save, {what}", {}, target={FLOOR: 0.8},
                     notes=["the floor writes the same bytes from the rows' memory to one file, and syncs it; TorchRL "
