@@ -58,9 +58,8 @@ def held(rb: Any, name: str) -> Arrays:
     for i, storage in enumerate(storages):
         if storage.lanes is not None and len(storage):
             made |= in_a_row([storage.get(slice(None))], f"{name} {i}")
-        lanes = [
-            [lane["base"], lane["published"], lane["origin"], *lane["seams"]] for lane in storage.counters()["lanes"]
-        ]
+        states = [] if storage.lanes is None else storage.lanes.states()
+        lanes = [[max(s["base"], s["first"]), s["published"], s["origin"], *s["seams"]] for s in states]
         made[f"{name} {i} lanes"] = np.array([x for lane in lanes for x in (len(lane), *lane)], np.uint64)
     return made
 
