@@ -24,7 +24,7 @@ struct RowBlock {
 // and what its maps show are the same pages.
 class RowRestorer {
  public:
-  static constexpr size_t kPieceBytes = 256 << 10;  // is still in the second-level cache when it is written
+  static constexpr size_t kPieceBytes = 1 << 20;  // still cached when written; smaller ones cost the file system more
 
   explicit RowRestorer(Store& store) : store_(store), stride_(store.shape().row_stride) {
     per_piece_ = std::max<uint64_t>(1, kPieceBytes / stride_);
