@@ -459,10 +459,12 @@ inline nb::dict lane_state(const Store& store, uint64_t l) {
   check_lane(store, l);
   const LaneHeader& h = store.lanes.lane(l);
   const LaneView v = store.lanes.view(l);
+  const std::vector<uint64_t> seams = store.lanes.seams(l);
+  const uint64_t base = h.base.load();  // after the seams: rows before one that was forgotten meanwhile are gone
   nb::dict d;
-  d["first"] = v.first, d["published"] = v.published, d["claimed"] = v.claimed;
-  d["base"] = h.base.load(), d["origin"] = h.origin.load(), d["durable"] = h.durable.load();
-  d["term"] = h.term.load(), d["seams"] = store.lanes.seams(l);
+  d["first"] = std::max(v.first, std::min(base, v.published)), d["published"] = v.published, d["claimed"] = v.claimed;
+  d["base"] = base, d["origin"] = h.origin.load(), d["durable"] = h.durable.load();
+  d["term"] = h.term.load(), d["seams"] = seams;
   return d;
 }
 

@@ -133,19 +133,23 @@ class Lanes {
       ++first;
     }
     h.seam_first.store(first, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_release);  // whoever sees the new number in the old one's place sees that
     h.seams[end % kSeams].store(at, std::memory_order_relaxed);
     h.seam_end.store(end + 1, std::memory_order_release);
   }
   std::vector<uint64_t> seams(uint64_t l) const {
     const LaneHeader& h = lanes_[l];
-    std::vector<uint64_t> found;
     const uint64_t end = h.seam_end.load(std::memory_order_acquire);
-    uint64_t i = h.seam_first.load(std::memory_order_acquire);
-    if (end - i > kSeams) i = end - kSeams;
-    for (; i < end; ++i) {
-      const uint64_t w = h.seams[i % kSeams].load(std::memory_order_relaxed);
-      if (w > first_of(h, h.claimed.load(std::memory_order_relaxed))) found.push_back(w);
-    }
+    uint64_t first = h.seam_first.load(std::memory_order_acquire);
+    if (end - first > kSeams) first = end - kSeams;
+    std::vector<uint64_t> found;
+    for (uint64_t i = first; i < end; ++i) found.push_back(h.seams[i % kSeams].load(std::memory_order_relaxed));
+    // Meanwhile the oldest may have been forgotten, and their places used again.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    const uint64_t now = h.seam_first.load(std::memory_order_relaxed);
+    if (now > first) found.erase(found.begin(), found.begin() + static_cast<ptrdiff_t>(std::min(now, end) - first));
+    const uint64_t oldest = first_of(h, h.claimed.load(std::memory_order_relaxed));
+    std::erase_if(found, [oldest](uint64_t w) { return w <= oldest; });
     return found;
   }
 

@@ -1,21 +1,25 @@
 """Where trajectories end in a twin: wherever whoever writes next would have cut the store that was saved."""
 
+import time
+
 import pytest
 import torch
 
-from contracts.children import Child
+from contracts.children import Child, Signal
 from engram import _native
 from engram.data import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
     LazyMemmapStorage,
     LazyTensorStorage,
+    ListStorage,
     NestedStorageCheckpointer,
     PrioritizedSliceSampler,
     ReplayBuffer,
     TensorStorageCheckpointer,
 )
 from engram.data.replay_buffers.episodes import Episodes
+from engram.errors import StorageInUseError
 
 
 def one_trajectory(start, stop):
@@ -113,3 +117,115 @@ def test_with_a_full_table_of_seams_the_oldest_rows_go_and_nothing_is_joined(tmp
         assert lengths(b) == [2] * (n + 1)
         batch = b.sample(2000)["n"].reshape(-1, 2)
         assert (batch[:, 1] - batch[:, 0] == 1).all() and len(batch[:, 0].unique()) == n + 1
+
+
+@pytest.mark.parametrize("capacity", [1000, 150, None])
+@pytest.mark.parametrize("how", SAVED)
+def test_a_list_whose_oldest_items_went_with_their_seam_is_saved_without_them(tmp_path, how, capacity):
+    rb, twin = (ReplayBuffer(storage=ListStorage(capacity), collate_fn=list) for _ in range(2))
+    last = 2 * _native.SEAMS + 4
+    for n in range(0, last, 2):
+        rb.extend([n, n + 1])
+        rb.storage.release()
+    SAVED[how](rb, twin, tmp_path / "saved")
+    for b in (rb, twin):
+        assert sorted(b[:]) == list(range(max(4, last - (capacity or last)), last))
+        assert b.storage.items() == sorted(b[:]), "oldest first"
+        b.extend([last, last + 1])
+        assert b.storage.items()[-3:] == [last - 1, last, last + 1] and sorted(b[:]) == b.storage.items()
+
+
+@pytest.mark.parametrize("save", [lambda rb, path: rb.dumps(path), lambda rb, path: rb.state_dict()])
+def test_a_forked_child_that_only_saves_uses_the_store_and_nobody_empties_it_meanwhile(tmp_path, save):
+    rb, saved, go = ReplayBuffer(storage=LazyTensorStorage(20, shared=True)), Signal(), Signal()
+    rb.extend(one_trajectory(0, 3))
+    child = Child(lambda: [save(rb, tmp_path / "saved") and None, saved.send(), go.wait()])
+    saved.wait()
+    with pytest.raises(StorageInUseError):
+        rb.empty()
+    go.send()
+    child.result()
+    rb.empty()
+
+
+def writes_for_ever(rb):
+    """Two rows after each other, each pair by another writer."""
+
+    def write():
+        n = 2
+        while True:
+            rb.extend(one_trajectory(n, n + 2))
+            rb.storage.release()
+            n += 2
+
+    rb.extend(one_trajectory(0, 2))
+    rb.storage.release()
+    return Child(write)
+
+
+def test_the_seams_of_a_lane_rise_while_another_process_forgets_the_oldest():
+    rb = ReplayBuffer(storage=LazyTensorStorage(1000, shared=True))
+    child = writes_for_ever(rb)
+    try:
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            lane = rb.storage.lanes.states()[0]
+            seams = [seam for seam in lane["seams"] if seam <= lane["published"]]
+            assert seams == list(range(seams[0] if seams else 0, lane["published"] + 1, 2))[: len(seams)]
+            if len(seams) == _native.SEAMS:
+                assert seams[0] - lane["first"] <= 2, "rows on both sides of a seam that is not listed"
+    finally:
+        child.kill()
+
+
+def test_a_state_of_a_tiny_lane_that_is_written_over_again_and_again_is_one_of_whole_rows():
+    rb, twin = (ReplayBuffer(storage=LazyTensorStorage(8, shared=True)) for _ in range(2))
+    child = writes_for_ever(rb)
+    try:
+        for _ in range(500):
+            twin.load_state_dict(rb.state_dict())
+            if len(twin):
+                n = twin[:]["n"].sort().values
+                assert (n.diff() == 1).all()
+    finally:
+        child.kill()
+
+
+WRONG = {
+    "no rows": lambda storage: storage.update(rows=[]),
+    "fewer rows": lambda storage: storage.update(rows=[storage["rows"][0][:, :3]]),
+    "other rows": lambda storage: storage.update(rows=[storage["rows"][0].float()]),
+    "no tensors": lambda storage: storage.update(rows=[None]),
+    "a base beyond its end": lambda storage: storage["counters"]["lanes"][0].update(base=7),
+    "no origin": lambda storage: storage["counters"]["lanes"][0].pop("origin"),
+    "falling seams": lambda storage: storage["counters"]["lanes"][0].update(seams=[3, 2]),
+    "a seam beyond its end": lambda storage: storage["counters"]["lanes"][0].update(seams=[100]),
+    "no counters": lambda storage: storage.pop("counters"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_state_that_cannot_be_is_refused_and_the_rows_stay(wrong):
+    rb, twin = (ReplayBuffer(storage=LazyTensorStorage(10)) for _ in range(2))
+    rb.extend(one_trajectory(0, 5))
+    twin.extend(one_trajectory(50, 53))
+    state = rb.state_dict()
+    WRONG[wrong](state["storage"])
+    with pytest.raises(ValueError, match=r"state|rows|lane|origin|base|seams|counters"):
+        twin.load_state_dict(state)
+    assert twin[:]["n"].tolist() == [50, 51, 52] and lengths(twin) == [3]
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda state: state["items"].pop(), lambda state: state["counters"]["lanes"][0].update(base=7),
+              lambda state: state["counters"]["lanes"].pop(), lambda state: state.pop("items")],
+)  # fmt: skip
+def test_a_state_of_a_list_that_cannot_be_is_refused_and_the_items_stay(wrong):
+    rb, twin = (ReplayBuffer(storage=ListStorage(10), collate_fn=list) for _ in range(2))
+    rb.extend([1, 2, 3, 4, 5])
+    twin.extend([7, 8])
+    state = rb.state_dict()
+    wrong(state["storage"])
+    with pytest.raises(ValueError, match=r"state|items|base"):
+        twin.load_state_dict(state)
+    assert twin[:] == [7, 8]

@@ -99,9 +99,12 @@ class Lanes:
         Where another process, or nobody yet, writes a lane, its end is a seam: this process would enter one before its
         next row, and whoever loads goes on as this process would.
         """
+        if self.asleep:
+            self.wake()
         found = []
         for i, lane in enumerate(self.states()):
-            base, published = max(lane["base"], lane["first"]), lane["published"]
+            published = lane["published"]
+            base = min(max(lane["base"], lane["first"]), published)
             # Another process may have taken the lane over since `published` was read.
             seams = [seam for seam in lane["seams"] if seam <= published]
             if i != self._held and published > base and seams[-1:] != [published]:

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.data.replay_buffers.checkpointers.counters import Counters
 from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec
@@ -158,8 +159,10 @@ class ListStorage(Storage):
     def items(self) -> list[Any]:
         """The items, oldest first."""
         with self.mutex:
-            first = self._lanes.store.lane(0)["first"] % (self._max_size or _NO_LIMIT)
-            return self._items[first:] + self._items[:first]
+            lane, capacity = self._lanes.store.lane(0), self._max_size or _NO_LIMIT
+            first = max(lane["base"], lane["first"])
+            start, stop = first % capacity, first % capacity + lane["published"] - first
+            return self._items[start:stop] + self._items[: max(0, stop - capacity)]
 
     def counters(self) -> dict[str, Any]:
         """Counters as JSON."""
@@ -190,9 +193,12 @@ class ListStorage(Storage):
         self.check_restore(counters)
         lane, store = counters["lanes"][0], self._lanes.store
         with self._lanes.alone("loads"):
-            shift = 0 if counters["lane_capacity"] == self._max_size else lane["base"]
-            base, published = lane["base"] - shift, lane["published"] - shift
-            first = (self._max_size or _NO_LIMIT) - base % (self._max_size or _NO_LIMIT)
+            capacity, oldest = self._max_size or _NO_LIMIT, lane["base"]
+            # The oldest is number 0 in another list, and in one that is not full: it must begin at the first place.
+            stays = counters["lane_capacity"] == self._max_size and (oldest % capacity == 0 or len(items) == capacity)
+            shift = 0 if stays else oldest
+            base, published = oldest - shift, lane["published"] - shift
+            first = capacity - base % capacity
             self._lanes.hold()  # as the writer of what is loaded: trajectories go on
             store.begin_restore()
             self._items[:] = items[first:] + items[:first]
@@ -206,9 +212,16 @@ class ListStorage(Storage):
         return {"items": items, "counters": self.counters(), "numbers": self.numbers_state()}
 
     def check_state(self, state: dict[str, Any]) -> None:
+        try:
+            known, n = Counters(state["counters"]), len(state["items"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
+        if (known.lanes, known.rows) != (1, n):
+            raise ValueError(f"{n} items stand beside counters of {known.rows} in {known.lanes} lanes")
         self.check_restore(state["counters"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state(state)
         self.restore_items([copied(item) for item in state["items"]], state["counters"])
         self.restore_numbers(state.get("numbers"))
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from engram.data.replay_buffers.checkpointers.counters import Counters
 from engram.data.replay_buffers.columns import ColumnTable
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import RowLayout
@@ -171,9 +172,14 @@ class SavedTable(Storage):
         return {"layout": self.layout_state(), "counters": counters, "rows": rows, "numbers": self.numbers_state()}
 
     def check_state(self, state: dict[str, Any]) -> None:
+        try:
+            _check_rows(state)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
         self.check_restore(state["layout"], state["counters"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state(state)
         with self.alone("load_state_dict"):
             self.begin_restore(state["layout"], state["counters"])
             for i, (lane, rows) in enumerate(zip(state["counters"]["lanes"], state["rows"], strict=True)):
@@ -196,3 +202,14 @@ class SavedTable(Storage):
         assert self._lanes is not None
         same = self._restoring["lane_capacity"] == self._lanes.store.lane_capacity
         return 0 if same else int(self._restoring["lanes"][lane]["base"])
+
+
+def _check_rows(state: dict[str, Any]) -> None:
+    """ValueError, KeyError, TypeError or AttributeError where the rows of a state are not those of its counters."""
+    layout, counters, rows = state["layout"], state["counters"], state["rows"]
+    known = Counters(counters)
+    row_bytes = 0 if layout is None else layout["row_bytes"]
+    expected = [(known.strands, lane["published"] - lane["base"], row_bytes) for lane in counters["lanes"]]
+    found = [tuple(some.shape) if some.dtype is torch.uint8 else some.dtype for some in rows]
+    if found != expected:
+        raise ValueError(f"the rows of the lanes are uint8 {found}, their counters say {expected}")
