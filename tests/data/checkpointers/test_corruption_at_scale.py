@@ -181,6 +181,7 @@ def other_snapshots(damaged: Damaged, thorough: bool) -> None:
     shutil.move(aside, first)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", KINDS)
 def test_damage_of_every_kind_is_noticed_and_named(name: str, ram_path: Path) -> None:
     counts = every_damage(Damaged(name, ram_path / "checkpoint", empty_too=True), thorough=False)
