@@ -147,7 +147,8 @@ class Lanes {
     // Meanwhile the oldest may have been forgotten, and their places used again.
     std::atomic_thread_fence(std::memory_order_acquire);
     const uint64_t now = h.seam_first.load(std::memory_order_relaxed);
-    if (now > first) found.erase(found.begin(), found.begin() + static_cast<ptrdiff_t>(std::min(now, end) - first));
+    const uint64_t gone = now > first ? std::min<uint64_t>(now - first, found.size()) : 0;
+    found.erase(found.begin(), found.begin() + static_cast<ptrdiff_t>(gone));
     const uint64_t oldest = first_of(h, h.claimed.load(std::memory_order_relaxed));
     std::erase_if(found, [oldest](uint64_t w) { return w <= oldest; });
     return found;

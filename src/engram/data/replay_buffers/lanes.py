@@ -99,7 +99,7 @@ class Lanes:
         Where another process, or nobody yet, writes a lane, its end is a seam: this process would enter one before its
         next row, and whoever loads goes on as this process would.
         """
-        if self.asleep:
+        if self.asleep:  # who only saves is a user of the store, too
             self.wake()
         found = []
         for i, lane in enumerate(self.states()):
