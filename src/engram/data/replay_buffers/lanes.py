@@ -58,6 +58,7 @@ class Lanes:
             self.numbers.renumber(store)
         self._alone = 0
         self._session = os.urandom(8).hex()
+        self._left: dict[int, tuple[int, int]] = {}  # lanes that this process gave back: incarnation and end, then
         self.capacity: int = store.lanes * store.lane_capacity * store.strands
         self.strands: int = store.strands
         _live.add(self)
@@ -89,8 +90,8 @@ class Lanes:
         return all(lane["claimed"] - lane["base"] >= self.store.lane_capacity for lane in lanes)
 
     def states(self) -> list[dict[str, Any]]:
-        """The counters of each lane."""
-        return [self.store.lane(i) for i in range(self.store.lanes)]
+        """The counters of each lane, and its seams: `published` is one where this process's next row will be."""
+        return [{**self.store.lane(i), "seams": self.store.seams(i)} for i in range(self.store.lanes)]
 
     # ---- for saves ----
     def saved_states(self) -> list[dict[str, Any]]:
@@ -158,8 +159,9 @@ class Lanes:
         try:
             if self._on_take is not None:
                 self._on_take(lane)
-            # Whoever wrote here before may have died in the middle of a trajectory.
-            self.store.add_seam(lane)
+            # Whoever wrote here before may have stopped in the middle of a trajectory.
+            if self._left.pop(lane, None) != self._end(lane):
+                self.store.mark_seam(lane)
         except BaseException:
             if self.locks is not None:
                 self.locks.free_lane(lane)
@@ -177,15 +179,25 @@ class Lanes:
         """Counts steps as written, for storages that keep their rows elsewhere; returns their time slots."""
         lane = self.hold()
         slots = slots_tensor(self.store.next_slots(lane, steps))
-        self.store.publish(lane, self.store.claim(lane, steps), steps)
+        self.store.advance(lane, steps)
         return slots
 
+    def mark_seam(self) -> None:
+        """The next step that this process writes begins a trajectory, whatever flags and ids say."""
+        with self.mutex:
+            self._left.clear()
+            if self._held is not None:
+                self.store.mark_seam(self._held)
+
+    def _end(self, lane: int) -> tuple[int, int]:
+        return self.store.incarnation, self.store.lane(lane)["published"]
+
     def release(self) -> None:
-        """Gives this process's lane back."""
+        """Gives this process's lane back. If nobody writes to it before this process does again, trajectories go on."""
         with self.mutex:
             if self._held is not None:
-                # Whoever writes next would do it; but a store that was loaded meanwhile has no next one.
-                self.store.add_seam(self._held)
+                if not self.store.next_is_seam(self._held):
+                    self._left[self._held] = self._end(self._held)
                 if self.locks is not None:
                     self.locks.free_lane(self._held)
             self._held = None
@@ -229,10 +241,11 @@ class Lanes:
     def look_again(self, draw: Callable[[], Any]) -> Any:
         """What `draw` gives, which was None; still None if nothing is stored.
 
-        A tiny lane can show no row for the moment in which its writer replaces them all.
+        A lane of few rows can show none for the moment in which its writer replaces them all, and before its first.
         """
         for _ in range(_LOOKS):
-            if not any(lane["published"] > lane["base"] for lane in self.states()):
+            lanes = [self.store.lane(i) for i in range(self.store.lanes)]
+            if not any(lane["claimed"] > lane["base"] for lane in lanes):
                 return None
             time.sleep(0)
             drawn = draw()
@@ -328,7 +341,9 @@ class Lanes:
         """In a child: new mutexes, and no lane; a table in private memory is its own copy."""
         self.mutex = threading.RLock()
         self._alone = 0
+        self._left.clear()  # the parent may go on where it stopped; this process did not write there
         self.store.end_save()  # its thread is the parent's
+        self.store.after_fork()
         self._session = os.urandom(8).hex()
         if self.locks is not None:
             self._held = None

@@ -202,8 +202,8 @@ class ListStorage(Storage):
             self._lanes.hold()  # as the writer of what is loaded: trajectories go on
             store.begin_restore()
             self._items[:] = items[first:] + items[:first]
-            origin = (lane["origin"] - shift) % (1 << 64)
-            store.restore_lane(0, base, published, origin, [s - shift for s in lane["seams"] if s > lane["base"]])
+            store.set_seams(0, base, published, [seam - shift for seam in lane["seams"] if seam > lane["base"]])
+            store.restore_lane(0, base, published, (lane["origin"] - shift) % (1 << 64))
             store.end_restore()
             self.shifts = [shift]
 
