@@ -130,11 +130,11 @@ struct LaneProtocol {
   // ---- rows that are changed in place, by whoever is alone with the store ----
   template <class Change>
   static void edit(Word& edits, Change&& change) {
-    const uint64_t before = Memory::load(edits);
-    Memory::store(edits, before + 1);                 // E1: odd
-    Memory::release_fence(Order::kEditBeforeRows);    // E2
-    change();                                         // E3
-    Memory::release(edits, before + 2, Order::kRowsBeforeEditEnd);  // E4: even
+    const uint64_t odd = Memory::load(edits) | 1;
+    Memory::store(edits, odd);                      // E1
+    Memory::release_fence(Order::kEditBeforeRows);  // E2
+    change();                                       // E3
+    Memory::release(edits, odd + 1, Order::kRowsBeforeEditEnd);  // E4
   }
   static uint64_t edits_before_reading(const Word& edits) { return Memory::acquire(edits, Order::kEditsBeforeRows); }
   static uint64_t edits_after_reading(const Word& edits) { return Memory::load(edits); }  // after `after_reading`
