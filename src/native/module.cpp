@@ -152,6 +152,13 @@ NB_MODULE(_native, m) {
       .def("mark_seam", [](const Store& s, uint64_t l) { check_lane(s, l); s.mark_seam(l); }, "lane"_a)
       .def("next_is_seam", [](const Store& s, uint64_t l) { check_lane(s, l); return s.next_is_seam(l); }, "lane"_a)
       .def("seams", [](const Store& s, uint64_t l) { check_lane(s, l); return s.seams(l); }, "lane"_a)
+      .def("is_seam", [](const Store& s, uint64_t l, uint64_t number) { check_lane(s, l); return s.seam(l, number); },
+           "lane"_a, "number"_a)
+      .def("add_seam", [](const Store& s, uint64_t l, uint64_t number) {
+        check_lane(s, l);
+        if (s.shape().payload_bytes != 0) throw nb::value_error("the seams of stored rows are written with them");
+        s.add_seam(l, number);
+      }, "lane"_a, "number"_a)
       .def("set_seams", [](const Store& s, uint64_t l, uint64_t base, uint64_t published,
                            const std::vector<uint64_t>& at) {
         check_lane(s, l);

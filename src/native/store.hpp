@@ -144,7 +144,8 @@ class SeamNotes {
     const std::lock_guard<std::mutex> guard(mutex_);
     std::deque<uint64_t>& seams = listed_[l];
     while (!seams.empty() && seams.front() <= first) seams.pop_front();
-    seams.push_back(at);
+    const auto place = std::lower_bound(seams.begin(), seams.end(), at);
+    if (place == seams.end() || *place != at) seams.insert(place, at);
   }
   void replace(uint64_t l, const std::vector<uint64_t>& at, uint64_t published) {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -228,6 +229,8 @@ class Store {
     lanes.publish(l, at, n);
     return at;
   }
+  // Rows are kept elsewhere: a seam that was found out later.
+  void add_seam(uint64_t l, uint64_t number) const { seams_.add(l, number, lanes.first_now(l)); }
   // Those of rows [from, to) of a lane, rising. Of rows that were overwritten meanwhile what is said is not to be believed.
   std::vector<uint64_t> seams_of(uint64_t l, uint64_t from, uint64_t to) const {
     return shape().seams_bytes ? lanes.protocol(l).seams_of(from, to) : seams_.of(l, from, to);

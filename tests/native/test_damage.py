@@ -12,7 +12,18 @@ import pytest
 import torch
 
 from engram import _native
-from native.support import EDITS, HEADER_BYTES, INCARNATION, LANE_BYTES, LOG_HEAD, append_words, file_store, open_image, slots, words
+from native.support import (
+    EDITS,
+    HEADER_BYTES,
+    INCARNATION,
+    LANE_BYTES,
+    LOG_HEAD,
+    append_words,
+    file_store,
+    open_image,
+    slots,
+    words,
+)
 
 CRC_AT = 300  # of the shape, over the bytes before it
 FIELDS = {"features": 16, "lanes": 152, "lane_capacity": 160, "strands": 168, "payload_bytes": 176, "row_stride": 184,

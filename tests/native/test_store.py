@@ -335,7 +335,6 @@ class TestSeams:
                 assert s.seams(0) == sorted(w for w in seams if first < w)
 
 
-
 class TestWalks:
     def test_every_row_once_and_overwritten_ones_skipped(self) -> None:
         code, width = words(1)

@@ -58,6 +58,7 @@ class Lanes:
             self.numbers.renumber(store)
         self._alone = 0
         self._session = os.urandom(8).hex()
+        self._borders: list[tuple[int, Tensor]] = []
         self._left: dict[int, tuple[int, int]] = {}  # lanes that this process gave back: incarnation and end, then
         self.capacity: int = store.lanes * store.lane_capacity * store.strands
         self.strands: int = store.strands
@@ -91,6 +92,7 @@ class Lanes:
 
     def states(self) -> list[dict[str, Any]]:
         """The counters of each lane, and its seams: `published` is one where this process's next row will be."""
+        self.settle_borders()
         return [{**self.store.lane(i), "seams": self.store.seams(i)} for i in range(self.store.lanes)]
 
     # ---- for saves ----
@@ -188,6 +190,30 @@ class Lanes:
             self._left.clear()
             if self._held is not None:
                 self.store.mark_seam(self._held)
+
+    def note_border(self, begins: Tensor) -> None:
+        """The next step begins a trajectory if this flag, which a device may still be working out, says so."""
+        self._borders.append((self.store.lane(0)["published"], begins))
+
+    def cut_at(self, number: int) -> Tensor | bool:
+        """Whether a seam stands at a step: a flag of `note_border` where there is one that nobody has looked at."""
+        known = self.store.is_seam(0, number)
+        return known or next((flag for w, flag in reversed(self._borders) if w == number), False)
+
+    def settle_borders(self) -> None:
+        """Waits for the flags of `note_border`. Before anybody looks at seams."""
+        if not self._borders:
+            return
+        with self.mutex:
+            borders, self._borders = self._borders, []
+            oldest = self.store.lane(0)["first"]
+            for number, begins in borders:
+                if number > oldest and bool(begins):
+                    self.store.add_seam(0, number)
+
+    def forget_borders(self) -> None:
+        """Other steps are stored by now."""
+        self._borders = []
 
     def _end(self, lane: int) -> tuple[int, int]:
         return self.store.incarnation, self.store.lane(lane)["published"]

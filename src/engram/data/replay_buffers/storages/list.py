@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.data.replay_buffers.border import ItemBorder
 from engram.data.replay_buffers.checkpointers.counters import Counters
 from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
@@ -43,6 +44,7 @@ class ListStorage(Storage):
     def _start(self, max_size: int | None) -> None:
         self._lanes = Lanes.in_memory(max_size or _NO_LIMIT)
         self._lanes.mutex = self.mutex
+        self._border = ItemBorder(self._lanes)
 
     def limit(self, max_size: int) -> None:
         """Gives an empty storage without limit a size."""
@@ -83,6 +85,8 @@ class ListStorage(Storage):
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor:
         rows = checked.data[:most]
+        if self._border.begins(self._items, self._max_size or _NO_LIMIT, rows):
+            self._lanes.mark_seam()
         slots = self._lanes.advance(len(rows))
         for slot, item in zip(slots.tolist(), rows, strict=True):
             if slot < len(self._items):
