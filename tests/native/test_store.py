@@ -105,7 +105,8 @@ class TestBounds:
             lambda: s.append(lane, plan), lambda: s.lane(lane), lambda: s.cursor(lane), lambda: s.claim(lane, 1),
             lambda: s.publish(lane, 0, 1), lambda: s.mark_seam(lane), lambda: s.raise_term(lane),
             lambda: s.restore_lane(lane, 0, 0, 0), lambda: s.seams(lane), lambda: s.set_seams(lane, 0, 0, []),
-            lambda: s.next_is_seam(lane), lambda: s.advance(lane, 1), lambda: s.put(lane, 0, np.zeros((1, 1, width), np.uint8)),
+            lambda: s.next_is_seam(lane), lambda: s.advance(lane, 1),
+            lambda: s.put(lane, 0, np.zeros((1, 1, width), np.uint8)),
         ):  # fmt: skip
             with pytest.raises(IndexError, match="of 2"):
                 use()

@@ -1,4 +1,4 @@
-"""The border between what is stored and what is appended: which entries of a step tell whether the next one follows it.
+"""The border between what is stored and what is appended: which entries of a step tell whether another follows it.
 
 Steps are joined to trajectories by their flags and ids. Two collectors that both count their trajectories from 0, or two
 runs of a program, give rows that look joined and are not. So where a batch meets what is stored:
@@ -116,11 +116,17 @@ class ItemBorder:
 
     def _flags(self, item: Any) -> list[bool]:
         assert self._border is not None
-        found = [entry(item, self._paths[i]) for i in self._border.done]
-        return [bool(one) for flag in found if flag is not None for one in np.ravel(flag)]
+        found: list[bool] = []
+        for i in self._border.done:
+            flag = entry(item, self._paths[i])
+            if isinstance(flag, Tensor) and flag.numel() == 1:
+                found.append(bool(flag))
+            elif flag is not None:
+                found += map(bool, np.ravel(flag))
+        return found
 
     def _same(self, a: Any, i: int, b: Any, j: int) -> bool:
-        """Whether entry i of one item is entry j of another; what is not there, or is no array, differs from nothing."""
+        """Whether entry i of one item is entry j of another; what is missing or no array differs from nothing."""
         x, y = entry(a, self._paths[i]), entry(b, self._paths[j])
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if x.shape != y.shape or x.dtype != y.dtype or torch.equal(x, y):
