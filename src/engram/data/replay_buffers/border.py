@@ -1,7 +1,7 @@
 """The border between what is stored and what is appended: which entries of a step tell whether another follows it.
 
-Steps are joined to trajectories by their flags and ids. Two collectors that both count their trajectories from 0, or two
-runs of a program, give rows that look joined and are not. So where a batch meets what is stored:
+Steps are joined to trajectories by their flags and ids. Two collectors that both count their trajectories from 0, or
+two runs of a program, give rows that look joined and are not. So where a batch meets what is stored:
 
 - the newest step is done and has the same trajectory id as the first new one: a seam;
 - it is not done: the entries that stand both at the root and under `"next"` are compared, byte for byte, whatever the
