@@ -14,6 +14,7 @@ help:
 	@echo "make test       the tests"
 	@echo "make check      ruff, mypy, layering, stubs"
 	@echo "make bench      ours against other replay libraries (about twenty minutes)"
+	@echo "make instructions  instructions of our commonest calls, against benchmarks/instructions.json (a minute; valgrind)"
 	@echo "make test-search  the property tests, ten times over with new examples"
 	@echo "make test-thorough  the tests with many trials (two minutes), which CI runs after \`make test\`"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
