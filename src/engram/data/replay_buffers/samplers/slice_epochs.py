@@ -24,7 +24,10 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     Args:
         drop_last: leave out a last batch that is not full.
         shuffle: trajectories in random order; else lane by lane, strand by strand, oldest first.
-        Others: as SliceSampler.
+        Others: as SliceSampler; there is no `weight`.
+
+    Raises:
+        TypeError: a `weight`.
 
     Example:
         >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode", shuffle=False)
@@ -35,6 +38,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     """
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
+        if "weight" in slices:
+            raise TypeError("an epoch has each trajectory once: there is no weight; use SliceSampler")
         super().__init__(**slices)
         self.drop_last = drop_last
         self.shuffle = shuffle
