@@ -96,6 +96,8 @@ class Episodes {
     const LongEnough& all = long_enough(rule);
     if (all.total() == 0) return std::nullopt;
     SliceBatch batch = empty_batch(store, rule);
+    if (n > kMostBytes / sizeof(Slice)) throw std::bad_alloc();
+    batch.slices.reserve(n);
     if (rule.by_window)
       for (size_t i = 0; i < n; ++i)
         batch.slices.push_back(all.window(index_, rule, below(random_at(seed, i), all.total())));
@@ -302,7 +304,9 @@ inline void bind_episodes(nb::module_& m) {
   nb::class_<SliceRule>(m, "SliceRule")
       .def("__init__", [](SliceRule* rule, uint64_t length, uint64_t min_length, uint64_t before, uint64_t after,
                           bool pad, bool by_window) {
-        if (length < 1 || length > kMostBytes || min_length < 1 || before >= length || after >= length)
+        if (length > kMostBytes)
+          throw nb::value_error(("a slice of " + std::to_string(length) + " rows is longer than any memory").c_str());
+        if (length < 1 || min_length < 1 || before >= length || after >= length)
           throw nb::value_error("a slice has at least one row, and at least one of its window is a stored one");
         const SliceRule made{length, min_length, before, after, pad, by_window};
         if (by_window && min_length <= kMostBytes && static_cast<int64_t>(min_length) + made.more_windows() < 1)

@@ -101,7 +101,8 @@ def test_padding_stands_before_a_sequence_and_never_behind():
 def test_only_trajectories_that_fill_the_training_rows_are_drawn_where_that_is_asked_for():
     torch.manual_seed(0)
     rb = ReplayBuffer(
-        storage=LazyTensorStorage(40), sampler=SequenceSampler(slice_len=5, burn_in=1, strict_length=True, weight="steps")
+        storage=LazyTensorStorage(40),
+        sampler=SequenceSampler(slice_len=5, burn_in=1, strict_length=True, weight="steps"),
     )
     rb.extend(episodes([3, 4, 6, 2]))
     assert_uniform(rb.sample(50_000)["n"][4::5].tolist(), range(3, 13))
@@ -111,7 +112,7 @@ def test_only_trajectories_that_fill_the_training_rows_are_drawn_where_that_is_a
         rb.sample(10)
 
 
-STARTS = {  # of slices of 4, from episodes of 3, 6, 4 and 9 steps of which the first has lost two, and a running one of 5
+STARTS = {  # of slices of 4, from episodes of 3, 6, 4, 9 and 5 steps: the first has lost two, the last is running
     "strict": ({}, [*range(3, 6), 9, *range(13, 19), *range(22, 24)]),
     "not strict": ({"strict_length": False}, list(range(2, 27))),
     "span to the end": ({"span": (False, True)}, list(range(3, 27))),
@@ -162,10 +163,10 @@ def windows_by_hand(pieces, sampler):
 
 
 def pieces_by_hand(rb, cuts):
-    """The stored numbers in runs of one id, those of a lane or environment after the other, cut before these numbers."""
+    """The stored numbers in runs of one id, lane by lane, environment by environment, cut before these numbers."""
     runs = []
-    for state, lane in zip(rb.storage.lanes.states(), range(99), strict=False):
-        size, strands = rb.storage.lanes.store.lane_capacity, rb.storage.lanes.strands
+    size, strands = rb.storage.lanes.store.lane_capacity, rb.storage.lanes.strands
+    for lane, state in enumerate(rb.storage.lanes.states()):
         for strand in range(strands):
             previous = None
             for number in range(state["first"], state["published"]):
@@ -210,9 +211,10 @@ def seeded():
 @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
 def test_windows_are_uniform_while_the_ring_goes_round_and_steps_are_changed_in_place(kind, storage):
     sampler = SAMPLERS[kind]()
-    rb = ReplayBuffer(storage=storage(30), sampler=sampler)
+    rb = ReplayBuffer(storage=storage(15 if storage is ListStorage else 30), sampler=sampler)
     written = ids = seen = 0
-    for k in range(40):
+    rounds = 10 if storage is ListStorage else 40  # lists are slow to read
+    for k in range(rounds):
         n = random.choice([1, 1, 2, 3, 7, 13])
         steps, count = steps_of(n, written, ids)
         rb.extend(steps)
@@ -224,7 +226,7 @@ def test_windows_are_uniform_while_the_ring_goes_round_and_steps_are_changed_in_
             changed[1]["id"] = changed[0]["id"].clone() if k % 2 else torch.tensor(10_000 + k)
             rb[at + 1] = changed[1]
         seen += assert_windows_are_uniform(rb, sampler) > 0
-    assert seen > 30
+    assert seen > rounds * 3 / 4
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)

@@ -25,8 +25,8 @@ class SequenceSampler(SliceSampler):
     with fewer steps than training rows are drawn, with padding behind. Padding repeats the nearest step of the
     trajectory; `mask_key` is False there.
 
-    `weight="steps"` draws every stored step with equal probability as the last of its sequence, with the steps before it
-    in its trajectory, and padding before these where there are fewer than `slice_len`; never behind. That is what a
+    `weight="steps"` draws every stored step with equal probability as the last of its sequence, with the steps before
+    it in its trajectory, and padding before these where there are fewer than `slice_len`; never behind. That is what a
     learner needs that trains on one step and reads some before it, as DQN with stacks of four frames:
     `SequenceSampler(slice_len=4, burn_in=3, weight="steps")`.
 
@@ -83,6 +83,9 @@ class SequenceSampler(SliceSampler):
             raise ValueError(
                 f"burn_in={self.burn_in} leaves no row to train on of sequences of {length}; slice_len counts both"
             )
+
+    def most_rows(self, storage: Storage, batch_size: int) -> int:
+        return batch_size
 
     def _rule(self, length: int) -> _native.SliceRule:
         self._check_burn_in(length)

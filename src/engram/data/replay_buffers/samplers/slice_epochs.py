@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.samplers.base import EpochInfo, Index, check_counts, check_epoch
+from engram.data.replay_buffers.samplers.base import EpochInfo, Index, check_counts, check_epoch, stored_rows
 from engram.data.replay_buffers.samplers.slices import SliceSampler
 from engram.data.replay_buffers.utils import slots_tensor
 
@@ -54,6 +54,9 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         info = EpochInfo(said)
         info.epoch = self._drawn_from
         return index, info
+
+    def most_rows(self, storage: Storage, batch_size: int) -> int:
+        return min(batch_size, stored_rows(storage))
 
     def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
         """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engram import _native
 from engram.data.replay_buffers.episodes import DONE, Episodes, Key, path_of
-from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler
+from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler, stored_rows
 from engram.data.replay_buffers.samplers.marks import has_keys, mark_last, put
 from engram.data.replay_buffers.utils import slots_tensor
 
@@ -25,7 +25,7 @@ _LOOKS = 10_000
 class SliceSampler(Sampler):
     """Slices of trajectories: a trajectory uniformly among those that are long enough, then a start uniformly.
 
-    So steps of short trajectories are drawn more often than others: of an episode of 20 steps and one of 1,000 each gets
+    So steps of short trajectories are drawn more often than others: an episode of 20 steps and one of 1,000 each get
     half of the draws. `weight="steps"` draws all starts that a slice can have with equal probability instead.
 
     A batch is flat, slice after slice, `[batch_size]`: `batch.reshape(num_slices, -1)` has a row for each where all are
@@ -109,15 +109,23 @@ class SliceSampler(Sampler):
             planned = self._plan(batch_size)
         return self._said(storage, self._slices(storage, planned[2], planned[1]))
 
+    def most_rows(self, storage: Storage, batch_size: int) -> int:
+        n, length = self._cut(batch_size)
+        return n * min(length, stored_rows(storage))
+
     def _plan(self, batch_size: int) -> tuple[int, int, _native.SliceRule]:
         """Number and rule of the slices of a batch."""
+        n, length = self._cut(batch_size)
+        self._planned = batch_size, n, self._rule(length)
+        return self._planned
+
+    def _cut(self, batch_size: int) -> tuple[int, int]:
+        """Number and length of the slices of a batch."""
         name, given = ("num_slices", self.num_slices) if self.slice_len is None else ("slice_len", self.slice_len)
         assert given is not None
         if batch_size % given:
             raise ValueError(f"batch_size={batch_size} is no multiple of {name}={given}; choose one that is")
-        n, length = (given, batch_size // given) if self.slice_len is None else (batch_size // given, given)
-        self._planned = batch_size, n, self._rule(length)
-        return self._planned
+        return (given, batch_size // given) if self.slice_len is None else (batch_size // given, given)
 
     def _rule(self, length: int) -> _native.SliceRule:
         before, after = (length - 1 if cut else 0 for cut in self.span)
