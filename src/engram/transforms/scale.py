@@ -171,7 +171,7 @@ class ObservationNorm(Transform):
             reduce_dim: dimensions to average over; the batch dimensions if None (of tensors and dicts the first).
 
         Raises:
-            ValueError: no data, or several `in_keys` and no `key`.
+            ValueError: no data, data that are not finite, or several `in_keys` and no `key`. Nothing is changed.
         """
         if isinstance(data, int):
             raise TypeError("init_stats takes data (a batch or a tensor), not a number of steps")
@@ -186,10 +186,19 @@ class ObservationNorm(Transform):
             reduce_dim = tuple(range(dims))
         if value.numel() == 0:
             raise ValueError(f"init_stats needs data, got shape {list(value.shape)}")
-        value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+        dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+        value = value.to(torch.float64)  # squares and sums of float16 would soon be infinite
+        if bad := value.numel() - int(value.isfinite().sum()):
+            raise ValueError(
+                f"init_stats found {bad} values of {value.numel()} that are not finite, and no mean and deviation with "
+                "them: leave these rows out, or use VecNorm, which does"
+            )
         mean = value.mean(reduce_dim)
         std = (value - value.mean(reduce_dim, keepdim=True)).square().mean(reduce_dim).sqrt().clamp_min(self.eps)
-        self._stats = (mean, std) if self.standard_normal else (-mean / std, 1 / std)
+        loc, scale = (mean, std) if self.standard_normal else (-mean / std, 1 / std)
+        # Of too small a dtype a deviation of 1e-6, or its inverse, would be 0 or infinite.
+        dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        self._stats = _checked_stats(loc.to(dtype), scale.to(dtype))
 
     # ---- environments ----
     @property
@@ -227,8 +236,13 @@ class ObservationNorm(Transform):
             self._stats = (state["loc"], state["scale"]) if state else None
 
     def differences(self, state: dict[str, Any]) -> list[str]:
-        given = f"ObservationNorm was given loc={self.loc} and scale={self.scale} here, and found its own there"
-        return [given] if self._given else []
+        if self._given:
+            return [f"ObservationNorm was given loc={self.loc} and scale={self.scale} here, and found its own there"]
+        try:
+            _checked_stats(state["loc"], state["scale"])
+        except ValueError as error:  # earlier versions took them from data that were not finite
+            return [f"ObservationNorm has a state that cannot be: {error}; call init_stats(data) anew"]
+        return []
 
     def decisive(self) -> dict[str, Any]:
         more = {"in_keys_inv": self.in_keys_inv, "standard_normal": self.standard_normal}
