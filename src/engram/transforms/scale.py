@@ -25,10 +25,11 @@ class DTypeCastTransform(Transform):
     Args:
         dtype_in: as it is stored.
         dtype_out: as the caller knows it.
-        in_keys, out_keys, in_keys_inv, out_keys_inv: as Transform's. With neither `in_keys` nor `in_keys_inv`, every
-            entry of `dtype_in` is cast on reading, and every entry of `dtype_out` on writing.
+        in_keys, out_keys, in_keys_inv, out_keys_inv: as Transform's. Without `in_keys` every entry of `dtype_in` is
+            cast on reading; with neither `in_keys` nor `in_keys_inv` also every entry of `dtype_out` on writing.
 
-    In an environment without keys: every observation, the reward and the action, where their spec is of `dtype_in`.
+    In an environment, where their spec is of `dtype_in`: without `in_keys` every observation and the reward, with
+    neither also the action.
 
     Example:
         >>> cast = DTypeCastTransform(torch.float16, torch.float32)
@@ -47,17 +48,18 @@ class DTypeCastTransform(Transform):
     ) -> None:
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         self.dtype_in, self.dtype_out = dtype_in, dtype_out
+        self._reads_all = in_keys is None
         self._all = in_keys is None and in_keys_inv is None
 
     def forward(self, batch: Any) -> Any:
-        return self._cast_all(batch, self.dtype_in, self.dtype_out) if self._all else super().forward(batch)
+        return self._cast_all(batch, self.dtype_in, self.dtype_out) if self._reads_all else super().forward(batch)
 
     def inv(self, batch: Any) -> Any:
         return self._cast_all(shallow(batch), self.dtype_out, self.dtype_in) if self._all else super().inv(batch)
 
     # ---- environments ----
     def for_env(self, specs: EnvSpecs) -> DTypeCastTransform:
-        if not self._all:
+        if not self._reads_all:
             return self
         here, actions = copy.copy(self), []
 
@@ -70,7 +72,8 @@ class DTypeCastTransform(Transform):
         )
         entries = {**specs.observation.leaves(), "reward": specs.reward}
         here.in_keys = here.out_keys = [key for key, spec in entries.items() if spec.dtype is here.dtype_in]
-        here.in_keys_inv = here.out_keys_inv = actions
+        if self._all:
+            here.in_keys_inv = here.out_keys_inv = actions
         here.__dict__.pop("_env_pairs", None)
         return here
 
@@ -82,6 +85,9 @@ class DTypeCastTransform(Transform):
 
     def _inverts(self) -> bool:
         return bool(self.in_keys_inv)
+
+    def changes_what_is_written(self) -> bool:
+        return self._all or self._inverts()
 
     def _mapped(self, spec: Spec) -> Spec:
         return as_dtype(spec, self.dtype_out)
