@@ -100,12 +100,12 @@ class ReplayBuffer(SavedBuffer):
             with storage.mutex:
                 if type(items) is list:
                     items = stack_rows(items, self._time_dim)
-                before = transform.state_dict()
+                before = transform.remember()
                 try:
                     writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
                     slots = self._written(writing)
                 except BaseException:
-                    transform.load_state_dict(before)
+                    transform.undo(before)
                     raise
         return self._index_of(slots, writing.single and not writing.resized)
 
@@ -128,11 +128,11 @@ class ReplayBuffer(SavedBuffer):
         """
         transform, storage = self._transform, self._storage
         with storage.mutex:
-            before = transform.state_dict()
+            before = transform.remember()
             try:
                 slots = self._written(transform.flush(Writing(None, storage.ndim, storage.ndim - 1)))
             except BaseException:
-                transform.load_state_dict(before)
+                transform.undo(before)
                 raise
         made: Tensor = self._index_of(slots, False)
         return made
@@ -295,9 +295,20 @@ class ReplayBuffer(SavedBuffer):
 
     def _replacing(self, items: Any) -> Any:
         """Data that replace stored steps, as they are stored: no next piece of what was written before."""
-        if not self._transform.transforms:
+        transform, storage = self._transform, self._storage
+        if not transform.transforms:
             return items
-        return self._transform.write(Writing(items, self._storage.ndim, self._time_dim, in_place=True)).items
+        if not transform.write_in_order:
+            return transform.write(Writing(items, storage.ndim, self._time_dim, in_place=True)).items
+        with storage.mutex:
+            if type(items) is list:
+                items = stack_rows(items, self._time_dim)
+            before = transform.remember()
+            try:
+                return transform.write(Writing(items, storage.ndim, self._time_dim, in_place=True)).items
+            except BaseException:
+                transform.undo(before)
+                raise
 
     # ---- what prioritised samplers take; others ignore it ----
     def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:
