@@ -151,6 +151,10 @@ class LazyMemmapStorage(TableStorage):
         self._lanes, self._table = lanes, table
         self._max_size = self._asked_size = lanes.capacity
 
+    def _tell_of_copy(self) -> None:
+        if self.scratch_dir is None:  # else whoever writes first makes the file for all
+            super()._tell_of_copy()
+
     def _unmake(self) -> bool:
         # A named file stays: other processes may have it open by now.
         return self.scratch_dir is None and super()._unmake()
