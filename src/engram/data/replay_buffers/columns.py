@@ -100,6 +100,8 @@ class ColumnTable:
         numbers: bool = False,
     ) -> tuple[Any, list[int] | None, list[int] | None, Tensor | None]:
         """As `RowTable.read`; nothing is ever overwritten meanwhile."""
+        if self._lanes.asleep:
+            self._lanes.wake()
         if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= self._lanes.capacity):
             raise IndexError(f"a slot lies outside 0 to {self._lanes.capacity - 1}")
         where = slots.to(self._device)

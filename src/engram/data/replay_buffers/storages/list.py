@@ -122,6 +122,8 @@ class ListStorage(Storage):
         numbers: bool = False,
     ) -> Rows:
         """The items themselves, as a list; `extra` is for batches and ignored."""
+        if self._lanes.asleep:
+            self._lanes.wake()
         with self.mutex:
             found, n = slots.tolist(), len(self._items)
             if found and (min(found) < 0 or max(found) >= self._lanes.capacity):
