@@ -33,6 +33,7 @@ LAYERS = [
     [f"{BUFFERS}.checkpointers"],
     ["engram.data.specs", f"{BUFFERS}.episodes"],
     [f"{BUFFERS}.recovery", f"{BUFFERS}.rows", f"{BUFFERS}.columns"],
+    [f"{BUFFERS}.border"],
     [f"{BUFFERS}.files", f"{BUFFERS}.lanes", f"{BUFFERS}.layout", f"{BUFFERS}.indexing"],
     [f"{BUFFERS}.locks", f"{BUFFERS}.draws"],
     [f"{BUFFERS}.utils"],  # re-exports the hooks

@@ -8,6 +8,7 @@
     │   ├── CorruptCheckpointError   its bytes are not those that were saved
     │   └── CheckpointMisfitError    it is whole, and belongs to another kind of buffer (a ValueError, too)
     ├── DatasetError                 a dataset's file is not what it should be
+    ├── OutOfMemoryError             a batch does not fit into memory (a MemoryError, too)
     └── WorkerError                  a worker process failed or died
 
 Wrong arguments are the built-in `ValueError`, `TypeError`, `KeyError` and `IndexError`.
@@ -85,6 +86,10 @@ class DatasetError(EngramError, ValueError):
     def __str__(self) -> str:
         taken = f"; {self.rows_read} steps were taken into the buffer before" if self.rows_read else ""
         return f"{self.file}: {self.reason}{taken}"
+
+
+class OutOfMemoryError(EngramError, MemoryError):
+    """A batch of so many rows does not fit into memory."""
 
 
 class WorkerError(EngramError, RuntimeError):

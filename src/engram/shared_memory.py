@@ -44,7 +44,10 @@ class SharedMemory:
         free = free_memory()
         if free is not None and total > free:  # the kernel would promise it, and end processes when it is used
             raise MemoryError(f"no room for {human_bytes(total)} of shared memory: {human_bytes(free)} are free")
-        os.ftruncate(self._fd, total)
+        try:
+            os.ftruncate(self._fd, total)
+        except OSError as error:  # a limit of this process (RLIMIT_FSIZE) counts for it, too
+            raise MemoryError(f"no {human_bytes(total)} of shared memory: {error.strerror}") from error
         return self.attach(sizes)
 
     def attach(self, sizes: Sequence[int]) -> list[Array]:

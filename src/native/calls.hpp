@@ -455,16 +455,37 @@ inline void put_rows(Store& store, uint64_t lane, uint64_t start,
   throw nb::python_error();
 }
 
+// Which entries of a row tell whether the next one belongs behind it: leaf numbers of a codec, entries as pairs (at the
+// root, under `next`).
+inline void set_border(Store& store, const Codec& codec, const std::vector<std::pair<size_t, size_t>>& entries,
+                       const std::vector<size_t>& done, bool either, std::optional<size_t> id) {
+  check_codec(store, codec);
+  const auto& leaves = codec.leaves();
+  auto leaf = [&](size_t k) -> const Leaf& {
+    if (k >= leaves.size()) throw nb::index_error("no such leaf");
+    return leaves[k];
+  };
+  BorderRule rule;
+  rule.leaves = leaves.size(), rule.either = either;
+  for (auto [root, next] : entries) {
+    if (leaf(root).bytes != leaf(next).bytes) throw nb::value_error("an entry has another size under next");
+    if (rule.entries.size() < BorderRule::kMostEntries && leaf(root).bytes > 0)
+      rule.entries.push_back({leaf(root).offset, leaf(next).offset, leaf(root).bytes, root, next});
+  }
+  for (size_t k : done) rule.done.push_back({leaf(k).offset, leaf(k).bytes, k});
+  if (id) rule.id = BorderRule::Flag{leaf(*id).offset, leaf(*id).bytes, *id};
+  store.set_border(std::move(rule));
+}
+
 inline nb::dict lane_state(const Store& store, uint64_t l) {
   check_lane(store, l);
   const LaneHeader& h = store.lanes.lane(l);
   const LaneView v = store.lanes.view(l);
-  const std::vector<uint64_t> seams = store.lanes.seams(l);
-  const uint64_t base = h.base.load();  // after the seams: rows before one that was forgotten meanwhile are gone
+  const uint64_t base = h.base.load();
   nb::dict d;
   d["first"] = std::max(v.first, std::min(base, v.published)), d["published"] = v.published, d["claimed"] = v.claimed;
   d["base"] = base, d["origin"] = h.origin.load(), d["durable"] = h.durable.load();
-  d["term"] = h.term.load(), d["seams"] = seams;
+  d["term"] = h.term.load();
   return d;
 }
 

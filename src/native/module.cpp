@@ -21,7 +21,7 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a buffer that lives until the interpreter ends is no leak
   m.doc() = "The native core of engram: packed rows, lanes, and batches in and out.";
   m.attr("LOG_ENTRIES") = kLogEntries;
-  m.attr("SEAMS") = kSeams;
+  m.attr("FEATURES") = feature_names(~uint64_t{0});
   m.attr("PLANTED") =
 #if defined(ENGRAM_PLANT_CLAIM_AFTER_COPY)
       "CLAIM_AFTER_COPY";
@@ -144,7 +144,31 @@ NB_MODULE(_native, m) {
         check_lane(s, l);
         s.lanes.publish(l, at, n);
       }, "lane"_a, "at"_a, "n"_a)
-      .def("add_seam", [](const Store& s, uint64_t l) { check_lane(s, l); s.lanes.add_seam(l); }, "lane"_a)
+      .def("advance", [](const Store& s, uint64_t l, uint64_t n) {
+        check_lane(s, l);
+        if (s.shape().payload_bytes != 0) throw nb::value_error("this store has its rows itself: append to it");
+        return s.advance(l, n);
+      }, "lane"_a, "n"_a)
+      .def("mark_seam", [](const Store& s, uint64_t l) { check_lane(s, l); s.mark_seam(l); }, "lane"_a)
+      .def("next_is_seam", [](const Store& s, uint64_t l) { check_lane(s, l); return s.next_is_seam(l); }, "lane"_a)
+      .def("seams", [](const Store& s, uint64_t l) { check_lane(s, l); return s.seams(l); }, "lane"_a)
+      .def("is_seam", [](const Store& s, uint64_t l, uint64_t number) { check_lane(s, l); return s.seam(l, number); },
+           "lane"_a, "number"_a)
+      .def("add_seam", [](const Store& s, uint64_t l, uint64_t number) {
+        check_lane(s, l);
+        if (s.shape().payload_bytes != 0) throw nb::value_error("the seams of stored rows are written with them");
+        s.add_seam(l, number);
+      }, "lane"_a, "number"_a)
+      .def("set_seams", [](const Store& s, uint64_t l, uint64_t base, uint64_t published,
+                           const std::vector<uint64_t>& at) {
+        check_lane(s, l);
+        if (base > published) throw nb::value_error("base lies above published");
+        if (published - base > s.shape().lane_capacity) throw nb::value_error("more rows than the lane has room for");
+        if (!std::is_sorted(at.begin(), at.end())) throw nb::value_error("seams do not rise");
+        s.set_seams(l, base, published, at);
+      }, "lane"_a, "base"_a, "published"_a, "at"_a)
+      .def("set_border", &set_border, "codec"_a, "entries"_a, "done"_a, "either"_a, "id"_a.none())
+      .def("after_fork", &Store::after_fork)
       .def("raise_term", [](const Store& s, uint64_t l) {
         check_lane(s, l);
         s.lanes.lane(l).term.fetch_add(1);
@@ -161,22 +185,23 @@ NB_MODULE(_native, m) {
       })
       .def("empty", [](const Store& s, bool reset_count) {
         if (s.saving()) s.saving()->settle();
+        s.forget_seams();
         s.lanes.empty(reset_count);
       }, "reset_count"_a)
       .def("begin_restore", [](const Store& s) {
         if (s.saving()) s.saving()->settle();
         s.lanes.begin_change();
+        s.forget_seams();
         for (uint64_t l = 0; l < s.shape().lanes; ++l) {
-          s.lanes.set_counters(l, 0, 0, 0, {});
+          s.lanes.set_counters(l, 0, 0, 0);
           s.lanes.lane(l).term.fetch_add(1);  // so that no row from before is taken for one of the new
         }
       })
-      .def("restore_lane", [](const Store& s, uint64_t l, uint64_t base, uint64_t published, uint64_t origin,
-                              const std::vector<uint64_t>& seams) {
+      .def("restore_lane", [](const Store& s, uint64_t l, uint64_t base, uint64_t published, uint64_t origin) {
         check_lane(s, l);
         if (base > published) throw nb::value_error("base lies above published");
-        s.lanes.set_counters(l, base, published, origin, seams);
-      }, "lane"_a, "base"_a, "published"_a, "origin"_a, "seams"_a)
+        s.lanes.set_counters(l, base, published, origin);
+      }, "lane"_a, "base"_a, "published"_a, "origin"_a)
       .def("end_restore", [](const Store& s) { s.lanes.end_change(); })
       .def("put", &put_rows, "lane"_a, "start"_a, "rows"_a.noconvert())
       .def("whole", [](const Store& s, uint64_t physical) {

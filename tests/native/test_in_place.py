@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engram import _native
-from native.support import append_words, file_store, numbers_of, open_image, row_words, slots, store, words
+from native.support import EDITS, append_words, file_store, numbers_of, open_image, row_words, slots, store, words
 
 MARKED = 0x52454430
 
@@ -150,7 +150,7 @@ class TestKills:
             entry = redo_entry(s, [2], [row], log_head)
             image[s.redo_offset : s.redo_offset + len(entry)] = entry
             image[at : at + len(torn)] = torn
-            image[128 + 64 + 64] |= 1  # `edits` is odd
+            image[EDITS] |= 1  # `edits` is odd
             return image, s.redo_offset
 
     def reopened(self, path: Path, image: bytearray) -> tuple[_native.Store, bool]:

@@ -200,6 +200,9 @@ class MultiCollector:
         storage = getattr(self._replay_buffer, "storage", None)
         if self._is_attached or self._postproc is not None or storage is None:
             return False
+        transform = getattr(self._replay_buffer, "transform", None)
+        if transform is not None and not transform.can_flush:
+            return False  # what they hold back for a worker would end with it
         return can_be_shared(storage, self.num_workers)
 
     def _attach(self) -> None:

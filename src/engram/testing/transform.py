@@ -17,7 +17,7 @@ from engram.testing.comparing import assert_equal
 from engram.testing.numbered import of_numbers
 from engram.testing.transform_env import TransformInEnvContract
 from engram.transforms import Compose, Transform
-from engram.transforms.base import as_transform
+from engram.transforms.foreign import as_transform
 
 
 def as_dict(batch: TensorDictBase) -> dict[str, Any]:

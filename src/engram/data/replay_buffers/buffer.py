@@ -12,10 +12,12 @@ from torch import Tensor
 
 from engram.data.replay_buffers.indexing import inward
 from engram.data.replay_buffers.parts import checked_batch_size
+from engram.data.replay_buffers.reading import MANY_ROWS
 from engram.data.replay_buffers.saving import SavedBuffer
 from engram.data.replay_buffers.stacking import chosen, stack_rows, swap_dims
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
+from engram.errors import OutOfMemoryError
 from engram.transforms.writing import Writing
 
 
@@ -98,12 +100,12 @@ class ReplayBuffer(SavedBuffer):
             with storage.mutex:
                 if type(items) is list:
                     items = stack_rows(items, self._time_dim)
-                before = transform.state_dict()
+                before = transform.remember()
                 try:
                     writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
                     slots = self._written(writing)
                 except BaseException:
-                    transform.load_state_dict(before)
+                    transform.undo(before)
                     raise
         return self._index_of(slots, writing.single and not writing.resized)
 
@@ -126,11 +128,11 @@ class ReplayBuffer(SavedBuffer):
         """
         transform, storage = self._transform, self._storage
         with storage.mutex:
-            before = transform.state_dict()
+            before = transform.remember()
             try:
                 slots = self._written(transform.flush(Writing(None, storage.ndim, storage.ndim - 1)))
             except BaseException:
-                transform.load_state_dict(before)
+                transform.undo(before)
                 raise
         made: Tensor = self._index_of(slots, False)
         return made
@@ -189,14 +191,21 @@ class ReplayBuffer(SavedBuffer):
         Raises:
             ValueError: no batch size here or in the constructor.
             RuntimeError: nothing is stored.
+            OutOfMemoryError: there is no memory for the batch; nothing was drawn where it has more than 2**20 rows and
+                needs more than is free.
         """
         n = self._batch_size
         if n is None or (batch_size is not None and batch_size != n):
             n = self._agreed_batch_size(batch_size)
-        if self._prefetcher is not None:
-            batch, info, _ = self._prefetcher.next(n)
-        else:
-            batch, info = self._reader.sample(n, return_info or self._track_generations)
+        if n > MANY_ROWS:
+            self._reader.check_room(n)
+        try:
+            if self._prefetcher is not None:
+                batch, info, _ = self._prefetcher.next(n)
+            else:
+                batch, info = self._reader.sample(n, return_info or self._track_generations)
+        except MemoryError as error:
+            raise OutOfMemoryError(f"no memory for a batch of {n} rows ({error}); sample fewer") from error
         return (batch, info) if return_info else batch
 
     def _agreed_batch_size(self, batch_size: int | None) -> int:
@@ -218,6 +227,8 @@ class ReplayBuffer(SavedBuffer):
         """Batches for ever; with a sampler without replacement, to the end of the epoch."""
         if self._batch_size is None:
             raise ValueError("iterating needs a batch size: give one to the buffer's constructor")
+        if self._batch_size > MANY_ROWS:
+            self._reader.check_room(self._batch_size)
         while True:
             if self._prefetcher is not None:
                 batch, _, last = self._prefetcher.next(self._batch_size)
@@ -284,9 +295,20 @@ class ReplayBuffer(SavedBuffer):
 
     def _replacing(self, items: Any) -> Any:
         """Data that replace stored steps, as they are stored: no next piece of what was written before."""
-        if not self._transform.transforms:
+        transform, storage = self._transform, self._storage
+        if not transform.transforms:
             return items
-        return self._transform.write(Writing(items, self._storage.ndim, self._time_dim, in_place=True)).items
+        if not transform.write_in_order:
+            return transform.write(Writing(items, storage.ndim, self._time_dim, in_place=True)).items
+        with storage.mutex:
+            if type(items) is list:
+                items = stack_rows(items, self._time_dim)
+            before = transform.remember()
+            try:
+                return transform.write(Writing(items, storage.ndim, self._time_dim, in_place=True)).items
+            except BaseException:
+                transform.undo(before)
+                raise
 
     # ---- what prioritised samplers take; others ignore it ----
     def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:

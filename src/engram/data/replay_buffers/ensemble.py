@@ -16,6 +16,7 @@ from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.together import EnsembleReader
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
+from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
 
 
@@ -30,7 +31,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     Args:
         rbs: the members; or
         storages, samplers, writers: the parts to make members of; a StorageEnsemble brings their transforms.
-        transform: what whole batches go through.
+        transform: what whole batches go through on reading; nothing is written through an ensemble.
         batch_size: rows of a batch, of all members together.
         collate_fn: makes a batch of the list of the members' batches; they are stacked if None.
         collate_fns: for each member, instead of its own.
@@ -42,6 +43,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
 
     Raises:
         ValueError: settings that contradict each other; a batch size that does not divide.
+        TypeError: a common transform that changes what is written.
 
     Example:
         >>> small, large = (ReplayBuffer(storage=LazyTensorStorage(10 ** k)) for k in (1, 2))
@@ -95,6 +97,13 @@ class ReplayBufferEnsemble(ReplayBuffer):
             collate_fn=collate_fn,
             **kwargs,
         )
+
+    def _check_transform(self, transform: Transform) -> None:
+        if transform.changes_what_is_written():
+            raise TypeError(
+                f"{transform.kind} changes what is written, and nothing is written through an ensemble: give it to the "
+                "members; for reading only, give the ensemble a callable, or one that names in_keys and no in_keys_inv"
+            )
 
     def _wire(self) -> None:
         self._check_parts()

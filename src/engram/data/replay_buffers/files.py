@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from engram import _native
 from engram.data.replay_buffers.layout import RowLayout
-from engram.data.replay_buffers.utils import free_memory, human_bytes
+from engram.data.replay_buffers.utils import free_memory, human_bytes, open_regular
 from engram.errors import StorageError
 
 FILE_NAME = "rows.engram"
@@ -62,15 +63,24 @@ def open_shared_memory(size: StoreSize) -> int:
     """A descriptor of memory that processes share and that goes with the last of them."""
     refuse_if_memory_is_short(size)
     fd = os.memfd_create("engram", os.MFD_CLOEXEC)
-    os.ftruncate(fd, size.total_bytes)
+    try:
+        os.ftruncate(fd, size.total_bytes)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError):
+            raise _no_file(error, size.total_bytes, "shared memory") from error
+        raise
     return fd
 
 
 def open_temporary(size: StoreSize) -> int:
     """A descriptor of an unlinked file in TMPDIR, with its space reserved."""
-    folder = tempfile.gettempdir()
-    handle, path = tempfile.mkstemp(prefix="engram-", dir=folder)
-    os.unlink(path)
+    try:
+        folder = tempfile.gettempdir()
+        handle, path = tempfile.mkstemp(prefix="engram-", dir=folder)
+        os.unlink(path)
+    except OSError as error:
+        raise StorageError(f"a temporary file cannot be made: {error}; set TMPDIR to a folder for it") from error
     try:
         reserve(handle, size, folder)
     except BaseException:
@@ -88,9 +98,20 @@ def reserve(fd: int, size: StoreSize, folder: str | os.PathLike[str]) -> None:
     try:
         os.posix_fallocate(fd, 0, size.total_bytes)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(size, folder, available) from error
-        raise StorageError(f"cannot reserve {human_bytes(size.total_bytes)} in {os.fspath(folder)}: {error}") from error
+        raise _no_file(error, size.total_bytes, os.fspath(folder)) from error
+
+
+def _no_file(error: OSError, nbytes: int, where: str) -> StorageError:
+    """The error for a file that cannot get its size."""
+    said = f"cannot reserve {human_bytes(nbytes)} in {where}: {error.strerror or error}"
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if error.errno == errno.EFBIG and most != resource.RLIM_INFINITY and nbytes > most:
+        said += f". Files of this process may have {human_bytes(most)} (RLIMIT_FSIZE, `ulimit -f`): raise that limit"
+    elif error.errno == errno.EFBIG:
+        said += ". The file system has no files of this size"
+    return StorageError(said)
 
 
 def _disk_full(size: StoreSize, folder: Any, available: int) -> StorageError:
@@ -106,7 +127,12 @@ def create_named(folder: Path, size: StoreSize, prepare: Any) -> bool:
 
     `prepare(store)` sets what the header must say before anybody sees the file.
     """
-    with _made(folder), _nameless(folder) as (fd, source), _directory(folder) as fd_of_folder:
+    with (
+        _as_storage_errors(folder),
+        _made(folder),
+        _nameless(folder) as (fd, source),
+        _directory(folder) as fd_of_folder,
+    ):
         reserve(fd, size, folder)
         store = size.create(fd)
         prepare(store)
@@ -118,6 +144,78 @@ def create_named(folder: Path, size: StoreSize, prepare: Any) -> bool:
             return False
         os.fsync(fd_of_folder)
     return True
+
+
+def has_store(folder: Path) -> bool:
+    """Whether something has the name of a store's file in a folder; StorageError where the system does not say."""
+    try:
+        os.lstat(folder / FILE_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be looked into: {error.strerror}") from error
+    return True
+
+
+def open_store(folder: Path) -> int:
+    """A descriptor of the store's file in a folder.
+
+    Raises:
+        StorageError: there is none, or what has its name cannot be opened as one.
+    """
+    path = folder / FILE_NAME
+    try:
+        return open_regular(path, os.O_RDWR)
+    except FileNotFoundError:
+        raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})") from None
+    except OSError as error:
+        reason = error.strerror
+        if path.is_symlink():
+            reason = "it is a symbolic link, which is not followed; open the folder that the file lies in"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            reason = f"{reason}; a store is opened for reading and writing"
+        raise StorageError(f"{path} cannot be opened: {reason}") from error
+
+
+def reserve_holes(fd: int, nbytes: int, path: Path) -> None:
+    """Takes the space that a copy has left out (`cp --sparse`, `rsync -S`).
+
+    A write there could find the disk full, which is a bus error in a map.
+
+    The caller is alone with the file: where the file system cannot do it, the library writes into each block.
+    """
+    # Either alone is not enough: a file has blocks that are not its bytes, and space that nobody wrote yet is a hole.
+    whole = os.fstat(fd).st_blocks * 512 >= nbytes and _first_hole(fd) >= nbytes
+    if whole or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            return  # nothing can be reserved there
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_file(error, nbytes, str(path)) from error
+        missing, free = nbytes - os.fstat(fd).st_blocks * 512, os.statvfs(path.parent)
+        raise StorageError(
+            f"not enough disk space: {path} has holes (a copy that leaves zeros out makes them), which need "
+            f"{human_bytes(max(missing, 0))}, and {human_bytes(free.f_bavail * free.f_frsize)} are free there. Free "
+            "some, or copy it to another disk; it is unchanged"
+        ) from error
+
+
+def _first_hole(fd: int) -> int:
+    try:
+        return os.lseek(fd, 0, os.SEEK_HOLE)
+    except (OSError, AttributeError):  # a file system, or a system, that does not say
+        return 0
+
+
+@contextlib.contextmanager
+def _as_storage_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"a store cannot be made in {folder}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -183,7 +281,7 @@ def remove_leftovers(folder: Path) -> None:
     """Removes what makers that were killed left under a temporary name."""
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
         with contextlib.suppress(OSError):  # somebody is making it, or another has just removed it
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = open_regular(path, os.O_RDWR)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(path)

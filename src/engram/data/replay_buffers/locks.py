@@ -15,11 +15,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
+from engram.data.replay_buffers.utils import open_regular
 from engram.errors import StorageError, StorageInUseError
 
 # Far behind the last byte of any store: locks need no bytes behind them.
 _EVERYBODY = 1 << 60
 _LANES = _EVERYBODY + 1
+_DESCRIPTORS = "/proc/self/fd"
 _PATIENCE = 10.0  # seconds that an opener waits for one who is alone with the store
 
 _live: weakref.WeakSet[LaneLocks] = weakref.WeakSet()
@@ -45,9 +47,18 @@ class LaneLocks:
         self._broken = ""
         # A description of its own for the locks: a map keeps the description that it was made through alive, so a
         # process that dies would hold its locks for as long as a child that it had forked keeps the map.
-        self._locked = self._own_description()
+        try:
+            # A file without a name, where there is no /proc, cannot be opened again; then forked children are refused.
+            self._locked = self._own_description() if reopen or os.path.isdir(_DESCRIPTORS) else os.dup(fd)
+        except BaseException:
+            os.close(fd)
+            raise
         self._closer = weakref.finalize(self, _close, fd, self._locked)
-        self._join(needs, mend)
+        try:
+            self._join(needs, mend)
+        except BaseException:
+            self._closer()  # now: the error may be kept for long, and with it what it came through
+            raise
         _live.add(self)
 
     def take_lane(self, lane: int) -> bool:
@@ -91,7 +102,7 @@ class LaneLocks:
             return
         try:
             mine = self._own_description()
-        except OSError as error:
+        except (OSError, StorageError) as error:
             # With the parent's description the child would believe to hold what its parent holds.
             self._broken = f"this forked process could not open the store for itself: {error}"
             return
@@ -110,11 +121,15 @@ class LaneLocks:
 
     def _own_description(self) -> int:
         try:
-            return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)  # whatever the file is called now
+            return os.open(f"{_DESCRIPTORS}/{self.fd}", os.O_RDWR | os.O_CLOEXEC)  # whatever the file is called now
         except OSError:
             if not self._reopen:
                 raise
-        return os.open(self._reopen, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_regular(self._reopen, os.O_RDWR)
+        if not os.path.samestat(os.fstat(fd), os.fstat(self.fd)):
+            os.close(fd)
+            raise StorageError(f"{self._reopen} is another file by now")
+        return fd
 
     def _join(self, needs: Callable[[], bool] | None = None, mend: Callable[[], None] | None = None) -> None:
         """Takes the shared lock; whoever comes first, alone, mends before."""
@@ -126,6 +141,11 @@ class LaneLocks:
                 return
             if _lock(self._locked, fcntl.F_RDLCK, _EVERYBODY):
                 if needs is None or not needs():
+                    # Whoever was here before us has looked for what is only seen, and mended, alone; and if they died
+                    # before they had, we are alone now.
+                    if mend is not None and self.try_alone():
+                        mend()
+                        self.not_alone()
                     return
                 # Whoever was mending died in the middle of it: come in again, alone if possible.
                 _lock(self._locked, fcntl.F_UNLCK, _EVERYBODY)

@@ -21,7 +21,9 @@ from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage
 from engram.data.replay_buffers.writers.base import Writer
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter
+from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
+from engram.transforms.foreign import as_transform
 
 _DEFAULT_CAPACITY = 1000
 
@@ -58,9 +60,7 @@ class BufferParts:
         self._generator = generator
         self._track_generations = track_generations
         self._pin_memory = pin_memory and torch.cuda.is_available()
-        self._transform = (
-            transform if isinstance(transform, Compose) else Compose(*([] if transform is None else [transform]))
-        )
+        self._transform: Compose = transform  # made one by __setattr__
         if prefetch is not None and prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more, got {prefetch}")
         self._prefetch = prefetch or 0
@@ -75,6 +75,24 @@ class BufferParts:
 
     def _default_writer(self) -> Writer:
         return RoundRobinWriter()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Users set `rb._transform`. A property would cost its call at each write; this costs nothing there.
+        if name != "_transform":
+            object.__setattr__(self, name, value)
+            return
+        compose = value if isinstance(value, Compose) else Compose(*([] if value is None else [value]))
+        for transform in compose:
+            self._check_transform(transform)
+        if "_reader" not in self.__dict__:
+            object.__setattr__(self, name, compose)
+            return
+        with self._undisturbed():
+            object.__setattr__(self, name, compose)
+            self._reader.transform = compose
+
+    def _check_transform(self, transform: Transform) -> None:
+        """Raises TypeError for a transform that does not work here."""
 
     def _share(self) -> None:
         if isinstance(self._storage, LazyTensorStorage):
@@ -202,15 +220,23 @@ class BufferParts:
         return old
 
     def append_transform(self: B, transform: Any, *, invert: bool = False) -> B:
-        """Adds a transform at the end; with `invert` a callable is applied on writing instead of on reading."""
+        """Adds a transform at the end; with `invert` a callable is applied on writing instead of on reading.
+
+        Raises:
+            TypeError: it is no transform, or has an inverse that cannot be called.
+        """
+        made = as_transform(transform, invert)
+        self._check_transform(made)
         with self._undisturbed():
-            self._transform.append(transform, invert=invert)
+            self._transform.append(made)
         return self
 
     def insert_transform(self: B, index: int, transform: Any, *, invert: bool = False) -> B:
-        """Adds a transform before the one at `index`."""
+        """Adds a transform before the one at `index`; errors as `append_transform`."""
+        made = as_transform(transform, invert)
+        self._check_transform(made)
         with self._undisturbed():
-            self._transform.insert(index, transform, invert=invert)
+            self._transform.insert(index, made)
         return self
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:

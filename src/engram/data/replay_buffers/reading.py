@@ -16,9 +16,14 @@ from engram.data.replay_buffers.samplers.base import Sampler, redrawn
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.list import ListStorage, copied
 from engram.data.replay_buffers.trees import put_entry
+from engram.data.replay_buffers.utils import free_memory, human_bytes
+from engram.errors import OutOfMemoryError
 from engram.transforms.compose import Compose
 
 _ROUNDS = 8  # of drawing again; then row by row
+_SAID = 64  # bytes that a draw takes for a row: its slot, its slice, its weight
+MANY_ROWS = 1 << 20  # smaller batches are tried without a look at what memory is free
+BEYOND_MEMORY = 1 << 46  # rows
 
 
 class Ticket(NamedTuple):
@@ -74,6 +79,21 @@ class Reader:
     def entries(self, index: Any, info: dict[str, Any]) -> dict[str, Any]:
         """What batches get at their root."""
         return {} if self._attach is None else self._attach(index, info) or {}
+
+    def check_room(self, n: int) -> None:
+        """OutOfMemoryError where a batch of n rows cannot be held, before anything is drawn."""
+        most_rows = getattr(self.sampler, "most_rows", None)
+        if most_rows is not None:
+            refuse_if_too_many(most_rows(self.storage, n) if n < BEYOND_MEMORY else n, self.row_bytes, n)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in a batch, with what is said of it; of lists on average."""
+        layout, stored = getattr(self.storage, "layout", None), len(self.storage)
+        if layout is None:
+            stored_bytes = self.storage.nbytes // stored if isinstance(self.storage, ListStorage) and stored else 0
+            return _SAID + stored_bytes
+        return _SAID + sum(int(leaf.nbytes) for leaf in layout.leaves)
 
     def draw(self, n: int) -> Ticket:
         """Asks the sampler."""
@@ -151,6 +171,16 @@ class Reader:
             if bad == (None, None):
                 return self.storage.outward(slots), batch, generation
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
+
+
+def refuse_if_too_many(rows: int, row_bytes: int, batch_size: int) -> None:
+    """OutOfMemoryError where so many rows, of a batch of this size, do not fit into what is free."""
+    free = free_memory()
+    if rows >= BEYOND_MEMORY or (free is not None and rows * row_bytes > free):
+        there = "" if free is None else f", {human_bytes(free)} are free"
+        raise OutOfMemoryError(
+            f"batch_size={batch_size} needs {human_bytes(rows * row_bytes)}{there}; sample fewer. Nothing was drawn"
+        )
 
 
 def _own(sampler: Any, name: str) -> Any:

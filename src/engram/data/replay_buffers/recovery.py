@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from engram import _native
-from engram.data.replay_buffers.files import FILE_NAME, remove_leftovers
+from engram.data.replay_buffers.files import FILE_NAME, open_store, remove_leftovers, reserve_holes
 from engram.data.replay_buffers.locks import LaneLocks
 from engram.data.replay_buffers.utils import boot_id
 from engram.errors import StorageError
@@ -23,10 +23,7 @@ class Session:
 
     def __init__(self, folder: Path) -> None:
         path = folder / FILE_NAME
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})") from None
+        self._path, self._fd = path, fd = path, open_store(folder)
         try:
             self.store = _native.Store.open(fd, os.fstat(fd).st_size)
         except (RuntimeError, ValueError) as error:
@@ -34,7 +31,10 @@ class Session:
             raise StorageError(f"{path} cannot be opened: {error}") from error
         self.dropped = 0
         self._wrote = False
-        self.locks = LaneLocks(fd, str(path.absolute()), needs=self._needs_mending, mend=self._mend)
+        try:
+            self.locks = LaneLocks(fd, str(path.absolute()), needs=self._needs_mending, mend=self._mend)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be locked: {error}") from error
         if self.dropped:
             _log.warning("%s: %d rows that a power cut had torn were dropped", path, self.dropped)
 
@@ -75,17 +75,24 @@ class Session:
     # ---- when nobody else has the store open ----
     def _needs_mending(self) -> bool:
         s = self.store
-        return s.edits % 2 == 1 or s.incarnation % 2 == 1 or s.interrupted or self._machine_stopped()
+        return s.edits % 2 == 1 or s.incarnation % 2 == 1 or s.interrupted or self._machine_stopped(unless_known=False)
 
-    def _machine_stopped(self) -> bool:
-        s = self.store
-        return not s.clean and s.boot_id not in (boot_id(), bytes(16))
+    def _machine_stopped(self, unless_known: bool) -> bool:
+        """Whether the machine stopped while somebody wrote; `unless_known` where the system does not say."""
+        s, now = self.store, boot_id()
+        if s.clean:
+            return False
+        if not any(now) or not any(s.boot_id):
+            return unless_known
+        return bool(s.boot_id != now)
 
     def _mend(self) -> None:
+        reserve_holes(self._fd, self.store.total_bytes, self._path)
         self.store.mend()
         if self.store.interrupted or self.store.edits % 2:
             self.store.finish_interrupted()
-        if self._machine_stopped():
+        # Alone, and nothing says that the machine is the same as then: the rows do.
+        if self._machine_stopped(unless_known=True):
             self.dropped = self.store.recover()
             self.store.boot_id = boot_id()  # for whoever opens it next; after another power cut all is scanned again
 

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.reading import Reader, Ticket, stack_items
+from engram.data.replay_buffers.reading import Reader, Ticket, refuse_if_too_many, stack_items
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.trees import put_entry
 from engram.transforms.compose import Compose
@@ -47,6 +47,11 @@ class EnsembleReader:
         alike = all(reader.attaches == readers[0].attaches for reader in readers)
         self._at_once = alike and collate_fn is None and all(reader.only_reads for reader in readers)
         self.lock = threading.RLock()
+
+    def check_room(self, n: int) -> None:
+        """OutOfMemoryError where a batch of n rows cannot be held, before anything is drawn."""
+        # Members give equal parts, over the ends of epochs if need be.
+        refuse_if_too_many(n, max(reader.row_bytes for reader in self.readers), n)
 
     def draw(self, n: int) -> Ticket:
         """Asks the sampler for members, and their samplers for rows."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from typing import Any
 
 import torch
@@ -44,6 +46,19 @@ def human_bytes(n: float) -> str:
             return f"{n:.3g} {unit}"
         n /= 1000
     return f"{n:.3g} TB"
+
+
+def open_regular(path: str | os.PathLike[str], flags: int, dir_fd: int | None = None) -> int:
+    """Opens a file that is one: an OSError, at once, for links, pipes, devices and folders."""
+    # O_NONBLOCK means nothing for files; a pipe put in one's place must not make us wait for its other end.
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def boot_id() -> bytes:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from engram.data.replay_buffers.checkpointers.directory import (
 from engram.data.replay_buffers.checkpointers.locks import FileLock
 from engram.data.replay_buffers.checkpointers.reading import SnapshotReader
 from engram.data.replay_buffers.checkpointers.sealed import digest, seal
+from engram.data.replay_buffers.utils import open_regular
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 _MOST_OPEN_FILES = 64
@@ -156,7 +158,7 @@ class SnapshotWriter:
         os.close(self._create(name))
         path = self._directory.path(self.name, name)
         yield path
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_regular(path, os.O_RDWR)
         self._unsynced.append(fd)
         nbytes, hasher = 0, xxhash.xxh3_128()
         while block := os.read(fd, _PIECE):
@@ -252,7 +254,7 @@ class SnapshotWriter:
 @contextmanager
 def _only_saver(directory: CheckpointDirectory) -> Iterator[None]:
     path = directory.path(LOCK)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    fd = _open_lock(path)
     try:
         lock = FileLock(fd, exclusive=True)
     except BlockingIOError:
@@ -261,6 +263,17 @@ def _only_saver(directory: CheckpointDirectory) -> Iterator[None]:
         ) from None
     with lock:
         yield
+
+
+def _open_lock(path: str) -> int:
+    try:
+        return open_regular(path, os.O_RDWR)
+    except FileNotFoundError:
+        pass
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except FileExistsError:  # another save made it first
+        return open_regular(path, os.O_RDWR)
 
 
 @contextmanager
@@ -286,6 +299,10 @@ def _as_checkpoint_errors(root: str) -> Iterator[_Needs]:
             what += f" ({error.filename})"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             what += f"; the save needs about {needs.nbytes:,} bytes, {_free_bytes(root):,} are free now"
+        if error.errno == errno.EFBIG:
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            limited = most != resource.RLIM_INFINITY
+            what += f"; files of this process may have {most:,} bytes (RLIMIT_FSIZE, `ulimit -f`)" if limited else ""
         raise CheckpointError(f"{what}; what was saved there before is untouched") from error
 
 

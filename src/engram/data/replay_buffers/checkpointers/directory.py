@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 
 from engram.data.replay_buffers.checkpointers.locks import FileLock
 from engram.data.replay_buffers.checkpointers.sealed import seal, unseal
+from engram.data.replay_buffers.utils import open_regular
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 CURRENT = "CURRENT"
@@ -20,6 +20,8 @@ MARKER_CONTENT = b"engram snapshot: this directory belongs to engram, which remo
 
 FORMAT = "engram snapshot"
 VERSION = 1
+
+LARGEST_MANIFEST = 1 << 28  # a sparse file of any size costs nothing to make
 
 _SNAPSHOT_NAME = re.compile(r"g-(\d{6,18})", re.ASCII)
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*", re.ASCII)
@@ -52,15 +54,7 @@ def open_below(directory: int, name: str, flags: int = os.O_RDONLY) -> int:
             return open_below(folder, last, flags)
         finally:
             os.close(folder)
-    # O_NONBLOCK: a pipe put in the file's place must not make us wait for its other end
-    fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{name} is not a regular file")
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+    return open_regular(name, flags, directory)
 
 
 def open_folder_below(directory: int, name: str) -> int:
@@ -116,6 +110,9 @@ class CheckpointDirectory:
         """Moves CURRENT: everything that `pointer` names must be on disk before this is called."""
         aside = self.path(CURRENT + ".new")
         document = {"format": _POINTER_FORMAT, "version": 1, "snapshot": pointer.snapshot, "manifest": pointer.manifest}
+        # Whatever has this name, of a killed save or put there: to open it could write to a file outside, or wait.
+        if _exists(aside):
+            os.unlink(aside)
         try:
             _write_synced(aside, seal(document))
             os.replace(aside, self.path(CURRENT))
@@ -175,11 +172,11 @@ class CheckpointDirectory:
     def remove(self, name: str) -> bool:
         """Removes a marked snapshot that nobody reads. Killed half-way, it is not a whole one and still marked."""
         try:
-            lock = FileLock(os.open(self.path(name, MARKER), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), exclusive=True)
+            lock = FileLock(open_regular(self.path(name, MARKER), os.O_RDWR), exclusive=True)
         except BlockingIOError:
             return False
         with lock:
-            if _exists(self.path(name, MANIFEST)):
+            if _exists(self.path(name, MANIFEST)) and not self._is_folder(name, MANIFEST):
                 os.unlink(self.path(name, MANIFEST))
             _remove_content(self.path(name), except_for=MARKER)
             os.unlink(self.path(name, MARKER))
@@ -188,14 +185,8 @@ class CheckpointDirectory:
 
     def _read(self, *names: str, most: int) -> bytes:
         """The beginning of a file; OSError when it is none."""
-        fd = os.open(self.path(*names), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "it is not a regular file", self.path(*names))
-            with open(fd, "rb", closefd=False) as file:
-                return file.read(most)
-        finally:
-            os.close(fd)
+        with open(open_regular(self.path(*names), os.O_RDONLY), "rb") as file:
+            return file.read(most)
 
     def _pointer(self, data: bytes) -> Pointer:
         try:
@@ -224,11 +215,15 @@ class CheckpointDirectory:
 
     def _is_finished(self, name: str) -> bool:
         try:
-            with open(self.path(name, MANIFEST), "rb") as file:
-                unseal(file.read())
-        except (FileNotFoundError, IsADirectoryError, ValueError):
+            if not stat.S_ISREG(os.lstat(self.path(name, MANIFEST)).st_mode):
+                return False
+            unseal(self._read(name, MANIFEST, most=LARGEST_MANIFEST + 1))
+        except (FileNotFoundError, ValueError):
             return False
         return True
+
+    def _is_folder(self, *names: str) -> bool:
+        return stat.S_ISDIR(os.lstat(self.path(*names)).st_mode)
 
     def _remove_if_empty(self, name: str) -> None:
         try:
@@ -251,7 +246,7 @@ def _number(name: str) -> int:
 
 
 def _write_synced(path: str, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         while data:
             data = data[os.write(fd, data) :]

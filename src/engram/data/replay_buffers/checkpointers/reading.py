@@ -17,6 +17,7 @@ import numpy as np
 from engram.data.replay_buffers.checkpointers.directory import (
     CURRENT,
     FORMAT,
+    LARGEST_MANIFEST,
     MANIFEST,
     MARKER,
     MARKER_CONTENT,
@@ -35,7 +36,6 @@ from engram.errors import CheckpointError, CorruptCheckpointError
 THREADS = 2  # that read, hash and copy: a disk answers several faster than one
 _BLOCK = 1 << 22  # copied at a time
 _ATTEMPTS = 1000
-_LARGEST_MANIFEST = 1 << 28  # a sparse file of any size costs nothing to make
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
 
 
@@ -208,8 +208,8 @@ class SnapshotReader:
     def _load_manifest(self, expected: str | None) -> None:
         try:
             with open(self._open_file(MANIFEST), "rb") as file:
-                if os.fstat(file.fileno()).st_size > _LARGEST_MANIFEST:
-                    raise ValueError(f"it has more than {_LARGEST_MANIFEST:,} bytes")
+                if os.fstat(file.fileno()).st_size > LARGEST_MANIFEST:
+                    raise ValueError(f"it has more than {LARGEST_MANIFEST:,} bytes")
                 data = file.read()
             document = unseal(data)
         except (OSError, ValueError) as error:

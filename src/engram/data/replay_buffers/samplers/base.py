@@ -54,6 +54,10 @@ class Sampler(abc.ABC):
             RuntimeError: the storage is empty.
         """
 
+    def most_rows(self, storage: Storage, batch_size: int) -> int:
+        """The most rows that a batch of this size can have: asked before a huge one is drawn."""
+        return batch_size
+
     def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
         """Other rows for some places of a batch, whose rows were overwritten while they were read.
 
@@ -173,6 +177,12 @@ class Sampler(abc.ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+def stored_rows(storage: Storage) -> int:
+    """How many rows there are, of all environments."""
+    lanes = storage.lanes
+    return 0 if lanes is None else sum(s["published"] - s["first"] for s in lanes.states()) * lanes.strands
 
 
 def check_counts(values: Any, least: int = 0) -> None:

@@ -29,6 +29,7 @@ class PrioritizedSliceSampler(HasPriorities, SliceSampler):
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as `PrioritizedSampler`.
         Others: as `SliceSampler`; `span` must be False, as windows that begin before their trajectory have no start.
+            There is no `weight`: priorities decide.
 
     Raises:
         ValueError: a setting that is not allowed.

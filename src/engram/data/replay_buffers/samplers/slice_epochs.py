@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.samplers.base import EpochInfo, Index, check_counts, check_epoch
+from engram.data.replay_buffers.samplers.base import EpochInfo, Index, check_counts, check_epoch, stored_rows
 from engram.data.replay_buffers.samplers.slices import SliceSampler
 from engram.data.replay_buffers.utils import slots_tensor
 
@@ -24,7 +24,10 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     Args:
         drop_last: leave out a last batch that is not full.
         shuffle: trajectories in random order; else lane by lane, strand by strand, oldest first.
-        Others: as SliceSampler.
+        Others: as SliceSampler; there is no `weight`.
+
+    Raises:
+        TypeError: a `weight`.
 
     Example:
         >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode", shuffle=False)
@@ -35,6 +38,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     """
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
+        if "weight" in slices:
+            raise TypeError("an epoch has each trajectory once: there is no weight; use SliceSampler")
         super().__init__(**slices)
         self.drop_last = drop_last
         self.shuffle = shuffle
@@ -49,6 +54,9 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         info = EpochInfo(said)
         info.epoch = self._drawn_from
         return index, info
+
+    def most_rows(self, storage: Storage, batch_size: int) -> int:
+        return min(batch_size, stored_rows(storage))
 
     def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
         """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""

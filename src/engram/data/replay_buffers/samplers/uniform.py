@@ -16,6 +16,7 @@ from engram.data.replay_buffers.samplers.base import (
     check_counts,
     check_epoch,
     redrawn,
+    stored_rows,
 )
 from engram.data.replay_buffers.samplers.listed import ListedWalk, check_list, listed_epoch
 from engram.data.replay_buffers.utils import slots_tensor
@@ -93,6 +94,9 @@ class SamplerWithoutReplacement(Sampler):
             if len(slots) and not (self.drop_last and len(slots) < batch_size):
                 return (storage.outward(slots) if storage.ndim > 1 else slots), info
         raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
+
+    def most_rows(self, storage: Storage, batch_size: int) -> int:
+        return min(batch_size, stored_rows(storage))
 
     def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
         """Other rows of the same epoch for those that were lost; where it has no more, the batch has fewer rows."""

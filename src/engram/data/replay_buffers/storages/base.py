@@ -19,7 +19,7 @@ from torch import Tensor
 from engram.data.replay_buffers.checkpointers.opening import open_saved
 from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.indexing import Selection, outward, select, stored_slots
-from engram.data.replay_buffers.lanes import Lanes, check_numbers
+from engram.data.replay_buffers.lanes import Lanes, check_numbers, tell_of_copy
 from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.rows import expand_slots
 from engram.data.replay_buffers.trees import Path, entry, show
@@ -62,6 +62,7 @@ class Storage(abc.ABC):
         self.shifts = []
         self._attached: weakref.WeakSet[Any] = weakref.WeakSet()
         self.mutex = threading.RLock()
+        self._forked_from = 0  # the process that had this storage, without rows, when it forked this one
         _live.add(self)
 
     # ---- facts ----
@@ -95,7 +96,16 @@ class Storage(abc.ABC):
         return self.lanes is not None and self.lanes.is_full
 
     def __len__(self) -> int:
-        return 0 if self.lanes is None else len(self.lanes)
+        lanes = self.lanes
+        if lanes is None:
+            self._tell_of_copy()
+            return 0
+        return len(lanes)
+
+    def _tell_of_copy(self) -> None:
+        """Warns where this process was forked before there was anything to share."""
+        parent, self._forked_from = self._forked_from, 0
+        tell_of_copy(parent)
 
     # ---- the write path: check, then append or overwrite ----
     @abc.abstractmethod
@@ -363,6 +373,8 @@ class Storage(abc.ABC):
         self.mutex = threading.RLock()
         if self.lanes is not None:
             self.lanes.mutex = self.mutex
+        else:
+            self._forked_from = os.getppid()
         for buffer in list(self._attached):
             if hasattr(buffer, "after_fork"):
                 buffer.after_fork()

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.data.replay_buffers.border import ItemBorder
 from engram.data.replay_buffers.checkpointers.counters import Counters
 from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
@@ -43,6 +44,7 @@ class ListStorage(Storage):
     def _start(self, max_size: int | None) -> None:
         self._lanes = Lanes.in_memory(max_size or _NO_LIMIT)
         self._lanes.mutex = self.mutex
+        self._border = ItemBorder(self._lanes)
 
     def limit(self, max_size: int) -> None:
         """Gives an empty storage without limit a size."""
@@ -83,6 +85,8 @@ class ListStorage(Storage):
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor:
         rows = checked.data[:most]
+        if self._border.begins(self._items, self._max_size or _NO_LIMIT, rows):
+            self._lanes.mark_seam()
         slots = self._lanes.advance(len(rows))
         for slot, item in zip(slots.tolist(), rows, strict=True):
             if slot < len(self._items):
@@ -118,6 +122,8 @@ class ListStorage(Storage):
         numbers: bool = False,
     ) -> Rows:
         """The items themselves, as a list; `extra` is for batches and ignored."""
+        if self._lanes.asleep:
+            self._lanes.wake()
         with self.mutex:
             found, n = slots.tolist(), len(self._items)
             if found and (min(found) < 0 or max(found) >= self._lanes.capacity):
@@ -202,8 +208,8 @@ class ListStorage(Storage):
             self._lanes.hold()  # as the writer of what is loaded: trajectories go on
             store.begin_restore()
             self._items[:] = items[first:] + items[:first]
-            origin = (lane["origin"] - shift) % (1 << 64)
-            store.restore_lane(0, base, published, origin, [s - shift for s in lane["seams"] if s > lane["base"]])
+            store.set_seams(0, base, published, [seam - shift for seam in lane["seams"] if seam > lane["base"]])
+            store.restore_lane(0, base, published, (lane["origin"] - shift) % (1 << 64))
             store.end_restore()
             self.shifts = [shift]
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from engram.data.replay_buffers.files import FILE_NAME, StoreSize, create_named, open_temporary
+from engram.data.replay_buffers.files import FILE_NAME, StoreSize, create_named, has_store, open_temporary
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import RowLayout
 from engram.data.replay_buffers.locks import LaneLocks
@@ -65,7 +65,7 @@ class LazyMemmapStorage(TableStorage):
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self._session: Session | None = None
         self.dropped = 0
-        if self.scratch_dir is not None and (self.scratch_dir / FILE_NAME).exists():
+        if self.scratch_dir is not None and has_store(self.scratch_dir):
             if not existsok:
                 raise StorageError(
                     f"{self.scratch_dir} holds a store already, which is never overwritten by accident: open it with "
@@ -83,7 +83,7 @@ class LazyMemmapStorage(TableStorage):
             StorageError: there is none, or its file is damaged.
         """
         folder = Path(scratch_dir)
-        if not (folder / FILE_NAME).exists():
+        if not has_store(folder):
             raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})")
         return cls(None, scratch_dir=folder, existsok=True, checkpointer=checkpointer)
 
@@ -150,6 +150,10 @@ class LazyMemmapStorage(TableStorage):
         lanes.mutex = self.mutex
         self._lanes, self._table = lanes, table
         self._max_size = self._asked_size = lanes.capacity
+
+    def _tell_of_copy(self) -> None:
+        if self.scratch_dir is None:  # else whoever writes first makes the file for all
+            super()._tell_of_copy()
 
     def _unmake(self) -> bool:
         # A named file stays: other processes may have it open by now.

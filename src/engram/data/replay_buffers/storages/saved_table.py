@@ -134,6 +134,11 @@ class SavedTable(Storage):
             self._lanes.hold()
             self._lanes.store.begin_restore()
         self._restoring = counters
+        if self._lanes is not None:
+            for i, lane in enumerate(counters["lanes"]):
+                shift = self._shift(i)
+                seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
+                self._lanes.store.set_seams(i, lane["base"] - shift, lane["published"] - shift, seams)
         self._order = None if layout is None or self._table is None else self._order_in(layout)
 
     def _order_in(self, layout: dict[str, Any]) -> Any:
@@ -155,10 +160,8 @@ class SavedTable(Storage):
         store = self._lanes.store
         for i, lane in enumerate(self._restoring["lanes"]):
             shift = self._shift(i)
-            store.restore_lane(
-                i, lane["base"] - shift, lane["published"] - shift, (lane["origin"] - shift) % (1 << 64),
-                [s - shift for s in lane["seams"] if s > lane["base"]],
-            )  # fmt: skip
+            origin = (lane["origin"] - shift) % (1 << 64)
+            store.restore_lane(i, lane["base"] - shift, lane["published"] - shift, origin)
         store.end_restore()
         self.shifts = [self._shift(i) for i in range(len(self._restoring["lanes"]))]
 

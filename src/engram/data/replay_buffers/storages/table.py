@@ -116,6 +116,7 @@ class TableStorage(SavedTable):
         """Makes the table for a layout and strands of this shape."""
         if self._asked_size is None:
             raise ValueError("this storage needs a max_size")
+        self._tell_of_copy()
         self._inner = inner
         try:
             lane_capacity = math.ceil(self._asked_size / (self._n_lanes * math.prod(inner)))
