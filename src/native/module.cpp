@@ -19,6 +19,13 @@ using namespace engram;
 
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a buffer that lives until the interpreter ends is no leak
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const SyncFailed& error) {
+      PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageError").ptr(), error.what());
+    }
+  });
   m.doc() = "The native core of engram: packed rows, lanes, and batches in and out.";
   m.attr("LOG_ENTRIES") = kLogEntries;
   m.attr("FEATURES") = feature_names(~uint64_t{0});
@@ -180,9 +187,15 @@ NB_MODULE(_native, m) {
       }, "published"_a)
       .def("sync_header", [](const Store& s) {
         nb::gil_scoped_release unlocked;
-        if (::msync(s.at(0), s.shape().rows_offset, MS_SYNC) != 0)
-          throw std::runtime_error(std::string("cannot sync the header: ") + std::strerror(errno));
+        if (!s.synced(0, s.shape().rows_offset)) throw SyncFailed("the header");
       })
+      .def_prop_ro("sync_failures", &Store::sync_failures)
+      .def("count_sync_failure", &Store::count_sync_failure)
+      .def("dirty_again", [](Store& s, const std::vector<uint64_t>& published) {
+        if (published.size() != s.shape().lanes) throw nb::value_error("one number for each lane");
+        nb::gil_scoped_release unlocked;
+        DirtyAgain(s).run(published);
+      }, "published"_a)
       .def("empty", [](const Store& s, bool reset_count) {
         if (s.saving()) s.saving()->settle();
         s.forget_seams();

@@ -161,7 +161,12 @@ class LazyMemmapStorage(TableStorage):
 
     # ---- life ----
     def flush(self) -> None:
-        """Rows appended so far survive a power cut. Costs a sync of the disk."""
+        """Rows appended so far survive a power cut. Costs a sync of the disk.
+
+        Raises:
+            StorageError: the disk failed, and no row counts as flushed that did not before. The next call writes all
+                of them again; it fails, too, where the system has dropped one meanwhile.
+        """
         if self._session is not None:
             self._session.flush()
 
@@ -170,10 +175,12 @@ class LazyMemmapStorage(TableStorage):
         if self._lanes is None:
             return
         with self.mutex:
-            if self._session is not None:
-                self._session.close()
-            self._lanes.close()
-            self._lanes = self._table = self._session = None
+            try:
+                if self._session is not None:
+                    self._session.close()
+            finally:
+                self._lanes.close()
+                self._lanes = self._table = self._session = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self._lanes is None or self._lanes.locks is None:
