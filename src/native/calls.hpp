@@ -84,6 +84,7 @@ inline nb::object next_slots(Store& store, uint64_t lane, size_t n) {
 
 // `most`: only so many of the first steps.
 inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most) {
+  store.must_be_writable();
   check_lane(store, lane);
   const size_t steps = most ? std::min(*most, plan.steps) : plan.steps;
   const Shape& s = store.shape();
@@ -325,6 +326,7 @@ inline nb::tuple gather_into(Store& store, const Codec& codec, nb::handle slots_
 
 // `rows_in`: the row of the plan that each slot takes; None: one after the other.
 inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan, nb::handle rows_in) {
+  store.must_be_writable();
   const SlotsArg given(nb::borrow(slots_in));
   const std::vector<int64_t> slots(given.data, given.data + given.n);  // what is checked is what is written
   std::vector<int64_t> rows;
@@ -354,6 +356,7 @@ inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan, nb::h
 
 // Changes of rows that are kept elsewhere: followers look at these slots again.
 inline void note_edits(Store& store, nb::handle slots_in) {
+  store.must_be_writable();
   const SlotsArg slots(nb::borrow(slots_in));
   for (size_t i = 0; i < slots.n; ++i)
     if (static_cast<uint64_t>(slots.data[i]) >= store.slots()) refuse_slots(store);
@@ -437,6 +440,7 @@ class EpochWalk {
 // Restored rows [strands, steps, payload bytes] with write numbers from `start` on, which nobody sees yet.
 inline void put_rows(Store& store, uint64_t lane, uint64_t start,
                      nb::ndarray<const uint8_t, nb::ndim<3>, nb::device::cpu> rows) {
+  store.must_be_writable();
   check_lane(store, lane);
   const Shape& s = store.shape();
   if (s.payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");

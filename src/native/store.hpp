@@ -202,11 +202,12 @@ class Store {
     return store;
   }
   // Maps a store that exists: `bytes` is the size of the file.
-  static std::shared_ptr<Store> open(int fd, size_t bytes) {
+  static std::shared_ptr<Store> open(int fd, size_t bytes, bool read_only = false) {
     if (bytes < sizeof(StoreHeader) || file_bytes(fd) < bytes)
       throw std::runtime_error("the file is shorter than " + std::to_string(std::max(bytes, sizeof(StoreHeader))) +
                                " bytes");
-    auto store = std::shared_ptr<Store>(new Store(Region::map(fd, bytes), fd));
+    auto store = std::shared_ptr<Store>(new Store(Region::map(fd, bytes, read_only), fd));
+    store->read_only_ = read_only;
     store->ready(checked_shape(store->at(0), bytes));
     return store;
   }
@@ -286,6 +287,11 @@ class Store {
   uint8_t* at(uint64_t offset) const { return region_->data() + offset; }
   std::shared_ptr<Region> region() const { return region_; }
   int fd() const { return fd_; }
+  bool read_only() const { return read_only_; }
+  // Before anything is stored: the map of an observer takes none.
+  void must_be_writable() const {
+    if (read_only_) throw std::invalid_argument("this store was opened to be observed: nothing can be written to it");
+  }
   // Whether the descriptor, which is the caller's, still is that of the mapped file, as long as the store.
   bool file_is_there() const {
     struct stat found;
@@ -346,6 +352,7 @@ class Store {
 
   std::shared_ptr<Region> region_;
   int fd_;
+  bool read_only_ = false;
   dev_t device_ = 0;
   ino_t inode_ = 0;
   PageAsker pages_;

@@ -361,13 +361,18 @@ class ReplayBuffer(SavedBuffer):
                     part.empty()
 
     @classmethod
-    def open(cls, scratch_dir: str | os.PathLike[str], **parts: Any) -> Any:
+    def open(cls, scratch_dir: str | os.PathLike[str], *, read_only: bool = False, **parts: Any) -> Any:
         """A buffer over the mapped store in a folder, as it was left by an exit, a crash or `kill -9`.
+
+        Args:
+            read_only: look at the rows only, beside a job that writes them: no lock is taken and nothing is repaired
+                or written, so the job may go on as if nobody looked. Works on a read-only file system.
+            parts: as the constructor takes them, storage apart.
 
         Raises:
             StorageError: there is no store, or its file is damaged.
         """
-        return cls(storage=LazyMemmapStorage.open(scratch_dir), **parts)
+        return cls(storage=LazyMemmapStorage.open(scratch_dir, read_only=read_only), **parts)
 
 
 def _is_int(index: Any) -> bool:

@@ -64,6 +64,7 @@ class Reader:
         self._index_is_slots = storage.ndim == 1 and type(sampler).__module__.startswith("engram.")
         self._finish = _own(sampler, "finish")
         self._replaced = _own(sampler, "replaced")
+        self._observes = storage.read_only
         self.lock = threading.RLock()  # samplers have state: one draw at a time
 
     @property
@@ -98,16 +99,23 @@ class Reader:
     def draw(self, n: int) -> Ticket:
         """Asks the sampler."""
         with self.lock:
-            index, info = self.sampler.sample(self.storage, n)
+            index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
             last = self.sampler.ran_out if hasattr(self.sampler, "ran_out") else False
         return Ticket(self.slots_of(index), index, info, last)
 
     def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and what there is to say about it."""
         with self.lock:
-            index, info = self.sampler.sample(self.storage, n)
+            index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
         slots: Any = index if self._index_is_slots else self.slots_of(index)
         return self.fetch(slots, index, info, numbers)
+
+    def _drawn(self, n: int) -> tuple[Any, dict[str, Any]]:
+        """A draw from rows that somebody else may empty or replace meanwhile: the read finds out which are there."""
+        drawn: tuple[Any, dict[str, Any]] = self.storage.believed(
+            lambda: self.sampler.sample(self.storage, n), only_errors=True
+        )
+        return drawn
 
     def fetch(self, slots: Tensor, index: Any, info: dict[str, Any], numbers: bool) -> tuple[Any, dict[str, Any]]:
         """Reads what was drawn: the batch, and `info` with its index (and generations with `numbers`)."""

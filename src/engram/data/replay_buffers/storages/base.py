@@ -51,6 +51,8 @@ class Storage(abc.ABC):
 
     ndim: int = 1
 
+    read_only = False  # whether it shows the rows of others and takes none
+
     def __init__(self, max_size: int | None, checkpointer: Any = None) -> None:
         if max_size is not None and (
             isinstance(max_size, bool) or not hasattr(max_size, "__index__") or not 0 < int(max_size) <= _MOST
@@ -185,6 +187,11 @@ class Storage(abc.ABC):
         lie in the memory of the whole. None: the rows do not lie alike, each storage must be read by itself.
         """
         return None
+
+    def believed(self, read: Callable[[], Any], only_errors: bool = False) -> Any:
+        """What `read` gives, of a moment in which nobody else changed rows that exist; `only_errors`: what it gives
+        need not be of one moment, but an error must."""
+        return read()
 
     def get(self, index: Any) -> Any:
         """The rows at an index, copied.
