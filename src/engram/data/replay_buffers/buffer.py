@@ -33,7 +33,8 @@ class ReplayBuffer(SavedBuffer):
             the batch for others.
         pin_memory: puts batches in page-locked memory.
         prefetch: how many batches threads prepare ahead.
-        transform: a Transform or a callable, applied on reading; its `inv` on writing.
+        transform: a Transform or a callable, applied on reading; its `inv` (in TorchRL's form also `_inv_call` or
+            `_inv_apply_transform`) on writing.
         batch_size: rows of a batch, where `sample` does not say it.
         dim_extend: the dimension of the data that is time; the last batch dimension.
         generator: draws come from here instead of torch's global generator; saved with the buffer.
