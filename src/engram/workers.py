@@ -184,6 +184,12 @@ class Worker:
         except OSError:
             self.raise_failure()
 
+    def post(self, message: Any) -> None:
+        """Sends a message without storages; a failure is told by `receive` only, after all that the worker said."""
+        self._refuse_if_closed()
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(_packed(message)[0])
+
     def send_bytes(self, message: bytes) -> None:
         """Sends bytes, for `Channel.receive_bytes`."""
         self._refuse_if_closed()
@@ -226,6 +232,14 @@ class Worker:
     def end_fileno(self) -> int:
         """Readable when the process has ended."""
         return self._end_fd
+
+    def kill(self, reason: str) -> NoReturn:
+        """Ends the process at once, whatever it does, and raises the WorkerError that says why."""
+        self._refuse_if_closed()
+        self._process.kill()
+        self._process.join()
+        self._error = WorkerError(self.name, "", self._process.exitcode, reason)
+        raise self._error
 
     def raise_failure(self) -> NoReturn:
         """The WorkerError of one that has failed or ended; what it said before is dropped."""

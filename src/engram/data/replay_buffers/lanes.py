@@ -180,6 +180,12 @@ class Lanes:
         self.store.publish(lane, self.store.claim(lane, steps), steps)
         return slots
 
+    def mark_seam(self) -> None:
+        """The next row that this process writes begins a trajectory. Takes no lane if none is held."""
+        with self.mutex:
+            if self._held is not None:
+                self.store.add_seam(self._held)
+
     def release(self) -> None:
         """Gives this process's lane back."""
         with self.mutex:
