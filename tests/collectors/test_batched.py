@@ -187,7 +187,7 @@ def test_later_batches_do_not_change_earlier_ones(mode):
 def test_observations_of_another_shape_than_the_space_are_refused(mode):
     made = collector([Countdown()], mode, Rule())
     made.env.engine.batched = lambda: np.zeros((1, 3), np.float32)
-    with pytest.raises(ValueError, match="'observation' of shape .* its space says"):
+    with pytest.raises(ValueError, match=r"'observation' of shape .* its space says"):
         made.rollout()
 
 

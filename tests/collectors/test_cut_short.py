@@ -108,7 +108,9 @@ def test_rows_stepped_before_an_error_are_handed_out_before_it_is_raised(way, ma
         collector.rollout()
     if way != "in processes":
         following = collector.rollout()
-        assert following.shape[-1] == 5 and following["collector", "traj_ids"].min() > batch["collector", "traj_ids"].max()
+        assert (
+            following.shape[-1] == 5 and following["collector", "traj_ids"].min() > batch["collector", "traj_ids"].max()
+        )
     env.close()
 
 

@@ -459,7 +459,7 @@ def test_an_observation_of_another_kind_than_its_space_is_stored_as_numpy_assign
 @pytest.mark.parametrize("policy", [None, nn.Sequential(nn.Linear(4, 2), nn.Tanh())], ids=["random", "module"])
 def test_an_observation_that_changes_its_shape_within_an_episode_is_refused(shape, policy):
     world = GymEnv(Drifts(np.zeros(shape, np.float32)))
-    with pytest.raises(ValueError, match="'observation' of shape .* its space says"):
+    with pytest.raises(ValueError, match=r"'observation' of shape .* its space says"):
         SyncDataCollector(world, policy, frames_per_batch=8).rollout()
 
 

@@ -162,7 +162,7 @@ def test_what_the_other_worker_has_handed_over_comes_first():
 def test_a_question_to_a_worker_that_hangs_ends_too():
     collector = MultiaSyncDataCollector([calm, lambda: GymEnv(Hangs("step"))], frames_per_batch=20, timeout=0.5)
     collector.rollout()
-    with pytest.raises(WorkerError, match="worker 1 .* was killed: step 3"):
+    with pytest.raises(WorkerError, match=r"worker 1 .* was killed: step 3"):
         collector.state_dict()
     assert collector.is_shut_down
 

@@ -65,7 +65,9 @@ class ForMany(VectorEnv):
         return np.stack([world.reset()[0] for world in self.worlds]), {}
 
     def step(self, actions):
-        columns = zip(*[world.step(action)[:4] for world, action in zip(self.worlds, actions, strict=True)], strict=True)
+        columns = zip(
+            *[world.step(action)[:4] for world, action in zip(self.worlds, actions, strict=True)], strict=True
+        )
         return *[joined(column) for column in columns], {}
 
 
@@ -193,7 +195,8 @@ def test_a_reset_that_gives_text_is_refused():
 
 
 @pytest.mark.parametrize(
-    "found", [np.array([1.5, 2.0]), [1, 2], torch.tensor([1.0, 2.0]), np.array([1, 2], np.int8), np.float64([np.inf, 1])]
+    "found",
+    [np.array([1.5, 2.0]), [1, 2], torch.tensor([1.0, 2.0]), np.array([1, 2], np.int8), np.float64([np.inf, 1])],
 )
 def test_numbers_of_another_dtype_are_taken_as_they_are(found):
     batch = SyncDataCollector(GymEnv(Honest(observation=found)), frames_per_batch=4).rollout()
@@ -226,7 +229,10 @@ def test_infinite_and_missing_numbers_of_the_environment_itself_stay():
     lies = {"observation": np.array([np.inf, np.nan], np.float32), "reward": -np.inf}
     for policy in (None, linear()):
         batch = SyncDataCollector(GymEnv(Honest(**lies)), policy, frames_per_batch=3).rollout()
-        assert batch["next", "reward"][2] == -np.inf and batch["next", "observation"][2].isnan().tolist() == [False, True]
+        assert batch["next", "reward"][2] == -np.inf and batch["next", "observation"][2].isnan().tolist() == [
+            False,
+            True,
+        ]
 
 
 class Own(EnvBase):
@@ -240,7 +246,12 @@ class Own(EnvBase):
         return TensorDict({"two": torch.zeros(2), ("inner", "n"): torch.zeros(1)})
 
     def _step(self, td):
-        told = {"two": torch.ones(2), "inner.n": torch.ones(1), "reward": torch.ones(1), "terminated": torch.zeros(1).bool()}
+        told = {
+            "two": torch.ones(2),
+            "inner.n": torch.ones(1),
+            "reward": torch.ones(1),
+            "terminated": torch.zeros(1).bool(),
+        }
         told = {**told, **self.lies}
         return TensorDict({tuple(key.split(".")): value for key, value in told.items() if value is not None})
 

@@ -64,7 +64,7 @@ class CallLog:
             shown.append(rows)
 
     def _rows_of(self, observation: Any) -> list[Array]:
-        """Copies of the leaves `[n, ...]` of batched observations. Raises ValueError where they are not of the space."""
+        """Copies of the leaves `[n, ...]` of batched observations. Raises ValueError where one is not of its space."""
         return [np.array(leaf.rows(observation, self._n), order="C") for leaf in self._leaves]
 
     def act(self, action: Any) -> None:

@@ -59,15 +59,15 @@ class GymRoller:
 
     def roll(self, steps: int, random_steps: int) -> Rolled:
         """`[*batch_size, steps]` in TED, the first `random_steps` with random actions."""
-        batch, error = _RawBatch(self._empty_observations(steps)), None
+        batch = _RawBatch(self._empty_observations(steps))
         source = self._source(batch.observations)
         try:
             self._run_all(batch, steps, steps if self.is_random else min(steps, random_steps), source)
-        except BaseException as failure:
-            error = failure
+        except BaseException as error:
+            return self._cut_short(batch, rewards_of(batch.rewards), error, source)
         made = rewards_of(batch.rewards)
-        if error is not None or made.error is not None:
-            return self._cut_short(batch, made, error or made.error, source)
+        if made.error is not None:
+            return self._cut_short(batch, made, made.error, source)
         self._first_row = batch.observations.last_row()
         self._last_slots = {env: slot - steps * len(self._engines) for env, slot in self._last_slots.items()}
         return Rolled(self._assembled(batch, made.values, steps, source.extras(steps)))
@@ -174,9 +174,7 @@ class GymRoller:
         if self._limit is not None:
             self._last_slots[env] = slot + self._limit * len(self._engines)
 
-    def _assembled(
-        self, batch: _RawBatch, rewards: Array, steps: int, extras: TensorDictBase | None
-    ) -> TensorDictBase:
+    def _assembled(self, batch: _RawBatch, rewards: Array, steps: int, extras: TensorDictBase | None) -> TensorDictBase:
         def of_batch(entries: dict[Any, Any]) -> TensorDict:
             return TensorDict(entries, batch_size=shape, device=self._device)
 

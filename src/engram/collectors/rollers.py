@@ -46,7 +46,6 @@ def roller_for(
     to, or cannot be cut one by one.
     """
 
-
     def by_steps(env: Any, limit: int | None) -> TensorDictRoller:
         timed = env if clock is None else Timed(env, clock, 0)
         return TensorDictRoller(timed, policy, limit, marks, reset_when_done=reset_when_done)
@@ -68,7 +67,8 @@ def _raw_roller(
 ) -> Roller | None:
     engine, engines = ask(env, "batch_engine"), ask(env, "engines")
     if engine is not None and is_cpu(env.device):
-        return BatchRoller(env, engine if clock is None else Timed(engine, clock, 0), policy, limit, marks)
+        timed: Any = engine if clock is None else Timed(engine, clock, 0)
+        return BatchRoller(env, timed, policy, limit, marks)
     if engines is not None and is_cpu(env.device):
         if clock is not None:
             engines = [Timed(engine, clock, i) for i, engine in enumerate(engines)]

@@ -70,11 +70,11 @@ class SyncDataCollector:
     Gymnasium environments, alone, in a `SerialEnv` or stepped together, are stepped with raw values; tensors are made
     once a batch. What an environment gives must be of its spaces: a ValueError names the key otherwise.
 
-    After an error in the environment or the policy, the whole rows that were stepped before it are a batch of their own,
+    After an error in the environment or the policy, the rows that every environment had stepped before it are a batch,
     shorter than others (of whole trajectories: those that had ended). Without a replay buffer it is handed out, and the
     error is raised in the next call or iteration; with one it is written, and the error is raised at once. An interrupt
-    is always raised at once, so that its rows are lost where there is no buffer; an error of `postproc` or of the buffer
-    loses the batch that it was given. Whatever it was, what is collected next begins new trajectories.
+    is raised at once, so that its rows are lost where there is no buffer; an error of `postproc` or of the buffer loses
+    the batch that it was given. Whatever it was, what is collected next begins new trajectories.
 
     Raises ValueError and TypeError for arguments that cannot work, when it is made.
 

@@ -128,4 +128,4 @@ def _fitted(value: Any, dtype: Any, shape: tuple[int, ...], path: tuple[str, ...
     array = plain_array(value, what, shape, dtype)
     if array.size == math.prod(shape):
         array = array.reshape(shape)  # a number where the spec says [1], or the reverse
-    return array_of(array, dtype, shape, what).copy()
+    return np.array(array_of(array, dtype, shape, what))

@@ -14,8 +14,8 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 _NUMBERS = frozenset(
-    (bool, int, float, np.bool_, np.float16, np.float32, np.float64)
-    + (np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64)
+    [bool, int, float, np.bool_, *(np.dtype(code).type for code in ("f2", "f4", "f8"))]
+    + [np.dtype(f"{kind}{size}").type for kind in "iu" for size in (1, 2, 4, 8)]
 )
 
 
