@@ -18,6 +18,7 @@ LAYERS = [
     ["engram.envs"],
     ["engram.crews"],
     ["engram.workers"],
+    ["engram.step_clocks"],
     ["engram.bells", "engram.shared_memory"],
     ["engram.data", BUFFERS],  # the public names
     [f"{BUFFERS}.remote"],

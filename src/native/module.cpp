@@ -12,6 +12,7 @@
 #include "episodes_module.hpp"
 #include "priorities_module.hpp"
 #include "heap_module.hpp"
+#include "owner_watch.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -262,4 +263,5 @@ NB_MODULE(_native, m) {
 
   bind_heap(m);
   bind_cells(m);
+  bind_owner_watch(m);
 }

@@ -272,6 +272,11 @@ class Storage(abc.ABC):
         if self.lanes is not None:
             self.lanes.release()
 
+    def mark_seam(self) -> None:
+        """The next row that this process writes begins a trajectory, whatever ids and flags say."""
+        if self.lanes is not None:
+            self.lanes.mark_seam()
+
     def close(self) -> None:
         """Ends the use of the storage by this object."""
         self.release()
