@@ -19,6 +19,13 @@ using namespace engram;
 
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a buffer that lives until the interpreter ends is no leak
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const FileCutShort& error) {
+      PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageError").ptr(), error.what());
+    }
+  });
   m.doc() = "The native core of engram: packed rows, lanes, and batches in and out.";
   m.attr("LOG_ENTRIES") = kLogEntries;
   m.attr("SEAMS") = kSeams;
@@ -132,12 +139,13 @@ NB_MODULE(_native, m) {
       .def_prop_rw("clean", [](const Store& s) { return s.header()->clean != 0; },
                    [](Store& s, bool clean) { s.header()->clean = clean; })
       .def("lane", &lane_state, "lane"_a)
-      .def("rows", [](const Store& s) { return s.lanes.rows() * s.shape().strands; })
+      .def("check_file", &Store::check_file)
+      .def("rows", [](const Store& s) { s.check_file(); return s.lanes.rows() * s.shape().strands; })
       .def("cursor", [](const Store& s, uint64_t l) {
         check_lane(s, l);
         return s.lanes.lane(l).published.load() % s.shape().lane_capacity;
       }, "lane"_a)
-      .def("steps_written", [](const Store& s) { return s.lanes.write_count(); })
+      .def("steps_written", [](const Store& s) { s.check_file(); return s.lanes.write_count(); })
       .def("claim", [](const Store& s, uint64_t l, uint64_t n) { check_lane(s, l); return s.lanes.claim(l, n); },
            "lane"_a, "n"_a)
       .def("publish", [](const Store& s, uint64_t l, uint64_t at, uint64_t n) {
@@ -149,9 +157,10 @@ NB_MODULE(_native, m) {
         check_lane(s, l);
         s.lanes.lane(l).term.fetch_add(1);
       }, "lane"_a)
-      .def("mend", [](const Store& s) { s.lanes.mend(); })
+      .def("mend", [](const Store& s) { s.check_file(); s.lanes.mend(); })
       .def("mark_durable", [](const Store& s, const std::vector<uint64_t>& published) {
         if (published.size() != s.shape().lanes) throw nb::value_error("one number for each lane");
+        s.check_file();
         for (uint64_t l = 0; l < s.shape().lanes; ++l) s.lanes.lane(l).durable.store(published[l]);
       }, "published"_a)
       .def("sync_header", [](const Store& s) {
@@ -160,10 +169,12 @@ NB_MODULE(_native, m) {
           throw std::runtime_error(std::string("cannot sync the header: ") + std::strerror(errno));
       })
       .def("empty", [](const Store& s, bool reset_count) {
+        s.check_file();
         if (s.saving()) s.saving()->settle();
         s.lanes.empty(reset_count);
       }, "reset_count"_a)
       .def("begin_restore", [](const Store& s) {
+        s.check_file();
         if (s.saving()) s.saving()->settle();
         s.lanes.begin_change();
         for (uint64_t l = 0; l < s.shape().lanes; ++l) {
@@ -177,13 +188,14 @@ NB_MODULE(_native, m) {
         if (base > published) throw nb::value_error("base lies above published");
         s.lanes.set_counters(l, base, published, origin, seams);
       }, "lane"_a, "base"_a, "published"_a, "origin"_a, "seams"_a)
-      .def("end_restore", [](const Store& s) { s.lanes.end_change(); })
+      .def("end_restore", [](const Store& s) { s.check_file(); s.lanes.end_change(); })
       .def("put", &put_rows, "lane"_a, "start"_a, "rows"_a.noconvert())
       .def("whole", [](const Store& s, uint64_t physical) {
         if (!s.has_trailer() || physical >= s.slots()) throw nb::index_error("no such row with a trailer");
+        s.check_file();
         return s.whole(physical);
       }, "physical"_a)
-      .def_prop_ro("interrupted", [](Store& s) { return InPlaceWriter(s).interrupted(); })
+      .def_prop_ro("interrupted", [](Store& s) { s.check_file(); return InPlaceWriter(s).interrupted(); })
       .def_prop_ro("fd", [](const Store& s) { return s.fd(); })
       .def("finish_interrupted", [](Store& s) { return InPlaceWriter(s).finish_interrupted(); })
       .def("recover", [](Store& s) {
@@ -199,6 +211,7 @@ NB_MODULE(_native, m) {
         return dropped;
       })
       .def("memory", [](std::shared_ptr<Store> s) {
+        s->check_file();
         const size_t shape[1] = {s->shape().total_bytes};
         auto* owner = new std::shared_ptr<Region>(s->region());
         nb::capsule keep(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<Region>*>(p); });
