@@ -50,6 +50,7 @@ inline nb::object slots_out(size_t n, auto fill) {
 inline std::string bytes_of(nb::bytes b) { return {b.c_str(), b.size()}; }
 
 inline void check_lane(const Store& store, uint64_t lane) {
+  store.check_file();
   if (lane >= store.shape().lanes)
     throw nb::index_error(("lane " + std::to_string(lane) + " of " + std::to_string(store.shape().lanes)).c_str());
 }
@@ -132,6 +133,7 @@ inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<
 }
 
 inline void check_codec(const Store& store, const Codec& codec) {
+  store.check_file();
   for (const Leaf& leaf : codec.leaves())
     if (leaf.offset + leaf.bytes > store.shape().payload_bytes)
       throw nb::value_error("the layout does not fit the rows of this store");
@@ -341,6 +343,7 @@ inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan, nb::h
     throw nb::value_error("one row for each slot");
   for (const LeafSource& leaf : plan.leaves)
     if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
+  store.check_file();
   std::vector<SlotNumbers> numbers;
   for (uint64_t l = 0; l < s.lanes; ++l) numbers.emplace_back(store.lanes.view(l), s.lane_capacity);
   for (int64_t given_slot : slots) {
@@ -367,6 +370,7 @@ inline void note_edits(Store& store, nb::handle slots_in) {
 inline nb::object generations(const Store& store, nb::handle slots_in, const RowNumbers* replaced = nullptr) {
   const SlotsArg slots(nb::borrow(slots_in));
   const Shape& s = store.shape();
+  store.check_file();
   std::vector<SlotNumbers> numbers;
   for (uint64_t l = 0; l < s.lanes; ++l) numbers.emplace_back(store.lanes.view(l), s.lane_capacity);
   return slots_out(slots.n, [&](int64_t* out) {
@@ -385,6 +389,7 @@ inline nb::object generations(const Store& store, nb::handle slots_in, const Row
 inline nb::object uniform(Store& store, nb::handle seed_in, size_t n) {
   const SlotsArg seed(nb::borrow(seed_in));
   if (seed.n < 1) throw nb::value_error("no seed");
+  store.check_file();
   if (store.lanes.rows() == 0) return nb::none();
   bool drawn = false;
   nb::object slots = slots_out(n, [&](int64_t* out) {
@@ -414,6 +419,7 @@ class EpochWalk {
   // Up to n slots from `position` on, rows overwritten since skipped; and the position after them.
   nb::tuple take(const Store& store, uint64_t position, size_t n) const {
     if (store.lanes.count() != moved_.size()) throw nb::value_error("the walk was made for another store");
+    store.check_file();
     const uint64_t capacity = store.lanes.capacity(), strands = store.lanes.strands();
     std::vector<uint64_t> first;
     for (uint64_t l = 0; l < store.lanes.count(); ++l) first.push_back(store.lanes.view(l).first);

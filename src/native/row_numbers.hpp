@@ -49,7 +49,7 @@ class RowNumbers {
   }
   // A slot's number, given the one that the ring has for it.
   uint64_t number(const Store& store, uint64_t slot, uint64_t ring) const {
-    if (ring >= known_ || store.header()->incarnation.load(std::memory_order_relaxed) != incarnation_) return ring;
+    if (ring >= known_ || store.lanes.header().incarnation.load(std::memory_order_relaxed) != incarnation_) return ring;
     const uint64_t found = at(slot).load(std::memory_order_acquire);
     return found >= kFirst ? found : block_ && found != kAppended ? block_ + slot : ring;
   }

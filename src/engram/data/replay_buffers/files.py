@@ -62,9 +62,10 @@ def refuse_if_memory_is_short(size: StoreSize) -> None:
 def open_shared_memory(size: StoreSize) -> int:
     """A descriptor of memory that processes share and that goes with the last of them."""
     refuse_if_memory_is_short(size)
-    fd = os.memfd_create("engram", os.MFD_CLOEXEC)
+    fd = os.memfd_create("engram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size.total_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # nobody needs to look whether it still has its size
     except BaseException as error:
         os.close(fd)
         if isinstance(error, OSError):

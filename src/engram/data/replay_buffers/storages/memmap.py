@@ -178,10 +178,12 @@ class LazyMemmapStorage(TableStorage):
         if self._lanes is None:
             return
         with self.mutex:
-            if self._session is not None:
-                self._session.close()
-            self._lanes.close()
-            self._lanes = self._table = self._session = None
+            try:
+                if self._session is not None:
+                    self._session.close()
+            finally:
+                self._lanes.close()
+                self._lanes = self._table = self._session = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self._lanes is None or self._lanes.locks is None:
