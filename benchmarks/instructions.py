@@ -42,7 +42,7 @@ def main() -> None:
         "--python", default=sys.executable, help="interpreter of the environment whose engram is counted"
     )
     asked = parser.parse_args()
-    found = measure(asked.python)
+    found = measure(os.path.abspath(asked.python))
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"machine": {}, "instructions": {}}
     print(table(found["instructions"], kept["instructions"]), flush=True)
     if asked.update:
@@ -61,11 +61,9 @@ def measure(python: str) -> Counted:
         folder = Path(made)
         markers, report, dumps = folder / "markers.so", folder / "made.json", folder / "callgrind.out"
         _compile(markers)
+        _run([python, "-c", "import benchmarks.counted"])  # so that nothing is compiled while callgrind runs
         command = [valgrind, "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={dumps}", "-q"]
-        command += [python, "-m", "benchmarks.counted", str(markers), str(report)]
-        done = subprocess.run(_same_addresses() + command, cwd=ROOT, env=_environment())
-        if done.returncode:
-            sys.exit(f"counting ended with status {done.returncode}; what it said stands above")
+        _run([*_same_addresses(), *command, python, "-m", "benchmarks.counted", str(markers), str(report)])
         said = json.loads(report.read_text())
         counts = dict(_dump(path) for path in folder.glob(f"{dumps.name}.*"))
     version = subprocess.run([valgrind, "--version"], capture_output=True, text=True).stdout.strip()
@@ -113,6 +111,22 @@ def cpu_model() -> str:
     return f"{facts.get('model name', os.uname().machine)} ({', '.join(numbers)})"
 
 
+def _run(command: list[str]) -> None:
+    """Runs it with surroundings that are the same for everybody, as they lie in its memory, too."""
+    environment = {
+        "PATH": os.defpath,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "LC_ALL": "C.UTF-8",
+    }
+    said = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, **said)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout}")
+
+
 def _dump(path: Path) -> tuple[str, int]:
     """Name and instructions of a window between two markers."""
     text = path.read_text()
@@ -152,18 +166,6 @@ def _same_addresses() -> list[str]:
         print("addresses are randomised, as `setarch -R` is not allowed or not here: counts may differ a little more")
         return []
     return command
-
-
-def _environment() -> dict[str, str]:
-    """The same for everybody, as its bytes lie in memory, too."""
-    return {
-        "PATH": os.defpath,
-        "PYTHONPATH": str(ROOT),
-        "PYTHONHASHSEED": "0",
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "LC_ALL": "C.UTF-8",
-    }
 
 
 def _number(count: int | None) -> str:
