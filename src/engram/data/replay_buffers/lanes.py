@@ -233,7 +233,8 @@ class Lanes:
         """
         for _ in range(_LOOKS):
             if not any(lane["published"] > lane["base"] for lane in self.states()):
-                return None
+                with self.mutex:  # after somebody who is replacing all rows
+                    return draw()
             time.sleep(0)
             drawn = draw()
             if drawn is not None:
