@@ -286,7 +286,8 @@ class Lanes:
         for _ in range(_LOOKS):
             lanes = [self.store.lane(i) for i in range(self.store.lanes)]
             if not any(lane["claimed"] > lane["base"] for lane in lanes):
-                return None
+                with self.mutex:  # after somebody who is replacing all rows
+                    return draw()
             time.sleep(0)
             drawn = draw()
             if drawn is not None:
