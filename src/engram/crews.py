@@ -37,7 +37,7 @@ class Seat:
     `clock` is there where calls have a timeout: the worker enters them in it.
     """
 
-    def __init__(self, board: SharedMemory, size: int, index: int, looks: bool, clock: StepClock | None) -> None:
+    def __init__(self, board: SharedMemory, size: int, index: int, looks: bool, clock: StepClock | None = None) -> None:
         self._memory, self._size, self.index, self._looks, self.clock = board, size, index, looks, clock
 
     def sit(self, channel: Channel) -> None:
