@@ -182,7 +182,7 @@ def test_a_store_that_a_process_left_in_the_middle_of_a_change_is_refused(job: R
         odd = bytearray(image)
         odd[at] |= 1
         path.write_bytes(odd)
-        with pytest.raises(StorageError, match="died in the middle.*once for writing"):
+        with pytest.raises(StorageError, match=r"died in the middle.*once for writing"):
             observer(tmp_path)
     ReplayBuffer.open(tmp_path).storage.close()
     assert len(observer(tmp_path)) in (0, 20)
@@ -191,7 +191,7 @@ def test_a_store_that_a_process_left_in_the_middle_of_a_change_is_refused(job: R
 def test_a_store_whose_machine_stopped_is_refused(job: ReplayBuffer, tmp_path: Path) -> None:
     job.storage.lanes.store.boot_id = b"another machine!"
     job.storage.lanes.locks.close()
-    with pytest.raises(StorageError, match="machine stopped.*once for writing"):
+    with pytest.raises(StorageError, match=r"machine stopped.*once for writing"):
         observer(tmp_path)
     ReplayBuffer.open(tmp_path).storage.close()
     assert numbers(observer(tmp_path)[:]) == list(range(20))

@@ -124,7 +124,7 @@ class ObservedMemmapStorage(TableStorage):
         yield self.believed(lambda: _ObservedRows(lanes, layout, self.counters(), table.layout.payload_bytes))
 
     def freeze(self) -> Any:
-        raise StorageError(f"{_NOT_WRITTEN}, and cannot keep what others change while it is saved; save with blocking=True")
+        raise StorageError(f"{_NOT_WRITTEN}, and keeps nothing that others change meanwhile; save with blocking=True")
 
     # ---- nothing is written ----
     def _make(self, layout: RowLayout, lane_capacity: int) -> NoReturn:
