@@ -350,7 +350,10 @@ def test_a_part_that_refuses_its_state(kind, storage, late, tmp_path, monkeypatc
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_part_that_refuses_its_state_in_a_buffer_without_rows(storage, tmp_path, monkeypatch):
     path = saved(lambda: buffer(tmp_path, storage, **own("sampler")), tmp_path)
-    fresh, empty = buffer(tmp_path, storage, **own("sampler")), used(buffer(tmp_path, storage, **own("sampler")), (0, 9))
+    fresh, empty = (
+        buffer(tmp_path, storage, **own("sampler")),
+        used(buffer(tmp_path, storage, **own("sampler")), (0, 9)),
+    )
     empty.empty(empty_write_count=False)
     for rb, count in ((fresh, 0), (empty, 9)):
         monkeypatch.setattr(OwnPrioritized, "refuses", True)
@@ -473,5 +476,3 @@ def test_a_state_in_memory_with_impossible_numbers_changes_nothing(tmp_path):
     with pytest.raises(ValueError):
         rb.load_state_dict(state)
     assert same(before, observed(rb))
-
-

@@ -16,13 +16,17 @@ from engram.collectors import SyncDataCollector
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
 from engram.envs import GymEnv, SerialEnv
 
-CAPACITY, FRAMES, LENGTH = 3000, 37, 6
+CAPACITY, FRAMES, LENGTH = 3000, 8, 6
 
 
 def collector(seed: int, rb: ReplayBuffer | None = None, total: int = FRAMES * 6, **how: Any) -> SyncDataCollector:
     """Cuts its episodes anywhere: a batch is no whole number of them. Ids count from 0."""
     made = SyncDataCollector(
-        how.pop("env", lambda: GymEnv("CartPole-v1")), frames_per_batch=FRAMES, total_frames=total, replay_buffer=rb, **how
+        how.pop("env", lambda: GymEnv("CartPole-v1")),
+        frames_per_batch=FRAMES,
+        total_frames=total,
+        replay_buffer=rb,
+        **how,
     )
     made.set_seed(seed)
     return made
@@ -30,39 +34,39 @@ def collector(seed: int, rb: ReplayBuffer | None = None, total: int = FRAMES * 6
 
 def two_collectors(open_buffer: Callable[[], ReplayBuffer]) -> None:
     rb = open_buffer()
-    for seed in range(6):
-        for batch in collector(seed):
+    for seed in range(40):  # each stops in its first or second episode
+        for batch in collector(seed, total=FRAMES * 2):
             rb.extend(batch)
 
 
 def two_collectors_in_turns(open_buffer: Callable[[], ReplayBuffer]) -> None:
     rb = open_buffer()
-    for pair in zip(collector(1), collector(2), strict=True):
+    for pair in zip(collector(1, total=FRAMES * 40), collector(2, total=FRAMES * 40), strict=True):
         for batch in pair:
             rb.extend(batch)
 
 
 def step_by_step(open_buffer: Callable[[], ReplayBuffer]) -> None:
     rb = open_buffer()
-    for seed in range(3):
-        for batch in collector(seed, total=FRAMES * 3):
+    for seed in range(20):
+        for batch in collector(seed, total=FRAMES * 2):
             for step in batch:
                 rb.add(step)
 
 
 def collectors_that_write(open_buffer: Callable[[], ReplayBuffer]) -> None:
     rb = open_buffer()
-    for seed in range(3):
-        for _ in collector(seed, rb):
+    for seed in range(12):
+        for _ in collector(seed, rb, total=FRAMES):
             pass
-        again = collector(seed, rb)
+        again = collector(seed, rb, total=FRAMES * 4)
         for k, _ in enumerate(again):
             if k % 2:
                 again.reset()
 
 
 def runs(open_buffer: Callable[[], ReplayBuffer]) -> None:
-    for seed in range(8):
+    for seed in range(20):
         rb = open_buffer()
         for batch in collector(seed, total=FRAMES * 2):
             rb.extend(batch)
@@ -70,7 +74,7 @@ def runs(open_buffer: Callable[[], ReplayBuffer]) -> None:
 
 
 def kills(open_buffer: Callable[[], ReplayBuffer]) -> None:
-    for seed in range(6):
+    for seed in range(10):
 
         def run(seed: int = seed) -> None:
             rb = open_buffer()
@@ -92,7 +96,7 @@ def threads(open_buffer: Callable[[], ReplayBuffer]) -> None:
     rb = open_buffer()
 
     def run(seed: int) -> None:
-        for batch in collector(seed):
+        for batch in collector(seed, total=FRAMES * 20):
             rb.extend(batch)
 
     started = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
@@ -104,7 +108,7 @@ def threads(open_buffer: Callable[[], ReplayBuffer]) -> None:
 
 def forks(open_buffer: Callable[[], ReplayBuffer]) -> None:
     rb = open_buffer()
-    for seed in range(4):
+    for seed in range(8):
         for batch in collector(seed, total=FRAMES * 2):
             rb.extend(batch)
         rb.storage.release()
@@ -147,7 +151,7 @@ def test_no_slice_joins_the_rows_of_a_process_and_of_its_child(kind: str, tmp_pa
 
 def test_no_slice_of_several_environments_joins_what_does_not_follow() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(CAPACITY, ndim=2), sampler=SliceSampler(slice_len=LENGTH))
-    for seed in range(4):
+    for seed in range(10):
         env = SerialEnv(3, lambda: GymEnv("CartPole-v1"))
         for batch in collector(seed, env=env):
             rb.extend(batch)

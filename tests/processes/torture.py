@@ -70,7 +70,6 @@ def _ends(storage: Any) -> None:
     storage.release()
 
 
-
 class Side:
     """Memory that all processes of a run share: what the controller says, and what writers have done."""
 
