@@ -224,7 +224,7 @@ class SyncDataCollector:
             raise
         if self._failure is not None:
             self.reset()
-            if batch is None or not isinstance(self._failure, Exception):  # an interrupt waits for nobody
+            if batch is None:
                 self._raise_failure()
         return batch
 
@@ -271,6 +271,8 @@ class SyncDataCollector:
             self.reset()
         start = time.perf_counter()
         batch, self._failure = self._rolled(-(-max(0, self._init_random_frames - self._stepped) // self._width))
+        if self._failure is not None and self._writer is None and not isinstance(self._failure, Exception):
+            raise self._failure  # an interrupt waits for nobody
         self._stepped += batch.numel()
         self._note_episodes(batch)
         if self._set_truncated:
