@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import subprocess
 import sys
 import time
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +217,9 @@ def test_a_save_during_which_rows_were_changed_fails(job: ReplayBuffer, tmp_path
 
 
 def test_what_is_sent_to_another_process_observes_there(job: ReplayBuffer, tmp_path: Path) -> None:
-    twin = pickle.loads(pickle.dumps(observer(tmp_path).storage))
-    assert twin.read_only and numbers(twin[:]) == list(range(20))
+    rb = observer(tmp_path, batch_size=4)
+    for twin in (pickle.loads(pickle.dumps(rb)), copy.deepcopy(rb), pickle.loads(ForkingPickler.dumps(rb))):
+        assert twin.storage.read_only and numbers(twin[:]) == list(range(20))
 
 
 def test_there_must_be_a_store(tmp_path: Path) -> None:

@@ -46,6 +46,12 @@ def adopt(
             raise
 
 
+def take_over(buffer: Any, wanted: dict[str, Any]) -> None:
+    """Brings a new buffer, which has its rows already, to these states of its parts."""
+    _load_parts(buffer, wanted)
+    _join(buffer, wanted, rows_too=True)
+
+
 def _load_parts(buffer: Any, wanted: dict[str, Any]) -> None:
     for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
         if name in wanted and hasattr(part, "load_state_dict"):

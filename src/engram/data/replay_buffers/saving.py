@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from engram.data.replay_buffers.adoption import Malformed, adopt, check_sampler, looking_at
+from engram.data.replay_buffers.adoption import Malformed, adopt, check_sampler, looking_at, take_over
 from engram.data.replay_buffers.background import SaveHandle
 from engram.data.replay_buffers.checkpointers.opening import open_saved
 from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.draws import set_state, state_of
 from engram.data.replay_buffers.parts import BufferParts
+from engram.data.replay_buffers.storages.sharing import is_sent, sends
 from engram.errors import CheckpointMisfitError, differences_of
 from engram.transforms.compose import Compose
 
@@ -87,6 +88,27 @@ class SavedBuffer(BufferParts):
         with self._undisturbed():
             _load_state(self, state)
 
+    # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        sends(cls)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if is_sent() or self._storage.travels_by_path:
+            return super().__reduce_ex__(protocol)
+        with self._undisturbed(), self._storage.mutex:
+            return self._copied_from()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A buffer with equal parts and rows of its own: the batches that follow are the same in both."""
+        with self._undisturbed(), self._storage.mutex:
+            make, parts = self._copied_from()
+            memo[id(self)] = made = make(*copy.deepcopy(parts, memo))
+        return made
+
+    def _copied_from(self) -> tuple[Any, tuple[Any, ...]]:
+        return _copied, (type(self), self.__getstate__(), copy.deepcopy(self.part_states()))
+
     def part_states(self) -> dict[str, Any]:
         """States of sampler, writer, transforms and generator."""
         if hasattr(self._sampler, "follow"):
@@ -119,6 +141,15 @@ class SavedBuffer(BufferParts):
     def saved_transform(self) -> Compose:
         """What of the transforms is saved."""
         return self._transform
+
+
+def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any:
+    """A buffer of copied parts, brought to the states that these had."""
+    made = cls.__new__(cls)
+    made.__setstate__(attributes)
+    wanted: dict[str, Any] = {name: {"state": state} for name, state in states.items()}
+    take_over(made, wanted)
+    return made
 
 
 def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -23,8 +24,10 @@ from engram.data.replay_buffers.indexing import Selection, outward, select, stor
 from engram.data.replay_buffers.lanes import Lanes, check_numbers, tell_of_copy
 from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.rows import expand_slots
+from engram.data.replay_buffers.storages.sharing import is_sent, sends
 from engram.data.replay_buffers.storages.staging import TooManyRowsError
 from engram.data.replay_buffers.trees import Path, entry, show
+from engram.errors import StorageError
 
 log = logging.getLogger("engram")
 
@@ -60,6 +63,10 @@ class Storage(abc.ABC):
     #: Changes before and after all rows are replaced at once (`empty`, `loads`), and is odd meanwhile. What was drawn
     #: before such a change is not read after it.
     incarnation = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        sends(cls)
 
     def __init__(self, max_size: int | None, checkpointer: Any = None) -> None:
         if max_size is not None and (
@@ -467,13 +474,72 @@ class Storage(abc.ABC):
                 buffer.after_fork()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"a {type(self).__name__} belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can "
-            "be sent to others, and dumps and loads copy any"
+        raise StorageError(
+            f"Cannot share a storage of type {type(self).__name__}, which belongs to its process; "
+            "LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and dumps and loads copy any"
         )
+
+    # ---- copies: what `pickle` and `copy` make ----
+    def settings(self) -> dict[str, Any] | None:
+        """Arguments for a storage like this one, in which copied rows are put; None: it is not copied so."""
+        return None
+
+    @property
+    def travels_by_path(self) -> bool:
+        """Whether a pickle names a file instead of holding its rows."""
+        return False
+
+    def form(self) -> Any:
+        """What an empty storage must know of the rows before their state is loaded."""
+        return None
+
+    def take_form(self, form: Any) -> None:
+        """Makes room for rows of what `form` gave."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        settings = self.settings()
+        if settings is None or is_sent() or self.travels_by_path:
+            return super().__reduce_ex__(protocol)
+        with self.mutex:
+            state = self.state_dict() if len(self) or self.lanes is not None else None
+            return _copied, (type(self), settings, self._checkpointer, self.form(), state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        settings = self.settings()
+        if settings is None:
+            made = super().__reduce_ex__(4)
+            return copy._reconstruct(self, memo, *made)  # type: ignore[attr-defined]
+        with self.mutex:
+            made = self._like(copy.deepcopy(settings, memo), copy.deepcopy(self._checkpointer, memo))
+            memo[id(self)] = made
+            if self.lanes is not None:
+                self.copy_rows_into(made, memo)
+        return made
+
+    @classmethod
+    def _like(cls, settings: dict[str, Any], checkpointer: Any) -> Any:
+        made = cls.__new__(cls)
+        made.__init__(**settings)  # type: ignore[misc]
+        if checkpointer is not None:
+            made.checkpointer = checkpointer
+        return made
+
+    def copy_rows_into(self, other: Any, memo: dict[int, Any]) -> None:
+        """Puts a copy of every row into an empty storage of the same settings; the caller holds the mutex."""
+        other.take_form(self.form())
+        other.load_state_dict(copy.deepcopy(self.state_dict(), memo))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim})"
+
+
+def _copied(cls: Any, settings: dict[str, Any], checkpointer: Any, form: Any, state: Any) -> Any:
+    """The copy that a pickle holds."""
+    made = cls._like(settings, checkpointer)
+    if state is not None:
+        made.take_form(form)
+        made.load_state_dict(state)
+    return made
 
 
 def flat(items: Any, dims: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.frozen import FrozenParts
+from engram.data.replay_buffers.storages.sharing import is_sent
 from engram.data.replay_buffers.storages.staging import StagedParts
 from engram.errors import CheckpointMisfitError, differences_of
 
@@ -48,6 +50,21 @@ class StorageEnsemble(Storage):
             )
         super().__init__(None, checkpointer)
         self.mutex = _Mutexes(self._members)  # type: ignore[assignment]
+
+    # ---- copies ----
+    @property
+    def travels_by_path(self) -> bool:
+        return any(storage.travels_by_path for storage in self._members)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if is_sent():
+            return object.__reduce_ex__(self, protocol)
+        return _ensemble, (type(self), self._members, self._transforms, self._checkpointer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        make, parts = self.__reduce_ex__(4)
+        memo[id(self)] = made = make(*copy.deepcopy(parts, memo))
+        return made
 
     # ---- facts ----
     @property
@@ -270,6 +287,10 @@ class StorageEnsemble(Storage):
     def __repr__(self) -> str:
         members = ", ".join(map(repr, self._members))
         return f"StorageEnsemble(storages=[{members}], transforms={self._transforms})"
+
+
+def _ensemble(cls: Any, members: list[Storage], transforms: list[Any], checkpointer: Any) -> Any:
+    return cls(*members, transforms=transforms, checkpointer=checkpointer)
 
 
 class _Mutexes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,14 @@ class ListStorage(Storage):
         self._lanes = Lanes.in_memory(max_size or _NO_LIMIT)
         self._lanes.mutex = self.mutex
         self._border = ItemBorder(self._lanes)
+
+    def settings(self) -> dict[str, Any]:
+        return {"max_size": self._max_size}
+
+    def copy_rows_into(self, other: Any, memo: dict[int, Any]) -> None:
+        state = self.state_dict()  # tensors are copies already; other objects are the stored ones
+        items = [item if _is_copied(item) else copy.deepcopy(item, memo) for item in state["items"]]
+        other.load_state_dict({**state, "items": items})
 
     def limit(self, max_size: int) -> None:
         """Gives an empty storage without limit a size."""
@@ -293,6 +302,11 @@ def _with_index(item: Any, key: str, slot: Tensor) -> Any:
     if isinstance(item, TensorDictBase | dict) or (hasattr(item, "_from_tensordict") and hasattr(item, key)):
         return with_entry(item, key, slot)
     return item
+
+
+def _is_copied(item: Any) -> bool:
+    """Whether `copied` has copied all of an item."""
+    return isinstance(item, Tensor | TensorDictBase) or hasattr(type(item), "_from_tensordict")
 
 
 def _nbytes(item: Any) -> int:

@@ -155,6 +155,10 @@ class ObservedMemmapStorage(TableStorage):
         with contextlib.suppress(AttributeError, OSError):  # it was never made, or the interpreter ends
             self.close()
 
+    @property
+    def travels_by_path(self) -> bool:
+        return True
+
     def __getstate__(self) -> dict[str, Any]:
         return {"scratch_dir": str(self.scratch_dir.absolute())}
 
@@ -214,4 +218,3 @@ def _refuse_unmended(store: _native.Store, fd: int, path: Path) -> None:
     if stopped or (halfway and not used):
         why = "the machine stopped while it was written" if stopped else "a process died in the middle of a change"
         raise StorageError(f"{path}: {why}. Open it once for writing, which mends it")
-
