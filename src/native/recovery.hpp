@@ -20,7 +20,8 @@ class InPlaceWriter {
   void write(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, const int64_t* rows = nullptr) {
     const Shape& s = store_.shape();
     const bool redo = s.redo_bytes > 0;
-    const size_t batch = redo ? std::max<size_t>(1, (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride)) : 1024;
+    const size_t room = redo ? std::max<size_t>(1, (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride)) : 1024;
+    const size_t batch = std::min<size_t>(room, kLogBatch);
     for (size_t done = 0; done < n; done += batch) {
       const size_t take = std::min(batch, n - done);
       stage(slots + done, take, leaves, done, rows);
