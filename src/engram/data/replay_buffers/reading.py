@@ -130,8 +130,9 @@ class Reader:
 
     def _drawn(self, n: int) -> tuple[Any, dict[str, Any]]:
         """A draw from rows that somebody else may empty or replace meanwhile: the read finds out which are there."""
+        of_epochs = hasattr(self.sampler, "ran_out")  # a draw that is not believed would leave its rows out
         drawn: tuple[Any, dict[str, Any]] = self.storage.believed(
-            lambda: self.sampler.sample(self.storage, n), only_errors=True
+            lambda: self.sampler.sample(self.storage, n), only_errors=of_epochs
         )
         return drawn
 
