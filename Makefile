@@ -14,9 +14,11 @@ help:
 	@echo "make test       the tests"
 	@echo "make check      ruff, mypy, layering, stubs"
 	@echo "make bench      ours against other replay libraries (about twenty minutes)"
+	@echo "make instructions  instructions of our commonest calls, against benchmarks/instructions.json (a minute; valgrind)"
 	@echo "make test-search  the property tests, ten times over with new examples"
 	@echo "make test-thorough  the tests with many trials (two minutes), which CI runs after \`make test\`"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
+	@echo "make model      the lanes under the C++ memory model, each fence shown necessary (under a minute; relacy-dev)"
 
 $(VENV)/.tools: constraints.txt
 	@echo "[1/2] making $(VENV) with the tested versions: a few minutes, once"

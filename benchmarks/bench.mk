@@ -2,6 +2,8 @@
 #   make bench                         everything, about twenty minutes
 #   make bench BENCH="--quick"         a look, under two minutes
 #   make bench BENCH="--only cartpole" one case; see `python -m benchmarks.bench --help`
+#   make instructions                  counts the instructions of our commonest calls and compares them with the file
+#   make instructions UPDATE=1         writes the file; see `python -m benchmarks.instructions --help`
 BENCH_VENV ?= .venv-bench
 BENCH_PYTHON := $(BENCH_VENV)/bin/python
 BENCH_PEERS := benchmarks/requirements-peers.txt
@@ -32,3 +34,8 @@ $(BENCH_FLOOR): benchmarks/native/floor.cpp $(wildcard benchmarks/native/*.hpp)
 .PHONY: interop
 interop: $(BENCH_VENV)/.engram
 	PYTHONPATH=. $(BENCH_PYTHON) -m benchmarks.interop
+
+# Counts of $(VENV)'s engram, with the tested versions; the peers have no part in them.
+.PHONY: instructions
+instructions: $(VENV)/.engram
+	@$(VENV)/bin/python -m benchmarks.instructions $(if $(UPDATE),--update) $(INSTRUCTIONS)

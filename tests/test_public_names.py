@@ -66,7 +66,7 @@ NAMES = {
 }  # fmt: skip
 ERRORS = {
     "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "CheckpointError", "CorruptCheckpointError",
-    "CheckpointMisfitError", "DatasetError", "WorkerError",
+    "CheckpointMisfitError", "DatasetError", "OutOfMemoryError", "WorkerError",
 }  # fmt: skip
 MEMBERS = {
     "ReplayBuffer": {

@@ -8,6 +8,7 @@
     │   ├── CorruptCheckpointError   its bytes are not those that were saved
     │   └── CheckpointMisfitError    it is whole, and belongs to another kind of buffer (a ValueError, too)
     ├── DatasetError                 a dataset's file is not what it should be
+    ├── OutOfMemoryError             a batch does not fit into memory (a MemoryError, too)
     └── WorkerError                  a worker process failed or died
 
 Wrong arguments are the built-in `ValueError`, `TypeError`, `KeyError` and `IndexError`.
@@ -87,18 +88,24 @@ class DatasetError(EngramError, ValueError):
         return f"{self.file}: {self.reason}{taken}"
 
 
+class OutOfMemoryError(EngramError, MemoryError):
+    """A batch of so many rows does not fit into memory."""
+
+
 class WorkerError(EngramError, RuntimeError):
     """A worker process failed, and `traceback` is what it said; or it died without a word, and `exit_code` says how.
 
     `worker` is its name; `exit_code` is that of `multiprocessing`: minus the signal's number after a signal. The
-    exception itself, where it could be sent, is the cause.
+    exception itself, where it could be sent, is the cause. `reason` is why its owner has killed it, if that is so.
     """
 
-    def __init__(self, worker: str, traceback: str = "", exit_code: int | None = None) -> None:
-        super().__init__(worker, traceback, exit_code)
-        self.worker, self.traceback, self.exit_code = worker, traceback, exit_code
+    def __init__(self, worker: str, traceback: str = "", exit_code: int | None = None, reason: str = "") -> None:
+        super().__init__(worker, traceback, exit_code, reason)
+        self.worker, self.traceback, self.exit_code, self.reason = worker, traceback, exit_code, reason
 
     def __str__(self) -> str:
+        if self.reason:
+            return f"{self.worker} was killed: {self.reason}"
         if self.traceback:
             return f"{self.worker} failed:\n\n{self.traceback}"
         if self.exit_code is not None and self.exit_code < 0:

@@ -85,6 +85,7 @@ inline nb::object next_slots(Store& store, uint64_t lane, size_t n) {
 
 // `most`: only so many of the first steps.
 inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most) {
+  store.must_be_writable();
   check_lane(store, lane);
   const size_t steps = most ? std::min(*most, plan.steps) : plan.steps;
   const Shape& s = store.shape();
@@ -327,6 +328,7 @@ inline nb::tuple gather_into(Store& store, const Codec& codec, nb::handle slots_
 
 // `rows_in`: the row of the plan that each slot takes; None: one after the other.
 inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan, nb::handle rows_in) {
+  store.must_be_writable();
   const SlotsArg given(nb::borrow(slots_in));
   const std::vector<int64_t> slots(given.data, given.data + given.n);  // what is checked is what is written
   std::vector<int64_t> rows;
@@ -357,6 +359,7 @@ inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan, nb::h
 
 // Changes of rows that are kept elsewhere: followers look at these slots again.
 inline void note_edits(Store& store, nb::handle slots_in) {
+  store.must_be_writable();
   const SlotsArg slots(nb::borrow(slots_in));
   for (size_t i = 0; i < slots.n; ++i)
     if (static_cast<uint64_t>(slots.data[i]) >= store.slots()) refuse_slots(store);
@@ -443,6 +446,7 @@ class EpochWalk {
 // Restored rows [strands, steps, payload bytes] with write numbers from `start` on, which nobody sees yet.
 inline void put_rows(Store& store, uint64_t lane, uint64_t start,
                      nb::ndarray<const uint8_t, nb::ndim<3>, nb::device::cpu> rows) {
+  store.must_be_writable();
   check_lane(store, lane);
   const Shape& s = store.shape();
   if (s.payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
@@ -461,16 +465,37 @@ inline void put_rows(Store& store, uint64_t lane, uint64_t start,
   throw nb::python_error();
 }
 
+// Which entries of a row tell whether the next one belongs behind it: leaf numbers of a codec, entries as pairs (at the
+// root, under `next`).
+inline void set_border(Store& store, const Codec& codec, const std::vector<std::pair<size_t, size_t>>& entries,
+                       const std::vector<size_t>& done, bool either, std::optional<size_t> id) {
+  check_codec(store, codec);
+  const auto& leaves = codec.leaves();
+  auto leaf = [&](size_t k) -> const Leaf& {
+    if (k >= leaves.size()) throw nb::index_error("no such leaf");
+    return leaves[k];
+  };
+  BorderRule rule;
+  rule.leaves = leaves.size(), rule.either = either;
+  for (auto [root, next] : entries) {
+    if (leaf(root).bytes != leaf(next).bytes) throw nb::value_error("an entry has another size under next");
+    if (rule.entries.size() < BorderRule::kMostEntries && leaf(root).bytes > 0)
+      rule.entries.push_back({leaf(root).offset, leaf(next).offset, leaf(root).bytes, root, next});
+  }
+  for (size_t k : done) rule.done.push_back({leaf(k).offset, leaf(k).bytes, k});
+  if (id) rule.id = BorderRule::Flag{leaf(*id).offset, leaf(*id).bytes, *id};
+  store.set_border(std::move(rule));
+}
+
 inline nb::dict lane_state(const Store& store, uint64_t l) {
   check_lane(store, l);
   const LaneHeader& h = store.lanes.lane(l);
   const LaneView v = store.lanes.view(l);
-  const std::vector<uint64_t> seams = store.lanes.seams(l);
-  const uint64_t base = h.base.load();  // after the seams: rows before one that was forgotten meanwhile are gone
+  const uint64_t base = h.base.load();
   nb::dict d;
   d["first"] = std::max(v.first, std::min(base, v.published)), d["published"] = v.published, d["claimed"] = v.claimed;
   d["base"] = base, d["origin"] = h.origin.load(), d["durable"] = h.durable.load();
-  d["term"] = h.term.load(), d["seams"] = seams;
+  d["term"] = h.term.load();
   return d;
 }
 

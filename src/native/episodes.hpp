@@ -101,7 +101,7 @@ class EpisodeIndex {
   void look(const Store& store, Signals& signals) {
     follower_.look(store, Visitor<Signals>{*this, store, signals});
     // What was read of rows that were overwritten meanwhile says nothing: they go, and their boundaries with them.
-    std::atomic_thread_fence(std::memory_order_acquire);
+    Lanes::Protocol::after_reading();
     for (uint64_t l = 0; l < lanes_.size(); ++l) forget(l, store.lanes.first_now(l));
   }
   bool follows(const Store& store) const { return follower_.follows(store); }
@@ -205,8 +205,7 @@ class EpisodeIndex {
     Lane& lane = lanes_[l];
     forget(l, std::max(from > lane.published ? from : 0, to > s.lane_capacity ? to - s.lane_capacity : 0));
     if (lane.first >= lane.published) lane.first = std::max(lane.first, from);
-    std::vector<uint64_t> cuts = store.lanes.seams(l);
-    while (!cuts.empty() && cuts.back() >= to) cuts.pop_back();
+    std::vector<uint64_t> cuts = store.seams_of(l, from, to);
     cuts.push_back(to);
     signals.expect(l, from, to);
     for (uint64_t j = 0; j < per_lane_; ++j) {
@@ -272,8 +271,7 @@ class EpisodeIndex {
   }
   template <typename Signals>
   bool starts_at(const Store& store, Signals& signals, uint64_t l, uint64_t j, uint64_t w) const {
-    const std::vector<uint64_t> seams = store.lanes.seams(l);
-    if (std::find(seams.begin(), seams.end(), w) != seams.end()) return true;
+    if (store.seam(l, w)) return true;
     const uint64_t before = value(signals, l, j, w - 1);
     return by_id_ ? value(signals, l, j, w) != before : before != 0;
   }

@@ -87,16 +87,23 @@ class Episodes {
     if (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) throw nb::value_error("a flag or id has 1, 2, 4 or 8 bytes");
   }
 
-  // Slices of trajectories that are long enough, uniform over these and then over starts; None: there is none.
+  // Slices of trajectories that are long enough, uniform over these and then over starts or, by window, over all their
+  // windows; None: there is none.
   std::optional<SliceBatch> draw(Store& store, const SliceRule& rule, nb::handle seed_in, size_t n, nb::handle fetch) {
     const uint64_t seed = seed_of(seed_in);
     const Turns::Turn turn(turns_);
     look(store, fetch);
-    const LongEnough& all = long_enough(rule.min_length);
+    const LongEnough& all = long_enough(rule);
     if (all.total() == 0) return std::nullopt;
     SliceBatch batch = empty_batch(store, rule);
-    for (size_t i = 0; i < n; ++i)
-      batch.slices.push_back(any(all, rule, random_at(seed, 2 * i), random_at(seed, 2 * i + 1)));
+    if (n > kMostBytes / sizeof(Slice)) throw std::bad_alloc();
+    batch.slices.reserve(n);
+    if (rule.by_window)
+      for (size_t i = 0; i < n; ++i)
+        batch.slices.push_back(all.window(index_, rule, below(random_at(seed, i), all.total())));
+    else
+      for (size_t i = 0; i < n; ++i)
+        batch.slices.push_back(any(all, rule, random_at(seed, 2 * i), random_at(seed, 2 * i + 1)));
     return batch;
   }
   // What `use` makes of the index, brought up to date, and of an empty batch of slices.
@@ -163,7 +170,7 @@ class Episodes {
   SliceEpoch begin_epoch(Store& store, const SliceRule& rule, uint64_t key, bool shuffle, nb::handle fetch) {
     const Turns::Turn turn(turns_);
     look(store, fetch);
-    return SliceEpoch::begin(index_, long_enough(rule.min_length), key, shuffle);
+    return SliceEpoch::begin(index_, long_enough(rule), key, shuffle);
   }
   // Up to n slices from a position of the epoch on, the position after them, and whether `least` more are there.
   nb::tuple take(Store& store, const SliceRule& rule, SliceEpoch& epoch, uint64_t position, nb::handle seed_in, size_t n,
@@ -172,7 +179,7 @@ class Episodes {
     const Turns::Turn turn(turns_);
     look(store, fetch);
     if (epoch.counts.size() != index_.strands()) throw nb::value_error("the epoch was made for another store");
-    const LongEnough& all = long_enough(rule.min_length);
+    const LongEnough& all = long_enough(rule);
     epoch.follow(index_, all);
     SliceBatch batch = empty_batch(store, rule);
     Trajectory t;
@@ -227,14 +234,14 @@ class Episodes {
       index_.look(store, signals);
     }
   }
-  LongEnough& long_enough(uint64_t min_length) {
+  LongEnough& long_enough(const SliceRule& rule) {
     for (auto& list : lists_)
-      if (list->min_length() == min_length) {
+      if (list->serves(rule)) {
         list->follow(index_);
         return *list;
       }
     if (lists_.size() == kLists) lists_.erase(lists_.begin());  // batches of many sizes
-    lists_.push_back(std::make_unique<LongEnough>(min_length));
+    lists_.push_back(std::make_unique<LongEnough>(rule));
     lists_.back()->follow(index_);
     return *lists_.back();
   }
@@ -296,11 +303,16 @@ inline void bind_episodes(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<SliceRule>(m, "SliceRule")
       .def("__init__", [](SliceRule* rule, uint64_t length, uint64_t min_length, uint64_t before, uint64_t after,
-                          bool pad) {
-        if (length < 1 || length > kMostBytes || min_length < 1 || before >= length || after >= length)
+                          bool pad, bool by_window) {
+        if (length > kMostBytes)
+          throw nb::value_error(("a slice of " + std::to_string(length) + " rows is longer than any memory").c_str());
+        if (length < 1 || min_length < 1 || before >= length || after >= length)
           throw nb::value_error("a slice has at least one row, and at least one of its window is a stored one");
-        new (rule) SliceRule{length, min_length, before, after, pad};
-      }, "length"_a, "min_length"_a, "before"_a = 0, "after"_a = 0, "pad"_a = false)
+        const SliceRule made{length, min_length, before, after, pad, by_window};
+        if (by_window && min_length <= kMostBytes && static_cast<int64_t>(min_length) + made.more_windows() < 1)
+          throw nb::value_error("by_window each trajectory that is long enough has a window");
+        new (rule) SliceRule(made);
+      }, "length"_a, "min_length"_a, "before"_a = 0, "after"_a = 0, "pad"_a = false, "by_window"_a = false)
       .def_ro("length", &SliceRule::length)
       .def_ro("min_length", &SliceRule::min_length);
   nb::class_<SliceBatch>(m, "SliceBatch")

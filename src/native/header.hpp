@@ -11,38 +11,49 @@ using Counter = std::atomic<uint64_t>;
 static_assert(Counter::is_always_lock_free && sizeof(Counter) == 8);
 
 constexpr char kMagic[8] = {'E', 'N', 'G', 'R', 'A', 'M', 'S', '1'};
-constexpr uint32_t kVersion = 1;
-constexpr uint32_t kHasTrailer = 1;
-constexpr uint64_t kSeams = 96;
+constexpr uint32_t kVersion = 2;
+constexpr uint32_t kLaneVersion = 1;
 constexpr uint64_t kLogEntries = 8192;
+constexpr uint64_t kReservedBytes = 4096;  // of each reserved page
+
+// What a store may have beyond what all have: bit i of `features` is called kFeatures[i]. Whoever does not know a bit
+// that is set must not touch the store; the file carries the names, so that the refusal can tell which one it is.
+constexpr const char* kFeatures[] = {"trailers"};
+constexpr uint64_t kHasTrailer = 1;
 
 // What never changes after the store was made; `crc` covers the bytes before it.
 struct Shape {
   char magic[8];
   uint32_t version;
-  uint32_t flags;
+  uint32_t lane_version;    // of each lane's block, which carries it as well
+  uint64_t features;
+  char feature_names[128];  // of the bits that are set, lowest first, with commas between
   uint64_t lanes;
   uint64_t lane_capacity;   // time steps
   uint64_t strands;         // environments that share a lane's counters
   uint64_t payload_bytes;   // of one row, without its trailer
   uint64_t row_stride;      // payload and trailer, a multiple of the alignment
+  uint64_t seams_offset;    // a bit for each time slot
+  uint64_t seams_bytes;     // of one lane, whole cache lines; 0 where rows are kept elsewhere
   uint64_t layout_bytes;    // JSON, at layout_offset
   uint64_t layout_offset;
   uint64_t log_offset;      // kLogEntries slots (uint64)
   uint64_t redo_offset;
   uint64_t redo_bytes;
+  uint64_t consumers_offset;  // reserved: counters of those who consume rows
+  uint64_t arena_offset;      // reserved: counters of a second ring, of bytes
   uint64_t rows_offset;
   uint64_t total_bytes;
   uint8_t store_id[16];
   uint32_t layout_crc;      // of the layout's JSON
   uint32_t crc;
 };
-static_assert(sizeof(Shape) == 136);
+static_assert(sizeof(Shape) == 304);
 
 struct StoreHeader {
   union {
     Shape shape;
-    uint8_t shape_lines[192];
+    uint8_t shape_lines[512];
   };
   alignas(64) Counter incarnation;  // odd while write numbers start again (empty, loads); raised twice by each
   alignas(64) Counter edits;        // odd while rows are changed in place; raised twice by each change
@@ -51,8 +62,9 @@ struct StoreHeader {
   alignas(64) uint8_t boot_id[16];  // of the machine's last session that wrote
   uint32_t clean;                   // 1: closed by its last user, everything on disk
   uint32_t session_unused;
+  uint8_t unused[1024 - 512 - 192];
 };
-static_assert(sizeof(StoreHeader) == 384);
+static_assert(sizeof(StoreHeader) == 1024);
 
 struct LaneHeader {
   alignas(64) Counter claimed;    // rows below claimed - lane_capacity may be half overwritten
@@ -61,17 +73,19 @@ struct LaneHeader {
   alignas(64) Counter origin;     // write_count = published - origin (modulo 2^64)
   Counter durable;                // published at the last flush
   Counter term;                   // raised when a process takes the lane, and by recovery
-  Counter seam_first, seam_end;   // seams [first, end) of the ring below are in force
-  Counter seams[kSeams];          // write numbers that no trajectory crosses
-  uint8_t unused[1024 - 256 - 8 * kSeams];
+  alignas(64) uint32_t version;   // kLaneVersion
+  uint8_t unused[512 - 256 - 4];
 };
-static_assert(sizeof(LaneHeader) == 1024);
+static_assert(sizeof(LaneHeader) == 512);
 
 // The end of each row of a store that outlives its processes.
 struct Trailer {
-  uint64_t number;  // the row's write number
+  static constexpr uint64_t kSeam = uint64_t{1} << 63;
+  uint64_t number_and_seam;  // the row's write number; the highest bit: a trajectory begins here
   uint32_t term;
-  uint32_t crc;     // CRC32C over store id, physical row, payload, number, term
+  uint32_t crc;              // CRC32C over store id, physical row, payload, number and seam, term
+  uint64_t number() const { return number_and_seam & ~kSeam; }
+  bool seam() const { return number_and_seam & kSeam; }
 };
 static_assert(sizeof(Trailer) == 16);
 

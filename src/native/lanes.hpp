@@ -9,15 +9,10 @@
 
 #include "crc32c.hpp"
 #include "header.hpp"
+#include "lane_protocol.hpp"
 #include "region.hpp"
 
 namespace engram {
-
-// What a reader saw of one lane: rows [first, published) exist.
-struct LaneView {
-  uint64_t claimed = 0, published = 0, first = 0;
-  uint64_t rows() const { return published > first ? published - first : 0; }
-};
 
 // The write number that a slot of a lane holds, without dividing by the capacity once a row.
 struct SlotNumbers {
@@ -47,9 +42,13 @@ struct Epoch {
 
 class Lanes {
  public:
+  using Protocol = LaneProtocol<StdMemory>;
+
   Lanes() = default;
   // `shape` was checked; the copy in the store may change under us (a damaged disk, another process).
-  Lanes(StoreHeader* header, LaneHeader* lanes, const Shape& shape) : header_(header), lanes_(lanes), shape_(shape) {}
+  Lanes(StoreHeader* header, LaneHeader* lanes, Counter* seams, const Shape& shape, bool others_see_it)
+      : header_(header), lanes_(lanes), seams_(shape.seams_bytes ? seams : nullptr), shape_(shape),
+        piece_(claim_steps(shape.lane_capacity, shape.row_stride, others_see_it)) {}
 
   const Shape& shape() const { return shape_; }
   uint64_t count() const { return shape().lanes; }
@@ -57,54 +56,27 @@ class Lanes {
   uint64_t strands() const { return shape().strands; }
   StoreHeader& header() const { return *header_; }
   LaneHeader& lane(uint64_t l) const { return lanes_[l]; }
+  Protocol protocol(uint64_t l) const {
+    LaneHeader& h = lanes_[l];
+    Counter* const seams = seams_ ? seams_ + l * (shape_.seams_bytes / sizeof(Counter)) : nullptr;
+    return {h.claimed, h.published, h.base, seams, capacity()};
+  }
 
   // ---- appending: only by the process that holds the lane ----
-  static constexpr uint64_t kPieces = 8;
-  uint64_t piece() const { return std::max<uint64_t>(1, capacity() / kPieces); }
-
-  // Announces that the n rows after `published` are being written; returns the first one's number.
-  uint64_t claim(uint64_t l, uint64_t n) const {
-    LaneHeader& h = lanes_[l];
-    const uint64_t at = h.published.load(std::memory_order_relaxed);
-#ifndef ENGRAM_PLANT_CLAIM_AFTER_COPY
-    store_claimed(h, at + n);
-    std::atomic_thread_fence(std::memory_order_release);
-#endif
-#ifdef ENGRAM_PLANT_PUBLISH_BEFORE_COPY
-    h.published.store(at + n, std::memory_order_release);
-#endif
-    return at;
-  }
-  // Makes the n rows from `at` on visible. They have been written whole.
-  void publish(uint64_t l, uint64_t at, uint64_t n) const {
-    LaneHeader& h = lanes_[l];
-#ifdef ENGRAM_PLANT_CLAIM_AFTER_COPY
-    store_claimed(h, at + n);
-#endif
-    h.published.store(at + n, std::memory_order_release);
-  }
+  uint64_t piece() const { return piece_; }
+  uint64_t claim(uint64_t l, uint64_t n) const { return protocol(l).claim(n); }
+  void publish(uint64_t l, uint64_t at, uint64_t n) const { protocol(l).publish(at, n); }
 
   // ---- reading ----
   Epoch epoch() const {
     Epoch e;
     e.incarnation = header_->incarnation.load(std::memory_order_acquire);
-    e.edits = header_->edits.load(std::memory_order_acquire);
+    e.edits = Protocol::edits_before_reading(header_->edits);
     return e;
   }
-  LaneView view(uint64_t l) const {
-    const LaneHeader& h = lanes_[l];
-    LaneView v;
-    v.published = h.published.load(std::memory_order_acquire);
-    v.claimed = h.claimed.load(std::memory_order_acquire);
-    // Claimed is never below published in a sound header; a damaged one must not show more rows than there is room for.
-    v.first = first_of(h, std::max(v.claimed, v.published));
-    return v;
-  }
+  LaneView view(uint64_t l) const { return protocol(l).look(); }
   // The oldest row that is still whole, for a reader that has just copied rows: call after its acquire fence.
-  uint64_t first_now(uint64_t l) const {
-    const LaneHeader& h = lanes_[l];
-    return first_of(h, h.claimed.load(std::memory_order_relaxed));
-  }
+  uint64_t first_now(uint64_t l) const { return protocol(l).first_now(); }
 
   uint64_t rows() const {
     uint64_t total = 0;
@@ -116,42 +88,6 @@ class Lanes {
     for (uint64_t l = 0; l < count(); ++l)
       total += lanes_[l].published.load(std::memory_order_acquire) - lanes_[l].origin.load(std::memory_order_relaxed);
     return total;
-  }
-
-  // ---- seams: before the first row of a process that takes the lane over ----
-  void add_seam(uint64_t l) const {
-    LaneHeader& h = lanes_[l];
-    const uint64_t at = h.published.load(std::memory_order_relaxed);
-    const uint64_t first_row = first_of(h, h.claimed.load(std::memory_order_relaxed));
-    uint64_t first = h.seam_first.load(std::memory_order_relaxed), end = h.seam_end.load(std::memory_order_relaxed);
-    if (end - first > kSeams) first = end > kSeams ? end - kSeams : 0;  // a damaged header
-    if (at <= first_row) return;  // nothing before it: no trajectory to cut
-    if (end > first && h.seams[(end - 1) % kSeams].load(std::memory_order_relaxed) == at) return;
-    while (first < end && h.seams[first % kSeams].load(std::memory_order_relaxed) <= first_row) ++first;
-    if (end - first == kSeams) {  // forget the oldest seam together with the rows before it
-      h.base.store(h.seams[first % kSeams].load(std::memory_order_relaxed), std::memory_order_release);
-      ++first;
-    }
-    h.seam_first.store(first, std::memory_order_release);
-    std::atomic_thread_fence(std::memory_order_release);  // whoever sees the new number in the old one's place sees that
-    h.seams[end % kSeams].store(at, std::memory_order_relaxed);
-    h.seam_end.store(end + 1, std::memory_order_release);
-  }
-  std::vector<uint64_t> seams(uint64_t l) const {
-    const LaneHeader& h = lanes_[l];
-    const uint64_t end = h.seam_end.load(std::memory_order_acquire);
-    uint64_t first = h.seam_first.load(std::memory_order_acquire);
-    if (end - first > kSeams) first = end - kSeams;
-    std::vector<uint64_t> found;
-    for (uint64_t i = first; i < end; ++i) found.push_back(h.seams[i % kSeams].load(std::memory_order_relaxed));
-    // Meanwhile the oldest may have been forgotten, and their places used again.
-    std::atomic_thread_fence(std::memory_order_acquire);
-    const uint64_t now = h.seam_first.load(std::memory_order_relaxed);
-    const uint64_t gone = now > first ? std::min<uint64_t>(now - first, found.size()) : 0;
-    found.erase(found.begin(), found.begin() + static_cast<ptrdiff_t>(gone));
-    const uint64_t oldest = first_of(h, h.claimed.load(std::memory_order_relaxed));
-    std::erase_if(found, [oldest](uint64_t w) { return w <= oldest; });
-    return found;
   }
 
   // ---- alone ----
@@ -170,23 +106,24 @@ class Lanes {
   }
   // Whoever is killed inside leaves a lane that shows nothing, and what `mend` needs to finish emptying it: `base`
   // says where the numbers go on, `durable` how many rows were ever written.
-  void set_counters(uint64_t l, uint64_t base, uint64_t published, uint64_t origin,
-                    const std::vector<uint64_t>& seams) const {
+  void set_counters(uint64_t l, uint64_t base, uint64_t published, uint64_t origin) const {
     LaneHeader& h = lanes_[l];
     h.durable.store(published - origin);
     h.base.store(kMoving | published);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    set_seams(l, seams);
     h.origin.store(origin);
     h.claimed.store(published);
     h.published.store(published);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    h.base.store(std::max(base, below_seams(seams)));
+    h.base.store(base);
     h.durable.store(base);
   }
-  // Of more seams than the table holds the oldest are forgotten, together with the rows below this number.
-  static uint64_t below_seams(const std::vector<uint64_t>& seams) {
-    return seams.size() > kSeams ? seams[seams.size() - kSeams - 1] : 0;
+  // Trajectories begin at these of the rows [base, published), and at no others.
+  void set_seams(uint64_t l, uint64_t base, uint64_t published, const std::vector<uint64_t>& at) const {
+    const Protocol lane = protocol(l);
+    lane.mark(base, published - base, false);
+    for (uint64_t w : at)
+      if (w >= base && w < published) lane.mark(w, 1, true);
   }
   // Finishes an `empty` that a kill interrupted, and empties what an interrupted `loads` left.
   void mend() const {
@@ -196,7 +133,7 @@ class Lanes {
       const uint64_t base = h.base.load();
       if (base & kMoving) {
         const uint64_t at = base & ~kMoving;
-        set_counters(l, at, at, at - h.durable.load(), {});
+        set_counters(l, at, at, at - h.durable.load());
       } else if (interrupted) {
         empty_lane(l, false);
       }
@@ -207,13 +144,6 @@ class Lanes {
     }
     end_change();
   }
-  void set_seams(uint64_t l, const std::vector<uint64_t>& at) const {
-    LaneHeader& h = lanes_[l];
-    const size_t skip = at.size() > kSeams ? at.size() - kSeams : 0;
-    h.seam_end.store(0), h.seam_first.store(0);
-    for (size_t i = skip; i < at.size(); ++i) h.seams[i - skip].store(at[i], std::memory_order_relaxed);
-    h.seam_end.store(at.size() - skip, std::memory_order_release);
-  }
 
  private:
   static constexpr uint64_t kMoving = uint64_t{1} << 63;
@@ -221,19 +151,14 @@ class Lanes {
     LaneHeader& h = lanes_[l];
     const uint64_t at = h.published.load();
     const uint64_t next = round_up(std::max(at, h.claimed.load()), capacity());
-    set_counters(l, next, next, next - (reset_count ? 0 : at - h.origin.load()), {});
-  }
-  static void store_claimed(LaneHeader& h, uint64_t to) {
-    if (to > h.claimed.load(std::memory_order_relaxed)) h.claimed.store(to, std::memory_order_relaxed);
-  }
-  uint64_t first_of(const LaneHeader& h, uint64_t claimed) const {
-    const uint64_t base = h.base.load(std::memory_order_relaxed);
-    return std::max(base, claimed > capacity() ? claimed - capacity() : 0);
+    set_counters(l, next, next, next - (reset_count ? 0 : at - h.origin.load()));
   }
 
   StoreHeader* header_ = nullptr;
   LaneHeader* lanes_ = nullptr;
+  Counter* seams_ = nullptr;
   Shape shape_{};
+  uint64_t piece_ = 1;
 };
 
 }  // namespace engram

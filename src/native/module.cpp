@@ -12,6 +12,7 @@
 #include "episodes_module.hpp"
 #include "priorities_module.hpp"
 #include "heap_module.hpp"
+#include "owner_watch.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -28,7 +29,7 @@ NB_MODULE(_native, m) {
   });
   m.doc() = "The native core of engram: packed rows, lanes, and batches in and out.";
   m.attr("LOG_ENTRIES") = kLogEntries;
-  m.attr("SEAMS") = kSeams;
+  m.attr("FEATURES") = feature_names(~uint64_t{0});
   m.attr("PLANTED") =
 #if defined(ENGRAM_PLANT_CLAIM_AFTER_COPY)
       "CLAIM_AFTER_COPY";
@@ -106,7 +107,8 @@ NB_MODULE(_native, m) {
         return shape_of({lanes, lane_capacity, strands, payload_bytes, alignment, trailer,
                          std::string(layout_bytes, ' '), std::string(16, '\0')}).total_bytes;
       }, "lanes"_a, "lane_capacity"_a, "strands"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout_bytes"_a)
-      .def_static("open", &Store::open, "fd"_a, "bytes"_a)
+      .def_static("open", &Store::open, "fd"_a, "bytes"_a, "read_only"_a = false)
+      .def_prop_ro("read_only", &Store::read_only)
       .def_prop_ro("lanes", [](const Store& s) { return s.shape().lanes; })
       .def_prop_ro("lane_capacity", [](const Store& s) { return s.shape().lane_capacity; })
       .def_prop_ro("strands", [](const Store& s) { return s.shape().strands; })
@@ -120,6 +122,12 @@ NB_MODULE(_native, m) {
       .def_prop_ro("store_id", [](const Store& s) { return nb::bytes(s.shape().store_id, 16); })
       .def_prop_ro("incarnation", [](const Store& s) { return s.header()->incarnation.load(); })
       .def_prop_ro("edits", [](const Store& s) { return s.header()->edits.load(); })
+      .def("epoch", [](const Store& s) {
+        s.check_file();
+        Lanes::Protocol::after_reading();  // what was read before this was read before the numbers
+        const Epoch e = s.lanes.epoch();
+        return std::pair(e.incarnation, e.edits);
+      })
       .def_prop_ro("log_head", [](const Store& s) { return s.header()->log_head.load(); })
       .def("log", [](const Store& s, uint64_t from) {
         const uint64_t head = s.header()->log_head.load(std::memory_order_acquire);
@@ -131,13 +139,14 @@ NB_MODULE(_native, m) {
       }, "start"_a)
       .def_prop_rw("boot_id", [](const Store& s) { return nb::bytes(s.header()->boot_id, 16); },
                    [](Store& s, nb::bytes b) {
+        s.must_be_writable();
                      if (b.size() != 16) throw nb::value_error("a boot id has 16 bytes");
                      std::memcpy(s.header()->boot_id, b.c_str(), 16);
                    })
       .def_prop_rw("replaced", [](const Store& s) { return s.header()->replaced.load(); },
-                   [](const Store& s, uint64_t n) { s.header()->replaced.store(n); })
+                   [](const Store& s, uint64_t n) { s.must_be_writable(); s.header()->replaced.store(n); })
       .def_prop_rw("clean", [](const Store& s) { return s.header()->clean != 0; },
-                   [](Store& s, bool clean) { s.header()->clean = clean; })
+                   [](Store& s, bool clean) { s.must_be_writable(); s.header()->clean = clean; })
       .def("lane", &lane_state, "lane"_a)
       .def("check_file", &Store::check_file)
       .def("rows", [](const Store& s) { s.check_file(); return s.lanes.rows() * s.shape().strands; })
@@ -146,49 +155,82 @@ NB_MODULE(_native, m) {
         return s.lanes.lane(l).published.load() % s.shape().lane_capacity;
       }, "lane"_a)
       .def("steps_written", [](const Store& s) { s.check_file(); return s.lanes.write_count(); })
-      .def("claim", [](const Store& s, uint64_t l, uint64_t n) { check_lane(s, l); return s.lanes.claim(l, n); },
+      .def("claim", [](const Store& s, uint64_t l, uint64_t n) { s.must_be_writable(); check_lane(s, l); return s.lanes.claim(l, n); },
            "lane"_a, "n"_a)
       .def("publish", [](const Store& s, uint64_t l, uint64_t at, uint64_t n) {
+        s.must_be_writable();
         check_lane(s, l);
         s.lanes.publish(l, at, n);
       }, "lane"_a, "at"_a, "n"_a)
-      .def("add_seam", [](const Store& s, uint64_t l) { check_lane(s, l); s.lanes.add_seam(l); }, "lane"_a)
+      .def("advance", [](const Store& s, uint64_t l, uint64_t n) {
+        s.must_be_writable();
+        check_lane(s, l);
+        if (s.shape().payload_bytes != 0) throw nb::value_error("this store has its rows itself: append to it");
+        return s.advance(l, n);
+      }, "lane"_a, "n"_a)
+      .def("mark_seam", [](const Store& s, uint64_t l) { check_lane(s, l); s.mark_seam(l); }, "lane"_a)
+      .def("next_is_seam", [](const Store& s, uint64_t l) { check_lane(s, l); return s.next_is_seam(l); }, "lane"_a)
+      .def("seams", [](const Store& s, uint64_t l) { check_lane(s, l); s.check_file(); return s.seams(l); }, "lane"_a)
+      .def("is_seam", [](const Store& s, uint64_t l, uint64_t number) { check_lane(s, l); s.check_file(); return s.seam(l, number); },
+           "lane"_a, "number"_a)
+      .def("add_seam", [](const Store& s, uint64_t l, uint64_t number) {
+        s.must_be_writable();
+        check_lane(s, l);
+        if (s.shape().payload_bytes != 0) throw nb::value_error("the seams of stored rows are written with them");
+        s.add_seam(l, number);
+      }, "lane"_a, "number"_a)
+      .def("set_seams", [](const Store& s, uint64_t l, uint64_t base, uint64_t published,
+                           const std::vector<uint64_t>& at) {
+        s.must_be_writable();
+        check_lane(s, l);
+        if (base > published) throw nb::value_error("base lies above published");
+        if (published - base > s.shape().lane_capacity) throw nb::value_error("more rows than the lane has room for");
+        if (!std::is_sorted(at.begin(), at.end())) throw nb::value_error("seams do not rise");
+        s.set_seams(l, base, published, at);
+      }, "lane"_a, "base"_a, "published"_a, "at"_a)
+      .def("set_border", &set_border, "codec"_a, "entries"_a, "done"_a, "either"_a, "id"_a.none())
+      .def("after_fork", &Store::after_fork)
       .def("raise_term", [](const Store& s, uint64_t l) {
+        s.must_be_writable();
         check_lane(s, l);
         s.lanes.lane(l).term.fetch_add(1);
       }, "lane"_a)
-      .def("mend", [](const Store& s) { s.check_file(); s.lanes.mend(); })
+      .def("mend", [](const Store& s) { s.must_be_writable(); s.lanes.mend(); })
       .def("mark_durable", [](const Store& s, const std::vector<uint64_t>& published) {
+        s.must_be_writable();
         if (published.size() != s.shape().lanes) throw nb::value_error("one number for each lane");
         s.check_file();
         for (uint64_t l = 0; l < s.shape().lanes; ++l) s.lanes.lane(l).durable.store(published[l]);
       }, "published"_a)
       .def("sync_header", [](const Store& s) {
+        s.must_be_writable();
         nb::gil_scoped_release unlocked;
         if (::msync(s.at(0), s.shape().rows_offset, MS_SYNC) != 0)
           throw std::runtime_error(std::string("cannot sync the header: ") + std::strerror(errno));
       })
       .def("empty", [](const Store& s, bool reset_count) {
-        s.check_file();
+        s.must_be_writable();
         if (s.saving()) s.saving()->settle();
+        s.forget_seams();
         s.lanes.empty(reset_count);
       }, "reset_count"_a)
       .def("begin_restore", [](const Store& s) {
-        s.check_file();
+        s.must_be_writable();
         if (s.saving()) s.saving()->settle();
         s.lanes.begin_change();
+        s.forget_seams();
         for (uint64_t l = 0; l < s.shape().lanes; ++l) {
-          s.lanes.set_counters(l, 0, 0, 0, {});
+          s.lanes.set_counters(l, 0, 0, 0);
           s.lanes.lane(l).term.fetch_add(1);  // so that no row from before is taken for one of the new
         }
       })
-      .def("restore_lane", [](const Store& s, uint64_t l, uint64_t base, uint64_t published, uint64_t origin,
-                              const std::vector<uint64_t>& seams) {
+      .def("restore_lane", [](const Store& s, uint64_t l, uint64_t base, uint64_t published, uint64_t origin) {
+        s.must_be_writable();
         check_lane(s, l);
         if (base > published) throw nb::value_error("base lies above published");
-        s.lanes.set_counters(l, base, published, origin, seams);
-      }, "lane"_a, "base"_a, "published"_a, "origin"_a, "seams"_a)
-      .def("end_restore", [](const Store& s) { s.check_file(); s.lanes.end_change(); })
+        s.lanes.set_counters(l, base, published, origin);
+      }, "lane"_a, "base"_a, "published"_a, "origin"_a)
+      .def("end_restore", [](const Store& s) { s.must_be_writable(); s.lanes.end_change(); })
       .def("put", &put_rows, "lane"_a, "start"_a, "rows"_a.noconvert())
       .def("whole", [](const Store& s, uint64_t physical) {
         if (!s.has_trailer() || physical >= s.slots()) throw nb::index_error("no such row with a trailer");
@@ -197,8 +239,9 @@ NB_MODULE(_native, m) {
       }, "physical"_a)
       .def_prop_ro("interrupted", [](Store& s) { s.check_file(); return InPlaceWriter(s).interrupted(); })
       .def_prop_ro("fd", [](const Store& s) { return s.fd(); })
-      .def("finish_interrupted", [](Store& s) { return InPlaceWriter(s).finish_interrupted(); })
+      .def("finish_interrupted", [](Store& s) { s.must_be_writable(); return InPlaceWriter(s).finish_interrupted(); })
       .def("recover", [](Store& s) {
+        s.must_be_writable();
         if (!s.has_trailer()) throw nb::value_error("rows without trailers cannot be recovered");
         uint64_t dropped = 0;
         nb::gil_scoped_release unlocked;
@@ -215,8 +258,9 @@ NB_MODULE(_native, m) {
         const size_t shape[1] = {s->shape().total_bytes};
         auto* owner = new std::shared_ptr<Region>(s->region());
         nb::capsule keep(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<Region>*>(p); });
-        return nb::ndarray<nb::numpy, uint8_t>(s->at(0), 1, shape, keep);
-      })
+        if (s->read_only()) return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(s->at(0), 1, shape, keep));
+        return nb::cast(nb::ndarray<nb::numpy, uint8_t>(s->at(0), 1, shape, keep));
+      }, nb::sig("def memory(self) -> numpy.typing.NDArray[numpy.uint8]"))
       .def_prop_ro("asking_pages", [](Store& s) { return s.pages().on(); })
       .def("advise_random", [](const Store& s) { ::madvise(s.at(0), s.shape().total_bytes, MADV_RANDOM); })
       .def("next_slot", [](const Store& s, uint64_t l) {
@@ -243,4 +287,5 @@ NB_MODULE(_native, m) {
 
   bind_heap(m);
   bind_cells(m);
+  bind_owner_watch(m);
 }

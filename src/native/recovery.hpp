@@ -25,19 +25,18 @@ class InPlaceWriter {
       const size_t take = std::min(batch, n - done);
       stage(slots + done, take, leaves, done, rows);
       if (SavePass* pass = store_.saving()) preserve(*pass, take);
-      Counter& edits = store_.header()->edits;
-      edits.fetch_add(1, std::memory_order_acq_rel);  // odd
-      std::atomic_thread_fence(std::memory_order_release);
-      if (redo) mark(take);
-      const bool sync = redo && store_.fd() >= 0 && any_durable(take);
-      const bool marked = !sync || synced(s.redo_offset, s.redo_bytes);
-      if (marked) {
-        apply(staged_.data(), physical_.data(), take);
-        log(slots + done, take, store_.header()->log_head.load(std::memory_order_relaxed));
-      }
-      const bool applied = !sync || (marked && rows_synced(take));
-      if (redo) redo_header()->state.store(0, std::memory_order_release);
-      edits.fetch_add(1, std::memory_order_acq_rel);
+      bool applied = true;
+      Lanes::Protocol::edit(store_.header()->edits, [&] {
+        if (redo) mark(take);
+        const bool sync = redo && store_.fd() >= 0 && any_durable(take);
+        const bool marked = !sync || synced(s.redo_offset, s.redo_bytes);
+        if (marked) {
+          apply(staged_.data(), physical_.data(), take);
+          log(slots + done, take, store_.header()->log_head.load(std::memory_order_relaxed));
+        }
+        applied = !sync || (marked && rows_synced(take));
+        if (redo) redo_header()->state.store(0, std::memory_order_release);
+      });
       if (!applied) throw std::runtime_error(std::string("cannot sync rows: ") + std::strerror(errno));
     }
   }
@@ -49,28 +48,12 @@ class InPlaceWriter {
     return store_.shape().redo_bytes > 0 && redo_header()->state.load(std::memory_order_acquire) == kRedoMarked;
   }
 
-  // Finishes a change that a kill interrupted. True: there was one.
+  // Finishes a change that a kill interrupted. True: there was one. Observers may read meanwhile, and `edits` of after a
+  // power cut may be even, or be seen by them later than our rows: so this is an edit of its own.
   bool finish_interrupted() {
-    const Shape& s = store_.shape();
     bool found = false;
-    if (interrupted()) {
-      RedoHeader* h = redo_header();
-      const uint64_t rows = h->rows, most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
-      if (rows >= 1 && rows <= most && h->row_stride == s.row_stride) {
-        // A copy: what is checked is what is applied.
-        std::vector<uint64_t> entry(rows * (8 + s.row_stride) / 8);
-        std::memcpy(entry.data(), h + 1, entry.size() * 8);
-        found = h->crc == redo_crc(entry.data(), rows);
-        for (uint64_t i = 0; i < rows; ++i) found &= entry[i] < store_.slots();
-        if (found) finish(entry, rows, h->log_head);
-        // Flushed rows are changed: if the mark went from the disk before they were there, a power cut could tear them.
-        if (found && store_.fd() >= 0 && !synced(s.rows_offset, s.total_bytes - s.rows_offset))
-          throw std::runtime_error(std::string("cannot sync rows: ") + std::strerror(errno));
-      }
-      h->state.store(0, std::memory_order_release);
-    }
     Counter& edits = store_.header()->edits;
-    if (edits.load() % 2) edits.fetch_add(1);
+    if (interrupted() || edits.load() % 2) Lanes::Protocol::edit(edits, [&] { found = finish_marked(); });
     return found;
   }
 
@@ -79,6 +62,26 @@ class InPlaceWriter {
   uint32_t redo_crc(const uint64_t* entry, uint64_t rows) const {
     const RedoHeader* h = redo_header();
     return crc32c(crc32c(0, &h->rows, sizeof(RedoHeader) - 8), entry, rows * (8 + store_.shape().row_stride));
+  }
+  bool finish_marked() {
+    if (!interrupted()) return false;
+    const Shape& s = store_.shape();
+    bool found = false;
+    RedoHeader* h = redo_header();
+    const uint64_t rows = h->rows, most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
+    if (rows >= 1 && rows <= most && h->row_stride == s.row_stride) {
+      // A copy: what is checked is what is applied.
+      std::vector<uint64_t> entry(rows * (8 + s.row_stride) / 8);
+      std::memcpy(entry.data(), h + 1, entry.size() * 8);
+      found = h->crc == redo_crc(entry.data(), rows);
+      for (uint64_t i = 0; i < rows; ++i) found &= entry[i] < store_.slots();
+      if (found) finish(entry, rows, h->log_head);
+      // Flushed rows are changed: if the mark went from the disk before they were there, a power cut could tear them.
+      if (found && store_.fd() >= 0 && !synced(s.rows_offset, s.total_bytes - s.rows_offset))
+        throw std::runtime_error(std::string("cannot sync rows: ") + std::strerror(errno));
+    }
+    h->state.store(0, std::memory_order_release);
+    return found;
   }
   void finish(std::vector<uint64_t>& entry, uint64_t rows, uint64_t log_head) {
     const Shape& s = store_.shape();
@@ -90,7 +93,7 @@ class InPlaceWriter {
       slots.push_back(static_cast<int64_t>(time * s.strands + strand));
       // After a power cut the mark may be older than the row: a newer row stays.
       const Trailer mine = *reinterpret_cast<const Trailer*>(staged + (i + 1) * s.row_stride - sizeof(Trailer));
-      if (store_.whole(p) && store_.trailer(store_.row(p))->number > mine.number) continue;
+      if (store_.whole(p) && store_.trailer(store_.row(p))->number() > mine.number()) continue;
       apply(staged + i * s.row_stride, &p, 1);
     }
     log(slots.data(), rows, log_head - rows);
@@ -103,7 +106,7 @@ class InPlaceWriter {
     const Shape& s = store_.shape();
     for (size_t i = 0; i < n; ++i) {
       const uint64_t lane = physical_[i] / (s.lane_capacity * s.strands);
-      if (store_.trailer(store_.row(physical_[i]))->number < store_.lanes.lane(lane).durable.load()) return true;
+      if (store_.trailer(store_.row(physical_[i]))->number() < store_.lanes.lane(lane).durable.load()) return true;
     }
     return false;
   }
@@ -135,7 +138,7 @@ class InPlaceWriter {
     if (!store_.has_trailer()) return;
     for (size_t i = 0; i < n; ++i) {
       const Trailer old = *store_.trailer(store_.row(physical_[i]));
-      store_.seal(rows[i], physical_[i], old.number, old.term);
+      store_.seal(rows[i], physical_[i], old.number_and_seam, old.term);
     }
   }
   void scatter(uint8_t* const* rows, size_t n, const std::vector<LeafSource>& leaves, size_t first) {
@@ -186,6 +189,7 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   constexpr uint64_t kNone = ~uint64_t{0};
   std::vector<uint64_t> number(capacity, kNone);
   std::vector<uint32_t> term(capacity, 0);
+  std::vector<bool> seam(capacity, false);
   LaneScan found;
   uint64_t newest = kNone;  // of the highest term: numbers of lower terms may be left over from before a recovery
   for (uint64_t slot = 0; slot < capacity; ++slot) {
@@ -194,12 +198,12 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
     for (uint64_t strand = 0; strand < s.strands && whole; ++strand) {
       const uint64_t p = store.physical(l, strand, slot);
       const Trailer t = *store.trailer(store.row(p));
-      whole = store.whole(p) && t.number == first.number && t.term == first.term;
+      whole = store.whole(p) && t.number_and_seam == first.number_and_seam && t.term == first.term;
     }
     if (!whole) continue;
-    number[slot] = first.number, term[slot] = first.term;
-    if (newest == kNone || std::pair(uint64_t{first.term}, first.number) > std::pair(found.term, newest))
-      found.term = first.term, newest = first.number;
+    number[slot] = first.number(), term[slot] = first.term, seam[slot] = first.seam();
+    if (newest == kNone || std::pair(uint64_t{first.term}, first.number()) > std::pair(found.term, newest))
+      found.term = first.term, newest = first.number();
   }
   const LaneHeader& h = store.lanes.lane(l);
   const uint64_t before = h.published.load(), first_before = store.lanes.view(l).first;
@@ -220,25 +224,20 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   while (from > low && joined(from - 1)) --from;
   while (to < newest && joined(to)) ++to;
   found.base = from, found.published = to + 1;
-  // A new term is a new writer. Its seam in the header may not have reached the disk.
-  found.seams = store.lanes.seams(l);
+  // A new term is a new writer; its rows' seams stand in their trailers, too.
   for (uint64_t w = from + 1; w <= to; ++w)
-    if (term[w % capacity] != term[(w - 1) % capacity]) found.seams.push_back(w);
-  std::erase_if(found.seams, [&](uint64_t w) { return w <= from || w > to; });
-  std::sort(found.seams.begin(), found.seams.end());
-  found.seams.erase(std::unique(found.seams.begin(), found.seams.end()), found.seams.end());
+    if (seam[w % capacity] || term[w % capacity] != term[(w - 1) % capacity]) found.seams.push_back(w);
   const uint64_t kept = to + 1 - from;
   found.dropped = had > kept ? had - kept : 0;
   return found;
 }
 
 // A kill in here is no harm: the next `open` scans again and finds the same block.
-inline void restore_lane(Store& store, uint64_t l, LaneScan scan) {
+inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
   LaneHeader& h = store.lanes.lane(l);
-  scan.base = std::max(scan.base, store.lanes.below_seams(scan.seams));
+  store.set_seams(l, scan.base, scan.published, scan.seams);
   h.claimed.store(scan.published), h.published.store(scan.published);
   h.base.store(scan.base);
-  store.lanes.set_seams(l, scan.seams);
   h.durable.store(scan.published);
   h.term.store(std::max(h.term.load(), scan.term) + 1);
 }

@@ -34,11 +34,12 @@ class RowRestorer {
     if (store.file_is_there()) piece_ = std::make_unique<uint8_t[]>(per_piece_ * stride_);
   }
 
-  // Rows with write numbers from `start` on, at most as many as the lane has room for. Returns 0, or the error number
+  // Rows with write numbers from `start` on, whose seams have been set, at most as many as the lane has room for. Returns 0, or the error number
   // of a write that failed.
   int put(uint64_t lane, uint64_t start, const RowBlock& block) {
     const Shape& s = store_.shape();
     term_ = static_cast<uint32_t>(store_.lanes.lane(lane).term.load());
+    lane_ = lane;
     for (uint64_t strand = 0; strand < s.strands; ++strand) {
       const uint8_t* from = block.data + static_cast<ptrdiff_t>(strand) * block.per_strand;
       for (uint64_t done = 0; done < block.steps;) {
@@ -59,7 +60,9 @@ class RowRestorer {
     for (uint64_t i = 0; i < n; ++i) {
       uint8_t* row = rows + i * stride_;
       std::memcpy(row, from + static_cast<ptrdiff_t>(i) * per_step, store_.shape().payload_bytes);
-      if (store_.has_trailer()) store_.seal(row, at + i, number + i, term_);
+      if (!store_.has_trailer()) continue;
+      const uint64_t seam = store_.seam(lane_, number + i) ? Trailer::kSeam : 0;
+      store_.seal(row, at + i, (number + i) | seam, term_);
     }
     return piece_ ? write(rows, n * stride_, store_.shape().rows_offset + at * stride_) : 0;
   }
@@ -74,7 +77,7 @@ class RowRestorer {
   }
 
   Store& store_;
-  uint64_t stride_, per_piece_;
+  uint64_t stride_, per_piece_, lane_ = 0;
   uint32_t term_ = 0;
   std::unique_ptr<uint8_t[]> piece_;  // none: rows are stored where they belong
 };

@@ -4,41 +4,33 @@
 #include <chrono>
 #include <vector>
 
+#include "border.hpp"
 #include "store.hpp"
 
 namespace engram {
-
-// Leaves of a batch of steps: element (time, strand) of leaf k lies at array + time * stride + strand * strand_stride.
-struct LeafSource {
-  size_t offset, bytes;
-  const uint8_t* array;
-  ptrdiff_t stride, strand_stride;
-};
 
 class RowWriter {
  public:
   explicit RowWriter(Store& store) : store_(store) {}
 
-  // Appends n time steps to a lane, in pieces of at most an eighth of it; returns the first one's write number.
+  // Appends n time steps to a lane, a piece at a time; returns the first one's write number.
   uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
-    const uint64_t start = store_.lanes.lane(lane).published.load(std::memory_order_relaxed);
-    const uint64_t piece = store_.lanes.piece();
-    for (uint64_t done = 0; done < n;) {
+    const Lanes::Protocol protocol = store_.lanes.protocol(lane);
+    const uint64_t start = StdMemory::load(protocol.published), piece = store_.lanes.piece();
+    bool begins = n > 0 && (store_.next_is_seam(lane) || BorderCheck(store_).begins(lane, n, leaves));
+    for (uint64_t done = 0; done < n; begins = false) {
       const uint64_t take = std::min(piece, n - done);
-      if (SavePass* pass = store_.saving()) pass->preserve(lane, start_slot(lane), take);
-      const uint64_t first = store_.lanes.claim(lane, take);
-      write(lane, first, take, leaves, done);
-      store_.lanes.publish(lane, first, take);
+      if (SavePass* pass = store_.saving()) pass->preserve(lane, (start + done) % protocol.capacity, take);
+      protocol.append(take, begins, [&](uint64_t first) { write(lane, first, take, leaves, done, begins); });
       done += take;
     }
+    if (n > 0) store_.note_written(lane);
     return start;
   }
 
  private:
-  uint64_t start_slot(uint64_t lane) const {
-    return store_.lanes.lane(lane).published.load(std::memory_order_relaxed) % store_.shape().lane_capacity;
-  }
-  void write(uint64_t lane, uint64_t first, uint64_t n, const std::vector<LeafSource>& leaves, uint64_t skip) {
+  void write(uint64_t lane, uint64_t first, uint64_t n, const std::vector<LeafSource>& leaves, uint64_t skip,
+             bool begins) {
     const Shape& s = store_.shape();
     const auto term = static_cast<uint32_t>(store_.lanes.lane(lane).term.load(std::memory_order_relaxed));
     uint8_t* rows[kBlockRows];
@@ -62,7 +54,8 @@ class RowWriter {
         if (store_.has_trailer()) {
           uint64_t at = first_slot;
           for (uint64_t i = 0; i < take; ++i) {
-            store_.seal(rows[i], store_.physical(lane, strand, at), first + done + i, term);
+            const uint64_t seam = begins && done + i == 0 ? Trailer::kSeam : 0;
+            store_.seal(rows[i], store_.physical(lane, strand, at), (first + done + i) | seam, term);
             if (++at == s.lane_capacity) at = 0;
           }
         }
@@ -149,7 +142,7 @@ class RowReader {
 
   // After the copy: which of the rows were there from its start to its end.
   void settle(bool want_numbers, ReadResult& result) const {
-    std::atomic_thread_fence(std::memory_order_acquire);
+    Lanes::Protocol::after_reading();
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
     const Epoch now = plant_epoch_;
     first_ = plant_first_;

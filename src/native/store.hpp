@@ -3,7 +3,10 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <deque>
+#include <iterator>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -23,6 +26,14 @@ struct StoreSpec {
   std::string store_id;
 };
 
+// The names of these features, lowest bit first, with commas between.
+inline std::string feature_names(uint64_t features) {
+  std::string names;
+  for (size_t i = 0; i < std::size(kFeatures); ++i)
+    if (features >> i & 1) names += (names.empty() ? "" : ",") + std::string(kFeatures[i]);
+  return names;
+}
+
 inline Shape shape_of(const StoreSpec& s) {
   auto refuse = [](const std::string& why) { throw std::invalid_argument(why); };
   if (s.lanes < 1 || s.lanes > 4096) refuse("lanes must be 1 to 4096, got " + std::to_string(s.lanes));
@@ -37,24 +48,42 @@ inline Shape shape_of(const StoreSpec& s) {
   if (s.store_id.size() != 16) refuse("store_id must have 16 bytes");
   Shape h{};
   std::memcpy(h.magic, kMagic, 8);
-  h.version = kVersion;
-  h.flags = s.trailer ? kHasTrailer : 0;
+  h.version = kVersion, h.lane_version = kLaneVersion;
+  h.features = s.trailer ? kHasTrailer : 0;
+  const std::string names = feature_names(h.features);
+  std::memcpy(h.feature_names, names.data(), std::min(names.size(), sizeof h.feature_names));
   h.lanes = s.lanes, h.lane_capacity = s.lane_capacity, h.strands = s.strands, h.payload_bytes = s.payload_bytes;
   h.row_stride = s.payload_bytes ? round_up(s.payload_bytes, 8) + (s.trailer ? sizeof(Trailer) : 0) : 0;
   h.row_stride = round_up(h.row_stride, s.alignment);
   const auto rows = static_cast<unsigned __int128>(s.lanes) * s.lane_capacity * s.strands;
   if (rows > limit || rows * std::max<uint64_t>(h.row_stride, 1) > limit) refuse("the store would be larger than 2^56");
+  // Words of 64 time slots, on cache lines that no two lanes share.
+  h.seams_offset = sizeof(StoreHeader) + s.lanes * sizeof(LaneHeader);
+  h.seams_bytes = s.payload_bytes ? round_up(round_up(s.lane_capacity, 64) / 8, 64) : 0;
   h.layout_bytes = s.layout.size();
-  h.layout_offset = sizeof(StoreHeader) + s.lanes * sizeof(LaneHeader);
+  h.layout_offset = h.seams_offset + s.lanes * h.seams_bytes;
   h.log_offset = round_up(h.layout_offset + s.layout.size(), 64);
   h.redo_offset = h.log_offset + kLogEntries * 8;
   h.redo_bytes = s.trailer ? std::max<uint64_t>(round_up(sizeof(RedoHeader) + 8 + h.row_stride, 64), 1 << 16) : 0;
-  h.rows_offset = round_up(h.redo_offset + h.redo_bytes, kPage);
+  h.consumers_offset = round_up(h.redo_offset + h.redo_bytes, kPage);
+  h.arena_offset = h.consumers_offset + kReservedBytes;
+  h.rows_offset = h.arena_offset + kReservedBytes;
   h.total_bytes = round_up(h.rows_offset + static_cast<uint64_t>(rows) * h.row_stride, kPage);
   std::memcpy(h.store_id, s.store_id.data(), 16);
   h.layout_crc = crc32c(0, s.layout.data(), s.layout.size());
   h.crc = crc32c(0, &h, offsetof(Shape, crc));
   return h;
+}
+
+// What the maker of a store called the feature of bit i.
+inline std::string named_feature(const Shape& h, uint64_t i) {
+  std::string names(h.feature_names, strnlen(h.feature_names, sizeof h.feature_names));
+  for (uint64_t bit = 0; bit < i; ++bit)
+    if (h.features >> bit & 1) names = names.find(',') == std::string::npos ? "" : names.substr(names.find(',') + 1);
+  names = names.substr(0, names.find(','));
+  for (char& c : names)
+    if (c < ' ' || c > '~') c = '?';
+  return (names.empty() ? "without a name" : "'" + names + "'") + " (bit " + std::to_string(i) + ")";
 }
 
 // The shape of a store that came from a file, or what is wrong with it. Afterwards every address computed from it lies
@@ -68,16 +97,29 @@ inline Shape checked_shape(const uint8_t* file, size_t bytes) {
   if (h.version != kVersion)
     refuse("format version " + std::to_string(h.version) + "; this engram reads version " + std::to_string(kVersion));
   if (crc32c(0, &h, offsetof(Shape, crc)) != h.crc) refuse("the header's checksum does not fit its bytes");
+  for (uint64_t unknown = h.features >> std::size(kFeatures), i = std::size(kFeatures); unknown; unknown >>= 1, ++i)
+    if (unknown & 1)
+      refuse("it uses the feature " + named_feature(h, i) + ", which this engram does not know; open it with a newer one");
+  if (h.lane_version != kLaneVersion)
+    refuse("version " + std::to_string(h.lane_version) + " of its lanes' blocks; this engram reads version " +
+           std::to_string(kLaneVersion));
   if (h.total_bytes > bytes)
     refuse("the file has " + std::to_string(bytes) + " bytes, its header needs " + std::to_string(h.total_bytes));
   if (h.layout_bytes > bytes || h.layout_offset > bytes - h.layout_bytes) refuse("the header points outside the file");
-  StoreSpec spec{h.lanes, h.lane_capacity, h.strands, h.payload_bytes, 8, (h.flags & kHasTrailer) != 0, "", ""};
+  StoreSpec spec{h.lanes, h.lane_capacity, h.strands, h.payload_bytes, 8, (h.features & kHasTrailer) != 0, "", ""};
   spec.layout.assign(reinterpret_cast<const char*>(file) + h.layout_offset, h.layout_bytes);
   spec.store_id.assign(reinterpret_cast<const char*>(h.store_id), 16);
   for (spec.alignment = 8; spec.alignment < 64 && shape_of(spec).row_stride != h.row_stride; spec.alignment *= 2) {}
   const Shape again = shape_of(spec);
   if (again.layout_crc != h.layout_crc) refuse("the layout's checksum does not fit its bytes");
   if (std::memcmp(&again, &h, sizeof h) != 0) refuse("the header contradicts itself");
+  for (uint64_t l = 0; l < h.lanes; ++l) {
+    uint32_t version;
+    std::memcpy(&version, file + sizeof(StoreHeader) + l * sizeof(LaneHeader) + offsetof(LaneHeader, version), 4);
+    if (version != kLaneVersion)
+      refuse("the block of lane " + std::to_string(l) + " has version " + std::to_string(version) +
+             "; this engram reads version " + std::to_string(kLaneVersion));
+  }
   return h;
 }
 
@@ -92,6 +134,66 @@ struct FileCutShort : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// What this process knows of seams beside the bits in the store: whether its next row in a lane will be one; and, where
+// rows are kept elsewhere, all of them, which leave with their rows.
+class SeamNotes {
+ public:
+  void reset(uint64_t lanes) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (!next_ || lanes != listed_.size()) next_ = std::make_unique<std::atomic<bool>[]>(lanes);
+    for (uint64_t l = 0; l < lanes; ++l) next_[l].store(false, std::memory_order_relaxed);
+    listed_.assign(lanes, {});
+  }
+  bool next(uint64_t l) const { return next_[l].load(std::memory_order_relaxed); }
+  void set_next(uint64_t l, bool next) { next_[l].store(next, std::memory_order_relaxed); }
+  void add(uint64_t l, uint64_t at, uint64_t first) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    std::deque<uint64_t>& seams = listed_[l];
+    while (!seams.empty() && seams.front() <= first) seams.pop_front();
+    const auto place = std::lower_bound(seams.begin(), seams.end(), at);
+    if (place == seams.end() || *place != at) seams.insert(place, at);
+  }
+  void replace(uint64_t l, const std::vector<uint64_t>& at, uint64_t published) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    listed_[l].assign(at.begin(), std::lower_bound(at.begin(), at.end(), published));
+  }
+  std::vector<uint64_t> of(uint64_t l, uint64_t from, uint64_t to) const {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    const std::deque<uint64_t>& seams = listed_[l];
+    const auto begin = std::lower_bound(seams.begin(), seams.end(), from);
+    return {begin, std::lower_bound(begin, seams.end(), std::max(from, to))};
+  }
+  // In a forked child: another thread of the parent may have held the mutex.
+  void after_fork() { new (&mutex_) std::mutex; }
+
+ private:
+  mutable std::mutex mutex_;
+  std::unique_ptr<std::atomic<bool>[]> next_;
+  std::vector<std::deque<uint64_t>> listed_;
+};
+
+// What of a row says whether the next one belongs behind it: see BorderCheck.
+struct BorderRule {
+  struct Entry {  // stands at the root and under `next`
+    uint64_t offset, next_offset, bytes;
+    size_t leaf, next_leaf;
+  };
+  struct Flag {
+    uint64_t offset, bytes;
+    size_t leaf;
+  };
+  struct Evidence {  // of one lane and strand, of rows up to and with `looked`
+    uint64_t incarnation = 0, looked = 0, agreed = 0;
+    bool any = false;
+  };
+  static constexpr size_t kMostEntries = 64;
+  std::vector<Entry> entries;
+  std::vector<Flag> done;
+  bool either = false;     // one set flag is enough
+  std::optional<Flag> id;
+  size_t leaves = 0;       // of a row
+};
+
 class Store {
  public:
   // fd < 0: private memory. A file must have the store's size already: touching what it lacks is a bus error.
@@ -102,19 +204,77 @@ class Store {
     store->header()->shape = shape;
     std::memcpy(store->at(shape.layout_offset), spec.layout.data(), spec.layout.size());
     store->ready(shape);
+    for (uint64_t l = 0; l < shape.lanes; ++l) store->lanes.lane(l).version = kLaneVersion;
     return store;
   }
   // Maps a store that exists: `bytes` is the size of the file.
-  static std::shared_ptr<Store> open(int fd, size_t bytes) {
+  static std::shared_ptr<Store> open(int fd, size_t bytes, bool read_only = false) {
     if (bytes < sizeof(StoreHeader) || file_bytes(fd) < bytes)
       throw std::runtime_error("the file is shorter than " + std::to_string(std::max(bytes, sizeof(StoreHeader))) +
                                " bytes");
-    auto store = std::shared_ptr<Store>(new Store(Region::map(fd, bytes), fd));
+    auto store = std::shared_ptr<Store>(new Store(Region::map(fd, bytes, read_only), fd));
+    store->read_only_ = read_only;
     store->ready(checked_shape(store->at(0), bytes));
     return store;
   }
 
   Lanes lanes;
+
+  // ---- seams: rows at which a trajectory begins, whatever flags and ids say ----
+  // The next row that this process writes to a lane will be one; unless it is the lane's first.
+  void mark_seam(uint64_t l) const {
+    if (lanes.view(l).rows() > 0) seams_.set_next(l, true);
+  }
+  // Whether the next row is one. It has been written, if `written`.
+  bool next_is_seam(uint64_t l) const { return seams_.next(l); }
+  void note_written(uint64_t l) const { seams_.set_next(l, false); }
+  // Rows are kept elsewhere: counts n as written, which are there or about to be; returns the first one's number.
+  uint64_t advance(uint64_t l, uint64_t n) const {
+    const uint64_t at = lanes.claim(l, n);
+    if (seams_.next(l)) seams_.add(l, at, lanes.first_now(l));
+    seams_.set_next(l, false);
+    lanes.publish(l, at, n);
+    return at;
+  }
+  // Rows are kept elsewhere: a seam that was found out later.
+  void add_seam(uint64_t l, uint64_t number) const { seams_.add(l, number, lanes.first_now(l)); }
+  // Those of rows [from, to) of a lane, rising. Of rows that were overwritten meanwhile what is said is not to be believed.
+  std::vector<uint64_t> seams_of(uint64_t l, uint64_t from, uint64_t to) const {
+    return shape().seams_bytes ? lanes.protocol(l).seams_of(from, to) : seams_.of(l, from, to);
+  }
+  bool seam(uint64_t l, uint64_t w) const {
+    return shape().seams_bytes ? lanes.protocol(l).seam(w) : !seams_.of(l, w, w + 1).empty();
+  }
+  // All that part two stored rows, and `published` where the next row of this process will be one.
+  std::vector<uint64_t> seams(uint64_t l) const {
+    const LaneView v = lanes.view(l);
+    std::vector<uint64_t> found = seams_of(l, v.first + 1, std::max(v.first + 1, v.published));
+    Lanes::Protocol::after_reading();
+    const uint64_t first = lanes.first_now(l);
+    std::erase_if(found, [first](uint64_t w) { return w <= first; });
+    if (seams_.next(l) && v.published > first) found.push_back(v.published);
+    return found;
+  }
+  // Before the rows of a load are put: trailers carry their seams. One at `published` is that of the next row.
+  void set_seams(uint64_t l, uint64_t base, uint64_t published, const std::vector<uint64_t>& at) const {
+    lanes.set_seams(l, base, published, at);
+    seams_.replace(l, shape().seams_bytes ? std::vector<uint64_t>() : at, published);
+    seams_.set_next(l, published > base && !at.empty() && at.back() == published);
+  }
+  void forget_seams() const { seams_.reset(shape().lanes); }
+  void after_fork() const { seams_.after_fork(); }
+
+  // ---- the border between what is stored and what is appended ----
+  void set_border(BorderRule rule) { border_ = std::move(rule), evidence_.clear(); }
+  const BorderRule& border() const { return border_; }
+  BorderRule::Evidence& border_evidence(uint64_t lane, uint64_t strand) const {
+    if (evidence_.empty()) evidence_.resize(shape().lanes * shape().strands);
+    BorderRule::Evidence& known = evidence_[lane * shape().strands + strand];
+    const uint64_t now = header()->incarnation.load(std::memory_order_relaxed);
+    if (known.incarnation != now) known = {now, 0, 0, false};
+    return known;
+  }
+
   // The save that is going on; rows are preserved for it before they change.
   std::shared_ptr<SavePass> begin_save() { return pass_ = watch_save(); }
   // A save during which no writer of this process runs, so that nothing has to be preserved for it.
@@ -141,6 +301,12 @@ class Store {
   uint8_t* at(uint64_t offset) const { return region_->data() + offset; }
   std::shared_ptr<Region> region() const { return region_; }
   int fd() const { return fd_; }
+  bool read_only() const { return read_only_; }
+  // Before anything is stored: the map of an observer takes none.
+  void must_be_writable() const {
+    if (read_only_) throw std::invalid_argument("this store was opened to be observed: nothing can be written to it");
+    check_file();
+  }
   // Whether the descriptor, which is the caller's, still is that of the mapped file, as long as the store.
   bool file_is_there() const {
     struct stat found;
@@ -159,27 +325,27 @@ class Store {
   uint8_t* row(uint64_t physical_row) const {
     return region_->data() + shape().rows_offset + physical_row * shape().row_stride;
   }
-  bool has_trailer() const { return shape().flags & kHasTrailer; }
+  bool has_trailer() const { return shape().features & kHasTrailer; }
   uint64_t slots() const { return shape().lanes * shape().lane_capacity * shape().strands; }
 
   Trailer* trailer(uint8_t* row) const {
     return reinterpret_cast<Trailer*>(row + shape().row_stride - sizeof(Trailer));
   }
-  uint32_t row_crc(const uint8_t* row, uint64_t physical_row, uint64_t number, uint32_t term) const {
-    struct { uint64_t row, number, term; } end{physical_row, number, term};
+  uint32_t row_crc(const uint8_t* row, uint64_t physical_row, uint64_t number_and_seam, uint32_t term) const {
+    struct { uint64_t row, number_and_seam, term; } end{physical_row, number_and_seam, term};
     const uint32_t crc = crc32c(id_crc_, row, shape().payload_bytes);
     return crc32c(crc, &end, sizeof end);
   }
-  void seal(uint8_t* row, uint64_t physical_row, uint64_t number, uint32_t term) const {
+  void seal(uint8_t* row, uint64_t physical_row, uint64_t number_and_seam, uint32_t term) const {
     Trailer* t = trailer(row);
-    t->number = number, t->term = term, t->crc = row_crc(row, physical_row, number, term);
+    t->number_and_seam = number_and_seam, t->term = term, t->crc = row_crc(row, physical_row, number_and_seam, term);
   }
   // A row that was written whole, in this place.
   bool whole(uint64_t physical_row) const {
     uint8_t* r = row(physical_row);
     const Trailer t = *trailer(r);
-    return t.number % shape().lane_capacity == physical_row % shape().lane_capacity &&
-           t.crc == row_crc(r, physical_row, t.number, t.term);
+    return t.number() % shape().lane_capacity == physical_row % shape().lane_capacity &&
+           t.crc == row_crc(r, physical_row, t.number_and_seam, t.term);
   }
 
  private:
@@ -188,7 +354,9 @@ class Store {
     if (fd >= 0 && ::fstat(fd, &found) == 0) device_ = found.st_dev, inode_ = found.st_ino;
   }
   void ready(const Shape& shape) {
-    lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))), shape);
+    lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))),
+                  reinterpret_cast<Counter*>(at(shape.seams_offset)), shape, fd_ >= 0);
+    seams_.reset(shape.lanes);
     id_crc_ = crc32c(0, shape.store_id, 16);
     watched_ = fd_ >= 0 && !cannot_shrink(fd_);
   }
@@ -219,12 +387,16 @@ class Store {
 
   std::shared_ptr<Region> region_;
   int fd_;
+  bool read_only_ = false;
   bool watched_ = false;  // a file that others can shorten
   dev_t device_ = 0;
   ino_t inode_ = 0;
   PageAsker pages_;
   uint32_t id_crc_ = 0;
   std::shared_ptr<SavePass> pass_;  // set and read by threads that hold the storage's mutex
+  mutable SeamNotes seams_;
+  BorderRule border_;
+  mutable std::vector<BorderRule::Evidence> evidence_;  // used by whoever appends
 };
 
 }  // namespace engram

@@ -22,7 +22,7 @@ from engram.testing.numbered import numbers, of_numbers, steps
 
 CAPACITY = 24
 PIECE = CAPACITY // 8
-CLAIMED, PUBLISHED, BASE, INCARNATION, EDITS = 384, 384 + 64, 384 + 128, 192, 256
+CLAIMED, PUBLISHED, BASE, INCARNATION, EDITS = 1024, 1024 + 64, 1024 + 128, 512, 576
 REDO, ROW = -1, -2  # the mark of the redo area, and the first bytes of a row: where they are depends on the layout
 
 Rows = list[int]
@@ -134,9 +134,7 @@ def prepare(root: Path) -> None:
 
 def watch(store: Any, offsets: tuple[int, ...]) -> None:
     memory = store.memory()
-    redo = 384 + 1024 * store.lanes + len(store.layout)
-    redo = (redo + 63) // 64 * 64 + 8 * _native.LOG_ENTRIES
-    places = {REDO: redo, ROW: store.rows_offset + 7 * store.row_stride}
+    places = {REDO: store.redo_offset, ROW: store.rows_offset + 7 * store.row_stride}
     for slot, offset in enumerate(offsets):
         tracer.watch(slot, memory.ctypes.data + places.get(offset, offset))
 

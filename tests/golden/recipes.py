@@ -317,6 +317,9 @@ RECIPES: dict[str, Recipe] = {
     "epoch": Recipe(plain(sampler=SamplerWithoutReplacement), part_of_an_epoch, more=ten_more),
     "prioritized": Recipe(plain(sampler=lambda: PrioritizedSampler(40, 0.7, 0.5)), with_priorities, 8, new_priorities),
     "slices": Recipe(plain(sampler=lambda: SliceSampler(**SLICES)), wrapped, more=ten_more),
+    "slices-steps": Recipe(
+        plain(sampler=lambda: SliceSampler(weight="steps", **SLICES)), wrapped, more=ten_more
+    ),
     "slice-epoch": Recipe(
         plain(sampler=lambda: SliceSamplerWithoutReplacement(**SLICES)), part_of_an_epoch, more=ten_more
     ),
@@ -324,6 +327,9 @@ RECIPES: dict[str, Recipe] = {
         plain(sampler=lambda: PrioritizedSliceSampler(40, 0.7, 0.5, **SLICES)), with_priorities, 8, new_priorities
     ),
     "sequences": Recipe(plain(sampler=lambda: SequenceSampler(burn_in=2, **SLICES)), wrapped, more=ten_more),
+    "sequences-steps": Recipe(
+        plain(sampler=lambda: SequenceSampler(burn_in=2, weight="steps", **SLICES)), wrapped, more=ten_more
+    ),
     "max-value": Recipe(best, wrapped, more=ten_more),
     "index": Recipe(index_too, wrapped, more=ten_more),
     "dataset": Recipe(plain(writer=ImmutableDatasetWriter), fill_dataset),

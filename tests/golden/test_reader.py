@@ -61,7 +61,7 @@ def assert_same_lanes(lanes: list[Lane], storage: Any) -> None:
 def test_the_reader_finds_the_states_of_the_components(name: str) -> None:
     found = snapshot(name)
     with open_snapshot(DATA / name / "checkpoint") as ours:
-        assert set(found.body["components"]) == set(ours.components) == {"sampler", "writer", "transform", "generator"}
+        assert set(found.body["components"]) == set(ours.components) >= {"sampler", "writer", "transform", "generator"}
         for component in ours.components:
             assert_same(found.component(component), ours.components[component])
 

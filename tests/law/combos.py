@@ -91,6 +91,8 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "priorities, mean": lambda: PrioritizedSampler(None, 1.0, 1.0, reduction="mean", dtype=torch.float64),
     "slices": lambda: SliceSampler(slice_len=2),
     "slices, short": lambda: SliceSampler(num_slices=2, strict_length=False, span=True),
+    "slices by step": lambda: SliceSampler(slice_len=2, weight="steps"),
+    "slices, short, by step": lambda: SliceSampler(num_slices=2, strict_length=False, weight="steps"),
     "slice epochs": lambda: SliceSamplerWithoutReplacement(slice_len=2),
     "slice epochs, in order, last dropped": lambda: SliceSamplerWithoutReplacement(
         slice_len=2, drop_last=True, shuffle=False
@@ -100,6 +102,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
         None, 0.7, 0.5, slice_len=3, strict_length=False, max_priority_within_buffer=True
     ),
     "sequences": lambda: SequenceSampler(slice_len=3, burn_in=1),
+    "sequences by step": lambda: SequenceSampler(slice_len=3, burn_in=2, weight="steps"),
     "own": OwnSampler,
     "own, with state": OwnSamplerWithState,
 }

@@ -20,10 +20,12 @@ class SliceOracle(RandomOracle):
     by_id = False
     strict = True
     span = False
+    weight = "trajectories"
 
     def settings(self) -> dict[str, Any]:
         where = {"traj_key": "traj"} if self.by_id else {"end_key": ("next", "done")}
-        return {"strict_length": self.strict, "span": self.span, **where}
+        weight = {"weight": self.weight} if self.weight != "trajectories" else {}
+        return {"strict_length": self.strict, "span": self.span, **where, **weight}
 
     def make(self) -> Any:
         return SliceSampler(slice_len=self.length, **self.settings())
@@ -36,22 +38,26 @@ class SliceOracle(RandomOracle):
         count, length = self.shape(n)
         if count * length != n:
             return "is no multiple of"
-        none = not self.slices(length) and rf"no trajectory has {length} steps"
-        return super().refusal(n) or none or None
+        shortest = self.shortest(length)
+        none = all(len(piece) < shortest for piece in self.ring.trajectories(self.by_id))
+        return super().refusal(n) or (f"no trajectory has {shortest} steps" if none else None)
+
+    def shortest(self, length: int) -> int:
+        """How many steps a trajectory has at least that slices are drawn from."""
+        return length if self.strict else 1
 
     def slices(self, length: int) -> dict[tuple[Row, ...], float]:
         """Every slice that there can be, with its frequency."""
         pieces = self.ring.trajectories(self.by_id)
         found: Counter[tuple[Row, ...]] = Counter()
         for piece in pieces:
-            if self.strict and len(piece) < length:
+            if len(piece) < self.shortest(length):
                 continue
-            beyond = length - 1 if self.span else 0
-            windows = range(-beyond, max(len(piece) - length, 0) + 1 + beyond)
-            if self.span:
-                windows = range(-beyond, len(piece))
+            windows = range(max(len(piece) - length, 0) + 1)
+            if self.span or (not self.strict and self.weight == "steps"):
+                windows = range(1 - length if self.span else 0, len(piece))
             for start in windows:
-                found[tuple(piece[max(start, 0) : start + length])] += 1 / len(windows)
+                found[tuple(piece[max(start, 0) : start + length])] += 1 if self.weight == "steps" else 1 / len(windows)
         return found
 
     def drew(self, n: int, rows: list[Row], info: dict[str, Any], batch: Any) -> None:
@@ -97,6 +103,30 @@ class SpanOracle(SliceOracle):
     strict = False
     span = True
     by_id = True
+
+
+class SlicesByStepOracle(SliceOracle):
+    """Any start from which a whole slice lies in its trajectory, uniformly."""
+
+    weight = "steps"
+    length, batch_sizes = 2, (2, 4, 5, 8)
+
+    def many(self) -> int:
+        return 10 * super().many()  # a ring holds few trajectories, of about the same length
+
+
+class ShortSlicesByStepOracle(SlicesByStepOracle):
+    """Any step uniformly, and what follows it in its trajectory."""
+
+    strict = False
+    by_id = True
+
+
+class SpanByStepOracle(SlicesByStepOracle):
+    """Any window that holds a step of a trajectory, uniformly."""
+
+    strict = False
+    span = True
 
 
 class NumberOfSlicesOracle(SliceOracle):
@@ -170,8 +200,9 @@ class SequenceOracle(SliceOracle):
     strict = False
 
     def make(self) -> Any:
-        where = {"traj_key": "traj"} if self.by_id else {"end_key": ("next", "done")}
-        return SequenceSampler(slice_len=self.length, burn_in=self.burn_in, strict_length=self.strict, **where)
+        settings = self.settings()
+        del settings["span"]
+        return SequenceSampler(slice_len=self.length, burn_in=self.burn_in, **settings)
 
     def windows(self) -> dict[tuple[tuple[Row, bool], ...], float]:
         """Rows and masks of every window that there can be."""
@@ -190,8 +221,9 @@ class SequenceOracle(SliceOracle):
         assert masks == info["collector", "mask"].tolist() and len(rows) == n
         self._drawn = list(zip(rows, masks, strict=True))
         first, last = [], []
+        possible = self.windows()
         for window in self.units(rows):
-            assert window in self.windows(), window
+            assert window in possible, window
             real = [k for k, (_, mask) in enumerate(window) if mask]
             first += [k == real[0] for k in range(len(window))]
             last += [k == real[-1] for k in range(len(window))]
@@ -209,13 +241,42 @@ class SequenceOracle(SliceOracle):
         return self.length * 40 * max(len(self.ring.rows()), len(self.windows()))
 
 
+class SequenceByStepOracle(SequenceOracle):
+    """Any step uniformly is the last one of its window, with those before it; padded before its trajectory's first."""
+
+    weight = "steps"
+
+    def windows(self) -> dict[tuple[tuple[Row, bool], ...], float]:
+        return {
+            tuple((piece[max(k, 0)], k >= 0) for k in range(last - self.length + 1, last + 1)): 1.0
+            for piece in self.ring.trajectories(self.by_id)
+            for last in range(len(piece))
+            if len(piece) >= self.shortest(self.length)
+        }
+
+
+class LongSequenceByStepOracle(SequenceByStepOracle):
+    """Only steps of trajectories that have as many steps as a window has to train on."""
+
+    strict = True
+    by_id = True
+
+    def shortest(self, length: int) -> int:
+        return length - self.burn_in
+
+
 SLICES = {
     "slices": SliceOracle,
     "slices by id": SlicesByIdOracle,
     "short slices": ShortSlicesOracle,
     "spans": SpanOracle,
+    "slices by step": SlicesByStepOracle,
+    "short slices by step": ShortSlicesByStepOracle,
+    "spans by step": SpanByStepOracle,
     "two slices": NumberOfSlicesOracle,
     "slices in epochs": SliceEpochOracle,
     "slices in order": SlicesInOrderOracle,
     "sequences": SequenceOracle,
+    "sequences by step": SequenceByStepOracle,
+    "long sequences by step": LongSequenceByStepOracle,
 }

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engram import _native
-from native.support import append_words, file_store, numbers_of, open_image, row_words, slots, store, words
+from native.support import EDITS, append_words, file_store, numbers_of, open_image, row_words, slots, store, words
 
 MARKED = 0x52454430
 
@@ -150,7 +150,7 @@ class TestKills:
             entry = redo_entry(s, [2], [row], log_head)
             image[s.redo_offset : s.redo_offset + len(entry)] = entry
             image[at : at + len(torn)] = torn
-            image[128 + 64 + 64] |= 1  # `edits` is odd
+            image[EDITS] |= 1  # `edits` is odd
             return image, s.redo_offset
 
     def reopened(self, path: Path, image: bytearray) -> tuple[_native.Store, bool]:
@@ -168,6 +168,14 @@ class TestKills:
         assert torch.equal(s.gather(words(4)[0], slots(2))[0][0], edition_rows([2], 4, 1))
         assert s.log(0) == [2]
         assert s.finish_interrupted() is False
+
+    def test_finishing_is_an_edit_to_others_though_a_power_cut_left_the_counter_even(self, tmp_path: Path) -> None:
+        image = self.marked(tmp_path / "s")[0]
+        image[EDITS] &= 0xFE
+        s, fd = open_image(tmp_path / "s", image)
+        before = s.edits
+        assert s.finish_interrupted() and s.edits == before + 2
+        os.close(fd)
 
     @pytest.mark.parametrize("byte", [4, 8, 16, 24, 32, 40, 60, 80])
     def test_an_entry_that_is_not_whole_is_dropped(self, tmp_path: Path, byte: int) -> None:

@@ -61,7 +61,7 @@ class Disk:
         """As a process that takes the lane does: the term is synced before the first row; the seam is not."""
         self.store.raise_term(lane)
         self.sync_header()
-        self.store.add_seam(lane)
+        self.store.mark_seam(lane)
 
     def image(self) -> bytearray:
         made = bytearray(self.versions[-1])
@@ -105,7 +105,7 @@ def check(disk: Disk, path: Path, code: object, image: bytearray) -> _native.Sto
         terms = [term_of(s, lane, int(w)) for w in numbers]
         assert terms == sorted(terms), "terms fall"
         cuts = [int(w) for w, a, b in zip(numbers[1:], terms, terms[1:], strict=False) if a != b]
-        assert set(cuts) <= set(state["seams"]), "a writer's first row without a seam"
+        assert set(cuts) <= set(s.seams(lane)), "a writer's first row without a seam"
     return s
 
 
@@ -205,7 +205,7 @@ def test_an_older_row_between_two_newer_ones_ends_the_block(tmp_path: Path) -> N
     with file_store(tmp_path / "s", width, 16) as s:
         append_strands(s, code, 12)
         old = s.memory().tobytes()
-        s.restore_lane(0, 0, 6, 0, [])  # a recovery kept 0 to 5; 6 to 11 lie there, whole
+        s.restore_lane(0, 0, 6, 0)  # a recovery kept 0 to 5; 6 to 11 lie there, whole
         s.raise_term(0)
         append_strands(s, code, 3)
         s.mark_durable([6])
@@ -234,7 +234,7 @@ def test_rows_from_before_a_load_do_not_come_back(tmp_path: Path) -> None:
         append_strands(s, code, 100)
         s.begin_restore()
         s.put(0, 0, row_words(torch.arange(5), 4).numpy().view("u1").reshape(1, 5, 32))
-        s.restore_lane(0, 0, 5, 0, [])
+        s.restore_lane(0, 0, 5, 0)
         s.end_restore()
         assert s.recover() == 0
         assert (s.lane(0)["first"], s.lane(0)["published"]) == (0, 5)

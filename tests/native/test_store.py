@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 from engram import _native
 from native.support import (
+    HEADER_BYTES,
+    INCARNATION,
+    LANE_BYTES,
     STORE_ID,
     append_strands,
     append_words,
@@ -100,8 +103,10 @@ class TestBounds:
         plan = code.check_list([torch.zeros(1, 1, dtype=torch.int64)], 1, 0)
         for use in (
             lambda: s.append(lane, plan), lambda: s.lane(lane), lambda: s.cursor(lane), lambda: s.claim(lane, 1),
-            lambda: s.publish(lane, 0, 1), lambda: s.add_seam(lane), lambda: s.raise_term(lane),
-            lambda: s.restore_lane(lane, 0, 0, 0, []), lambda: s.put(lane, 0, np.zeros((1, 1, width), np.uint8)),
+            lambda: s.publish(lane, 0, 1), lambda: s.mark_seam(lane), lambda: s.raise_term(lane),
+            lambda: s.restore_lane(lane, 0, 0, 0), lambda: s.seams(lane), lambda: s.set_seams(lane, 0, 0, []),
+            lambda: s.next_is_seam(lane), lambda: s.advance(lane, 1),
+            lambda: s.put(lane, 0, np.zeros((1, 1, width), np.uint8)),
         ):  # fmt: skip
             with pytest.raises(IndexError, match="of 2"):
                 use()
@@ -206,13 +211,14 @@ class TestCounters:
         append_words(s, code, 8)
         s.begin_restore()
         assert s.rows() == 0 and s.incarnation % 2 == 1
-        s.restore_lane(0, 3, 8, 1, [5])
+        s.set_seams(0, 3, 8, [5])
+        s.restore_lane(0, 3, 8, 1)
         s.end_restore()
         assert s.incarnation % 2 == 0
-        assert s.lane(0)["seams"] == [5] and s.rows() == 5 and s.steps_written() == 7
+        assert s.seams(0) == [5] and s.rows() == 5 and s.steps_written() == 7
         assert numbers_of(s.gather(code, slots(3, 7))[0][0])[0].tolist() == [3, 7]
         with pytest.raises(ValueError, match="base"):
-            s.restore_lane(0, 9, 8, 0, [])
+            s.restore_lane(0, 9, 8, 0)
 
     @pytest.mark.parametrize("reset", [False, True])
     def test_a_kill_between_any_two_stores_of_empty_is_mended(self, tmp_path: Path, reset: bool) -> None:
@@ -232,12 +238,12 @@ class TestCounters:
         for lane in (0, 1):
             for steps in range(len(order) + 1):
                 image = bytearray(before)
-                image[192] |= 1  # the incarnation is odd
+                image[INCARNATION] |= 1  # the incarnation is odd
                 for done in range(lane):
-                    at = 384 + 1024 * done
-                    image[at : at + 1024] = after[at : at + 1024]
+                    at = HEADER_BYTES + LANE_BYTES * done
+                    image[at : at + LANE_BYTES] = after[at : at + LANE_BYTES]
                 for name, value in order[:steps]:
-                    at = 384 + 1024 * lane + offset[name]
+                    at = HEADER_BYTES + LANE_BYTES * lane + offset[name]
                     image[at : at + 8] = after[at : at + 8] if value is None else value.to_bytes(8, "little")
                 s, fd = open_image(tmp_path / "s", image)
                 assert len(s.uniform(slots(0), 4) if s.rows() else ()) in (0, 4)
@@ -255,7 +261,7 @@ class TestCounters:
         s = store(width, 8, lanes=2)
         append_words(s, code, 8)
         s.begin_restore()
-        s.restore_lane(0, 0, 5, 0, [])
+        s.restore_lane(0, 0, 5, 0)
         s.mend()
         assert s.rows() == 0 and s.incarnation % 2 == 0
         append_words(s, code, 2)
@@ -265,39 +271,69 @@ class TestCounters:
         code, width = words(1)
         s = store(width, 8, lanes=2)
         append_words(s, code, 11, 1)
-        s.add_seam(1)
+        s.mark_seam(1)
         before = s.memory().tobytes()
         s.mend()
         assert s.memory().tobytes() == before
 
 
 class TestSeams:
-    def test_each_takeover_enters_one_and_those_below_the_ring_are_forgotten(self) -> None:
+    def test_one_stands_at_the_next_row_and_goes_with_the_row_before_it(self) -> None:
         code, width = words(1)
         s = store(width, 8)
-        s.add_seam(0)
-        assert s.lane(0)["seams"] == []  # nothing before it
+        s.mark_seam(0)
+        assert s.seams(0) == [] and not s.next_is_seam(0)  # nothing before it
         append_words(s, code, 3)
-        s.add_seam(0)
-        s.add_seam(0)
+        s.mark_seam(0)
+        s.mark_seam(0)
+        assert s.seams(0) == [3] and s.next_is_seam(0)
         append_words(s, code, 2)
-        s.add_seam(0)
-        assert s.lane(0)["seams"] == [3, 5]
+        assert s.seams(0) == [3] and not s.next_is_seam(0)
+        s.mark_seam(0)
+        assert s.seams(0) == [3, 5]
         append_words(s, code, 7)
-        assert s.lane(0)["seams"] == [5]
+        assert s.seams(0) == [5]
         append_words(s, code, 8)
-        assert s.lane(0)["seams"] == []
+        assert s.seams(0) == []
 
-    def test_when_their_table_is_full_the_oldest_goes_with_the_rows_before_it(self) -> None:
+    @pytest.mark.parametrize("payload", [True, False], ids=["bits", "a list"])
+    def test_there_is_room_for_one_at_every_row(self, payload: bool) -> None:
         code, width = words(1)
-        s = store(width, 1000)
-        for i in range(1, 2 * _native.SEAMS):
-            append_words(s, code, 2)
-            s.add_seam(0)
-            kept = s.lane(0)
-            assert kept["seams"] == [w for w in range(2, 2 * i + 1, 2) if w > kept["base"]]
-            assert kept["base"] == max(0, 2 * (i - _native.SEAMS)) and kept["published"] == 2 * i
-        assert s.rows() == 2 * _native.SEAMS
+        s = store(width if payload else 0, 1000)
+        for i in range(2500):
+            s.mark_seam(0)
+            append_words(s, code, 1) if payload else s.advance(0, 1)
+            first = s.lane(0)["first"]
+            assert s.rows() == min(i + 1, 1000) and s.lane(0)["base"] == 0
+            if i % 100 == 0 or 990 < i < 1010:
+                assert s.seams(0) == list(range(first + 1, i + 1))
+
+    @given(
+        capacity=st.integers(1, 200),
+        appends=st.lists(st.tuples(st.integers(1, 150), st.booleans()), max_size=30),
+        loaded=st.none() | st.tuples(st.integers(0, 500), st.integers(0, 200), st.sets(st.integers(0, 700))),
+    )
+    def test_bits_and_a_list_agree_with_a_set(
+        self, capacity: int, appends: list[tuple[int, bool]], loaded: tuple[int, int, set[int]] | None
+    ) -> None:
+        code, width = words(1)
+        for s in (store(width, capacity), store(0, capacity)):
+            published, seams = 0, set[int]()
+            if loaded is not None:
+                base, published = loaded[0], loaded[0] + min(loaded[1], capacity)
+                seams = {w for w in loaded[2] if base < w <= published}
+                s.begin_restore()
+                s.set_seams(0, base, published, sorted(loaded[2] & set(range(base, published + 1))))
+                s.restore_lane(0, base, published, 0)
+                s.end_restore()
+            for n, mark in appends:
+                if mark and s.rows():
+                    s.mark_seam(0)
+                    seams.add(published)
+                append_words(s, code, n) if s.payload_bytes else s.advance(0, n)
+                published += n
+                first = s.lane(0)["first"]
+                assert s.seams(0) == sorted(w for w in seams if first < w)
 
 
 class TestWalks:

@@ -27,7 +27,7 @@ def _no_look_at_slices() -> None:
 
 
 def _no_seams() -> None:
-    _native.Store.add_seam = lambda self, lane: None  # type: ignore[method-assign,assignment]
+    _native.Store.mark_seam = lambda self, lane: None  # type: ignore[method-assign,assignment]
 
 
 def _no_lock_of_the_lane() -> None:

@@ -90,7 +90,10 @@ class Episodes:
         is_first = np.ones(len(ends), np.bool_)
         np.not_equal(envs[1:], envs[:-1], out=is_first[1:])
         is_last = np.append(is_first[1:], True)
-        returns = self._whole(self._return, sums.reshape(-1)[ends], sums[:, -1], envs, is_first, is_last)
+        if np.isfinite(sums[:, -1]).all():
+            returns = self._whole(self._return, sums.reshape(-1)[ends], sums[:, -1], envs, is_first, is_last)
+        else:  # a difference of sums would give the NaN or the infinity of one episode to those after it
+            returns = self._summed_apart(reward, ends, envs, is_first)
         lengths = self._whole(self._length, times, np.full(len(sums), steps), envs, is_first, is_last)
         latest = times.argsort(kind="stable")[-self._window :]  # as they ended, of equal ones by environment
         self.count += len(ends)
@@ -107,6 +110,20 @@ class Episodes:
         carried += total
         carried[lasts] = total[lasts] - at_end[is_last]
         return at_end - before
+
+    def _summed_apart(self, reward: Array, ends: Array, envs: Array, is_first: Array) -> Array:
+        """What each episode comes to, each added up by itself."""
+        size, steps = reward.size, reward.shape[1]
+        starts = np.union1d(np.arange(0, size, steps), ends + 1)
+        starts = starts[starts < size]
+        sums = np.add.reduceat(reward.reshape(-1).astype(np.float64), starts)
+        of_end = np.searchsorted(starts, ends, side="right") - 1
+        returns: Array = sums[of_end] + np.where(is_first, self._return[envs], 0)
+        last = np.searchsorted(starts, np.arange(steps, size + 1, steps)) - 1
+        is_over = np.isin(np.arange(steps - 1, size, steps), ends)
+        goes_on = np.isin(np.arange(len(reward)), envs, invert=True)
+        self._return = np.where(is_over, 0, sums[last] + np.where(goes_on, self._return, 0))
+        return returns
 
     def latest(self, since: int) -> tuple[list[float], list[int]]:
         """Returns and lengths of the episodes that ended after the first `since`, as far as they are kept."""

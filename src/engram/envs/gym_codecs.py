@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engram.data.specs import Composite, MultiOneHot, OneHot, Spec, spec_from_space
 from engram.data.specs.spaces import kind_of
+from engram.envs.gym_values import Array, array_of
 
 LARGEST_TABLE = 256  # choices: one-hot rows are then at most half a megabyte
 Key = str | tuple[str, ...]
@@ -232,6 +233,24 @@ class Leaf(NamedTuple):
         for step in self.path:
             raw = raw[step]
         return raw
+
+    def value(self, raw: Any) -> Array:
+        """This leaf of what one environment gave, in the dtype and shape of its space. Raises ValueError otherwise."""
+        return self._checked(raw, self.codec.raw_shape, "the environment gave an observation")
+
+    def rows(self, raw: Any, n: int) -> Array:
+        """This leaf of what `n` environments gave, `[n, *raw_shape]`. Raises ValueError for another dtype or shape."""
+        return self._checked(raw, (n, *self.codec.raw_shape), f"the {n} environments gave observations")
+
+    def _checked(self, raw: Any, shape: tuple[int, ...], what: str) -> Array:
+        try:
+            found = self.pick(raw)
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"{what} {raw!r:.80}, which has no {self.key!r}; correct the environment") from error
+        dtype = self.codec.raw_dtype
+        if type(found) is np.ndarray and found.dtype is dtype and found.shape == shape:
+            return found
+        return array_of(found, dtype, shape, f"{what} {self.key!r}")
 
 
 def leaves_of(codec: Codec, key: tuple[str, ...] = (), path: tuple[Any, ...] = ()) -> list[Leaf]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engram.envs.base import EnvBase
 from engram.transforms import Compose, Transform
-from engram.transforms.base import as_transform
+from engram.transforms.foreign import as_transform
 from engram.transforms.specs import FLAGS, EnvSpecs
 
 Self = TypeVar("Self", bound="TransformedEnv")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.errors import OutOfMemoryError
 from engram.testing.numbered import env_steps, numbers, steps
 
 
@@ -130,6 +131,19 @@ class SamplerContract:
         rb.set_sampler(copy)
         torch.manual_seed(1)
         assert rb.sample().tolist() == expected
+
+    @pytest.mark.filterwarnings("ignore:sample was called")
+    def test_a_batch_beyond_any_memory_is_refused_or_short_and_others_follow(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 10))
+        try:
+            assert len(numbers(rb.sample(4 * 10**12))) <= 4 * 10
+        except (
+            OutOfMemoryError,
+            RuntimeError,
+            ValueError,
+        ):  # RuntimeError: torch has no memory, or no slice is so long
+            pass
+        assert set(numbers(rb.sample())) <= set(range(10))
 
     def test_a_storage_that_is_exchanged_is_sampled_from_the_start(self, rb: ReplayBuffer) -> None:
         rb.extend(steps(0, 10))

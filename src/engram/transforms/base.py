@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.transforms.attributes import MEMORY, Memory, snapshot
 from engram.transforms.entries import Key, Keys, as_keys, get, put, shallow
 from engram.transforms.in_env import InEnvironment
 from engram.transforms.specs import EnvSpecs, tried
@@ -18,7 +19,8 @@ class Transform(InEnvironment):
     """Changes batches: `forward` when they are read, `inv` when they are written.
 
     A plain callable will do too: a buffer calls it on reading. Children that work entry by entry implement
-    `_apply_transform(value)` and `_inv_apply_transform(value)`; others override `forward` and `inv`.
+    `_apply_transform(value)` and `_inv_apply_transform(value)`; others override `forward` and `inv`, or `_call` and
+    `_inv_call`, which do the same in buffers.
 
     Args:
         in_keys: entries that `forward` reads; nested keys are tuples.
@@ -28,9 +30,10 @@ class Transform(InEnvironment):
 
     Batches are TensorDicts, nested dicts or tensorclasses. `forward` sets entries of the batch that it gets (a buffer
     gives it a fresh copy) and changes nothing that the transform knows, so that threads may prepare batches; `inv`
-    returns a batch of its own with the other leaves of the caller's. A transform that carries something from one
-    written batch to the next does so in `write` and `stream`. What a transform does in an environment, and what
-    children can change of that, says `InEnvironment`.
+    returns a batch of its own with the other leaves of the caller's, None for nothing yet, or another number of steps:
+    those are written. A transform that carries something from one written batch to the next does so in `write` and
+    `stream`, or in `_inv_call` and attributes, which are then saved and undone like those of a `ForeignTransform`.
+    What a transform does in an environment, and what children can change of that, says `InEnvironment`.
 
     Example:
         >>> class Double(Transform):
@@ -51,6 +54,19 @@ class Transform(InEnvironment):
     #: one that is refused is undone by `load_state_dict`.
     write_in_order = False
     stream_in_order = False
+
+    #: Whether `flush` gives all that is held back.
+    can_flush = True
+
+    _inverts_by_call = False  # whether `_inv_call` does the work of `inv`
+    _has_memory = False  # whether an inverse that knows nothing of buffers may carry anything in attributes
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        by_call = cls._inv_call is not Transform._inv_call and cls.inv is Transform.inv
+        if by_call and not cls._inverts_by_call:
+            cls._inverts_by_call = cls._has_memory = cls.write_in_order = True
+            cls.can_flush = cls.flush is not Transform.flush
 
     def __init__(
         self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
@@ -106,11 +122,13 @@ class Transform(InEnvironment):
     # ---- writing ----
     def inv(self, batch: Any) -> Any:
         """The batch as it shall be stored; gets the caller's own object. Errors as those of `forward`."""
-        if not self.in_keys_inv:
+        if not self.in_keys_inv and not self._inverts_by_call:
             return batch
         if type(batch) is list:
             return [self.inv(item) for item in batch]
         batch = shallow(batch)
+        if self._inverts_by_call:
+            return self._inv_call(batch)
         values = [self._inv_apply_transform(get(batch, key, type(self).__name__)) for key in self.out_keys_inv]
         for target, value in zip(self.in_keys_inv, values, strict=True):
             put(batch, target, value)
@@ -121,30 +139,89 @@ class Transform(InEnvironment):
 
     def write(self, writing: Writing) -> Writing:
         """What a buffer calls on writing: `inv`, for batches that follow each other."""
-        return writing.changed(self.inv)
+        if not self._has_memory:
+            return writing.inverted(self.inv, self, self._inv_leaving_nothing if self.write_in_order else self.inv)
+        if writing.in_place and self._memory.holds_back:
+            raise TypeError(
+                f"{self.kind} holds steps back, so that what replaces stored steps cannot go through it; write to "
+                "rb.storage, past the transforms"
+            )
+        whole, before = writing.as_steps(), snapshot(self._owner)
+        made = whole.inverted(self.inv, self, self._inv_leaving_nothing)
+        self._memory.note(self._owner, before, made.steps_differ_from(whole))
+        return made if made.resized else made.in_form_of(writing)
+
+    def changes_what_is_written(self) -> bool:
+        """Whether what is stored is not what the caller writes."""
+        return self._inverts()
+
+    def _inv_leaving_nothing(self, batch: Any) -> Any:
+        """`inv` of what is no next piece."""
+        before = self.remember()
+        try:
+            return self.inv(batch)
+        finally:
+            self.undo(before)
 
     def stream(self, writing: Writing) -> Writing:
         """What a buffer calls on writing where the transform was appended with `invert=True`: `forward`."""
         return writing.changed(self.forward)
 
     def flush(self, writing: Writing) -> Writing:
-        """`write`, after which nothing is held back: what `writing` has, if anything, is the last for now."""
+        """`write`, after which nothing is held back: what `writing` has, if anything, is the last for now.
+
+        Raises:
+            TypeError: it holds steps back, and does not say how to get them.
+        """
+        if self._has_memory and self._memory.holds_back:
+            raise TypeError(
+                f"{self.kind} holds steps back, and nobody but itself knows how to ask for them: use "
+                "engram.envs.MultiStepTransform, or a child of engram.envs.Transform with `flush`"
+            )
         return writing if writing.items is None else self.write(writing)
 
     # ---- state ----
+    @property
+    def _memory(self) -> Memory:
+        found: Memory = self.__dict__.setdefault(MEMORY, Memory())
+        return found
+
+    @property
+    def _owner(self) -> Any:
+        """Whose attributes the inverse changes."""
+        return self
+
+    def remember(self) -> Any:
+        """What `undo` needs; nothing of it is changed in place later."""
+        return self._memory.remember(self._owner) if self._remembers() else self.state_dict()
+
+    def undo(self, before: Any) -> None:
+        """Goes back to what it was, after a write that was refused."""
+        if self._remembers():
+            self._memory.undo(self._owner, before)
+        elif before or self.state_dict():
+            self.load_state_dict(before)
+
+    def _remembers(self) -> bool:
+        return self._has_memory and type(self).state_dict is Transform.state_dict
+
     def empty(self) -> None:
         """Forgets what is carried to the next written batch; called when the buffer is emptied."""
+        if self._has_memory and self._memory.holds_back:
+            self._memory.forget(self._owner)
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved; values are never changed in place later. Empty for transforms without state."""
-        return {}
+        return self._memory.state_dict(self._owner, self.kind) if self._has_memory else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
+        if self._has_memory:
+            self._memory.load_state_dict(self._owner, state)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """Why a saved state cannot be loaded; empty: it can."""
-        return []
+        return self._memory.differences(self._owner, self.kind, state) if self._has_memory else []
 
     #: Attributes without which a state means nothing: saved beside it, and it is only loaded where they are the same.
     _decisive: tuple[str, ...] = ("in_keys", "out_keys")
@@ -189,26 +266,6 @@ def _pair(sources: Keys, targets: Keys, suffix: str) -> tuple[list[Key], list[Ke
     return ins, outs
 
 
-class CallableTransform(Transform):
-    """A callable as a transform: on reading, or with `invert` on writing."""
-
-    def __init__(self, fn: Callable[[Any], Any], invert: bool = False) -> None:
-        self.fn = fn
-        self.invert = invert
-
-    def forward(self, batch: Any) -> Any:
-        return batch if self.invert else self.fn(batch)
-
-    def inv(self, batch: Any) -> Any:
-        return self.fn(batch) if self.invert else batch
-
-    def _inverts(self) -> bool:
-        return self.invert
-
-    def __repr__(self) -> str:
-        return f"{getattr(self.fn, '__name__', self.fn)}{' (on writing)' if self.invert else ''}"
-
-
 class InvertedTransform(Transform):
     """A transform the other way round: `inv` on reading, `forward` on writing."""
 
@@ -232,6 +289,15 @@ class InvertedTransform(Transform):
     def stream(self, writing: Writing) -> Writing:
         return self.transform.write(writing)
 
+    def changes_what_is_written(self) -> bool:
+        return True
+
+    def remember(self) -> Any:
+        return self.transform.remember()
+
+    def undo(self, before: Any) -> None:
+        self.transform.undo(before)
+
     def empty(self) -> None:
         self.transform.empty()
 
@@ -253,16 +319,3 @@ class InvertedTransform(Transform):
 
     def __repr__(self) -> str:
         return f"inverted {self.transform}"
-
-
-def as_transform(transform: Any, invert: bool = False) -> Transform:
-    """A Transform from what a user gave.
-
-    Raises:
-        TypeError: it is not callable.
-    """
-    if isinstance(transform, Transform):
-        return InvertedTransform(transform) if invert else transform
-    if callable(transform):
-        return CallableTransform(transform, invert)
-    raise TypeError(f"a transform is a Transform or a callable, got a {type(transform).__name__}")

@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from engram.transforms.base import Transform, as_transform
+from engram.transforms.base import Transform
+from engram.transforms.foreign import as_transform
 from engram.transforms.writing import Writing
 
 
@@ -53,6 +54,13 @@ class Compose(Transform):
             writing = transform.stream(writing)
         return writing
 
+    def changes_what_is_written(self) -> bool:
+        return any(t.changes_what_is_written() for t in self.transforms)
+
+    @property
+    def can_flush(self) -> bool:  # type: ignore[override]
+        return all(t.can_flush for t in self.transforms)
+
     @property
     def write_in_order(self) -> bool:  # type: ignore[override]
         return any(t.write_in_order for t in self.transforms)
@@ -80,6 +88,13 @@ class Compose(Transform):
         self.transforms.insert(index, as_transform(transform, invert))
 
     # ---- state ----
+    def remember(self) -> list[Any]:
+        return [transform.remember() for transform in self.transforms]
+
+    def undo(self, before: list[Any]) -> None:
+        for transform, its in zip(self.transforms, before, strict=True):
+            transform.undo(its)
+
     def empty(self) -> None:
         for transform in self.transforms:
             transform.empty()
@@ -125,7 +140,7 @@ class Compose(Transform):
                 if name in saved and saved[name] != mine
             ]
             said += transform.differences(entry["state"])
-            if not said:
+            if not said and type(transform).__module__.split(".")[0] == "engram":
                 copy.deepcopy(transform).load_state_dict(entry["state"])  # an impossible one is an error here
         return said
 

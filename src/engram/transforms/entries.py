@@ -48,6 +48,11 @@ def has_keys(batch: Any) -> bool:
     return isinstance(batch, TensorDictBase | dict) or is_class(batch)
 
 
+def has_batch_dims(batch: Any) -> bool:
+    """Whether it says itself which of its dimensions are those of the batch."""
+    return isinstance(batch, TensorDictBase) or is_class(batch)
+
+
 def find(batch: Any, key: Key) -> Any:
     """The entry, None where there is none. Numbers and numpy arrays come as tensors."""
     for part in path_of(key):

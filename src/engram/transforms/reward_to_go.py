@@ -72,6 +72,9 @@ class Reward2GoTransform(TimedTransform):
     def write(self, writing: Writing) -> Writing:
         return self._next_piece(writing)
 
+    def changes_what_is_written(self) -> bool:
+        return True
+
     def stream(self, writing: Writing) -> Writing:
         return writing
 

@@ -25,10 +25,11 @@ class DTypeCastTransform(Transform):
     Args:
         dtype_in: as it is stored.
         dtype_out: as the caller knows it.
-        in_keys, out_keys, in_keys_inv, out_keys_inv: as Transform's. With neither `in_keys` nor `in_keys_inv`, every
-            entry of `dtype_in` is cast on reading, and every entry of `dtype_out` on writing.
+        in_keys, out_keys, in_keys_inv, out_keys_inv: as Transform's. Without `in_keys` every entry of `dtype_in` is
+            cast on reading; with neither `in_keys` nor `in_keys_inv` also every entry of `dtype_out` on writing.
 
-    In an environment without keys: every observation, the reward and the action, where their spec is of `dtype_in`.
+    In an environment, where their spec is of `dtype_in`: without `in_keys` every observation and the reward, with
+    neither also the action.
 
     Example:
         >>> cast = DTypeCastTransform(torch.float16, torch.float32)
@@ -47,17 +48,18 @@ class DTypeCastTransform(Transform):
     ) -> None:
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         self.dtype_in, self.dtype_out = dtype_in, dtype_out
+        self._reads_all = in_keys is None
         self._all = in_keys is None and in_keys_inv is None
 
     def forward(self, batch: Any) -> Any:
-        return self._cast_all(batch, self.dtype_in, self.dtype_out) if self._all else super().forward(batch)
+        return self._cast_all(batch, self.dtype_in, self.dtype_out) if self._reads_all else super().forward(batch)
 
     def inv(self, batch: Any) -> Any:
         return self._cast_all(shallow(batch), self.dtype_out, self.dtype_in) if self._all else super().inv(batch)
 
     # ---- environments ----
     def for_env(self, specs: EnvSpecs) -> DTypeCastTransform:
-        if not self._all:
+        if not self._reads_all:
             return self
         here, actions = copy.copy(self), []
 
@@ -70,7 +72,8 @@ class DTypeCastTransform(Transform):
         )
         entries = {**specs.observation.leaves(), "reward": specs.reward}
         here.in_keys = here.out_keys = [key for key, spec in entries.items() if spec.dtype is here.dtype_in]
-        here.in_keys_inv = here.out_keys_inv = actions
+        if self._all:
+            here.in_keys_inv = here.out_keys_inv = actions
         here.__dict__.pop("_env_pairs", None)
         return here
 
@@ -82,6 +85,9 @@ class DTypeCastTransform(Transform):
 
     def _inverts(self) -> bool:
         return bool(self.in_keys_inv)
+
+    def changes_what_is_written(self) -> bool:
+        return self._all or self._inverts()
 
     def _mapped(self, spec: Spec) -> Spec:
         return as_dtype(spec, self.dtype_out)
@@ -171,7 +177,7 @@ class ObservationNorm(Transform):
             reduce_dim: dimensions to average over; the batch dimensions if None (of tensors and dicts the first).
 
         Raises:
-            ValueError: no data, or several `in_keys` and no `key`.
+            ValueError: no data, data that are not finite, or several `in_keys` and no `key`. Nothing is changed.
         """
         if isinstance(data, int):
             raise TypeError("init_stats takes data (a batch or a tensor), not a number of steps")
@@ -186,10 +192,19 @@ class ObservationNorm(Transform):
             reduce_dim = tuple(range(dims))
         if value.numel() == 0:
             raise ValueError(f"init_stats needs data, got shape {list(value.shape)}")
-        value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+        dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+        value = value.to(torch.float64)  # squares and sums of float16 would soon be infinite
+        if bad := value.numel() - int(value.isfinite().sum()):
+            raise ValueError(
+                f"init_stats found {bad} values of {value.numel()} that are not finite, and no mean and deviation with "
+                "them: leave these rows out, or use VecNorm, which does"
+            )
         mean = value.mean(reduce_dim)
         std = (value - value.mean(reduce_dim, keepdim=True)).square().mean(reduce_dim).sqrt().clamp_min(self.eps)
-        self._stats = (mean, std) if self.standard_normal else (-mean / std, 1 / std)
+        loc, scale = (mean, std) if self.standard_normal else (-mean / std, 1 / std)
+        # Of too small a dtype a deviation of 1e-6, or its inverse, would be 0 or infinite.
+        dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        self._stats = _checked_stats(loc.to(dtype), scale.to(dtype))
 
     # ---- environments ----
     @property
@@ -227,8 +242,13 @@ class ObservationNorm(Transform):
             self._stats = (state["loc"], state["scale"]) if state else None
 
     def differences(self, state: dict[str, Any]) -> list[str]:
-        given = f"ObservationNorm was given loc={self.loc} and scale={self.scale} here, and found its own there"
-        return [given] if self._given else []
+        if self._given:
+            return [f"ObservationNorm was given loc={self.loc} and scale={self.scale} here, and found its own there"]
+        try:
+            _checked_stats(state["loc"], state["scale"])
+        except ValueError as error:  # earlier versions took them from data that were not finite
+            return [f"ObservationNorm has a state that cannot be: {error}; call init_stats(data) anew"]
+        return []
 
     def decisive(self) -> dict[str, Any]:
         more = {"in_keys_inv": self.in_keys_inv, "standard_normal": self.standard_normal}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,13 @@ class _Stats(NamedTuple):
     weight: float
     mean: Tensor
     squares: Tensor
+
+    def is_finite(self) -> bool:
+        return math.isfinite(self.weight) and all(bool(part.isfinite().all()) for part in (self.mean, self.squares))
+
+    def is_possible(self) -> bool:
+        """Whether these are, or once were, the statistics of some rows."""
+        return self.mean.shape == self.squares.shape and not self.weight <= 0 and not bool((self.squares < 0).any())
 
     def with_batch(self, batch: _Stats, decay: float) -> _Stats:
         """Both together, the old ones with `decay` of their weight (Chan, Golub and LeVeque's update)."""
@@ -51,6 +60,12 @@ class VecNorm(Transform):
     In an environment it learns from every reset, where that holds, and every step, and normalises what the policy sees;
     several environments may share one.
 
+    A row of an entry with a NaN or an infinity, or with a value whose square is too large for float64 (above 1e140), is
+    left out of the statistics: `nonfinite` counts these rows, entry by entry, and the first one is warned of. It is
+    stored and normalised as any other; an entry of which nothing else has come is passed on as it is. A saved state
+    whose statistics are not finite, as earlier versions wrote them, is loaded without those of the entries concerned,
+    with a warning: they are learnt anew.
+
     Raises:
         RuntimeError: it has learnt nothing yet.
 
@@ -74,26 +89,47 @@ class VecNorm(Transform):
         self.decay, self.eps = decay, eps
         self._learns = True
         self._stats: list[_Stats | None] | None = None  # None, also for one of the entries: nothing yet
+        self._nonfinite = [0] * len(self.in_keys)
 
     # ---- learning ----
+    @property
+    def nonfinite(self) -> int:
+        """Rows of entries that were left out of the statistics, as they were not finite."""
+        return sum(self._nonfinite)
+
     def learn(self, batch: Any, batch_dims: int | None = None) -> None:
         """Takes a batch into the statistics; nothing once frozen. Dicts have one batch dimension if nobody says."""
         if not self._learns:
             return
         if batch_dims is None:
             batch_dims = batch.batch_dims if isinstance(batch, TensorDictBase) or is_class(batch) else 1
-        found = [_stats_of(get(batch, key, "VecNorm"), batch_dims) for key in self.in_keys]
-        if all(stats is not None for stats in found):
-            self._add(found)
+        self._add([get(batch, key, "VecNorm") for key in self.in_keys], batch_dims)
 
-    def _add(self, found: list[_Stats | None]) -> None:
-        """Takes statistics of a batch in; None: it does not have this entry."""
+    def _add(self, values: list[Tensor | None], batch_dims: int) -> None:
+        """Takes a batch's entries into the statistics; None: it does not have this one."""
+        each = [(None, 0) if value is None else _stats_of(value, batch_dims) for value in values]
+        found = [stats for stats, _ in each]
         known = self._stats or [None] * len(found)
         for key, old, new in zip(self.in_keys, known, found, strict=True):
             if old is not None and new is not None and old.mean.shape != new.mean.shape:
                 found_shape, known_shape = list(new.mean.shape), list(old.mean.shape)
                 raise ValueError(f"{key!r} has shape {found_shape}, and had {known_shape} before")
-        self._stats = [_together(old, new, self.decay) for old, new in zip(known, found, strict=True)]
+        left_out = [n for _, n in each]
+        if any(left_out):
+            self._leave_out(left_out)
+        if any(stats is not None for stats in found):
+            self._stats = [_together(old, new, self.decay) for old, new in zip(known, found, strict=True)]
+
+    def _leave_out(self, rows: list[int]) -> None:
+        """Counts rows that are in no statistics, and warns of the first."""
+        if not any(self._nonfinite):
+            keys = [key for key, n in zip(self.in_keys, rows, strict=True) if n]
+            warnings.warn(
+                f"VecNorm found values of {keys} that are not finite: such rows are left out of its statistics from "
+                "now on without another warning, and counted in `nonfinite`",
+                stacklevel=2,
+            )
+        self._nonfinite = [old + new for old, new in zip(self._nonfinite, rows, strict=True)]
 
     def freeze(self) -> VecNorm:
         """Learns nothing from now on."""
@@ -129,22 +165,32 @@ class VecNorm(Transform):
         return [(stats.squares / stats.weight + self.eps).sqrt() for stats in self._known()]
 
     def _known(self) -> list[_Stats]:
-        stats = [one for one in self._stats or () if one is not None]
-        if len(stats) < len(self.in_keys):
-            raise RuntimeError("VecNorm has learnt nothing yet: write data through it, call it, or call learn(data)")
+        known = [stats for stats in self._stats or () if stats is not None]
+        if len(known) < len(self.in_keys):
+            raise RuntimeError(_NOTHING)
+        return known
+
+    def _norms(self) -> list[_Stats | None]:
+        """What each entry is normalised with: None for nothing, while only rows came that are not finite."""
+        stats = self._stats or [None] * len(self.in_keys)
+        for key, one, left_out in zip(self.in_keys, stats, self._nonfinite, strict=True):
+            if one is None and not left_out:
+                raise RuntimeError(f"{_NOTHING} (about {key!r})")
         return stats
 
     # ---- batches ----
     def forward(self, batch: Any) -> Any:
         if type(batch) is list:
             return [self.forward(item) for item in batch]
-        stats = self._known()  # once: a writer may learn meanwhile
+        stats = self._norms()  # once: a writer may learn meanwhile
         sources = [get(batch, key, "VecNorm") for key in self.in_keys]
         for value, key, one in zip(sources, self.out_keys, stats, strict=True):
             put(batch, key, self._normed(value, one))
         return batch
 
-    def _normed(self, value: Tensor, stats: _Stats) -> Tensor:
+    def _normed(self, value: Tensor, stats: _Stats | None) -> Tensor:
+        if stats is None:
+            return value if value.is_floating_point() else value.to(torch.get_default_dtype())
         scale = (stats.squares / stats.weight + self.eps).sqrt()
         return (value - cast(stats.mean, value)) / cast(scale, value)
 
@@ -172,14 +218,15 @@ class VecNorm(Transform):
 
     # ---- environments ----
     def _call(self, td: TensorDictBase) -> TensorDictBase:
-        by_root = dict(zip(map(root_key, self.in_keys), self._stats or (), strict=False))
+        stats = self._stats or [None] * len(self.in_keys)
+        by_root = {root_key(key): i for i, key in enumerate(self.in_keys)}
         for source, target in self._env_pairs:
-            value, stats = td.get(source, None), by_root.get(source)
+            value, i = td.get(source, None), by_root[source]
             if value is None:
                 continue
-            if stats is None:
+            if stats[i] is None and not self._nonfinite[i]:
                 raise RuntimeError(f"VecNorm has learnt nothing about {source!r} yet, and is frozen")
-            td.set(target, self._normed(value, stats))
+            td.set(target, self._normed(value, stats[i]))
         return td
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
@@ -196,8 +243,7 @@ class VecNorm(Transform):
 
     def _learn_here(self, td: TensorDictBase) -> None:
         if self._learns:
-            values = [td.get(root_key(key), None) for key in self.in_keys]
-            self._add([None if value is None else _stats_of(value, td.batch_dims) for value in values])
+            self._add([td.get(root_key(key), None) for key in self.in_keys], td.batch_dims)
 
     def _inverts(self) -> bool:
         return False
@@ -213,19 +259,34 @@ class VecNorm(Transform):
     _decisive = ("in_keys", "decay", "eps")
 
     def state_dict(self) -> dict[str, Any]:
-        if self._stats is None:
+        if self._stats is None and not self.nonfinite:
             return {}
-        return {"stats": [None if stats is None else tuple(stats) for stats in self._stats], "learns": self._learns}
+        stats = self._stats or [None] * len(self.in_keys)
+        known = [None if one is None else tuple(one) for one in stats]
+        return {"stats": known, "learns": self._learns, "nonfinite": list(self._nonfinite)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        known = state.get("stats", [])
-        self._stats = [None if stats is None else _Stats(*stats) for stats in known] if state else None
+        """Goes on from a saved state; statistics that are not finite are left out, with a warning."""
+        saved = [None if one is None else _Stats(*one) for one in state.get("stats", [])]
+        known = [one if one is None or one.is_finite() else None for one in saved]
+        self._stats = known if any(one is not None for one in known) else None
         self._learns = state.get("learns", self._learns)
+        self._nonfinite = list(state.get("nonfinite", [0] * len(self.in_keys)))  # earlier versions counted nothing
+        lost = [key for key, one, kept in zip(self.in_keys, saved, known, strict=False) if one is not kept]
+        if lost:
+            warnings.warn(
+                f"the saved statistics of VecNorm for {lost} are not finite, as a NaN or an infinity had come to an "
+                "earlier version: they are left out, and learnt anew",
+                stacklevel=2,
+            )
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """Why a state cannot be loaded."""
-        n = len(state["stats"])
-        return [] if n == len(self.in_keys) else [f"VecNorm has {len(self.in_keys)} in_keys here, {n} there"]
+        n, counted = len(state["stats"]), len(state.get("nonfinite", state["stats"]))
+        if n != len(self.in_keys) or counted != n:
+            return [f"VecNorm has {len(self.in_keys)} in_keys here, {n} there"]
+        saved = [(key, _Stats(*one)) for key, one in zip(self.in_keys, state["stats"], strict=True) if one is not None]
+        return [f"VecNorm has impossible statistics of {key!r} there" for key, one in saved if not one.is_possible()]
 
     def _settings(self) -> dict[str, Any]:
         return {"decay": self.decay, **({} if self._learns else {"frozen": True})}
@@ -235,9 +296,25 @@ def _together(old: _Stats | None, new: _Stats | None, decay: float) -> _Stats | 
     return new or old if old is None or new is None else old.with_batch(new, decay)
 
 
-def _stats_of(value: Tensor, batch_dims: int) -> _Stats | None:
+def _stats_of(value: Tensor, batch_dims: int) -> tuple[_Stats | None, int]:
+    """Those of all finite rows, None where there are none; and how many rows are not finite."""
     x = value.detach().to(torch.float64).reshape(-1, *value.shape[batch_dims:])
+    stats = _stats_of_rows(x)
+    # The common case, by one number: whatever is not finite, or might become it, makes it large or a NaN.
+    if stats is None or float((stats.squares + stats.mean.square()).sum()) <= _LARGE:
+        return stats, 0
+    rows = len(x)
+    x = x[(x.abs() <= _LARGEST).reshape(rows, -1).all(1)]  # nan is not
+    return _stats_of_rows(x), rows - len(x)
+
+
+def _stats_of_rows(x: Tensor) -> _Stats | None:
     if len(x) == 0:
         return None
     mean = x.mean(0)
     return _Stats(float(len(x)), mean, (x - mean).square().sum(0))
+
+
+_LARGEST = 1e140  # the squares of 1e20 such values have a sum in float64
+_LARGE = _LARGEST**2
+_NOTHING = "VecNorm has learnt nothing yet: write data through it, call it, or call learn(data)"

@@ -25,6 +25,7 @@ class World:
         self.seams: list[set[int]] = [set() for _ in writers]
         self.base = [0] * len(writers)
         self.held: list[int | None] = [None] * len(writers)  # the lane of each writer
+        self.left: list[dict[int, int]] = [{} for _ in writers]  # lanes that it gave back, and their ends then
 
     @property
     def storage(self) -> Any:
@@ -41,7 +42,7 @@ class World:
         steps = [[(v + 7 * strand) % 3 for strand in range(self.strands)] for v in values]
         if not self.by_id:
             steps = [[int(v == 0) for v in step] for step in steps]
-        if held is None and len(self.values[lane]) > self.first(lane):
+        if held is None and self.left[writer].pop(lane, None) != len(self.values[lane]) > self.first(lane):
             self.seams[lane].add(len(self.values[lane]))
         self.held[writer] = lane
         self.values[lane] += steps
@@ -78,6 +79,9 @@ class World:
 
     def release(self, writer: int) -> None:
         self.writers[writer].storage.release()
+        held = self.held[writer]
+        if held is not None:
+            self.left[writer][held] = len(self.values[held])
         self.held[writer] = None
 
     def empty(self) -> None:
@@ -88,6 +92,7 @@ class World:
         """Numbers go on from here, and nothing before exists."""
         self.values[0] += [[0] * self.strands] * (at - len(self.values[0]))
         self.base[0], self.seams[0] = at, set()
+        self.left[0].clear()
 
     # ---- what is true then ----
     def first(self, lane: int) -> int:

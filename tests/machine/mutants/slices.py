@@ -57,6 +57,27 @@ def burns_in_one_row_more(rule: Any, sampler: Any, length: int) -> Any:
     return _native.SliceRule(length, rule(length).min_length, before=sampler.burn_in + 1, pad=True)
 
 
+def by_trajectory(rule: Any, sampler: Any, length: int) -> Any:
+    """The weight is not heard of."""
+    return _native.SliceRule(length, length)
+
+
+def last_steps_start_nothing(rule: Any, sampler: Any, length: int) -> Any:
+    return _native.SliceRule(length, 2, after=length - 2, by_window=True)
+
+
+def one_window_fewer_by_step(rule: Any, sampler: Any, length: int) -> Any:
+    return _native.SliceRule(length, 1, length - 2, length - 1, by_window=True)
+
+
+def one_step_later(rule: Any, sampler: Any, length: int) -> Any:
+    return _native.SliceRule(length, 1, length - 2, 1, pad=True, by_window=True)
+
+
+def one_step_longer(rule: Any, sampler: Any, length: int) -> Any:
+    return _native.SliceRule(length, rule(length).min_length + 1, length - 1, pad=True, by_window=True)
+
+
 SLICE_MUTANTS = {
     "slices one further, so over a trajectory's end": Mutant(
         around(SliceSampler, "sample", one_further), sampler="slices"
@@ -77,5 +98,20 @@ SLICE_MUTANTS = {
     ),
     "sequences with one row of burn-in more": Mutant(
         around(SequenceSampler, "_rule", burns_in_one_row_more), sampler="sequences"
+    ),
+    "slices by step that weigh trajectories": Mutant(
+        around(SliceSampler, "_rule", by_trajectory), sampler="slices by step"
+    ),
+    "slices by step that no last step starts": Mutant(
+        around(SliceSampler, "_rule", last_steps_start_nothing), sampler="short slices by step"
+    ),
+    "spans by step that miss one window": Mutant(
+        around(SliceSampler, "_rule", one_window_fewer_by_step), sampler="spans by step"
+    ),
+    "sequences by step that end one step later": Mutant(
+        around(SequenceSampler, "_rule", one_step_later), sampler="sequences by step"
+    ),
+    "sequences by step of trajectories that are longer than what is trained on": Mutant(
+        around(SequenceSampler, "_rule", one_step_longer), sampler="long sequences by step"
     ),
 }

@@ -55,7 +55,7 @@ def opened_one_row_short(patch: Patch) -> None:
         lane = storage.lanes.store.lane(0)
         if lane["published"] > lane["first"]:
             storage.lanes.store.begin_restore()
-            storage.lanes.store.restore_lane(0, lane["first"], lane["published"] - 1, lane["origin"], [])
+            storage.lanes.store.restore_lane(0, lane["first"], lane["published"] - 1, lane["origin"])
             storage.lanes.store.end_restore()
         return storage
 

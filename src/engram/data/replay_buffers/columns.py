@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engram.data.replay_buffers import trees
+from engram.data.replay_buffers.border import Border, ColumnBorder
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import RowLayout
 
@@ -22,6 +23,9 @@ class ColumnTable:
         self._columns = columns
         self._inner = inner
         self._device = columns[0].device
+        border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
+        self._border = ColumnBorder(border, inner, self._device)
+        self._incarnation = lanes.store.incarnation
 
     @classmethod
     def empty(cls, lanes: Lanes, layout: RowLayout, inner: tuple[int, ...], device: torch.device) -> ColumnTable:
@@ -57,11 +61,26 @@ class ColumnTable:
         """Writes (`most`: only the first of) the steps behind the newest one; returns time slots, int64 [steps]."""
         leaves = [leaf[:most] for leaf in leaves]
         capacity = self._lanes.store.lane_capacity
+        self._look_at_border(leaves)
         slots = self._lanes.advance(len(leaves[0]))
         where = slots[-capacity:].to(self._device)
         for column, leaf in zip(self._columns, leaves, strict=True):
             column[where] = leaf[-capacity:]
         return slots
+
+    def _look_at_border(self, new: list[Tensor]) -> None:
+        """Says to the lanes whether the first of the new steps goes on where the newest stored one stopped."""
+        store, lanes = self._lanes.store, self._lanes
+        if store.incarnation != self._incarnation:
+            self._incarnation = store.incarnation
+            self._border.forget()
+            lanes.forget_borders()
+        lane = store.lane(0)
+        stored = range(lane["published"] - 1, lane["first"] - 1, -1)[:2]
+        newest = [[column[w % store.lane_capacity] for column in self._columns] for w in stored]
+        begins = self._border.begins(newest, lanes.cut_at(lane["published"] - 1), new)
+        if begins is not None:
+            lanes.note_border(begins)
 
     def overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor | None = None) -> None:
         """Writes `leaves` ([n, ...]; `rows`: these of them) over rows that exist."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -16,6 +15,7 @@ from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.together import EnsembleReader
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
+from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
 
 
@@ -30,7 +30,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     Args:
         rbs: the members; or
         storages, samplers, writers: the parts to make members of; a StorageEnsemble brings their transforms.
-        transform: what whole batches go through.
+        transform: what whole batches go through on reading; nothing is written through an ensemble.
         batch_size: rows of a batch, of all members together.
         collate_fn: makes a batch of the list of the members' batches; they are stacked if None.
         collate_fns: for each member, instead of its own.
@@ -42,6 +42,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
 
     Raises:
         ValueError: settings that contradict each other; a batch size that does not divide.
+        TypeError: a common transform that changes what is written.
 
     Example:
         >>> small, large = (ReplayBuffer(storage=LazyTensorStorage(10 ** k)) for k in (1, 2))
@@ -96,6 +97,13 @@ class ReplayBufferEnsemble(ReplayBuffer):
             **kwargs,
         )
 
+    def _check_transform(self, transform: Transform) -> None:
+        if transform.changes_what_is_written():
+            raise TypeError(
+                f"{transform.kind} changes what is written, and nothing is written through an ensemble: give it to the "
+                "members; for reading only, give the ensemble a callable, or one that names in_keys and no in_keys_inv"
+            )
+
     def _wire(self) -> None:
         self._check_parts()
         self._storage.attach(self)
@@ -115,17 +123,16 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 )
         self._sampler.check_storage(self._storage)
 
-    def after_fork(self) -> None:
-        """In a child: locks that no thread of the parent holds."""
-        super().after_fork()
-        for reader in self._reader.readers:
-            reader.lock = threading.RLock()
-
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        with super()._undisturbed(), contextlib.ExitStack() as members:
-            for rb in self._members:
-                members.enter_context(rb.undisturbed())
+        with contextlib.ExitStack() as held:
+            for rb in (self, *self._members):
+                held.enter_context(rb.paused())
+            held.enter_context(self._reader.lock)
+            # Members' own, and those of samplers that the ensemble draws with instead; in one order for all ensembles.
+            locks = {id(r.lock): r.lock for r in (*self._reader.readers, *(rb._reader for rb in self._members))}
+            for which in sorted(locks):
+                held.enter_context(locks[which])
             yield
 
     # ---- members ----
@@ -156,7 +163,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def empty(self, empty_write_count: bool = True) -> None:
         """Empties every member."""
         self._writer.allow("empty")
-        with self._undisturbed():
+        with self._undisturbed(), self._storage.replacing("empty"):
             for rb in self._members:
                 rb.empty(empty_write_count)
             self._transform.empty()

@@ -205,7 +205,7 @@ class Episodes:
             return _Found(ref, lanes, index, None, contextlib.nullcontext())
         # Storages that are no packed rows count a step before they hold it: under their mutex both agree.
         index = _native.Episodes(by_id, None, leaf.itemsize)
-        return _Found(ref, lanes, index, _StoredSteps(ref, leaf, lanes.store), steps.mutex)
+        return _Found(ref, lanes, index, _StoredSteps(ref, leaf, lanes.store), _Settled(lanes))
 
     def _leaf(self, steps: Steps) -> tuple[bool, LeafSpec]:
         ids = IDS if self.end_key == DONE else ()
@@ -229,6 +229,21 @@ class Episodes:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._found = _NONE
+
+
+class _Settled:
+    """The lanes' mutex, with every seam known: what a device still works out is waited for."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+
+    def __enter__(self) -> None:
+        self._mutex = self._lanes.mutex
+        self._mutex.acquire()
+        self._lanes.settle_borders()
+
+    def __exit__(self, *_: object) -> None:
+        self._mutex.release()
 
 
 class _StoredSteps:

@@ -158,7 +158,7 @@ def has_store(folder: Path) -> bool:
     return True
 
 
-def open_store(folder: Path) -> int:
+def open_store(folder: Path, flags: int = os.O_RDWR) -> int:
     """A descriptor of the store's file in a folder.
 
     Raises:
@@ -166,7 +166,7 @@ def open_store(folder: Path) -> int:
     """
     path = folder / FILE_NAME
     try:
-        return open_regular(path, os.O_RDWR)
+        return open_regular(path, flags)
     except FileNotFoundError:
         raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})") from None
     except OSError as error:
@@ -174,7 +174,7 @@ def open_store(folder: Path) -> int:
         if path.is_symlink():
             reason = "it is a symbolic link, which is not followed; open the folder that the file lies in"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            reason = f"{reason}; a store is opened for reading and writing"
+            reason = f"{reason}; a store is opened for reading and writing (read_only=True: for reading)"
         raise StorageError(f"{path} cannot be opened: {reason}") from error
 
 

@@ -23,6 +23,7 @@ from engram.data.replay_buffers.utils import slots_tensor
 from engram.errors import NoFreeLaneError
 
 _LOOKS = 10_000
+_MOST_BORDERS = 1024  # that a device has not been asked about
 _MOST_NUMBERED = 1 << 39  # slots; a list without limit has more, and nothing is replaced in it
 
 _live: weakref.WeakSet[Lanes] = weakref.WeakSet()
@@ -56,11 +57,13 @@ class Lanes:
         self._held_there: int | None = None  # and the lane that the copy goes on in
         self.numbers: _native.RowNumbers | None = None  # of rows that were replaced out of turn
         self._replaced_before = store.replaced  # by whoever used the store before; they alone knew which rows
-        if store.replaced and store.lanes == store.strands == 1:
+        if store.replaced and store.lanes == store.strands == 1 and not store.read_only:
             self.numbers = _native.RowNumbers(store)
             self.numbers.renumber(store)
         self._alone = 0
         self._session = os.urandom(8).hex()
+        self._borders: list[tuple[int, Tensor]] = []
+        self._left: dict[int, tuple[int, int]] = {}  # lanes that this process gave back: incarnation and end, then
         self.capacity: int = store.lanes * store.lane_capacity * store.strands
         self.strands: int = store.strands
         _live.add(self)
@@ -94,8 +97,9 @@ class Lanes:
         return all(lane["claimed"] - lane["base"] >= self.store.lane_capacity for lane in lanes)
 
     def states(self) -> list[dict[str, Any]]:
-        """The counters of each lane."""
-        return [self.store.lane(i) for i in range(self.store.lanes)]
+        """The counters of each lane, and its seams: `published` is one where this process's next row will be."""
+        self.settle_borders()
+        return [{**self.store.lane(i), "seams": self.store.seams(i)} for i in range(self.store.lanes)]
 
     # ---- for saves ----
     def saved_states(self) -> list[dict[str, Any]]:
@@ -164,8 +168,9 @@ class Lanes:
         try:
             if self._on_take is not None:
                 self._on_take(lane)
-            # Whoever wrote here before may have died in the middle of a trajectory.
-            self.store.add_seam(lane)
+            # Whoever wrote here before may have stopped in the middle of a trajectory.
+            if self._left.pop(lane, None) != self._end(lane):
+                self.store.mark_seam(lane)
         except BaseException:
             if self.locks is not None:
                 self.locks.free_lane(lane)
@@ -183,17 +188,56 @@ class Lanes:
         """Counts steps as written, for storages that keep their rows elsewhere; returns their time slots."""
         lane = self.hold()
         slots = slots_tensor(self.store.next_slots(lane, steps))
-        self.store.publish(lane, self.store.claim(lane, steps), steps)
+        self.store.advance(lane, steps)
         return slots
 
+    def mark_seam(self) -> None:
+        """The next step that this process writes begins a trajectory, whatever flags and ids say."""
+        with self.mutex:
+            self._left.clear()
+            if self._held is not None:
+                self.store.mark_seam(self._held)
+
+    def note_border(self, begins: Tensor) -> None:
+        """The next step begins a trajectory if this flag, which a device may still be working out, says so."""
+        self._borders.append((self.store.lane(0)["published"], begins))
+        if len(self._borders) >= _MOST_BORDERS:
+            self.settle_borders()
+
+    def cut_at(self, number: int) -> Tensor | bool:
+        """Whether a seam stands at a step: a flag of `note_border` where there is one that nobody has looked at."""
+        known = self.store.is_seam(0, number)
+        return known or next((flag for w, flag in reversed(self._borders) if w == number), False)
+
+    def settle_borders(self) -> None:
+        """Waits for the flags of `note_border`. Before anybody looks at seams."""
+        if not self._borders:
+            return
+        with self.mutex:
+            borders, self._borders = self._borders, []
+            if not borders:
+                return
+            oldest = self.store.lane(0)["first"]
+            found = torch.stack([begins for _, begins in borders]).tolist()  # waits once for all
+            for (number, _), begins in zip(borders, found, strict=True):
+                if begins and number > oldest:
+                    self.store.add_seam(0, number)
+
+    def forget_borders(self) -> None:
+        """Other steps are stored by now."""
+        self._borders = []
+
+    def _end(self, lane: int) -> tuple[int, int]:
+        return self.store.incarnation, self.store.lane(lane)["published"]
+
     def release(self) -> None:
-        """Gives this process's lane back."""
+        """Gives this process's lane back. If nobody writes to it before this process does again, trajectories go on."""
         if self._copied_from:
             self.wake()
         with self.mutex:
             if self._held is not None:
-                # Whoever writes next would do it; but a store that was loaded meanwhile has no next one.
-                self.store.add_seam(self._held)
+                if not self.store.next_is_seam(self._held):
+                    self._left[self._held] = self._end(self._held)
                 if self.locks is not None:
                     self.locks.free_lane(self._held)
             self._held = None
@@ -237,11 +281,13 @@ class Lanes:
     def look_again(self, draw: Callable[[], Any]) -> Any:
         """What `draw` gives, which was None; still None if nothing is stored.
 
-        A tiny lane can show no row for the moment in which its writer replaces them all.
+        A lane of few rows can show none for the moment in which its writer replaces them all, and before its first.
         """
         for _ in range(_LOOKS):
-            if not any(lane["published"] > lane["base"] for lane in self.states()):
-                return None
+            lanes = [self.store.lane(i) for i in range(self.store.lanes)]
+            if not any(lane["claimed"] > lane["base"] for lane in lanes):
+                with self.mutex:  # after somebody who is replacing all rows
+                    return draw()
             time.sleep(0)
             drawn = draw()
             if drawn is not None:
@@ -340,7 +386,9 @@ class Lanes:
         """In a child: new mutexes, and no lane; a table in private memory is its own copy."""
         self.mutex = threading.RLock()
         self._alone = 0
+        self._left.clear()  # the parent may go on where it stopped; this process did not write there
         self.store.end_save()  # its thread is the parent's
+        self.store.after_fork()
         self._session = os.urandom(8).hex()
         if not self.asleep:
             self._held_there = self._held if self.locks is None else None

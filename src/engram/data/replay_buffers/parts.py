@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -21,7 +20,9 @@ from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage
 from engram.data.replay_buffers.writers.base import Writer
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter
+from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
+from engram.transforms.foreign import as_transform
 
 _DEFAULT_CAPACITY = 1000
 
@@ -58,9 +59,7 @@ class BufferParts:
         self._generator = generator
         self._track_generations = track_generations
         self._pin_memory = pin_memory and torch.cuda.is_available()
-        self._transform = (
-            transform if isinstance(transform, Compose) else Compose(*([] if transform is None else [transform]))
-        )
+        self._transform: Compose = transform  # made one by __setattr__
         if prefetch is not None and prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more, got {prefetch}")
         self._prefetch = prefetch or 0
@@ -75,6 +74,24 @@ class BufferParts:
 
     def _default_writer(self) -> Writer:
         return RoundRobinWriter()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Users set `rb._transform`. A property would cost its call at each write; this costs nothing there.
+        if name != "_transform":
+            object.__setattr__(self, name, value)
+            return
+        compose = value if isinstance(value, Compose) else Compose(*([] if value is None else [value]))
+        for transform in compose:
+            self._check_transform(transform)
+        if "_reader" not in self.__dict__:
+            object.__setattr__(self, name, compose)
+            return
+        with self._undisturbed():
+            object.__setattr__(self, name, compose)
+            self._reader.transform = compose
+
+    def _check_transform(self, transform: Transform) -> None:
+        """Raises TypeError for a transform that does not work here."""
 
     def _share(self) -> None:
         if isinstance(self._storage, LazyTensorStorage):
@@ -117,14 +134,13 @@ class BufferParts:
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """No draws meanwhile, and nothing that was prepared before."""
-        paused = contextlib.nullcontext() if self._prefetcher is None else self._prefetcher.paused()
-        with paused, self._reader.lock:
+        """No draws or changes of priorities meanwhile, and nothing that was prepared before."""
+        with self.paused(), self._reader.lock:
             yield
 
-    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which nothing is drawn, and after which nothing is left that was prepared before."""
-        return self._undisturbed()
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which nothing is prepared ahead, and before which what was prepared is forgotten."""
+        return contextlib.nullcontext() if self._prefetcher is None else self._prefetcher.paused()
 
     def reading(self, storage: Storage, sampler: Any, collate_fn: Callable[[Any], Any] | None) -> Reader:
         """This buffer's way of reading for an ensemble, which draws with one of its samplers.
@@ -137,7 +153,7 @@ class BufferParts:
         attach = self._attach if self._attaches else None
         reader = Reader(storage, sampler, self._transform, collate_fn, attach, False, self._track_generations)
         if sampler is self._sampler:
-            reader.lock = self._reader.lock
+            reader.lock = self._reader.lock  # which of a user's own sampler is the reader's
         return reader
 
     # ---- parts ----
@@ -202,15 +218,23 @@ class BufferParts:
         return old
 
     def append_transform(self: B, transform: Any, *, invert: bool = False) -> B:
-        """Adds a transform at the end; with `invert` a callable is applied on writing instead of on reading."""
+        """Adds a transform at the end; with `invert` a callable is applied on writing instead of on reading.
+
+        Raises:
+            TypeError: it is no transform, or has an inverse that cannot be called.
+        """
+        made = as_transform(transform, invert)
+        self._check_transform(made)
         with self._undisturbed():
-            self._transform.append(transform, invert=invert)
+            self._transform.append(made)
         return self
 
     def insert_transform(self: B, index: int, transform: Any, *, invert: bool = False) -> B:
-        """Adds a transform before the one at `index`."""
+        """Adds a transform before the one at `index`; errors as `append_transform`."""
+        made = as_transform(transform, invert)
+        self._check_transform(made)
         with self._undisturbed():
-            self._transform.insert(index, transform, invert=invert)
+            self._transform.insert(index, made)
         return self
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
@@ -241,8 +265,7 @@ class BufferParts:
         self._wire()
 
     def after_fork(self) -> None:
-        """In a child: a lock that no thread of the parent holds; and no steps that the parent will write, too."""
-        self._reader.lock = threading.RLock()
+        """In a child: no steps that the parent will write, too."""
         lanes = self._storage.lanes
         if lanes is not None and lanes.locks is not None:
             self._transform.empty()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engram import _native
 from engram.data.replay_buffers import trees
+from engram.data.replay_buffers.border import Border
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import RowLayout
 from engram.data.replay_buffers.utils import slots_tensor
@@ -28,6 +29,9 @@ class RowTable:
         self._codec = layout.codec
         self.mapped = mapped
         self._fast = layout.plain
+        border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
+        if border.says_anything:
+            self._store.set_border(self._codec, list(border.entries), list(border.done), border.either, border.id)
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import abc
 import copy
 import itertools
+import os
+import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 Index = Tensor | tuple[Tensor, ...]
 
 EMPTY = "Cannot sample from an empty storage."
+
+_live: weakref.WeakSet[Sampler] = weakref.WeakSet()
 
 
 class EpochInfo(dict[str, Any]):
@@ -41,6 +46,9 @@ class Sampler(abc.ABC):
     """
 
     def __init__(self) -> None:
+        #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
+        self.lock = threading.RLock()
+        _live.add(self)
         self._generator: torch.Generator | None = None
         self._seed = torch.empty(1, dtype=torch.int64)
         # While a view of it lives, `random_` releases the GIL once instead of four times (torch 2.13).
@@ -53,6 +61,10 @@ class Sampler(abc.ABC):
         Raises:
             RuntimeError: the storage is empty.
         """
+
+    def most_rows(self, storage: Storage, batch_size: int) -> int:
+        """The most rows that a batch of this size can have: asked before a huge one is drawn."""
+        return batch_size
 
     def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
         """Other rows for some places of a batch, whose rows were overwritten while they were read.
@@ -93,7 +105,7 @@ class Sampler(abc.ABC):
 
         Raises RuntimeError for an empty storage, before anything is drawn.
         """
-        if storage.lanes is None or not len(storage.lanes):
+        if storage.lanes is None or not (len(storage.lanes) or len(storage)):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         with drawing:
             return self._seed.random_(generator=self._generator)
@@ -165,7 +177,7 @@ class Sampler(abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
-        return {k: v for k, v in self.__dict__.items() if k not in ("_generator", "_seed")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("lock", "_generator", "_seed")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Sampler.__init__(self)
@@ -173,6 +185,12 @@ class Sampler(abc.ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+def stored_rows(storage: Storage) -> int:
+    """How many rows there are, of all environments."""
+    lanes = storage.lanes
+    return 0 if lanes is None else sum(s["published"] - s["first"] for s in lanes.states()) * lanes.strands
 
 
 def check_counts(values: Any, least: int = 0) -> None:
@@ -219,3 +237,17 @@ def go_back(sampler: Any, position: Any) -> None:
     rewind = getattr(sampler, "rewind", None) or getattr(sampler, "load_state_dict", None)
     if rewind is not None:
         rewind(position)
+
+
+def lock_of(sampler: Any) -> Any:
+    """The lock of a sampler; one of a user's own may have none: a new one."""
+    lock = getattr(sampler, "lock", None) if isinstance(sampler, Sampler) else None
+    return threading.RLock() if lock is None else lock
+
+
+def _after_fork() -> None:
+    for sampler in list(_live):
+        sampler.lock = threading.RLock()  # a thread of the parent may hold the old one
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -62,7 +62,8 @@ class PrioritizedSampler(HasPriorities):
     # ---- sampling ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
-        drawn = None if lanes is None else self._draw(self._following(storage, lanes), storage, lanes, batch_size)
+        with self.lock:
+            drawn = None if lanes is None else self._draw(self._following(storage, lanes), storage, lanes, batch_size)
         if drawn is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         slots, weights = drawn

@@ -29,6 +29,7 @@ class PrioritizedSliceSampler(HasPriorities, SliceSampler):
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as `PrioritizedSampler`.
         Others: as `SliceSampler`; `span` must be False, as windows that begin before their trajectory have no start.
+            There is no `weight`: priorities decide.
 
     Raises:
         ValueError: a setting that is not allowed.
@@ -75,6 +76,10 @@ class PrioritizedSliceSampler(HasPriorities, SliceSampler):
         if any(self.span):
             raise ValueError(f"span must be False with priorities, got {span}; strict_length=False cuts slices at ends")
         self._set_up(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        with self.lock:
+            return super().sample(storage, batch_size)
 
     def _drawn(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
         if storage.lanes is None:

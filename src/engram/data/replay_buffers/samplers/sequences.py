@@ -8,7 +8,7 @@ from engram import _native
 from engram.data.replay_buffers.episodes import Key, path_of
 from engram.data.replay_buffers.samplers.base import Index
 from engram.data.replay_buffers.samplers.marks import mark_first, put
-from engram.data.replay_buffers.samplers.slices import SliceSampler
+from engram.data.replay_buffers.samplers.slices import SliceSampler, Weight
 from engram.data.replay_buffers.utils import flags_tensor
 
 if TYPE_CHECKING:
@@ -25,10 +25,19 @@ class SequenceSampler(SliceSampler):
     with fewer steps than training rows are drawn, with padding behind. Padding repeats the nearest step of the
     trajectory; `mask_key` is False there.
 
+    `weight="steps"` draws every stored step with equal probability as the last of its sequence, with the steps before
+    it in its trajectory, and padding before these where there are fewer than `slice_len`; never behind. That is what a
+    learner needs that trains on one step and reads some before it, as DQN with stacks of four frames:
+    `SequenceSampler(slice_len=4, burn_in=3, weight="steps")`.
+
     Args:
         burn_in: rows of burn-in, fewer than `slice_len`, which counts them too.
         mask_key: bool [n], True for steps, False for padding.
         init_key: bool [n, 1], marked at each sequence's first step (marks that the data have stay); None: not at all.
+        weight: what is drawn uniformly: "trajectories" (then where training starts in it) or "steps" (the last of each
+            sequence).
+        strict_length: draw only from trajectories of at least as many steps as there are training rows. The default is
+            True with `weight="trajectories"`, and False with "steps", so that every stored step is drawn.
         Others: as SliceSampler; there is no `span`. The last step, not the last row, is marked truncated and done.
 
     Raises:
@@ -53,11 +62,14 @@ class SequenceSampler(SliceSampler):
         burn_in: int = 0,
         mask_key: Key = ("collector", "mask"),
         init_key: Key | None = "is_init",
+        weight: Weight = "trajectories",
+        strict_length: bool | None = None,
         **slices: Any,
     ) -> None:
         if "span" in slices:
             raise TypeError("sequences have one length: there is no span; use SliceSampler")
-        super().__init__(**slices)
+        strict = weight == "trajectories" if strict_length is None else strict_length
+        super().__init__(weight=weight, strict_length=strict, **slices)
         if isinstance(burn_in, bool) or not hasattr(burn_in, "__index__") or int(burn_in) < 0:
             raise ValueError(f"burn_in must be 0 or more, got {burn_in!r}")
         self.burn_in = int(burn_in)
@@ -72,9 +84,14 @@ class SequenceSampler(SliceSampler):
                 f"burn_in={self.burn_in} leaves no row to train on of sequences of {length}; slice_len counts both"
             )
 
+    def most_rows(self, storage: Storage, batch_size: int) -> int:
+        return batch_size
+
     def _rule(self, length: int) -> _native.SliceRule:
         self._check_burn_in(length)
         least = length - self.burn_in if self.strict_length else 1
+        if self.weight == "steps":
+            return _native.SliceRule(length, least, before=length - 1, pad=True, by_window=True)
         return _native.SliceRule(length, least, before=self.burn_in, pad=True)
 
     def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
@@ -98,4 +115,5 @@ class SequenceSampler(SliceSampler):
 
     def __repr__(self) -> str:
         said = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
-        return f"{type(self).__name__}({said}, burn_in={self.burn_in}, strict_length={self.strict_length})"
+        settings = f"burn_in={self.burn_in}, strict_length={self.strict_length}{self._weight_said}"
+        return f"{type(self).__name__}({said}, {settings})"

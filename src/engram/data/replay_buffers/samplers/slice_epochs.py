@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.samplers.base import EpochInfo, Index, check_counts, check_epoch
+from engram.data.replay_buffers.samplers.base import EpochInfo, Index, check_counts, check_epoch, stored_rows
 from engram.data.replay_buffers.samplers.slices import SliceSampler
 from engram.data.replay_buffers.utils import slots_tensor
 
@@ -24,7 +24,10 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     Args:
         drop_last: leave out a last batch that is not full.
         shuffle: trajectories in random order; else lane by lane, strand by strand, oldest first.
-        Others: as SliceSampler.
+        Others: as SliceSampler; there is no `weight`.
+
+    Raises:
+        TypeError: a `weight`.
 
     Example:
         >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode", shuffle=False)
@@ -35,6 +38,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     """
 
     def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
+        if "weight" in slices:
+            raise TypeError("an epoch has each trajectory once: there is no weight; use SliceSampler")
         super().__init__(**slices)
         self.drop_last = drop_last
         self.shuffle = shuffle
@@ -44,11 +49,18 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self._ran_out = False
         self._number = self._drawn_from = -1  # of the epoch, and of that of the last draw, in this process
 
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        with self.lock:
+            return super().sample(storage, batch_size)
+
     def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         index, said = super()._said(storage, slices)
         info = EpochInfo(said)
         info.epoch = self._drawn_from
         return index, info
+
+    def most_rows(self, storage: Storage, batch_size: int) -> int:
+        return min(batch_size, stored_rows(storage))
 
     def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
         """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""
@@ -57,7 +69,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         epoch = getattr(info, "epoch", None)
         if self.drop_last or epoch is None or len(which) == len(slices):
             return super().redraw(storage, slots, info, places)
-        fresh = self._more(storage, slices.rule, epoch, len(which))
+        with self.lock:
+            fresh = self._more(storage, slices.rule, epoch, len(which))
         done = 0 if fresh is None else len(fresh)
         if fresh is not None:
             slices = slices.replaced(which[:done], fresh)
@@ -97,7 +110,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     def _begin_if_needed(self, storage: Storage, rule: _native.SliceRule) -> tuple[dict[str, Any], _native.SliceEpoch]:
         lanes = storage.lanes
-        if lanes is None or not len(lanes):
+        if lanes is None or not (len(lanes) or len(storage)):
             raise self._nothing(storage, rule)
         store, epoch = lanes.store, self._epoch
         fits = self._goes_on(store) and epoch is not None and epoch["min_length"] == rule.min_length
@@ -133,12 +146,14 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def follow(self, storage: Storage) -> None:
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
         lanes = storage.lanes
-        if lanes is not None and self._epoch is not None and self._goes_on(lanes.store):
-            self._resumed(lanes.store, self._epoch)
+        with self.lock:
+            if lanes is not None and self._epoch is not None and self._goes_on(lanes.store):
+                self._resumed(lanes.store, self._epoch)
 
     def empty(self) -> None:
-        self._epoch = self._walk = None
-        self._ran_out = False
+        with self.lock:
+            self._epoch = self._walk = None
+            self._ran_out = False
 
     @property
     def ran_out(self) -> bool:
@@ -146,16 +161,18 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     # ---- state ----
     def state_dict(self) -> dict[str, Any]:
-        epoch = None if self._epoch is None else {**self._epoch}
-        return {"epoch": epoch, "ran_out": self._ran_out, **self._decisive()}
+        with self.lock:
+            epoch = None if self._epoch is None else {**self._epoch}
+            return {"epoch": epoch, "ran_out": self._ran_out, **self._decisive()}
 
     def _decisive(self) -> dict[str, Any]:
         return {**super()._decisive(), "shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
-        self._ran_out = bool(state["ran_out"])
+        with self.lock:
+            super().load_state_dict(state)
+            self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
+            self._ran_out = bool(state["ran_out"])
 
     def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
         if found is None:
@@ -187,19 +204,22 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             raise ValueError(f"an epoch of {len(epoch['counts'])} strands is not one of this storage")
 
     def position(self) -> Any:
-        return self._epoch and {**self._epoch}, self._walk, self._ran_out
+        with self.lock:
+            return self._epoch and {**self._epoch}, self._walk, self._ran_out
 
     def rewind(self, position: Any) -> None:
-        epoch, self._walk, self._ran_out = position
-        self._epoch = epoch and {**epoch}
+        epoch, walk, ran_out = position
+        with self.lock:
+            self._epoch, self._walk, self._ran_out = epoch and {**epoch}, walk, ran_out
 
     def adopt(self, incarnation: int, shifts: list[int]) -> None:
         """After `loads`: the epoch goes on in a store that counts anew."""
-        if self._epoch is not None and shifts:
-            strands = max(1, len(self._epoch["lasts"]) // len(shifts))
-            lasts = [max(-1, last - shifts[k // strands]) for k, last in enumerate(self._epoch["lasts"])]
-            self._epoch = {**self._epoch, "incarnation": incarnation, "lasts": lasts}
-            self._walk = None
+        with self.lock:
+            if self._epoch is not None and shifts:
+                strands = max(1, len(self._epoch["lasts"]) // len(shifts))
+                lasts = [max(-1, last - shifts[k // strands]) for k, last in enumerate(self._epoch["lasts"])]
+                self._epoch = {**self._epoch, "incarnation": incarnation, "lasts": lasts}
+                self._walk = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_walk": None}

@@ -1,16 +1,16 @@
-"""Sub-trajectories: trajectories uniformly, then starts uniformly."""
+"""Sub-trajectories: trajectories uniformly, then starts uniformly; or all starts uniformly."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from engram import _native
 from engram.data.replay_buffers.episodes import DONE, Episodes, Key, path_of
-from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler
+from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler, stored_rows
 from engram.data.replay_buffers.samplers.marks import has_keys, mark_last, put
 from engram.data.replay_buffers.utils import slots_tensor
 
@@ -18,11 +18,15 @@ if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
 
 TRUNCATED = ("next", "truncated")
+Weight = Literal["trajectories", "steps"]
 _LOOKS = 10_000
 
 
 class SliceSampler(Sampler):
     """Slices of trajectories: a trajectory uniformly among those that are long enough, then a start uniformly.
+
+    So steps of short trajectories are drawn more often than others: an episode of 20 steps and one of 1,000 each get
+    half of the draws. `weight="steps"` draws all starts that a slice can have with equal probability instead.
 
     A batch is flat, slice after slice, `[batch_size]`: `batch.reshape(num_slices, -1)` has a row for each where all are
     whole. The last step of each is marked truncated and done, `terminated` stays. `info["slice_id"]` (int64 [n]) says
@@ -44,9 +48,13 @@ class SliceSampler(Sampler):
             what lies outside is left out, and the batch has fewer rows. With both, each step of a trajectory is in L of
             its b - a + L - 1 windows.
         slice_key: also put `slice_id` into the batch, here.
+        weight: what is drawn uniformly. "trajectories": a trajectory that is long enough, then a start in it. "steps":
+            one of all admissible starts in all trajectories that are long enough; that is every step from which
+            `slice_len` steps lie in its trajectory, with `strict_length=False` every stored step (a slice is then cut
+            by the end of its trajectory). With `span` one of all windows. A batch costs the same either way.
 
     Raises:
-        ValueError: at `sample`, a batch size that does not divide.
+        ValueError: a setting that is not allowed; at `sample`, a batch size that does not divide.
         RuntimeError: nothing is stored, or no trajectory is long enough; it says how long the longest is.
         KeyError: the data have no such key.
 
@@ -75,6 +83,7 @@ class SliceSampler(Sampler):
         strict_length: bool = True,
         span: bool | tuple[bool, bool] = False,
         slice_key: Key | None = None,
+        weight: Weight = "trajectories",
     ) -> None:
         super().__init__()
         if (num_slices is None) == (slice_len is None):
@@ -88,6 +97,9 @@ class SliceSampler(Sampler):
         self.strict_length = strict_length
         self.span = _pair(span)
         self.slice_key = None if slice_key is None else path_of(slice_key, "slice_key")
+        if weight not in get_args(Weight):
+            raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
+        self.weight = weight
         self._planned: tuple[int, int, _native.SliceRule] | None = None
 
     # ---- drawing ----
@@ -97,23 +109,37 @@ class SliceSampler(Sampler):
             planned = self._plan(batch_size)
         return self._said(storage, self._slices(storage, planned[2], planned[1]))
 
+    def most_rows(self, storage: Storage, batch_size: int) -> int:
+        n, length = self._cut(batch_size)
+        return n * min(length, stored_rows(storage))
+
     def _plan(self, batch_size: int) -> tuple[int, int, _native.SliceRule]:
         """Number and rule of the slices of a batch."""
+        n, length = self._cut(batch_size)
+        self._planned = batch_size, n, self._rule(length)
+        return self._planned
+
+    def _cut(self, batch_size: int) -> tuple[int, int]:
+        """Number and length of the slices of a batch."""
         name, given = ("num_slices", self.num_slices) if self.slice_len is None else ("slice_len", self.slice_len)
         assert given is not None
         if batch_size % given:
             raise ValueError(f"batch_size={batch_size} is no multiple of {name}={given}; choose one that is")
-        n, length = (given, batch_size // given) if self.slice_len is None else (batch_size // given, given)
-        self._planned = batch_size, n, self._rule(length)
-        return self._planned
+        return (given, batch_size // given) if self.slice_len is None else (batch_size // given, given)
 
     def _rule(self, length: int) -> _native.SliceRule:
         before, after = (length - 1 if cut else 0 for cut in self.span)
-        return _native.SliceRule(length, length if self.strict_length else 1, before, after)
+        by_window = self.weight == "steps"
+        if by_window and not self.strict_length:
+            after = length - 1  # every step is a start
+        return _native.SliceRule(length, length if self.strict_length else 1, before, after, by_window=by_window)
 
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
         seed = self.draw_seed(storage)
         slices = self._drawn(storage, rule, seed, n)
+        if slices is None:
+            with storage.mutex:  # after somebody who is replacing all rows
+                slices = self._drawn(storage, rule, seed, n)
         for _ in range(_LOOKS):
             if slices is not None:
                 return slices
@@ -128,7 +154,7 @@ class SliceSampler(Sampler):
         return self.episodes.draw(storage, rule, seed, n)
 
     def _nothing(self, storage: Storage, rule: _native.SliceRule) -> RuntimeError:
-        if storage.lanes is None or not len(storage.lanes):
+        if not len(storage):
             return RuntimeError(f"{EMPTY} Add or extend it first.")
         return RuntimeError(
             f"no trajectory has {rule.min_length} steps; the longest that is stored has "
@@ -179,8 +205,11 @@ class SliceSampler(Sampler):
 
     # ---- state ----
     def _decisive(self) -> dict[str, Any]:
-        mine = {name: getattr(self, name) for name in ("num_slices", "slice_len", "strict_length", "span")}
+        mine = {name: getattr(self, name) for name in ("num_slices", "slice_len", "strict_length", "span", "weight")}
         return {**super()._decisive(), **mine, **self.episodes.settings}
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        return super().differences({"weight": "trajectories", **state})  # earlier versions had no other
 
     def position(self) -> Any:
         """Nothing: a draw changes the generator alone."""
@@ -193,7 +222,11 @@ class SliceSampler(Sampler):
 
     def __repr__(self) -> str:
         said = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
-        return f"{type(self).__name__}({said}, strict_length={self.strict_length}, span={self.span})"
+        return f"{type(self).__name__}({said}, strict_length={self.strict_length}, span={self.span}{self._weight_said})"
+
+    @property
+    def _weight_said(self) -> str:
+        return "" if self.weight == "trajectories" else f", weight={self.weight!r}"
 
 
 def _positive(n: Any, name: str) -> int | None:

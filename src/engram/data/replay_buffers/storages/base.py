@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import functools
 import logging
 import math
 import os
@@ -12,24 +13,27 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.checkpointers.opening import open_saved
+from engram.data.replay_buffers.checkpointers.opening import as_damage, open_saved
 from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.indexing import Selection, outward, select, stored_slots
 from engram.data.replay_buffers.lanes import Lanes, check_numbers, tell_of_copy
 from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.rows import expand_slots
 from engram.data.replay_buffers.storages.sharing import is_sent, sends
+from engram.data.replay_buffers.storages.staging import TooManyRowsError
 from engram.data.replay_buffers.trees import Path, entry, show
 from engram.errors import StorageError
 
 log = logging.getLogger("engram")
 
 _MOST = 1 << 56
+
+_T = TypeVar("_T")
 
 _live: weakref.WeakSet[Storage] = weakref.WeakSet()
 
@@ -53,6 +57,12 @@ class Storage(abc.ABC):
     """
 
     ndim: int = 1
+
+    read_only = False  # whether it shows the rows of others and takes none
+
+    #: Changes before and after all rows are replaced at once (`empty`, `loads`), and is odd meanwhile. What was drawn
+    #: before such a change is not read after it.
+    incarnation = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -100,9 +110,17 @@ class Storage(abc.ABC):
 
     @property
     def _is_full(self) -> bool:
-        return self.lanes is not None and self.lanes.is_full
+        return self.settled(lambda: self.lanes is not None and self.lanes.is_full)
 
     def __len__(self) -> int:
+        return self.settled(self._count)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step is stored."""
+        return not len(self)
+
+    def _count(self) -> int:
         lanes = self.lanes
         if lanes is None:
             self._tell_of_copy()
@@ -113,6 +131,11 @@ class Storage(abc.ABC):
         """Warns where this process was forked before there was anything to share."""
         parent, self._forked_from = self._forked_from, 0
         tell_of_copy(parent)
+
+    @property
+    def write_count(self) -> int:
+        """Steps ever written."""
+        return self.settled(lambda: 0 if self.lanes is None else self.lanes.write_count)
 
     # ---- the write path: check, then append or overwrite ----
     @abc.abstractmethod
@@ -193,17 +216,22 @@ class Storage(abc.ABC):
         """
         return None
 
+    def believed(self, read: Callable[[], Any], only_errors: bool = False) -> Any:
+        """What `read` gives, of a moment in which nobody else changed rows that exist; `only_errors`: what it gives
+        need not be of one moment, but an error must."""
+        return read()
+
     def get(self, index: Any) -> Any:
         """The rows at an index, copied.
 
         Raises:
             IndexError: a step that has not been written.
         """
-        if self.lanes is None:
-            raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
         for _ in range(100):
-            selection = select(self.lanes.store, index, self.inner)
-            with self.mutex:
+            with self.mutex:  # what is there and its rows are looked at together: nobody replaces them in between
+                if self.lanes is None:
+                    raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
+                selection = select(self.lanes.store, index, self.inner)
                 batch, gone, absent, _ = self._read_shaped(selection)
             if absent is not None:
                 slot = int(selection.slots[absent[0]])
@@ -224,9 +252,8 @@ class Storage(abc.ABC):
         """
         if self.lanes is None:
             raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
-        selection = select(self.lanes.store, index, self.inner)
         with self.lanes.alone("changing stored rows"):
-            self._set(selection, items, index_key)
+            self._set(select(self.lanes.store, index, self.inner), items, index_key)
 
     @abc.abstractmethod
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None: ...
@@ -256,9 +283,34 @@ class Storage(abc.ABC):
         Raises:
             StorageInUseError: another process has the storage open.
         """
+        with self.replacing("empty"):
+            self._empty(reset_count)
+
+    def _empty(self, reset_count: bool) -> None:
         if self.lanes is not None:
-            with self.lanes.alone("empty"):
-                self.lanes.store.empty(reset_count)
+            self.lanes.store.empty(reset_count)
+
+    @contextlib.contextmanager
+    def replacing(self, what: str) -> Iterator[None]:
+        """As `alone`, around what replaces all rows: readers see what was there before or what is there at the end."""
+        with self.alone(what):
+            if self.incarnation % 2:  # inside of another such block, whose end is the end
+                yield
+                return
+            self.incarnation += 1
+            try:
+                yield
+            finally:
+                self.incarnation += 1
+
+    def settled(self, look: Callable[[], _T]) -> _T:
+        """What `look` finds of the storage; not what it finds in the middle of a `loads`, whose end it waits for."""
+        before = self.incarnation
+        found = look()
+        if before == self.incarnation and not before % 2:
+            return found
+        with self.mutex:
+            return look()
 
     def attach(self, buffer: Any) -> None:
         """Notes that a buffer uses this storage."""
@@ -271,6 +323,11 @@ class Storage(abc.ABC):
         """Gives this process's lane back, for another process to take."""
         if self.lanes is not None:
             self.lanes.release()
+
+    def mark_seam(self) -> None:
+        """The next row that this process writes begins a trajectory, whatever ids and flags say."""
+        if self.lanes is not None:
+            self.lanes.mark_seam()
 
     def close(self) -> None:
         """Ends the use of the storage by this object."""
@@ -322,8 +379,38 @@ class Storage(abc.ABC):
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
         """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
         with open_saved(path, snapshot) as saved, self.alone("loads"):
-            saved.load_storage(self.checkpointer, self)
-            self.restore_numbers(saved.numbers())
+            numbers = saved.numbers()
+            with as_damage(saved.malformed):
+                self.check_numbers(numbers)
+            fill, undo = self.read_aside(saved), self.kept()
+            with self.replacing("loads"):
+                try:
+                    fill()
+                    self.restore_numbers(numbers)
+                except BaseException:
+                    if undo is not None:
+                        undo()
+                    raise
+
+    def read_aside(self, saved: Any) -> Callable[[], None]:
+        """What fills this storage with what was saved; where it holds something, all of that has been verified."""
+        staging = None if self.is_empty else self.staging()
+        if staging is not None:
+            try:
+                saved.load_storage(self.checkpointer, staging)
+            except TooManyRowsError:  # they are verified, and then read a second time
+                staging = None
+        return functools.partial(saved.load_storage, self.checkpointer, self) if staging is None else staging.commit
+
+    def staging(self) -> Any:
+        """What takes a state from the checkpointer instead of this storage, which has it after `commit()`; None:
+        the storage cannot have it later.
+        """
+        return None
+
+    def kept(self) -> Callable[[], None] | None:
+        """What puts everything back as it is now, after a load that failed. None: that would be too much to keep."""
+        return self.empty if self.is_empty else None
 
     def numbers_state(self) -> dict[str, Any] | None:
         """The write numbers of rows that were replaced out of turn; None where there are none."""

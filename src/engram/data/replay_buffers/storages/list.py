@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.data.replay_buffers.border import ItemBorder
 from engram.data.replay_buffers.checkpointers.counters import Counters
 from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.frozen import Changes, FrozenItems
+from engram.data.replay_buffers.storages.staging import StagedItems
 from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, with_entry
 from engram.errors import CheckpointMisfitError
 
@@ -44,6 +47,7 @@ class ListStorage(Storage):
     def _start(self, max_size: int | None) -> None:
         self._lanes = Lanes.in_memory(max_size or _NO_LIMIT)
         self._lanes.mutex = self.mutex
+        self._border = ItemBorder(self._lanes)
 
     def settings(self) -> dict[str, Any]:
         return {"max_size": self._max_size}
@@ -92,6 +96,8 @@ class ListStorage(Storage):
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor:
         rows = checked.data[:most]
+        if self._border.begins(self._items, self._max_size or _NO_LIMIT, rows):
+            self._lanes.mark_seam()
         slots = self._lanes.advance(len(rows))
         for slot, item in zip(slots.tolist(), rows, strict=True):
             if slot < len(self._items):
@@ -156,10 +162,9 @@ class ListStorage(Storage):
         items = [copied(item) for item in found]
         return items[0] if selection.shape == () else items, None, absent, None
 
-    def empty(self, reset_count: bool = True) -> None:
-        super().empty(reset_count)
-        with self.mutex:
-            self._items.clear()
+    def _empty(self, reset_count: bool) -> None:
+        super()._empty(reset_count)
+        self._items.clear()
 
     # ---- checkpoints: the ItemSource and ItemSink that a checkpointer sees ----
     def _default_checkpointer(self) -> Any:
@@ -203,7 +208,7 @@ class ListStorage(Storage):
         """Replaces everything by what was saved, items oldest first."""
         self.check_restore(counters)
         lane, store = counters["lanes"][0], self._lanes.store
-        with self._lanes.alone("loads"):
+        with self.replacing("loads"):
             capacity, oldest = self._max_size or _NO_LIMIT, lane["base"]
             # The oldest is number 0 in another list, and in one that is not full: it must begin at the first place.
             stays = counters["lane_capacity"] == self._max_size and (oldest % capacity == 0 or len(items) == capacity)
@@ -213,8 +218,8 @@ class ListStorage(Storage):
             self._lanes.hold()  # as the writer of what is loaded: trajectories go on
             store.begin_restore()
             self._items[:] = items[first:] + items[:first]
-            origin = (lane["origin"] - shift) % (1 << 64)
-            store.restore_lane(0, base, published, origin, [s - shift for s in lane["seams"] if s > lane["base"]])
+            store.set_seams(0, base, published, [seam - shift for seam in lane["seams"] if seam > lane["base"]])
+            store.restore_lane(0, base, published, (lane["origin"] - shift) % (1 << 64))
             store.end_restore()
             self.shifts = [shift]
 
@@ -230,11 +235,26 @@ class ListStorage(Storage):
         if (known.lanes, known.rows) != (1, n):
             raise ValueError(f"{n} items stand beside counters of {known.rows} in {known.lanes} lanes")
         self.check_restore(state["counters"])
+        self.check_numbers(state.get("numbers"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state(state)
-        self.restore_items([copied(item) for item in state["items"]], state["counters"])
-        self.restore_numbers(state.get("numbers"))
+        items = [copied(item) for item in state["items"]]
+        with self.replacing("load_state_dict"):
+            self.restore_items(items, state["counters"])
+            self.restore_numbers(state.get("numbers"))
+
+    def staging(self) -> StagedItems:
+        return StagedItems(self)
+
+    def kept(self) -> Callable[[], None]:
+        items, counters, numbers = self.items(), self.counters(), self.numbers_state()
+
+        def bring_back() -> None:
+            self.restore_items(items, counters)
+            self.restore_numbers(numbers)
+
+        return bring_back
 
 
 def copied(item: Any) -> Any:

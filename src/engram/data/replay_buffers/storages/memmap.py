@@ -14,6 +14,7 @@ from engram.data.replay_buffers.locks import LaneLocks
 from engram.data.replay_buffers.recovery import Session, open_session
 from engram.data.replay_buffers.rows import RowTable
 from engram.data.replay_buffers.storages.base import log
+from engram.data.replay_buffers.storages.observed import ObservedMemmapStorage
 from engram.data.replay_buffers.storages.sharing import is_sent, share_descriptor, store_of_descriptor
 from engram.data.replay_buffers.storages.table import TableStorage
 from engram.data.replay_buffers.utils import boot_id
@@ -76,13 +77,20 @@ class LazyMemmapStorage(TableStorage):
             raise ValueError("max_size must be given")
 
     @classmethod
-    def open(cls, scratch_dir: str | os.PathLike[str], *, checkpointer: Any = None) -> LazyMemmapStorage:
+    def open(
+        cls, scratch_dir: str | os.PathLike[str], *, read_only: bool = False, checkpointer: Any = None
+    ) -> LazyMemmapStorage | ObservedMemmapStorage:
         """The store in a folder, as it was left.
+
+        Args:
+            read_only: look at the rows only, beside whoever writes: an `ObservedMemmapStorage`.
 
         Raises:
             StorageError: there is none, or its file is damaged.
         """
         folder = Path(scratch_dir)
+        if read_only:
+            return ObservedMemmapStorage(folder, checkpointer=checkpointer)
         if not has_store(folder):
             raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})")
         return cls(None, scratch_dir=folder, existsok=True, checkpointer=checkpointer)

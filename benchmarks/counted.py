@@ -1,0 +1,135 @@
+"""The calls that `make instructions` counts: a process of its own, which callgrind runs (see `instructions.py`).
+
+Every call is warmed up first, which callgrind does not count; then it is made a number of times between two markers.
+Public names only, so that the same file counts another checkout's code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.metadata
+import itertools
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from benchmarks.collect import FRAMES_PER_BATCH, Greedy
+from benchmarks.data import cartpole
+from engram.collectors import SyncDataCollector
+from engram.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
+from engram.envs import GymEnv
+
+ROWS, BATCH, APPENDED = 100_000, 256, 64
+SLICES, EPISODE = 8, 200
+BUFFERS = {"ReplayBuffer": ReplayBuffer, "TensorDictReplayBuffer": TensorDictReplayBuffer}
+WARM_UP, CALLS = 300, 300
+BATCHES_COLLECTED = 4
+"""Of the collectors, for warming up and for counting: each is 1,000 frames."""
+
+PACKAGES = ("torch", "tensordict", "numpy", "gymnasium")
+
+Call = Callable[[], object]
+
+
+def calls() -> Iterator[tuple[str, Call, int]]:
+    """Each call by its name, and how often it is made; one at a time, so that one buffer is there at a time."""
+    data = cartpole(ROWS, episode=EPISODE)
+    for kind, buffer in BUFFERS.items():
+        rb = _full(buffer, data)
+        yield f"sample({BATCH}), {kind}", lambda rb=rb: rb.sample(BATCH), CALLS
+    for kind, buffer in BUFFERS.items():
+        rb = _full(buffer, data, sampler=PrioritizedSampler(ROWS, 0.6, 0.4))
+        rb.update_priority(torch.arange(ROWS), torch.rand(ROWS))
+        yield f"prioritised sample({BATCH}), {kind}", lambda rb=rb: rb.sample(BATCH), CALLS
+    yield f"update_priority of {BATCH}", _updating(rb), CALLS
+    yield f"extend({APPENDED})", _writing(_full(ReplayBuffer, data).extend, data.split(APPENDED)), CALLS
+    steps = data[: WARM_UP + CALLS]
+    yield "add, TensorDict", _writing(_full(ReplayBuffer, data).add, steps.unbind(0)), CALLS
+    nested = [_nested(step) for step in steps.unbind(0)]
+    yield "add, dict of numpy", _writing(_full(ReplayBuffer, data.to_dict()).add, nested), CALLS
+    sampler = SliceSampler(num_slices=SLICES, traj_key=("collector", "traj_ids"))
+    rb = _full(ReplayBuffer, data, sampler=sampler)
+    yield f"slices, {SLICES} x {BATCH // SLICES}", lambda rb=rb: rb.sample(BATCH), CALLS
+    rb = _full(ReplayBuffer, data, sampler=SamplerWithoutReplacement())
+    yield f"epoch, sample({BATCH})", lambda rb=rb: rb.sample(BATCH), CALLS
+    yield f"{FRAMES_PER_BATCH} frames, random", _collecting(None), BATCHES_COLLECTED
+    yield f"{FRAMES_PER_BATCH} frames, MLP 2x64", _collecting(Greedy()), BATCHES_COLLECTED
+
+
+def _full(buffer: type[ReplayBuffer], data: Any, **parts: Any) -> ReplayBuffer:
+    rb = buffer(storage=LazyTensorStorage(ROWS), batch_size=BATCH, **parts)
+    rb.extend(data)
+    return rb
+
+
+def _updating(rb: ReplayBuffer) -> Call:
+    indices, priorities = torch.randint(0, ROWS, (CALLS, BATCH)), torch.rand(CALLS, BATCH)
+    batches = itertools.cycle(zip(indices.unbind(), priorities.unbind(), strict=True))
+    return lambda: rb.update_priority(*next(batches))
+
+
+def _writing(write: Callable[[Any], object], pieces: Any) -> Call:
+    """Writes one piece after the other, each of which goes on where the last one ended."""
+    following = itertools.cycle([piece if isinstance(piece, dict) else piece.clone() for piece in pieces])
+    return lambda: write(next(following))
+
+
+def _nested(step: TensorDict) -> dict[str, object]:
+    return {key: _nested(value) if isinstance(value, TensorDict) else value.numpy() for key, value in step.items()}
+
+
+def _collecting(policy: Any) -> Call:
+    env = GymEnv("CartPole-v1", categorical_action_encoding=policy is not None)
+    env.set_seed(0)
+    batches = iter(SyncDataCollector(env, policy, frames_per_batch=FRAMES_PER_BATCH, total_frames=-1))
+    return lambda: next(batches)
+
+
+def count(markers: Path) -> dict[str, int]:
+    """Makes every call between its markers; how often each was made."""
+    library = ctypes.PyDLL(str(markers))  # which keeps the GIL: nobody else runs between the markers
+    made: dict[str, int] = {}
+    for name, call, times in calls():
+        for _ in range(min(WARM_UP, times)):
+            call()
+        gc.collect()
+        title = name.encode()
+        library.count_start()
+        for _ in range(times):
+            call()
+        library.count_stop(title)
+        made[name] = times
+    return made
+
+
+def versions() -> dict[str, str]:
+    """What the counts depend on besides our code."""
+    own = {"python": platform.python_version(), "libc": "-".join(platform.libc_ver())}
+    return own | {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def main() -> None:
+    """Arguments: the library with the markers, and the file to write what was counted how often into."""
+    markers, made = map(Path, sys.argv[1:])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    gc.disable()
+    made.write_text(json.dumps({"versions": versions(), "made": count(markers)}))
+
+
+if __name__ == "__main__":
+    main()

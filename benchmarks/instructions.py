@@ -1,0 +1,176 @@
+"""Instructions of our commonest calls, which no neighbour on the machine changes: `make instructions`.
+
+    python -m benchmarks.instructions                  counts and compares with instructions.json
+    python -m benchmarks.instructions --update         writes that file
+    python -m benchmarks.instructions --python PYTHON  counts the engram of another environment, another checkout's say
+
+callgrind runs `counted.py` in a process of its own, with a fixed hash seed and without address space randomisation: the
+same code in the same folder counts the same to the last digit. A line that is added anywhere, or another name of the
+folder, moves addresses, which Python's caches go by: half a percent at most was seen. callgrind emulates a CPU without
+AVX-512, but what torch, numpy and libc choose for it depends on the real one: counts are compared only where CPU model
+and versions are those of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+KEPT = HERE / "instructions.json"
+MARKERS = HERE / "native" / "markers.c"
+ALLOWED = 0.03
+"""A count above the file's by more than this share is a failure."""
+
+Counted = dict[str, Any]
+"""`machine`: what the counts depend on besides our code; `instructions`: of one call, by its name."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", action="store_true", help=f"write {KEPT.name} instead of comparing with it")
+    parser.add_argument(
+        "--python", default=sys.executable, help="interpreter of the environment whose engram is counted"
+    )
+    asked = parser.parse_args()
+    found = measure(os.path.abspath(asked.python))
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"machine": {}, "instructions": {}}
+    print(table(found["instructions"], kept["instructions"]), flush=True)
+    if asked.update:
+        KEPT.write_text(json.dumps(found, indent=2) + "\n")
+        print(f"written to {KEPT.relative_to(ROOT)}; its commit says why the counts changed")
+        return
+    verdict = compare(found, kept)
+    if verdict:
+        sys.exit(verdict)
+
+
+def measure(python: str) -> Counted:
+    """Counts with the engram that `python` imports."""
+    valgrind = _needed("valgrind")
+    with tempfile.TemporaryDirectory(prefix="engram-instructions-") as made:
+        folder = Path(made)
+        markers, report, dumps = folder / "markers.so", folder / "made.json", folder / "callgrind.out"
+        _compile(markers)
+        _run([python, "-c", "import benchmarks.counted"])  # so that nothing is compiled while callgrind runs
+        command = [valgrind, "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={dumps}", "-q"]
+        _run([*_same_addresses(), *command, python, "-m", "benchmarks.counted", str(markers), str(report)])
+        said = json.loads(report.read_text())
+        counts = dict(_dump(path) for path in folder.glob(f"{dumps.name}.*"))
+    version = subprocess.run([valgrind, "--version"], capture_output=True, text=True).stdout.strip()
+    return {
+        "machine": {"cpu": cpu_model(), "valgrind": version.removeprefix("valgrind-"), **said["versions"]},
+        "instructions": {name: round(counts[name] / times) for name, times in said["made"].items()},
+    }
+
+
+def table(found: dict[str, int], kept: dict[str, int]) -> str:
+    """One line a call: instructions, those of the file, and their ratio."""
+    lines = [f"{'call':<46}{'instructions':>14}{'file':>14}{'ratio':>9}"]
+    for name in found | kept:
+        mine, theirs = found.get(name), kept.get(name)
+        ratio = f"{mine / theirs:9.4f}" if mine and theirs else f"{'-':>9}"
+        lines.append(f"{name:<46}{_number(mine)}{_number(theirs)}{ratio}")
+    return "\n".join(lines)
+
+
+def compare(found: Counted, kept: Counted) -> str:
+    """What is wrong; nothing where the counts are not above the file's, or cannot be compared with them."""
+    machine, theirs = found["machine"], kept["machine"]
+    other = [f"{name} {machine.get(name)} (file: {theirs.get(name)})" for name in machine | theirs
+             if machine.get(name) != theirs.get(name)]  # fmt: skip
+    if kept["instructions"] and other:
+        print(f"not compared, as the file was counted elsewhere: {'; '.join(other)}")
+        return ""
+    missing = sorted(found["instructions"].keys() ^ kept["instructions"].keys())
+    if missing:
+        return f"only among the calls or only in {KEPT.name}: {', '.join(missing)}; see `make instructions UPDATE=1`"
+    limits = {name: count * (1 + ALLOWED) for name, count in kept["instructions"].items()}
+    slower = [name for name, count in found["instructions"].items() if count > limits[name]]
+    if slower:
+        return (f"more than {ALLOWED:.0%} above {KEPT.name}: {'; '.join(slower)}. Where that is meant: "
+                "`make instructions UPDATE=1`, and a commit of the file that says why")  # fmt: skip
+    print(f"no count is more than {ALLOWED:.0%} above {KEPT.name}")
+    return ""
+
+
+def cpu_model() -> str:
+    """The CPU as Linux names it, with the numbers that tell models of one name apart."""
+    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    facts = dict(re.findall(r"^([^\t:]+)\t*: (.*)$", first, re.MULTILINE))
+    numbers = (f"{name} {facts[name]}" for name in ("cpu family", "model", "stepping") if name in facts)
+    return f"{facts.get('model name', os.uname().machine)} ({', '.join(numbers)})"
+
+
+def _run(command: list[str]) -> None:
+    """Runs it with surroundings that are the same for everybody, as they lie in its memory, too."""
+    environment = {
+        "PATH": os.defpath,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "LC_ALL": "C.UTF-8",
+    }
+    said = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, **said)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout}")
+
+
+def _dump(path: Path) -> tuple[str, int]:
+    """Name and instructions of a window between two markers."""
+    text = path.read_text()
+    name = re.search(r"^desc: Trigger: Client Request: (.*)$", text, re.MULTILINE)
+    total = re.search(r"^(?:totals|summary): (\d+)", text, re.MULTILINE)
+    if name is None or total is None:
+        sys.exit(f"{path.name} is no dump of callgrind that this program can read: it begins with {text[:200]!r}")
+    return name[1], int(total[1])
+
+
+def _compile(markers: Path) -> None:
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or _needed("cc")
+    command = [compiler, "-O2", "-shared", "-fPIC", str(MARKERS), "-o", str(markers)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "callgrind.h" in done.stderr:
+        _exit_missing("the header valgrind/callgrind.h", "valgrind (Debian, Ubuntu) or valgrind-devel (Fedora)")
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+
+
+def _needed(program: str) -> str:
+    packages = {"valgrind": "valgrind", "cc": "gcc"}
+    return shutil.which(program) or _exit_missing(f"the program {program}", packages[program])
+
+
+def _exit_missing(what: str, package: str) -> NoReturn:
+    sys.exit(f"make instructions needs {what}, which is not here: install the package {package}, "
+             "for example by `apt-get install valgrind gcc`")  # fmt: skip
+
+
+def _same_addresses() -> list[str]:
+    """The start of a command that runs without address space randomisation; nothing where that is not allowed."""
+    command = ["setarch", os.uname().machine, "-R"]
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        print("addresses are randomised, as `setarch -R` is not allowed or not here: counts may differ a little more")
+        return []
+    return command
+
+
+def _number(count: int | None) -> str:
+    return f"{'-':>14}" if count is None else f"{count:>14,}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+// Where one batch ends and the next begins: whether the first new step goes on where the newest stored one stopped.
+#pragma once
+#include <cstring>
+#include <vector>
+
+#include "store.hpp"
+
+namespace engram {
+
+// Leaves of a batch of steps: element (time, strand) of leaf k lies at array + time * stride + strand * strand_stride.
+struct LeafSource {
+  size_t offset, bytes;
+  const uint8_t* array;
+  ptrdiff_t stride, strand_stride;
+  const uint8_t* at(uint64_t time, uint64_t strand) const {
+    return array + static_cast<ptrdiff_t>(time) * stride + static_cast<ptrdiff_t>(strand) * strand_stride;
+  }
+};
+
+// A step says with its `next` entries what follows it. Where the newest stored step is not done, and the first new one is
+// not what it says, somebody else's steps begin: a seam, whatever the ids say. Where it is done and the ids of both are
+// the same, two counted from the same number: a seam, too.
+//
+// An entry that stands at the root and under `next` is evidence only if it agreed between the last two consecutive steps
+// that are joined: n-step rows, and what a transform changes on one side only, never agree.
+class BorderCheck {
+ public:
+  explicit BorderCheck(const Store& store) : store_(store), rule_(store.border()) {}
+
+  // Whether the first of n new steps is one at which a trajectory begins.
+  bool begins(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) const {
+    const BorderRule& rule = rule_;
+    if (rule.leaves != leaves.size()) return false;  // there is none
+    const LaneView view = store_.lanes.view(lane);
+    if (view.rows() == 0) return false;
+    const uint64_t strands = store_.shape().strands;
+    for (uint64_t strand = 0; strand < strands; ++strand) {
+      const uint8_t* newest = row(lane, strand, view.published - 1);
+      const auto [any, all] = done(newest);
+      if (any) {
+        if (all && rule.id && same(newest + rule.id->offset, leaves[rule.id->leaf].at(0, strand), rule.id->bytes)) return true;
+        continue;
+      }
+      uint64_t differs = 0;
+      for (size_t k = 0; k < rule.entries.size(); ++k) {
+        const BorderRule::Entry& e = rule.entries[k];
+        if (!same(newest + e.next_offset, leaves[e.leaf].at(0, strand), e.bytes)) differs |= uint64_t{1} << k;
+      }
+      if (differs && differs & evidence(view, lane, strand, n, leaves)) return true;
+    }
+    return false;
+  }
+
+ private:
+  static constexpr uint64_t kLookBack = 4096;  // rows, for a pair of joined ones
+
+  const uint8_t* row(uint64_t lane, uint64_t strand, uint64_t number) const {
+    return store_.row(store_.physical(lane, strand, number % store_.shape().lane_capacity));
+  }
+  static bool same(const uint8_t* a, const uint8_t* b, size_t bytes) { return std::memcmp(a, b, bytes) == 0; }
+  // Whether some, and whether all of a step's flags are set.
+  std::pair<bool, bool> done(const uint8_t* row) const {
+    bool any = false, all = true;
+    for (const BorderRule::Flag& flag : rule_.done)
+      for (uint64_t i = 0; i < flag.bytes; ++i) row[flag.offset + i] ? any = true : all = false;
+    return {any, rule_.either ? any : any && all};
+  }
+  // The entries, a bit each, that agreed between the last two joined steps: of the lane, else of the batch.
+  uint64_t evidence(const LaneView& view, uint64_t lane, uint64_t strand, uint64_t n,
+                    const std::vector<LeafSource>& leaves) const {
+    BorderRule::Evidence& known = store_.border_evidence(lane, strand);
+    const uint64_t newest = view.published - 1;
+    const uint64_t floor = newest > kLookBack ? newest - kLookBack : 0;
+    for (uint64_t k = newest; k > std::max({view.first, known.looked, floor}); --k) {
+      const uint8_t* before = row(lane, strand, k - 1);
+      if (store_.seam(lane, k) || done(before).first) continue;
+      const uint8_t* after = row(lane, strand, k);
+      known.agreed = 0, known.any = true;
+      for (size_t i = 0; i < rule_.entries.size(); ++i) {
+        const BorderRule::Entry& e = rule_.entries[i];
+        if (same(before + e.next_offset, after + e.offset, e.bytes)) known.agreed |= uint64_t{1} << i;
+      }
+      break;
+    }
+    known.looked = newest;
+    if (known.any) return known.agreed;
+    if (n < 2 || first_is_done(leaves, strand)) return 0;
+    uint64_t agreed = 0;
+    for (size_t i = 0; i < rule_.entries.size(); ++i) {
+      const BorderRule::Entry& e = rule_.entries[i];
+      if (same(leaves[e.next_leaf].at(0, strand), leaves[e.leaf].at(1, strand), e.bytes)) agreed |= uint64_t{1} << i;
+    }
+    return agreed;
+  }
+  bool first_is_done(const std::vector<LeafSource>& leaves, uint64_t strand) const {
+    for (const BorderRule::Flag& flag : rule_.done)
+      for (uint64_t i = 0; i < flag.bytes; ++i)
+        if (leaves[flag.leaf].at(0, strand)[i]) return true;
+    return false;
+  }
+
+  const Store& store_;
+  const BorderRule& rule_;
+};
+
+}  // namespace engram

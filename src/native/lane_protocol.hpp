@@ -1,0 +1,154 @@
+// The protocol of one lane: what its writer stores and what readers load, in which order. Nothing else.
+// docs/memory-model.md explains each step. `Memory` is the machine's (StdMemory) or that of the model (tests/model), which
+// runs this very code under every order of loads and stores that the C++ memory model allows.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+namespace engram {
+
+// What an ordered access keeps apart. The model takes each away and shows that readers then believe wrong rows.
+enum class Order {
+  kClaimBeforeRows,     // A2: no byte of a new row is seen by somebody who does not see the claim
+  kRowsBeforePublish,   // A4: whoever sees `published` sees the whole rows
+  kPublishBeforeRows,   // R1: rows are read after `published`
+  kRowsBeforeCheck,     // R3: and before `claimed` is looked at again
+  kEditBeforeRows,      // E2: no byte of a changed row is seen by somebody who does not see `edits` odd
+  kRowsBeforeEditEnd,   // E4: whoever sees `edits` even sees the whole change
+  kEditsBeforeRows,     // O1: an observer reads rows after `edits`
+};
+
+struct StdMemory {
+  using Word = std::atomic<uint64_t>;
+  static constexpr uint64_t kSlotsPerWord = 64;  // of seams
+  static uint64_t load(const Word& w) { return w.load(std::memory_order_relaxed); }
+  static uint64_t acquire(const Word& w, Order) { return w.load(std::memory_order_acquire); }
+  static void store(Word& w, uint64_t x) { w.store(x, std::memory_order_relaxed); }
+  static void release(Word& w, uint64_t x, Order) { w.store(x, std::memory_order_release); }
+  static void release_fence(Order) { std::atomic_thread_fence(std::memory_order_release); }
+  static void acquire_fence(Order) { std::atomic_thread_fence(std::memory_order_acquire); }
+};
+
+// What a reader saw of one lane: rows [first, published) exist.
+struct LaneView {
+  uint64_t claimed = 0, published = 0, first = 0;
+  uint64_t rows() const { return published > first ? published - first : 0; }
+};
+
+// Rows that a writer replaces at a time, and that its death in the middle therefore costs at most: in a store that others
+// see 64 time steps, and 64 KB of each environment; an eighth of the lane where that is less; one step at least.
+constexpr uint64_t kClaimSteps = 64, kClaimBytes = 64 << 10, kClaimParts = 8;
+inline uint64_t claim_steps(uint64_t capacity, uint64_t row_stride, bool others_see_it) {
+  uint64_t most = capacity / kClaimParts;
+  if (others_see_it) most = std::min({most, kClaimSteps, kClaimBytes / std::max<uint64_t>(1, row_stride)});
+  return std::max<uint64_t>(1, most);
+}
+
+template <class Memory>
+struct LaneProtocol {
+  using Word = typename Memory::Word;
+  static constexpr uint64_t kPerWord = Memory::kSlotsPerWord;
+
+  Word& claimed;
+  Word& published;
+  Word& base;
+  Word* seams;  // a bit for each time slot; null where the rows are kept elsewhere
+  uint64_t capacity;
+
+  // ---- the writer: one at a time ----
+  // Announces that the n rows after `published` are being written; returns the first one's number.
+  uint64_t claim(uint64_t n) const {
+    const uint64_t at = Memory::load(published);
+#ifndef ENGRAM_PLANT_CLAIM_AFTER_COPY
+    raise_claimed(at + n);                                // A1
+    Memory::release_fence(Order::kClaimBeforeRows);       // A2
+#endif
+#ifdef ENGRAM_PLANT_PUBLISH_BEFORE_COPY
+    Memory::release(published, at + n, Order::kRowsBeforePublish);
+#endif
+    return at;
+  }
+  // Says of n rows that have been claimed where a trajectory begins whatever their flags and ids say: with `begins` at
+  // the first of them, nowhere else.
+  void mark(uint64_t at, uint64_t n, bool begins) const {
+    if (!seams) return;
+    for (uint64_t slot = at % capacity; n > 0; begins = false) {
+      const uint64_t bit = slot % kPerWord, take = std::min({n, kPerWord - bit, capacity - slot});
+      const uint64_t mask = (take == 64 ? ~uint64_t{0} : (uint64_t{1} << take) - 1) << bit;
+      Word& word = seams[slot / kPerWord];
+      const uint64_t before = Memory::load(word);
+      const uint64_t after = (before & ~mask) | (begins ? uint64_t{1} << bit : 0);
+      if (after != before) Memory::store(word, after);
+      slot = slot + take == capacity ? 0 : slot + take, n -= take;
+    }
+  }
+  // Makes the n rows from `at` on visible. They have been written whole, and marked.
+  void publish(uint64_t at, uint64_t n) const {
+#ifdef ENGRAM_PLANT_CLAIM_AFTER_COPY
+    raise_claimed(at + n);
+#endif
+    Memory::release(published, at + n, Order::kRowsBeforePublish);  // A4
+  }
+  // One piece: `copy(number)` writes the rows.
+  template <class Copy>
+  void append(uint64_t n, bool begins, Copy&& copy) const {
+    const uint64_t at = claim(n);
+    copy(at);             // A3
+    mark(at, n, begins);  // A3, too
+    publish(at, n);
+  }
+
+  // ---- readers: look, read rows and seams, then `first_after_reading`: rows below it are not to be believed ----
+  LaneView look() const {
+    LaneView v;
+    v.published = Memory::acquire(published, Order::kPublishBeforeRows);  // R1
+    v.claimed = Memory::load(claimed);  // may be old: rows that have gone since are noticed at R4
+    // Claimed is never below published in a sound header; a damaged one must not show more rows than there is room for.
+    v.first = first_of(std::max(v.claimed, v.published));
+    return v;
+  }
+  // Whether a trajectory begins at row w because somebody else took over there, or was told that one begins.
+  bool seam(uint64_t w) const {
+    const uint64_t slot = w % capacity;
+    return seams && (Memory::load(seams[slot / kPerWord]) >> slot % kPerWord & 1);
+  }
+  // The seams of rows [from, to), at most as many rows as the lane has room for.
+  std::vector<uint64_t> seams_of(uint64_t from, uint64_t to) const {
+    std::vector<uint64_t> at;
+    for (uint64_t w = from; seams && w < to;) {
+      const uint64_t slot = w % capacity, bit = slot % kPerWord, take = std::min({to - w, kPerWord - bit, capacity - slot});
+      uint64_t word = Memory::load(seams[slot / kPerWord]) >> bit;
+      if (take < 64) word &= (uint64_t{1} << take) - 1;
+      for (; word; word &= word - 1) at.push_back(w + static_cast<uint64_t>(__builtin_ctzll(word)));
+      w += take;
+    }
+    return at;
+  }
+  static void after_reading() { Memory::acquire_fence(Order::kRowsBeforeCheck); }  // R3
+  uint64_t first_now() const { return first_of(Memory::load(claimed)); }          // R4
+
+  // ---- rows that are changed in place, by whoever is alone with the store ----
+  template <class Change>
+  static void edit(Word& edits, Change&& change) {
+    const uint64_t odd = Memory::load(edits) | 1;
+    Memory::store(edits, odd);                      // E1
+    Memory::release_fence(Order::kEditBeforeRows);  // E2
+    change();                                       // E3
+    Memory::release(edits, odd + 1, Order::kRowsBeforeEditEnd);  // E4
+  }
+  static uint64_t edits_before_reading(const Word& edits) { return Memory::acquire(edits, Order::kEditsBeforeRows); }
+  static uint64_t edits_after_reading(const Word& edits) { return Memory::load(edits); }  // after `after_reading`
+
+ private:
+  void raise_claimed(uint64_t to) const {
+    if (to > Memory::load(claimed)) Memory::store(claimed, to);
+  }
+  uint64_t first_of(uint64_t claimed_now) const {
+    const uint64_t from = Memory::load(base);
+    return std::max(from, claimed_now > capacity ? claimed_now - capacity : 0);
+  }
+};
+
+}  // namespace engram
