@@ -4,6 +4,7 @@ import os
 import pickle
 import threading
 from itertools import pairwise
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -461,7 +462,7 @@ def test_a_process_that_shares_the_storage_does_not_write_what_waits_here():
     rb.extend(stream([9])[:5])
     copy = pickle.loads(pickle.dumps(rb._transform))
     assert copy[0].held_back == 2, "a transform alone keeps what it has"
-    sent = pickle.loads(pickle.dumps(rb))
+    sent = pickle.loads(bytes(ForkingPickler.dumps(rb)))
     assert sent._transform[0].held_back == 0 and len(sent) == 3 and rb._transform[0].held_back == 2
     child = os.fork()
     if child == 0:
