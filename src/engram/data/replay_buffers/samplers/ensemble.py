@@ -236,10 +236,11 @@ class SamplerEnsemble(Sampler):
             if getattr(self, name) != state[name]
         ]
         for i, (sampler, one) in enumerate(zip(self.samplers, saved, strict=True)):
-            if one["kind"] != type(sampler).__name__:
-                said.append(f"sampler {i} is a {type(sampler).__name__} here, a {one['kind']} there")
+            kind, state_there = one["kind"], one["state"]
+            if kind != type(sampler).__name__:
+                said.append(f"sampler {i} is a {type(sampler).__name__} here, a {kind} there")
             elif hasattr(sampler, "differences"):
-                said += [f"member {i}: {what}" for what in sampler.differences(one["state"])]
+                said += [f"member {i}: {what}" for what in sampler.differences(state_there)]
         if not said:
             copy.copy(self).p = state["p"]  # refuses what are no weights
         return said
