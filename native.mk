@@ -46,10 +46,12 @@ $(MODEL)/%: tests/model/%.cpp tests/model/memory.hpp src/native/lane_protocol.hp
 	@$(CXX) $(MODEL_FLAGS) -o $@ $<
 
 # What readers of a lane may believe, in random executions and in every one of small lanes; then each fence taken away, and
-# each step moved, which must make them believe something wrong (docs/memory-model.md). Less than a minute.
+# each step moved, which must make them believe something wrong (docs/memory-model.md). About a minute on two cores.
 model:
 	@echo '#include <relacy/base.hpp>' | $(CXX) -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo "make model needs the headers of Relacy: apt-get install relacy-dev (Debian, Ubuntu)"; exit 1; }
 	@echo "building tests/model into $(MODEL): half a minute, once"
 	@$(MAKE) --no-print-directory -j2 $(MODEL)/words $(MODEL)/append $(MODEL)/edit
-	@$(MODEL)/words && $(MODEL)/append $(EXECUTIONS) && $(MODEL)/edit $(EXECUTIONS)
+	@$(MODEL)/words
+	@$(MODEL)/edit $(EXECUTIONS) >$(MODEL)/edit.txt & edit=$$!; $(MODEL)/append $(EXECUTIONS); failed=$$?; \
+	  wait $$edit || failed=1; cat $(MODEL)/edit.txt; exit $$failed
