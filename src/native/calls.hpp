@@ -123,13 +123,19 @@ struct Reading {
   }
 };
 
-inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies, bool mapped, bool numbers,
-               Reading& out) {
-  static thread_local ReadScratch scratch;
+// A function of its own: inlined, the thread's scratch memory would be looked up again for each row.
+[[gnu::noinline]] inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies,
+                                        bool mapped, bool numbers, Reading& out, ReadScratch& scratch) {
   RowReader reader(store, scratch);
   if (!(out.inside = reader.find(slots, n))) return;
   reader.copy(copies.data(), copies.size(), mapped);
   reader.settle(numbers, out.result);
+}
+
+inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies, bool mapped,
+                      bool numbers, Reading& out) {
+  static thread_local ReadScratch scratch;
+  read_rows(store, slots, n, copies, mapped, numbers, out, scratch);
 }
 
 inline void check_codec(const Store& store, const Codec& codec) {

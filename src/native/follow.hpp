@@ -70,6 +70,7 @@ class Follower {
   };
   const std::vector<Seen>& seen() const { return seen_; }
   uint64_t log() const { return log_; }
+  uint64_t incarnation() const { return incarnation_; }
   // Goes on as one that has seen these rows of this store, and its log up to now.
   void resume(const Store& store, std::vector<Seen> seen) {
     seen_ = std::move(seen);

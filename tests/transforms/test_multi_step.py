@@ -169,6 +169,23 @@ def test_one_step_changes_no_reward_and_no_next_observation():
     assert rb.extend(batch[:5]).tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("how", ["postproc", "transform"])
+def test_rewards_of_half_precision_are_summed_in_float32(dtype, how):
+    large = torch.tensor([60000.0, 60000, -60000, 256, 1, 1, 1, 1]).to(dtype)
+    ends = torch.tensor([0, 0, 1, 0, 0, 0, 0, 1]).bool()
+    batch = TensorDict({"next": {"reward": large.unsqueeze(-1), **flags(ends)}}, [8])
+    if how == "postproc":
+        made = MultiStep(1.0, 5)(batch)
+    else:
+        rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=MultiStepTransform(5, 1.0))
+        rb.extend(batch)
+        made = rb[:]
+    assert made["next", "reward"].dtype is dtype
+    assert torch.equal(made["next", "reward"][:3, 0], torch.tensor([60000.0, 0, -60000]).to(dtype))
+    assert made["next", "reward"][3].item() == 260
+
+
 def test_other_rewards_and_flags_can_be_named():
     batch = (
         stream([4]).rename_key_(("next", "reward"), ("next", "score")).rename_key_(("next", "done"), ("next", "over"))

@@ -80,7 +80,12 @@ class Reader:
     @property
     def only_reads(self) -> bool:
         """Whether batches are rows as they are stored, transforms apart."""
-        return self.collate_fn is None and self._finish is None and self._replaced is None and not self.pin_memory
+        return self.collate_fn is None and self._finish is None and not self.pin_memory
+
+    def replaced(self, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
+        """After a read: positions whose slots may hold other rows than those that the sampler drew; None: none."""
+        found: list[int] | None = None if self._replaced is None else self._replaced(self.storage, slots, info)
+        return found
 
     def entries(self, index: Any, info: dict[str, Any]) -> dict[str, Any]:
         """What batches get at their root."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engram import _native
 from engram.data.replay_buffers.reading import Reader, Ticket, refuse_if_too_many, stack_items
-from engram.data.replay_buffers.samplers.base import lock_of
+from engram.data.replay_buffers.samplers.base import EpochInfo, lock_of
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.trees import put_entry
 from engram.transforms.compose import Compose
@@ -127,6 +127,9 @@ class EnsembleReader:
         read = readers[0].storage.read_with(others, index, shape, extra, numbers, parts)
         if read is None or read[1] is not None or read[2] is not None:
             return None  # rows that are gone are drawn anew by their own member
+        for reader, one in zip(readers, drawn, strict=True):
+            if reader.replaced(one[0], one[1]) is not None:
+                return None
         batch, generation = read[0], read[3]
         if generation is not None:
             info["generation"] = generation.view(shape)
@@ -257,7 +260,8 @@ def _exactly(reader: Reader, n: int) -> _Drawn:
     with reader.lock:
         sampler, storage = reader.sampler, reader.storage
         index, info = sampler.sample(storage, n)
-        info = dict(info)  # of no epoch: a row that is lost is replaced, by one of the next epoch if need be
+        if isinstance(info, EpochInfo):
+            info = dict(info)  # of no epoch: a row that is lost is replaced, by one of the next epoch if need be
         ran_out = getattr(sampler, "ran_out", False)
         while not info and _rows(index) < n:
             more, info = sampler.sample(storage, n - _rows(index))

@@ -217,12 +217,17 @@ def redrawn(sampler: Any, storage: Storage, slots: Tensor, info: dict[str, Any],
         found = inward(index, storage.inner, storage.max_size or 0)[: len(places) - done]
         at = torch.tensor(places[done : done + len(found)])
         slots[at] = found
-        for key, value in said.items():
-            old = info.get(key)
-            if isinstance(value, Tensor) and isinstance(old, Tensor) and value.ndim and len(old) == n:
-                info[key] = old.index_copy(0, at, value[: len(at)])
+        put_rows(info, said, at, n)
         done += len(found)
     return slots
+
+
+def put_rows(info: dict[str, Any], said: dict[str, Any], at: Tensor, n: int) -> None:
+    """Puts what is said of rows that were drawn anew in their places (int64) of what is said of a batch of n."""
+    for key, value in said.items():
+        old = info.get(key)
+        if isinstance(value, Tensor) and isinstance(old, Tensor) and value.ndim and len(old) == n:
+            info[key] = old.index_copy(0, at, value[: len(at)])
 
 
 def position_of(sampler: Any) -> Any:

@@ -82,7 +82,7 @@ class TableStorage(SavedTable):
     def _shaped_view(self, start: int, stop: int) -> Any:
         assert self._table is not None
         view = self._table.view(start, stop)
-        if len(self._inner) > 1 and isinstance(self._table, RowTable):
+        if (len(self._inner) > 1 or self._inner == (1,)) and isinstance(self._table, RowTable):
             view = view.reshape(stop - start, *self._inner)
         return view
 
