@@ -114,7 +114,7 @@ def update(rb):
 
 def update_what_was_sampled(rb):
     if hasattr(rb.sampler, "priorities"):
-        batch, info = rb.sample(return_info=True)
+        info = rb.sample(return_info=True)[1]
         some = info["index"] < ROWS // 2  # that others keep the number of the state
         generation = info["generation"][some] if "generation" in info else None
         rb.update_priority(info["index"][some], torch.full((int(some.sum()),), LOW), generation)

@@ -380,8 +380,8 @@ def test_members_of_an_ensemble(tmp_path, monkeypatch):
     fails(rb, lambda: rb.loads(path))
     monkeypatch.setattr(ListStorage, "restore_items", raise_refused)
     monkeypatch.setattr(ListStorage, "kept", lambda self: lambda: None)
+    state = rb.state_dict()
     for load in (lambda: rb.loads(path), lambda: rb.load_state_dict(state)):
-        state = rb.state_dict()
         with pytest.raises(RefusedError):
             load()
         assert [len(one) for one in members(rb)] == [40, 40, 40]

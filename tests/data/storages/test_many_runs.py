@@ -1,4 +1,4 @@
-"""Every row is there, and no slice joins two writers' rows, however many have written to one store one after the other."""
+"""Every row is there, and no slice joins two writers' rows, however many have written to one store after each other."""
 
 from __future__ import annotations
 

@@ -83,11 +83,9 @@ def _largest_page(file: BinaryIO, column: Any, place: str) -> int:
     stop, seen, largest = at + column.total_compressed_size, 0, 0
     while seen < column.num_values:
         header, length = _page_header(file, at, place)
-        kind, size, packed = header.get(1), header.get(2), header.get(3)
+        kind, size, packed = (_count(header.get(field), place) for field in (1, 2, 3))
         counted = header.get(_COUNTS.get(kind, -1))
-        values = counted.get(1) if isinstance(counted, dict) else 0
-        if not all(type(n) is int and n >= 0 for n in (kind, size, packed, values)):
-            raise ValueError(f"{place}, has a page whose header cannot be")
+        values = _count(counted.get(1), place) if isinstance(counted, dict) else 0
         largest = max(largest, size)
         if kind in (_DATA, _DATA_V2):
             if not values:
@@ -97,6 +95,12 @@ def _largest_page(file: BinaryIO, column: Any, place: str) -> int:
         if seen > column.num_values or at > stop + (1 << 16):
             raise ValueError(f"{place}, has pages that hold more than its footer says")
     return largest
+
+
+def _count(found: Any, place: str) -> int:
+    if type(found) is not int or found < 0:
+        raise ValueError(f"{place}, has a page whose header cannot be")
+    return found
 
 
 def _page_header(file: BinaryIO, at: int, place: str) -> tuple[dict[int, Any], int]:

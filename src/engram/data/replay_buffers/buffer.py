@@ -176,7 +176,7 @@ class ReplayBuffer(SavedBuffer):
 
     def _writing(self) -> AbstractContextManager[Any]:
         """Around a write that may have extras."""
-        return self._storage.mutex  # type: ignore[return-value]
+        return self._storage.mutex
 
     def _wrote(self, slots: Tensor | int, extras: Any) -> None:
         """After a write that had extras, before another thread writes. Slot -1: refused."""

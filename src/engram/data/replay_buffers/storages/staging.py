@@ -81,7 +81,7 @@ class StagedRows:
         content = np.ascontiguousarray(rows).reshape(-1)
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(prefix="engram-", buffering=0)
+                self._file = tempfile.TemporaryFile(prefix="engram-", buffering=0)  # noqa: SIM115 (lives as long as this)
             block = _InFile(self._file, self._end, rows.shape)
             view = content.data
             while len(view):
