@@ -52,7 +52,8 @@ class CheckedSteps(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> Any:
         observation, reward, terminated, truncated, info = self.env.step(action)
-        if type(observation) is not np.ndarray or observation.dtype is not self._dtype or observation.shape != self._shape:
+        is_plain = type(observation) is np.ndarray and observation.dtype is self._dtype
+        if not is_plain or observation.shape != self._shape:
             self._compare(observation)
         if terminated is not False or truncated is not False:
             terminated, truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated")
