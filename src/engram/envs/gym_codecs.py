@@ -236,21 +236,26 @@ class Leaf(NamedTuple):
 
     def value(self, raw: Any) -> Array:
         """This leaf of what one environment gave, in the dtype and shape of its space. Raises ValueError otherwise."""
-        return self._checked(raw, self.codec.raw_shape, "the environment gave an observation")
+        return self._compared(raw, self.codec.raw_shape, 0)
 
     def rows(self, raw: Any, n: int) -> Array:
         """This leaf of what `n` environments gave, `[n, *raw_shape]`. Raises ValueError for another dtype or shape."""
-        return self._checked(raw, (n, *self.codec.raw_shape), f"the {n} environments gave observations")
+        return self._compared(raw, (n, *self.codec.raw_shape), n)
 
-    def _checked(self, raw: Any, shape: tuple[int, ...], what: str) -> Array:
+    def _compared(self, raw: Any, shape: tuple[int, ...], n: int) -> Array:
+        key, path, codec = self
+        found = raw
         try:
-            found = self.pick(raw)
+            for step in path:
+                found = found[step]
+            if type(found) is np.ndarray and found.dtype is codec.raw_dtype and found.shape == shape:
+                return found
+            what = f"the {n} environments gave observations" if n else "the environment gave an observation"
+            return array_of(found, codec.raw_dtype, shape, f"{what} {key!r}")
         except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"{what} {raw!r:.80}, which has no {self.key!r}; correct the environment") from error
-        dtype = self.codec.raw_dtype
-        if type(found) is np.ndarray and found.dtype is dtype and found.shape == shape:
-            return found
-        return array_of(found, dtype, shape, f"{what} {self.key!r}")
+            raise ValueError(
+                f"the environment gave an observation {raw!r:.80}, which has no {key!r}; correct the environment"
+            ) from error
 
 
 def leaves_of(codec: Codec, key: tuple[str, ...] = (), path: tuple[Any, ...] = ()) -> list[Leaf]:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
 
 from engram.envs.gym_engine import leaves_for, repeated
@@ -40,22 +41,29 @@ class CheckedSteps(gymnasium.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: Any, *, observation_key: str, copies_last: bool) -> None:
         super().__init__(env)
         self._leaves = leaves_for(env.observation_space, observation_key, None, categorical=False)
+        codec, is_single = self._leaves[0].codec, len(self._leaves) == 1 and not self._leaves[0].path
+        self._dtype, self._shape = codec.raw_dtype if is_single else None, codec.raw_shape
         self._copies_last = copies_last
 
     def reset(self, **kwargs: Any) -> Any:
         observation, info = self.env.reset(**kwargs)
-        for leaf in self._leaves:
-            leaf.value(observation)
+        self._compare(observation)
         return observation, info
 
     def step(self, action: Any) -> Any:
         observation, reward, terminated, truncated, info = self.env.step(action)
+        is_plain = type(observation) is np.ndarray and observation.dtype is self._dtype
+        if not is_plain or observation.shape != self._shape:
+            self._compare(observation)
+        if terminated is not False or truncated is not False:
+            terminated, truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated")
+            if self._copies_last and (terminated or truncated):
+                observation = copy.deepcopy(observation)
+        return observation, reward if type(reward) is float else reward_of(reward), terminated, truncated, info
+
+    def _compare(self, observation: Any) -> None:
         for leaf in self._leaves:
             leaf.value(observation)
-        terminated, truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated")
-        if self._copies_last and (terminated or truncated):
-            observation = copy.deepcopy(observation)
-        return observation, reward_of(reward), terminated, truncated, info
 
 
 def single(name_or_env: Any, kwargs: dict[str, Any], *, from_pixels: bool, pixels_only: bool) -> Any:

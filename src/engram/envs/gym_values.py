@@ -13,6 +13,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+_BOOL, _DOUBLE = np.dtype(np.bool_), np.dtype(np.float64)
 _NUMBERS = frozenset(
     [bool, int, float, np.bool_, *(np.dtype(code).type for code in ("f2", "f4", "f8"))]
     + [np.dtype(f"{kind}{size}").type for kind in "iu" for size in (1, 2, 4, 8)]
@@ -123,8 +124,8 @@ def reward_row(value: Any, n: int) -> Array:
     Raises ValueError for another shape and for what are no numbers.
     """
     if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.shape == (n,):
-        return value.astype(np.float64, copy=False)
-    return array_of(value, np.dtype(np.float64), (n,), "the environments gave rewards")
+        return value if value.dtype is _DOUBLE else value.astype(_DOUBLE)
+    return array_of(value, _DOUBLE, (n,), "the environments gave rewards")
 
 
 def narrow_rewards(rows: Array) -> Rewards:
@@ -159,6 +160,6 @@ def flag_of(value: Any, name: str) -> bool:
 
 def flag_row(value: Any, n: int, name: str) -> Array:
     """`terminated` or `truncated`, bool `[n]`, of environments that step together."""
-    if type(value) is np.ndarray and value.dtype == np.bool_ and value.shape == (n,):
+    if type(value) is np.ndarray and value.dtype is _BOOL and value.shape == (n,):
         return value
-    return array_of(value, np.dtype(np.bool_), (n,), f"the environments gave {name}")
+    return array_of(value, _BOOL, (n,), f"the environments gave {name}")
