@@ -25,6 +25,8 @@ NB_MODULE(_native, m) {
       std::rethrow_exception(thrown);
     } catch (const FileCutShort& error) {
       PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageError").ptr(), error.what());
+    } catch (const SyncFailed& error) {
+      PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageError").ptr(), error.what());
     }
   });
   m.doc() = "The native core of engram: packed rows, lanes, and batches in and out.";
@@ -205,9 +207,15 @@ NB_MODULE(_native, m) {
       .def("sync_header", [](const Store& s) {
         s.must_be_writable();
         nb::gil_scoped_release unlocked;
-        if (::msync(s.at(0), s.shape().rows_offset, MS_SYNC) != 0)
-          throw std::runtime_error(std::string("cannot sync the header: ") + std::strerror(errno));
+        if (!s.synced(0, s.shape().rows_offset)) throw SyncFailed("the header");
       })
+      .def_prop_ro("sync_failures", &Store::sync_failures)
+      .def("count_sync_failure", &Store::count_sync_failure)
+      .def("dirty_again", [](Store& s, const std::vector<uint64_t>& published) {
+        if (published.size() != s.shape().lanes) throw nb::value_error("one number for each lane");
+        nb::gil_scoped_release unlocked;
+        DirtyAgain(s).run(published);
+      }, "published"_a)
       .def("empty", [](const Store& s, bool reset_count) {
         s.must_be_writable();
         if (s.saving()) s.saving()->settle();

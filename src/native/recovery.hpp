@@ -30,15 +30,18 @@ class InPlaceWriter {
       Lanes::Protocol::edit(store_.header()->edits, [&] {
         if (redo) mark(take);
         const bool sync = redo && store_.fd() >= 0 && any_durable(take);
-        const bool marked = !sync || synced(s.redo_offset, s.redo_bytes);
+        const bool marked = !sync || store_.synced(s.redo_offset, s.redo_bytes);
         if (marked) {
           apply(staged_.data(), physical_.data(), take);
           log(slots + done, take, store_.header()->log_head.load(std::memory_order_relaxed));
         }
         applied = !sync || (marked && rows_synced(take));
-        if (redo) redo_header()->state.store(0, std::memory_order_release);
+        // Rows that may be torn on the disk need the mark there: it stays until they are synced.
+        if (redo && (applied || !marked)) redo_header()->state.store(0, std::memory_order_release);
       });
-      if (!applied) throw std::runtime_error(std::string("cannot sync rows: ") + std::strerror(errno));
+      if (!applied)
+        throw SyncFailed(redo_header()->state.load() ? "changed rows, which the next change brings to the disk first"
+                                                     : "a change of rows, which was not made");
     }
   }
 
@@ -49,12 +52,14 @@ class InPlaceWriter {
     return store_.shape().redo_bytes > 0 && redo_header()->state.load(std::memory_order_acquire) == kRedoMarked;
   }
 
-  // Finishes a change that a kill interrupted. True: there was one. Observers may read meanwhile, and `edits` of after a
+  // Finishes a change that a kill, or a disk that failed, interrupted. True: there was one. Observers may read meanwhile, and `edits` of after a
   // power cut may be even, or be seen by them later than our rows: so this is an edit of its own.
   bool finish_interrupted() {
     bool found = false;
     Counter& edits = store_.header()->edits;
-    if (interrupted() || edits.load() % 2) Lanes::Protocol::edit(edits, [&] { found = finish_marked(); });
+    bool on_disk = true;
+    if (interrupted() || edits.load() % 2) Lanes::Protocol::edit(edits, [&] { found = finish_marked(on_disk); });
+    if (!on_disk) throw SyncFailed("rows");
     return found;
   }
 
@@ -64,7 +69,8 @@ class InPlaceWriter {
     const RedoHeader* h = redo_header();
     return crc32c(crc32c(0, &h->rows, sizeof(RedoHeader) - 8), entry, rows * (8 + store_.shape().row_stride));
   }
-  bool finish_marked() {
+  // A disk that does not take the rows: they are whole in memory, and the mark stays.
+  bool finish_marked(bool& on_disk) {
     if (!interrupted()) return false;
     const Shape& s = store_.shape();
     bool found = false;
@@ -78,8 +84,8 @@ class InPlaceWriter {
       for (uint64_t i = 0; i < rows; ++i) found &= entry[i] < store_.slots();
       if (found) finish(entry, rows, h->log_head);
       // Flushed rows are changed: if the mark went from the disk before they were there, a power cut could tear them.
-      if (found && store_.fd() >= 0 && !synced(s.rows_offset, s.total_bytes - s.rows_offset))
-        throw std::runtime_error(std::string("cannot sync rows: ") + std::strerror(errno));
+      on_disk = !found || store_.fd() < 0 || store_.synced(s.rows_offset, s.total_bytes - s.rows_offset);
+      if (!on_disk) return found;
     }
     h->state.store(0, std::memory_order_release);
     return found;
@@ -97,7 +103,8 @@ class InPlaceWriter {
       if (store_.whole(p) && store_.trailer(store_.row(p))->number() > mine.number()) continue;
       apply(staged + i * s.row_stride, &p, 1);
     }
-    log(slots.data(), rows, log_head - rows);
+    // Not where the slots are entered already, and others behind them by now.
+    if (store_.header()->log_head.load() < log_head) log(slots.data(), rows, log_head - rows);
   }
   void preserve(SavePass& pass, size_t n) const {
     const Shape& s = store_.shape();
@@ -111,14 +118,10 @@ class InPlaceWriter {
     }
     return false;
   }
-  bool synced(uint64_t offset, uint64_t bytes) const {
-    const uint64_t from = offset / kPage * kPage;
-    return ::msync(store_.at(from), offset + bytes - from, MS_SYNC) == 0;
-  }
   bool rows_synced(size_t n) const {
     const auto [low, high] = std::minmax_element(physical_.begin(), physical_.begin() + static_cast<ptrdiff_t>(n));
     const uint64_t stride = store_.shape().row_stride;
-    return synced(store_.shape().rows_offset + *low * stride, (*high - *low + 1) * stride);
+    return store_.synced(store_.shape().rows_offset + *low * stride, (*high - *low + 1) * stride);
   }
   // The new rows, whole, with the trailers they will have.
   void stage(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, size_t skip,
@@ -176,6 +179,48 @@ class InPlaceWriter {
   std::vector<uint8_t> staged_;
   std::vector<uint64_t> physical_;
   std::vector<LeafCopy> copies_;
+};
+
+// After a sync that failed the kernel may take pages for clean that never reached the disk: another sync would succeed
+// and mean nothing. Makes the pages of the header and of every row in [durable, published[lane]) dirty again, as they are.
+// Throws where a row is not there any more: its page was dropped from memory and read again from the disk.
+class DirtyAgain {
+ public:
+  explicit DirtyAgain(Store& store) : store_(store) {}
+  void run(const std::vector<uint64_t>& published) {
+    const Shape& s = store_.shape();
+    for (uint64_t l = 0; l < s.lanes; ++l)
+      for (uint64_t strand = 0; strand < s.strands; ++strand) rows(l, strand, published[l]);
+    touch(store_.at(0), s.rows_offset);
+  }
+
+ private:
+  void rows(uint64_t l, uint64_t strand, uint64_t published) {
+    const Shape& s = store_.shape();
+    const uint64_t first = std::max(store_.lanes.view(l).first, store_.lanes.lane(l).durable.load());
+    for (uint64_t w = first; w < published; ++w) {
+      const uint64_t p = store_.physical(l, strand, w % s.lane_capacity);
+      if (store_.has_trailer() && !(store_.whole(p) && store_.trailer(store_.row(p))->number() == w)) {
+        if (w < store_.lanes.view(l).first) continue;  // its writer replaces it at this moment
+        throw std::runtime_error("row " + std::to_string(w) + " of lane " + std::to_string(l) +
+                                 " is lost: the disk failed, and did not keep it");
+      }
+      touch(store_.row(p), s.row_stride);
+    }
+  }
+  void touch(uint8_t* begin, uint64_t bytes) {
+    const auto from = reinterpret_cast<uintptr_t>(begin), to = from + bytes;
+    for (uintptr_t page = from / kPage * kPage; page < to; page += kPage) {
+      if (page == last_) continue;
+      last_ = page;
+      // Another process may be writing there: an exchange of what is there for itself takes nothing back.
+      auto* word = reinterpret_cast<uint64_t*>(page);
+      uint64_t value = __atomic_load_n(word, __ATOMIC_RELAXED);
+      while (!__atomic_compare_exchange_n(word, &value, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    }
+  }
+  Store& store_;
+  uintptr_t last_ = 0;
 };
 
 struct LaneScan {

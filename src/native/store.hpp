@@ -123,6 +123,11 @@ inline Shape checked_shape(const uint8_t* file, size_t bytes) {
   return h;
 }
 
+// The disk did not take what was to be on it. After that nothing is known of any page that had not been synced before.
+struct SyncFailed : std::runtime_error {
+  explicit SyncFailed(const std::string& what) : std::runtime_error("cannot sync " + what + ": " + std::strerror(errno)) {}
+};
+
 struct ReadResult {
   std::vector<uint64_t> numbers;    // each row's write number, if asked for
   std::vector<uint32_t> missing;    // positions of rows that were overwritten while they were read
@@ -317,6 +322,17 @@ class Store {
   std::string layout() const {
     return {reinterpret_cast<const char*>(at(shape().layout_offset)), shape().layout_bytes};
   }
+  // Waits until these bytes are on the disk.
+  bool synced(uint64_t offset, uint64_t bytes) const {
+    const uint64_t from = offset / kPage * kPage;
+    if (::msync(at(from), offset + bytes - from, MS_SYNC) == 0) return true;
+    sync_failures_.fetch_add(1);
+    return false;
+  }
+  // Syncs that failed in this process.
+  uint64_t sync_failures() const { return sync_failures_.load(); }
+  void count_sync_failure() const { sync_failures_.fetch_add(1); }
+
   // The physical row of a time slot of a lane: each strand's rows are consecutive in time.
   uint64_t physical(uint64_t lane, uint64_t strand, uint64_t slot) const {
     const Shape& s = shape();
@@ -395,6 +411,7 @@ class Store {
   uint32_t id_crc_ = 0;
   std::shared_ptr<SavePass> pass_;  // set and read by threads that hold the storage's mutex
   mutable SeamNotes seams_;
+  mutable std::atomic<uint64_t> sync_failures_{0};
   BorderRule border_;
   mutable std::vector<BorderRule::Evidence> evidence_;  // used by whoever appends
 };

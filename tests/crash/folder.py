@@ -24,6 +24,7 @@ class Folder:
         self._files: dict[int, list[bytes]] = {}  # content of inodes; the first version is what was synced last
         self._names: dict[Name, list[int | None]] = {}  # inodes that a name stood for; None: there was no such name
         self._folders: set[int] = set()
+        self._doubtful: set[Name | int] = set()  # what a sync failed for, until it is written again
         self.look()
         for versions in (*self._files.values(), *self._names.values()):
             del versions[:-1]  # what was there before is on the disk
@@ -40,6 +41,7 @@ class Folder:
         for name in {*self._names, *seen}:
             versions = self._names.setdefault(name, [None])
             if versions[-1] != seen.get(name):
+                self._doubtful.discard(name)
                 versions.append(seen.get(name))
 
     def _walk(self, folder: Path, seen: dict[Name, int]) -> None:
@@ -58,16 +60,22 @@ class Folder:
             versions.append(content)
 
     def synced(self, path: str) -> None:
-        """A sync of this file or folder has returned since `look`."""
+        """A sync of this file or folder has returned since `look`; it means nothing for what one has failed for."""
         try:
             inode = os.stat(path).st_ino
         except FileNotFoundError:
             return
-        if inode in self._files:
+        if inode in self._files and inode not in self._doubtful:
             del self._files[inode][:-1]
-        for (folder, _), versions in self._names.items():
-            if folder == inode:
+        for name, versions in self._names.items():
+            if name[0] == inode and name not in self._doubtful:
                 del versions[:-1]
+
+    def sync_failed(self, path: str) -> None:
+        """The kernel may take for clean what has not reached the disk."""
+        inode = os.stat(path).st_ino
+        self._doubtful.add(inode)
+        self._doubtful |= {name for name, versions in self._names.items() if name[0] == inode and len(versions) > 1}
 
     def image(self, target: Path) -> None:
         """Makes one of the folders that the disk may hold."""

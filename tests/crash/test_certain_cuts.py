@@ -15,6 +15,7 @@ from crash.disk import PAGE, Disk
 from engram.data import ReplayBuffer
 from engram.data.replay_buffers import recovery
 from engram.data.replay_buffers.storages import memmap
+from engram.errors import StorageError
 
 EVENTS = tracer.SYNC | tracer.STORE
 CLEAN = 336  # where the header says that its last user closed the store
@@ -53,12 +54,12 @@ class Machine:
         self,
         work: Callable[[], None],
         check: Callable[[list[int], Any], None],
-        fails: int = 0,
+        fails: tuple[int, ...] = (),
         stored: Callable[[bytes], None] = lambda image: None,
     ) -> int:
         """Runs it in a process; `check` gets editions, oldest first, and the buffer, of all that may be left. How many.
 
-        The sync `fails` (1, 2, ...) fails; `stored` gets what the disk may hold at each store to what is watched.
+        The syncs `fails` (two that follow each other; 1, 2, ...) fail; `stored` gets what the disk may hold at each store to what is watched.
         """
         disk, seen, syncs = Disk(self.file, 0), set(), 0
 
@@ -68,7 +69,7 @@ class Machine:
                 disk.maps.insert(0, args[1])
                 return
             syncs += call.endswith("sync")
-            if syncs == fails and call.endswith("sync"):
+            if syncs in fails and call.endswith("sync"):
                 return
             disk.heard(call, path, args)
             for image in disk.images():
@@ -81,7 +82,7 @@ class Machine:
                     check([found[w] for w in sorted(found)], rb)
                     rb.storage.close()
 
-        what = (tracer.FAIL, fails) if fails else (tracer.NOTHING, 0)
+        what = (tracer.FAIL_TWO_SYNCS, fails[0]) if fails else (tracer.NOTHING, 0)
         tracer.run(work, self.file.parent, *what, error=errno.EIO, kinds=EVENTS, listen=heard)
         return len(seen)
 
@@ -177,8 +178,9 @@ def test_a_store_whose_first_sync_failed_is_not_changed_before_the_disk_knows_th
     def life() -> None:
         two, store = machine.user(2)
         tracer.start()
-        with pytest.raises((OSError, RuntimeError)):
-            store.extend(two.batch(30, 1))
+        for _ in range(2):
+            with pytest.raises(StorageError, match="Input/output error"):
+                store.extend(two.batch(30, 1))
         stores.watch(store.storage.lanes.store, (stores.REDO, stores.ROW))
         store[2:4] = two.batch(26, 2)
 
@@ -187,5 +189,31 @@ def test_a_store_whose_first_sync_failed_is_not_changed_before_the_disk_knows_th
         changes += 1
         assert image[CLEAN : CLEAN + 4] == bytes(4), "it is changed, and the disk may say that all was closed"
 
-    machine.cuts(life, lambda editions, store: None, fails=1, stored=stored)
+    machine.cuts(life, lambda editions, store: None, fails=(1, 2), stored=stored)
     assert changes > 0
+
+
+@pytest.mark.parametrize("fails", [(2, 3), (3, 4)], ids=["redo", "rows"])
+def test_a_change_of_flushed_rows_whose_sync_fails_twice_is_torn_by_no_power_cut(ram_path, fails):
+    machine = Machine(ram_path, 8, 600)  # rows go on from one page to the next
+    one, rb = machine.user(1)
+    rb.extend(one.batch(8, 8))
+    rb.storage.close()
+    changed = 0
+
+    def change() -> None:
+        two, store = machine.user(2)
+        stores.watch(store.storage.lanes.store, (stores.REDO,))
+        tracer.start()
+        for _ in range(2):
+            with pytest.raises(StorageError, match="Input/output error"):
+                store[2:4] = two.batch(10, 2)
+        store[2:4] = two.batch(10, 2)
+        assert (store[2:4]["n"] == two.batch(10, 2)["n"]).all()
+
+    def check(editions: list[int], store: Any) -> None:
+        nonlocal changed
+        assert editions in ([1] * 8, [1, 1, 2, 2, 1, 1, 1, 1])
+        changed += editions[2] == 2
+
+    assert machine.cuts(change, check, fails=fails) > 2 and changed > 2

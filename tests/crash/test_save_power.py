@@ -6,6 +6,7 @@ left unsynced costs the state when the next save cleans up.
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 from collections import Counter
@@ -17,6 +18,7 @@ from crash import buffers, tracer
 from crash.buffers import KINDS, STYLES, print_of
 from crash.folder import Folder
 from crash.saves import Watched
+from engram.errors import CheckpointError
 
 _SAVED = 1
 
@@ -72,7 +74,35 @@ class PowerCuts:
     def _run(self, work: object, at: int, listen: object) -> None:
         self._pending: str | None = None
         what = tracer.KILL if at else tracer.NOTHING
+        self._syncs, self._fails = 0, 0
         tracer.run(work, self.path, what, at, listen=listen)  # type: ignore[arg-type]
+
+    def fail_twice(self, sync: int) -> int:
+        """The watched save, whose `sync`-th sync fails and, when it is made again, its first; then once more. How often
+        it failed."""
+        w = self.watched
+
+        def work() -> int:
+            rb = buffers.begun(w.kind, w.style, self.path)
+            failed = 0
+            tracer.start()
+            tracer.mark(0)
+            for _ in range(3):
+                try:
+                    rb.dumps(self.path)
+                except CheckpointError as error:
+                    assert "Input/output error" in str(error)
+                    failed += 1
+                else:
+                    break
+            tracer.mark(_SAVED)
+            return failed
+
+        self.allowed = {w.old, w.new}
+        self._pending, self._syncs, self._fails = None, 0, sync
+        what = tracer.FAIL_TWO_SYNCS
+        traced = tracer.run(work, self.path, what, sync, error=errno.EIO, listen=self.event)
+        return int(traced.result)
 
     def event(self, call: str, path: str, path2: str, args: list[int]) -> None:
         if call == "mark" and args[0] == 0:
@@ -92,7 +122,11 @@ class PowerCuts:
         if call == "mark":
             self._each = before
         if call in ("fsync", "fdatasync"):
-            self._pending = path
+            self._syncs += 1
+            if self._fails <= self._syncs <= self._fails + 1 and self._fails:
+                self.folder.sync_failed(path)
+            else:
+                self._pending = path
 
     def check(self) -> None:
         image = self.root / "image"
@@ -124,6 +158,62 @@ def test_what_a_killed_save_had_not_synced_costs_no_state_when_the_next_one_clea
         cuts._each = 0.3
         cuts.save_next()
         assert cuts.found["later"] or cuts.found["new"]
+
+
+def fail_twice(watched, root, syncs, each):
+    found = Counter[str]()
+    for sync in syncs:
+        cuts = PowerCuts(watched, root, seed=sync, each=each)
+        assert cuts.fail_twice(sync) == 2, sync
+        found += cuts.found
+    return found
+
+
+def test_a_save_whose_syncs_fail_twice_costs_no_state_and_none_is_believed_that_failed(ram_path):
+    watched = Watched.make("tensor", "incremental", ram_path, tracer.SYNC)
+    last = watched.calls  # the move of CURRENT, in its folder
+    found = fail_twice(watched, ram_path, (1, last // 2, last - 1, last), each=0.05)
+    assert found["old"] and found["new"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sync_of_a_save_fails_twice(ram_path, kind):
+    watched = Watched.make(kind, STYLES[len(kind) % 2], ram_path, tracer.SYNC)
+    last = watched.calls
+    found = fail_twice(watched, ram_path, [*range(1, last - 2, 1 + last // 8), last - 2, last - 1, last], each=0.01)
+    assert found["new"]
+
+
+def test_a_new_folder_whose_name_failed_twice_to_reach_the_disk_holds_the_save_that_succeeds(ram_path):
+    path, at = ram_path / "above" / "p", 0
+    folder = Folder(ram_path, 0)
+    last = "", ""
+
+    def work() -> int:
+        rb = buffers.begun("list", "full", ram_path / "other")
+        failed = 0
+        tracer.start()
+        for _ in range(3):
+            try:
+                rb.dumps(path)
+            except CheckpointError:
+                failed += 1
+        return failed
+
+    def event(call: str, name: str, name2: str, args: list[int]) -> None:
+        nonlocal at, last
+        folder.look(*last)
+        if last[0] == "fsync":
+            at += 1
+            folder.sync_failed(last[1]) if at in (1, 2) else folder.synced(last[1])
+        last = call, name
+
+    assert tracer.run(work, ram_path, tracer.FAIL_TWO_SYNCS, 1, error=errno.EIO, listen=event).result == 2
+    event("", "", "", [])
+    for k in range(20):
+        folder.image(ram_path / f"image{k}")
+        assert print_of(ram_path / f"image{k}" / "above" / "p", "list")
 
 
 @pytest.mark.long

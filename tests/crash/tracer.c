@@ -66,7 +66,7 @@ static const struct { const char *name; long number; int kind, where; } CALLS[] 
 };
 #define N_CALLS ((int)(sizeof CALLS / sizeof CALLS[0]))
 
-enum { NOTHING, KILL, KILL_AFTER, FAIL, SHORTEN, SHORTEN_AND_KILL, FAIL_FROM_HERE };
+enum { NOTHING, KILL, KILL_AFTER, FAIL, SHORTEN, SHORTEN_AND_KILL, FAIL_FROM_HERE, FAIL_TWO_SYNCS };
 
 struct plan { const char *root; uint64_t at; int what, error, kinds; };
 struct report { uint64_t counted, mark; int status, done; char name[32], path[512]; };
@@ -200,7 +200,7 @@ static void watch(pid_t t, int slot, uint64_t address) {
 #endif
 }
 
-struct tracer { pid_t pid; const struct plan *plan; struct report *report; listener listen; int counting, kill_at_exit, fail_at_exit; };
+struct tracer { pid_t pid; const struct plan *plan; struct report *report; listener listen; int counting, kill_at_exit, fail_at_exit; uint64_t syncs; };
 
 /* What to do about an event that counts; `r`: of a system call, or NULL. */
 static void count(struct tracer *c, pid_t t, regs_t *r, const char *name, const char *path, const char *path2, int shorter) {
@@ -210,6 +210,14 @@ static void count(struct tracer *c, pid_t t, regs_t *r, const char *name, const 
   for (int i = 0; r && i < 6; ++i) args[i] = arg(r, i);
   ++said->counted;
   if (c->listen) c->listen(name, path, path2, args);
+  const int sync = strstr(name, "sync") != NULL;
+  c->syncs += sync;
+  if (p->what == FAIL_TWO_SYNCS) {  /* `at` counts syncs alone */
+    if (!sync || !p->at || c->syncs < p->at || c->syncs > p->at + 1) return;
+    snprintf(said->name, sizeof said->name, "%s", name), snprintf(said->path, sizeof said->path, "%s", path);
+    said->done = 1, skip(t, r, -p->error);
+    return;
+  }
   const int now = said->counted == p->at || (p->what == FAIL_FROM_HERE && p->at && said->counted > p->at);
   if (!now || p->what == NOTHING) return;
   if (said->counted == p->at) {
@@ -254,7 +262,7 @@ static void at_call(struct tracer *c, pid_t t) {
 
 /* Until the process has ended; 0, or errno. */
 int crash_trace(pid_t pid, int go, const struct plan *plan, struct report *report, listener listen) {
-  struct tracer c = {pid, plan, report, listen, 0, 0, 0};
+  struct tracer c = {pid, plan, report, listen, 0, 0, 0, 0};
   memset(report, 0, sizeof *report);
   const long options = PTRACE_O_TRACESECCOMP | PTRACE_O_TRACECLONE | PTRACE_O_TRACEFORK | PTRACE_O_TRACEVFORK |
                        PTRACE_O_EXITKILL | PTRACE_O_TRACESYSGOOD;

@@ -26,7 +26,7 @@ import torch
 
 OPEN, READ, WRITE, SIZE, SYNC, NAME, CLOSE, OTHER, MAP, STORE, STAT = (1 << i for i in range(11))
 CALLS = OPEN | WRITE | SIZE | SYNC | NAME | CLOSE | OTHER | MAP
-NOTHING, KILL, KILL_AFTER, FAIL, SHORTEN, SHORTEN_AND_KILL, FAIL_FROM_HERE = range(7)
+NOTHING, KILL, KILL_AFTER, FAIL, SHORTEN, SHORTEN_AND_KILL, FAIL_FROM_HERE, FAIL_TWO_SYNCS = range(8)
 _START, _MARK, _WATCH, _STOP = 1, 2, 3, 4
 _SECONDS = 120
 
@@ -114,7 +114,10 @@ def run(
     kinds: int = CALLS,
     listen: Callable[[str, str, str, list[int]], None] | None = None,
 ) -> Traced:
-    """Runs `work` in a child; at the `at`-th event that counts (1, 2, ...) does `what`."""
+    """Runs `work` in a child; at the `at`-th event that counts (1, 2, ...) does `what`.
+
+    FAIL_TWO_SYNCS: the `at`-th sync and the one after it fail, whatever else counts.
+    """
     tracer = library()
     go, tell_go = os.pipe()
     read, write = os.pipe()

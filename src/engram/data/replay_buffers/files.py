@@ -138,13 +138,14 @@ def create_named(folder: Path, size: StoreSize, prepare: Any) -> bool:
         store = size.create(fd)
         prepare(store)
         os.fsync(fd)
+        made = True
         try:
             # With a directory given, Python calls linkat and follows /proc's link to the nameless file.
             os.link(source, folder / FILE_NAME, src_dir_fd=fd_of_folder, follow_symlinks=True)
         except FileExistsError:
-            return False
-        os.fsync(fd_of_folder)
-    return True
+            made = False
+        os.fsync(fd_of_folder)  # also of a name that is there: who gave it may have failed here
+    return made
 
 
 def has_store(folder: Path) -> bool:
@@ -226,8 +227,7 @@ def _made(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         for made in missing:  # a store whose folder a power cut forgets is gone, flushed or not
-            with _directory(made.parent) as fd:
-                os.fsync(fd)
+            sync_folder(made.parent)
         yield
     except BaseException:
         for made in missing:
@@ -236,6 +236,12 @@ def _made(folder: Path) -> Iterator[None]:
             except OSError:
                 break  # somebody else uses it by now
         raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    with _directory(folder) as fd:
+        os.fsync(fd)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,15 @@ docs/memory-model.md, "Power loss", has the reasons.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from engram import _native
-from engram.data.replay_buffers.files import FILE_NAME, open_store, remove_leftovers, reserve_holes
+from engram.data.replay_buffers.files import FILE_NAME, open_store, remove_leftovers, reserve_holes, sync_folder
 from engram.data.replay_buffers.locks import LaneLocks
 from engram.data.replay_buffers.utils import boot_id
 from engram.errors import StorageError
@@ -34,10 +36,15 @@ class Session:
             raise StorageError(f"{path} cannot be opened: {error}") from error
         self.dropped = 0
         self._wrote = False
+        self._name_synced = False
         try:
             self.locks = LaneLocks(fd, str(path.absolute()), needs=self._needs_mending, mend=self._mend)
         except OSError as error:
             raise StorageError(f"{path} cannot be locked: {error}") from error
+        # Rows that somebody wrote and did not flush: a sync may have failed for them there.
+        lanes = (self.store.lane(i) for i in range(self.store.lanes))
+        unflushed = any(lane["durable"] < lane["published"] for lane in lanes)
+        self._failures_mended = -1 if unflushed else self.store.sync_failures
         if self.dropped:
             _log.warning("%s: %d rows that a power cut had torn were dropped", path, self.dropped)
 
@@ -54,12 +61,16 @@ class Session:
         if not self._wrote:
             self._begin()
             self._wrote = True
+        if self.store.interrupted:  # by a disk that failed
+            with self._told("a change of stored rows"):
+                self.store.finish_interrupted()
 
     def _begin(self) -> None:
         """From here on an unclean stop of the machine means a scan."""
         self.store.boot_id = boot_id()
         self.store.clean = False
-        self.store.sync_header()
+        with self._told("the beginning of a session"):
+            self.store.sync_header()
 
     def flush(self) -> None:
         """Every row appended so far survives a power cut, until it is overwritten."""
@@ -72,9 +83,36 @@ class Session:
 
     def _sync(self) -> None:
         published = [self.store.lane(i)["published"] for i in range(self.store.lanes)]
-        os.fsync(self.locks.fd)
-        self.store.mark_durable(published)
-        self.store.sync_header()
+        failures = self.store.sync_failures
+        with self._told("rows"):
+            if failures != self._failures_mended:
+                self.store.dirty_again(published)
+            self._sync_name()
+            os.fsync(self.locks.fd)
+            self.store.mark_durable(published)
+            self.store.sync_header()
+        self._failures_mended = failures
+
+    def _sync_name(self) -> None:
+        """Once: who made the file may have died, or failed, before its name was on the disk."""
+        if self._name_synced:
+            return
+        with contextlib.suppress(FileNotFoundError):  # moved by somebody, who has given it the name that it has now
+            sync_folder(self._path.parent)
+        self._name_synced = True
+
+    @contextlib.contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """What a disk says, as a StorageError; nothing that is not synced yet is believed to be after it."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            self.store.count_sync_failure()
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise StorageError(
+                f"{self._path}: {what} may not be on the disk: {reason}; rows are as they were in memory, and the next "
+                "flush writes again what this one did not"
+            ) from error
 
     def close(self) -> None:
         """Marks the store clean if nobody else has it open; warns where its file is gone, and the rows with it."""
@@ -107,7 +145,8 @@ class Session:
         reserve_holes(self._fd, self.store.total_bytes, self._path)
         self.store.mend()
         if self.store.interrupted or self.store.edits % 2:
-            self.store.finish_interrupted()
+            with self._told("a change of stored rows that was interrupted"):
+                self.store.finish_interrupted()
         # Alone, and nothing says that the machine is the same as then: the rows do.
         if self._machine_stopped(unless_known=True):
             self.dropped = self.store.recover()

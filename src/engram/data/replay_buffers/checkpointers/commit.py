@@ -333,7 +333,13 @@ def _make_directories(root: str) -> None:
     except FileExistsError:
         if not os.path.isdir(root):
             raise
-    sync_directory(parent)
+    try:
+        sync_directory(parent)
+    except OSError:
+        # Else the next save would find it there, and not know that a power cut may forget it with all that is in it.
+        with contextlib.suppress(OSError):
+            os.rmdir(root)
+        raise
 
 
 def _prune(directory: CheckpointDirectory, keep_last: int, in_force: str) -> None:

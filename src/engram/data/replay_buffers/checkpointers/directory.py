@@ -139,13 +139,24 @@ class CheckpointDirectory:
         """
         leftovers = self._leftovers(keep_last)
         if leftovers:
-            # A save that was killed just after it moved CURRENT has not synced the move: after a power cut CURRENT
-            # may still name what is removed here.
-            sync_directory(self.root)
+            # A save that was killed just after it moved CURRENT has not synced the move, and a sync that failed there
+            # may make the next one believe that it has: after a power cut CURRENT may still name what is removed here.
+            self._move_again()
         for name in leftovers:
             self.remove(name)
         for name in self._numbered():
             self._remove_if_empty(name)
+
+    def _move_again(self) -> None:
+        """Makes what CURRENT says now certain."""
+        try:
+            pointer = self.current()
+        except CorruptCheckpointError:
+            pointer = None
+        if pointer is None:
+            sync_directory(self.root)
+        else:
+            self.point_to(pointer)
 
     def _leftovers(self, keep_last: int) -> list[str]:
         names = self.snapshots()

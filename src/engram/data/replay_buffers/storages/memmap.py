@@ -169,7 +169,12 @@ class LazyMemmapStorage(TableStorage):
 
     # ---- life ----
     def flush(self) -> None:
-        """Rows appended so far survive a power cut. Costs a sync of the disk."""
+        """Rows appended so far survive a power cut. Costs a sync of the disk.
+
+        Raises:
+            StorageError: the disk failed, and no row counts as flushed that did not before. The next call writes all
+                of them again; it fails, too, where the system has dropped one meanwhile.
+        """
         if self._session is not None:
             self._session.flush()
 
