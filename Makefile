@@ -18,6 +18,7 @@ help:
 	@echo "make test-search  the property tests, ten times over with new examples"
 	@echo "make test-thorough  the tests with many trials (two minutes), which CI runs after \`make test\`"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
+	@echo "make model      the lanes under the C++ memory model, each fence shown necessary (a minute; relacy-dev)"
 
 $(VENV)/.tools: constraints.txt
 	@echo "[1/2] making $(VENV) with the tested versions: a few minutes, once"

@@ -1,5 +1,6 @@
-# The native core under sanitizers, and with reorderings planted that the tests must see.
-.PHONY: test-native-sanitized torture torture-planted
+# The native core under sanitizers, with reorderings planted that the tests must see, and its protocol under the C++
+# memory model.
+.PHONY: test-native-sanitized torture torture-planted model
 
 SANITIZED := build/sanitized
 TORTURES := --deselect tests/native/test_torture.py
@@ -34,3 +35,23 @@ torture: $(VENV)/.engram
 # build stands the same.
 torture-planted: $(VENV)/.engram
 	$(TORTURE) -k "planted" $(PYTEST)
+
+MODEL := build/model
+# Relacy brings the `delete` that is not told the size.
+MODEL_FLAGS := -std=c++20 -O2 -Wall -Wextra -fno-sized-deallocation
+EXECUTIONS ?= 1000000
+
+$(MODEL)/%: tests/model/%.cpp tests/model/memory.hpp src/native/lane_protocol.hpp
+	@mkdir -p $(MODEL)
+	@$(CXX) $(MODEL_FLAGS) -o $@ $<
+
+# What readers of a lane may believe, in random executions and in every one of small lanes; then each fence taken away, and
+# each step moved, which must make them believe something wrong (docs/memory-model.md). About a minute on two cores.
+model:
+	@echo '#include <relacy/base.hpp>' | $(CXX) -x c++ -fsyntax-only - 2>/dev/null || \
+	  { echo "make model needs the headers of Relacy: apt-get install relacy-dev (Debian, Ubuntu)"; exit 1; }
+	@echo "building tests/model into $(MODEL): half a minute, once"
+	@$(MAKE) --no-print-directory -j2 $(MODEL)/words $(MODEL)/append $(MODEL)/edit
+	@$(MODEL)/words
+	@$(MODEL)/edit $(EXECUTIONS) >$(MODEL)/edit.txt & edit=$$!; $(MODEL)/append $(EXECUTIONS); failed=$$?; \
+	  wait $$edit || failed=1; cat $(MODEL)/edit.txt; exit $$failed

@@ -7,9 +7,9 @@ What it shows:
 - `GymEnv(from_pixels=True)`, uint8 pictures `[H, W, 3]`, in a `TransformedEnv` that makes them small and grey and, by
   `CatFrames`, shows the policy the last four: one picture does not say where the ball is going.
 - The buffer keeps single small pictures, as bytes, not the stacks: a quarter of the memory.
-- `SequenceSampler` draws a step with the three before it in its episode, and the same `CatFrames`, appended to the
-  buffer, stacks them again: what the learner reads is, byte for byte, what the policy saw, at the beginnings of
-  episodes too.
+- `SequenceSampler` with `weight="steps"` draws a step, each with equal probability whatever its episode's length, with
+  the three before it in that episode, and the same `CatFrames`, appended to the buffer, stacks them again: what the
+  learner reads is, byte for byte, what the policy saw, at the beginnings of episodes too.
 
 Stacks of four frames are those of Mnih et al. (2015).
 """
@@ -77,7 +77,7 @@ def make_buffer(settings: Settings, seed: int) -> TensorDictReplayBuffer:
     """Takes steps with single frames, gives back steps with stacks, `[batch_size]`."""
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(settings.capacity),
-        sampler=SequenceSampler(num_slices=settings.batch_size, burn_in=FRAMES - 1),
+        sampler=SequenceSampler(slice_len=FRAMES, burn_in=FRAMES - 1, weight="steps"),
         batch_size=settings.batch_size * FRAMES,
         generator=torch.Generator().manual_seed(seed),
     )

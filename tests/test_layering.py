@@ -18,6 +18,7 @@ LAYERS = [
     ["engram.envs"],
     ["engram.crews"],
     ["engram.workers"],
+    ["engram.step_clocks"],
     ["engram.bells", "engram.shared_memory"],
     ["engram.data", BUFFERS],  # the public names
     [f"{BUFFERS}.remote"],
@@ -136,3 +137,8 @@ def test_checkpointers_see_no_storage_class():
     for module, file in MODULES.items():
         if module.startswith(f"{BUFFERS}.checkpointers"):
             assert not any("storages" in name or "rows" in name.split(".")[-1] for name in imports(file)), module
+
+
+def test_nobody_imports_torchrl():
+    for module, file in MODULES.items():
+        assert "torchrl" not in {name.split(".")[0] for name in imports(file)}, module

@@ -14,6 +14,7 @@ import numpy as np
 from engram._native import Cells
 from engram.errors import WorkerError
 from engram.shared_memory import SharedMemory
+from engram.step_clocks import StepClock, Timeout
 from engram.workers import PATIENCE, Channel, Worker, close_all, wait_for_any
 
 # What stands on the board for each worker, in a cache line of its own: the last round asked for and the last one done,
@@ -31,10 +32,13 @@ _MOVES_AFTER = 0.01  # seconds between two moves to another core
 
 
 class Seat:
-    """A worker's place in its crew: `run(channel, seat, *args)` gets it. `sit` comes first."""
+    """A worker's place in its crew: `run(channel, seat, *args)` gets it. `sit` comes first.
 
-    def __init__(self, board: SharedMemory, size: int, index: int, looks: bool) -> None:
-        self._memory, self._size, self.index, self._looks = board, size, index, looks
+    `clock` is there where calls have a timeout: the worker enters them in it.
+    """
+
+    def __init__(self, board: SharedMemory, size: int, index: int, looks: bool, clock: StepClock | None = None) -> None:
+        self._memory, self._size, self.index, self._looks, self.clock = board, size, index, looks, clock
 
     def sit(self, channel: Channel) -> None:
         """Takes the place."""
@@ -108,6 +112,7 @@ class Crew:
         name: how errors call one; its number follows.
         start_method: see `Worker`.
         patience: seconds that a worker has to end by itself when the crew is closed or dropped.
+        timeout: seconds that a call in a worker's clock may last; the worker is killed then. None: any time.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class Crew:
         name: str,
         start_method: str | None = None,
         patience: float = PATIENCE,
+        timeout: float | None = None,
     ) -> None:
         self._owner = os.getpid()
         self._patience = patience
@@ -127,10 +133,12 @@ class Crew:
         self._memory = SharedMemory()
         self._cells = _cells(self._memory.allocate([_bytes(size)]))
         self._looks = size <= len(usable_cores())
+        clocks = [None if timeout is None else StepClock() for _ in args]
+        self._timeout = None if timeout is None else Timeout(timeout, [c for c in clocks if c is not None])
         self._workers: list[Worker] = []
         try:
             for i, more in enumerate(args):
-                seated = (Seat(self._memory, size, i, self._looks), *more)
+                seated = (Seat(self._memory, size, i, self._looks, clocks[i]), *more)
                 self._workers.append(Worker(run, seated, name=f"{name} {i}", start_method=start_method))
         except BaseException:
             close_all(self._workers, 0.2)
@@ -242,13 +250,22 @@ class Crew:
     def _hear(self, i: int) -> None:
         """Sleeps until something has happened that concerns worker i, or one has ended."""
         worker = self._workers[i]
-        for fd, _ in self._polls[i].poll():
+        for fd, _ in self._polls[i].poll(None if self._timeout is None else self._timeout.left() * 1000 + 1):
             if fd == worker.bell.fileno():
                 worker.bell.wait()
             elif fd == worker.fileno():
                 self._take_message(i)
             else:
                 self._take_failure(fd)
+        if self._timeout is not None and (late := self._timeout.late()) is not None:
+            self._kill(*late)
+
+    def _kill(self, i: int, reason: str) -> None:
+        try:
+            self._workers[i].kill(reason)
+        except WorkerError as error:
+            self._error = error
+            raise
 
     def _take_message(self, i: int) -> None:
         try:

@@ -96,14 +96,16 @@ class WorkerError(EngramError, RuntimeError):
     """A worker process failed, and `traceback` is what it said; or it died without a word, and `exit_code` says how.
 
     `worker` is its name; `exit_code` is that of `multiprocessing`: minus the signal's number after a signal. The
-    exception itself, where it could be sent, is the cause.
+    exception itself, where it could be sent, is the cause. `reason` is why its owner has killed it, if that is so.
     """
 
-    def __init__(self, worker: str, traceback: str = "", exit_code: int | None = None) -> None:
-        super().__init__(worker, traceback, exit_code)
-        self.worker, self.traceback, self.exit_code = worker, traceback, exit_code
+    def __init__(self, worker: str, traceback: str = "", exit_code: int | None = None, reason: str = "") -> None:
+        super().__init__(worker, traceback, exit_code, reason)
+        self.worker, self.traceback, self.exit_code, self.reason = worker, traceback, exit_code, reason
 
     def __str__(self) -> str:
+        if self.reason:
+            return f"{self.worker} was killed: {self.reason}"
         if self.traceback:
             return f"{self.worker} failed:\n\n{self.traceback}"
         if self.exit_code is not None and self.exit_code < 0:

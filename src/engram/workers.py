@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram import _native
 from engram.bells import Bell
 from engram.data.replay_buffers.storages.sharing import carried_by
 from engram.data.replay_buffers.utils import SIGNED
@@ -184,6 +185,12 @@ class Worker:
         except OSError:
             self.raise_failure()
 
+    def post(self, message: Any) -> None:
+        """Sends a message without storages; a failure is told by `receive` only, after all that the worker said."""
+        self._refuse_if_closed()
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(_packed(message)[0])
+
     def send_bytes(self, message: bytes) -> None:
         """Sends bytes, for `Channel.receive_bytes`."""
         self._refuse_if_closed()
@@ -226,6 +233,14 @@ class Worker:
     def end_fileno(self) -> int:
         """Readable when the process has ended."""
         return self._end_fd
+
+    def kill(self, reason: str) -> NoReturn:
+        """Ends the process at once, whatever it does, and raises the WorkerError that says why."""
+        self._refuse_if_closed()
+        self._process.kill()
+        self._process.join()
+        self._error = WorkerError(self.name, "", self._process.exitcode, reason)
+        raise self._error
 
     def raise_failure(self) -> NoReturn:
         """The WorkerError of one that has failed or ended; what it said before is dropped."""
@@ -368,7 +383,7 @@ def _main(
     _alive.clear()  # a fork has its siblings there
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(owner, is_child), daemon=True).start()
+    _end_with(owner, is_child)
     torch.set_num_threads(1)
     random.seed(seed)
     np.random.seed(seed)
@@ -386,15 +401,20 @@ def _main(
 
 
 def _end_with(owner: int, is_child: bool) -> None:
-    """Ends this process when its owner's ends, however that happens."""
+    """Ends this process when its owner's ends, however that happens, and whatever is done here then."""
     try:
         watch = os.pidfd_open(owner)
     except (AttributeError, OSError):  # no such call, or the owner has gone already
-        while is_child and os.getppid() == owner:
-            time.sleep(0.2)
-    else:
-        if not is_child or os.getppid() == owner:  # else the number is another process's by now
-            select.select([watch], [], [])
+        threading.Thread(target=_end_with_parent, args=(owner, is_child), daemon=True).start()
+        return
+    if is_child and os.getppid() != owner:  # the number is another process's by now
+        os._exit(1)
+    _native.exit_when_readable(watch)
+
+
+def _end_with_parent(owner: int, is_child: bool) -> None:
+    while is_child and os.getppid() == owner:
+        time.sleep(0.2)
     os._exit(1)
 
 

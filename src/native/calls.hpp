@@ -50,6 +50,7 @@ inline nb::object slots_out(size_t n, auto fill) {
 inline std::string bytes_of(nb::bytes b) { return {b.c_str(), b.size()}; }
 
 inline void check_lane(const Store& store, uint64_t lane) {
+  store.check_file();
   if (lane >= store.shape().lanes)
     throw nb::index_error(("lane " + std::to_string(lane) + " of " + std::to_string(store.shape().lanes)).c_str());
 }
@@ -84,6 +85,7 @@ inline nb::object next_slots(Store& store, uint64_t lane, size_t n) {
 
 // `most`: only so many of the first steps.
 inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most) {
+  store.must_be_writable();
   check_lane(store, lane);
   const size_t steps = most ? std::min(*most, plan.steps) : plan.steps;
   const Shape& s = store.shape();
@@ -121,16 +123,23 @@ struct Reading {
   }
 };
 
-inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies, bool mapped, bool numbers,
-               Reading& out) {
-  static thread_local ReadScratch scratch;
+// A function of its own: inlined, the thread's scratch memory would be looked up again for each row.
+[[gnu::noinline]] inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies,
+                                        bool mapped, bool numbers, Reading& out, ReadScratch& scratch) {
   RowReader reader(store, scratch);
   if (!(out.inside = reader.find(slots, n))) return;
   reader.copy(copies.data(), copies.size(), mapped);
   reader.settle(numbers, out.result);
 }
 
+inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies, bool mapped,
+                      bool numbers, Reading& out) {
+  static thread_local ReadScratch scratch;
+  read_rows(store, slots, n, copies, mapped, numbers, out, scratch);
+}
+
 inline void check_codec(const Store& store, const Codec& codec) {
+  store.check_file();
   for (const Leaf& leaf : codec.leaves())
     if (leaf.offset + leaf.bytes > store.shape().payload_bytes)
       throw nb::value_error("the layout does not fit the rows of this store");
@@ -325,6 +334,7 @@ inline nb::tuple gather_into(Store& store, const Codec& codec, nb::handle slots_
 
 // `rows_in`: the row of the plan that each slot takes; None: one after the other.
 inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan, nb::handle rows_in) {
+  store.must_be_writable();
   const SlotsArg given(nb::borrow(slots_in));
   const std::vector<int64_t> slots(given.data, given.data + given.n);  // what is checked is what is written
   std::vector<int64_t> rows;
@@ -339,6 +349,7 @@ inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan, nb::h
     throw nb::value_error("one row for each slot");
   for (const LeafSource& leaf : plan.leaves)
     if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
+  store.check_file();
   std::vector<SlotNumbers> numbers;
   for (uint64_t l = 0; l < s.lanes; ++l) numbers.emplace_back(store.lanes.view(l), s.lane_capacity);
   for (int64_t given_slot : slots) {
@@ -354,6 +365,7 @@ inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan, nb::h
 
 // Changes of rows that are kept elsewhere: followers look at these slots again.
 inline void note_edits(Store& store, nb::handle slots_in) {
+  store.must_be_writable();
   const SlotsArg slots(nb::borrow(slots_in));
   for (size_t i = 0; i < slots.n; ++i)
     if (static_cast<uint64_t>(slots.data[i]) >= store.slots()) refuse_slots(store);
@@ -364,6 +376,7 @@ inline void note_edits(Store& store, nb::handle slots_in) {
 inline nb::object generations(const Store& store, nb::handle slots_in, const RowNumbers* replaced = nullptr) {
   const SlotsArg slots(nb::borrow(slots_in));
   const Shape& s = store.shape();
+  store.check_file();
   std::vector<SlotNumbers> numbers;
   for (uint64_t l = 0; l < s.lanes; ++l) numbers.emplace_back(store.lanes.view(l), s.lane_capacity);
   return slots_out(slots.n, [&](int64_t* out) {
@@ -382,6 +395,7 @@ inline nb::object generations(const Store& store, nb::handle slots_in, const Row
 inline nb::object uniform(Store& store, nb::handle seed_in, size_t n) {
   const SlotsArg seed(nb::borrow(seed_in));
   if (seed.n < 1) throw nb::value_error("no seed");
+  store.check_file();
   if (store.lanes.rows() == 0) return nb::none();
   bool drawn = false;
   nb::object slots = slots_out(n, [&](int64_t* out) {
@@ -411,6 +425,7 @@ class EpochWalk {
   // Up to n slots from `position` on, rows overwritten since skipped; and the position after them.
   nb::tuple take(const Store& store, uint64_t position, size_t n) const {
     if (store.lanes.count() != moved_.size()) throw nb::value_error("the walk was made for another store");
+    store.check_file();
     const uint64_t capacity = store.lanes.capacity(), strands = store.lanes.strands();
     std::vector<uint64_t> first;
     for (uint64_t l = 0; l < store.lanes.count(); ++l) first.push_back(store.lanes.view(l).first);
@@ -437,6 +452,7 @@ class EpochWalk {
 // Restored rows [strands, steps, payload bytes] with write numbers from `start` on, which nobody sees yet.
 inline void put_rows(Store& store, uint64_t lane, uint64_t start,
                      nb::ndarray<const uint8_t, nb::ndim<3>, nb::device::cpu> rows) {
+  store.must_be_writable();
   check_lane(store, lane);
   const Shape& s = store.shape();
   if (s.payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");

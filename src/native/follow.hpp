@@ -47,10 +47,15 @@ class Follower {
       seen = {std::max(seen.first, view.first), std::max(seen.published, view.published)};
     }
     const auto* entries = reinterpret_cast<const Counter*>(store.at(s.log_offset));
+    const uint64_t from = log_;
     for (; log_ < log_head; ++log_) {
       const uint64_t slot = entries[log_ % kLogEntries].load(std::memory_order_relaxed);
       if (slot < store.slots()) visitor.edited(slot);
     }
+    // An observer is beside whoever changes rows: entries may have been written over while they were read. They are
+    // stored before the head, at most kLogBatch of them at a time.
+    Lanes::Protocol::after_reading();
+    if (h.log_head.load(std::memory_order_relaxed) - from > kLogEntries - kLogBatch) started_ = false;
   }
 
   bool follows(const Store& store) const {
@@ -65,6 +70,7 @@ class Follower {
   };
   const std::vector<Seen>& seen() const { return seen_; }
   uint64_t log() const { return log_; }
+  uint64_t incarnation() const { return incarnation_; }
   // Goes on as one that has seen these rows of this store, and its log up to now.
   void resume(const Store& store, std::vector<Seen> seen) {
     seen_ = std::move(seen);

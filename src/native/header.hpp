@@ -14,6 +14,7 @@ constexpr char kMagic[8] = {'E', 'N', 'G', 'R', 'A', 'M', 'S', '1'};
 constexpr uint32_t kVersion = 2;
 constexpr uint32_t kLaneVersion = 1;
 constexpr uint64_t kLogEntries = 8192;
+constexpr uint64_t kLogBatch = 2048;       // that one change enters before the log's head moves, at most
 constexpr uint64_t kReservedBytes = 4096;  // of each reserved page
 
 // What a store may have beyond what all have: bit i of `features` is called kFeatures[i]. Whoever does not know a bit

@@ -22,6 +22,7 @@ enum class Order {
 
 struct StdMemory {
   using Word = std::atomic<uint64_t>;
+  static constexpr uint64_t kSlotsPerWord = 64;  // of seams
   static uint64_t load(const Word& w) { return w.load(std::memory_order_relaxed); }
   static uint64_t acquire(const Word& w, Order) { return w.load(std::memory_order_acquire); }
   static void store(Word& w, uint64_t x) { w.store(x, std::memory_order_relaxed); }
@@ -48,6 +49,7 @@ inline uint64_t claim_steps(uint64_t capacity, uint64_t row_stride, bool others_
 template <class Memory>
 struct LaneProtocol {
   using Word = typename Memory::Word;
+  static constexpr uint64_t kPerWord = Memory::kSlotsPerWord;
 
   Word& claimed;
   Word& published;
@@ -73,9 +75,9 @@ struct LaneProtocol {
   void mark(uint64_t at, uint64_t n, bool begins) const {
     if (!seams) return;
     for (uint64_t slot = at % capacity; n > 0; begins = false) {
-      const uint64_t bit = slot % 64, take = std::min({n, 64 - bit, capacity - slot});
+      const uint64_t bit = slot % kPerWord, take = std::min({n, kPerWord - bit, capacity - slot});
       const uint64_t mask = (take == 64 ? ~uint64_t{0} : (uint64_t{1} << take) - 1) << bit;
-      Word& word = seams[slot / 64];
+      Word& word = seams[slot / kPerWord];
       const uint64_t before = Memory::load(word);
       const uint64_t after = (before & ~mask) | (begins ? uint64_t{1} << bit : 0);
       if (after != before) Memory::store(word, after);
@@ -102,7 +104,7 @@ struct LaneProtocol {
   LaneView look() const {
     LaneView v;
     v.published = Memory::acquire(published, Order::kPublishBeforeRows);  // R1
-    v.claimed = Memory::acquire(claimed, Order::kPublishBeforeRows);
+    v.claimed = Memory::load(claimed);  // may be old: rows that have gone since are noticed at R4
     // Claimed is never below published in a sound header; a damaged one must not show more rows than there is room for.
     v.first = first_of(std::max(v.claimed, v.published));
     return v;
@@ -110,14 +112,14 @@ struct LaneProtocol {
   // Whether a trajectory begins at row w because somebody else took over there, or was told that one begins.
   bool seam(uint64_t w) const {
     const uint64_t slot = w % capacity;
-    return seams && (Memory::load(seams[slot / 64]) >> slot % 64 & 1);
+    return seams && (Memory::load(seams[slot / kPerWord]) >> slot % kPerWord & 1);
   }
   // The seams of rows [from, to), at most as many rows as the lane has room for.
   std::vector<uint64_t> seams_of(uint64_t from, uint64_t to) const {
     std::vector<uint64_t> at;
     for (uint64_t w = from; seams && w < to;) {
-      const uint64_t slot = w % capacity, bit = slot % 64, take = std::min({to - w, 64 - bit, capacity - slot});
-      uint64_t word = Memory::load(seams[slot / 64]) >> bit;
+      const uint64_t slot = w % capacity, bit = slot % kPerWord, take = std::min({to - w, kPerWord - bit, capacity - slot});
+      uint64_t word = Memory::load(seams[slot / kPerWord]) >> bit;
       if (take < 64) word &= (uint64_t{1} << take) - 1;
       for (; word; word &= word - 1) at.push_back(w + static_cast<uint64_t>(__builtin_ctzll(word)));
       w += take;

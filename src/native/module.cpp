@@ -12,6 +12,7 @@
 #include "episodes_module.hpp"
 #include "priorities_module.hpp"
 #include "heap_module.hpp"
+#include "owner_watch.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -22,6 +23,8 @@ NB_MODULE(_native, m) {
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {
       std::rethrow_exception(thrown);
+    } catch (const FileCutShort& error) {
+      PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageError").ptr(), error.what());
     } catch (const SyncFailed& error) {
       PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageError").ptr(), error.what());
     }
@@ -106,7 +109,8 @@ NB_MODULE(_native, m) {
         return shape_of({lanes, lane_capacity, strands, payload_bytes, alignment, trailer,
                          std::string(layout_bytes, ' '), std::string(16, '\0')}).total_bytes;
       }, "lanes"_a, "lane_capacity"_a, "strands"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout_bytes"_a)
-      .def_static("open", &Store::open, "fd"_a, "bytes"_a)
+      .def_static("open", &Store::open, "fd"_a, "bytes"_a, "read_only"_a = false)
+      .def_prop_ro("read_only", &Store::read_only)
       .def_prop_ro("lanes", [](const Store& s) { return s.shape().lanes; })
       .def_prop_ro("lane_capacity", [](const Store& s) { return s.shape().lane_capacity; })
       .def_prop_ro("strands", [](const Store& s) { return s.shape().strands; })
@@ -120,6 +124,12 @@ NB_MODULE(_native, m) {
       .def_prop_ro("store_id", [](const Store& s) { return nb::bytes(s.shape().store_id, 16); })
       .def_prop_ro("incarnation", [](const Store& s) { return s.header()->incarnation.load(); })
       .def_prop_ro("edits", [](const Store& s) { return s.header()->edits.load(); })
+      .def("epoch", [](const Store& s) {
+        s.check_file();
+        Lanes::Protocol::after_reading();  // what was read before this was read before the numbers
+        const Epoch e = s.lanes.epoch();
+        return std::pair(e.incarnation, e.edits);
+      })
       .def_prop_ro("log_head", [](const Store& s) { return s.header()->log_head.load(); })
       .def("log", [](const Store& s, uint64_t from) {
         const uint64_t head = s.header()->log_head.load(std::memory_order_acquire);
@@ -131,43 +141,49 @@ NB_MODULE(_native, m) {
       }, "start"_a)
       .def_prop_rw("boot_id", [](const Store& s) { return nb::bytes(s.header()->boot_id, 16); },
                    [](Store& s, nb::bytes b) {
+        s.must_be_writable();
                      if (b.size() != 16) throw nb::value_error("a boot id has 16 bytes");
                      std::memcpy(s.header()->boot_id, b.c_str(), 16);
                    })
       .def_prop_rw("replaced", [](const Store& s) { return s.header()->replaced.load(); },
-                   [](const Store& s, uint64_t n) { s.header()->replaced.store(n); })
+                   [](const Store& s, uint64_t n) { s.must_be_writable(); s.header()->replaced.store(n); })
       .def_prop_rw("clean", [](const Store& s) { return s.header()->clean != 0; },
-                   [](Store& s, bool clean) { s.header()->clean = clean; })
+                   [](Store& s, bool clean) { s.must_be_writable(); s.header()->clean = clean; })
       .def("lane", &lane_state, "lane"_a)
-      .def("rows", [](const Store& s) { return s.lanes.rows() * s.shape().strands; })
+      .def("check_file", &Store::check_file)
+      .def("rows", [](const Store& s) { s.check_file(); return s.lanes.rows() * s.shape().strands; })
       .def("cursor", [](const Store& s, uint64_t l) {
         check_lane(s, l);
         return s.lanes.lane(l).published.load() % s.shape().lane_capacity;
       }, "lane"_a)
-      .def("steps_written", [](const Store& s) { return s.lanes.write_count(); })
-      .def("claim", [](const Store& s, uint64_t l, uint64_t n) { check_lane(s, l); return s.lanes.claim(l, n); },
+      .def("steps_written", [](const Store& s) { s.check_file(); return s.lanes.write_count(); })
+      .def("claim", [](const Store& s, uint64_t l, uint64_t n) { s.must_be_writable(); check_lane(s, l); return s.lanes.claim(l, n); },
            "lane"_a, "n"_a)
       .def("publish", [](const Store& s, uint64_t l, uint64_t at, uint64_t n) {
+        s.must_be_writable();
         check_lane(s, l);
         s.lanes.publish(l, at, n);
       }, "lane"_a, "at"_a, "n"_a)
       .def("advance", [](const Store& s, uint64_t l, uint64_t n) {
+        s.must_be_writable();
         check_lane(s, l);
         if (s.shape().payload_bytes != 0) throw nb::value_error("this store has its rows itself: append to it");
         return s.advance(l, n);
       }, "lane"_a, "n"_a)
       .def("mark_seam", [](const Store& s, uint64_t l) { check_lane(s, l); s.mark_seam(l); }, "lane"_a)
       .def("next_is_seam", [](const Store& s, uint64_t l) { check_lane(s, l); return s.next_is_seam(l); }, "lane"_a)
-      .def("seams", [](const Store& s, uint64_t l) { check_lane(s, l); return s.seams(l); }, "lane"_a)
-      .def("is_seam", [](const Store& s, uint64_t l, uint64_t number) { check_lane(s, l); return s.seam(l, number); },
+      .def("seams", [](const Store& s, uint64_t l) { check_lane(s, l); s.check_file(); return s.seams(l); }, "lane"_a)
+      .def("is_seam", [](const Store& s, uint64_t l, uint64_t number) { check_lane(s, l); s.check_file(); return s.seam(l, number); },
            "lane"_a, "number"_a)
       .def("add_seam", [](const Store& s, uint64_t l, uint64_t number) {
+        s.must_be_writable();
         check_lane(s, l);
         if (s.shape().payload_bytes != 0) throw nb::value_error("the seams of stored rows are written with them");
         s.add_seam(l, number);
       }, "lane"_a, "number"_a)
       .def("set_seams", [](const Store& s, uint64_t l, uint64_t base, uint64_t published,
                            const std::vector<uint64_t>& at) {
+        s.must_be_writable();
         check_lane(s, l);
         if (base > published) throw nb::value_error("base lies above published");
         if (published - base > s.shape().lane_capacity) throw nb::value_error("more rows than the lane has room for");
@@ -177,15 +193,19 @@ NB_MODULE(_native, m) {
       .def("set_border", &set_border, "codec"_a, "entries"_a, "done"_a, "either"_a, "id"_a.none())
       .def("after_fork", &Store::after_fork)
       .def("raise_term", [](const Store& s, uint64_t l) {
+        s.must_be_writable();
         check_lane(s, l);
         s.lanes.lane(l).term.fetch_add(1);
       }, "lane"_a)
-      .def("mend", [](const Store& s) { s.lanes.mend(); })
+      .def("mend", [](const Store& s) { s.must_be_writable(); s.lanes.mend(); })
       .def("mark_durable", [](const Store& s, const std::vector<uint64_t>& published) {
+        s.must_be_writable();
         if (published.size() != s.shape().lanes) throw nb::value_error("one number for each lane");
+        s.check_file();
         for (uint64_t l = 0; l < s.shape().lanes; ++l) s.lanes.lane(l).durable.store(published[l]);
       }, "published"_a)
       .def("sync_header", [](const Store& s) {
+        s.must_be_writable();
         nb::gil_scoped_release unlocked;
         if (!s.synced(0, s.shape().rows_offset)) throw SyncFailed("the header");
       })
@@ -197,11 +217,13 @@ NB_MODULE(_native, m) {
         DirtyAgain(s).run(published);
       }, "published"_a)
       .def("empty", [](const Store& s, bool reset_count) {
+        s.must_be_writable();
         if (s.saving()) s.saving()->settle();
         s.forget_seams();
         s.lanes.empty(reset_count);
       }, "reset_count"_a)
       .def("begin_restore", [](const Store& s) {
+        s.must_be_writable();
         if (s.saving()) s.saving()->settle();
         s.lanes.begin_change();
         s.forget_seams();
@@ -211,20 +233,23 @@ NB_MODULE(_native, m) {
         }
       })
       .def("restore_lane", [](const Store& s, uint64_t l, uint64_t base, uint64_t published, uint64_t origin) {
+        s.must_be_writable();
         check_lane(s, l);
         if (base > published) throw nb::value_error("base lies above published");
         s.lanes.set_counters(l, base, published, origin);
       }, "lane"_a, "base"_a, "published"_a, "origin"_a)
-      .def("end_restore", [](const Store& s) { s.lanes.end_change(); })
+      .def("end_restore", [](const Store& s) { s.must_be_writable(); s.lanes.end_change(); })
       .def("put", &put_rows, "lane"_a, "start"_a, "rows"_a.noconvert())
       .def("whole", [](const Store& s, uint64_t physical) {
         if (!s.has_trailer() || physical >= s.slots()) throw nb::index_error("no such row with a trailer");
+        s.check_file();
         return s.whole(physical);
       }, "physical"_a)
-      .def_prop_ro("interrupted", [](Store& s) { return InPlaceWriter(s).interrupted(); })
+      .def_prop_ro("interrupted", [](Store& s) { s.check_file(); return InPlaceWriter(s).interrupted(); })
       .def_prop_ro("fd", [](const Store& s) { return s.fd(); })
-      .def("finish_interrupted", [](Store& s) { return InPlaceWriter(s).finish_interrupted(); })
+      .def("finish_interrupted", [](Store& s) { s.must_be_writable(); return InPlaceWriter(s).finish_interrupted(); })
       .def("recover", [](Store& s) {
+        s.must_be_writable();
         if (!s.has_trailer()) throw nb::value_error("rows without trailers cannot be recovered");
         uint64_t dropped = 0;
         nb::gil_scoped_release unlocked;
@@ -237,11 +262,13 @@ NB_MODULE(_native, m) {
         return dropped;
       })
       .def("memory", [](std::shared_ptr<Store> s) {
+        s->check_file();
         const size_t shape[1] = {s->shape().total_bytes};
         auto* owner = new std::shared_ptr<Region>(s->region());
         nb::capsule keep(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<Region>*>(p); });
-        return nb::ndarray<nb::numpy, uint8_t>(s->at(0), 1, shape, keep);
-      })
+        if (s->read_only()) return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(s->at(0), 1, shape, keep));
+        return nb::cast(nb::ndarray<nb::numpy, uint8_t>(s->at(0), 1, shape, keep));
+      }, nb::sig("def memory(self) -> numpy.typing.NDArray[numpy.uint8]"))
       .def_prop_ro("asking_pages", [](Store& s) { return s.pages().on(); })
       .def("advise_random", [](const Store& s) { ::madvise(s.at(0), s.shape().total_bytes, MADV_RANDOM); })
       .def("next_slot", [](const Store& s, uint64_t l) {
@@ -268,4 +295,5 @@ NB_MODULE(_native, m) {
 
   bind_heap(m);
   bind_cells(m);
+  bind_owner_watch(m);
 }

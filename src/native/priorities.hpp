@@ -34,6 +34,92 @@ struct Exponent {
   bool same(const Exponent& o) const { return alpha == o.alpha && eps == o.eps; }
 };
 
+// Which rows the slots of a draw meant. A slot may hold another row by the time it is read, whole, for which the weight of
+// the one that was drawn is wrong.
+class DrawnRows {
+ public:
+  // Of a follower that has looked just before the draw.
+  explicit DrawnRows(const Follower& follower) : first_(follower) {}
+
+  // Places in the batch whose slots hold other rows than those that were drawn, or rows that were changed in place: call
+  // after the rows were copied.
+  std::vector<uint32_t> stale(const Store& store, const int64_t* slots, size_t n) const {
+    std::atomic_thread_fence(std::memory_order_acquire);
+    std::vector<uint32_t> found;
+    for (uint32_t k = 0; k <= later_.size(); ++k) {
+      const Moment& moment = k == 0 ? first_ : later_[k - 1];
+      if (moment.lasts(store)) continue;
+      const Changes changes(moment, store);
+      for (size_t i = 0; i < n; ++i)
+        if ((i < which_.size() ? which_[i] : 0) == k && changes.touch(static_cast<uint64_t>(slots[i])))
+          found.push_back(static_cast<uint32_t>(i));
+    }
+    return found;
+  }
+  // These places of the batch were drawn anew.
+  void replace(const std::vector<uint32_t>& places, const DrawnRows& fresh) {
+    later_.push_back(fresh.first_);
+    for (uint32_t place : places) {
+      if (place >= which_.size()) which_.resize(place + 1, 0);
+      which_[place] = static_cast<uint32_t>(later_.size());
+    }
+  }
+
+ private:
+  struct Moment {
+    std::vector<Follower::Seen> seen;
+    uint64_t incarnation, log;
+    explicit Moment(const Follower& f) : seen(f.seen()), incarnation(f.incarnation()), log(f.log()) {}
+
+    bool same_numbers(const Store& store) const {
+      return store.header()->incarnation.load(std::memory_order_relaxed) == incarnation &&
+             seen.size() == store.shape().lanes;
+    }
+    // Whether every row that was there still is, as it was.
+    bool lasts(const Store& store) const {
+      if (!same_numbers(store) || store.header()->log_head.load(std::memory_order_relaxed) != log) return false;
+      for (uint64_t l = 0; l < seen.size(); ++l)
+        if (store.lanes.first_now(l) > seen[l].first) return false;
+      return true;
+    }
+  };
+  // What has happened since.
+  class Changes {
+   public:
+    Changes(const Moment& moment, const Store& store) : shape_(store.shape()) {
+      const uint64_t head = store.header()->log_head.load(std::memory_order_relaxed);
+      all_ = !moment.same_numbers(store) || head - moment.log > kLogEntries;
+      if (all_) return;
+      const auto* entries = reinterpret_cast<const Counter*>(store.at(shape_.log_offset));
+      for (uint64_t i = moment.log; i < head; ++i)
+        edited_.push_back(entries[i % kLogEntries].load(std::memory_order_relaxed));
+      std::sort(edited_.begin(), edited_.end());
+      for (uint64_t l = 0; l < shape_.lanes; ++l) {
+        LaneView then;
+        then.published = moment.seen[l].published, then.first = moment.seen[l].first;
+        numbers_.emplace_back(then, shape_.lane_capacity);
+        first_.push_back(store.lanes.first_now(l));
+      }
+    }
+    bool touch(uint64_t slot) const {
+      if (all_ || std::binary_search(edited_.begin(), edited_.end(), slot)) return true;
+      const uint64_t time = slot / shape_.strands, lane = time / shape_.lane_capacity;
+      uint64_t number = 0;
+      return lane < shape_.lanes && numbers_[lane].find(time % shape_.lane_capacity, number) && number < first_[lane];
+    }
+
+   private:
+    const Shape& shape_;
+    bool all_ = false;
+    std::vector<uint64_t> edited_, first_;
+    std::vector<SlotNumbers> numbers_;
+  };
+
+  Moment first_;                 // of the draw
+  std::vector<Moment> later_;    // of draws of some places anew
+  std::vector<uint32_t> which_;  // of each place: 0: the first, i: of later_[i - 1]; places beyond its end: the first
+};
+
 // Priorities by slot. A row that comes gets the highest priority seen (`within`: the highest among the rows stored then);
 // one that goes has none. Follows one store at a time and starts anew with another.
 class Priorities {
@@ -207,6 +293,8 @@ class Priorities {
     rebuild();
   }
   const std::vector<Follower::Seen>& seen() const { return follower_.seen(); }
+  // Which rows the slots mean that are drawn until the next look.
+  DrawnRows drawn() const { return DrawnRows(follower_); }
 
  private:
   struct Visitor {

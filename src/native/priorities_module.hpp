@@ -84,6 +84,8 @@ class Results {
   OutBlock block_;
 };
 
+constexpr uint32_t kMostPlaces = uint32_t{1} << 30;
+
 inline std::string number(double x) {
   char text[32];
   std::snprintf(text, sizeof text, "%.6g", x);
@@ -142,7 +144,7 @@ constexpr const char* kAllZero =
     "the priorities of all stored steps are 0, so that none can be drawn; give one a priority with update_priority, or "
     "the sampler an eps above 0";
 
-// Draws n rows: (slots, weights); None where no row is stored.
+// Draws n rows: (slots, weights, which rows they are); None where no row is stored.
 inline nb::object draw_by_priority(Priorities& self, const Store& store, nb::handle seed_in, size_t n, double beta,
                                    bool wide) {
   const SlotsArg seed(nb::borrow(seed_in));
@@ -158,12 +160,19 @@ inline nb::object draw_by_priority(Priorities& self, const Store& store, nb::han
   static thread_local std::vector<double> leaves;
   leaves.resize(n);
   self.draw(static_cast<uint64_t>(seed.data[0]), out.data<int64_t>(0), leaves.data(), n);
+  DrawnRows drawn = self.drawn();
   if (wide)
     self.weights(leaves.data(), beta, out.data<double>(1), n);
   else
     self.weights(leaves.data(), beta, out.data<float>(1), n);
-  nb::object slots = out.make(0);
-  return nb::make_tuple(slots, out.make(1));
+  nb::object slots = out.make(0), weights = out.make(1);
+  return nb::make_tuple(slots, weights, nb::cast(std::move(drawn)));
+}
+
+// Places whose rows are not those that were drawn; None: there are none.
+inline nb::object stale_places(const DrawnRows& drawn, const Store& store, nb::handle slots_in) {
+  const SlotsArg slots(nb::borrow(slots_in));
+  return positions(drawn.stale(store, slots.data, slots.n));
 }
 
 // Slices whose starts are drawn by priority; None: there is no start.
@@ -378,6 +387,13 @@ inline void bind_priorities(nb::module_& m) {
       .def_prop_ro("skipped", &Priorities::skipped)
       .def_prop_ro("total", &Priorities::total)
       .def_prop_ro("lowest", &Priorities::lowest);
+  nb::class_<DrawnRows>(m, "DrawnRows")
+      .def("stale", &stale_places, "store"_a, "slots"_a)
+      .def("replace", [](DrawnRows& drawn, const std::vector<uint32_t>& places, const DrawnRows& fresh) {
+        for (uint32_t place : places)
+          if (place > kMostPlaces) throw nb::value_error("a place beyond any batch");
+        drawn.replace(places, fresh);
+      }, "places"_a, "fresh"_a);
   nb::class_<BareTree>(m, "SumTree")
       .def(nb::init<uint64_t>(), "size"_a)
       .def("set", &BareTree::set, "leaves"_a, "values"_a)

@@ -20,7 +20,8 @@ class InPlaceWriter {
   void write(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, const int64_t* rows = nullptr) {
     const Shape& s = store_.shape();
     const bool redo = s.redo_bytes > 0;
-    const size_t batch = redo ? std::max<size_t>(1, (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride)) : 1024;
+    const size_t room = redo ? std::max<size_t>(1, (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride)) : 1024;
+    const size_t batch = std::min<size_t>(room, kLogBatch);
     for (size_t done = 0; done < n; done += batch) {
       const size_t take = std::min(batch, n - done);
       stage(slots + done, take, leaves, done, rows);
@@ -51,28 +52,14 @@ class InPlaceWriter {
     return store_.shape().redo_bytes > 0 && redo_header()->state.load(std::memory_order_acquire) == kRedoMarked;
   }
 
-  // Finishes a change that a kill, or a disk that failed, interrupted. True: there was one.
+  // Finishes a change that a kill, or a disk that failed, interrupted. True: there was one. Observers may read meanwhile, and `edits` of after a
+  // power cut may be even, or be seen by them later than our rows: so this is an edit of its own.
   bool finish_interrupted() {
-    const Shape& s = store_.shape();
     bool found = false;
-    if (interrupted()) {
-      RedoHeader* h = redo_header();
-      const uint64_t rows = h->rows, most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
-      if (rows >= 1 && rows <= most && h->row_stride == s.row_stride) {
-        // A copy: what is checked is what is applied.
-        std::vector<uint64_t> entry(rows * (8 + s.row_stride) / 8);
-        std::memcpy(entry.data(), h + 1, entry.size() * 8);
-        found = h->crc == redo_crc(entry.data(), rows);
-        for (uint64_t i = 0; i < rows; ++i) found &= entry[i] < store_.slots();
-        if (found) finish(entry, rows, h->log_head);
-        // Flushed rows are changed: if the mark went from the disk before they were there, a power cut could tear them.
-        if (found && store_.fd() >= 0 && !store_.synced(s.rows_offset, s.total_bytes - s.rows_offset))
-          throw SyncFailed("rows");
-      }
-      h->state.store(0, std::memory_order_release);
-    }
     Counter& edits = store_.header()->edits;
-    if (edits.load() % 2) edits.fetch_add(1);
+    bool on_disk = true;
+    if (interrupted() || edits.load() % 2) Lanes::Protocol::edit(edits, [&] { found = finish_marked(on_disk); });
+    if (!on_disk) throw SyncFailed("rows");
     return found;
   }
 
@@ -81,6 +68,27 @@ class InPlaceWriter {
   uint32_t redo_crc(const uint64_t* entry, uint64_t rows) const {
     const RedoHeader* h = redo_header();
     return crc32c(crc32c(0, &h->rows, sizeof(RedoHeader) - 8), entry, rows * (8 + store_.shape().row_stride));
+  }
+  // A disk that does not take the rows: they are whole in memory, and the mark stays.
+  bool finish_marked(bool& on_disk) {
+    if (!interrupted()) return false;
+    const Shape& s = store_.shape();
+    bool found = false;
+    RedoHeader* h = redo_header();
+    const uint64_t rows = h->rows, most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
+    if (rows >= 1 && rows <= most && h->row_stride == s.row_stride) {
+      // A copy: what is checked is what is applied.
+      std::vector<uint64_t> entry(rows * (8 + s.row_stride) / 8);
+      std::memcpy(entry.data(), h + 1, entry.size() * 8);
+      found = h->crc == redo_crc(entry.data(), rows);
+      for (uint64_t i = 0; i < rows; ++i) found &= entry[i] < store_.slots();
+      if (found) finish(entry, rows, h->log_head);
+      // Flushed rows are changed: if the mark went from the disk before they were there, a power cut could tear them.
+      on_disk = !found || store_.fd() < 0 || store_.synced(s.rows_offset, s.total_bytes - s.rows_offset);
+      if (!on_disk) return found;
+    }
+    h->state.store(0, std::memory_order_release);
+    return found;
   }
   void finish(std::vector<uint64_t>& entry, uint64_t rows, uint64_t log_head) {
     const Shape& s = store_.shape();

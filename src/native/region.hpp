@@ -20,12 +20,12 @@ inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 class Region {
  public:
-  // fd < 0: private memory. The caller has made the file at least `bytes` long.
-  static std::shared_ptr<Region> map(int fd, size_t bytes) {
+  // fd < 0: private memory. The caller has made the file at least `bytes` long. `read_only`: any store is a signal.
+  static std::shared_ptr<Region> map(int fd, size_t bytes, bool read_only = false) {
     const bool is_private = fd < 0;
     // Private memory starts on a huge page, so that the kernel can back a big table with huge pages.
     const size_t slack = is_private && bytes >= kHugePage ? kHugePage : 0;
-    void* at = ::mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE,
+    void* at = ::mmap(nullptr, bytes + slack, read_only ? PROT_READ : PROT_READ | PROT_WRITE,
                       is_private ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED, fd, 0);
     if (at == MAP_FAILED)
       throw std::runtime_error("cannot map " + std::to_string(bytes) + " bytes: " + std::strerror(errno));

@@ -25,9 +25,13 @@ class RowNumbers {
   }
 
   // Before rows are replaced: whoever opens the store after a kill must not give their numbers to others.
-  void reserve(const Store& store, uint64_t n) const { raise(store, next_ + n); }
+  void reserve(const Store& store, uint64_t n) const {
+    store.must_be_writable();
+    raise(store, next_ + n);
+  }
   // Nobody knows which of the stored rows were replaced, before this process opened the store: all get new numbers.
   void renumber(const Store& store) {
+    store.must_be_writable();
     start(store);
     block_ = kFirst + std::min(store.header()->replaced.fetch_add(slots_), kFirst / 2);
     next_ = block_ + slots_;
@@ -35,6 +39,7 @@ class RowNumbers {
 
   // Each of these rows has just been replaced; -1: not. The same slot may come again. Counts them as written.
   void replaced(const Store& store, const int64_t* slots, size_t n) {
+    store.must_be_writable();
     catch_up(store);
     const uint64_t before = next_;
     for (size_t i = 0; i < n; ++i)
@@ -44,7 +49,7 @@ class RowNumbers {
   }
   // A slot's number, given the one that the ring has for it.
   uint64_t number(const Store& store, uint64_t slot, uint64_t ring) const {
-    if (ring >= known_ || store.header()->incarnation.load(std::memory_order_relaxed) != incarnation_) return ring;
+    if (ring >= known_ || store.lanes.header().incarnation.load(std::memory_order_relaxed) != incarnation_) return ring;
     const uint64_t found = at(slot).load(std::memory_order_acquire);
     return found >= kFirst ? found : block_ && found != kAppended ? block_ + slot : ring;
   }
@@ -53,6 +58,7 @@ class RowNumbers {
   uint64_t slots() const { return slots_; }
   uint64_t next() const { return next_; }
   void restore(const Store& store, const int64_t* numbers, size_t n, uint64_t next) {
+    store.must_be_writable();
     start(store);
     next_ = std::max(kFirst, next);
     store.header()->replaced.store(next_ - kFirst);

@@ -1,5 +1,6 @@
 // A store: header, lanes, log, redo area and rows in one region.
 #pragma once
+#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <deque>
@@ -133,6 +134,11 @@ struct ReadResult {
   std::vector<uint32_t> unwritten;  // positions of slots that held no row to begin with
 };
 
+// Somebody else has cut the file of a store short: to touch what it lacks would be a bus error.
+struct FileCutShort : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // What this process knows of seams beside the bits in the store: whether its next row in a lane will be one; and, where
 // rows are kept elsewhere, all of them, which leave with their rows.
 class SeamNotes {
@@ -207,11 +213,12 @@ class Store {
     return store;
   }
   // Maps a store that exists: `bytes` is the size of the file.
-  static std::shared_ptr<Store> open(int fd, size_t bytes) {
+  static std::shared_ptr<Store> open(int fd, size_t bytes, bool read_only = false) {
     if (bytes < sizeof(StoreHeader) || file_bytes(fd) < bytes)
       throw std::runtime_error("the file is shorter than " + std::to_string(std::max(bytes, sizeof(StoreHeader))) +
                                " bytes");
-    auto store = std::shared_ptr<Store>(new Store(Region::map(fd, bytes), fd));
+    auto store = std::shared_ptr<Store>(new Store(Region::map(fd, bytes, read_only), fd));
+    store->read_only_ = read_only;
     store->ready(checked_shape(store->at(0), bytes));
     return store;
   }
@@ -287,10 +294,24 @@ class Store {
   void end_save() { pass_.reset(); }
   SavePass* saving() const { return pass_.get(); }
   const Shape& shape() const { return lanes.shape(); }
-  StoreHeader* header() const { return reinterpret_cast<StoreHeader*>(region_->data()); }
+  StoreHeader* header() const {
+    check_file();
+    return reinterpret_cast<StoreHeader*>(region_->data());
+  }
+  // Before a call touches the map: a FileCutShort where its file is shorter than the store by now. Private memory, and
+  // shared memory that is sealed against it, cost a branch; a file one fstat, which is no promise for the call's length.
+  void check_file() const {
+    if (watched_ && is_cut_short()) refuse_file();
+  }
   uint8_t* at(uint64_t offset) const { return region_->data() + offset; }
   std::shared_ptr<Region> region() const { return region_; }
   int fd() const { return fd_; }
+  bool read_only() const { return read_only_; }
+  // Before anything is stored: the map of an observer takes none.
+  void must_be_writable() const {
+    if (read_only_) throw std::invalid_argument("this store was opened to be observed: nothing can be written to it");
+    check_file();
+  }
   // Whether the descriptor, which is the caller's, still is that of the mapped file, as long as the store.
   bool file_is_there() const {
     struct stat found;
@@ -353,6 +374,26 @@ class Store {
                   reinterpret_cast<Counter*>(at(shape.seams_offset)), shape, fd_ >= 0);
     seams_.reset(shape.lanes);
     id_crc_ = crc32c(0, shape.store_id, 16);
+    watched_ = fd_ >= 0 && !cannot_shrink(fd_);
+  }
+  static bool cannot_shrink(int fd) {
+#if defined(F_GET_SEALS) && defined(F_SEAL_SHRINK)
+    const int seals = ::fcntl(fd, F_GET_SEALS);
+    return seals >= 0 && (seals & F_SEAL_SHRINK);
+#else
+    return false;
+#endif
+  }
+  // The descriptor is the caller's, and may be closed, or another file's, by now: then nothing is known.
+  [[gnu::noinline]] bool is_cut_short() const {
+    struct stat found;
+    return ::fstat(fd_, &found) == 0 && found.st_dev == device_ && found.st_ino == inode_ &&
+           static_cast<uint64_t>(found.st_size) < shape().total_bytes;
+  }
+  [[noreturn, gnu::noinline]] void refuse_file() const {
+    throw FileCutShort("the store's file was cut short: it has fewer than the " + std::to_string(shape().total_bytes) +
+                       " bytes of the store, and what it lacks cannot be read or written. Close this storage, put the "
+                       "file back from a copy, or load a checkpoint into a new one");
   }
   static uint64_t file_bytes(int fd) {
     struct stat found;
@@ -362,6 +403,8 @@ class Store {
 
   std::shared_ptr<Region> region_;
   int fd_;
+  bool read_only_ = false;
+  bool watched_ = false;  // a file that others can shorten
   dev_t device_ = 0;
   ino_t inode_ = 0;
   PageAsker pages_;

@@ -164,6 +164,7 @@ def test_after_an_error_in_an_environment_new_trajectories_start(mode):
 
     made = collector([Breaks((100,)), Countdown((100,))], mode, Rule(), 2)
     assert made.rollout()["collector", "traj_ids"].tolist() == [[0, 0], [1, 1]]
+    assert made.rollout()["observation"][..., 0].tolist() == [[98]] * 2  # what was stepped before
     with pytest.raises(OSError, match="simulator"):
         made.rollout()
     batch = made.rollout()
@@ -186,7 +187,7 @@ def test_later_batches_do_not_change_earlier_ones(mode):
 def test_observations_of_another_shape_than_the_space_are_refused(mode):
     made = collector([Countdown()], mode, Rule())
     made.env.engine.batched = lambda: np.zeros((1, 3), np.float32)
-    with pytest.raises(ValueError, match="the space of each says"):
+    with pytest.raises(ValueError, match=r"'observation' of shape .* its space says"):
         made.rollout()
 
 

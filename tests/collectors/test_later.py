@@ -185,6 +185,8 @@ def test_a_batch_that_fails_goes_on_nowhere():
         TransformedEnv(GymEnv(Fails()), Compose(StepCounter(), InitTracker())), frames_per_batch=20
     )
     collector.rollout()
+    before = collector.rollout()
+    assert len(before) == 16 and before["next", "step_count"].shape == (16, 1)  # what was stepped before
     with pytest.raises(KeyError, match="world"):
         collector.rollout()
     batch = collector.rollout()

@@ -363,6 +363,7 @@ def test_after_an_error_in_the_environment_new_trajectories_start():
 
     collector = SyncDataCollector(GymEnv(Breaks((100,))), Rule(), frames_per_batch=2)
     assert collector.rollout()["collector", "traj_ids"].tolist() == [0, 0]
+    assert collector.rollout()["observation"][:, 0].tolist() == [98]  # what was stepped before
     with pytest.raises(OSError, match="simulator"):
         collector.rollout()
     batch = collector.rollout()
@@ -430,9 +431,7 @@ DRIFTED = {
     "doubles": VALUES.astype(np.float64),
     "the other byte order": VALUES.astype(">f4"),
     "every second entry": np.repeat(VALUES, 2).astype(np.float32)[::2],
-    "one more dimension": VALUES.astype(np.float32)[None],
     "a list": VALUES.tolist(),
-    "a masked array": np.ma.masked_array(VALUES.astype(np.float32), VALUES == 0, fill_value=7.0),
     "a tensor": torch.tensor(VALUES, dtype=torch.float32),
 }
 
@@ -460,7 +459,7 @@ def test_an_observation_of_another_kind_than_its_space_is_stored_as_numpy_assign
 @pytest.mark.parametrize("policy", [None, nn.Sequential(nn.Linear(4, 2), nn.Tanh())], ids=["random", "module"])
 def test_an_observation_that_changes_its_shape_within_an_episode_is_refused(shape, policy):
     world = GymEnv(Drifts(np.zeros(shape, np.float32)))
-    with pytest.raises(ValueError, match="could not broadcast"):
+    with pytest.raises(ValueError, match=r"'observation' of shape .* its space says"):
         SyncDataCollector(world, policy, frames_per_batch=8).rollout()
 
 

@@ -169,6 +169,14 @@ class TestKills:
         assert s.log(0) == [2]
         assert s.finish_interrupted() is False
 
+    def test_finishing_is_an_edit_to_others_though_a_power_cut_left_the_counter_even(self, tmp_path: Path) -> None:
+        image = self.marked(tmp_path / "s")[0]
+        image[EDITS] &= 0xFE
+        s, fd = open_image(tmp_path / "s", image)
+        before = s.edits
+        assert s.finish_interrupted() and s.edits == before + 2
+        os.close(fd)
+
     @pytest.mark.parametrize("byte", [4, 8, 16, 24, 32, 40, 60, 80])
     def test_an_entry_that_is_not_whole_is_dropped(self, tmp_path: Path, byte: int) -> None:
         image, at = self.marked(tmp_path / "s")

@@ -53,6 +53,7 @@ def write(rb, session, ready, pause):
             time.sleep(pause)
         if k == 0:
             ready.send()
+        lanes.mark_seam()  # the next one is another writer, who does not go on where this one stopped
         rb.storage.release()
 
 

@@ -64,6 +64,12 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 USUAL = ["random", "slices", "slices by seams", "prioritized"]
 
 
+def _ends(storage: Any) -> None:
+    """As the end of a writer's process: who takes the lane next is another one, were it this process."""
+    storage.lanes.mark_seam()
+    storage.release()
+
+
 class Side:
     """Memory that all processes of a run share: what the controller says, and what writers have done."""
 
@@ -121,7 +127,7 @@ class Torture:
         rb = ReplayBuffer(storage=storage)
         rb.extend(Maker(0, self._session()).rows(0, 1))
         if self.o.memory == "shared":
-            storage.release()
+            _ends(storage)
             return storage
         storage.close()
         return None
@@ -168,7 +174,7 @@ class Torture:
         if self.storage is None:
             rb.storage.close()
         else:
-            self.storage.release()
+            _ends(self.storage)
 
     def _writer(self) -> Child:
         session, seed = self._session(), self.random.randrange(1 << 60)

@@ -4,6 +4,7 @@ import os
 import pickle
 import threading
 from itertools import pairwise
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -166,6 +167,23 @@ def test_one_step_changes_no_reward_and_no_next_observation():
     assert_equal(made["next"].exclude("original_reward"), batch["next"])
     rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=MultiStepTransform(1, 0.5))
     assert rb.extend(batch[:5]).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("how", ["postproc", "transform"])
+def test_rewards_of_half_precision_are_summed_in_float32(dtype, how):
+    large = torch.tensor([60000.0, 60000, -60000, 256, 1, 1, 1, 1]).to(dtype)
+    ends = torch.tensor([0, 0, 1, 0, 0, 0, 0, 1]).bool()
+    batch = TensorDict({"next": {"reward": large.unsqueeze(-1), **flags(ends)}}, [8])
+    if how == "postproc":
+        made = MultiStep(1.0, 5)(batch)
+    else:
+        rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=MultiStepTransform(5, 1.0))
+        rb.extend(batch)
+        made = rb[:]
+    assert made["next", "reward"].dtype is dtype
+    assert torch.equal(made["next", "reward"][:3, 0], torch.tensor([60000.0, 0, -60000]).to(dtype))
+    assert made["next", "reward"][3].item() == 260
 
 
 def test_other_rewards_and_flags_can_be_named():
@@ -461,7 +479,7 @@ def test_a_process_that_shares_the_storage_does_not_write_what_waits_here():
     rb.extend(stream([9])[:5])
     copy = pickle.loads(pickle.dumps(rb._transform))
     assert copy[0].held_back == 2, "a transform alone keeps what it has"
-    sent = pickle.loads(pickle.dumps(rb))
+    sent = pickle.loads(bytes(ForkingPickler.dumps(rb)))
     assert sent._transform[0].held_back == 0 and len(sent) == 3 and rb._transform[0].held_back == 2
     child = os.fork()
     if child == 0:

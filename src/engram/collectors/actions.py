@@ -67,8 +67,8 @@ class ActionSource:
     def skip(self, t: int) -> None:
         """Step t has a random action from elsewhere."""
 
-    def extras(self) -> TensorDictBase | None:
-        """What the policy wrote in this batch besides the action, `[*batch_size, steps]`."""
+    def extras(self, steps: int) -> TensorDictBase | None:
+        """What the policy wrote in the first steps of this batch besides the action, `[*batch_size, steps]`."""
         return None
 
 
@@ -145,8 +145,8 @@ class TensorDictActions(ActionSource):
         mask.view(-1)[env] = True
         self._kept = zero_where(mask, self._kept)
 
-    def extras(self) -> TensorDictBase | None:
-        stacked = stack_steps(self._steps, self._flag.ndim - 1)
+    def extras(self, steps: int) -> TensorDictBase | None:
+        stacked = stack_steps(self._steps[:steps], self._flag.ndim - 1)
         return None if stacked.is_empty() else stacked
 
     def _state(self, t: int) -> TensorDictBase:

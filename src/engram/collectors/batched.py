@@ -17,6 +17,7 @@ from engram.collectors.batch_actions import (
     RandomWhere,
 )
 from engram.collectors.calls import CallLog, Frames
+from engram.collectors.rolled import Rolled
 from engram.collectors.trajectories import FrameMarks
 from engram.envs.batched import Autoreset, BatchEngine, BatchStep
 from engram.envs.gym_codecs import leaves_of
@@ -63,14 +64,31 @@ class BatchRoller:
         self._over = np.zeros(self._engine.n, np.bool_)
         self._ages = np.zeros(self._engine.n, np.int64)
 
-    def roll(self, steps: int, random_steps: int) -> TensorDictBase:
+    def roll(self, steps: int, random_steps: int) -> Rolled:
         """`[n, steps]` in TED, the first `random_steps` of each environment with random actions."""
         try:
             self._fill(steps, random_steps)
-            return self._assembled(self._log.take(steps), steps)
+        except BaseException as error:
+            return self._cut_short(steps, error)
+        try:
+            return Rolled(self._assembled(self._log.take(steps), steps))
         except BaseException:
             self.restart()  # half a batch is lost: no trajectory may go on across the gap
             raise
+
+    def _cut_short(self, steps: int, error: BaseException) -> Rolled:
+        """What every environment has stepped before an error: no trajectory goes on after it."""
+        try:
+            try:
+                self._log.count()
+            except ValueError as earlier:
+                error = earlier
+            steps = min(steps, int(self._log.waiting.min()))
+            if steps == 0:
+                raise error
+            return Rolled(self._assembled(self._log.take(steps), steps), error)
+        finally:
+            self.restart()
 
     def _fill(self, steps: int, random_steps: int) -> None:
         source = self._source()
@@ -110,11 +128,11 @@ class BatchRoller:
                 source.forget(self._mask_of([env for env, _ in out.last]))
             if has_ends and self._ends(out) and left:
                 self._reset_over(source)
-        log.count(calls)
+        log.count()
 
     def _ends(self, out: BatchStep) -> bool:
         """Takes in which episodes end with this call; says whether environments have to be reset."""
-        natural = np.asarray(out.terminated) | out.truncated
+        natural = self._log.last_ends()
         self._over = natural
         if self._limit is not None:
             self._ages += 1 if out.idle is None else ~out.idle

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engram.envs.batched import BatchStep
 from engram.envs.gym_codecs import Leaf
+from engram.envs.gym_values import flag_row, narrow_rewards, reward_row
 from engram.envs.mdp import stack_steps
 
 Array = np.ndarray[Any, Any]
@@ -36,6 +37,7 @@ class CallLog:
         self._shown: list[list[Array]] = [[] for _ in self._leaves]
         self._actions: list[list[Array]] = [[] for _ in self._action_leaves]
         self._rewards: list[bytes] = []  # bytes: a tenth of the cost of small arrays, to make and to join
+        self._uncounted: list[bytes] = []  # the rewards of the calls since the last `count`, in double precision
         self._terminated: list[bytes] = []
         self._truncated: list[bytes] = []
         self._idle: list[bytes] = []  # those which the call has only reset
@@ -57,16 +59,13 @@ class CallLog:
         return self._shown[leaf][-1]
 
     def begin(self, observation: Any) -> None:
-        """What the environments show after the first reset. Raises ValueError for another shape than the space's."""
-        refuse_other_shapes(self._leaves, observation, self._n)
-        self._show(observation)
+        """What the environments show after the first reset. Raises ValueError where it is not of their spaces."""
+        for rows, shown in zip(self._rows_of(observation), self._shown, strict=True):
+            shown.append(rows)
 
-    def _show(self, observation: Any) -> None:
-        for (_, path, codec), shown in zip(self._leaves, self._shown, strict=True):
-            value = observation
-            for step in path:
-                value = value[step]
-            shown.append(np.array(value, codec.raw_dtype, order="C"))
+    def _rows_of(self, observation: Any) -> list[Array]:
+        """Copies of the leaves `[n, ...]` of batched observations. Raises ValueError where one is not of its space."""
+        return [np.array(leaf.rows(observation, self._n), order="C") for leaf in self._leaves]
 
     def act(self, action: Any) -> None:
         """Keeps the raw action of the next call."""
@@ -82,22 +81,35 @@ class CallLog:
         self._noted = extras
 
     def add(self, out: BatchStep, version: int) -> None:
-        """Keeps one call."""
-        self._show(out.observation)
+        """Keeps one call. Raises ValueError where something of it is not what it should be, and keeps nothing then.
+
+        Rewards beyond float32 are told of by `count`.
+        """
+        n, rows = self._n, self._rows_of(out.observation)
+        reward = reward_row(out.reward, n).tobytes()
+        terminated = flag_row(out.terminated, n, "terminated").tobytes()
+        truncated = flag_row(out.truncated, n, "truncated").tobytes()
+        lasts = [(env, [leaf.value(last).copy() for leaf in self._leaves]) for env, last in out.last]
+        for row, shown in zip(rows, self._shown, strict=True):
+            shown.append(row)
         self._idle.append(self._none if out.idle is None else out.idle.tobytes())
-        self._rewards.append(np.asarray(out.reward, np.float32).tobytes())
-        self._terminated.append(np.asarray(out.terminated, np.bool_).tobytes())
-        self._truncated.append(np.asarray(out.truncated, np.bool_).tobytes())
+        self._terminated.append(terminated)
+        self._truncated.append(truncated)
         self._versions.append(version)
         self._extras.append(self._noted)
         self._noted = None
-        for env, last in out.last:
-            lasts = [np.array(leaf.pick(last), leaf.codec.raw_dtype) for leaf in self._leaves]
-            self._moved.append((self._last_call, env, lasts))
+        for env, last in lasts:
+            self._moved.append((self._last_call + 1, env, last))
+        self._uncounted.append(reward)  # last: a call with rewards is whole
 
     @property
     def _last_call(self) -> int:
-        return self._dropped + len(self._rewards) - 1
+        return self._dropped + len(self._rewards) + len(self._uncounted) - 1
+
+    def last_ends(self) -> Array:
+        """Where the last call ended an episode, bool `[n]`."""
+        terminated, truncated = self._terminated[-1], self._truncated[-1]
+        return np.frombuffer(terminated, np.bool_) | np.frombuffer(truncated, np.bool_)
 
     def cut(self, envs: Array) -> None:
         """The episodes of `envs` (bool `[n]`) end with the last call, by truncation."""
@@ -105,18 +117,28 @@ class CallLog:
 
     def restart(self, envs: Array, observation: Any) -> None:
         """`envs` (bool `[n]`) were reset after the last call, and show `observation`."""
+        begun = self._rows_of(observation)
         self._moved.append((self._last_call, envs, [shown[-1][envs] for shown in self._shown]))
-        for leaf, shown in zip(self._leaves, self._shown, strict=True):
-            shown[-1][envs] = np.asarray(leaf.pick(observation))[envs]
+        for rows, shown in zip(begun, self._shown, strict=True):
+            shown[-1][envs] = rows[envs]
 
-    def count(self, calls: int) -> None:
-        """The last `calls` calls count as waiting frames."""
-        self.waiting += calls - _rows(self._idle[-calls:], np.bool_, self._n).sum(0)
+    def count(self) -> None:
+        """The calls since the last count become waiting frames.
+
+        Raises ValueError for rewards beyond float32; the calls before count, that one and those after it are dropped.
+        """
+        made = narrow_rewards(_rows(self._uncounted, np.float64, self._n))
+        self._uncounted.clear()
+        counted, calls = len(self._rewards), len(made.values)
+        self._rewards.extend(row.tobytes() for row in made.values)
+        self.waiting += calls - _rows(self._idle[counted : counted + calls], np.bool_, self._n).sum(0)
+        if made.error is not None:
+            raise made.error
 
     def take(self, steps: int) -> Frames:
         """The first `steps` waiting frames of each environment, oldest first; they wait no more."""
         n, total = self._n, len(self._rewards)
-        are_frames = ~_rows(self._idle, np.bool_, n).T
+        are_frames = ~_rows(self._idle[:total], np.bool_, n).T
         found, counts = np.flatnonzero(are_frames), self._taken + self.waiting
         starts = counts.cumsum() - counts + self._taken  # where in `found` the first waiting frame of each stands
         slots = found[starts[:, None] + np.arange(steps)]
@@ -185,14 +207,3 @@ class Frames:
     def versions(self) -> Array:
         """Of the policy, int64 `[n, time]`."""
         return np.array(self._versions, np.int64).take(self._calls)
-
-
-def refuse_other_shapes(leaves: Sequence[Leaf], observation: Any, n: int) -> None:
-    """Raises ValueError for a batched observation of another shape than `n` of the space's."""
-    for leaf in leaves:
-        found = np.shape(leaf.pick(observation))
-        if found != (n, *leaf.codec.raw_shape):
-            raise ValueError(
-                f"the environments gave observations {leaf.key!r} of shape {found}, and the space of each says "
-                f"{leaf.codec.raw_shape} for {n} of them; correct the environments or their space"
-            )

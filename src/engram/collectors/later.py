@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from engram.collectors.asking import ask
 from engram.collectors.devices import is_cpu
+from engram.collectors.rolled import Rolled
 from engram.collectors.stepped import TensorDictRoller
 from engram.collectors.trajectories import FrameMarks
 from engram.envs.modules import is_hooked
@@ -19,6 +19,7 @@ from engram.envs.policies import CallablePolicy, ObservationPolicy, RandomPolicy
 from engram.transforms.afterwards import Afterwards, afterwards_of
 
 RawRollers = Callable[[Any, TensorDictPolicy, "int | None", FrameMarks], Any]
+StepRollers = Callable[[Any, "int | None"], TensorDictRoller]
 
 
 class LaterRoller:
@@ -31,13 +32,13 @@ class LaterRoller:
     def __init__(
         self,
         env: Any,
-        policy: TensorDictPolicy,
         limit: int | None,
         marks: FrameMarks,
         below: Any,
         plan: list[Afterwards],
+        by_steps: StepRollers,
     ) -> None:
-        self._env, self._policy, self._limit, self._marks = env, policy, limit, marks
+        self._env, self._limit, self._marks, self._make_by_steps = env, limit, marks, by_steps
         self._below, self._plan, self._made_for = below, plan, _signature(env)
         self._by_steps: TensorDictRoller | None = None
         self.is_random = below.is_random
@@ -50,16 +51,16 @@ class LaterRoller:
         if self._by_steps is not None:
             self._by_steps.restart()
 
-    def roll(self, steps: int, random_steps: int) -> TensorDictBase:
+    def roll(self, steps: int, random_steps: int) -> Rolled:
         """`[*batch_size, steps]` in TED, the first `random_steps` with random actions."""
         if self._by_steps is None and _signature(self._env) != self._made_for:
             self._marks.ids.restart()
-            self._by_steps = TensorDictRoller(self._env, self._policy, self._limit, self._marks)
+            self._by_steps = self._make_by_steps(self._env, self._limit)
         if self._by_steps is not None:
             return self._by_steps.roll(steps, random_steps)
         try:
-            batch: TensorDictBase = self._below.roll(steps, random_steps)
-            done = batch.get(("next", "done")).reshape(-1, steps)
+            batch, error = self._below.roll(steps, random_steps)
+            done = batch.get(("next", "done")).reshape(-1, batch.shape[-1])
             starts = torch.ones_like(done)
             starts[:, 1:] = done[:, :-1]
             if self._begins is not None:
@@ -70,7 +71,9 @@ class LaterRoller:
         except BaseException:
             self.restart()
             raise
-        return batch
+        if error is not None:
+            self.restart()
+        return Rolled(batch, error)
 
 
 def _signature(env: Any) -> list[Any]:
@@ -79,11 +82,17 @@ def _signature(env: Any) -> list[Any]:
 
 
 def later_roller(
-    env: Any, policy: TensorDictPolicy, limit: int | None, marks: FrameMarks, raw: RawRollers
+    env: Any,
+    policy: TensorDictPolicy,
+    limit: int | None,
+    marks: FrameMarks,
+    raw: RawRollers,
+    by_steps: StepRollers,
 ) -> LaterRoller | None:
     """A roller for an environment with transforms that can wait; None where one of them, or the policy, cannot.
 
-    `raw` makes rollers that step an environment with raw values, or None where it has none.
+    `raw` makes rollers that step an environment with raw values, or None where it has none; `by_steps` those that take
+    over where the transforms have changed.
     """
     parts = ask(env, "later_parts")
     if parts is None or not is_cpu(env.device):
@@ -95,13 +104,13 @@ def later_roller(
     limits = [n for n in (limit, *(part.limit for part in plan)) if n is not None]
     base, least = env.base_env, min(limits, default=None)
     if ask(base, "later_parts") is not None:
-        below = later_roller(base, policy, least, marks, raw)
+        below = later_roller(base, policy, least, marks, raw, by_steps)
     else:
         try:
             below = raw(base, policy, least, marks)
         except ValueError:  # it cannot be cut one by one, and tells so where it is asked to
             return None
-    return None if below is None else LaterRoller(env, policy, limit, marks, below, plan)
+    return None if below is None else LaterRoller(env, limit, marks, below, plan, by_steps)
 
 
 def _used_by(policy: TensorDictPolicy) -> set[Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from abc import abstractmethod
@@ -28,7 +29,6 @@ from engram.collectors.multi_worker import (
     Try,
     Wrote,
     work,
-    write,
 )
 from engram.collectors.numbering import Numbering, SharedCount
 from engram.collectors.settings import refuse_bad_counts
@@ -36,7 +36,10 @@ from engram.collectors.shared_weights import SharedWeights, tensors_of
 from engram.collectors.shelf import ShelfReader
 from engram.collectors.stats import CollectorStats, Episodes, Speed, stats_of
 from engram.collectors.utils import split_trajectories
+from engram.collectors.writing import BufferWriter
 from engram.envs.exploration import ExplorationType
+from engram.errors import WorkerError
+from engram.step_clocks import StepClock, Timeout, checked_timeout
 from engram.workers import QUICKLY, Portable, Worker, close_all, wait_for_any
 
 Arrived = tuple[int, "TensorDictBase | Wrote"]
@@ -70,7 +73,9 @@ class MultiCollector:
         update_at_each_batch: bool = False,
         track_policy_version: bool = False,
         start_method: str | None = None,
+        timeout: float | None = None,
     ) -> None:
+        checked_timeout(timeout)
         makers = makers_of(create_env_fn, num_workers)
         refuse_bad_counts(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames)
         if split_trajs and replay_buffer is not None:
@@ -80,6 +85,8 @@ class MultiCollector:
         self._postproc, self._split_trajs = postproc, split_trajs
         self._update_at_each_batch = update_at_each_batch
         self._replay_buffer = replay_buffer
+        self._writer = None if replay_buffer is None else BufferWriter(replay_buffer)
+        self._failure: WorkerError | None = None  # to be raised when what came before it was handed out
         self._is_attached = False
         self._is_to_be_attached()  # for its errors, before there are processes
         self.total_frames = total_frames
@@ -96,7 +103,7 @@ class MultiCollector:
             "exploration_type": exploration_type,
             "track_policy_version": track_policy_version,
         }
-        self._start(makers, settings, start_method)
+        self._start(makers, settings, start_method, timeout)
 
     # ---- making ----
     def _set_policy(self, policy: Any) -> None:
@@ -108,11 +115,19 @@ class MultiCollector:
     def _frames_of_worker(self, frames_per_batch: int) -> int:
         return frames_per_batch
 
-    def _start(self, makers: list[Callable[[], Any]], settings: dict[str, Any], start_method: str | None) -> None:
+    def _start(
+        self,
+        makers: list[Callable[[], Any]],
+        settings: dict[str, Any],
+        start_method: str | None,
+        timeout: float | None,
+    ) -> None:
         policy = None if self._policy is None else Portable(on_cpu(self._policy))
+        clocks = [None if timeout is None else StepClock() for _ in makers]
+        self._timeout = None if timeout is None else Timeout(timeout, [clock for clock in clocks if clock is not None])
         tasks = [
-            Task(Portable(make), policy, self._weights, settings, self._can_be_stopped, self._ahead + 1)
-            for make in makers
+            Task(Portable(make), policy, self._weights, settings, self._can_be_stopped, self._ahead + 1, clock)
+            for make, clock in zip(makers, clocks, strict=True)
         ]
         self._workers: list[Worker] = []
         self._finalizer = weakref.finalize(self, close_all, self._workers)
@@ -138,21 +153,30 @@ class MultiCollector:
 
     # ---- collecting ----
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        while self.total_frames < 0 or self.frames < self.total_frames:
+        while self._failure is not None or self.total_frames < 0 or self.frames < self.total_frames:
             yield self.rollout()
 
     def rollout(self) -> TensorDictBase | None:
         """The next batch, whatever `total_frames` says; None where it went into the replay buffer.
 
         Raises WorkerError with the traceback of a worker that failed, after which the collector is shut down, and
-        RuntimeError after `shutdown`.
+        RuntimeError after `shutdown`. What workers had handed over before one failed comes first, a batch of one worker
+        at a time; with a replay buffer it is written, and the error raised at once.
         """
-        self._refuse_if_shut_down()
         before, began = self.frames, time.perf_counter()
-        with self._ended_by_errors():
-            if self._update_at_each_batch:
-                self.update_policy_weights_()
-            batch = self._next()
+        if self._failure is None:
+            self._refuse_if_shut_down()
+            with self._ended_by_errors():
+                if self._update_at_each_batch:
+                    self.update_policy_weights_()
+                try:
+                    batch = self._next()
+                except WorkerError as error:
+                    self._take_what_came()
+                    self._failure = error
+                    self._end_quickly()
+        if self._failure is not None:
+            batch = self._left_over()
         self.batches += 1
         self._speed.add(self.frames - before, time.perf_counter() - began)
         if batch is None or self._replay_buffer is not None:
@@ -167,33 +191,73 @@ class MultiCollector:
     def _next(self) -> TensorDictBase | None:
         """The next batch; None if there is nothing to hand out."""
 
+    def _left_over(self) -> TensorDictBase | None:
+        """A batch that came before a worker failed; raises the failure after the last one."""
+        failure, self._arrived = self._failure, deque(sorted(self._arrived, key=lambda result: result[0]))
+        while self._arrived:
+            k, batch = self._arrived.popleft()
+            if isinstance(batch, Wrote):
+                self.frames += batch.frames
+                continue
+            self.frames += batch.numel()
+            self._numbering.number([(k, batch)])
+            if self._writer is None:
+                return self._as_whole(batch)
+            self._store(batch)
+        assert failure is not None
+        self._failure = None
+        raise failure
+
+    def _as_whole(self, batch: TensorDictBase) -> TensorDictBase:
+        """One worker's batch in the form in which batches are handed out."""
+        return batch
+
+    def _take_what_came(self) -> None:
+        """Takes the batches that workers have handed over, where one has failed and nobody is waited for any more."""
+        for k, worker in enumerate(self._workers):
+            with contextlib.suppress(WorkerError):  # one failure is told already
+                while self._owed[k] and wait_for_any([worker], 0):
+                    self._take(k, worker.receive())
+
     def _ask(self, k: int, times: int = 1) -> None:
         for _ in range(times):
             self._owed[k] += 1
-            self._workers[k].send(Collect())
+            self._workers[k].post(Collect())
 
     def _wait(self) -> None:
         """Waits for messages, and takes the batches among them."""
         waiting = [worker for worker, owed in zip(self._workers, self._owed, strict=True) if owed]
-        for worker in wait_for_any(waiting):
+        for worker in self._heard(waiting):
             self._take(self._workers.index(worker), worker.receive())
+
+    def _heard(self, workers: list[Worker]) -> list[Worker]:
+        """Waits until some of the workers have something to say. Raises WorkerError where one hangs in its step."""
+        if self._timeout is None:
+            return wait_for_any(workers)
+        while not (heard := wait_for_any(workers, self._timeout.left() + 0.001)):
+            if (late := self._timeout.late()) is not None:
+                self._workers[late[0]].kill(late[1])
+        return heard
 
     def _take(self, k: int, message: Collected) -> None:
         self._owed[k] -= 1
         self._episodes.take(message.returns, message.lengths)
         batch = message.batch
         self._arrived.append((k, batch if isinstance(batch, Wrote) else self._shelves[k].take(batch)))
+        if message.is_last:
+            self._workers[k].receive()  # which raises what it failed with
 
     def _answer(self, k: int) -> Any:
         """The worker's next message that is no batch."""
-        while isinstance(message := self._workers[k].receive(), Collected):
+        while self._heard([self._workers[k]]) and isinstance(message := self._workers[k].receive(), Collected):
             self._take(k, message)
         return message
 
     # ---- the replay buffer ----
     def _store(self, batch: TensorDictBase) -> None:
         """Writes a batch that a worker handed out before it had the buffer."""
-        write(self._replay_buffer, batch if self._postproc is None else self._postproc(batch))
+        assert self._writer is not None
+        self._writer.write(batch if self._postproc is None else self._postproc(batch))
 
     def _is_to_be_attached(self) -> bool:
         """Whether the workers could write to the buffer themselves: its layout comes with the first batch."""
@@ -273,6 +337,8 @@ class MultiCollector:
                 self._asked(k, Load(part))
         self._arrived.clear()
         self._numbering.forget()
+        if self._writer is not None:
+            self._writer.restart()
         self.frames, self.batches = int(state["frames"]), int(state["batches"])
         self._episodes.load_state_dict(state["episodes"])
         missing = int(state["trajectories"]) - self._ids.value

@@ -23,12 +23,13 @@ class MultiaSyncDataCollector(MultiCollector):
         total_frames: over all workers.
         num_workers, device, storing_device, policy_device, env_device, max_frames_per_traj, init_random_frames,
         reset_at_each_iter, exploration_type, postproc, split_trajs, replay_buffer, update_at_each_batch,
-        track_policy_version, start_method:
+        track_policy_version, start_method, timeout:
             as in `MultiSyncDataCollector`.
 
     Raises:
         ValueError, TypeError: arguments that cannot work.
-        WorkerError: a worker failed, with its traceback; all are ended then.
+        WorkerError: a worker failed, with its traceback, or hung; all are ended then. What workers had handed over, the
+            rows that the failing one had stepped before included, is handed out first, or written.
 
     >>> from engram.envs import GymEnv
     >>> make = lambda: GymEnv("CartPole-v1")

@@ -36,10 +36,15 @@ class MultiSyncDataCollector(MultiCollector):
             what they have. Missing steps are zeros, and `("collector", "mask")` says which are steps. None: all wait.
         cat_results: "stack", or the dimension along which the workers' batches are put one after the other.
         start_method: "fork", "spawn" or "forkserver"; None: fork unless CUDA is in use.
+        timeout: seconds that one step or one reset of an environment may last, making it apart; of environments that
+            step together, one of all. Then its worker is killed, whatever it does, and the WorkerError names the
+            worker, the environment in it and the step, counted from 1. None: any time.
 
     Raises:
         ValueError, TypeError: arguments that cannot work.
-        WorkerError: a worker failed, with its traceback; all are ended then.
+        WorkerError: a worker failed, with its traceback, or hung; all are ended then. What workers had handed over, the
+            rows that the failing one had stepped before included, is handed out first, `[1, *]` for one worker at a
+            time, or written; what others were in the middle of is lost.
 
     >>> from engram.envs import GymEnv
     >>> make = lambda: GymEnv("CartPole-v1")
@@ -94,7 +99,7 @@ class MultiSyncDataCollector(MultiCollector):
     def _tell_the_others(self) -> None:
         for worker, owed in zip(self._workers, self._owed, strict=True):
             if owed:
-                worker.send(Stop())
+                worker.post(Stop())
 
     def _together(self, results: list[Any]) -> TensorDictBase | None:
         batches = [(k, batch) for k, batch in results if not isinstance(batch, Wrote)]
@@ -106,10 +111,16 @@ class MultiSyncDataCollector(MultiCollector):
             for batch in [torch.stack(found).flatten(0, -2)] if same else found:  # [workers * envs, time]
                 self._store(batch)
             return None
+        return self._joined(found)
+
+    def _joined(self, batches: list[TensorDictBase]) -> TensorDictBase:
         if self._threshold is not None:
-            longest = max(batch.shape[-1] for batch in found)
-            found = [_padded(batch, longest) for batch in found]
-        return torch.stack(found) if self._cat_results == "stack" else torch.cat(found, int(self._cat_results))
+            longest = max(batch.shape[-1] for batch in batches)
+            batches = [_padded(batch, longest) for batch in batches]
+        return torch.stack(batches) if self._cat_results == "stack" else torch.cat(batches, int(self._cat_results))
+
+    def _as_whole(self, batch: TensorDictBase) -> TensorDictBase:
+        return self._joined([batch])
 
 
 def _padded(batch: TensorDictBase, length: int) -> TensorDictBase:

@@ -17,6 +17,8 @@ from engram.collectors.shared_weights import SharedWeights
 from engram.collectors.shelf import Shelf, Shelved
 from engram.collectors.stats import Episodes
 from engram.collectors.sync import SyncDataCollector, as_rows
+from engram.collectors.writing import BufferWriter
+from engram.step_clocks import StepClock
 from engram.workers import Channel, Portable
 
 MOST_PIECES = 32  # of a batch that can be stopped between two
@@ -73,11 +75,12 @@ class Wrote(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """A batch, and returns and lengths of the episodes that ended in it."""
+    """A batch, and returns and lengths of the episodes that ended in it; the last one of a worker that then fails."""
 
     batch: Shelved | Wrote
     returns: list[float]
     lengths: list[int]
+    is_last: bool
 
 
 class Task(NamedTuple):
@@ -89,6 +92,7 @@ class Task(NamedTuple):
     settings: dict[str, Any]
     can_be_stopped: bool
     shelf_batches: int
+    clock: StepClock | None
 
 
 def work(channel: Channel, task: Task) -> None:
@@ -110,10 +114,14 @@ class _CollectorProcess:
         self._pieces = _divisor(steps) if task.can_be_stopped else 1
         settings = {**task.settings, "frames_per_batch": steps // self._pieces * self._envs}
         self._collector = SyncDataCollector(self._env, policy, **settings)
+        if task.clock is not None:
+            self._collector._enter_steps_in(task.clock)
+        self._resets_each = bool(task.settings["reset_at_each_iter"])
         self._shelf = Shelf(task.shelf_batches)
-        self._buffer: Any = None
+        self._writer: BufferWriter | None = None
         self._numbering: Numbering | None = None
         self._version = 0
+        self._failure: BaseException | None = None  # of the environment or the policy, after a batch's first steps
         self._episodes = Episodes(self._envs)
 
     def run(self) -> None:
@@ -130,12 +138,14 @@ class _CollectorProcess:
             while True:
                 message = self._channel.receive()
                 if isinstance(message, Attach):
-                    self._buffer, self._numbering = message.replay_buffer, Numbering(message.ids.take)
+                    self._writer, self._numbering = BufferWriter(message.replay_buffer), Numbering(message.ids.take)
                 elif not isinstance(message, Stop):  # one that came after the batch had ended says nothing
                     self._channel.say(answers[type(message)](message))
+                    if self._failure is not None:
+                        raise self._failure
         finally:
-            if self._buffer is not None:
-                self._buffer.flush_transforms()  # steps that waited for those that would follow
+            if self._writer is not None:
+                self._writer.replay_buffer.flush_transforms()  # steps that waited for those that would follow
             self._env.close()
 
     def _take_weights(self) -> None:
@@ -166,30 +176,40 @@ class _CollectorProcess:
         self._episodes.restart()
         if self._numbering is not None:
             self._numbering.forget()
+        if self._writer is not None:
+            self._writer.restart()
 
     def _collected(self) -> Collected:
         self._take_weights()
         batch = self._rolled()
         since = self._episodes.count
-        self._episodes.add(
-            as_rows(batch.get(("next", "reward")), batch.shape, np.add),
-            as_rows(batch.get(("next", "done")), batch.shape, np.logical_or),
-        )
-        return Collected(self._handed_over(batch), *self._episodes.latest(since))
+        reward, done = batch.get(("next", "reward"), None), batch.get(("next", "done"), None)
+        if reward is not None and done is not None:  # others keep theirs in groups of agents
+            self._episodes.add(as_rows(reward, batch.shape, np.add), as_rows(done, batch.shape, np.logical_or))
+        return Collected(self._handed_over(batch), *self._episodes.latest(since), self._failure is not None)
 
     def _handed_over(self, batch: TensorDictBase) -> Shelved | Wrote:
-        if self._buffer is None or self._numbering is None:
+        if self._writer is None or self._numbering is None:
             return self._shelf.put(batch)
         self._numbering.number([(0, batch)])
-        write(self._buffer, batch)
+        if self._resets_each:
+            self._writer.restart()
+        self._writer.write(batch)
         return Wrote(batch.numel())
 
     def _rolled(self) -> TensorDictBase:
         pieces: list[TensorDictBase] = []
-        while len(pieces) < self._pieces:
-            piece = self._collector.rollout()
+        while len(pieces) < self._pieces and self._failure is None:
+            try:
+                piece = self._collector.rollout()
+            except Exception as error:
+                if not pieces:
+                    raise
+                self._failure = error
+                break
             assert piece is not None
             pieces.append(piece)
+            self._failure = self._collector.failure
             if self._pieces > 1 and self._channel.has_message():
                 break  # a Stop: while a batch is being collected nothing else is sent, but the end, which comes next
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
@@ -197,13 +217,3 @@ class _CollectorProcess:
 
 def _divisor(steps: int) -> int:
     return max(k for k in range(1, MOST_PIECES + 1) if steps % k == 0)
-
-
-def write(replay_buffer: Any, batch: TensorDictBase) -> None:
-    """Adds a batch in the shape that the buffer's storage has."""
-    ndim = getattr(getattr(replay_buffer, "storage", None), "ndim", None)
-    if ndim == 1:
-        batch = batch.reshape(-1)
-    elif ndim == 2:
-        batch = batch.reshape(-1, batch.shape[-1])
-    replay_buffer.extend(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,9 @@ class Observations:
     """Raw observations of `width` environments over `steps` steps.
 
     Slot `t * width + e` holds what environment e shows before step t; what follows step t is in the same place of row
-    t + 1. `slots[slot] = raw` takes an observation; it is copied at once, because environments may go on writing into
-    the arrays that they gave. A reset moves the last observation of the old episode aside.
+    t + 1. `put(slot, raw)` takes an observation; it is copied at once, because environments may go on writing into the
+    arrays that they gave. Where an observation is one array, whoever has looked at its `dtype` and `shape` may write it
+    to `only` himself. A reset moves the last observation of the old episode aside.
     """
 
     def __init__(self, leaves: list[Leaf], steps: int, batch_size: torch.Size, first_row: Rows | None) -> None:
@@ -31,27 +33,46 @@ class Observations:
         self._arrays = [np.empty((slots, *leaf.codec.raw_shape), leaf.codec.raw_dtype) for leaf in leaves]
         self._moved_slots: list[int] = []
         self._moved: list[Rows] = [[] for _ in leaves]
-        self._is_checked = False
         for array, row in zip(self._arrays, first_row or (), strict=first_row is not None):
             array[: self._width] = row
         is_single = len(leaves) == 1 and not leaves[0].path
-        self.slots: Any = self._arrays[0] if is_single else _Columns(leaves, self._arrays)
+        self.only = self._arrays[0]
+        self.dtype = leaves[0].codec.raw_dtype if is_single else None  # None: several arrays
+        self.shape = leaves[0].codec.raw_shape
+        self._scalars = _scalars_of(self.dtype) if is_single and not self.shape else frozenset()
 
     @property
     def keys(self) -> list[Any]:
         """The keys of the observations."""
         return [leaf.key for leaf in self._leaves]
 
+    def put(self, slot: int, raw: Any) -> None:
+        """An observation. Raises ValueError where it is not of the space, and changes nothing then."""
+        if type(raw) in self._scalars:
+            with contextlib.suppress(OverflowError):  # an int beyond 64 bits is told of below
+                self.only[slot] = raw
+                return
+        values = [leaf.value(raw) for leaf in self._leaves]
+        for array, value in zip(self._arrays, values, strict=True):
+            array[slot] = value
+
     def put_first(self, slot: int, raw: Any) -> None:
-        """The first observation of an episode. Raises ValueError for another shape than the space's."""
+        """The first observation of an episode. Raises ValueError as `put`."""
+        values = [leaf.value(raw) for leaf in self._leaves]
         if slot >= self._width:
             self._moved_slots.append(slot - self._width)
             for array, moved in zip(self._arrays, self._moved, strict=True):
                 moved.append(array[slot].copy())
-        if not self._is_checked:  # once a batch: numpy itself refuses what does not broadcast
-            check_shapes(self._leaves, raw)
-            self._is_checked = True
-        self.slots[slot] = raw
+        for array, value in zip(self._arrays, values, strict=True):
+            array[slot] = value
+
+    def cut(self, steps: int) -> None:
+        """Only the first `steps` steps were made."""
+        slots = (steps + 1) * self._width
+        self._steps, self._arrays = steps, [array[:slots] for array in self._arrays]
+        kept = [k for k, slot in enumerate(self._moved_slots) if slot < steps * self._width]
+        self._moved_slots = [self._moved_slots[k] for k in kept]
+        self._moved = [[moved[k] for k in kept] for moved in self._moved]
 
     def last_row(self) -> Rows:
         """What the environments show after the last step."""
@@ -83,26 +104,10 @@ class Observations:
         return {leaf.key: in_time(leaf.codec.encode(column), self.batch_size) for leaf, column in pairs}
 
 
-class _Columns:
-    """Takes raw observations of several leaves apart."""
-
-    def __init__(self, leaves: list[Leaf], arrays: Rows) -> None:
-        self._pairs = list(zip(leaves, arrays, strict=True))
-
-    def __setitem__(self, slot: int, raw: Any) -> None:
-        for leaf, array in self._pairs:
-            array[slot] = leaf.pick(raw)
-
-
-def check_shapes(leaves: list[Leaf], raw: Any) -> None:
-    """Raises ValueError for a raw observation of another shape than the space's."""
-    for leaf in leaves:
-        found = np.shape(leaf.pick(raw))
-        if found != leaf.codec.raw_shape:
-            raise ValueError(
-                f"the environment gave an observation {leaf.key!r} of shape {found}, and its space says "
-                f"{leaf.codec.raw_shape}; correct the environment or its space"
-            )
+def _scalars_of(dtype: Any) -> frozenset[type]:
+    """The types of single numbers that `dtype` holds whatever their value."""
+    python: dict[str, type] = {"int64": int, "float64": float}
+    return frozenset({dtype.type} | ({python[dtype.name]} if dtype.name in python else set()))
 
 
 def in_time(rows: Any, batch_size: torch.Size) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from engram.collectors.observations import Rows, check_shapes
+from engram.collectors.observations import Rows
 from engram.envs.gym_codecs import Leaf
 
 LARGEST = 1024  # bytes of one observation: above, the second copy costs more than one write into an array
@@ -29,7 +29,7 @@ class PackedObservations:
     """What `Observations` is, for one environment, while nobody reads the observations.
 
     `rows` grows by the bytes of one observation a step. Who extends it has looked at the array's `dtype` and `shape`,
-    which bytes do not have; `pack` makes bytes of anything else, exactly as numpy assigns it to a row of an array.
+    which bytes do not have; `pack` makes bytes of anything else that the space allows.
     """
 
     def __init__(self, leaf: Leaf, first_row: Rows | None) -> None:
@@ -41,21 +41,20 @@ class PackedObservations:
         self._moved: dict[int, bytearray] = {}  # by step: the last observation of an episode
 
     def pack(self, raw: Any) -> bytes:
-        """The bytes of one observation. Raises ValueError where numpy cannot broadcast it to the space's shape."""
-        row = np.empty(self.shape, self.dtype)
-        row[...] = raw
-        return row.tobytes()
+        """The bytes of one observation. Raises ValueError where it is not of the space."""
+        return self._leaf.value(raw).tobytes()
 
     def put_first(self, slot: int, raw: Any) -> None:
-        """The first observation of an episode. Raises ValueError for another shape than the space's."""
-        last = self.rows[-self._size :]
+        """The first observation of an episode. Raises ValueError as `pack`."""
+        first = self.pack(raw)
         if slot:
-            self._moved[slot - 1] = last
-        if type(raw) is np.ndarray and raw.dtype is self.dtype and raw.shape == self.shape:
-            self.rows[slot * self._size :] = raw.tobytes()
-        else:
-            check_shapes([self._leaf], raw)
-            self.rows[slot * self._size :] = self.pack(raw)
+            self._moved[slot - 1] = self.rows[-self._size :]
+        self.rows[slot * self._size :] = first
+
+    def cut(self, steps: int) -> None:
+        """Only the first `steps` steps were made."""
+        del self.rows[(steps + 1) * self._size :]
+        self._moved = {step: last for step, last in self._moved.items() if step < steps}
 
     def last_row(self) -> Rows:
         """What the environment shows after the last step."""

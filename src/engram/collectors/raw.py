@@ -12,8 +12,10 @@ from tensordict import TensorDict, TensorDictBase
 from engram.collectors.actions import ModuleActions, RandomActions, TensorDictActions
 from engram.collectors.observations import Observations, Rows, in_time
 from engram.collectors.packed import PackedObservations, can_pack
+from engram.collectors.rolled import Rolled
 from engram.collectors.trajectories import FrameMarks
 from engram.envs.gym_engine import GymEngine
+from engram.envs.gym_values import Array, Rewards, flag_of, rewards_of
 from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, direct_module
 
 Source = ModuleActions | RandomActions | TensorDictActions
@@ -55,18 +57,31 @@ class GymRoller:
         self._last_slots: dict[int, int] = {}  # by environment: where its last allowed state goes
         self._first_row: Rows | None = None
 
-    def roll(self, steps: int, random_steps: int) -> TensorDictBase:
+    def roll(self, steps: int, random_steps: int) -> Rolled:
         """`[*batch_size, steps]` in TED, the first `random_steps` with random actions."""
         batch = _RawBatch(self._empty_observations(steps))
         source = self._source(batch.observations)
         try:
             self._run_all(batch, steps, steps if self.is_random else min(steps, random_steps), source)
-        except BaseException:
-            self.restart()  # half a batch is lost: no trajectory may go on across the gap
-            raise
+        except BaseException as error:
+            return self._cut_short(batch, rewards_of(batch.rewards), error, source)
+        made = rewards_of(batch.rewards)
+        if made.error is not None:
+            return self._cut_short(batch, made, made.error, source)
         self._first_row = batch.observations.last_row()
         self._last_slots = {env: slot - steps * len(self._engines) for env, slot in self._last_slots.items()}
-        return self._assembled(batch, steps, source.extras())
+        return Rolled(self._assembled(batch, made.values, steps, source.extras(steps)))
+
+    def _cut_short(self, batch: _RawBatch, made: Rewards, error: BaseException, source: Source) -> Rolled:
+        """What was stepped before an error, in whole rows: no trajectory goes on after it."""
+        self.restart()
+        error = error if made.error is None else made.error  # the earlier one
+        steps = len(made.values) // len(self._engines)
+        if steps == 0:
+            raise error
+        batch.observations.cut(steps)
+        rewards = made.values[: steps * len(self._engines)]
+        return Rolled(self._assembled(batch, rewards, steps, source.extras(steps)), error)
 
     def _empty_observations(self, steps: int) -> Observations | PackedObservations:
         leaves = self._engines[0].leaves
@@ -90,8 +105,11 @@ class GymRoller:
         if random_steps < steps:
             record: list[Any] = []
             times = range(random_steps, steps)
-            self._run(batch, source.raws(times, record), times, source)
-            batch.actions.append(self._codec.encode_rows(record))
+            try:
+                self._run(batch, source.raws(times, record), times, source)
+            finally:
+                if record:
+                    batch.actions.append(self._codec.encode_rows(record))
 
     def _run(self, batch: _RawBatch, raws: Iterable[Any], times: range, source: Source) -> None:
         width, end = len(self._engines), times.stop * len(self._engines)
@@ -101,16 +119,24 @@ class GymRoller:
         if isinstance(batch.observations, PackedObservations):
             return self._step_packed(batch, batch.observations, raws, end)
         steps, step = [engine.step for engine in self._engines], self._engines[0].step
-        observations, keep_reward, limits = batch.observations.slots, batch.rewards.append, self._last_slots
+        put, only, ndarray = batch.observations.put, batch.observations.only, np.ndarray
+        dtype, shape = batch.observations.dtype, batch.observations.shape
+        keep_reward, limits = batch.rewards.append, self._last_slots
         for slot, raw in enumerate(raws, (times.start + 1) * width):  # the slot of the state that follows
             if width > 1:
                 step = steps[slot % width]
             observation, reward, terminated, truncated, _ = step(raw)
-            observations[slot] = observation
-            keep_reward(reward)
-            if terminated or truncated or (limits and limits[slot % width] == slot):
+            if type(observation) is ndarray and observation.dtype is dtype and observation.shape == shape:
+                only[slot] = observation
+            else:
+                put(slot, observation)
+            is_cut = bool(limits) and limits[slot % width] == slot
+            is_over = is_cut or terminated is not False or truncated is not False
+            if is_over:
+                is_over = batch.end(slot - width, terminated, truncated, is_cut)
+            keep_reward(reward)  # last: a step with a reward is whole
+            if is_over:
                 env = slot % width
-                batch.ends.append((slot - width, bool(terminated), bool(truncated) or limits.get(env) == slot))
                 if slot < end:
                     self._reset(batch, slot, env, source)
                 else:
@@ -128,10 +154,13 @@ class GymRoller:
                 keep(observation.tobytes())  # bytes say nothing of dtype and shape: any other goes through numpy
             else:
                 keep(pack(observation))
-            keep_reward(reward)
-            if terminated or truncated or (limits and limits[0] == len(rewards)):
+            is_cut = bool(limits) and limits[0] == len(rewards) + 1
+            is_over = is_cut or terminated is not False or truncated is not False
+            if is_over:
+                is_over = batch.end(len(rewards), terminated, truncated, is_cut)
+            keep_reward(reward)  # last: a step with a reward is whole
+            if is_over:
                 slot = len(rewards)
-                batch.ends.append((slot - 1, bool(terminated), bool(truncated) or limits.get(0) == slot))
                 if slot == end:
                     self._to_reset.append(0)
                     continue
@@ -145,14 +174,15 @@ class GymRoller:
         if self._limit is not None:
             self._last_slots[env] = slot + self._limit * len(self._engines)
 
-    def _assembled(self, batch: _RawBatch, steps: int, extras: TensorDictBase | None) -> TensorDictBase:
+    def _assembled(self, batch: _RawBatch, rewards: Array, steps: int, extras: TensorDictBase | None) -> TensorDictBase:
         def of_batch(entries: dict[Any, Any]) -> TensorDict:
             return TensorDict(entries, batch_size=shape, device=self._device)
 
         shape = torch.Size((*self._batch_size, steps))
-        outcomes = batch.outcomes(self._batch_size)
+        outcomes = batch.outcomes(rewards, self._batch_size)
         marks = self._marks.entries(outcomes["done"].reshape(-1, steps), shape)
         actions = batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions)
+        actions = actions if len(actions) == len(rewards) else actions[: len(rewards)]
         before = {
             **batch.observations.before(),
             "action": in_time(actions, self._batch_size),
@@ -173,21 +203,19 @@ class _RawBatch:
         self.rewards: list[Any] = []
         self.ends: list[tuple[int, bool, bool]] = []  # slot, terminated, truncated
 
-    def outcomes(self, batch_size: torch.Size) -> dict[str, np.ndarray[Any, Any]]:
-        """Reward and flags, `[*batch_size, steps, 1]`, each with memory of its own."""
-        slots = len(self.rewards)
+    def end(self, slot: int, terminated: Any, truncated: Any, is_cut: bool) -> bool:
+        """Notes whether an episode ends with a step. Raises ValueError for flags that are neither true nor false."""
+        is_terminated, is_truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated") or is_cut
+        if is_terminated or is_truncated:
+            self.ends.append((slot, is_terminated, is_truncated))
+        return is_terminated or is_truncated
+
+    def outcomes(self, rewards: Array, batch_size: torch.Size) -> dict[str, Array]:
+        """Reward and flags of the first steps, `[*batch_size, steps, 1]`, each with memory of its own."""
+        slots = len(rewards)
         terminated, truncated, done = (np.zeros((slots, 1), dtype=np.bool_) for _ in range(3))
         for slot, is_terminated, is_truncated in self.ends:  # few: most flags stay zero
-            terminated[slot], truncated[slot], done[slot] = is_terminated, is_truncated, True
-        reward = _as_floats(self.rewards).reshape(slots, 1)
-        columns = {"reward": reward, "done": done, "terminated": terminated, "truncated": truncated}
+            if slot < slots:
+                terminated[slot], truncated[slot], done[slot] = is_terminated, is_truncated, True
+        columns = {"reward": rewards.reshape(slots, 1), "done": done, "terminated": terminated, "truncated": truncated}
         return {key: in_time(column, batch_size) for key, column in columns.items()} if batch_size else columns
-
-
-def _as_floats(rewards: list[Any]) -> np.ndarray[Any, Any]:
-    if type(rewards[0]) is float:
-        try:
-            return np.fromiter(rewards, np.float32, len(rewards))  # a third of the cost, and no arrays of one number
-        except (TypeError, ValueError):
-            pass
-    return np.asarray(rewards, dtype=np.float32)

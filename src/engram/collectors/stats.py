@@ -81,7 +81,7 @@ class Episodes:
         steps = done.shape[1]
         ends = np.flatnonzero(done)
         if not len(ends):
-            self._return += reward.sum(1)
+            self._return += reward.sum(1, dtype=np.float64)
             self._length += steps
             return
         envs = ends // steps

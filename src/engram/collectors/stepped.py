@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engram.collectors.extras import extras_of
 from engram.collectors.frames import FrameQueue
+from engram.collectors.rolled import Rolled
 from engram.collectors.trajectories import FrameMarks
 from engram.envs.mdp import reset_where, step_mdp
 from engram.envs.policies import RandomPolicy, TensorDictPolicy
@@ -51,15 +52,26 @@ class TensorDictRoller:
         self._lengths.zero_()
         self._frames = FrameQueue(self._env.batch_size)
 
-    def roll(self, steps: int, random_steps: int) -> TensorDictBase:
+    def roll(self, steps: int, random_steps: int) -> Rolled:
         """`[*batch_size, steps]` in TED, the first `random_steps` with random actions."""
         frames, version = self._frames, self._marks.version
+        error: BaseException | None = None
         try:
             while (least := frames.least) < steps:
                 frames.add(self._step(is_random=least < random_steps), version)
+        except BaseException as failure:
+            error = failure
+            self.restart()  # no trajectory may go on across what is lost
+            steps = min(steps, frames.least)
+            if steps == 0:
+                raise
+        return Rolled(self._taken(frames, steps), error)
+
+    def _taken(self, frames: FrameQueue, steps: int) -> TensorDictBase:
+        try:
             batch, versions = frames.take(steps)
         except BaseException:
-            self.restart()  # half a batch is lost: no trajectory may go on across the gap
+            self.restart()
             raise
         done = batch.get(("next", "done")).reshape(-1, steps).cpu().numpy()
         ends = done if self._resets else np.zeros_like(done)
@@ -71,7 +83,7 @@ class TensorDictRoller:
         td = self._env.step(self._with_action(self._ready_state(), is_random))
         following = td.get("next")
         if self._limit is not None:
-            self._truncate(following, self._limit)
+            self._truncate(td, following, self._limit)
         self._over = following.get("done")
         self._state = step_mdp(td)
         return td
@@ -94,9 +106,13 @@ class TensorDictRoller:
         action = td.get("action")
         return td if dtype is None or action.dtype == dtype else td.set("action", action.to(dtype))
 
-    def _truncate(self, following: TensorDictBase, limit: int) -> None:
+    def _truncate(self, td: TensorDictBase, following: TensorDictBase, limit: int) -> None:
         self._lengths += 1
-        too_long = (self._lengths >= limit).to(following.get("done").device)
-        following.set("truncated", following.get("truncated") | too_long)
-        following.set("done", following.get("done") | too_long)
-        self._lengths[following.get("done").cpu()] = 0
+        done = following.get("done")
+        too_long = (self._lengths >= limit).to(done.device).reshape(done.shape)
+        truncated = following.get("truncated", None)  # some environments know no truncation
+        following.set("truncated", too_long if truncated is None else truncated | too_long)
+        if td.get("truncated", None) is None:
+            td.set("truncated", torch.zeros_like(done))
+        following.set("done", done | too_long)
+        self._lengths[following.get("done").cpu().reshape(self._lengths.shape)] = 0

@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 
 from engram.collectors.asking import ask
 from engram.collectors.devices import Device, first_device, on_device, stored
+from engram.collectors.rolled import Rolled
 from engram.collectors.rollers import Roller, roller_for
 from engram.collectors.settings import refuse_bad_settings, refuse_bad_state
 from engram.collectors.stats import CollectorStats, Episodes, Speed, stats_of
@@ -21,8 +22,10 @@ from engram.collectors.trajectories import FrameMarks
 from engram.collectors.utils import split_trajectories
 from engram.collectors.weights import PolicyWeights
 from engram.collectors.whole import WholeTrajectories
+from engram.collectors.writing import BufferWriter
 from engram.envs.exploration import ExplorationType, set_exploration_type
 from engram.envs.policies import as_policy
+from engram.step_clocks import StepClock, refuse_timeout
 
 ROWS_IN_SEARCH = 32  # at a time, while whole trajectories are looked for
 
@@ -62,11 +65,18 @@ class SyncDataCollector:
         replay_buffer: gets each batch by `extend`; iterating then yields None. A buffer whose storage has one
             dimension gets the steps of several environments one environment after the other.
         no_cuda_sync: copies to `storing_device` are not waited for.
+        timeout: None; for an environment that may hang, take a collector with worker processes (TypeError).
 
     Gymnasium environments, alone, in a `SerialEnv` or stepped together, are stepped with raw values; tensors are made
-    once a batch. An error, or an interrupt, loses the batch that was being made, whether it comes from the environment,
-    the policy, `postproc` or the buffer; the next one begins with new trajectories. Raises ValueError and TypeError for
-    arguments that cannot work, when it is made.
+    once a batch. What an environment gives must be of its spaces: a ValueError names the key otherwise.
+
+    After an error in the environment or the policy, the rows that every environment had stepped before it are a batch,
+    shorter than others (of whole trajectories: those that had ended). Without a replay buffer it is handed out, and the
+    error is raised in the next call or iteration; with one it is written, and the error is raised at once. An interrupt
+    is raised at once, so that its rows are lost where there is no buffer; an error of `postproc` or of the buffer loses
+    the batch that it was given. Whatever it was, what is collected next begins new trajectories.
+
+    Raises ValueError and TypeError for arguments that cannot work, when it is made.
 
     >>> from engram.envs import GymEnv
     >>> with SyncDataCollector(lambda: GymEnv("CartPole-v1"), frames_per_batch=200, total_frames=400) as collector:
@@ -102,7 +112,9 @@ class SyncDataCollector:
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         replay_buffer: Any = None,
         no_cuda_sync: bool = False,
+        timeout: None = None,
     ) -> None:
+        refuse_timeout(timeout, "SyncDataCollector")
         refuse_bad_settings(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
@@ -118,7 +130,9 @@ class SyncDataCollector:
         )
         self._exploration_type = exploration_type
         self._reset_at_each_iter, self._reset_when_done = reset_at_each_iter, reset_when_done
-        self._postproc, self._split_trajs, self._replay_buffer = postproc, split_trajs, replay_buffer
+        self._postproc, self._split_trajs = postproc, split_trajs
+        self._writer = None if replay_buffer is None else BufferWriter(replay_buffer)
+        self._failure: BaseException | None = None  # to be raised before anything else is collected
         self._set_truncated, self._waits = set_truncated, not no_cuda_sync
         self._trajs_per_batch, self._whole = trajs_per_batch or 0, WholeTrajectories()
         self._own: TensorDictBase | None = None
@@ -135,7 +149,8 @@ class SyncDataCollector:
                 self.env.to(place)
             self._set_sizes(frames_per_batch, total_frames)
             self._marks = FrameMarks(self._width, tracks_version=track_policy_version)
-            self._roller = self._make_roller(max_frames_per_traj)
+            self._limit = max_frames_per_traj
+            self._roller = self._make_roller()
         except BaseException:
             self.shutdown()
             raise
@@ -159,11 +174,17 @@ class SyncDataCollector:
                 stacklevel=3,
             )
 
-    def _make_roller(self, max_frames_per_traj: int | None) -> Roller:
+    def _enter_steps_in(self, clock: StepClock) -> None:
+        """From the first one on, steps and resets of the environment are entered in `clock`, for a worker's owner."""
+        self._roller = self._make_roller(clock)
+
+    def _make_roller(self, clock: StepClock | None = None) -> Roller:
         policy = as_policy(self._weights.policy, self.env)
         self._prepare = getattr(policy, "prepare", lambda: None)
         policy = on_device(policy, self._policy_device, self.env)
-        return roller_for(self.env, policy, max_frames_per_traj, self._marks, reset_when_done=self._reset_when_done)
+        return roller_for(
+            self.env, policy, self._limit, self._marks, reset_when_done=self._reset_when_done, clock=clock
+        )
 
     @property
     def policy(self) -> Any:
@@ -181,43 +202,67 @@ class SyncDataCollector:
         return stats_of(self.frames, self.batches, self._episodes, self._speed)
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        while self.total_frames < 0 or self.frames < self.total_frames:
+        while self._failure is not None or self.total_frames < 0 or self.frames < self.total_frames:
             yield self.rollout()
 
     def rollout(self) -> TensorDictBase | None:
         """The next batch, whatever `total_frames` says; None where it went into the replay buffer.
 
-        Raises RuntimeError after `shutdown`.
+        Raises RuntimeError after `shutdown`, and what an environment or the policy raised: at once where nothing was
+        stepped before or the rows went into the replay buffer, else in the call after the one that handed them out.
         """
         if self.is_shut_down:
             raise RuntimeError("this collector was shut down; make a new one")
+        self._raise_failure()
         try:
-            return self._rolled_out()
-        except BaseException:
+            batch = self._rolled_out()
+        except BaseException as error:
             self.reset()  # a batch is lost: no trajectory may go on across the gap
+            failure, self._failure = self._failure, None
+            if failure is not None and failure is not error:
+                raise error from failure
             raise
+        if self._failure is not None:
+            self.reset()
+            if batch is None:
+                self._raise_failure()
+        return batch
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the next `rollout` raises, as an environment or the policy did after the steps of the last batch."""
+        return self._failure
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _rolled_out(self) -> TensorDictBase | None:
         batch = self._whole_trajectories() if self._trajs_per_batch else self._collected()
         self.frames += batch.numel()
         self.batches += 1
-        if self._split_trajs or (self._trajs_per_batch and self._replay_buffer is None):
+        if self._split_trajs or (self._trajs_per_batch and self._writer is None):
             batch = split_trajectories(batch)
         if self._return_same_td:
             batch = self._in_own(batch)
         if self._postproc is not None:
             batch = self._postproc(batch)
-        if self._replay_buffer is None:
+        if self._writer is None:
             return batch
-        self._replay_buffer.extend(_in_the_shape_of(self._replay_buffer, batch))
+        self._writer.write(batch)
         return None
 
     def _whole_trajectories(self) -> TensorDictBase:
-        while self._whole.count < self._trajs_per_batch:
+        while self._whole.count < self._trajs_per_batch and self._failure is None:
             self._whole.add(self._collected())
-        return self._whole.take(self._trajs_per_batch)
+        if self._failure is not None and self._whole.count == 0:
+            raise self._failure
+        return self._whole.take(min(self._trajs_per_batch, self._whole.count))
 
     def _in_own(self, batch: TensorDictBase) -> TensorDictBase:
+        if self._failure is not None:
+            return batch  # a shorter one
         self._own = batch if self._own is None else self._own.update_(batch)
         return self._own
 
@@ -225,16 +270,18 @@ class SyncDataCollector:
         if self._reset_at_each_iter:
             self.reset()
         start = time.perf_counter()
-        batch = self._rolled(-(-max(0, self._init_random_frames - self._stepped) // self._width))
-        self._stepped += self.frames_per_batch
+        batch, self._failure = self._rolled(-(-max(0, self._init_random_frames - self._stepped) // self._width))
+        if self._failure is not None and self._writer is None and not isinstance(self._failure, Exception):
+            raise self._failure  # an interrupt waits for nobody
+        self._stepped += batch.numel()
         self._note_episodes(batch)
         if self._set_truncated:
             _mark_last_step(batch)
         batch = stored(batch, self._storing_device, waits=self._waits)
-        self._speed.add(self.frames_per_batch, time.perf_counter() - start)
+        self._speed.add(batch.numel(), time.perf_counter() - start)
         return batch
 
-    def _rolled(self, random_steps: int) -> TensorDictBase:
+    def _rolled(self, random_steps: int) -> Rolled:
         if self._roller.is_random:  # no policy: the two switches would cost as much as four steps of CartPole
             return self._roller.roll(self._steps, random_steps)
         self._prepare()
@@ -253,6 +300,8 @@ class SyncDataCollector:
         self._marks.ids.restart()
         self._episodes.restart()
         self._whole.restart()
+        if self._writer is not None:
+            self._writer.restart()
 
     def update_policy_weights_(self, policy_weights: Any = None, *, version: int | None = None) -> None:
         """Brings the weights of the collecting policy up to date, and raises `policy_version` (to `version`, if given).
@@ -330,7 +379,11 @@ Collector = SyncDataCollector
 
 
 def _mark_last_step(batch: TensorDictBase) -> None:
-    time_dim = batch.ndim - 1
+    time_dim, following = batch.ndim - 1, batch.get("next")
+    if following.get("terminated", None) is None:
+        following.set("terminated", following.get("done").clone())
+    if following.get("truncated", None) is None:  # some environments know no truncation
+        following.set("truncated", torch.zeros_like(following.get("done")))
     done, terminated, truncated = (
         batch.get(("next", key)).select(time_dim, -1) for key in ("done", "terminated", "truncated")
     )
@@ -342,10 +395,3 @@ def as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> np.ndarra
     """`[*shape, ...]` as an array `[envs, time]`; further dimensions, of agents, are merged."""
     rows = leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
     return rows[..., 0] if rows.shape[-1] == 1 else np.asarray(merge.reduce(rows, -1))
-
-
-def _in_the_shape_of(replay_buffer: Any, batch: TensorDictBase) -> TensorDictBase:
-    ndim = getattr(getattr(replay_buffer, "storage", None), "ndim", None)
-    if ndim == 1 and batch.ndim > 1:
-        return batch.reshape(-1)
-    return batch.reshape(-1, batch.shape[-1]) if ndim == 2 and batch.ndim != 2 else batch

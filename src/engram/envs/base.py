@@ -24,7 +24,8 @@ class EnvBase(ABC):
 
     A child calls `__init__` with its specs (batch dimensions included) and implements `_reset`, `_step`, `_set_seed`.
     `reset` gives `observation_spec`'s keys and the flags `done`, `terminated`, `truncated` (bool `[*batch, 1]`, False);
-    `step` reads `action` and adds `("next", ...)`: observations, `reward` (float32 `[*batch, 1]`) and flags.
+    `step` reads `action` and adds `("next", ...)`: observations, `reward` (float32 `[*batch, 1]`) and flags. Both raise
+    ValueError that names the key where the child gives another shape or dtype than its specs say.
 
     >>> class Counter(EnvBase):
     ...     def __init__(self):
@@ -94,10 +95,24 @@ class EnvBase(ABC):
         return td.set("next", following if kept is None else kept.copy().update(following))
 
     def _with_flags(self, td: TensorDictBase) -> TensorDictBase:
+        """What `_reset` or `_step` gave, with its flags. Raises ValueError for what is not of the specs."""
+        self._refuse_misfits(td)
+        done = td.get("done", None)
+        if done is not None and td.get("terminated", None) is None:
+            td.set("terminated", done)  # some environments know only that an episode is over
         for key in ("terminated", "truncated"):
             if td.get(key, None) is None:
                 td.set(key, self.done_spec.zero())
         return td.set("done", td.get("terminated") | td.get("truncated"))
+
+    def _refuse_misfits(self, td: TensorDictBase) -> None:
+        """Raises ValueError where an observation is missing, or an entry has another shape or dtype than its spec."""
+        for key, spec in self.observation_spec.leaves().items():
+            _refuse_misfit(key, td.get(key, None), spec)
+        for key, spec in (*((flag, self.done_spec) for flag in FLAGS), ("reward", self.reward_spec)):
+            value = td.get(key, None)
+            if value is not None:
+                _refuse_misfit(key, value, spec)
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """`step`, and the state to go on from: reset where the episode is over. `next` keeps the true last state."""
@@ -194,3 +209,13 @@ class EnvBase(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(batch_size={tuple(self.batch_size)}, device={self.device})"
+
+
+def _refuse_misfit(key: Any, value: Any, spec: Any) -> None:
+    if isinstance(value, Tensor) and value.shape == spec.shape and value.dtype == spec.dtype:
+        return
+    found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+    raise ValueError(
+        f"the environment gave {key!r} as {found}, and its spec says {spec.dtype} {tuple(spec.shape)}; correct the "
+        "environment or its spec"
+    )

@@ -13,6 +13,7 @@ from engram.data.specs import Categorical
 from engram.envs.base import EnvBase
 from engram.envs.batched import Array, Autoreset, BatchEngine
 from engram.envs.gym_engine import check_action, composite_of
+from engram.envs.gym_values import flag_row, narrow_rewards, reward_row
 from engram.transforms.in_env import IDLE
 
 
@@ -79,20 +80,26 @@ class BatchStepper:
         check_action(self.engine.action, action, (self.engine.n,))
         raw = self.engine.action.decode_batch(action)
         observation, reward, terminated, truncated, last, idle = self.engine.step(raw)
-        idle = np.zeros(self.engine.n, dtype=np.bool_) if idle is None else idle.copy()
+        n = self.engine.n
+        idle = np.zeros(n, dtype=np.bool_) if idle is None else idle.copy()
+        reward, terminated = reward_row(reward, n), flag_row(terminated, n, "terminated")
+        truncated = flag_row(truncated, n, "truncated")
+        rewards = narrow_rewards(np.where(idle, 0, reward)[None])
+        if rewards.error is not None:
+            raise rewards.error
         values = self._encoded(observation)
         ended = np.logical_or(terminated, truncated)
         changes = bool((ended | idle).any())  # the tensors that are given away may be written to
         self._shown = {key: column.clone() if changes else column for key, column in values.items()}
         for env, raw_last in last:
             for leaf in self.engine.leaves:
-                values[leaf.key][env] = leaf.codec.encode_rows([leaf.pick(raw_last)])[0]
+                values[leaf.key][env] = leaf.codec.encode(leaf.value(raw_last)[None])[0]
         self._fresh = ended & ~idle if self.engine.autoreset is Autoreset.SAME_STEP else idle
         self._over = ended & ~idle & ~self._fresh
         if self.marks_idle:
             td.set(IDLE, _column(idle))
             values[IDLE] = torch.zeros(self.engine.n, 1, dtype=torch.bool)
-        values["reward"] = _column(np.where(idle, 0, reward).astype(np.float32))
+        values["reward"] = _column(rewards.values[0])
         values["terminated"] = _column(terminated & ~idle)
         values["truncated"] = _column(truncated | idle)  # a reset has to follow, which tells policies and transforms
         return values
@@ -106,8 +113,8 @@ class BatchStepper:
             )
 
     def _encoded(self, raw: Any) -> dict[Any, Tensor]:
-        """Batched raw observations as tensors of their own memory, by key."""
-        return {leaf.key: leaf.codec.encode_rows(leaf.pick(raw)).clone() for leaf in self.engine.leaves}
+        """Batched raw observations as tensors of their own memory, by key. Raises ValueError for what are none."""
+        return {leaf.key: leaf.codec.encode(leaf.rows(raw, self.engine.n)).clone() for leaf in self.engine.leaves}
 
 
 class BatchedEnv(EnvBase):

@@ -14,6 +14,7 @@ from engram.envs.batched import BatchEngine
 from engram.envs.batched_env import BatchStepper
 from engram.envs.gym_engine import GymEngine
 from engram.envs.gym_info import InfoKeys
+from engram.envs.gym_values import flag_of, reward_of
 from engram.envs.gym_vector import VectorEngine
 
 
@@ -119,6 +120,10 @@ class GymEnv(EnvBase):
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         return TensorDict(self._stepper.step(td), batch_size=self.batch_size, device=self.device)
 
+    def _refuse_misfits(self, td: TensorDictBase) -> None:
+        if type(self) is not GymEnv:  # else the raw values were compared
+            super()._refuse_misfits(td)
+
     def _set_seed(self, seed: int) -> None:
         self._stepper.seed(seed)
 
@@ -152,11 +157,11 @@ class SingleStepper:
         return self.engine.observation(self.engine.reset())
 
     def step(self, td: TensorDictBase) -> dict[Any, Tensor]:
-        """What follows `td["action"]`: observations, reward and flags."""
+        """What follows `td["action"]`: observations, reward and flags. Raises ValueError for what is none of these."""
         raw = self.engine.raw_action(td.get("action"))
         observation, reward, terminated, truncated, _ = self.engine.step(raw)
         values = self.engine.observation(observation)
-        values["reward"] = torch.as_tensor(reward, dtype=torch.float32).reshape(1)
-        values["terminated"] = torch.tensor([bool(terminated)])
-        values["truncated"] = torch.tensor([bool(truncated)])
+        values["reward"] = torch.tensor([reward_of(reward)], dtype=torch.float32)
+        values["terminated"] = torch.tensor([flag_of(terminated, "terminated")])
+        values["truncated"] = torch.tensor([flag_of(truncated, "truncated")])
         return values

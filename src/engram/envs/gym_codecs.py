@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engram.data.specs import Composite, MultiOneHot, OneHot, Spec, spec_from_space
 from engram.data.specs.spaces import kind_of
+from engram.envs.gym_values import Array, array_of
 
 LARGEST_TABLE = 256  # choices: one-hot rows are then at most half a megabyte
 Key = str | tuple[str, ...]
@@ -232,6 +233,29 @@ class Leaf(NamedTuple):
         for step in self.path:
             raw = raw[step]
         return raw
+
+    def value(self, raw: Any) -> Array:
+        """This leaf of what one environment gave, in the dtype and shape of its space. Raises ValueError otherwise."""
+        return self._compared(raw, self.codec.raw_shape, 0)
+
+    def rows(self, raw: Any, n: int) -> Array:
+        """This leaf of what `n` environments gave, `[n, *raw_shape]`. Raises ValueError for another dtype or shape."""
+        return self._compared(raw, (n, *self.codec.raw_shape), n)
+
+    def _compared(self, raw: Any, shape: tuple[int, ...], n: int) -> Array:
+        key, path, codec = self
+        found = raw
+        try:
+            for step in path:
+                found = found[step]
+            if type(found) is np.ndarray and found.dtype is codec.raw_dtype and found.shape == shape:
+                return found
+            what = f"the {n} environments gave observations" if n else "the environment gave an observation"
+            return array_of(found, codec.raw_dtype, shape, f"{what} {key!r}")
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"the environment gave an observation {raw!r:.80}, which has no {key!r}; correct the environment"
+            ) from error
 
 
 def leaves_of(codec: Codec, key: tuple[str, ...] = (), path: tuple[Any, ...] = ()) -> list[Leaf]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from engram.data.specs import Bounded, Composite, Unbounded
 from engram.envs.gym_codecs import Codec, Leaf, codec_for, leaves_of
 from engram.envs.gym_info import InfoKeys, InfoReader, reader_of
+from engram.envs.gym_values import flag_of, reward_of
 from engram.transforms.in_env import IDLE
 
 RESERVED = (IDLE, "_reset", "action", "collector", "done", "next", "reward", "terminated", "truncated")
@@ -83,8 +84,8 @@ class GymEngine:
         return self.action.decode_one(action)
 
     def observation(self, raw: Any) -> dict[Any, Tensor]:
-        """A raw observation as tensors of their own memory, by key."""
-        return {leaf.key: leaf.codec.encode_rows([leaf.pick(raw)])[0].clone() for leaf in self.leaves}
+        """A raw observation as tensors of their own memory, by key. Raises ValueError where it is not of the space."""
+        return {leaf.key: leaf.codec.encode(leaf.value(raw)[None])[0].clone() for leaf in self.leaves}
 
 
 def refuse_other_generator(state: Any, present: dict[str, Any]) -> None:
@@ -160,8 +161,8 @@ def repeated(step: RawStep, times: int) -> RawStep:
         total = 0.0
         for _ in range(times):
             observation, reward, terminated, truncated, info = step(action)
-            total += float(reward)
-            if terminated or truncated:
+            total += reward_of(reward)
+            if flag_of(terminated, "terminated") or flag_of(truncated, "truncated"):
                 break
         return observation, total, terminated, truncated, info
 

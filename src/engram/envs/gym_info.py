@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 
 from engram.data.specs import Spec, Unbounded
 from engram.envs.gym_codecs import Key, Leaf, LeafCodec
+from engram.envs.gym_values import array_of, plain_array
 
 Array = np.ndarray[Any, Any]
 InfoKeys = Sequence[Key] | Mapping[Key, Spec]
@@ -122,7 +124,8 @@ def _found(info: Any, path: tuple[str, ...]) -> Any:
 def _fitted(value: Any, dtype: Any, shape: tuple[int, ...], path: tuple[str, ...]) -> Array:
     if value is None:
         return np.zeros(shape, dtype)
-    try:
-        return np.asarray(value).astype(dtype).reshape(shape)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"info{list(path)} is {value!r}, and its spec says {dtype} {shape}: {error}") from error
+    what = f"info{list(path)} is {value!r:.80}, a value"
+    array = plain_array(value, what, shape, dtype)
+    if array.size == math.prod(shape):
+        array = array.reshape(shape)  # a number where the spec says [1], or the reverse
+    return np.array(array_of(array, dtype, shape, what))

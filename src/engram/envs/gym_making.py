@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
 
-from engram.envs.gym_engine import repeated
+from engram.envs.gym_engine import leaves_for, repeated
+from engram.envs.gym_values import flag_of, reward_of
+from engram.step_clocks import refuse_timeout
 
 NATIVE = "vector_entry_point"
 
@@ -27,20 +31,46 @@ class FrameSkip(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self._repeated(action)
 
 
-class OwnLastObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Copies the last observation of an episode: a reset in the same step may write into the same array."""
+class CheckedSteps(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Compares what one of several environments gives with its spaces, before gymnasium puts all into one array.
+
+    There None becomes nan, text is parsed, and numbers are broadcast. `copies_last`: the last observation of an episode
+    is copied, as a reset in the same step may write into the same array.
+    """
+
+    def __init__(self, env: Any, *, observation_key: str, copies_last: bool) -> None:
+        super().__init__(env)
+        self._leaves = leaves_for(env.observation_space, observation_key, None, categorical=False)
+        codec, is_single = self._leaves[0].codec, len(self._leaves) == 1 and not self._leaves[0].path
+        self._dtype, self._shape = codec.raw_dtype if is_single else None, codec.raw_shape
+        self._copies_last = copies_last
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = self.env.reset(**kwargs)
+        self._compare(observation)
+        return observation, info
 
     def step(self, action: Any) -> Any:
         observation, reward, terminated, truncated, info = self.env.step(action)
-        if terminated or truncated:
-            observation = copy.deepcopy(observation)
-        return observation, reward, terminated, truncated, info
+        is_plain = type(observation) is np.ndarray and observation.dtype is self._dtype
+        if not is_plain or observation.shape != self._shape:
+            self._compare(observation)
+        if terminated is not False or truncated is not False:
+            terminated, truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated")
+            if self._copies_last and (terminated or truncated):
+                observation = copy.deepcopy(observation)
+        return observation, reward if type(reward) is float else reward_of(reward), terminated, truncated, info
+
+    def _compare(self, observation: Any) -> None:
+        for leaf in self._leaves:
+            leaf.value(observation)
 
 
 def single(name_or_env: Any, kwargs: dict[str, Any], *, from_pixels: bool, pixels_only: bool) -> Any:
     """One environment, by name or as it is. Raises TypeError for what is neither."""
     if isinstance(name_or_env, str):
-        env = gymnasium.make(name_or_env, **_rendering(kwargs, from_pixels))
+        with _told_of_timeout(kwargs):
+            env = gymnasium.make(name_or_env, **_rendering(kwargs, from_pixels))
     elif isinstance(name_or_env, gymnasium.Env):
         _refuse_settings(kwargs)
         env = name_or_env
@@ -81,7 +111,9 @@ def vector(
         changes.append(partial(FrameSkip, times=frame_skip))
     if from_pixels:
         changes.append(partial(with_pixels, pixels_only=pixels_only))
-    return _made_vector(name_or_env, num_envs, _rendering(kwargs, from_pixels), changes)
+    key = "pixels" if from_pixels else "observation"
+    with _told_of_timeout(kwargs):
+        return _made_vector(name_or_env, num_envs, _rendering(kwargs, from_pixels), changes, key)
 
 
 def is_vector(env: Any) -> bool:
@@ -89,7 +121,9 @@ def is_vector(env: Any) -> bool:
     return isinstance(env, gymnasium.vector.VectorEnv)
 
 
-def _made_vector(name: str, num_envs: int, kwargs: dict[str, Any], changes: list[Callable[[Any], Any]]) -> Any:
+def _made_vector(
+    name: str, num_envs: int, kwargs: dict[str, Any], changes: list[Callable[[Any], Any]], observation_key: str
+) -> Any:
     mode = kwargs.pop("vectorization_mode", None)
     mode = getattr(mode, "value", mode)
     options = dict(kwargs.pop("vector_kwargs", None) or {})
@@ -103,11 +137,12 @@ def _made_vector(name: str, num_envs: int, kwargs: dict[str, Any], changes: list
                 "vector_kwargs need 'sync' or 'async'"
             )
         return gymnasium.make_vec(name, num_envs, vectorization_mode=mode, **kwargs)
+    copies_last = False
     same_step = getattr(gymnasium.vector, "AutoresetMode", None)  # gymnasium 1.0 has one mode and no name for it
     if same_step is not None:
         options.setdefault("autoreset_mode", same_step.SAME_STEP)
-        if same_step(options["autoreset_mode"]) is same_step.SAME_STEP:
-            wrappers.append(OwnLastObservation)
+        copies_last = same_step(options["autoreset_mode"]) is same_step.SAME_STEP
+    wrappers.append(partial(CheckedSteps, observation_key=observation_key, copies_last=copies_last))
     return gymnasium.make_vec(
         name, num_envs, vectorization_mode=mode, vector_kwargs=options, wrappers=wrappers, **kwargs
     )
@@ -127,7 +162,19 @@ def _rendering(kwargs: dict[str, Any], from_pixels: bool) -> dict[str, Any]:
     return {**({"render_mode": "rgb_array"} if from_pixels else {}), **kwargs}
 
 
+@contextlib.contextmanager
+def _told_of_timeout(kwargs: dict[str, Any]) -> Iterator[None]:
+    """Says where there is a `timeout`, if the environment itself knows no such argument."""
+    try:
+        yield
+    except TypeError:
+        if "timeout" in kwargs:
+            refuse_timeout(kwargs["timeout"], "GymEnv")
+        raise
+
+
 def _refuse_settings(kwargs: dict[str, Any]) -> None:
+    refuse_timeout(kwargs.get("timeout"), "GymEnv")
     if kwargs:
         raise TypeError(f"{sorted(kwargs)} are for gymnasium.make, and the environment exists already; pass its name")
 

@@ -17,6 +17,7 @@ from engram.envs.parallel_engine import ParallelEngine, RawLayout
 from engram.envs.parallel_tensordict import TensorDictLayout, TensorDictStepper
 from engram.envs.vector import makers_of, refuse_other_specs
 from engram.shared_memory import SharedMemory
+from engram.step_clocks import checked_timeout
 from engram.workers import PATIENCE, Channel, Portable
 
 QUICKLY = 0.2  # seconds that workers have where there is an error to be told
@@ -41,9 +42,13 @@ class ParallelEnv(EnvBase):
             that does nothing else, and do harm on a busy one.
         device: where outputs are; None: where the environments have theirs.
         patience: seconds that `close` gives a worker that is in the middle of a step before it ends it by force.
+        timeout: seconds that one step or one reset of one environment may last, making it apart. Then its worker is
+            killed, whatever it does, and the WorkerError names the environment, the worker and the step, counted from
+            1. None: any time.
 
     Raises:
-        ValueError: different specs, a list of another length, unknown start methods or cores.
+        ValueError: different specs, a list of another length, unknown start methods or cores, a timeout of 0 or less.
+        TypeError: a timeout that is no number.
         WorkerError: an environment failed in its worker, whose traceback it has, or a worker was killed. The
             environment is then of no more use: every call raises it again, except `close`.
         RuntimeError: it was closed, or this is a fork of the process that made it.
@@ -65,7 +70,9 @@ class ParallelEnv(EnvBase):
         cpus: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         patience: float = PATIENCE,
+        timeout: float | None = None,
     ) -> None:
+        checked_timeout(timeout)
         makers = [Portable(make) for make in makers_of("ParallelEnv", n, make_env)]
         workers = _checked_workers(num_workers, n)
         cores = _cores(workers, cpus)
@@ -75,7 +82,9 @@ class ParallelEnv(EnvBase):
             (memory, makers[start:stop], start, core)
             for start, stop, core in zip(starts, [*starts[1:], n], cores, strict=True)
         ]
-        self._crew = Crew(_run, told, name="environment worker", start_method=start_method, patience=patience)
+        self._crew = Crew(
+            _run, told, name="environment worker", start_method=start_method, patience=patience, timeout=timeout
+        )
         try:
             one, self._stepper = _assembled(self._crew, memory, starts, n)
         except BaseException:
@@ -111,6 +120,9 @@ class ParallelEnv(EnvBase):
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         return TensorDict(self._stepper.step(td), batch_size=self.batch_size, device=self.device)
+
+    def _refuse_misfits(self, td: TensorDictBase) -> None:
+        """Nothing: each environment has done it."""
 
     def _set_seed(self, seed: int) -> None:
         self._refuse_if_closed()

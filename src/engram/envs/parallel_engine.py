@@ -11,7 +11,9 @@ from engram.crews import Crew, Seat
 from engram.envs.batched import Array, Autoreset, BatchEngine, BatchStep
 from engram.envs.gym_codecs import Codec, Leaf, leaves_of
 from engram.envs.gym_engine import GymEngine
+from engram.envs.gym_values import flag_of, reward_of
 from engram.shared_memory import SharedMemory
+from engram.step_clocks import Timed
 
 _STEP, _RESET, _SEED = range(3)
 _TRUE = np.True_.tobytes()
@@ -42,7 +44,10 @@ class RawLayout:
 
     def serve(self, envs: Sequence[Any], memory: SharedMemory, start: int, seat: Seat) -> None:
         """A worker's part, for ever: `envs` are environments `start` and following of all."""
-        RawMembers([engine for env in envs for engine in env.engines()], self, memory, start).serve(seat)
+        engines: list[Any] = [engine for env in envs for engine in env.engines()]
+        if seat.clock is not None:
+            engines = [Timed(engine, seat.clock, start + i) for i, engine in enumerate(engines)]
+        RawMembers(engines, self, memory, start).serve(seat)
 
 
 class RawArrays(NamedTuple):
@@ -74,7 +79,7 @@ class RawMembers:
         # An environment is fresh when a step has reset it, and nobody has asked for that yet.
         self._is_fresh = [False] * len(engines)
         is_single = len(layout.leaves) == 1 and not layout.leaves[0].path
-        self._only = self._shown[0] if is_single else None
+        self._only_dtype = layout.leaves[0].codec.raw_dtype if is_single else None  # None: several arrays
 
     def serve(self, seat: Seat) -> None:
         """Does what the owner's `ParallelEngine` asks for, for ever."""
@@ -92,18 +97,22 @@ class RawMembers:
         if self._have_ended:
             self._terminated[:] = self._truncated[:] = False
             self._have_ended = False
-        rewards, only = self._reward, self._only
+        rewards, only, ndarray = self._reward, self._shown[0], np.ndarray
+        dtype, shape = self._only_dtype, self._layout.leaves[0].codec.raw_shape
         raws = self._layout.action.unbatch(self._actions)
         for i, (step, raw) in enumerate(zip(self._steps, raws, strict=True)):
-            observation, rewards[i], terminated, truncated, _ = step(raw)
+            observation, reward, terminated, truncated, _ = step(raw)
+            rewards[i] = reward if type(reward) is float else reward_of(reward)
             self._is_fresh[i] = False
+            if terminated is not False or truncated is not False:
+                terminated, truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated")
             if terminated or truncated:
                 self._have_ended = True
                 self._terminated[i], self._truncated[i] = terminated, truncated
                 self._write(self._last, i, observation)
                 self._reset_one(i)
                 self._is_fresh[i] = True
-            elif only is not None:
+            elif type(observation) is ndarray and observation.dtype is dtype and observation.shape == shape:
                 only[i] = observation
             else:
                 self._write(self._shown, i, observation)
@@ -120,19 +129,11 @@ class RawMembers:
             self._is_fresh[i] = False
 
     def _reset_one(self, i: int) -> None:
-        observation = self._engines[i].reset()
-        for leaf in self._layout.leaves:
-            found = np.shape(leaf.pick(observation))
-            if found != leaf.codec.raw_shape:  # once an episode: numpy itself refuses what does not broadcast
-                raise ValueError(
-                    f"the environment gave an observation {leaf.key!r} of shape {found}, and its space says "
-                    f"{leaf.codec.raw_shape}; correct the environment or its space"
-                )
-        self._write(self._shown, i, observation)
+        self._write(self._shown, i, self._engines[i].reset())
 
     def _write(self, columns: list[Array], i: int, observation: Any) -> None:
         for leaf, column in zip(self._layout.leaves, columns, strict=True):
-            column[i] = leaf.pick(observation)
+            column[i] = leaf.value(observation)
 
 
 class ParallelEngine(BatchEngine):

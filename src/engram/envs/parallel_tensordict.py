@@ -13,6 +13,7 @@ from torch import Tensor
 from engram.crews import Crew, Seat
 from engram.envs.batched import BatchEngine
 from engram.shared_memory import SharedMemory
+from engram.step_clocks import Timed
 
 _STEP, _STEP_WITH_MORE, _RESET, _SEED = range(4)
 Key = str | tuple[str, ...]
@@ -57,6 +58,8 @@ class TensorDictLayout:
 
     def serve(self, envs: Sequence[Any], memory: SharedMemory, start: int, seat: Seat) -> None:
         """A worker's part, for ever: `envs` are environments `start` and following of all."""
+        if seat.clock is not None:
+            envs = [Timed(env, seat.clock, start + i) for i, env in enumerate(envs)]
         TensorDictMembers(envs, self, memory, start).serve(seat)
 
 

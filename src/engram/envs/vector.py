@@ -11,13 +11,15 @@ from torch import Tensor
 
 from engram.envs.base import EnvBase
 from engram.envs.gym_engine import GymEngine
+from engram.step_clocks import refuse_timeout
 
 
 class SerialEnv(EnvBase):
     """`n` environments stepped one after the other: batch `[n, *their batch]`.
 
     `make_env` makes one environment, or is a list of n that do. All must have the same specs. Environment i gets seed
-    `seed + i * (number of environments in one)`. Raises ValueError for different specs or a list of another length.
+    `seed + i * (number of environments in one)`. Raises ValueError for different specs or a list of another length,
+    TypeError for a `timeout`, which only environments in processes of their own have (`ParallelEnv`).
 
     >>> from engram.envs import GymEnv
     >>> SerialEnv(3, lambda: GymEnv("CartPole-v1")).rollout(2)["observation"].shape
@@ -30,7 +32,9 @@ class SerialEnv(EnvBase):
         make_env: Callable[[], EnvBase] | Sequence[Callable[[], EnvBase]],
         *,
         device: torch.device | str | None = None,
+        timeout: None = None,
     ) -> None:
+        refuse_timeout(timeout, "SerialEnv")
         self._envs = [make() for make in makers_of("SerialEnv", n, make_env)]
         first = self._envs[0]
         for index, env in enumerate(self._envs):
@@ -67,6 +71,9 @@ class SerialEnv(EnvBase):
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         rows = zip(self._envs, td.unbind(0), strict=True)
         return torch.stack([env.step(row.copy()).get("next") for env, row in rows])
+
+    def _refuse_misfits(self, td: TensorDictBase) -> None:
+        """Nothing: each environment has done it."""
 
     def _set_seed(self, seed: int) -> None:
         for env in self._envs:

@@ -132,6 +132,7 @@ class SamplerContract:
         torch.manual_seed(1)
         assert rb.sample().tolist() == expected
 
+    @pytest.mark.filterwarnings("ignore:sample was called")
     def test_a_batch_beyond_any_memory_is_refused_or_short_and_others_follow(self, rb: ReplayBuffer) -> None:
         rb.extend(steps(0, 10))
         try:

@@ -29,6 +29,11 @@ class StrandsContract:
         rb.extend(env_steps(3, 0, 8))
         assert rb.storage.max_size == 102 and rb.storage._storage.batch_size == (34, 3)
 
+    def test_one_environment_is_a_dimension_too(self, rb: ReplayBuffer) -> None:
+        rb.extend(env_steps(1, 0, 8))
+        assert rb.storage._storage.batch_size == (100, 1) and rb.storage[2:5].batch_size == (3, 1)
+        assert numbers(rb[2:5]) == [[2, 3, 4]] and numbers(rb.storage[2:5]) == [[2], [3], [4]]
+
     def test_extend_returns_time_and_environment_of_each_step(self, rb: ReplayBuffer) -> None:
         index = rb.extend(env_steps(3, 0, 2))
         assert index.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]

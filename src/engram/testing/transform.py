@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
+from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, ReplayBufferEnsemble
 from engram.testing.comparing import assert_equal
 from engram.testing.numbered import of_numbers
 from engram.testing.transform_env import TransformInEnvContract
@@ -111,6 +111,22 @@ class TransformContract(TransformInEnvContract):
             assert_equal(found[0] if isinstance(found, list) else found, row[0] if isinstance(row, list) else row)
 
     # ---- writing ----
+    @pytest.mark.parametrize("way", ["transform=", "append", "insert", "nested", "_transform", "a member's"])
+    def test_a_buffer_stores_what_its_inverse_makes(self, way: str) -> None:
+        transform = self.make()
+        given_now = {"transform=": transform, "nested": Compose(Compose(transform)), "a member's": transform}.get(way)
+        rb = ReplayBuffer(storage=LazyTensorStorage(50), transform=given_now)
+        if way == "append":
+            rb.append_transform(transform)
+        elif way == "insert":
+            rb.insert_transform(0, transform)
+        elif way == "_transform":
+            rb._transform = transform
+        elif way == "a member's":
+            rb = ReplayBufferEnsemble(ReplayBuffer(storage=LazyTensorStorage(9)), rb)[1]
+        rb.extend(self.batch(6))
+        assert_equal(rb.storage.get(slice(None)), self._made().inv(self.batch(6)))
+
     def test_writing_leaves_the_callers_batch_as_it_was(self) -> None:
         if self.in_place:
             pytest.skip("it changes what it is given")

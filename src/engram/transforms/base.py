@@ -8,7 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.transforms.attributes import restore, snapshot
+from engram.transforms.attributes import MEMORY, Memory, snapshot
 from engram.transforms.entries import Key, Keys, as_keys, get, put, shallow
 from engram.transforms.in_env import InEnvironment
 from engram.transforms.specs import EnvSpecs, tried
@@ -32,9 +32,8 @@ class Transform(InEnvironment):
     gives it a fresh copy) and changes nothing that the transform knows, so that threads may prepare batches; `inv`
     returns a batch of its own with the other leaves of the caller's, None for nothing yet, or another number of steps:
     those are written. A transform that carries something from one written batch to the next does so in `write` and
-    `stream`, or in `_inv_call` and attributes; it says by `state_dict`, `load_state_dict`, `empty` and `flush` what to
-    save, to forget, and to write at the end. What a transform does in an environment, and what children can change of
-    that, says `InEnvironment`.
+    `stream`, or in `_inv_call` and attributes, which are then saved and undone like those of a `ForeignTransform`.
+    What a transform does in an environment, and what children can change of that, says `InEnvironment`.
 
     Example:
         >>> class Double(Transform):
@@ -59,16 +58,15 @@ class Transform(InEnvironment):
     #: Whether `flush` gives all that is held back.
     can_flush = True
 
-    #: Whether `_inv_call` does the work of `inv`; it may carry anything in attributes.
-    _inverts_by_call = False
+    _inverts_by_call = False  # whether `_inv_call` does the work of `inv`
+    _has_memory = False  # whether an inverse that knows nothing of buffers may carry anything in attributes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         by_call = cls._inv_call is not Transform._inv_call and cls.inv is Transform.inv
-        if by_call != cls._inverts_by_call:
-            cls._inverts_by_call = by_call
-            if by_call and "write_in_order" not in vars(cls):
-                cls.write_in_order = True
+        if by_call and not cls._inverts_by_call:
+            cls._inverts_by_call = cls._has_memory = cls.write_in_order = True
+            cls.can_flush = cls.flush is not Transform.flush
 
     def __init__(
         self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
@@ -141,9 +139,16 @@ class Transform(InEnvironment):
 
     def write(self, writing: Writing) -> Writing:
         """What a buffer calls on writing: `inv`, for batches that follow each other."""
-        if not self._inverts_by_call:
+        if not self._has_memory:
             return writing.inverted(self.inv, self, self._inv_leaving_nothing if self.write_in_order else self.inv)
-        made = writing.as_steps().inverted(self.inv, self, self._inv_leaving_nothing)
+        if writing.in_place and self._memory.holds_back:
+            raise TypeError(
+                f"{self.kind} holds steps back, so that what replaces stored steps cannot go through it; write to "
+                "rb.storage, past the transforms"
+            )
+        whole, before = writing.as_steps(), snapshot(self._owner)
+        made = whole.inverted(self.inv, self, self._inv_leaving_nothing)
+        self._memory.note(self._owner, before, made.steps_differ_from(whole))
         return made if made.resized else made.in_form_of(writing)
 
     def changes_what_is_written(self) -> bool:
@@ -163,35 +168,60 @@ class Transform(InEnvironment):
         return writing.changed(self.forward)
 
     def flush(self, writing: Writing) -> Writing:
-        """`write`, after which nothing is held back: what `writing` has, if anything, is the last for now."""
+        """`write`, after which nothing is held back: what `writing` has, if anything, is the last for now.
+
+        Raises:
+            TypeError: it holds steps back, and does not say how to get them.
+        """
+        if self._has_memory and self._memory.holds_back:
+            raise TypeError(
+                f"{self.kind} holds steps back, and nobody but itself knows how to ask for them: use "
+                "engram.envs.MultiStepTransform, or a child of engram.envs.Transform with `flush`"
+            )
         return writing if writing.items is None else self.write(writing)
 
     # ---- state ----
+    @property
+    def _memory(self) -> Memory:
+        found: Memory = self.__dict__.setdefault(MEMORY, Memory())
+        return found
+
+    @property
+    def _owner(self) -> Any:
+        """Whose attributes the inverse changes."""
+        return self
+
     def remember(self) -> Any:
         """What `undo` needs; nothing of it is changed in place later."""
-        by_attributes = self._inverts_by_call and type(self).state_dict is Transform.state_dict
-        return snapshot(self) if by_attributes else self.state_dict()
+        return self._memory.remember(self._owner) if self._remembers() else self.state_dict()
 
     def undo(self, before: Any) -> None:
         """Goes back to what it was, after a write that was refused."""
-        if type(before) is list:
-            restore(self, before)
+        if self._remembers():
+            self._memory.undo(self._owner, before)
         elif before or self.state_dict():
             self.load_state_dict(before)
 
+    def _remembers(self) -> bool:
+        return self._has_memory and type(self).state_dict is Transform.state_dict
+
     def empty(self) -> None:
         """Forgets what is carried to the next written batch; called when the buffer is emptied."""
+        if self._has_memory and self._memory.holds_back:
+            self._memory.forget(self._owner)
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved; values are never changed in place later. Empty for transforms without state."""
-        return {}
+        return self._memory.state_dict(self._owner, self.kind) if self._has_memory else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
+        if self._has_memory:
+            self._memory.load_state_dict(self._owner, state)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """Why a saved state cannot be loaded; empty: it can."""
-        return []
+        return self._memory.differences(self._owner, self.kind, state) if self._has_memory else []
 
     #: Attributes without which a state means nothing: saved beside it, and it is only loaded where they are the same.
     _decisive: tuple[str, ...] = ("in_keys", "out_keys")

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-import torch
-from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from tensordict import TensorDictBase
 
-from engram.transforms.attributes import (
-    ABSENT,
-    Place,
-    Snapshot,
-    assign,
-    changed,
-    content,
-    namespaces,
-    restore,
-    snapshot,
-)
 from engram.transforms.base import InvertedTransform, Transform
 from engram.transforms.entries import Key, as_keys, get, has_batch_dims, put, shallow
 from engram.transforms.specs import EnvSpecs, limits_of, tried
@@ -72,6 +57,7 @@ class ForeignTransform(Transform):
     """
 
     stream_in_order = True
+    _has_memory = True
 
     def __init__(self, transform: Any) -> None:
         name = type(transform).__name__
@@ -84,10 +70,7 @@ class ForeignTransform(Transform):
                 f"a {name} has `_inv_apply_transform`, and no `in_keys_inv` that say what it is for: give it these, "
                 "`_inv_call` or `inv`"
             )
-        # Those in TorchRL's form work on TensorDicts only.
-        self._of_tensordicts = self._way == "_inv_apply_transform" or callable(getattr(transform, "_inv_call", None))
-        self._before: dict[Place, Any] = {}  # what the inverse has changed, as it was before the first write
-        self._holds_back = False
+        self._of_tensordicts = callable(getattr(transform, "_inv_call", None))  # those in TorchRL's form
 
     # ---- reading ----
     def forward(self, batch: Any) -> Any:
@@ -110,7 +93,7 @@ class ForeignTransform(Transform):
     def inv(self, batch: Any) -> Any:
         if not self._inverts():
             return batch
-        if self._of_tensordicts and not (has_batch_dims(batch)):
+        if self._of_tensordicts and not has_batch_dims(batch):
             raise TypeError(
                 f"{self.kind} takes TensorDicts, and a {type(batch).__name__} is written: write TensorDicts, or use a "
                 "transform of engram.envs"
@@ -128,79 +111,12 @@ class ForeignTransform(Transform):
         return batch
 
     def write(self, writing: Writing) -> Writing:
-        if not self._inverts():
-            return writing
-        if writing.in_place and self._holds_back:
-            raise TypeError(
-                f"{self.kind} holds steps back, so that what replaces stored steps cannot go through it; write to "
-                "rb.storage, past the transforms"
-            )
-        whole, before = writing.as_steps(), snapshot(self.transform)
-        made = whole.inverted(self.inv, self, self._inv_leaving_nothing)
-        self._holds_back = self._holds_back or made.steps_differ_from(whole)
-        for i, name in changed(self.transform, before):
-            known = before[i].get(name)
-            self._before.setdefault((i, name), ABSENT if known is None else known[1])
-        return made if made.resized else made.in_form_of(writing)
-
-    def flush(self, writing: Writing) -> Writing:
-        if self._holds_back:
-            raise TypeError(
-                f"{self.kind} holds steps back, and nobody but itself knows how to ask for them: use "
-                "engram.envs.MultiStepTransform, or a child of engram.envs.Transform with `flush`"
-            )
-        return super().flush(writing)
+        return super().write(writing) if self._inverts() else writing
 
     # ---- state ----
-    def remember(self) -> tuple[Snapshot, dict[Place, Any], bool]:
-        return snapshot(self.transform), dict(self._before), self._holds_back
-
-    def undo(self, before: tuple[Snapshot, dict[Place, Any], bool]) -> None:
-        restore(self.transform, before[0])
-        self._before, self._holds_back = dict(before[1]), before[2]
-
-    def empty(self) -> None:
-        if self._holds_back:
-            self._forget()
-
-    def _forget(self) -> None:
-        spaces = namespaces(self.transform)
-        for (i, name), value in self._before.items():
-            assign(spaces[i], name, value)
-        self._before, self._holds_back = {}, False
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the inverse has left on the object."""
-        spaces, kept, lost = namespaces(self.transform), [], []
-        for (i, name), first in self._before.items():
-            value = spaces[i].get(name, ABSENT)
-            if value is first or value is ABSENT:
-                continue
-            if (packed := _packed(value)) is None:
-                lost.append(f"{name} (a {type(value).__name__})")
-            else:
-                kept.append({"place": i, "name": name, "value": packed})
-        if lost:
-            warnings.warn(
-                f"{self.kind} has changed {', '.join(lost)} on writing, which cannot be saved: where the state is "
-                "loaded, it is as it was before the first write",
-                stacklevel=2,
-            )
-        return {"attributes": kept, "holds_back": self._holds_back} if kept else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._forget()
-        spaces = namespaces(self.transform)
-        for entry in state.get("attributes", []):
-            i, name = entry["place"], entry["name"]
-            self._before[i, name] = content(spaces[i].get(name, ABSENT))
-            spaces[i][name] = _unpacked(entry["value"])
-        self._holds_back = state.get("holds_back", False)
-
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        n = len(namespaces(self.transform))
-        said = f"{self.kind} consists of other parts here than there"
-        return [said] if any(not 0 <= entry["place"] < n for entry in state.get("attributes", [])) else []
+    @property
+    def _owner(self) -> Any:
+        return self.transform
 
     def decisive(self) -> dict[str, Any]:
         return {}
@@ -282,26 +198,3 @@ def _root_in_torchrl(kind: type) -> Any:
     """The class that TorchRL's transforms have in common; None where `kind` is none of them."""
     of_torchrl = (c for c in reversed(kind.__mro__) if c.__module__.partition(".")[0] == "torchrl")
     return next((c for c in of_torchrl if "_inv_call" in vars(c)), None)
-
-
-def _packed(value: Any) -> dict[str, Any] | None:
-    """A value as a state has it; None where that is not possible."""
-    if type(value) is not TensorDict:
-        return {"value": content(value)} if _is_plain(value) else None
-    entries = {key: _packed(value.get(key)) for key in value.keys()}  # noqa: SIM118 -- a TensorDict iterates over rows
-    return None if None in entries.values() else {"entries": entries, "shape": list(value.batch_size)}
-
-
-def _unpacked(packed: dict[str, Any]) -> Any:
-    if "value" in packed:
-        return content(packed["value"])
-    return TensorDict({key: _unpacked(entry) for key, entry in packed["entries"].items()}, packed["shape"])
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(one) for key, one in value.items())
-    of_numbers = type(value) is np.ndarray and value.dtype.kind in "biufc"
-    return of_numbers or type(value) in (type(None), bool, int, float, str, Tensor, torch.Size)

@@ -76,6 +76,7 @@ def _mapped(part: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 def _summed(now: Trajectories, key: Key, reward: Tensor, end: Tensor, gamma: float, n_steps: int) -> Tensor:
     split = now.strands.split(reward, key)
     x = split if split.is_floating_point() else split.to(torch.get_default_dtype())
+    x = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
     total, steps = x.clone(), now.strands.steps
     for ahead in range(1, min(n_steps, steps)):
         there = now.position[: steps - ahead] + ahead <= end[:, : steps - ahead]

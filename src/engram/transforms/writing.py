@@ -58,24 +58,28 @@ class Writing(NamedTuple):
         held = None if self.held is None else once(self.held)
         if made is items and held is self.held:
             return self
-        written = self._replace(items=made if _is_empty(items) else _some(made), held=_some(held))
-        if items is not None and written.steps_differ_from(self):
-            if self.in_place:
-                raise TypeError(
-                    f"{who.kind} makes another number of steps of what is written, so that it cannot replace stored "
-                    "steps; write to rb.storage, past the transforms"
-                )
-            written = written._replace(resized=True)
-        return written
+        held = None if held is None or 0 in (_sizes(held) or ()) else held
+        before, after = _sizes(items), _sizes(made)
+        if before == after and made is not None:
+            return Writing(made, self.batch_dims, self.time_dim, self.single, self.in_place, self.resized, held)
+        if 0 in (after or ()) and 0 not in (before or ()):
+            made = None
+        written = self._replace(items=made, held=held)
+        if not written.steps_differ_from(self):
+            return written
+        if self.in_place:
+            raise TypeError(
+                f"{who.kind} makes another number of steps of what is written, so that it cannot replace stored steps; "
+                "write to rb.storage, past the transforms"
+            )
+        return written._replace(resized=True)
 
     def steps_differ_from(self, other: Writing) -> bool:
         """Whether there are not as many steps here as there."""
         if self.items is None or other.items is None:
             return self.items is not other.items
-        if not (has_batch_dims(self.items) and has_batch_dims(other.items)):
-            return False
-        dims = self.batch_dims - self.single
-        return bool(self.items.batch_size[:dims] != other.items.batch_size[:dims])
+        mine, its, dims = _sizes(self.items), _sizes(other.items), self.batch_dims - self.single
+        return mine is not None and its is not None and mine[:dims] != its[:dims]
 
     @property
     def rows_are_trajectories(self) -> bool:
@@ -96,7 +100,7 @@ class Writing(NamedTuple):
 
     def in_form_of(self, other: Writing) -> Writing:
         """With time where `other` has it: what `in_order` did, undone."""
-        if other.single:
+        if other.single and not self.single:
             last = self.time_dim
             w = self.changed(lambda x: mapped(x, lambda t: t.select(last, 0), lambda td: td.squeeze(last)))
         elif other.time_dim != self.time_dim:
@@ -106,13 +110,9 @@ class Writing(NamedTuple):
         return w._replace(single=other.single, time_dim=other.time_dim)
 
 
-def _some(batch: Any) -> Any:
-    """A batch; None where it has no steps."""
-    return None if _is_empty(batch) else batch
-
-
-def _is_empty(batch: Any) -> bool:
-    return has_batch_dims(batch) and 0 in batch.batch_size
+def _sizes(batch: Any) -> tuple[int, ...] | None:
+    """Its batch dimensions; None where it does not say what they are."""
+    return tuple(batch.batch_size) if has_batch_dims(batch) else None
 
 
 def _moved(batch: Any, source: int, target: int) -> Any:

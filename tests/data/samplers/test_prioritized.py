@@ -1,6 +1,8 @@
 """PrioritizedSampler: contract, probabilities and weights, what new, changed and vanished steps get, updates."""
 
+import copy
 import math
+import pickle
 import threading
 
 import numpy as np
@@ -19,11 +21,13 @@ from engram.data import (
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
+    ReplayBufferEnsemble,
+    TensorDictMaxValueWriter,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.testing.numbered import env_steps, steps
+from engram.testing.numbered import env_steps, numbers, steps
 from engram.testing.sampler import SamplerContract
 
 EVERY = slice(None)
@@ -543,6 +547,145 @@ def test_rows_that_vanish_while_they_are_read_are_replaced_with_their_weights():
     assert places and 0 not in again.tolist()
     assert [info["priority_weight"][i].item() for i in places] == [1.0] * len(places)
     assert torch.equal(again[slots != 0], slots[slots != 0])
+
+
+class Overtaken(PrioritizedSampler):
+    """Lets somebody else act between its draw and the read."""
+
+    meanwhile = None
+
+    def sample(self, storage, batch_size):
+        drawn = super().sample(storage, batch_size)
+        act, self.meanwhile = self.meanwhile, None
+        if act is not None:
+            act()
+        return drawn
+
+
+def overtaken(kind, capacity=10, **kwargs):
+    """A full buffer of ten steps by number: 9 has the lowest priority, 3 by far the highest."""
+    cls = TensorDictReplayBuffer if kind is LazyTensorStorage else ReplayBuffer
+    rb = cls(storage=kind(capacity), sampler=Overtaken(None, 1.0, 1.0, 0.0), batch_size=64, **kwargs)
+    index = rb.extend(steps(0, 10))
+    rb.update_priority(index, torch.tensor([1.0, 1, 1, 100, 1, 1, 1, 1, 1, 0.001]))
+    return rb
+
+
+def replace_the_first(rb, at=(0, 1, 2, 3)):
+    """Steps 10 to 13 in the places of 0 to 3, the last of them with another priority than step 3 had."""
+    rb.extend(steps(10, 14))
+    rb.update_priority(torch.tensor(at), torch.tensor([2.0, 2, 2, 1]))
+
+
+EVERY_PRIORITY = {**dict.fromkeys([4, 5, 6, 7, 8, 13], 1.0), **dict.fromkeys([10, 11, 12], 2.0), 9: 0.001}
+
+
+@pytest.mark.parametrize("prefetch", [None, 1])
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage, "columns"])
+def test_a_row_that_came_in_the_place_of_the_drawn_one_never_has_its_weight(kind, prefetch):
+    torch.manual_seed(0)
+    if kind == "columns":
+        kind = lambda n: TensorStorage(steps(-10, 0))  # noqa: E731
+    rb = overtaken(kind, prefetch=prefetch)
+    rb.sampler.meanwhile = lambda: replace_the_first(rb)
+    batch, info = rb.sample(return_info=True)
+    came = numbers(batch)
+    expected = [0.001 / EVERY_PRIORITY[n] for n in came]
+    assert info["priority_weight"].tolist() == pytest.approx(expected)
+    assert [n % 10 for n in came] == info["index"].tolist()
+    if kind is LazyTensorStorage:
+        assert torch.equal(batch["priority_weight"], info["priority_weight"])
+
+
+def test_a_row_that_was_changed_in_place_after_its_draw_never_has_the_weight_of_before():
+    torch.manual_seed(0)
+    rb = overtaken(LazyTensorStorage)
+
+    def change():
+        rb[3] = steps(13, 14)[0]
+        rb.update_priority(torch.tensor([3]), torch.tensor([1.0]))
+
+    rb.sampler.meanwhile = change
+    batch, info = rb.sample(return_info=True)
+    priorities_of = {**dict.fromkeys([0, 1, 2, 4, 5, 6, 7, 8, 13], 1.0), 9: 0.001}
+    expected = [0.001 / priorities_of[n] for n in numbers(batch)]
+    assert info["priority_weight"].tolist() == pytest.approx(expected)
+
+
+def test_rows_that_are_overtaken_again_while_they_are_drawn_again_are_looked_at_again():
+    torch.manual_seed(0)
+    rb = overtaken(LazyTensorStorage)
+    rb.update_priority(slice(None), torch.ones(10))
+
+    def later():
+        rb.extend(steps(14, 18))
+        rb.update_priority(torch.tensor([4, 5, 6, 7]), torch.full((4,), 4.0))
+
+    def first():
+        replace_the_first(rb)
+        rb.sampler.meanwhile = later
+
+    rb.sampler.meanwhile = first
+    batch, info = rb.sample(return_info=True)
+    assert min(numbers(batch)) >= 8
+    weights = dict(zip(numbers(batch), info["priority_weight"].tolist(), strict=True))
+    assert {round(w, 4) for n, w in weights.items() if n >= 14} <= {0.25}
+    assert {round(w, 4) for n, w in weights.items() if n in (8, 9, 13)} <= {1.0}
+    assert {round(w, 4) for n, w in weights.items() if n in (10, 11, 12)} <= {0.5}
+
+
+def test_environments_steps_that_were_replaced_after_their_draw_are_drawn_again():
+    torch.manual_seed(0)
+    sampler = Overtaken(None, 1.0, 1.0, 0.0)
+    rb = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2), sampler=sampler, batch_size=64)
+    index = rb.extend(env_steps(2, 0, 4))
+    rb.update_priority(index, torch.tensor([1.0, 100, 1, 1, 1, 1, 1, 1]))
+
+    def replace_the_first_time():
+        rb.extend(env_steps(2, 4, 5))
+        rb.update_priority(torch.tensor([[0, 0], [0, 1]]), torch.tensor([1.0, 2.0]))
+
+    sampler.meanwhile = replace_the_first_time
+    batch, info = rb.sample(return_info=True)
+    expected = [0.5 if n == 1004 else 1.0 for n in numbers(batch)]
+    assert 1004 in numbers(batch) and info["priority_weight"].tolist() == expected
+
+
+def test_a_step_that_a_better_one_replaced_after_its_draw_never_has_the_weight_of_before():
+    torch.manual_seed(0)
+    sampler = Overtaken(None, 1.0, 1.0, 0.0)
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(3), sampler=sampler, writer=TensorDictMaxValueWriter("rank"), batch_size=64
+    )
+    index = rb.extend(TensorDict({"rank": torch.arange(3.0)}, [3]))
+    rb.update_priority(index, torch.tensor([50.0, 1.0, 1.0]))
+
+    def replace_the_worst():
+        rb.update_priority(rb.extend(TensorDict({"rank": torch.tensor([7.0])}, [1])), 2.0)
+
+    sampler.meanwhile = replace_the_worst
+    batch = rb.sample()
+    assert set(batch["rank"].tolist()) == {1.0, 2.0, 7.0}
+    assert batch["priority_weight"].tolist() == [0.5 if rank == 7 else 1.0 for rank in batch["rank"].tolist()]
+
+
+@pytest.mark.parametrize("prefetch", [None, 1])
+def test_members_of_an_ensemble_draw_again_what_was_replaced_after_its_draw(prefetch):
+    torch.manual_seed(0)
+    members = [overtaken(LazyTensorStorage), overtaken(LazyTensorStorage)]
+    both = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=128, prefetch=prefetch)
+    members[1].sampler.meanwhile = lambda: replace_the_first(members[1])
+    batch, info = both.sample(return_info=True)
+    assert 3 in numbers(batch)[0]
+    expected = [0.001 / EVERY_PRIORITY[n] for n in numbers(batch)[1]]
+    assert info["priority_weight"][1].tolist() == pytest.approx(expected)
+
+
+def test_what_is_said_of_a_batch_is_copied_and_sent_as_a_plain_dict():
+    rb = overtaken(LazyTensorStorage)
+    _, info = rb.sample(return_info=True)
+    for copied in (pickle.loads(pickle.dumps(info)), copy.deepcopy(info)):
+        assert type(copied) is dict and torch.equal(copied["priority_weight"], info["priority_weight"])
 
 
 def test_threads_write_sample_and_update_at_once():

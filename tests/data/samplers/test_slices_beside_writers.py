@@ -1,5 +1,6 @@
 """Slices while rows are overwritten: between the look, the draw and the read, by this process or by another."""
 
+import functools
 import threading
 import time
 
@@ -43,10 +44,22 @@ def interfered(kind, storage, lengths, **how):
     return rb
 
 
-@pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement])
+CUT = {"strict_length": False, "span": True}
+
+
 @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
 @pytest.mark.parametrize("lengths", [[3, 4], [5] * 8, [7] * 17])
-@pytest.mark.parametrize("how", [{}, {"strict_length": False, "span": True}])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (SliceSampler, {}),
+        (SliceSampler, CUT),
+        (SliceSampler, {"weight": "steps"}),
+        (SliceSampler, {"weight": "steps", **CUT}),
+        (SliceSamplerWithoutReplacement, {}),
+        (SliceSamplerWithoutReplacement, CUT),
+    ],
+)
 def test_a_slice_that_lost_a_step_before_it_was_read_is_drawn_anew_whole(kind, storage, lengths, how):
     torch.manual_seed(0)
     for _ in range(6):
@@ -59,10 +72,12 @@ def test_a_slice_that_lost_a_step_before_it_was_read_is_drawn_anew_whole(kind, s
             assert min(batch["n"].tolist()) >= rb.write_count - 40
 
 
-def test_a_sequence_that_lost_a_step_is_drawn_anew_with_its_mask():
+@pytest.mark.parametrize("weight", ["trajectories", "steps"])
+def test_a_sequence_that_lost_a_step_is_drawn_anew_with_its_mask(weight):
     torch.manual_seed(0)
+    how = {"slice_len": 6, "burn_in": 3, "strict_length": False, "weight": weight}
     for _ in range(20):
-        rb = interfered(SequenceSampler, LazyTensorStorage(40), [7] * 17, slice_len=6, burn_in=3, strict_length=False)
+        rb = interfered(SequenceSampler, LazyTensorStorage(40), [7] * 17, **how)
         rb.extend(episodes([9, 8, 6, 10, 7]))
         batch, info = rb.sample(36, return_info=True)
         for row, mask in zip(batch.reshape(6, 6), info["collector", "mask"].reshape(6, 6), strict=True):
@@ -155,7 +170,9 @@ def test_an_error_while_flags_are_fetched_leaves_nothing_half_known():
         store.publish(0, store.claim(0, 1), 1)
 
 
-@pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement])
+@pytest.mark.parametrize(
+    "kind", [SliceSampler, functools.partial(SliceSampler, weight="steps"), SliceSamplerWithoutReplacement]
+)
 def test_no_slice_crosses_the_cursor_while_another_process_writes(kind, tmp_path):
     storage = LazyMemmapStorage(2 * 64, tmp_path, lanes=2)
     rb = ReplayBuffer(storage=storage, sampler=kind(slice_len=8, traj_key="id"), batch_size=64)

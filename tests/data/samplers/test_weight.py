@@ -292,6 +292,17 @@ def test_one_sampler_draws_by_step_from_batches_of_several_sizes():
                 assert len(n) == length and n[0] >= rb.write_count - 40
 
 
+def test_windows_of_several_sizes_that_reach_over_begins_are_not_mixed_up():
+    how = {"strict_length": False, "span": (True, False), "weight": "steps"}
+    rb = ReplayBuffer(storage=LazyTensorStorage(40), sampler=SliceSampler(num_slices=3000, **how))
+    rb.extend(episodes([3, 9]))
+    for length in (2, 5, 3):
+        drawn = Counter(first_steps(rb, 3000 * length))
+        expected = Counter(max(a, w) for a, b in ((0, 3), (3, 12)) for w in range(a - length + 1, b))
+        assert set(drawn) <= set(expected)
+        assert chi_square([drawn[n] for n in expected], list(expected.values())) > 1e-6
+
+
 # ---- settings ----
 def test_a_weight_is_trajectories_or_steps():
     assert SliceSampler(slice_len=2).weight == SequenceSampler(slice_len=2).weight == "trajectories"

@@ -127,7 +127,7 @@ def test_where_no_store_can_be_made_the_first_write_says_so(what, open_folder):
 
 def test_no_folder_for_temporary_files_is_an_error_of_ours(monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", "/nowhere/at/all")
-    with pytest.raises(StorageError, match="a temporary file cannot be made: .*TMPDIR"):
+    with pytest.raises(StorageError, match=r"a temporary file cannot be made: .*TMPDIR"):
         ReplayBuffer(storage=LazyMemmapStorage(100)).extend(STEPS)
 
 

@@ -1,7 +1,7 @@
 """LazyTensorStorage and TensorStorage."""
 
 import logging
-import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from engram.data import LazyTensorStorage, ReplayBuffer, TensorStorage
+from engram.errors import StorageError
 from engram.testing import TableContract, numbers, steps
 
 
@@ -133,10 +134,10 @@ def test_capacity_rounds_up_to_equal_lanes():
 def test_private_memory_cannot_be_sent_and_says_why():
     storage = LazyTensorStorage(10)
     ReplayBuffer(storage=storage).extend(steps(0, 3))
-    with pytest.raises(TypeError, match="shared=True"):
-        pickle.dumps(storage)
-    with pytest.raises(TypeError, match="write"):
-        pickle.dumps(LazyTensorStorage(10, shared=True))
+    with pytest.raises(StorageError, match=r"Cannot share a storage of type .*shared=True"):
+        ForkingPickler.dumps(storage)
+    with pytest.raises(StorageError, match="has not been initialized"):
+        ForkingPickler.dumps(LazyTensorStorage(10, shared=True))
 
 
 def test_a_first_batch_that_is_refused_decides_nothing():

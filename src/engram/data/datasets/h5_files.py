@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engram.data.replay_buffers.checkpointers.h5 import library
+from engram.data.replay_buffers.utils import check_memory
 from engram.errors import DatasetError
 
 Array = npt.NDArray[Any]
@@ -41,6 +42,7 @@ class H5Array:
     def read(self, start: int, stop: int) -> Array:
         """Rows [start, stop) as a new array."""
         h5s = library(NEEDED_BY).h5s
+        check_memory((stop - start) * math.prod(self.shape[1:]) * self.dtype.itemsize, f"a read of {stop - start} rows")
         made = np.empty((stop - start, *self.shape[1:]), self.dtype)
         if not made.size:
             return made

@@ -26,6 +26,7 @@ from engram.data.datasets.parquet_columns import (
     tensor_of,
 )
 from engram.data.datasets.parquet_footer import check, seal
+from engram.data.datasets.parquet_pages import check_batch, decoded_row_bytes, first_page
 from engram.data.datasets.progress import progress_bar
 from engram.data.datasets.roles import TRAJECTORY, batch_of
 from engram.data.datasets.sources import BLOCK_BYTES, Block, block_rows, source_of
@@ -250,6 +251,8 @@ class _File:
             hidden = (file.metadata.metadata or {}).get(HIDDEN, b"{}")
             self.hidden = self._numbered and bool(json.loads(hidden).get("hidden", False))
             self.total: int = file.metadata.num_rows
+            with open(path, "rb") as pages:
+                self._row_bytes = decoded_row_bytes(pages, file.metadata, self._names())
 
     def _check_sizes(self) -> None:
         """Columns lie inside the file."""
@@ -258,8 +261,9 @@ class _File:
             found = metadata.row_group(group)
             for i in range(found.num_columns):
                 column = found.column(i)
-                stop = column.data_page_offset + column.total_compressed_size
-                if column.data_page_offset < 0 or column.total_compressed_size < 0 or stop > size + (1 << 16):
+                start = first_page(column)
+                stop = start + column.total_compressed_size
+                if start < 0 or column.total_compressed_size < 0 or stop > size + (1 << 16):
                     raise ValueError(f"row group {group}, column {column.path_in_schema!r}, lies outside the file")
 
     @contextmanager
@@ -276,9 +280,9 @@ class _File:
     def blocks(self, rows: int | None, first_id: int | None) -> Iterator[Any]:
         """Batches; with `first_id`, trajectories are numbered from there on."""
         n = rows or self._block_rows()
-        names = [c.name for c in self._columns if c.kind != "none"] or [name for _, name in self._guessed]
-        names += [TRAJECTORIES] if self._numbered else []
-        batches = self._file.iter_batches(batch_size=n, columns=names)
+        with self._failures():
+            check_batch(min(n, self.total), self._row_bytes)
+        batches = self._file.iter_batches(batch_size=n, columns=self._names())
         left = self.total
         while True:
             with self._failures():
@@ -291,12 +295,15 @@ class _File:
                 return
             yield made
 
+    def _names(self) -> list[str]:
+        """The columns that are read."""
+        names = [c.name for c in self._columns if c.kind != "none"] or [name for _, name in self._guessed]
+        return [*names, TRAJECTORIES] if self._numbered else names
+
     def _block_rows(self) -> int:
         if self._layout is not None:
-            return block_rows(self._layout.payload_bytes)
-        metadata = self._file.metadata
-        size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-        return min(1 << 16, block_rows(size // max(1, metadata.num_rows)))
+            return block_rows(max(self._layout.payload_bytes, self._row_bytes))
+        return min(1 << 16, block_rows(self._row_bytes))
 
     def _made(self, batch: Any, first_id: int | None) -> Any:
         rows = batch.num_rows

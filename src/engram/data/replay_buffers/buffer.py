@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class ReplayBuffer(SavedBuffer):
             the batch for others.
         pin_memory: puts batches in page-locked memory.
         prefetch: how many batches threads prepare ahead.
-        transform: a Transform or a callable, applied on reading; its `inv` on writing.
+        transform: a Transform or a callable, applied on reading; its `inv` (in TorchRL's form also `_inv_call` or
+            `_inv_apply_transform`) on writing.
         batch_size: rows of a batch, where `sample` does not say it.
         dim_extend: the dimension of the data that is time; the last batch dimension.
         generator: draws come from here instead of torch's global generator; saved with the buffer.
@@ -60,7 +62,7 @@ class ReplayBuffer(SavedBuffer):
             return self._write_through(item, True)
         storage = self._storage
         extras = self._extras(item, True, -1)
-        with storage.mutex:
+        with storage.mutex if extras is None else self._writing():
             slots: Any = self._writer.write(storage, item, True, -1)
             if extras is not None:
                 self._wrote(slots, extras)
@@ -82,7 +84,7 @@ class ReplayBuffer(SavedBuffer):
         if type(items) is list and not isinstance(storage, ListStorage):
             items = stack_rows(items, self._time_dim)
         extras = self._extras(items, False, self._time_dim)
-        with storage.mutex:
+        with storage.mutex if extras is None else self._writing():
             slots: Any = self._writer.write(storage, items, False, self._time_dim)
             if extras is not None:
                 self._wrote(slots, extras)
@@ -94,10 +96,10 @@ class ReplayBuffer(SavedBuffer):
         transform, storage = self._transform, self._storage
         if not transform.write_in_order:
             writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
-            with storage.mutex:
+            with self._writing():
                 slots = self._written(writing)
         else:
-            with storage.mutex:
+            with self._writing():
                 if type(items) is list:
                     items = stack_rows(items, self._time_dim)
                 before = transform.remember()
@@ -127,7 +129,7 @@ class ReplayBuffer(SavedBuffer):
             tensor([1.7500, 1.7500, 1.5000, 1.0000])
         """
         transform, storage = self._transform, self._storage
-        with storage.mutex:
+        with self._writing():
             before = transform.remember()
             try:
                 slots = self._written(transform.flush(Writing(None, storage.ndim, storage.ndim - 1)))
@@ -171,6 +173,10 @@ class ReplayBuffer(SavedBuffer):
         `time_dim` is where time runs in these data; transforms may have moved it.
         """
         return None
+
+    def _writing(self) -> AbstractContextManager[Any]:
+        """Around a write that may have extras."""
+        return self._storage.mutex
 
     def _wrote(self, slots: Tensor | int, extras: Any) -> None:
         """After a write that had extras, before another thread writes. Slot -1: refused."""
@@ -233,9 +239,7 @@ class ReplayBuffer(SavedBuffer):
             if self._prefetcher is not None:
                 batch, _, last = self._prefetcher.next(self._batch_size)
             else:
-                ticket = self._reader.draw(self._batch_size)
-                batch, _ = self._reader.fetch(ticket.slots, ticket.index, ticket.info, self._track_generations)
-                last = ticket.last
+                batch, last = self._reader.next(self._batch_size, self._track_generations)
             yield batch
             if last:
                 return
@@ -250,7 +254,7 @@ class ReplayBuffer(SavedBuffer):
     @property
     def write_count(self) -> int:
         """Steps ever written."""
-        return 0 if self._storage.lanes is None else self._storage.lanes.write_count
+        return self._storage.write_count
 
     def __getitem__(self, index: Any) -> Any:
         """A copy of stored steps; with ndim=2 the index goes along time and `rb[:]` is `[envs, time]`.
@@ -314,14 +318,20 @@ class ReplayBuffer(SavedBuffer):
     def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:
         """Sets priorities of stored steps; for samplers without priorities there is nothing to do."""
         update = getattr(self._sampler, "update_priority", None)
-        if update is not None:
-            update(index, priority, generation=generation, storage=self._storage)
+        if update is None:
+            return
+        with self._reader.lock:
+            if generation is None:
+                update(index, priority, storage=self._storage)
+            else:
+                update(index, priority, generation=generation, storage=self._storage)
 
     def mark_update(self, index: Any) -> None:
         """Tells the sampler that stored steps have changed."""
         mark = getattr(self._sampler, "mark_update", None)
         if mark is not None:
-            mark(index, storage=self._storage)
+            with self._reader.lock:
+                mark(index, storage=self._storage)
 
     def update_if_present(self, index: Any, generation: Any, values: Any) -> Tensor:
         """Writes values over the steps that still have these generations; returns which: bool [n].
@@ -353,7 +363,7 @@ class ReplayBuffer(SavedBuffer):
             StorageInUseError: another process has the storage open.
         """
         self._writer.allow("empty")
-        with self._undisturbed(), self._storage.mutex:
+        with self._undisturbed(), self._storage.replacing("empty"):
             self._storage.empty(empty_write_count)
             self._transform.empty()
             for part in (self._sampler, self._writer):
@@ -361,13 +371,18 @@ class ReplayBuffer(SavedBuffer):
                     part.empty()
 
     @classmethod
-    def open(cls, scratch_dir: str | os.PathLike[str], **parts: Any) -> Any:
+    def open(cls, scratch_dir: str | os.PathLike[str], *, read_only: bool = False, **parts: Any) -> Any:
         """A buffer over the mapped store in a folder, as it was left by an exit, a crash or `kill -9`.
+
+        Args:
+            read_only: look at the rows only, beside a job that writes them: no lock is taken and nothing is repaired
+                or written, so the job may go on as if nobody looked. Works on a read-only file system.
+            parts: as the constructor takes them, storage apart.
 
         Raises:
             StorageError: there is no store, or its file is damaged.
         """
-        return cls(storage=LazyMemmapStorage.open(scratch_dir), **parts)
+        return cls(storage=LazyMemmapStorage.open(scratch_dir, read_only=read_only), **parts)
 
 
 def _is_int(index: Any) -> bool:

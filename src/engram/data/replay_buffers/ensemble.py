@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -124,17 +123,16 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 )
         self._sampler.check_storage(self._storage)
 
-    def after_fork(self) -> None:
-        """In a child: locks that no thread of the parent holds."""
-        super().after_fork()
-        for reader in self._reader.readers:
-            reader.lock = threading.RLock()
-
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        with super()._undisturbed(), contextlib.ExitStack() as members:
-            for rb in self._members:
-                members.enter_context(rb.undisturbed())
+        with contextlib.ExitStack() as held:
+            for rb in (self, *self._members):
+                held.enter_context(rb.paused())
+            held.enter_context(self._reader.lock)
+            # Members' own, and those of samplers that the ensemble draws with instead; in one order for all ensembles.
+            locks = {id(r.lock): r.lock for r in (*self._reader.readers, *(rb._reader for rb in self._members))}
+            for which in sorted(locks):
+                held.enter_context(locks[which])
             yield
 
     # ---- members ----
@@ -165,7 +163,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def empty(self, empty_write_count: bool = True) -> None:
         """Empties every member."""
         self._writer.allow("empty")
-        with self._undisturbed():
+        with self._undisturbed(), self._storage.replacing("empty"):
             for rb in self._members:
                 rb.empty(empty_write_count)
             self._transform.empty()

@@ -62,9 +62,10 @@ def refuse_if_memory_is_short(size: StoreSize) -> None:
 def open_shared_memory(size: StoreSize) -> int:
     """A descriptor of memory that processes share and that goes with the last of them."""
     refuse_if_memory_is_short(size)
-    fd = os.memfd_create("engram", os.MFD_CLOEXEC)
+    fd = os.memfd_create("engram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size.total_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # nobody needs to look whether it still has its size
     except BaseException as error:
         os.close(fd)
         if isinstance(error, OSError):
@@ -158,7 +159,7 @@ def has_store(folder: Path) -> bool:
     return True
 
 
-def open_store(folder: Path) -> int:
+def open_store(folder: Path, flags: int = os.O_RDWR) -> int:
     """A descriptor of the store's file in a folder.
 
     Raises:
@@ -166,7 +167,7 @@ def open_store(folder: Path) -> int:
     """
     path = folder / FILE_NAME
     try:
-        return open_regular(path, os.O_RDWR)
+        return open_regular(path, flags)
     except FileNotFoundError:
         raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})") from None
     except OSError as error:
@@ -174,7 +175,7 @@ def open_store(folder: Path) -> int:
         if path.is_symlink():
             reason = "it is a symbolic link, which is not followed; open the folder that the file lies in"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            reason = f"{reason}; a store is opened for reading and writing"
+            reason = f"{reason}; a store is opened for reading and writing (read_only=True: for reading)"
         raise StorageError(f"{path} cannot be opened: {reason}") from error
 
 

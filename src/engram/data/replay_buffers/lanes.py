@@ -57,7 +57,7 @@ class Lanes:
         self._held_there: int | None = None  # and the lane that the copy goes on in
         self.numbers: _native.RowNumbers | None = None  # of rows that were replaced out of turn
         self._replaced_before = store.replaced  # by whoever used the store before; they alone knew which rows
-        if store.replaced and store.lanes == store.strands == 1:
+        if store.replaced and store.lanes == store.strands == 1 and not store.read_only:
             self.numbers = _native.RowNumbers(store)
             self.numbers.renumber(store)
         self._alone = 0
@@ -286,7 +286,8 @@ class Lanes:
         for _ in range(_LOOKS):
             lanes = [self.store.lane(i) for i in range(self.store.lanes)]
             if not any(lane["claimed"] > lane["base"] for lane in lanes):
-                return None
+                with self.mutex:  # after somebody who is replacing all rows
+                    return draw()
             time.sleep(0)
             drawn = draw()
             if drawn is not None:

@@ -154,6 +154,13 @@ class LaneLocks:
             time.sleep(0.002)
 
 
+def in_use(fd: int) -> bool:
+    """Whether somebody has the store of this descriptor open, asked without a lock of one's own."""
+    asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _EVERYBODY, 1, 0)
+    found: tuple[int, ...] = struct.unpack("hhqqi4x", fcntl.fcntl(fd, _GET, asked))
+    return found[0] != fcntl.F_UNLCK
+
+
 def _close(*fds: int) -> None:
     for fd in fds:
         os.close(fd)
@@ -171,6 +178,7 @@ def _lock(fd: int, kind: int, byte: int) -> bool:
 
 
 _SET = getattr(fcntl, "F_OFD_SETLK", 37)
+_GET = getattr(fcntl, "F_OFD_GETLK", 36)
 
 
 def _after_fork() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -135,14 +134,13 @@ class BufferParts:
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """No draws meanwhile, and nothing that was prepared before."""
-        paused = contextlib.nullcontext() if self._prefetcher is None else self._prefetcher.paused()
-        with paused, self._reader.lock:
+        """No draws or changes of priorities meanwhile, and nothing that was prepared before."""
+        with self.paused(), self._reader.lock:
             yield
 
-    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which nothing is drawn, and after which nothing is left that was prepared before."""
-        return self._undisturbed()
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which nothing is prepared ahead, and before which what was prepared is forgotten."""
+        return contextlib.nullcontext() if self._prefetcher is None else self._prefetcher.paused()
 
     def reading(self, storage: Storage, sampler: Any, collate_fn: Callable[[Any], Any] | None) -> Reader:
         """This buffer's way of reading for an ensemble, which draws with one of its samplers.
@@ -155,7 +153,7 @@ class BufferParts:
         attach = self._attach if self._attaches else None
         reader = Reader(storage, sampler, self._transform, collate_fn, attach, False, self._track_generations)
         if sampler is self._sampler:
-            reader.lock = self._reader.lock
+            reader.lock = self._reader.lock  # which of a user's own sampler is the reader's
         return reader
 
     # ---- parts ----
@@ -267,8 +265,7 @@ class BufferParts:
         self._wire()
 
     def after_fork(self) -> None:
-        """In a child: a lock that no thread of the parent holds; and no steps that the parent will write, too."""
-        self._reader.lock = threading.RLock()
+        """In a child: no steps that the parent will write, too."""
         lanes = self._storage.lanes
         if lanes is not None and lanes.locks is not None:
             self._transform.empty()

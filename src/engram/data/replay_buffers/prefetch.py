@@ -20,7 +20,7 @@ _live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 
 
 class _Prepared(NamedTuple):
-    future: Future[tuple[Any, dict[str, Any]]]
+    future: Future[tuple[Any, dict[str, Any]] | None]
     sampler: Any  # the sampler's position before this draw
     generators: list[torch.Tensor]  # where they stood then
     last: bool
@@ -53,15 +53,20 @@ class Prefetcher:
             if n != self._batch_size:
                 self.drop()
                 self._batch_size = n
-            if not self._queue:
-                self._schedule()
-            prepared = self._queue.popleft()
-            try:
-                batch, info = prepared.future.result()
-            except BaseException:
-                self.drop()
-                raise
+            while True:
+                if not self._queue:
+                    self._schedule()
+                prepared = self._queue.popleft()
+                try:
+                    read = prepared.future.result()
+                except BaseException:
+                    self.drop()
+                    raise
+                if read is not None:
+                    break
+                self.drop()  # somebody else has replaced all rows of the storage
             self._fill()
+        batch, info = read
         return batch, info, prepared.last
 
     def _fill(self) -> None:
@@ -82,7 +87,9 @@ class Prefetcher:
             except BaseException:
                 self._rewind(sampler, generators)
                 raise
-        future = self._threads.submit(self._reader.fetch, ticket.slots, ticket.index, ticket.info, True)
+        future = self._threads.submit(
+            self._reader.fetch, ticket.slots, ticket.index, ticket.info, True, ticket.incarnation
+        )
         self._queue.append(_Prepared(future, sampler, generators, ticket.last))
 
     def drop(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
+import os
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.data.replay_buffers.indexing import inward
-from engram.data.replay_buffers.samplers.base import Sampler, redrawn
+from engram.data.replay_buffers.samplers.base import Sampler, lock_of, redrawn
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.list import ListStorage, copied
 from engram.data.replay_buffers.trees import put_entry
@@ -25,6 +26,8 @@ _SAID = 64  # bytes that a draw takes for a row: its slot, its slice, its weight
 MANY_ROWS = 1 << 20  # smaller batches are tried without a look at what memory is free
 BEYOND_MEMORY = 1 << 46  # rows
 
+_live: weakref.WeakSet[Reader] = weakref.WeakSet()
+
 
 class Ticket(NamedTuple):
     """A drawn batch that has not been read yet."""
@@ -33,6 +36,7 @@ class Ticket(NamedTuple):
     index: Any
     info: dict[str, Any]
     last: bool  # of its epoch
+    incarnation: Any  # of the storage when it was drawn
 
 
 class Reader:
@@ -64,7 +68,9 @@ class Reader:
         self._index_is_slots = storage.ndim == 1 and type(sampler).__module__.startswith("engram.")
         self._finish = _own(sampler, "finish")
         self._replaced = _own(sampler, "replaced")
-        self.lock = threading.RLock()  # samplers have state: one draw at a time
+        self._observes = storage.read_only
+        self.lock = lock_of(sampler)  # samplers have state: one draw at a time
+        _live.add(self)
 
     @property
     def attaches(self) -> bool:
@@ -74,7 +80,12 @@ class Reader:
     @property
     def only_reads(self) -> bool:
         """Whether batches are rows as they are stored, transforms apart."""
-        return self.collate_fn is None and self._finish is None and self._replaced is None and not self.pin_memory
+        return self.collate_fn is None and self._finish is None and not self.pin_memory
+
+    def replaced(self, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
+        """After a read: positions whose slots may hold other rows than those that the sampler drew; None: none."""
+        found: list[int] | None = None if self._replaced is None else self._replaced(self.storage, slots, info)
+        return found
 
     def entries(self, index: Any, info: dict[str, Any]) -> dict[str, Any]:
         """What batches get at their root."""
@@ -98,25 +109,57 @@ class Reader:
     def draw(self, n: int) -> Ticket:
         """Asks the sampler."""
         with self.lock:
-            index, info = self.sampler.sample(self.storage, n)
+            incarnation = self.storage.incarnation
+            index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
             last = self.sampler.ran_out if hasattr(self.sampler, "ran_out") else False
-        return Ticket(self.slots_of(index), index, info, last)
+        return Ticket(self.slots_of(index), index, info, last, incarnation)
 
     def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and what there is to say about it."""
-        with self.lock:
-            index, info = self.sampler.sample(self.storage, n)
-        slots: Any = index if self._index_is_slots else self.slots_of(index)
-        return self.fetch(slots, index, info, numbers)
+        while True:
+            with self.lock:
+                incarnation = self.storage.incarnation
+                index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
+            slots: Any = index if self._index_is_slots else self.slots_of(index)
+            read = self.fetch(slots, index, info, numbers, incarnation)
+            if read is not None:
+                return read
 
-    def fetch(self, slots: Tensor, index: Any, info: dict[str, Any], numbers: bool) -> tuple[Any, dict[str, Any]]:
-        """Reads what was drawn: the batch, and `info` with its index (and generations with `numbers`)."""
+    def next(self, n: int, numbers: bool) -> tuple[Any, bool]:
+        """A batch of n, and whether it is the last of its epoch."""
+        while True:
+            ticket = self.draw(n)
+            read = self.fetch(ticket.slots, ticket.index, ticket.info, numbers, ticket.incarnation)
+            if read is not None:
+                return read[0], ticket.last
+
+    def _drawn(self, n: int) -> tuple[Any, dict[str, Any]]:
+        """A draw from rows that somebody else may empty or replace meanwhile: the read finds out which are there."""
+        of_epochs = hasattr(self.sampler, "ran_out")  # a draw that is not believed would leave its rows out
+        drawn: tuple[Any, dict[str, Any]] = self.storage.believed(
+            lambda: self.sampler.sample(self.storage, n), only_errors=of_epochs
+        )
+        return drawn
+
+    def fetch(
+        self, slots: Tensor, index: Any, info: dict[str, Any], numbers: bool, incarnation: Any
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Reads what was drawn: the batch, and `info` with its index (and generations with `numbers`).
+
+        None: since it was drawn (`incarnation` is the storage's of then) all rows have been replaced by others.
+        """
+        storage = self.storage
         extra = None if self._attach is None else self._attach(index, info)
-        batch, gone, absent, generation = self.storage.read(slots, None, extra, numbers)
+        batch, gone, absent, generation = storage.read(slots, None, extra, numbers)
+        if storage.incarnation != incarnation:
+            return None
         if self._replaced is not None:
-            gone = self._replaced(self.storage, slots, info) or gone
+            gone = self._replaced(storage, slots, info) or gone
         if gone is not None or absent is not None:
-            index, batch, generation = self._again(slots, info, (gone, absent), numbers)
+            again = self._again(slots, info, (gone, absent), numbers, incarnation)
+            if again is None:
+                return None
+            index, batch, generation = again
             extra = None if self._attach is None else self._attach(index, info)
             for key, value in (extra or {}).items():
                 put_entry(batch, key, value)
@@ -128,12 +171,18 @@ class Reader:
             put_entry(batch, "generation", generation)
         if self.transform.transforms:
             batch = self.transform.forward(batch)
+            if storage.incarnation != incarnation:  # what transforms have learnt may be that of other rows
+                return None
         if self.pin_memory:
             batch = batch.pin_memory()
         info["index"] = index
         if generation is not None:
             info["generation"] = generation
         return batch, info
+
+    def after_fork(self) -> None:
+        """In a child: a lock that no thread of the parent holds."""
+        self.lock = lock_of(self.sampler)
 
     def slots_of(self, index: Any) -> Tensor:
         """The slots that a sampler's index means: int64 [n]."""
@@ -154,17 +203,26 @@ class Reader:
         return finish(batch, info)
 
     def _again(
-        self, slots: Tensor, info: dict[str, Any], bad: tuple[list[int] | None, list[int] | None], numbers: bool
-    ) -> tuple[Any, Any, Tensor | None]:
+        self,
+        slots: Tensor,
+        info: dict[str, Any],
+        bad: tuple[list[int] | None, list[int] | None],
+        numbers: bool,
+        incarnation: Any,
+    ) -> tuple[Any, Any, Tensor | None] | None:
         """Other slots for the rows that are not there any more: their index, the batch, its generations."""
         redraw = getattr(self.sampler, "redraw", None) or functools.partial(redrawn, self.sampler)
         for attempt in range(1000):
             places = sorted({*(bad[0] or ()), *(bad[1] or ())})
             # After some rounds one row at a time: a whole batch may be too slow for writers of a small ring.
             with self.lock:
+                if self.storage.incarnation != incarnation:
+                    return None
                 for part in [places] if attempt < _ROUNDS else [[i] for i in reversed(places)]:
                     slots = redraw(self.storage, slots, info, part)
             batch, *bad_now, generation = self.storage.read(slots, None, None, numbers)
+            if self.storage.incarnation != incarnation:
+                return None
             bad = (bad_now[0], bad_now[1])
             if self._replaced is not None:
                 bad = (self._replaced(self.storage, slots, info) or bad[0], bad[1])
@@ -209,3 +267,11 @@ def stack_items(items: list[Any]) -> Any:
     if isinstance(first, bool | int | float) or type(first).__module__ == "numpy":
         return torch.as_tensor(items)
     return list(items)
+
+
+def _after_fork() -> None:
+    for reader in list(_live):
+        reader.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)  # after that of the samplers, which are imported here

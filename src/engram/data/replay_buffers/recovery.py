@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from engram.data.replay_buffers.files import FILE_NAME, open_store, remove_lefto
 from engram.data.replay_buffers.locks import LaneLocks
 from engram.data.replay_buffers.utils import boot_id
 from engram.errors import StorageError
+
+_DELETED = "was deleted or replaced"
 
 _log = logging.getLogger("engram")
 
@@ -46,7 +49,9 @@ class Session:
             _log.warning("%s: %d rows that a power cut had torn were dropped", path, self.dropped)
 
     def on_take(self, lane: int) -> None:
-        """Before the first write to a lane."""
+        """Before the first write to a lane; a StorageError where nobody would ever find what is written."""
+        if self._is_deleted():
+            raise StorageError(f"{self._path} {_DELETED}; what is written to it now would be lost")
         self.store.raise_term(lane)
         self._begin()
         self._wrote = True  # only now: where the sync failed the next change tries again
@@ -69,6 +74,14 @@ class Session:
 
     def flush(self) -> None:
         """Every row appended so far survives a power cut, until it is overwritten."""
+        if self._is_deleted():
+            raise StorageError(f"{self._path} {_DELETED}: its rows go when the last process closes it, flushed or not")
+        self._sync()
+
+    def _is_deleted(self) -> bool:
+        return os.fstat(self.locks.fd).st_nlink == 0
+
+    def _sync(self) -> None:
         published = [self.store.lane(i)["published"] for i in range(self.store.lanes)]
         failures = self.store.sync_failures
         with self._told("rows"):
@@ -102,9 +115,13 @@ class Session:
             ) from error
 
     def close(self) -> None:
-        """Marks the store clean if nobody else has it open."""
+        """Marks the store clean if nobody else has it open; warns where its file is gone, and the rows with it."""
         if self._wrote:
-            self.flush()
+            if self._is_deleted():
+                warnings.warn(
+                    f"{self._path} {_DELETED} while it was open: its rows are lost with this close", stacklevel=4
+                )
+            self._sync()
             if self.locks.try_alone():
                 self.store.clean = True
                 self.store.sync_header()

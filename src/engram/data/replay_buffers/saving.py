@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engram.data.replay_buffers.adoption import Malformed, adopt, check_sampler, looking_at, take_over
 from engram.data.replay_buffers.background import SaveHandle
 from engram.data.replay_buffers.checkpointers.opening import open_saved
 from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.draws import set_state, state_of
 from engram.data.replay_buffers.parts import BufferParts
-from engram.errors import CheckpointError, CheckpointMisfitError, differences_of
+from engram.data.replay_buffers.storages.sharing import is_sent, sends
+from engram.errors import CheckpointMisfitError, differences_of
 from engram.transforms.compose import Compose
-
-# What reading a state that no part of ours has made runs into.
-_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError, AssertionError)
 
 PARTS = ("storage", "sampler", "writer", "generator")
 
@@ -62,11 +61,16 @@ class SavedBuffer(BufferParts):
 
         Directories that TorchRL's `dumps` wrote are read too (docs/other-formats.md says what of them).
 
+        Other threads see the state of before or the new one, whole. After an error the buffer is as it was: rows,
+        priorities, cursor, epochs, transforms; also where a load hook, or a part of a user's own, raised it. (Rows of
+        more than 256 MB are not kept aside: what fails after all of them were verified, a disk that reads a file once
+        and not twice, leaves the buffer empty; an error that comes when they are in their places leaves it with what
+        was loaded.)
+
         Raises:
-            CorruptCheckpointError: a file is not what was saved; the message names it. A buffer that holds rows is
-                as it was, an empty one stays empty.
-            CheckpointMisfitError: the checkpoint does not fit this buffer, which is as it was; every difference is
-                listed. It is a ValueError, too.
+            CorruptCheckpointError: a file is not what was saved; the message names it.
+            CheckpointMisfitError: the checkpoint does not fit this buffer; every difference is listed. It is a
+                ValueError, too.
         """
         with self._undisturbed():
             _load(self, Path(path), snapshot, parts)
@@ -80,9 +84,30 @@ class SavedBuffer(BufferParts):
             return _state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave; a ValueError where it does not fit, with every difference."""
+        """Takes over what `state_dict` gave, as `loads` does; a ValueError where it does not fit, every difference."""
         with self._undisturbed():
             _load_state(self, state)
+
+    # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        sends(cls)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if is_sent() or self._storage.travels_by_path:
+            return super().__reduce_ex__(protocol)
+        with self._undisturbed(), self._storage.mutex:
+            return self._copied_from()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A buffer with equal parts and rows of its own: the batches that follow are the same in both."""
+        with self._undisturbed(), self._storage.mutex:
+            make, parts = self._copied_from()
+            memo[id(self)] = made = make(*copy.deepcopy(parts, memo))
+        return made
+
+    def _copied_from(self) -> tuple[Any, tuple[Any, ...]]:
+        return _copied, (type(self), self.__getstate__(), copy.deepcopy(self.part_states()))
 
     def part_states(self) -> dict[str, Any]:
         """States of sampler, writer, transforms and generator."""
@@ -116,6 +141,15 @@ class SavedBuffer(BufferParts):
     def saved_transform(self) -> Compose:
         """What of the transforms is saved."""
         return self._transform
+
+
+def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any:
+    """A buffer of copied parts, brought to the states that these had."""
+    made = cls.__new__(cls)
+    made.__setstate__(attributes)
+    wanted: dict[str, Any] = {name: {"state": state} for name, state in states.items()}
+    take_over(made, wanted)
+    return made
 
 
 def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
@@ -162,19 +196,16 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
         wanted, said = saved.wanted(parts, {"sampler": buffer.sampler, "writer": buffer.writer, "storage": storage})
         if with_rows or "writer" in parts:
             wanted["numbers"] = saved.numbers()
-        with _as_damage(saved.malformed):
-            said += _differences(buffer, wanted)
-            if not said:
-                _check_states(buffer, wanted)
+        said += _differences(buffer, wanted, saved.malformed)
+        if not said:
+            _check_states(buffer, wanted, saved.malformed)
         if with_rows:
             said += _misfits(lambda: saved.check_storage(storage.checkpointer, storage))
         if said:
             raise CheckpointMisfitError(f"{path} does not fit this buffer", said, _advice(wanted))
-        if with_rows:
-            with storage.alone("loads"):
-                saved.load_storage(storage.checkpointer, storage)
-        with _as_damage(saved.malformed):
-            _adopt(buffer, wanted, storage_too=with_rows)
+        with storage.alone("loads") if with_rows else storage.mutex:
+            fill = storage.read_aside(saved) if with_rows else None
+            adopt(buffer, wanted, fill, saved.malformed)
 
 
 def _misfits(check: Callable[[], None]) -> list[str]:
@@ -187,17 +218,6 @@ def _misfits(check: Callable[[], None]) -> list[str]:
 
 def _advice(wanted: dict[str, Any]) -> str:
     return "What is not wanted from there can be left out: loads(path, parts=...)" if "sampler" in wanted else ""
-
-
-@contextmanager
-def _as_damage(malformed: Callable[[str], Exception]) -> Iterator[None]:
-    """States whose bytes are whole, and that cannot be: their checksums are right, so somebody made them."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except _MALFORMED as error:
-        raise malformed(f"a state in it cannot be that of this buffer ({error!r})") from error
 
 
 def _state_of(buffer: SavedBuffer) -> dict[str, Any]:
@@ -213,71 +233,37 @@ def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     if said:
         raise CheckpointMisfitError("the state does not fit this buffer", said)
     _check_states(buffer, wanted)
-    buffer.storage.load_state_dict(state["storage"])
-    _adopt(buffer, copy.deepcopy(wanted), storage_too=True)
+    wanted = copy.deepcopy(wanted)
+    with buffer.storage.alone("load_state_dict"):
+        adopt(buffer, wanted, functools.partial(buffer.storage.load_state_dict, state["storage"]))
 
 
 def _kinds(buffer: SavedBuffer) -> dict[str, str]:
     return {"sampler_kind": type(buffer.sampler).__name__, "writer_kind": type(buffer.writer).__name__}
 
 
-def _differences(buffer: SavedBuffer, wanted: dict[str, Any]) -> list[str]:
-    said = []
+def _differences(buffer: SavedBuffer, wanted: dict[str, Any], malformed: Malformed | None = None) -> list[str]:
+    said: list[str] = []
     for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
         if name not in wanted:
             continue
-        kind, state = wanted[name]["kind"], wanted[name]["state"]
-        if kind != type(part).__name__:
-            said.append(f"the {name} is a {type(part).__name__} here, a {kind} there")
-        elif hasattr(part, "differences"):
-            said += part.differences(state)
-    if "transform" in wanted and wanted["transform"]["state"] is not None:
-        said += buffer.saved_transform.differences(wanted["transform"]["state"])
+        with looking_at(part, malformed):
+            kind, state = wanted[name]["kind"], wanted[name]["state"]
+            if kind != type(part).__name__:
+                said.append(f"the {name} is a {type(part).__name__} here, a {kind} there")
+            elif hasattr(part, "differences"):
+                said += part.differences(state)
+    if "transform" in wanted:
+        with looking_at(buffer.saved_transform, malformed):
+            state = wanted["transform"]["state"]
+            said += [] if state is None else buffer.saved_transform.differences(state)
     return said
 
 
-def _check_states(buffer: SavedBuffer, wanted: dict[str, Any]) -> None:
+def _check_states(buffer: SavedBuffer, wanted: dict[str, Any], malformed: Malformed | None = None) -> None:
     """An error where a state cannot be taken over here, before anything is changed for it."""
-    if "generator" in wanted:
-        buffer.check_generator(wanted["generator"]["state"])
-    buffer.storage.check_numbers(wanted.get("numbers"))
-    if "sampler" in wanted and buffer.storage.lanes is not None and hasattr(buffer.sampler, "check_state"):
-        buffer.sampler.check_state(wanted["sampler"]["state"], buffer.storage)
-
-
-def _adopt(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> None:
-    """Takes the states over. Where one turns out not to be possible after all, nothing of anything stays."""
-    try:
-        _take_over(buffer, wanted, storage_too)
-    except BaseException:
-        if storage_too:
-            buffer.storage.empty()
-        buffer.saved_transform.empty()
-        for part in (buffer.sampler, buffer.writer):
-            if hasattr(part, "empty"):
-                part.empty()
-        raise
-
-
-def _take_over(buffer: SavedBuffer, wanted: dict[str, Any], storage_too: bool) -> None:
-    if "numbers" in wanted:  # states in memory have them with the rows
-        buffer.storage.restore_numbers(wanted["numbers"], storage_too)
-    for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
-        if name in wanted and hasattr(part, "load_state_dict"):
-            part.load_state_dict(wanted[name]["state"])
-    if "transform" in wanted:
-        _adopt_transforms(buffer.saved_transform, wanted["transform"]["state"])
-    if "generator" in wanted:
-        buffer.restore_generator(wanted["generator"]["state"])
-    if storage_too:
-        buffer.storage.hand_over(buffer.sampler)
-    if hasattr(buffer.sampler, "follow"):
-        buffer.sampler.follow(buffer.storage)
-
-
-def _adopt_transforms(transform: Compose, state: dict[str, Any] | None) -> None:
-    """What transforms had learnt and held back there; where nothing was saved, nothing of before is carried on."""
-    if state is None:
-        transform.empty()
-    else:
-        transform.load_state_dict(state)
+    with looking_at(None, malformed):
+        if "generator" in wanted:
+            buffer.check_generator(wanted["generator"]["state"])
+        buffer.storage.check_numbers(wanted.get("numbers"))
+    check_sampler(buffer, wanted, malformed)

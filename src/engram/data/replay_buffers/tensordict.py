@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -57,6 +60,14 @@ class TensorDictReplayBuffer(ReplayBuffer):
     # ---- priorities that come with the data ----
     def _extras(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
         return self._given_priorities(items, single, time_dim) if self._takes_priorities() else None
+
+    def _writing(self) -> AbstractContextManager[Any]:
+        return self._with_sampler() if self._takes_priorities() else super()._writing()
+
+    @contextlib.contextmanager
+    def _with_sampler(self) -> Iterator[None]:
+        with self._reader.lock, self._storage.mutex:  # in the order of those who draw, load and save
+            yield
 
     def _wrote(self, slots: Tensor | int, extras: Tensor) -> None:
         at = torch.as_tensor(slots).reshape(-1)

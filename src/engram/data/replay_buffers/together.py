@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import Tensor
 
 from engram import _native
 from engram.data.replay_buffers.reading import Reader, Ticket, refuse_if_too_many, stack_items
+from engram.data.replay_buffers.samplers.base import EpochInfo, lock_of
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.trees import put_entry
 from engram.transforms.compose import Compose
+
+_live: weakref.WeakSet[EnsembleReader] = weakref.WeakSet()
 
 _Drawn = tuple[Any, dict[str, Any], bool]  # what a member's sampler drew and said, and whether its epoch ran out
 
@@ -46,7 +50,8 @@ class EnsembleReader:
         # Whether rows of all members can go straight into one batch.
         alike = all(reader.attaches == readers[0].attaches for reader in readers)
         self._at_once = alike and collate_fn is None and all(reader.only_reads for reader in readers)
-        self.lock = threading.RLock()
+        self.lock = lock_of(sampler)
+        _live.add(self)
 
     def check_room(self, n: int) -> None:
         """OutOfMemoryError where a batch of n rows cannot be held, before anything is drawn."""
@@ -57,23 +62,47 @@ class EnsembleReader:
         """Asks the sampler for members, and their samplers for rows."""
         with self.lock:
             ids, each = self.sampler.choose(n)
+            incarnation = self._incarnation(ids)
             drawn = [_exactly(self.readers[i], each) for i in ids]
-        return Ticket(drawn, ids, {}, any(ran_out for _, _, ran_out in drawn))  # type: ignore[arg-type]
+        return Ticket(drawn, ids, {}, any(ran_out for _, _, ran_out in drawn), incarnation)  # type: ignore[arg-type]
 
     def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and what there is to say about it."""
-        with self.lock:
-            ids, each = self.sampler.choose(n)
-            drawn = [_exactly(self.readers[i], each) for i in ids]
-        return self.fetch(drawn, ids, {}, numbers)
+        while True:
+            ticket = self.draw(n)
+            read = self.fetch(ticket.slots, ticket.index, {}, numbers, ticket.incarnation)
+            if read is not None:
+                return read
 
-    def fetch(self, slots: Any, index: Any, info: dict[str, Any], numbers: bool) -> tuple[Any, dict[str, Any]]:
-        """Reads what `draw` gave: its slots are what each member's sampler drew, its index the members."""
+    def next(self, n: int, numbers: bool) -> tuple[Any, bool]:
+        """A batch of n, and whether it is the last of an epoch."""
+        while True:
+            ticket = self.draw(n)
+            read = self.fetch(ticket.slots, ticket.index, {}, numbers, ticket.incarnation)
+            if read is not None:
+                return read[0], ticket.last
+
+    def _incarnation(self, ids: list[int]) -> list[int]:
+        return [self.readers[i].storage.incarnation for i in ids]
+
+    def fetch(
+        self, slots: Any, index: Any, info: dict[str, Any], numbers: bool, incarnation: Any
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Reads what `draw` gave: its slots are what each member's sampler drew, its index the members.
+
+        None: since then all rows of one of them have been replaced by others.
+        """
         drawn: list[_Drawn] = slots
         made = self._read_at_once(drawn, index, numbers) if self._at_once else None
-        batch, info = made or self._read_one_by_one(drawn, index, numbers)
+        if made is None:
+            made = self._read_one_by_one(drawn, index, numbers, incarnation)
+            if made is None:
+                return None
+        batch, info = made
         if self.transform.transforms:
             batch = self.transform.forward(batch)
+        if self._incarnation(index) != incarnation:
+            return None
         return (batch.pin_memory() if self.pin_memory else batch), info
 
     def _read_at_once(self, drawn: list[_Drawn], ids: list[int], numbers: bool) -> tuple[Any, dict[str, Any]] | None:
@@ -98,6 +127,9 @@ class EnsembleReader:
         read = readers[0].storage.read_with(others, index, shape, extra, numbers, parts)
         if read is None or read[1] is not None or read[2] is not None:
             return None  # rows that are gone are drawn anew by their own member
+        for reader, one in zip(readers, drawn, strict=True):
+            if reader.replaced(one[0], one[1]) is not None:
+                return None
         batch, generation = read[0], read[3]
         if generation is not None:
             info["generation"] = generation.view(shape)
@@ -112,11 +144,16 @@ class EnsembleReader:
                 _put_ids(batch, buffer_ids)
         return batch, info
 
-    def _read_one_by_one(self, drawn: list[_Drawn], ids: list[int], numbers: bool) -> tuple[Any, dict[str, Any]]:
+    def _read_one_by_one(
+        self, drawn: list[_Drawn], ids: list[int], numbers: bool, incarnation: list[int]
+    ) -> tuple[Any, dict[str, Any]] | None:
         batches, infos = [], []
-        for i, (index, said, _) in zip(ids, drawn, strict=True):
+        for i, (index, said, _), then in zip(ids, drawn, incarnation, strict=True):
             reader = self.readers[i]
-            batch, info = reader.fetch(reader.slots_of(index), index, said, numbers)
+            read = reader.fetch(reader.slots_of(index), index, said, numbers, then)
+            if read is None:
+                return None
+            batch, info = read
             if isinstance(info["index"], tuple):
                 info["index"] = torch.stack(info["index"], -1)
             batches.append(batch)
@@ -223,7 +260,8 @@ def _exactly(reader: Reader, n: int) -> _Drawn:
     with reader.lock:
         sampler, storage = reader.sampler, reader.storage
         index, info = sampler.sample(storage, n)
-        info = dict(info)  # of no epoch: a row that is lost is replaced, by one of the next epoch if need be
+        if isinstance(info, EpochInfo):
+            info = dict(info)  # of no epoch: a row that is lost is replaced, by one of the next epoch if need be
         ran_out = getattr(sampler, "ran_out", False)
         while not info and _rows(index) < n:
             more, info = sampler.sample(storage, n - _rows(index))
@@ -241,3 +279,11 @@ def _both(index: Any, more: Any) -> Any:
 def _rows(index: Any) -> int:
     one = index[0] if isinstance(index, tuple) else index
     return one.numel() if isinstance(one, Tensor) else len(one)
+
+
+def _after_fork() -> None:
+    for reader in list(_live):
+        reader.lock = lock_of(reader.sampler)
+
+
+os.register_at_fork(after_in_child=_after_fork)  # after that of the samplers, which are imported here

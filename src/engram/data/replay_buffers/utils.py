@@ -76,6 +76,18 @@ def free_memory() -> int | None:
     return min(found) if found else None
 
 
+def check_memory(nbytes: int, what: str) -> None:
+    """MemoryError, with the numbers, where what a file asks for is more than there is."""
+    if nbytes < _SMALL:
+        return
+    free = free_memory()
+    if free is not None and nbytes > free:  # the kernel would promise it, and end the process when it is used
+        raise MemoryError(f"{what} needs {human_bytes(nbytes)} of memory, and {human_bytes(free)} are free")
+
+
+_SMALL = 1 << 26  # bytes for which nobody asks the system
+
+
 def _machine_free() -> int | None:
     try:
         with open("/proc/meminfo") as f:

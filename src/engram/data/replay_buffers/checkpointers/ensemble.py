@@ -80,7 +80,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase[Parts, Parts]):
         except BaseException:
             for storage in loaded:
                 # Without rows, and without a layout where it had none before.
-                getattr(storage, "abort_restore", storage.empty)()
+                (getattr(storage, "abort_restore", None) or storage.empty)()
             raise
 
 

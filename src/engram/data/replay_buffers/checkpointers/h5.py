@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engram.data.replay_buffers.trees import Path
+from engram.data.replay_buffers.utils import check_memory
 
 Array = npt.NDArray[Any]
 
@@ -209,7 +210,9 @@ class H5Reader:
     def read(self, name: str, where: Any) -> Array:
         """Values of a dataset that was expected."""
         with _as_value_errors():
-            read: Array = self._seen[name][where]
+            dataset = self._seen[name]
+            check_memory(_selected(dataset.shape, where) * dataset.dtype.itemsize, name)
+            read: Array = dataset[where]
             return read
 
     def take(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -302,6 +305,16 @@ def _check_storage(name: str, dataset: Any, shape: tuple[int, ...], dtype: np.dt
         raise ValueError(f"{name} has chunks of {dataset.chunks}, larger than this version writes")
     if dataset.chunks is None and dataset.id.get_storage_size() != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name} is not as long as its shape {shape} says")
+
+
+def _selected(shape: tuple[int, ...], where: Any) -> int:
+    """How many values a selection has."""
+    parts = where if isinstance(where, tuple) else (where,)
+    sizes = [
+        len(range(*part.indices(size))) if isinstance(part, slice) else np.size(part)
+        for size, part in zip(shape, parts, strict=False)
+    ]
+    return math.prod(sizes) * math.prod(shape[len(sizes) :])
 
 
 def _row_bytes(values: Array) -> int:

@@ -10,11 +10,12 @@ import numpy as np
 from engram.data.replay_buffers.checkpointers.base import ItemSink, ItemSource, StorageCheckpointerBase, apply_hooks
 from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter
 from engram.data.replay_buffers.checkpointers.counters import Counters
-from engram.data.replay_buffers.checkpointers.reading import SnapshotReader
+from engram.data.replay_buffers.checkpointers.reading import JSON_AS_OBJECTS, SnapshotReader
 from engram.data.replay_buffers.checkpointers.sealed import from_json, to_json
 from engram.data.replay_buffers.checkpointers.state import Blobs, decode, encode
 from engram.data.replay_buffers.checkpointers.tensordicts import CODECS
 from engram.data.replay_buffers.checkpointers.unchanged import Unchanged
+from engram.data.replay_buffers.utils import check_memory
 
 ITEMS_PER_CHUNK = 4096
 
@@ -108,6 +109,7 @@ def _checked(reader: SnapshotReader, state: dict[str, Any]) -> tuple[dict[str, A
 
 
 def _read(reader: SnapshotReader, number: int) -> list[Any]:
+    check_memory(JSON_AS_OBJECTS * reader.nbytes(_text_file(number)), _text_file(number))
     text = np.empty(reader.nbytes(_text_file(number)), np.uint8)
     reader.read_into(_text_file(number), text)
     try:

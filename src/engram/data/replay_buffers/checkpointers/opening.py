@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from engram.data.replay_buffers.checkpointers.snapshot import Snapshot, open_snapshot
 from engram.data.replay_buffers.checkpointers.torchrl import TorchrlSaved, is_torchrl, open_torchrl
+from engram.errors import CheckpointError
+
+# What looking at a state that no part of ours has made runs into.
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError)
 
 
 @contextmanager
@@ -19,3 +23,14 @@ def open_saved(path: str | os.PathLike[str], snapshot: str | None = None) -> Ite
     else:
         with open_snapshot(path, snapshot) as saved:
             yield saved
+
+
+@contextmanager
+def as_damage(malformed: Callable[[str], Exception]) -> Iterator[None]:
+    """Around looks at states whose bytes are whole: where they cannot be, somebody made them, checksums and all."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except _MALFORMED as error:
+        raise malformed(f"a state in it cannot be that of this buffer ({error!r})") from error

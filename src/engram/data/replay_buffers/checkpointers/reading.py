@@ -31,9 +31,11 @@ from engram.data.replay_buffers.checkpointers.directory import (
 from engram.data.replay_buffers.checkpointers.locks import FileLock
 from engram.data.replay_buffers.checkpointers.sealed import digest, unseal
 from engram.data.replay_buffers.checkpointers.verified import PIECE, Bytes, FileRecord, VerifiedFile
+from engram.data.replay_buffers.utils import check_memory
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 THREADS = 2  # that read, hash and copy: a disk answers several faster than one
+JSON_AS_OBJECTS = 25  # times the text: `[]` and a comma are an object of 56 bytes and a pointer to it
 _BLOCK = 1 << 22  # copied at a time
 _ATTEMPTS = 1000
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
@@ -208,8 +210,10 @@ class SnapshotReader:
     def _load_manifest(self, expected: str | None) -> None:
         try:
             with open(self._open_file(MANIFEST), "rb") as file:
-                if os.fstat(file.fileno()).st_size > LARGEST_MANIFEST:
+                size = os.fstat(file.fileno()).st_size
+                if size > LARGEST_MANIFEST:
                     raise ValueError(f"it has more than {LARGEST_MANIFEST:,} bytes")
+                check_memory(JSON_AS_OBJECTS * size, self.path(MANIFEST))
                 data = file.read()
             document = unseal(data)
         except (OSError, ValueError) as error:

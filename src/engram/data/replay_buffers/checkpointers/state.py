@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from engram.data.replay_buffers.checkpointers.verified import VerifiedFile
+from engram.data.replay_buffers.utils import check_memory
 from engram.errors import CheckpointError
 
 ALIGNMENT = 64
@@ -279,6 +280,7 @@ class _Decoder:
         padding = at - self._file.position
         if not 0 <= nbytes <= self._file.remaining - padding:
             raise ValueError(f"a state in it has {nbytes} bytes, more than are left in its file")
+        check_memory(nbytes, "a state in it")
         self._file.skip(padding)
         taken = torch.empty(nbytes, dtype=torch.uint8)
         self._file.take(taken.numpy())

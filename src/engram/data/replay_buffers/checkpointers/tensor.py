@@ -157,11 +157,13 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
             in_parallel((functools.partial(plan.rows, c) for c in plan.asked_for()), THREADS)
         sink.begin_restore(plan.layout, plan.counters)
         try:
-            # Hooks see the blocks in their order; without any, several files are read, hashed and copied at once.
-            in_parallel(
-                (functools.partial(self._load, sink, plan, c) for c in plan.asked_for()),
-                1 if self.load_hooks else THREADS,
-            )
+            # Hooks see the blocks in their order, and run in the thread that holds the buffer's locks; without any,
+            # several files are read, hashed and copied at once.
+            if self.load_hooks:
+                for chunk in plan.asked_for():
+                    self._load(sink, plan, chunk)
+            else:
+                in_parallel((functools.partial(self._load, sink, plan, c) for c in plan.asked_for()), THREADS)
             sink.end_restore()
         except BaseException:
             sink.abort_restore()

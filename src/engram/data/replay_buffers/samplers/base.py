@@ -5,6 +5,9 @@ from __future__ import annotations
 import abc
 import copy
 import itertools
+import os
+import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 Index = Tensor | tuple[Tensor, ...]
 
 EMPTY = "Cannot sample from an empty storage."
+
+_live: weakref.WeakSet[Sampler] = weakref.WeakSet()
 
 
 class EpochInfo(dict[str, Any]):
@@ -41,6 +46,9 @@ class Sampler(abc.ABC):
     """
 
     def __init__(self) -> None:
+        #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
+        self.lock = threading.RLock()
+        _live.add(self)
         self._generator: torch.Generator | None = None
         self._seed = torch.empty(1, dtype=torch.int64)
         # While a view of it lives, `random_` releases the GIL once instead of four times (torch 2.13).
@@ -97,7 +105,7 @@ class Sampler(abc.ABC):
 
         Raises RuntimeError for an empty storage, before anything is drawn.
         """
-        if storage.lanes is None or not len(storage.lanes):
+        if storage.lanes is None or not (len(storage.lanes) or len(storage)):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         with drawing:
             return self._seed.random_(generator=self._generator)
@@ -169,7 +177,7 @@ class Sampler(abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
-        return {k: v for k, v in self.__dict__.items() if k not in ("_generator", "_seed")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("lock", "_generator", "_seed")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Sampler.__init__(self)
@@ -209,12 +217,17 @@ def redrawn(sampler: Any, storage: Storage, slots: Tensor, info: dict[str, Any],
         found = inward(index, storage.inner, storage.max_size or 0)[: len(places) - done]
         at = torch.tensor(places[done : done + len(found)])
         slots[at] = found
-        for key, value in said.items():
-            old = info.get(key)
-            if isinstance(value, Tensor) and isinstance(old, Tensor) and value.ndim and len(old) == n:
-                info[key] = old.index_copy(0, at, value[: len(at)])
+        put_rows(info, said, at, n)
         done += len(found)
     return slots
+
+
+def put_rows(info: dict[str, Any], said: dict[str, Any], at: Tensor, n: int) -> None:
+    """Puts what is said of rows that were drawn anew in their places (int64) of what is said of a batch of n."""
+    for key, value in said.items():
+        old = info.get(key)
+        if isinstance(value, Tensor) and isinstance(old, Tensor) and value.ndim and len(old) == n:
+            info[key] = old.index_copy(0, at, value[: len(at)])
 
 
 def position_of(sampler: Any) -> Any:
@@ -229,3 +242,17 @@ def go_back(sampler: Any, position: Any) -> None:
     rewind = getattr(sampler, "rewind", None) or getattr(sampler, "load_state_dict", None)
     if rewind is not None:
         rewind(position)
+
+
+def lock_of(sampler: Any) -> Any:
+    """The lock of a sampler; one of a user's own may have none: a new one."""
+    lock = getattr(sampler, "lock", None) if isinstance(sampler, Sampler) else None
+    return threading.RLock() if lock is None else lock
+
+
+def _after_fork() -> None:
+    for sampler in list(_live):
+        sampler.lock = threading.RLock()  # a thread of the parent may hold the old one
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -181,11 +181,12 @@ class SamplerEnsemble(Sampler):
             sampler = self.samplers[i]
             if hasattr(sampler, "update_priority"):
                 mine = (ids == i).reshape(-1)
+                given = {} if generation is None else {"generation": generation[mine]}
                 sampler.update_priority(
                     rows[mine],
                     priority[mine] if priority.ndim else priority,
-                    generation=None if generation is None else generation[mine],
                     storage=None if storage is None else storage.storages[i],  # type: ignore[attr-defined]
+                    **given,
                 )
 
     def mark_update(self, index: Any, *, storage: Storage | None = None, buffer_ids: Any = None) -> None:
@@ -235,17 +236,18 @@ class SamplerEnsemble(Sampler):
             if getattr(self, name) != state[name]
         ]
         for i, (sampler, one) in enumerate(zip(self.samplers, saved, strict=True)):
-            if one["kind"] != type(sampler).__name__:
-                said.append(f"sampler {i} is a {type(sampler).__name__} here, a {one['kind']} there")
+            kind, state_there = one["kind"], one["state"]
+            if kind != type(sampler).__name__:
+                said.append(f"sampler {i} is a {type(sampler).__name__} here, a {kind} there")
             elif hasattr(sampler, "differences"):
-                said += [f"member {i}: {what}" for what in sampler.differences(one["state"])]
+                said += [f"member {i}: {what}" for what in sampler.differences(state_there)]
         if not said:
             copy.copy(self).p = state["p"]  # refuses what are no weights
         return said
 
     def check_state(self, state: dict[str, Any], storage: Any) -> None:
         for sampler, one, member in zip(self.samplers, state["samplers"], storage.storages, strict=True):
-            if hasattr(sampler, "check_state"):
+            if hasattr(sampler, "check_state") and member.lanes is not None:
                 sampler.check_state(one["state"], member)
 
     def position(self) -> Any:

@@ -82,8 +82,9 @@ class HasPriorities(Sampler):
         self._use(self._alpha, _checked("eps", eps))
 
     def _use(self, alpha: float, eps: float) -> None:
-        self._priorities.use(alpha, eps)
-        self._alpha, self._eps = alpha, eps
+        with self.lock:
+            self._priorities.use(alpha, eps)
+            self._alpha, self._eps = alpha, eps
 
     @property
     def beta(self) -> float:
@@ -105,11 +106,12 @@ class HasPriorities(Sampler):
         return self._priorities.skipped
 
     def follow(self, storage: Storage) -> None:
-        if storage.lanes is not None:
-            self._following(storage, storage.lanes).look(storage.lanes.store)
+        with self.lock:
+            if storage.lanes is not None:
+                self._following(storage, storage.lanes).look(storage.lanes.store)
 
     def _following(self, storage: Storage, lanes: Lanes) -> _native.Priorities:
-        """The priorities of this storage's steps."""
+        """The priorities of this storage's steps. The caller holds the lock as long as it uses them."""
         if self._storage is None or self._storage() is not storage or storage.max_size is None:
             self.check_storage(storage)
             self._storage = weakref.ref(storage)
@@ -120,18 +122,13 @@ class HasPriorities(Sampler):
         return self._priorities
 
     def _resume(self, lanes: Lanes) -> None:
-        # Taken out first, so that two threads do not both go back to it.
-        saved, self._restored = self._restored, None
-        if saved is None:
-            return
-        try:
-            self._priorities.resume(
-                lanes.store, [(a, b) for a, b in saved["seen"]], saved["max_priority"], saved["latest_priority"],
-                saved["skipped"], saved["priorities"].numpy(),
-            )  # fmt: skip
-        except BaseException:
-            self._restored = saved
-            raise
+        saved = self._restored
+        assert saved is not None
+        self._priorities.resume(
+            lanes.store, [(a, b) for a, b in saved["seen"]], saved["max_priority"], saved["latest_priority"],
+            saved["skipped"], saved["priorities"].numpy(),
+        )  # fmt: skip
+        self._restored = None
 
     def check_storage(self, storage: Storage) -> None:
         lanes = storage.lanes
@@ -162,14 +159,19 @@ class HasPriorities(Sampler):
             ValueError: a priority is negative, NaN or infinite, or sizes differ. Nothing is changed.
             IndexError: an index lies outside the storage, or has not been written (with generations it is skipped).
         """
-        where, lanes = self._stored_in(storage)
-        mine = self._following(where, lanes)
-        if (
-            type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
-            and (generation is None or lanes.numbers is None)
-            and mine.set(lanes.store, index, priority, generation)
-        ):  # fmt: skip
-            return
+        with self.lock:
+            where, lanes = self._stored_in(storage)
+            mine = self._following(where, lanes)
+            if (
+                type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
+                and (generation is None or lanes.numbers is None)
+                and mine.set(lanes.store, index, priority, generation)
+            ):  # fmt: skip
+                return
+            self._set_any(where, lanes, index, priority, generation)
+
+    def _set_any(self, where: Storage, lanes: Lanes, index: Any, priority: Any, generation: Any) -> None:
+        """Sets priorities, whatever form the arguments have."""
         slots, shape = self._slots(where, lanes, index)
         p = self._per_step(priority, len(slots), shape)
         if generation is not None:
@@ -179,7 +181,7 @@ class HasPriorities(Sampler):
                     f"{len(slots)} steps are indexed, {len(generation)} generations given; nothing was changed"
                 )
             generation = lanes.counted(slots, generation).contiguous().numpy()
-        mine.set(lanes.store, slots.numpy(), p.numpy(), generation)
+        self._priorities.set(lanes.store, slots.numpy(), p.numpy(), generation)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Gives stored steps the priority of new ones.
@@ -187,8 +189,9 @@ class HasPriorities(Sampler):
         Raises:
             IndexError: an index lies outside the storage or has not been written.
         """
-        where, lanes = self._stored_in(storage)
-        self._following(where, lanes).mark(lanes.store, self._slots(where, lanes, index)[0].numpy())
+        with self.lock:
+            where, lanes = self._stored_in(storage)
+            self._following(where, lanes).mark(lanes.store, self._slots(where, lanes, index)[0].numpy())
 
     def priorities(self, index: Any, *, storage: Storage | None = None) -> Tensor:
         """The priorities of stored steps as they were given: float64 [n]; -1 where a slot holds no step.
@@ -196,9 +199,10 @@ class HasPriorities(Sampler):
         Raises:
             IndexError: an index lies outside the storage.
         """
-        where, lanes = self._stored_in(storage)
-        mine = self._following(where, lanes)
-        return values_tensor(mine.of(lanes.store, self._slots(where, lanes, index)[0].numpy()), torch.float64)
+        with self.lock:
+            where, lanes = self._stored_in(storage)
+            mine = self._following(where, lanes)
+            return values_tensor(mine.of(lanes.store, self._slots(where, lanes, index)[0].numpy()), torch.float64)
 
     def checked_priorities(self, priority: Any, n: int) -> Tensor:
         """Priorities of n steps, reduced to one for each: float64 [n].
@@ -252,19 +256,21 @@ class HasPriorities(Sampler):
         return p.reshape(-1).contiguous()
 
     def empty(self) -> None:
-        self._priorities.forget()
-        self._restored = None
+        with self.lock:
+            self._priorities.forget()
+            self._restored = None
 
     # ---- state ----
     def state_dict(self) -> dict[str, Any]:
-        settings = {**self._decisive(), "beta": self._beta}
-        storage = None if self._storage is None else self._storage()
-        if self._restored is not None:
-            return {**self._restored, **settings}
-        if storage is None or storage.lanes is None:
-            return {**settings, "seen": [], "max_priority": 1.0, "latest_priority": 1.0, "skipped": 0,
-                    "priorities": torch.empty(0, dtype=torch.float64)}  # fmt: skip
-        seen, highest, latest, skipped, made = self._following(storage, storage.lanes).state(storage.lanes.store)
+        with self.lock:
+            settings = {**self._decisive(), "beta": self._beta}
+            storage = None if self._storage is None else self._storage()
+            if self._restored is not None:
+                return {**self._restored, **settings}
+            if storage is None or storage.lanes is None:
+                return {**settings, "seen": [], "max_priority": 1.0, "latest_priority": 1.0, "skipped": 0,
+                        "priorities": torch.empty(0, dtype=torch.float64)}  # fmt: skip
+            seen, highest, latest, skipped, made = self._following(storage, storage.lanes).state(storage.lanes.store)
         return {**settings, "seen": [list(rows) for rows in seen], "max_priority": highest, "latest_priority": latest,
                 "skipped": skipped, "priorities": values_tensor(made, torch.float64)}  # fmt: skip
 
@@ -295,23 +301,20 @@ class HasPriorities(Sampler):
             self._priorities.check(values.numpy())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.beta = state["beta"]
         names = ("seen", "max_priority", "latest_priority", "skipped", "priorities")
-        self._restored = {name: state[name] for name in names}
-        self._restored["priorities"] = state["priorities"].to(torch.float64).contiguous()
+        restored = {name: state[name] for name in names}
+        restored["priorities"] = state["priorities"].to(torch.float64).contiguous()
+        with self.lock:
+            super().load_state_dict(state)
+            self.beta = state["beta"]
+            # What it was goes on to be that of the old object: where the load fails, nothing has happened to it.
+            self._priorities, self._restored = self._made(), restored
 
     def adopt(self, incarnation: int, shifts: list[int]) -> None:
         """After `loads`: the priorities go on in a store that counts anew."""
-        if self._restored is not None:
-            seen, p = self._restored["seen"], self._restored["priorities"]
-            strands, kept, at = len(p) // max(1, sum(b - a for a, b in seen)), [], 0
-            for (a, b), shift in zip(seen, shifts, strict=False):
-                # Rows that were overwritten between the state and the save of the rows have no numbers here.
-                kept.append(p[at + (min(max(a, shift), b) - a) * strands : at + (b - a) * strands])
-                at += (b - a) * strands
-            self._restored["priorities"] = torch.cat(kept) if kept else p[:0]
-            self._restored["seen"] = [[max(a, s) - s, max(b, s) - s] for (a, b), s in zip(seen, shifts, strict=False)]
+        with self.lock:
+            if self._restored is not None:
+                self._restored = {**self._restored, **_shifted(self._restored, shifts)}
 
     def position(self) -> None:
         """Nothing: a draw changes the generator alone."""
@@ -332,6 +335,18 @@ class HasPriorities(Sampler):
         self._priorities = self._made()
         assert self._restored is not None
         self._restored = {**self._restored, "priorities": torch.from_numpy(self._restored["priorities"])}
+
+
+def _shifted(saved: dict[str, Any], shifts: list[int]) -> dict[str, Any]:
+    """Rows and priorities of a state, for lanes whose write numbers are lower by this much."""
+    seen, p = saved["seen"], saved["priorities"]
+    strands, kept, at = len(p) // max(1, sum(b - a for a, b in seen)), [], 0
+    for (a, b), shift in zip(seen, shifts, strict=False):
+        # Rows that were overwritten between the state and the save of the rows have no numbers here.
+        kept.append(p[at + (min(max(a, shift), b) - a) * strands : at + (b - a) * strands])
+        at += (b - a) * strands
+    numbered = [[max(a, s) - s, max(b, s) - s] for (a, b), s in zip(seen, shifts, strict=False)]
+    return {"priorities": torch.cat(kept) if kept else p[:0], "seen": numbered}
 
 
 def _checked(name: str, value: Any) -> float:

@@ -8,13 +8,24 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.samplers.base import EMPTY, Index
+from engram.data.replay_buffers.indexing import inward
+from engram.data.replay_buffers.samplers.base import EMPTY, Index, put_rows
 from engram.data.replay_buffers.samplers.priorities import HasPriorities
 from engram.data.replay_buffers.utils import slots_tensor, values_tensor
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.lanes import Lanes
     from engram.data.replay_buffers.storages.base import Storage
+
+
+class DrawnInfo(dict[str, Any]):
+    """What is said of a batch of rows that were drawn by priority, and which rows these are; a copy is a plain dict."""
+
+    __slots__ = ("drawn",)
+    drawn: _native.DrawnRows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 class PrioritizedSampler(HasPriorities):
@@ -62,25 +73,48 @@ class PrioritizedSampler(HasPriorities):
     # ---- sampling ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
-        drawn = None if lanes is None else self._draw(self._following(storage, lanes), storage, lanes, batch_size)
+        with self.lock:
+            drawn = None if lanes is None else self._draw(self._following(storage, lanes), storage, lanes, batch_size)
         if drawn is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
-        slots, weights = drawn
-        return (storage.outward(slots) if storage.ndim > 1 else slots), {"priority_weight": weights}
+        slots, weights, rows = drawn
+        info = DrawnInfo()
+        info["priority_weight"] = weights
+        info.drawn = rows
+        return (storage.outward(slots) if storage.ndim > 1 else slots), info
 
     def _draw(
         self, priorities: _native.Priorities, storage: Storage, lanes: Lanes, n: int
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Tensor, Tensor, _native.DrawnRows] | None:
         seed, wide = self.draw_seed(storage), self.dtype is torch.float64
         drawn: Any = priorities.draw(lanes.store, seed, n, self._beta, wide)
         if drawn is None:
             drawn = lanes.look_again(lambda: priorities.draw(lanes.store, seed, n, self._beta, wide))
             if drawn is None:
                 return None
-        slots, weights = drawn
+        slots, weights, rows = drawn
         if type(slots) is not Tensor:
             slots, weights = slots_tensor(slots), values_tensor(weights, torch.float64 if wide else torch.float32)
-        return slots, weights if weights.dtype is self.dtype else weights.to(self.dtype)
+        return slots, weights if weights.dtype is self.dtype else weights.to(self.dtype), rows
+
+    # ---- after the read: a row that came in the place of the one that was drawn would have that one's weight ----
+    def replaced(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
+        if type(info) is not DrawnInfo:
+            return None  # a sampler of the user's own says something else of its rows
+        lanes: Any = storage.lanes
+        stale: Any = info.drawn.stale(lanes.store, slots)
+        return stale  # type: ignore[no-any-return]
+
+    def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
+        if type(info) is not DrawnInfo:
+            return super().redraw(storage, slots, info, places)
+        index, fresh = self.sample(storage, len(places))
+        assert type(fresh) is DrawnInfo
+        slots, at = slots.clone(), torch.tensor(places)
+        slots[at] = inward(index, storage.inner, storage.max_size or 0)
+        put_rows(info, fresh, at, len(slots))
+        info.drawn.replace(places, fresh.drawn)
+        return slots
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={getattr(self, name)}" for name in ("alpha", "beta", "eps", "reduction"))

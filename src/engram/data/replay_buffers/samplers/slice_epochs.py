@@ -49,6 +49,10 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self._ran_out = False
         self._number = self._drawn_from = -1  # of the epoch, and of that of the last draw, in this process
 
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        with self.lock:
+            return super().sample(storage, batch_size)
+
     def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         index, said = super()._said(storage, slices)
         info = EpochInfo(said)
@@ -65,7 +69,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         epoch = getattr(info, "epoch", None)
         if self.drop_last or epoch is None or len(which) == len(slices):
             return super().redraw(storage, slots, info, places)
-        fresh = self._more(storage, slices.rule, epoch, len(which))
+        with self.lock:
+            fresh = self._more(storage, slices.rule, epoch, len(which))
         done = 0 if fresh is None else len(fresh)
         if fresh is not None:
             slices = slices.replaced(which[:done], fresh)
@@ -105,7 +110,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     def _begin_if_needed(self, storage: Storage, rule: _native.SliceRule) -> tuple[dict[str, Any], _native.SliceEpoch]:
         lanes = storage.lanes
-        if lanes is None or not len(lanes):
+        if lanes is None or not (len(lanes) or len(storage)):
             raise self._nothing(storage, rule)
         store, epoch = lanes.store, self._epoch
         fits = self._goes_on(store) and epoch is not None and epoch["min_length"] == rule.min_length
@@ -141,12 +146,14 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def follow(self, storage: Storage) -> None:
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
         lanes = storage.lanes
-        if lanes is not None and self._epoch is not None and self._goes_on(lanes.store):
-            self._resumed(lanes.store, self._epoch)
+        with self.lock:
+            if lanes is not None and self._epoch is not None and self._goes_on(lanes.store):
+                self._resumed(lanes.store, self._epoch)
 
     def empty(self) -> None:
-        self._epoch = self._walk = None
-        self._ran_out = False
+        with self.lock:
+            self._epoch = self._walk = None
+            self._ran_out = False
 
     @property
     def ran_out(self) -> bool:
@@ -154,16 +161,18 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     # ---- state ----
     def state_dict(self) -> dict[str, Any]:
-        epoch = None if self._epoch is None else {**self._epoch}
-        return {"epoch": epoch, "ran_out": self._ran_out, **self._decisive()}
+        with self.lock:
+            epoch = None if self._epoch is None else {**self._epoch}
+            return {"epoch": epoch, "ran_out": self._ran_out, **self._decisive()}
 
     def _decisive(self) -> dict[str, Any]:
         return {**super()._decisive(), "shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
-        self._ran_out = bool(state["ran_out"])
+        with self.lock:
+            super().load_state_dict(state)
+            self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
+            self._ran_out = bool(state["ran_out"])
 
     def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
         if found is None:
@@ -195,19 +204,22 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             raise ValueError(f"an epoch of {len(epoch['counts'])} strands is not one of this storage")
 
     def position(self) -> Any:
-        return self._epoch and {**self._epoch}, self._walk, self._ran_out
+        with self.lock:
+            return self._epoch and {**self._epoch}, self._walk, self._ran_out
 
     def rewind(self, position: Any) -> None:
-        epoch, self._walk, self._ran_out = position
-        self._epoch = epoch and {**epoch}
+        epoch, walk, ran_out = position
+        with self.lock:
+            self._epoch, self._walk, self._ran_out = epoch and {**epoch}, walk, ran_out
 
     def adopt(self, incarnation: int, shifts: list[int]) -> None:
         """After `loads`: the epoch goes on in a store that counts anew."""
-        if self._epoch is not None and shifts:
-            strands = max(1, len(self._epoch["lasts"]) // len(shifts))
-            lasts = [max(-1, last - shifts[k // strands]) for k, last in enumerate(self._epoch["lasts"])]
-            self._epoch = {**self._epoch, "incarnation": incarnation, "lasts": lasts}
-            self._walk = None
+        with self.lock:
+            if self._epoch is not None and shifts:
+                strands = max(1, len(self._epoch["lasts"]) // len(shifts))
+                lasts = [max(-1, last - shifts[k // strands]) for k, last in enumerate(self._epoch["lasts"])]
+                self._epoch = {**self._epoch, "incarnation": incarnation, "lasts": lasts}
+                self._walk = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_walk": None}

@@ -137,6 +137,9 @@ class SliceSampler(Sampler):
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
         seed = self.draw_seed(storage)
         slices = self._drawn(storage, rule, seed, n)
+        if slices is None:
+            with storage.mutex:  # after somebody who is replacing all rows
+                slices = self._drawn(storage, rule, seed, n)
         for _ in range(_LOOKS):
             if slices is not None:
                 return slices
@@ -151,7 +154,7 @@ class SliceSampler(Sampler):
         return self.episodes.draw(storage, rule, seed, n)
 
     def _nothing(self, storage: Storage, rule: _native.SliceRule) -> RuntimeError:
-        if storage.lanes is None or not len(storage.lanes):
+        if not len(storage):
             return RuntimeError(f"{EMPTY} Add or extend it first.")
         return RuntimeError(
             f"no trajectory has {rule.min_length} steps; the longest that is stored has "

@@ -72,8 +72,12 @@ class SamplerWithoutReplacement(Sampler):
         self._number = -1  # of the epoch, in this process
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        with self.lock:
+            return self._drawn(storage, batch_size)
+
+    def _drawn(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
-        if lanes is None or not len(lanes):
+        if lanes is None or not (len(lanes) or len(storage)):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         if self.drop_last and batch_size > len(lanes):
             raise ValueError(
@@ -104,7 +108,8 @@ class SamplerWithoutReplacement(Sampler):
         epoch = getattr(info, "epoch", None)
         if self.drop_last or epoch is None or len(places) == len(slots):
             return redrawn(self, storage, slots, info, places)
-        found = self._more(storage, epoch, len(places))
+        with self.lock:
+            found = self._more(storage, epoch, len(places))
         keep = torch.ones(len(slots), dtype=torch.bool)
         keep[places[len(found) :]] = False
         slots = slots.clone()
@@ -171,24 +176,27 @@ class SamplerWithoutReplacement(Sampler):
         return any(lanes.store.lane(i)["first"] + moved > first for i, ((first, _), moved) in enumerate(lanes_then))
 
     def empty(self) -> None:
-        self._epoch = self._walk = None
-        self._ran_out = False
+        with self.lock:
+            self._epoch = self._walk = None
+            self._ran_out = False
 
     @property
     def ran_out(self) -> bool:
         return self._ran_out
 
     def state_dict(self) -> dict[str, Any]:
-        epoch = None if self._epoch is None else {**self._epoch, "ranges": [list(r) for r in self._epoch["ranges"]]}
-        return {"epoch": epoch, "ran_out": self._ran_out, **self._decisive()}
+        with self.lock:
+            epoch = None if self._epoch is None else {**self._epoch, "ranges": [list(r) for r in self._epoch["ranges"]]}
+            return {"epoch": epoch, "ran_out": self._ran_out, **self._decisive()}
 
     def _decisive(self) -> dict[str, Any]:
         return {"shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._epoch, self._walk, self._store_id = state["epoch"], None, None
-        self._ran_out = bool(state["ran_out"])
+        with self.lock:
+            super().load_state_dict(state)
+            self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
+            self._ran_out = bool(state["ran_out"])
 
     def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
         if found is None:
@@ -230,19 +238,22 @@ class SamplerWithoutReplacement(Sampler):
     def follow(self, storage: Storage) -> None:
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
         lanes = storage.lanes
-        if lanes is not None and self._epoch is not None and self._goes_on(lanes):
-            self._resume(lanes, self._epoch)
+        with self.lock:
+            if lanes is not None and self._epoch is not None and self._goes_on(lanes):
+                self._resume(lanes, self._epoch)
 
     def adopt(self, incarnation: int, shifts: list[int]) -> None:
         """After `loads`: the epoch goes on in a store that counts anew."""
-        if self._epoch is not None:
+        with self.lock:
+            if self._epoch is None:
+                return
+            self._walk = None
             if any(shifts) and "ring" not in self._epoch and "listed" not in self._epoch:
                 # Earlier versions did not save how long the lanes were: which rows have come is not known in others.
-                self._epoch = self._walk = None
+                self._epoch = None
                 return
             moved = [m + sum(shifts[i : i + 1]) for i, m in enumerate(_moved(self._epoch))]
             self._epoch = {**self._epoch, "incarnation": incarnation, "moved": moved}
-            self._walk = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"

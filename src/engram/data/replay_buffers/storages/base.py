@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
+import functools
 import logging
 import math
 import os
@@ -11,22 +13,27 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.checkpointers.opening import open_saved
+from engram.data.replay_buffers.checkpointers.opening import as_damage, open_saved
 from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.indexing import Selection, outward, select, stored_slots
 from engram.data.replay_buffers.lanes import Lanes, check_numbers, tell_of_copy
 from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.rows import expand_slots
+from engram.data.replay_buffers.storages.sharing import is_sent, sends
+from engram.data.replay_buffers.storages.staging import TooManyRowsError
 from engram.data.replay_buffers.trees import Path, entry, show
+from engram.errors import StorageError
 
 log = logging.getLogger("engram")
 
 _MOST = 1 << 56
+
+_T = TypeVar("_T")
 
 _live: weakref.WeakSet[Storage] = weakref.WeakSet()
 
@@ -50,6 +57,16 @@ class Storage(abc.ABC):
     """
 
     ndim: int = 1
+
+    read_only = False  # whether it shows the rows of others and takes none
+
+    #: Changes before and after all rows are replaced at once (`empty`, `loads`), and is odd meanwhile. What was drawn
+    #: before such a change is not read after it.
+    incarnation = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        sends(cls)
 
     def __init__(self, max_size: int | None, checkpointer: Any = None) -> None:
         if max_size is not None and (
@@ -93,9 +110,17 @@ class Storage(abc.ABC):
 
     @property
     def _is_full(self) -> bool:
-        return self.lanes is not None and self.lanes.is_full
+        return self.settled(lambda: self.lanes is not None and self.lanes.is_full)
 
     def __len__(self) -> int:
+        return self.settled(self._count)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step is stored."""
+        return not len(self)
+
+    def _count(self) -> int:
         lanes = self.lanes
         if lanes is None:
             self._tell_of_copy()
@@ -106,6 +131,11 @@ class Storage(abc.ABC):
         """Warns where this process was forked before there was anything to share."""
         parent, self._forked_from = self._forked_from, 0
         tell_of_copy(parent)
+
+    @property
+    def write_count(self) -> int:
+        """Steps ever written."""
+        return self.settled(lambda: 0 if self.lanes is None else self.lanes.write_count)
 
     # ---- the write path: check, then append or overwrite ----
     @abc.abstractmethod
@@ -186,17 +216,22 @@ class Storage(abc.ABC):
         """
         return None
 
+    def believed(self, read: Callable[[], Any], only_errors: bool = False) -> Any:
+        """What `read` gives, of a moment in which nobody else changed rows that exist; `only_errors`: what it gives
+        need not be of one moment, but an error must."""
+        return read()
+
     def get(self, index: Any) -> Any:
         """The rows at an index, copied.
 
         Raises:
             IndexError: a step that has not been written.
         """
-        if self.lanes is None:
-            raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
         for _ in range(100):
-            selection = select(self.lanes.store, index, self.inner)
-            with self.mutex:
+            with self.mutex:  # what is there and its rows are looked at together: nobody replaces them in between
+                if self.lanes is None:
+                    raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
+                selection = select(self.lanes.store, index, self.inner)
                 batch, gone, absent, _ = self._read_shaped(selection)
             if absent is not None:
                 slot = int(selection.slots[absent[0]])
@@ -217,9 +252,8 @@ class Storage(abc.ABC):
         """
         if self.lanes is None:
             raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
-        selection = select(self.lanes.store, index, self.inner)
         with self.lanes.alone("changing stored rows"):
-            self._set(selection, items, index_key)
+            self._set(select(self.lanes.store, index, self.inner), items, index_key)
 
     @abc.abstractmethod
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None: ...
@@ -249,9 +283,34 @@ class Storage(abc.ABC):
         Raises:
             StorageInUseError: another process has the storage open.
         """
+        with self.replacing("empty"):
+            self._empty(reset_count)
+
+    def _empty(self, reset_count: bool) -> None:
         if self.lanes is not None:
-            with self.lanes.alone("empty"):
-                self.lanes.store.empty(reset_count)
+            self.lanes.store.empty(reset_count)
+
+    @contextlib.contextmanager
+    def replacing(self, what: str) -> Iterator[None]:
+        """As `alone`, around what replaces all rows: readers see what was there before or what is there at the end."""
+        with self.alone(what):
+            if self.incarnation % 2:  # inside of another such block, whose end is the end
+                yield
+                return
+            self.incarnation += 1
+            try:
+                yield
+            finally:
+                self.incarnation += 1
+
+    def settled(self, look: Callable[[], _T]) -> _T:
+        """What `look` finds of the storage; not what it finds in the middle of a `loads`, whose end it waits for."""
+        before = self.incarnation
+        found = look()
+        if before == self.incarnation and not before % 2:
+            return found
+        with self.mutex:
+            return look()
 
     def attach(self, buffer: Any) -> None:
         """Notes that a buffer uses this storage."""
@@ -264,6 +323,11 @@ class Storage(abc.ABC):
         """Gives this process's lane back, for another process to take."""
         if self.lanes is not None:
             self.lanes.release()
+
+    def mark_seam(self) -> None:
+        """The next row that this process writes begins a trajectory, whatever ids and flags say."""
+        if self.lanes is not None:
+            self.lanes.mark_seam()
 
     def close(self) -> None:
         """Ends the use of the storage by this object."""
@@ -315,8 +379,38 @@ class Storage(abc.ABC):
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
         """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
         with open_saved(path, snapshot) as saved, self.alone("loads"):
-            saved.load_storage(self.checkpointer, self)
-            self.restore_numbers(saved.numbers())
+            numbers = saved.numbers()
+            with as_damage(saved.malformed):
+                self.check_numbers(numbers)
+            fill, undo = self.read_aside(saved), self.kept()
+            with self.replacing("loads"):
+                try:
+                    fill()
+                    self.restore_numbers(numbers)
+                except BaseException:
+                    if undo is not None:
+                        undo()
+                    raise
+
+    def read_aside(self, saved: Any) -> Callable[[], None]:
+        """What fills this storage with what was saved; where it holds something, all of that has been verified."""
+        staging = None if self.is_empty else self.staging()
+        if staging is not None:
+            try:
+                saved.load_storage(self.checkpointer, staging)
+            except TooManyRowsError:  # they are verified, and then read a second time
+                staging = None
+        return functools.partial(saved.load_storage, self.checkpointer, self) if staging is None else staging.commit
+
+    def staging(self) -> Any:
+        """What takes a state from the checkpointer instead of this storage, which has it after `commit()`; None:
+        the storage cannot have it later.
+        """
+        return None
+
+    def kept(self) -> Callable[[], None] | None:
+        """What puts everything back as it is now, after a load that failed. None: that would be too much to keep."""
+        return self.empty if self.is_empty else None
 
     def numbers_state(self) -> dict[str, Any] | None:
         """The write numbers of rows that were replaced out of turn; None where there are none."""
@@ -380,13 +474,72 @@ class Storage(abc.ABC):
                 buffer.after_fork()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"a {type(self).__name__} belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can "
-            "be sent to others, and dumps and loads copy any"
+        raise StorageError(
+            f"Cannot share a storage of type {type(self).__name__}, which belongs to its process; "
+            "LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and dumps and loads copy any"
         )
+
+    # ---- copies: what `pickle` and `copy` make ----
+    def settings(self) -> dict[str, Any] | None:
+        """Arguments for a storage like this one, in which copied rows are put; None: it is not copied so."""
+        return None
+
+    @property
+    def travels_by_path(self) -> bool:
+        """Whether a pickle names a file instead of holding its rows."""
+        return False
+
+    def form(self) -> Any:
+        """What an empty storage must know of the rows before their state is loaded."""
+        return None
+
+    def take_form(self, form: Any) -> None:
+        """Makes room for rows of what `form` gave."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        settings = self.settings()
+        if settings is None or is_sent() or self.travels_by_path:
+            return super().__reduce_ex__(protocol)
+        with self.mutex:
+            state = self.state_dict() if len(self) or self.lanes is not None else None
+            return _copied, (type(self), settings, self._checkpointer, self.form(), state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        settings = self.settings()
+        if settings is None:
+            made = super().__reduce_ex__(4)
+            return copy._reconstruct(self, memo, *made)  # type: ignore[attr-defined]
+        with self.mutex:
+            made = self._like(copy.deepcopy(settings, memo), copy.deepcopy(self._checkpointer, memo))
+            memo[id(self)] = made
+            if self.lanes is not None:
+                self.copy_rows_into(made, memo)
+        return made
+
+    @classmethod
+    def _like(cls, settings: dict[str, Any], checkpointer: Any) -> Any:
+        made = cls.__new__(cls)
+        made.__init__(**settings)  # type: ignore[misc]
+        if checkpointer is not None:
+            made.checkpointer = checkpointer
+        return made
+
+    def copy_rows_into(self, other: Any, memo: dict[int, Any]) -> None:
+        """Puts a copy of every row into an empty storage of the same settings; the caller holds the mutex."""
+        other.take_form(self.form())
+        other.load_state_dict(copy.deepcopy(self.state_dict(), memo))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim})"
+
+
+def _copied(cls: Any, settings: dict[str, Any], checkpointer: Any, form: Any, state: Any) -> Any:
+    """The copy that a pickle holds."""
+    made = cls._like(settings, checkpointer)
+    if state is not None:
+        made.take_form(form)
+        made.load_state_dict(state)
+    return made
 
 
 def flat(items: Any, dims: int) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -13,6 +14,8 @@ from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.frozen import FrozenParts
+from engram.data.replay_buffers.storages.sharing import is_sent
+from engram.data.replay_buffers.storages.staging import StagedParts
 from engram.errors import CheckpointMisfitError, differences_of
 
 _MISFIT = "the state does not fit this ensemble"
@@ -47,6 +50,21 @@ class StorageEnsemble(Storage):
             )
         super().__init__(None, checkpointer)
         self.mutex = _Mutexes(self._members)  # type: ignore[assignment]
+
+    # ---- copies ----
+    @property
+    def travels_by_path(self) -> bool:
+        return any(storage.travels_by_path for storage in self._members)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if is_sent():
+            return object.__reduce_ex__(self, protocol)
+        return _ensemble, (type(self), self._members, self._transforms, self._checkpointer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        make, parts = self.__reduce_ex__(4)
+        memo[id(self)] = made = make(*copy.deepcopy(parts, memo))
+        return made
 
     # ---- facts ----
     @property
@@ -147,9 +165,23 @@ class StorageEnsemble(Storage):
                 held.enter_context(storage.alone(what))
             yield
 
+    @contextlib.contextmanager
+    def replacing(self, what: str) -> Iterator[None]:
+        with contextlib.ExitStack() as held:
+            for storage in self._members:
+                held.enter_context(storage.alone(what))
+            for storage in self._members:  # when nothing can refuse any more
+                held.enter_context(storage.replacing(what))
+            yield
+
+    @property
+    def is_empty(self) -> bool:
+        return all(storage.is_empty for storage in self._members)
+
     def empty(self, reset_count: bool = True) -> None:
-        for storage in self._members:
-            storage.empty(reset_count)
+        with self.replacing("empty"):
+            for storage in self._members:
+                storage.empty(reset_count)
 
     def attach(self, buffer: Any) -> None:
         for storage in self._members:
@@ -215,8 +247,24 @@ class StorageEnsemble(Storage):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state(state)
-        for storage, saved in zip(self._members, state["members"], strict=True):
-            storage.load_state_dict(saved)
+        with self.replacing("load_state_dict"):
+            for storage, saved in zip(self._members, state["members"], strict=True):
+                storage.load_state_dict(saved)
+
+    def staging(self) -> StagedParts | None:
+        staged = [storage.staging() for storage in self._members]
+        return None if None in staged else StagedParts([m.checkpointer for m in self._members], staged)
+
+    def kept(self) -> Callable[[], None] | None:
+        undone = [storage.kept() for storage in self._members]
+        if None in undone:
+            return None
+
+        def bring_back() -> None:
+            for undo in undone:
+                undo()  # type: ignore[misc]
+
+        return bring_back
 
     def numbers_state(self) -> dict[str, Any] | None:
         states = [storage.numbers_state() for storage in self._members]
@@ -239,6 +287,10 @@ class StorageEnsemble(Storage):
     def __repr__(self) -> str:
         members = ", ".join(map(repr, self._members))
         return f"StorageEnsemble(storages=[{members}], transforms={self._transforms})"
+
+
+def _ensemble(cls: Any, members: list[Storage], transforms: list[Any], checkpointer: Any) -> Any:
+    return cls(*members, transforms=transforms, checkpointer=checkpointer)
 
 
 class _Mutexes:

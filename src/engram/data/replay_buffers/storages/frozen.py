@@ -67,6 +67,7 @@ class FrozenRows(Changes):
 
     def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         out = np.empty((self._counters["strands"], stop - start, self._row_bytes), np.uint8)
+        self._lanes.store.check_file()
         if stop > start:  # other processes may have overwritten all rows before the save began
             self._pass.read(lane, start, stop, out)
         return out

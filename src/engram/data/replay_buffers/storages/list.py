@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.frozen import Changes, FrozenItems
+from engram.data.replay_buffers.storages.staging import StagedItems
 from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, with_entry
 from engram.errors import CheckpointMisfitError
 
@@ -45,6 +48,14 @@ class ListStorage(Storage):
         self._lanes = Lanes.in_memory(max_size or _NO_LIMIT)
         self._lanes.mutex = self.mutex
         self._border = ItemBorder(self._lanes)
+
+    def settings(self) -> dict[str, Any]:
+        return {"max_size": self._max_size}
+
+    def copy_rows_into(self, other: Any, memo: dict[int, Any]) -> None:
+        state = self.state_dict()  # tensors are copies already; other objects are the stored ones
+        items = [item if _is_copied(item) else copy.deepcopy(item, memo) for item in state["items"]]
+        other.load_state_dict({**state, "items": items})
 
     def limit(self, max_size: int) -> None:
         """Gives an empty storage without limit a size."""
@@ -151,10 +162,9 @@ class ListStorage(Storage):
         items = [copied(item) for item in found]
         return items[0] if selection.shape == () else items, None, absent, None
 
-    def empty(self, reset_count: bool = True) -> None:
-        super().empty(reset_count)
-        with self.mutex:
-            self._items.clear()
+    def _empty(self, reset_count: bool) -> None:
+        super()._empty(reset_count)
+        self._items.clear()
 
     # ---- checkpoints: the ItemSource and ItemSink that a checkpointer sees ----
     def _default_checkpointer(self) -> Any:
@@ -198,7 +208,7 @@ class ListStorage(Storage):
         """Replaces everything by what was saved, items oldest first."""
         self.check_restore(counters)
         lane, store = counters["lanes"][0], self._lanes.store
-        with self._lanes.alone("loads"):
+        with self.replacing("loads"):
             capacity, oldest = self._max_size or _NO_LIMIT, lane["base"]
             # The oldest is number 0 in another list, and in one that is not full: it must begin at the first place.
             stays = counters["lane_capacity"] == self._max_size and (oldest % capacity == 0 or len(items) == capacity)
@@ -225,11 +235,26 @@ class ListStorage(Storage):
         if (known.lanes, known.rows) != (1, n):
             raise ValueError(f"{n} items stand beside counters of {known.rows} in {known.lanes} lanes")
         self.check_restore(state["counters"])
+        self.check_numbers(state.get("numbers"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state(state)
-        self.restore_items([copied(item) for item in state["items"]], state["counters"])
-        self.restore_numbers(state.get("numbers"))
+        items = [copied(item) for item in state["items"]]
+        with self.replacing("load_state_dict"):
+            self.restore_items(items, state["counters"])
+            self.restore_numbers(state.get("numbers"))
+
+    def staging(self) -> StagedItems:
+        return StagedItems(self)
+
+    def kept(self) -> Callable[[], None]:
+        items, counters, numbers = self.items(), self.counters(), self.numbers_state()
+
+        def bring_back() -> None:
+            self.restore_items(items, counters)
+            self.restore_numbers(numbers)
+
+        return bring_back
 
 
 def copied(item: Any) -> Any:
@@ -277,6 +302,11 @@ def _with_index(item: Any, key: str, slot: Tensor) -> Any:
     if isinstance(item, TensorDictBase | dict) or (hasattr(item, "_from_tensordict") and hasattr(item, key)):
         return with_entry(item, key, slot)
     return item
+
+
+def _is_copied(item: Any) -> bool:
+    """Whether `copied` has copied all of an item."""
+    return isinstance(item, Tensor | TensorDictBase) or hasattr(type(item), "_from_tensordict")
 
 
 def _nbytes(item: Any) -> int:

@@ -14,7 +14,8 @@ from engram.data.replay_buffers.locks import LaneLocks
 from engram.data.replay_buffers.recovery import Session, open_session
 from engram.data.replay_buffers.rows import RowTable
 from engram.data.replay_buffers.storages.base import log
-from engram.data.replay_buffers.storages.sharing import share_descriptor, store_of_descriptor
+from engram.data.replay_buffers.storages.observed import ObservedMemmapStorage
+from engram.data.replay_buffers.storages.sharing import is_sent, share_descriptor, store_of_descriptor
 from engram.data.replay_buffers.storages.table import TableStorage
 from engram.data.replay_buffers.utils import boot_id
 from engram.errors import StorageError
@@ -76,13 +77,20 @@ class LazyMemmapStorage(TableStorage):
             raise ValueError("max_size must be given")
 
     @classmethod
-    def open(cls, scratch_dir: str | os.PathLike[str], *, checkpointer: Any = None) -> LazyMemmapStorage:
+    def open(
+        cls, scratch_dir: str | os.PathLike[str], *, read_only: bool = False, checkpointer: Any = None
+    ) -> LazyMemmapStorage | ObservedMemmapStorage:
         """The store in a folder, as it was left.
+
+        Args:
+            read_only: look at the rows only, beside whoever writes: an `ObservedMemmapStorage`.
 
         Raises:
             StorageError: there is none, or its file is damaged.
         """
         folder = Path(scratch_dir)
+        if read_only:
+            return ObservedMemmapStorage(folder, checkpointer=checkpointer)
         if not has_store(folder):
             raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})")
         return cls(None, scratch_dir=folder, existsok=True, checkpointer=checkpointer)
@@ -182,15 +190,30 @@ class LazyMemmapStorage(TableStorage):
                 self._lanes.close()
                 self._lanes = self._table = self._session = None
 
+    def settings(self) -> dict[str, Any]:
+        """A copy's file is temporary: no second store is made in the same folder."""
+        return {"max_size": self._asked_size, "ndim": self.ndim, "lanes": self._n_lanes}
+
+    @property
+    def travels_by_path(self) -> bool:
+        return self.scratch_dir is not None
+
     def __getstate__(self) -> dict[str, Any]:
+        if self.scratch_dir is not None and self._lanes is None and not is_sent():
+            return {"unmade": {**self.settings(), "scratch_dir": str(self.scratch_dir.absolute())}}
         if self._lanes is None or self._lanes.locks is None:
-            raise TypeError("write the first batch to the storage before sending it to another process")
+            raise StorageError(
+                "the storage has not been initialized: write its first batch before sending it to another process"
+            )
         state: dict[str, Any] = {"inner": self._inner, "ndim": self.ndim}
         if self.scratch_dir is not None:
             return {**state, "scratch_dir": str(self.scratch_dir.absolute())}
         return {**state, "descriptor": share_descriptor(self._lanes.locks.fd)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "unmade" in state:
+            self.__init__(**state["unmade"], existsok=True)  # type: ignore[misc]
+            return
         if "scratch_dir" in state:
             self.__init__(None, scratch_dir=state["scratch_dir"], existsok=True)  # type: ignore[misc]
             return

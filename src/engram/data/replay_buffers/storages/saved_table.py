@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from engram.data.replay_buffers.layout import RowLayout
 from engram.data.replay_buffers.rows import RowTable
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.frozen import Changes, CopiedRows, FrozenRows, NothingYet
+from engram.data.replay_buffers.storages.staging import StagedRows, TooManyRowsError
 from engram.errors import CheckpointError, CheckpointMisfitError
 
 
@@ -180,16 +181,45 @@ class SavedTable(Storage):
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
         self.check_restore(state["layout"], state["counters"])
+        self.check_numbers(state.get("numbers"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state(state)
-        with self.alone("load_state_dict"):
+        with self.replacing("load_state_dict"):
             self.begin_restore(state["layout"], state["counters"])
             for i, (lane, rows) in enumerate(zip(state["counters"]["lanes"], state["rows"], strict=True)):
                 if lane["published"] > lane["base"]:
                     self.write_block(i, lane["base"], rows.numpy())
             self.end_restore()
             self.restore_numbers(state.get("numbers"))
+
+    def staging(self) -> StagedRows:
+        return StagedRows(self, spill=bool(getattr(self.checkpointer, "load_hooks", None)))
+
+    def kept(self) -> Callable[[], None] | None:
+        layout, counters, numbers = self.layout_state(), self.counters(), self.numbers_state()
+        if layout is None:
+            return self._forget
+        rows = StagedRows(self, spill=False)
+        try:
+            rows.begin_restore(layout, counters)
+        except TooManyRowsError:
+            return None
+        for i, lane in enumerate(counters["lanes"]):
+            if lane["published"] > lane["base"]:
+                rows.write_block(i, lane["base"], self.read_block(i, lane["base"], lane["published"]))
+        rows.end_restore()
+
+        def bring_back() -> None:
+            rows.commit()
+            self.restore_numbers(numbers)
+
+        return bring_back
+
+    def _forget(self) -> None:
+        """Nothing has been written to this storage."""
+        self._made_for_restore = True
+        self.abort_restore()
 
     def abort_restore(self) -> None:
         """Leaves the storage empty; one that had no rows to be like has none again."""

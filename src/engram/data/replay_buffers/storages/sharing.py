@@ -1,4 +1,7 @@
-"""Sending a store without a name to another process: its descriptor travels, the rows stay where they are."""
+"""Sending a store to another process, where the rows stay where they are, and what is copied with its rows instead.
+
+`pickle` and `copy` make copies; what `multiprocessing` sends, or who has said `carried_by`, travels as the same rows.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,20 @@ def carried_by(descriptors: list[int]) -> Iterator[list[int]]:
         yield descriptors
     finally:
         _carriers.descriptors = before
+
+
+def sends(cls: type) -> None:
+    """Objects of a class travel by their `__getstate__` when they are sent to a process, whatever `pickle` does."""
+    reduction.ForkingPickler.register(cls, _as_sent)
+
+
+def _as_sent(part: Any) -> Any:
+    return object.__reduce_ex__(part, 4)
+
+
+def is_sent() -> bool:
+    """Whether what is being pickled here is carried to another process."""
+    return getattr(_carriers, "descriptors", None) is not None
 
 
 class _Carried:

@@ -22,6 +22,7 @@ from engram.data.replay_buffers.storages.base import Checked, Rows, flat
 from engram.data.replay_buffers.storages.saved_table import SavedTable
 from engram.data.replay_buffers.trees import Node
 
+_COPIED_BYTES = 16 << 20
 _NO_STEPS = "nothing to add: the batch has no steps"
 
 
@@ -81,7 +82,7 @@ class TableStorage(SavedTable):
     def _shaped_view(self, start: int, stop: int) -> Any:
         assert self._table is not None
         view = self._table.view(start, stop)
-        if len(self._inner) > 1 and isinstance(self._table, RowTable):
+        if (len(self._inner) > 1 or self._inner == (1,)) and isinstance(self._table, RowTable):
             view = view.reshape(stop - start, *self._inner)
         return view
 
@@ -97,6 +98,37 @@ class TableStorage(SavedTable):
             if whole and step == 1:
                 return self._shaped_view(start, max(start, stop))
         return self.get(index)
+
+    # ---- copies ----
+    def form(self) -> Any:
+        if self._table is None:
+            return None
+        layout = self._table.layout  # its classes, too, which a state does not name
+        return layout.root, layout.leaves, self._inner, self._first_inner
+
+    def take_form(self, form: Any) -> None:
+        if form is not None and self._table is None:
+            root, leaves, inner, self._first_inner = form
+            self._adopt(RowLayout(root, leaves), inner)
+
+    def copy_rows_into(self, other: Any, memo: dict[int, Any]) -> None:
+        # Block by block: there may be more rows than memory.
+        other.take_form(self.form())
+        with self.still() as source, other.alone("copying"):
+            layout, before = source.layout_state(), source.counters()
+            other.begin_restore(layout, before)
+            rows = max(1, _COPIED_BYTES // max(1, layout["row_bytes"] * math.prod(self._inner)))
+            for i, lane in enumerate(before["lanes"]):
+                for start in range(lane["base"], lane["published"], rows):
+                    stop = min(start + rows, lane["published"])
+                    other.write_block(i, start, source.read_block(i, start, stop))
+            other.finish_restore(source.counters())  # other processes may have overwritten the oldest rows meanwhile
+        other.restore_numbers(self.numbers_state())
+
+    def finish_restore(self, counters: dict[str, Any]) -> None:
+        """Shows the restored rows, as far as these counters say that they were whole."""
+        self._restoring = counters
+        self.end_restore()
 
     # ---- making ----
     def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> RowTable | ColumnTable:

@@ -17,6 +17,7 @@ from engram.data.replay_buffers.rows import RowTable
 from engram.data.replay_buffers.storages.base import log
 from engram.data.replay_buffers.storages.sharing import share_descriptor, store_of_descriptor
 from engram.data.replay_buffers.storages.table import TableStorage
+from engram.errors import StorageError
 
 
 class LazyTensorStorage(TableStorage):
@@ -74,11 +75,22 @@ class LazyTensorStorage(TableStorage):
             lanes = Lanes(size.create(-1))
         return lanes, RowTable(lanes, layout, mapped=False)
 
+    def settings(self) -> dict[str, Any]:
+        return {
+            "max_size": self._asked_size, "device": str(self.device), "ndim": self.ndim, "shared": self.shared,
+            "lanes": self._n_lanes,
+        }  # fmt: skip
+
     def __getstate__(self) -> dict[str, Any]:
         if not self.shared:
-            raise TypeError("only shared storages can be sent to other processes: make it with shared=True")
+            raise StorageError(
+                f"Cannot share a storage of type {type(self).__name__} whose rows are in private memory: make it with "
+                "shared=True"
+            )
         if self._lanes is None or self._lanes.locks is None:
-            raise TypeError("write to the shared storage (or the first batch) before sending it to another process")
+            raise StorageError(
+                "the storage has not been initialized: write its first batch before sending it to another process"
+            )
         return {
             "init": (self._asked_size, str(self.device), self.ndim, True, self._n_lanes),
             "inner": self._inner,
@@ -145,6 +157,9 @@ class TensorStorage(TableStorage):
         self._table = ColumnTable(self._lanes, layout, tensors, self._inner)
         self._data = storage
         self.device = tensors[0].device
+
+    def settings(self) -> dict[str, Any]:
+        return {"storage": self._data, "ndim": self.ndim}
 
     def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
         raise AssertionError("made in __init__")

@@ -75,10 +75,11 @@ class WriterEnsemble(Writer):
             return [f"the ensemble has {len(self.writers)} writers here, {len(saved)} there"]
         said = []
         for i, (writer, one) in enumerate(zip(self.writers, saved, strict=True)):
-            if one["kind"] != type(writer).__name__:
-                said.append(f"writer {i} is a {type(writer).__name__} here, a {one['kind']} there")
+            kind, state_there = one["kind"], one["state"]
+            if kind != type(writer).__name__:
+                said.append(f"writer {i} is a {type(writer).__name__} here, a {kind} there")
             elif hasattr(writer, "differences"):
-                said += [f"member {i}: {what}" for what in writer.differences(one["state"])]
+                said += [f"member {i}: {what}" for what in writer.differences(state_there)]
         return said
 
     def __repr__(self) -> str:

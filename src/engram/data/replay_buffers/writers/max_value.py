@@ -192,10 +192,6 @@ class TensorDictMaxValueWriter(Writer):
         different = self.differences(state)
         if different:
             raise ValueError("; ".join(different))
-        # Earlier versions saved the numbers of replaced rows here, which are the storage's.
-        lanes = None if self._storage is None else self._storage.lanes
-        if lanes is not None and state.get("numbers") is not None and state["numbers"]["capacity"] == lanes.capacity:
-            lanes.restore_numbers(state["numbers"])
 
     def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
         if found is None or "rank_key" not in found:

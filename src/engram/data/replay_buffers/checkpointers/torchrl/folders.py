@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from engram.data.replay_buffers.checkpointers.directory import open_below
+from engram.data.replay_buffers.utils import check_memory
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 Bytes = npt.NDArray[np.uint8]
@@ -155,6 +156,7 @@ class Column:
 
     def read(self, start: int, stop: int) -> Bytes:
         """uint8 [stop - start, nbytes]."""
+        check_memory((stop - start) * self.nbytes, self._path)
         out = np.empty((stop - start, self.nbytes), np.uint8)
         view, at = out.reshape(-1).data, start * self.nbytes
         while len(view):

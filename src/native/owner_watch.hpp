@@ -1,0 +1,49 @@
+// Ends a worker process with its owner, whatever the worker does.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <cerrno>
+#include <csignal>
+#include <system_error>
+#include <thread>
+
+#if !defined(_WIN32)
+#include <poll.h>
+#include <unistd.h>
+#endif
+
+namespace nb = nanobind;
+
+namespace engram {
+
+// A thread that needs no GIL: an environment may hold that for ever in C code. It takes no signals, which are Python's.
+inline void exit_when_readable(int fd) {
+#if defined(_WIN32)
+  throw nb::value_error("there are no descriptors to wait for");
+#else
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    std::thread([fd] {
+      pollfd watched{fd, POLLIN, 0};
+      int ready;
+      do {
+        ready = poll(&watched, 1, -1);
+      } while (ready < 0 && errno == EINTR);
+      if (ready > 0 && (watched.revents & POLLIN)) _exit(1);
+    }).detach();
+  } catch (const std::system_error&) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+#endif
+}
+
+inline void bind_owner_watch(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("exit_when_readable", &exit_when_readable, "fd"_a);
+}
+
+}  // namespace engram

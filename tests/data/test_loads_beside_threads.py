@@ -1,0 +1,420 @@
+"""`loads` beside threads that do everything else: they see the state of before or the new one, whole."""
+
+import inspect
+import itertools
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBufferEnsemble,
+    SamplerEnsemble,
+    SamplerWithoutReplacement,
+    SequenceSampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+
+ROWS = 64
+STATES = (1, 2, 3)
+LOW = 0.5  # what a thread sets priorities to; a saved state has its number in all of them
+
+SAMPLERS = {
+    "uniform": RandomSampler,
+    "epochs": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(None, 1.0, 1.0, eps=0.0),
+    "slices": lambda: SliceSampler(slice_len=4),
+    "slice epochs": lambda: SliceSamplerWithoutReplacement(slice_len=4),
+    "prioritized slices": lambda: PrioritizedSliceSampler(None, 1.0, 1.0, eps=0.0, slice_len=4),
+    "sequences": lambda: SequenceSampler(slice_len=4, burn_in=1),
+}
+STORAGES = {
+    "memory": lambda: LazyTensorStorage(100),
+    "shared": lambda: LazyTensorStorage(100, shared=True),
+    "mapped": lambda: LazyMemmapStorage(100),
+    "list": lambda: ListStorage(100),
+    "columns": lambda: emptied(TensorStorage(steps(0, 100).set("index", torch.arange(100)))),
+}
+
+
+def emptied(storage):
+    storage.empty()
+    return storage
+
+
+def steps(number, n=ROWS):
+    """Steps that all have one number, in trajectories of 16."""
+    at = torch.arange(n)
+    following = {"done": (at % 16 == 15).unsqueeze(-1), "truncated": torch.zeros(n, 1, dtype=torch.bool)}
+    return TensorDict({"n": torch.full((n,), number), "episode": at // 16, "next": following}, [n])
+
+
+def the_one(values):
+    """The number that all of them are."""
+    (number,) = set(torch.as_tensor(values).reshape(-1).tolist())
+    assert number in STATES
+    return number
+
+
+def buffer(sampler="prioritized", storage="memory", **settings):
+    return TensorDictReplayBuffer(
+        storage=STORAGES[storage](), sampler=SAMPLERS[sampler](), batch_size=16, **settings
+    )  # fmt: skip
+
+
+def ensemble(**settings):
+    return ReplayBufferEnsemble(buffer(), buffer("epochs"), buffer("slices"), batch_size=24, **settings)
+
+
+def members(rb):
+    return [rb[i] for i in range(len(rb))] if isinstance(rb, ReplayBufferEnsemble) else [rb]
+
+
+def save(make, path, number):
+    rb = make()
+    for one in members(rb):
+        index = one.extend(steps(number))
+        if hasattr(one.sampler, "priorities"):
+            one.update_priority(index, float(number))
+    rb.dumps(path / str(number))
+
+
+# ---- what threads do ----
+def sample(rb):
+    batch, info = rb.sample(return_info=True)
+    number = the_one(batch["n"])
+    if "priority_weight" in info and not isinstance(rb, ReplayBufferEnsemble):
+        # (P / P_min) ** -1, where P is the state's number or what `update` has set.
+        for weight in info["priority_weight"].tolist():
+            assert min(abs(weight - 1), abs(weight - LOW / number)) < 1e-6, (weight, number)
+
+
+def iterate(rb):
+    for batch in itertools.islice(rb, 5):
+        the_one(batch["n"])
+
+
+def update(rb):
+    for one in members(rb):
+        if hasattr(one.sampler, "priorities"):
+            one.update_priority(torch.arange(8), torch.full((8,), LOW))
+
+
+def update_what_was_sampled(rb):
+    if hasattr(rb.sampler, "priorities"):
+        info = rb.sample(return_info=True)[1]
+        some = info["index"] < ROWS // 2  # that others keep the number of the state
+        generation = info["generation"][some] if "generation" in info else None
+        rb.update_priority(info["index"][some], torch.full((int(some.sum()),), LOW), generation)
+
+
+def read_priorities(rb):
+    for one in members(rb):
+        if hasattr(one.sampler, "priorities"):
+            of_priorities(one.sampler.priorities(torch.arange(ROWS), storage=one.storage))
+
+
+def of_priorities(found):
+    """The number of the state that all priorities belong to."""
+    number = the_one(found[ROWS // 2 :])
+    assert set(found.tolist()) <= {number, LOW}
+    return number
+
+
+def read_rows(rb):
+    for one in members(rb):
+        rows = one[:]
+        rows = torch.stack(rows) if isinstance(rows, list) else rows
+        assert len(rows) == ROWS
+        the_one(rows["n"])
+        the_one(one[[0, 17, -1]]["n"] if not isinstance(one.storage, ListStorage) else [i["n"] for i in one[[0, 5]]])
+        assert int(one[-1]["n"]) in STATES
+
+
+def look_at_counters(rb):
+    for one in members(rb):
+        assert (len(one), one.write_count, one.writer._cursor, one.storage._is_full) == (ROWS, ROWS, ROWS, False)
+
+
+def save_in_memory(rb, twin):
+    twin.load_state_dict(rb.state_dict())
+    look_at_a_state(twin)
+
+
+def look_at_a_state(rb):
+    for one in members(rb):
+        rows = one[:]
+        number = the_one((torch.stack(rows) if isinstance(rows, list) else rows)["n"])
+        if hasattr(one.sampler, "priorities"):
+            assert of_priorities(one.sampler.priorities(torch.arange(ROWS), storage=one.storage)) == number
+    assert len({the_one(one[0]["n"]) for one in members(rb)}) == 1
+
+
+def save_to_disk(rb, twin, path):
+    rb.dumps(path)
+    twin.loads(path)
+    look_at_a_state(twin)
+
+
+class Threads:
+    """Works that go round until the block ends; an error of one of them is raised there."""
+
+    def __init__(self, *works):
+        self.errors, self._stop = [], threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(work,), daemon=True) for work in works]
+
+    def _run(self, work):
+        try:
+            while not self._stop.is_set():
+                work()
+        except BaseException as error:
+            self.errors.append(error)
+            self._stop.set()
+
+    @property
+    def failed(self):
+        return bool(self.errors)
+
+    def __enter__(self):
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self._stop.set()
+        until = time.monotonic() + 120
+        for thread in self._threads:
+            thread.join(max(0, until - time.monotonic()))
+        sys.setswitchinterval(self._interval)
+        if self.errors:
+            raise self.errors[0]
+        assert not any(thread.is_alive() for thread in self._threads), "a thread hangs"
+
+
+def load_again_and_again(make, path, loads, in_memory=False):
+    for number in STATES:
+        save(make, path, number)
+    rb, twin, other = make(), make(), make()
+    rb.loads(path / "1")
+    states = []
+    for number in STATES if in_memory else ():
+        twin.loads(path / str(number))
+        states.append(twin.state_dict())
+    works = [sample, iterate, update, read_priorities, read_rows, look_at_counters, update_what_was_sampled]
+    if isinstance(rb, ReplayBufferEnsemble):
+        works.remove(update_what_was_sampled)
+    works = [lambda work=work: work(rb) for work in works]
+    works += [lambda: save_in_memory(rb, twin), lambda: save_to_disk(rb, other, path / "again")]
+    with Threads(*works) as threads:
+        for k in range(loads):
+            if in_memory:
+                rb.load_state_dict(states[k % len(states)])
+            else:
+                rb.loads(path / str(STATES[k % len(STATES)]))
+            if threads.failed:
+                break
+
+
+KINDS = {
+    **{name: lambda name=name, **more: buffer(name, **more) for name in SAMPLERS},
+    **{f"prioritized, {name}": lambda name=name, **more: buffer(storage=name, **more) for name in STORAGES},
+    "ensemble": ensemble,
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_see_the_old_state_or_the_new_one(kind, prefetch, tmp_path):
+    load_again_and_again(lambda: KINDS[kind](prefetch=prefetch), tmp_path, 10)
+
+
+@pytest.mark.parametrize("kind", ["prioritized", "epochs", "prioritized, list", "ensemble"])
+def test_threads_see_the_old_state_or_the_new_one_of_states_in_memory(kind, tmp_path):
+    load_again_and_again(KINDS[kind], tmp_path, 20, in_memory=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_see_the_old_state_or_the_new_one_a_thousand_times(kind, tmp_path):
+    load_again_and_again(KINDS[kind], tmp_path, 1000)
+
+
+def ten_thousand(path, loads):
+    """Fewer works, so that there are more loads beside each."""
+    for number in STATES:
+        save(buffer, path, number)
+    rb = buffer()
+    rb.loads(path / "1")
+    counts = dict.fromkeys((sample, update, read_priorities, update_what_was_sampled), 0)
+
+    def counted(work):
+        def run():
+            work(rb)
+            counts[work] += 1
+
+        return run
+
+    with Threads(*map(counted, counts)) as threads:
+        for k in range(loads):
+            rb.loads(path / str(STATES[k % len(STATES)]))
+            assert len(rb) == ROWS
+            if threads.failed:
+                break
+    assert all(counts.values())
+    return {work.__name__: count for work, count in counts.items()}
+
+
+def test_a_hundred_loads_beside_those_who_sample_update_and_read_priorities(tmp_path):
+    ten_thousand(tmp_path, 100)
+
+
+@pytest.mark.long
+def test_ten_thousand_loads_beside_those_who_sample_update_and_read_priorities(tmp_path):
+    print(ten_thousand(tmp_path, 10_000))
+
+
+# ---- every method of every sampler ----
+def _drawn(sampler, storage):
+    index, info = sampler.sample(storage, 8)
+    return (index if isinstance(index, torch.Tensor) else torch.stack(index)), info
+
+
+def _redraw(sampler, storage):
+    slots, info = _drawn(sampler, storage)
+    sampler.redraw(storage, slots, info, [0, 3])
+
+
+def _replaced(sampler, storage):
+    sampler.replaced(storage, *_drawn(sampler, storage))
+
+
+def _rewind(sampler, storage):
+    position = sampler.position()
+    sampler.sample(storage, 8)
+    sampler.rewind(position)
+
+
+METHODS = {
+    "sample": lambda s, st: s.sample(st, 8),
+    "redraw": _redraw,
+    "replaced": _replaced,
+    "finish": lambda s, st: s.finish(steps(1, 8), _drawn(s, st)[1]),
+    "check_storage": lambda s, st: s.check_storage(st),
+    "follow": lambda s, st: s.follow(st),
+    "use_generator": lambda s, st: s.use_generator(None),
+    "draw_seed": lambda s, st: s.draw_seed(st),
+    "empty": lambda s, st: s.empty(),
+    "state_dict": lambda s, st: s.state_dict(),
+    "load_state_dict": lambda s, st: s.load_state_dict(s.state_dict()),
+    "differences": lambda s, st: s.differences(s.state_dict()),
+    "check_state": lambda s, st: s.check_state(s.state_dict(), st),
+    "position": lambda s, st: s.position(),
+    "rewind": _rewind,
+    "update_priority": lambda s, st: s.update_priority(torch.arange(8), torch.ones(8), storage=st),
+    "mark_update": lambda s, st: s.mark_update(torch.arange(8), storage=st),
+    "priorities": lambda s, st: s.priorities(torch.arange(8), storage=st),
+    "checked_priorities": lambda s, st: s.checked_priorities(torch.ones(8), 8),
+    "split": lambda s, st: s.split(torch.zeros(2, 4)),
+}
+OF_LOADS = {"adopt", "state_of_torchrl"}  # called by a load, which keeps others out
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_loads_stands_every_method_of_the_sampler_and_every_method_stands_loads(name, tmp_path):
+    def make():
+        return buffer(name)
+
+    for number in STATES:
+        save(make, tmp_path, number)
+    rb = make()
+    rb.loads(tmp_path / "1")
+    sampler, storage = rb.sampler, rb.storage
+    public = {n for n, _ in inspect.getmembers(type(sampler), inspect.isfunction) if not n.startswith("_")} - OF_LOADS
+    assert public <= METHODS.keys(), "a method that this test does not know"
+    works = [lambda call=METHODS[n]: call(sampler, storage) for n in sorted(public)]
+    properties = [n for n, _ in inspect.getmembers(type(sampler), lambda m: isinstance(m, property))]
+    works.append(lambda: [getattr(sampler, n) for n in properties])
+    with Threads(*works) as threads:
+        for k in range(12):
+            rb.loads(tmp_path / str(STATES[k % 3]))
+            if threads.failed:
+                break
+    rb.loads(tmp_path / "2")
+    look_at_a_state(rb)
+    rb.sample()
+
+
+def test_the_members_of_a_sampler_ensemble_are_kept_out_too(tmp_path):
+    def make():
+        rbs = [buffer() for _ in range(2)]
+        return ReplayBufferEnsemble(*rbs, batch_size=8)
+
+    for number in STATES:
+        save(make, tmp_path, number)
+    rb = make()
+    rb.loads(tmp_path / "1")
+    sampler: SamplerEnsemble = rb.sampler
+
+    def update_all():
+        _, info = rb.sample(return_info=True)
+        rb.update_priority(info, torch.full((8,), LOW))
+
+    def draw():
+        sampler.sample(rb.storage, 8)
+
+    works = [update_all, draw, sampler.state_dict, lambda: sampler.rewind(sampler.position())]
+    with Threads(*works, lambda: sampler.follow(rb.storage)) as threads:
+        for k in range(30):
+            rb.loads(tmp_path / str(STATES[k % 3]))
+            if threads.failed:
+                break
+
+
+# ---- rows alone ----
+@pytest.mark.parametrize("name", STORAGES)
+def test_all_rows_are_read_as_they_were_before_empty_or_as_none(name):
+    rb = TensorDictReplayBuffer(storage=STORAGES[name](), batch_size=16)
+    rb.extend(steps(1))
+
+    def read():
+        rows = rb[:]
+        assert len(rows) in (0, ROWS)
+        assert not len(rows) or set((torch.stack(rows) if isinstance(rows, list) else rows)["n"].tolist()) == {1}
+
+    with Threads(read, read) as threads:
+        for _ in range(50):
+            rb.empty()
+            rb.extend(steps(1))
+            if threads.failed:
+                break
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_a_storage_loads_beside_a_buffer_that_samples_from_it(name, tmp_path):
+    """Who loads the storage alone holds no lock of the sampler's."""
+    rb = TensorDictReplayBuffer(storage=STORAGES[name](), sampler=RandomSampler(), batch_size=16)
+    for number in STATES:
+        rb.empty()
+        rb.extend(steps(number))
+        rb.storage.dumps(tmp_path / str(number))
+    slices = TensorDictReplayBuffer(storage=rb.storage, sampler=SliceSampler(slice_len=4), batch_size=16, prefetch=2)
+    works = [lambda: sample(rb), lambda: sample(slices), lambda: read_rows(rb), lambda: look_at_counters(rb)]
+    with Threads(*works) as threads:
+        for k in range(30):
+            rb.storage.loads(tmp_path / str(STATES[k % 3]))
+            if threads.failed:
+                break

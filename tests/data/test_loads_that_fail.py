@@ -1,0 +1,478 @@
+"""A load that fails, wherever it does, leaves the buffer as it was."""
+
+import itertools
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    ReplayBufferEnsemble,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    SliceSamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+from engram.data.replay_buffers import adoption
+from engram.data.replay_buffers.checkpointers import (
+    FlatStorageCheckpointer,
+    H5StorageCheckpointer,
+    NestedStorageCheckpointer,
+    TensorStorageCheckpointer,
+    tensor,
+)
+from engram.data.replay_buffers.storages import staging
+from engram.envs.transforms import Transform
+from engram.errors import CheckpointError, CorruptCheckpointError, StorageError
+
+
+class RefusedError(Exception):
+    """What users' code raises here."""
+
+
+def steps(start, stop):
+    at = torch.arange(start, stop)
+    following = {
+        "reward": at.float().unsqueeze(-1),
+        "done": (at % 8 == 7).unsqueeze(-1),
+        "truncated": torch.zeros(len(at), 1, dtype=torch.bool),
+    }
+    return TensorDict({"n": at, "next": following}, [len(at)])
+
+
+def emptied(storage):
+    storage.empty()
+    return storage
+
+
+class Counting(Transform):
+    """Adds up what is written; its state is a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def inv(self, batch):
+        self.total += int(batch["n"].sum())
+        return batch
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+STORAGES = {
+    "memory": lambda path: LazyTensorStorage(40),
+    "shared": lambda path: LazyTensorStorage(40, shared=True),
+    "mapped": lambda path: LazyMemmapStorage(40),
+    "named": lambda path: LazyMemmapStorage(40, scratch_dir=path / f"store-{next(_names)}"),
+    "list": lambda path: ListStorage(40),
+    "columns": lambda path: emptied(TensorStorage(steps(0, 40).set("index", torch.arange(40)))),
+}
+_names = itertools.count()
+SAMPLERS = {
+    "prioritized": lambda: PrioritizedSampler(None, 0.7, 0.5),
+    "epochs": SamplerWithoutReplacement,
+    "slice epochs": lambda: SliceSamplerWithoutReplacement(slice_len=4),
+    "prioritized slices": lambda: PrioritizedSliceSampler(None, 0.7, 0.5, slice_len=4),
+}
+
+
+def buffer(path, storage="memory", sampler="prioritized", **settings):
+    return TensorDictReplayBuffer(
+        storage=STORAGES[storage](path), sampler=SAMPLERS[sampler]() if isinstance(sampler, str) else sampler,
+        batch_size=8, generator=torch.Generator().manual_seed(3), **{"transform": Counting(), **settings},
+    )  # fmt: skip
+
+
+def ensemble(path):
+    return ReplayBufferEnsemble(
+        buffer(path), buffer(path, sampler="epochs"), buffer(path, "list"), batch_size=24,
+        generator=torch.Generator().manual_seed(4),
+    )  # fmt: skip
+
+
+def members(rb):
+    return [rb[i] for i in range(len(rb))] if isinstance(rb, ReplayBufferEnsemble) else [rb]
+
+
+def used(rb, rows, seed=0):
+    """A buffer in the middle of its life."""
+    for one in members(rb):
+        index = one.extend(steps(*rows))
+        index = index[index >= 0]
+        if hasattr(one.sampler, "priorities"):
+            one.update_priority(index, torch.rand(len(index), generator=torch.Generator().manual_seed(seed)))
+    rb.sample()
+    return rb
+
+
+def observed(rb):
+    """All that a user can see of a buffer, and the batches that come next."""
+    before = rb.state_dict()
+    if isinstance(rb, ReplayBufferEnsemble):
+        found = [observed(one) for one in members(rb)]
+    else:
+        rows = rb[:] if len(rb) else []
+        rows = torch.stack(rows) if isinstance(rows, list) and rows else rows
+        found = [len(rb), rb.write_count, rb.writer._cursor, rb.storage._is_full]
+        found.append(sorted(rows.flatten_keys().items()) if len(rb) else None)
+        if hasattr(rb.sampler, "priorities") and len(rb):
+            found.append(rb.sampler.priorities(torch.arange(len(rb)), storage=rb.storage))
+            found += [rb.sampler.skipped, rb.sampler.default_priority]
+        found.append(rb.saved_transform.state_dict())
+    found.append([rb.sample().get("n") for _ in range(6)] if len(rb) else None)
+    rb.load_state_dict(before)
+    return found
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def fails(rb, load, error=RefusedError):
+    """Sees a load fail with this very error, and the buffer as it was."""
+    before = observed(rb)
+    with pytest.raises(error) as caught:
+        load()
+    assert type(caught.value) is error
+    assert same(before, observed(rb))
+    return caught.value
+
+
+def saved(make, path):
+    rb = used(make(), (100, 126), seed=1)
+    rb.dumps(path / "saved")
+    return path / "saved"
+
+
+def raise_refused(*args, **kwargs):
+    raise RefusedError
+
+
+def failing_at(nth, fn=lambda x: x):
+    calls = itertools.count()
+
+    def hook(value):
+        if next(calls) == nth:
+            raise RefusedError
+        return fn(value)
+
+    return hook
+
+
+@pytest.fixture(params=[1 << 28, 100], ids=["in memory", "in a file"])
+def small_chunks(request, monkeypatch):
+    """Several blocks in a checkpoint, and what is kept aside in memory or on disk."""
+    monkeypatch.setattr(tensor, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(staging, "MOST_IN_MEMORY", request.param)
+
+
+# ---- load hooks ----
+@pytest.mark.parametrize("nth", [0, 1])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_load_hook_that_raises(storage, nth, small_chunks, tmp_path):
+    path = saved(lambda: buffer(tmp_path, storage), tmp_path)
+    rb = used(buffer(tmp_path, storage), (0, 55))
+    rb.register_load_hook(failing_at(nth))
+    fails(rb, lambda: rb.loads(path))
+    rb.loads(path)  # the hook does not raise again
+    assert len(rb) == 26
+    fails_alone = failing_at(nth)
+    rb.register_load_hook(fails_alone)
+    fails(rb, lambda: rb.storage.loads(path))
+
+
+CHECKPOINTERS = [TensorStorageCheckpointer, FlatStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer]
+
+
+@pytest.mark.parametrize("checkpointer", CHECKPOINTERS, ids=lambda c: c.__name__)
+def test_a_load_hook_sees_each_block_once_and_in_order(checkpointer, small_chunks, tmp_path):
+    path = saved(lambda: buffer(tmp_path, checkpointer=checkpointer()), tmp_path)
+    seen = []
+    fresh, rb = (buffer(tmp_path, checkpointer=checkpointer()) for _ in range(2))
+    used(rb, (0, 30))
+    for one in (fresh, rb):
+        seen.append([])
+        one.register_load_hook(lambda rows, mine=seen[-1]: mine.append(rows.copy()) or rows)
+        one.loads(path)
+    assert len(seen[0]) == len(seen[1]) and all((a == b).all() for a, b in zip(*seen, strict=True))
+    assert same(observed(fresh), observed(rb))
+
+
+def test_a_load_hook_may_look_at_the_buffer(small_chunks, tmp_path):
+    path = saved(lambda: buffer(tmp_path), tmp_path)
+    rb = used(buffer(tmp_path), (0, 30))
+    seen = []
+    rb.register_load_hook(lambda rows: seen.append((len(rb), rb[:]["n"].tolist())) or rows)
+    rb.loads(path)
+    assert seen and all(found == (30, list(range(30))) for found in seen)
+
+
+def test_no_room_for_what_hooks_make_is_an_error_that_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(staging, "MOST_IN_MEMORY", 10)
+    path = saved(lambda: buffer(tmp_path), tmp_path)
+    rb = used(buffer(tmp_path), (0, 30))
+    rb.register_load_hook(lambda rows: rows)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    before = observed(rb)
+    monkeypatch.setattr(staging.os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"TMPDIR.*empty\(\)"):
+        rb.loads(path)
+    monkeypatch.undo()
+    assert same(before, observed(rb))
+
+
+# ---- parts of a user's own ----
+class Parts:
+    """Parts that refuse a state, before they have taken it or after."""
+
+    late = False
+    refuses = False
+
+    def load_state_dict(self, state):
+        if self.refuses and not self.late:
+            type(self).refuses = False
+            raise RefusedError
+        super().load_state_dict(state)
+        if self.refuses:
+            type(self).refuses = False  # going back is no load
+            raise RefusedError
+
+
+class OwnPrioritized(Parts, PrioritizedSampler):
+    pass
+
+
+class OwnEpochs(Parts, SamplerWithoutReplacement):
+    pass
+
+
+class OwnWriter(Parts, RoundRobinWriter):
+    index_key = "index"
+
+
+class OwnTransform(Parts, Counting):
+    pass
+
+
+class InPlace(Transform):
+    """Keeps its state in a tensor, as modules do."""
+
+    refuses = False
+
+    def __init__(self):
+        super().__init__()
+        self.total = torch.zeros(1)
+
+    def inv(self, batch):
+        self.total += batch["n"].sum()
+        return batch
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total.copy_(state["total"])
+        if self.refuses:
+            type(self).refuses = False
+            raise RefusedError
+
+
+class Following(PrioritizedSampler):
+    """Refuses when the rows are there."""
+
+    refuses = False
+
+    def follow(self, storage):
+        super().follow(storage)
+        if self.refuses:
+            raise RefusedError
+
+
+def own(kind):
+    return {
+        "sampler": lambda: {"sampler": OwnPrioritized(None, 0.7, 0.5)},
+        "epochs": lambda: {"sampler": OwnEpochs()},
+        "writer": lambda: {"writer": OwnWriter()},
+        "transform": lambda: {"transform": OwnTransform()},
+        "transform in place": lambda: {"transform": InPlace()},
+        "follow": lambda: {"sampler": Following(None, 0.7, 0.5)},
+    }[kind]()
+
+
+REFUSING = {
+    "sampler": OwnPrioritized,
+    "epochs": OwnEpochs,
+    "writer": OwnWriter,
+    "transform": OwnTransform,
+    "transform in place": InPlace,
+    "follow": Following,
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("storage", ["memory", "named", "list", "columns"])
+@pytest.mark.parametrize("kind", REFUSING)
+def test_a_part_that_refuses_its_state(kind, storage, late, tmp_path, monkeypatch):
+    path = saved(lambda: buffer(tmp_path, storage, **own(kind)), tmp_path)
+    state = used(buffer(tmp_path, storage, **own(kind)), (200, 220), seed=2).state_dict()
+    rb = used(buffer(tmp_path, storage, **own(kind)), (0, 55))
+    cls = REFUSING[kind]
+    monkeypatch.setattr(cls, "late", late, raising=False)
+    for load in (lambda: rb.loads(path), lambda: rb.load_state_dict(state)):
+        before = observed(rb)
+        monkeypatch.setattr(cls, "refuses", True)
+        with pytest.raises(RefusedError):
+            load()
+        monkeypatch.setattr(cls, "refuses", False)
+        assert same(before, observed(rb))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_part_that_refuses_its_state_in_a_buffer_without_rows(storage, tmp_path, monkeypatch):
+    path = saved(lambda: buffer(tmp_path, storage, **own("sampler")), tmp_path)
+    fresh, empty = (
+        buffer(tmp_path, storage, **own("sampler")),
+        used(buffer(tmp_path, storage, **own("sampler")), (0, 9)),
+    )
+    empty.empty(empty_write_count=False)
+    for rb, count in ((fresh, 0), (empty, 9)):
+        monkeypatch.setattr(OwnPrioritized, "refuses", True)
+        with pytest.raises(RefusedError):
+            rb.loads(path)
+        monkeypatch.setattr(OwnPrioritized, "refuses", False)
+        assert (len(rb), rb.write_count, rb.writer._cursor) == (0, count, 0)
+        used(rb, (5, 20))
+        assert rb.write_count == count + 15
+    if storage in ("memory", "shared", "mapped", "list"):
+        rb = buffer(tmp_path, storage, **own("sampler"))
+        monkeypatch.setattr(OwnPrioritized, "refuses", True)
+        with pytest.raises(RefusedError):
+            rb.loads(path)
+        monkeypatch.setattr(OwnPrioritized, "refuses", False)
+        rb.extend(TensorDict({"n": torch.zeros(3), "another": torch.zeros(3)}, [3]))  # nothing has decided the layout
+        assert len(rb) == 3
+
+
+def test_members_of_an_ensemble(tmp_path, monkeypatch):
+    path = saved(lambda: ensemble(tmp_path), tmp_path)
+    rb = used(ensemble(tmp_path), (0, 55))
+    rb[2].register_load_hook(failing_at(3))
+    fails(rb, lambda: rb.loads(path))
+    monkeypatch.setattr(ListStorage, "restore_items", raise_refused)
+    monkeypatch.setattr(ListStorage, "kept", lambda self: lambda: None)
+    state = rb.state_dict()
+    for load in (lambda: rb.loads(path), lambda: rb.load_state_dict(state)):
+        with pytest.raises(RefusedError):
+            load()
+        assert [len(one) for one in members(rb)] == [40, 40, 40]
+    monkeypatch.undo()
+    rb.loads(path)
+    assert [len(one) for one in members(rb)] == [26, 26, 26]
+
+
+def test_a_writer_that_keeps_the_best(tmp_path):
+    def make():
+        return buffer(tmp_path, writer=TensorDictMaxValueWriter())
+
+    path = saved(make, tmp_path)
+    rb = used(make(), (0, 70))
+    rb.register_load_hook(raise_refused)
+    fails(rb, lambda: rb.loads(path))
+
+
+# ---- our own errors are not the file's ----
+STEPS = ["_load_parts", "_join", "_load_transforms", "_of_earlier_versions"]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("step", STEPS)
+def test_an_error_of_our_own_while_a_state_is_adopted(step, sampler, storage, tmp_path, monkeypatch):
+    path = saved(lambda: buffer(tmp_path, storage, sampler), tmp_path)
+    rb = used(buffer(tmp_path, storage, sampler), (0, 55))
+
+    def bug(*args, **kwargs):
+        raise TypeError("'NoneType' object does not support item assignment")
+
+    before = observed(rb)
+    with monkeypatch.context() as patched:
+        patched.setattr(adoption, step, bug)
+        with pytest.raises(TypeError, match="NoneType") as caught:
+            rb.loads(path)
+    assert not isinstance(caught.value, CheckpointError)
+    assert same(before, observed(rb))
+
+
+def test_a_disk_that_fails_while_rows_are_put_in_their_places(tmp_path, monkeypatch):
+    path = saved(lambda: buffer(tmp_path, "named"), tmp_path)
+    rb = used(buffer(tmp_path, "named"), (0, 55))
+    table, put = type(rb.storage.table), type(rb.storage.table).set_block
+    calls = itertools.count()
+
+    def fail_once(self, *args):
+        if next(calls) == 0:
+            raise StorageError("the disk fails")
+        return put(self, *args)
+
+    before = observed(rb)
+    calls = itertools.count()
+    with monkeypatch.context() as patched:
+        patched.setattr(table, "set_block", fail_once)
+        with pytest.raises(StorageError):
+            rb.loads(path)
+    assert same(before, observed(rb))
+
+
+# ---- more rows than are kept aside ----
+def test_of_more_rows_than_are_kept_aside_damage_is_found_before_anything_is_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "MOST_IN_MEMORY", 10)
+    path = saved(lambda: buffer(tmp_path), tmp_path)
+    file = next((path / "g-000001" / "storage").iterdir())
+    file.chmod(0o644)
+    file.write_bytes(b"\x07" + file.read_bytes()[1:])
+    rb = used(buffer(tmp_path), (0, 55))
+    fails(rb, lambda: rb.loads(path), CorruptCheckpointError)
+
+
+def test_of_more_rows_than_are_kept_aside_what_was_loaded_stays_where_a_part_refuses_it_in_the_end(
+    tmp_path, monkeypatch
+):
+    path = saved(lambda: buffer(tmp_path, **own("follow")), tmp_path)
+    rb, twin = (used(buffer(tmp_path, **own("follow")), (0, 55)) for _ in range(2))
+    twin.loads(path)
+    monkeypatch.setattr(staging, "MOST_IN_MEMORY", 10)
+    monkeypatch.setattr(Following, "refuses", True)
+    with pytest.raises(RefusedError):
+        rb.loads(path)
+    monkeypatch.undo()
+    assert same(observed(rb), observed(twin))
+
+
+def test_a_state_in_memory_with_impossible_numbers_changes_nothing(tmp_path):
+    rb = used(buffer(tmp_path), (0, 55))
+    state = rb.state_dict()
+    state["storage"] = {**state["storage"], "numbers": {"capacity": 40, "next": 3, "numbers": torch.zeros(2)}}
+    before = observed(rb)
+    with pytest.raises(ValueError):
+        rb.load_state_dict(state)
+    assert same(before, observed(rb))

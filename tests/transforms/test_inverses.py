@@ -1,0 +1,582 @@
+"""Whatever has an inverse has it called on writing; what cannot be honoured is refused by name."""
+
+import copy
+import pickle
+import threading
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from engram.collectors import MultiSyncDataCollector
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    RoundRobinWriter,
+    StorageEnsemble,
+    TensorDictReplayBuffer,
+)
+from engram.envs import GymEnv, TransformedEnv
+from engram.testing import TransformContract
+from engram.testing.comparing import assert_equal
+from engram.transforms import (
+    Compose,
+    DTypeCastTransform,
+    ExcludeTransform,
+    MultiStepTransform,
+    ObservationNorm,
+    Reward2GoTransform,
+    ToTensorImage,
+    VecNorm,
+)
+from transforms.data import steps
+from transforms.foreign import (
+    DELAYING,
+    HALVING,
+    ByCall,
+    ByKey,
+    ChildByCall,
+    ChildDelayed,
+    Delayed,
+    Form,
+    Plain,
+    Silent,
+)
+
+STORAGES = [ListStorage, LazyTensorStorage]
+
+
+def stored(rb):
+    rows = rb.storage.get(slice(None))
+    return torch.stack(rows) if isinstance(rows, list) else rows
+
+
+def running(n, start=0):
+    """Steps of one trajectory that goes on; x counts them."""
+    x = torch.arange(start, start + n, dtype=torch.float32).unsqueeze(-1)
+    return TensorDict({"x": x, "next": {"x": x + 1, "done": torch.zeros(n, 1, dtype=torch.bool)}}, [n])
+
+
+def ending(n, start=0):
+    data = running(n, start)
+    data["next", "done"][-1] = True
+    return data
+
+
+# ---- contracts ----
+class OfSteps:
+    def batch(self, *shape):
+        return steps(*shape)
+
+
+class TestForm(OfSteps, TransformContract):
+    dicts = False
+
+    def make(self):
+        return Form(["x"], ["x"])
+
+
+class TestDelayed(OfSteps, TransformContract):
+    dicts = environments = False
+
+    def make(self):
+        return Delayed()
+
+
+class TestPlain(OfSteps, TransformContract):
+    lists = False
+
+    def make(self):
+        return Plain()
+
+
+class TestByCall(OfSteps, TransformContract):
+    dicts = lists = False
+
+    def make(self):
+        return ByCall()
+
+
+class TestByKey(OfSteps, TransformContract):
+    dicts = lists = False
+
+    def make(self):
+        return ByKey()
+
+
+class TestChildByCall(OfSteps, TransformContract):
+    dicts = lists = False
+
+    def make(self):
+        return ChildByCall()
+
+
+# ---- every way to write ----
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("make", HALVING)
+def test_each_way_of_writing_goes_through_the_inverse(make, storage):
+    rb, data = TensorDictReplayBuffer(storage=storage(20), transform=make(), batch_size=4), steps(6)
+    assert rb.extend(data).tolist() == list(range(6)) and rb.add(data[2]) == 6
+    rb.extend([data[0], data[1]])
+    rb.extend(lazy_stack([data[4], data[5]]))
+    order = [0, 1, 2, 3, 4, 5, 2, 0, 1, 4, 5]
+    assert torch.equal(stored(rb)["x"], 2 * data["x"][order])
+    rb[3] = data[5]
+    rb[0:2] = data[2:4]
+    order[3], order[0:2] = 5, [2, 3]
+    assert torch.equal(stored(rb)["x"], 2 * data["x"][order])
+    assert torch.equal(torch.stack([rb[i] for i in range(11)])["x"], data["x"][order])
+    assert (rb.sample()["x"].unsqueeze(1) == data["x"]).all(-1).any(1).all()
+
+
+@pytest.mark.parametrize("make", HALVING)
+def test_a_conditional_write_goes_through_the_inverse(make):
+    rb, data = ReplayBuffer(storage=LazyTensorStorage(20), transform=make()), steps(6)
+    rb.extend(data)
+    assert rb.update_if_present(torch.tensor([1, 2]), torch.tensor([1, 9]), data[4:6]).tolist() == [True, False]
+    assert torch.equal(stored(rb)["x"], 2 * data["x"][[0, 4, 2, 3, 4, 5]])
+
+
+@pytest.mark.parametrize("dim_extend", [0, 1])
+@pytest.mark.parametrize("make", HALVING)
+def test_environments_side_by_side_go_through_the_inverse(make, dim_extend):
+    rb = ReplayBuffer(storage=LazyTensorStorage(20, ndim=2), transform=make(), dim_extend=dim_extend)
+    data = steps(2, 5)
+    rb.extend(data[:, :4] if dim_extend else data[:, :4].transpose(0, 1))
+    rb.add(data[:, 4])
+    found = rb.storage.get(slice(None))
+    assert torch.equal(found["x"], 2 * data["x"].transpose(0, 1))
+
+
+@pytest.mark.parametrize("make", HALVING)
+def test_an_inverse_of_tensors_or_of_parts_of_a_compose_runs_once(make):
+    rb = ReplayBuffer(storage=LazyTensorStorage(20))
+    rb.append_transform(Compose(make(), Compose(make()))).append_transform(make())
+    rb.insert_transform(0, make())
+    rb.extend(steps(4))
+    assert torch.equal(stored(rb)["x"], 16 * steps(4)["x"])
+    assert torch.equal(rb[:]["x"], steps(4)["x"])
+
+
+def test_an_object_with_forward_and_inv_takes_plain_tensors():
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), transform=Plain())
+    rb.extend(torch.arange(3.0))
+    assert rb.add(torch.tensor(3.0)) == 3
+    assert rb.storage.get(slice(None)).tolist() == [0, 2, 4, 6] and rb[:].tolist() == [0, 1, 2, 3]
+
+
+def test_an_inverse_gets_the_callers_own_object():
+    class Seen(Plain):
+        def inv(self, batch):
+            self.batch = batch
+            return super().inv(batch)
+
+    seen, data = Seen(), steps(3)
+    ReplayBuffer(storage=LazyTensorStorage(20), transform=seen).extend(data)
+    assert seen.batch is data
+
+
+@pytest.mark.parametrize("make", HALVING)
+def test_inverted_it_reads_by_the_inverse_and_writes_by_forward(make):
+    rb = ReplayBuffer(storage=LazyTensorStorage(20)).append_transform(make(), invert=True)
+    rb.extend(steps(4))
+    assert torch.equal(stored(rb)["x"], steps(4)["x"] / 2) and torch.equal(rb[:]["x"], steps(4)["x"])
+
+
+def test_members_of_an_ensemble_made_of_parts_write_through_their_transforms():
+    storages = StorageEnsemble(LazyTensorStorage(9), LazyTensorStorage(9), transforms=[Form(["x"], ["x"]), None])
+    rb = ReplayBufferEnsemble(
+        storages=storages, samplers=[RandomSampler(), RandomSampler()], writers=[RoundRobinWriter(), RoundRobinWriter()]
+    )
+    for i in range(2):
+        rb[i].extend(steps(3))
+    assert torch.equal(stored(rb[0])["x"], 2 * stored(rb[1])["x"])
+
+
+@pytest.mark.parametrize(
+    "common",
+    [
+        *HALVING,
+        Delayed,
+        lambda: MultiStepTransform(2, 0.5),
+        lambda: Reward2GoTransform(0.5),
+        lambda: DTypeCastTransform(torch.float16, torch.float32),
+        lambda: ExcludeTransform("x", inverse=True),
+        lambda: Compose(Compose(ToTensorImage(), ObservationNorm(0.0, 1.0, in_keys_inv=["x"]))),
+    ],
+)
+@pytest.mark.parametrize("way", ["transform=", "append", "insert", "_transform"])
+def test_what_changes_writes_is_refused_as_the_common_transform_of_an_ensemble(common, way):
+    members, transform = [ReplayBuffer(storage=LazyTensorStorage(9)) for _ in range(2)], common()
+    rb = ReplayBufferEnsemble(*members, transform=VecNorm(["x"]))
+    with pytest.raises(TypeError, match=r"changes what is written.*give it to the members"):
+        if way == "transform=":
+            ReplayBufferEnsemble(*members, transform=transform)
+        elif way == "append":
+            rb.append_transform(transform)
+        elif way == "insert":
+            rb.insert_transform(0, transform)
+        else:
+            rb._transform = transform
+    assert [t.kind for t in rb.transform] == ["VecNorm"]
+    rb.append_transform(DTypeCastTransform(torch.float16, torch.float32, in_keys=["x"])).append_transform(lambda td: td)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_transform_that_is_set_is_used_from_the_next_call_on(prefetch):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20), batch_size=4, prefetch=prefetch)
+    rb.extend(torch.ones_like(steps(4)))
+    assert rb.sample()["x"].unique().tolist() == [1]
+    rb._transform = Form(["x"], ["x"])
+    assert rb.sample()["x"].unique().tolist() == [0.5] and isinstance(rb.transform, Compose)
+    rb.extend(torch.ones_like(steps(4)))
+    assert stored(rb)["x"].unique().tolist() == [1, 2]
+    with pytest.raises(TypeError, match="a transform is a Transform or a callable, got a int"):
+        rb._transform = 3
+    rb._transform = None
+    assert len(rb.transform) == 0 and rb.sample()["x"].max() >= 1
+
+
+# ---- steps that are held back ----
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("make", DELAYING)
+def test_steps_that_an_inverse_holds_back_are_written_when_it_gives_them(make, storage):
+    rb = TensorDictReplayBuffer(storage=storage(30), transform=make())
+    assert rb.extend(running(1)).shape == (0,) and len(rb) == 0
+    assert rb.add(running(1, 1)[0]).shape == (0,)
+    assert rb.extend(running(3, 2)).tolist() == [0, 1, 2]
+    assert rb.add(running(1, 5)[0]) == 3
+    assert rb.extend(ending(2, 6)).tolist() == [4, 5, 6, 7]
+    assert rb.add(running(1, 8)[0]).shape == (0,) and len(rb) == 8
+    assert stored(rb)["x"].flatten().tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("dim_extend", [0, 1])
+@pytest.mark.parametrize("make", DELAYING)
+def test_steps_of_several_environments_are_held_back(make, dim_extend):
+    rb = ReplayBuffer(storage=LazyTensorStorage(30, ndim=2), transform=make(), dim_extend=dim_extend)
+    data = torch.stack([running(6), running(6, 10)])
+    assert rb.add(data[:, 0]).shape == (0, 2)
+    written = data[:, 1:4] if dim_extend else data[:, 1:4].transpose(0, 1)
+    assert rb.extend(written).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert rb.storage.get(slice(None))["x"].squeeze(-1).tolist() == [[0, 10], [1, 11]]
+
+
+@pytest.mark.parametrize("make", DELAYING)
+def test_a_refused_write_leaves_what_is_held_back(make):
+    transform = make()
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=transform)
+    rb.extend(running(5))
+    bad = running(4, 5)
+    bad["x"] = bad["x"].double()
+    seen = len(transform.seen)
+    with pytest.raises((ValueError, RuntimeError)):
+        rb.extend(bad)
+    assert len(transform.seen) == seen and transform._buffer["x"].dtype == torch.float32
+    rb.extend(ending(4, 5))
+    assert stored(rb)["x"].flatten().tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("make", DELAYING)
+def test_no_steps_are_an_error_and_not_nothing_for_now(make):
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=make())
+    with pytest.raises(ValueError, match="nothing to add"):
+        rb.extend(running(0))
+
+
+@pytest.mark.parametrize("make", [Delayed, Silent])
+def test_held_back_steps_are_forgotten_where_the_rows_are(make):
+    rb = ReplayBuffer(storage=LazyTensorStorage(30, shared=True), transform=make())
+    rb.extend(running(5))
+    for forget in (lambda: rb.empty(), lambda: rb.__setstate__(copy.copy(rb.__getstate__()))):
+        forget()
+        assert rb._transform[0].transform._buffer is None and rb._transform[0].transform.seen == []
+        assert rb.extend(running(2, 100)).shape == (0,)
+        assert rb._transform[0].transform._buffer["x"].flatten().tolist() == [100, 101]
+    sent = pickle.loads(pickle.dumps(rb.transform))
+    assert sent[0].transform._buffer["x"].flatten().tolist() == [100, 101]
+
+
+@pytest.mark.parametrize("make", [Delayed, Silent])
+@pytest.mark.parametrize("way", ["dumps", "state_dict"])
+def test_held_back_steps_are_saved(make, way, tmp_path):
+    rb, twin, other = (ReplayBuffer(storage=LazyTensorStorage(30), transform=make()) for _ in range(3))
+    rb.extend(running(5))
+    twin.extend(running(3, 50))
+    if way == "dumps":
+        rb.dumps(tmp_path)
+        twin.loads(tmp_path)
+    else:
+        twin.load_state_dict(rb.state_dict())
+    for buffer in (rb, twin):
+        buffer.extend(running(4, 5))
+        buffer.extend(ending(2, 9))
+    assert_equal(twin[:], rb[:])
+    assert stored(twin)["x"].flatten().tolist() == list(range(11))
+    twin.load_state_dict(other.state_dict())
+    assert twin._transform[0].transform._buffer is None
+
+
+def test_what_cannot_be_saved_is_warned_of():
+    class Odd(Form):
+        def _inv_call(self, td):
+            self.last = {1: object()}
+            self.count = 3
+            return td
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=Odd())
+    rb.extend(running(5))
+    with pytest.warns(UserWarning, match=r"Odd has changed last \(a dict\) on writing, which cannot be saved"):
+        state = rb.state_dict()
+    twin = ReplayBuffer(storage=LazyTensorStorage(30), transform=Odd())
+    twin.load_state_dict(state)
+    assert twin.transform[0].transform.count == 3 and not hasattr(twin.transform[0].transform, "last")
+
+
+def test_what_holds_steps_back_names_what_it_cannot_do():
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=Delayed())
+    assert rb.flush_transforms().shape == (0,)
+    rb.extend(running(5))
+    before = rb._transform[0].transform._buffer.clone()
+    with pytest.raises(TypeError, match=r"Delayed holds steps back.*engram.envs.MultiStepTransform"):
+        rb.flush_transforms()
+    with pytest.raises(TypeError, match="Delayed holds steps back"):
+        rb[0] = running(1)[0]
+    with pytest.raises(TypeError, match="Delayed holds steps back"):
+        rb.update_if_present(torch.tensor([0]), torch.tensor([0]), running(1))
+    assert_equal(rb._transform[0].transform._buffer, before)
+    assert stored(rb)["x"].flatten().tolist() == [0, 1, 2]
+
+
+def test_a_child_that_makes_another_number_of_steps_replaces_none():
+    child = ChildDelayed()
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=child)
+    rb.extend(running(5))
+    before = child._buffer.clone()
+    with pytest.raises(TypeError, match="ChildDelayed holds steps back"):
+        rb[0:1] = running(1)
+    assert_equal(child._buffer, before)
+
+
+def test_an_inverse_that_makes_another_number_of_steps_replaces_none():
+    class Halved(Form):
+        def _inv_call(self, td):
+            self.calls = getattr(self, "calls", 0) + 1
+            return td if self.calls == 1 else td[::2]
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=Halved())
+    rb.extend(running(5))
+    with pytest.raises(TypeError, match="Halved makes another number of steps of what is written"):
+        rb[0:4] = running(4)
+    assert rb.transform[0].transform.calls == 1
+
+
+def test_threads_that_write_through_an_inverse_with_a_memory_lose_nothing():
+    class Lagging(Form):
+        def _inv_call(self, td):
+            held, self.held = getattr(self, "held", None), td
+            return held
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(500), transform=Lagging())
+
+    def write(k):
+        for i in range(30):
+            rb.extend(running(1, 100 * k + i))
+
+    threads = [threading.Thread(target=write, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rb.extend(running(1, 1000))
+    assert sorted(stored(rb)["x"].flatten().tolist()) == [100 * k + i for k in range(4) for i in range(30)]
+
+
+def test_our_steps_that_wait_go_through_an_inverse_before_them():
+    for make in HALVING:
+        rb, clean = ReplayBuffer(storage=LazyTensorStorage(30)), ReplayBuffer(storage=LazyTensorStorage(30))
+        rb._transform = Compose(make(), MultiStepTransform(3, 0.5))  # MultiStepTransform first on writing
+        clean._transform = MultiStepTransform(3, 0.5)
+        for buffer in (rb, clean):
+            whole = steps(9)
+            buffer.extend(whole[:5])
+            buffer.extend(whole[5:7])
+            buffer.flush_transforms()
+        assert torch.equal(stored(rb)["x"], 2 * stored(clean)["x"])
+        assert torch.equal(stored(rb)["next"]["x"], stored(clean)["next"]["x"])
+
+
+def test_workers_leave_the_writing_to_who_can_go_on_with_held_back_steps():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(400, shared=True, lanes=2), transform=Delayed())
+    make = partial(GymEnv, "CartPole-v1")
+    with MultiSyncDataCollector([make] * 2, frames_per_batch=40, total_frames=120, replay_buffer=rb) as collector:
+        for _ in collector:
+            pass
+    published = [rb.storage.lanes.store.lane(k)["published"] for k in range(2)]
+    assert sorted(published) == [0, 118], "the newest two wait; workers would each have kept two, and lost them"
+
+
+# ---- what is refused ----
+class NoKeys:
+    def __call__(self, batch):
+        return batch
+
+    def _inv_apply_transform(self, value):
+        return value
+
+
+class OnlyInverse:
+    def inv(self, batch):
+        return batch
+
+
+@pytest.mark.parametrize(
+    "transform, said",
+    [
+        (NoKeys(), r"a NoKeys has `_inv_apply_transform`, and no `in_keys_inv`"),
+        (OnlyInverse(), r"a OnlyInverse has an inverse for writing, and for reading neither"),
+        (Form, r"Form is a class: give Form\(...\)"),
+        (VecNorm, r"VecNorm is a class: give VecNorm\(...\)"),
+        (3, "got a int"),
+    ],
+)
+@pytest.mark.parametrize("way", ["transform=", "append", "insert", "nested", "_transform", "in an environment"])
+def test_what_cannot_be_honoured_is_named_and_changes_nothing(transform, said, way):
+    rb = ReplayBuffer(storage=LazyTensorStorage(9))
+    with pytest.raises(TypeError, match=said):
+        if way == "transform=":
+            ReplayBuffer(transform=transform)
+        elif way == "append":
+            rb.append_transform(transform)
+        elif way == "insert":
+            rb.insert_transform(0, transform, invert=True)
+        elif way == "nested":
+            Compose(Compose(transform))
+        elif way == "_transform":
+            rb._transform = transform
+        else:
+            TransformedEnv(GymEnv("CartPole-v1"), transform)
+    assert len(rb.transform) == 0
+
+
+@pytest.mark.parametrize("data", [{"x": torch.zeros(3)}, torch.zeros(3), [{"x": torch.zeros(3)}]])
+def test_what_works_on_tensordicts_names_itself_for_other_data(data):
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Form(["x"], ["x"]))
+    with pytest.raises(TypeError, match=r"Form takes TensorDicts, and a (dict|Tensor) is written"):
+        rb.extend(data)
+    assert len(rb) == 0
+
+
+# ---- inverses that do nothing ----
+Root = type("Root", (Form,), {"__module__": "torchrl.envs", "inv": Form.inv, "_inv_call": Form._inv_call})
+
+
+class Reading(Root):
+    """A transform of TorchRL that only reads."""
+
+    def _inv_apply_transform(self, value):
+        return value
+
+
+def test_an_inverse_of_torchrl_that_does_nothing_is_not_called():
+    class Several(Root):
+        def __init__(self, *transforms):
+            super().__init__()
+            self.transforms = torch.nn.ModuleList(transforms)
+
+        def _inv_call(self, td):
+            raise AssertionError("it was called")
+
+    for transform in (Reading(["x"]), Several(Reading(["x"]), Reading())):
+        rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=transform)
+        assert not rb.transform.write_in_order and not rb.transform.changes_what_is_written()
+        rb.extend(steps(3))
+        rb.append_transform(transform)
+        assert rb.flush_transforms().shape == (0,)
+    for transform in (Reading(["x"], ["x"]), Several(Reading(["x"], ["x"]))):
+        assert ReplayBuffer(transform=transform).transform.changes_what_is_written()
+
+
+# ---- dtypes ----
+def test_a_cast_with_keys_for_writing_only_reads_everything():
+    cast = DTypeCastTransform(torch.float16, torch.float32, in_keys_inv=["x"])
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=cast)
+    rb.extend(steps(4))
+    assert stored(rb)["x"].dtype == torch.float16 and stored(rb)["next", "x"].dtype == torch.float32
+    assert_equal(rb[:], steps(4))
+    renamed = DTypeCastTransform(torch.float16, torch.float32, in_keys_inv=["small"], out_keys_inv=["x"])
+    assert renamed.inv({"x": torch.zeros(2)})["small"].dtype == torch.float16
+
+
+def test_a_cast_of_actions_only_leaves_other_actions_specs():
+    env = TransformedEnv(
+        GymEnv("Pendulum-v1"), DTypeCastTransform(torch.float32, torch.float64, in_keys_inv=["action"])
+    )
+    assert env.action_spec.dtype == torch.float64 and env.rollout(3)["next", "observation"].dtype == torch.float64
+    env = TransformedEnv(GymEnv("Pendulum-v1"), DTypeCastTransform(torch.float32, torch.float64, in_keys_inv=["other"]))
+    assert env.action_spec.dtype == torch.float32
+
+
+# ---- environments ----
+class Turned(Form):
+    """Actions the other way round."""
+
+    def _inv_call(self, td):
+        return td.set("action", -td["action"])
+
+
+class ChildTurned(ChildByCall):
+    def _call(self, td):
+        return td
+
+    _inv_call = Turned._inv_call
+
+
+@pytest.mark.parametrize("make", [Turned, ChildTurned, lambda: Compose(Turned())])
+def test_actions_go_through_the_inverse(make):
+    env, bare = TransformedEnv(GymEnv("Pendulum-v1"), make()), GymEnv("Pendulum-v1")
+    for one in (env, bare):
+        one.set_seed(0)
+    td, expected = env.reset(), bare.reset()
+    for action in (0.5, -1.5):
+        td = env.step(td.set("action", torch.tensor([action])))["next"]
+        expected = bare.step(expected.set("action", torch.tensor([-action])))["next"]
+        assert torch.equal(td["observation"], expected["observation"])
+
+
+class Doubled(Form):
+    def _inv_call(self, td):
+        return td.set("action", 2 * td["action"])
+
+
+class Wider(Form):
+    def _inv_call(self, td):
+        return td.set("action", td["action"].double())
+
+
+class Fails(Form):
+    def _inv_call(self, td):
+        raise RuntimeError("it cannot")
+
+
+@pytest.mark.parametrize("make", [Doubled, Wider, Fails, Delayed, Silent])
+@pytest.mark.parametrize("way", ["transform", "append"])
+def test_an_inverse_that_makes_no_actions_of_the_environment_is_refused(make, way):
+    env = TransformedEnv(GymEnv("Pendulum-v1"))
+    with pytest.raises(TypeError, match=rf"{make.__name__} does not make actions of the environment"):
+        TransformedEnv(GymEnv("Pendulum-v1"), make()) if way == "transform" else env.append_transform(make())
+    env.rollout(2)
+
+
+def test_a_mapped_store_is_written_through_the_inverse(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(9, scratch_dir=tmp_path / "s"), transform=Form(["x"], ["x"]))
+    rb.extend(steps(4))
+    rb.storage.close()
+    again = ReplayBuffer.open(tmp_path / "s", transform=Form(["x"], ["x"]))
+    again.extend(steps(4))
+    assert torch.equal(stored(again)["x"], torch.cat([2 * steps(4)["x"]] * 2))
