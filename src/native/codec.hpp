@@ -5,12 +5,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "casters.hpp"
 #include "rows.hpp"
 #include "tensors.hpp"
 

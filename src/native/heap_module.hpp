@@ -3,7 +3,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <string>
 #include <vector>
@@ -99,7 +98,7 @@ inline nb::object heap_behind(RankHeap& heap, const Store& store) {
   return visitor.slots.empty() ? nb::none() : int64_out(visitor.slots);
 }
 
-inline void heap_put(RankHeap& heap, nb::handle slots_in, nb::handle values, const std::string& reduction) {
+inline void heap_put(RankHeap& heap, nb::handle slots_in, nb::handle values, const char* reduction) {
   const std::vector<double> ranks = ranks_of(values, reduction_of(reduction));
   const SlotsArg slots(nb::borrow(slots_in));
   if (slots.n != ranks.size()) throw nb::value_error("one rank for each slot");
@@ -109,7 +108,7 @@ inline void heap_put(RankHeap& heap, nb::handle slots_in, nb::handle values, con
 }
 
 // Slots of the items, how many of them are appended, and of the rest which items go over which rows (None: none).
-inline nb::tuple heap_place(RankHeap& heap, const Store* store, nb::handle values, const std::string& reduction) {
+inline nb::tuple heap_place(RankHeap& heap, const Store* store, nb::handle values, const char* reduction) {
   const std::vector<double> ranks = ranks_of(values, reduction_of(reduction));
   for (size_t i = 0; i < ranks.size(); ++i)
     if (std::isnan(ranks[i])) throw nb::value_error(("the rank of item " + std::to_string(i) + " is NaN, which is neither above nor below others; "
@@ -149,7 +148,7 @@ inline void bind_heap(nb::module_& m) {
         heap.follower().forget();
         heap.clear();
       });
-  m.def("ranks", [](nb::handle values, const std::string& reduction) {
+  m.def("ranks", [](nb::handle values, const char* reduction) {
     return ranks_of(values, reduction_of(reduction));
   }, "values"_a, "reduction"_a);
   m.attr("FIRST_REPLACED") = RowNumbers::kFirst;

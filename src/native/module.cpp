@@ -3,9 +3,8 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
+#include <nanobind/stl/unique_ptr.h>
 
 #include "calls.hpp"
 #include "cells.hpp"
@@ -80,9 +79,10 @@ NB_MODULE(_native, m) {
       .def("take", &EpochWalk::take, "store"_a, "position"_a, "n"_a)
       .def("__len__", &EpochWalk::size);
 
-  nb::class_<SavePass>(m, "SavePass")
-      .def("read", [](SavePass& pass, uint64_t lane, uint64_t start, uint64_t stop,
+  nb::class_<SharedPass>(m, "SavePass")
+      .def("read", [](SharedPass& shared, uint64_t lane, uint64_t start, uint64_t stop,
                       nb::ndarray<uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu> out) {
+        SavePass& pass = *shared.pass;
         if (!pass.covers(lane, start, stop)) throw nb::index_error("these rows are not part of the save");
         const Shape& s = pass.shape();
         if (out.shape(0) != s.strands || out.shape(1) != stop - start || out.shape(2) != s.payload_bytes)
@@ -91,11 +91,12 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release unlocked;
         pass.read(lane, start, stop, to);
       }, "lane"_a, "start"_a, "stop"_a, "out"_a)
-      .def("lost_below", [](SavePass& pass, uint64_t lane) {
+      .def("lost_below", [](SharedPass& shared, uint64_t lane) {
+        SavePass& pass = *shared.pass;
         if (lane >= pass.shape().lanes) throw nb::index_error("no such lane");
         return pass.lost_below(lane);
       }, "lane"_a)
-      .def_prop_ro("preserved_bytes", &SavePass::preserved_bytes);
+      .def_prop_ro("preserved_bytes", [](SharedPass& shared) { return shared.pass->preserved_bytes(); });
 
   nb::class_<Store>(m, "Store")
       .def_static("create", [](int fd, uint64_t lanes, uint64_t lane_capacity, uint64_t strands, uint64_t payload_bytes,
@@ -212,6 +213,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("sync_failures", &Store::sync_failures)
       .def("count_sync_failure", &Store::count_sync_failure)
       .def("dirty_again", [](Store& s, const std::vector<uint64_t>& published) {
+        s.must_be_writable();
         if (published.size() != s.shape().lanes) throw nb::value_error("one number for each lane");
         nb::gil_scoped_release unlocked;
         DirtyAgain(s).run(published);
@@ -261,13 +263,13 @@ NB_MODULE(_native, m) {
         }
         return dropped;
       })
-      .def("memory", [](std::shared_ptr<Store> s) {
-        s->check_file();
-        const size_t shape[1] = {s->shape().total_bytes};
-        auto* owner = new std::shared_ptr<Region>(s->region());
+      .def("memory", [](const Store& s) {
+        s.check_file();
+        const size_t shape[1] = {s.shape().total_bytes};
+        auto* owner = new std::shared_ptr<Region>(s.region());
         nb::capsule keep(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<Region>*>(p); });
-        if (s->read_only()) return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(s->at(0), 1, shape, keep));
-        return nb::cast(nb::ndarray<nb::numpy, uint8_t>(s->at(0), 1, shape, keep));
+        if (s.read_only()) return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(s.at(0), 1, shape, keep));
+        return nb::cast(nb::ndarray<nb::numpy, uint8_t>(s.at(0), 1, shape, keep));
       }, nb::sig("def memory(self) -> numpy.typing.NDArray[numpy.uint8]"))
       .def_prop_ro("asking_pages", [](Store& s) { return s.pages().on(); })
       .def("advise_random", [](const Store& s) { ::madvise(s.at(0), s.shape().total_bytes, MADV_RANDOM); })
@@ -282,7 +284,7 @@ NB_MODULE(_native, m) {
       .def("gather_into", &gather_into, "codec"_a, "slots"_a, "arrays"_a, "mapped"_a = false, "numbers"_a = false)
       .def("begin_save", [](Store& s, bool beside_writers) {
         if (s.shape().payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
-        return beside_writers ? s.begin_save() : s.watch_save();
+        return SharedPass{beside_writers ? s.begin_save() : s.watch_save()};
       }, "beside_writers"_a = true)
       .def("end_save", &Store::end_save)
       .def_prop_ro("saving", [](const Store& s) { return s.saving() != nullptr; })

@@ -22,10 +22,12 @@ class InPlaceWriter {
     const bool redo = s.redo_bytes > 0;
     const size_t room = redo ? std::max<size_t>(1, (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride)) : 1024;
     const size_t batch = std::min<size_t>(room, kLogBatch);
+    // All memory first: nothing of a change may be made when a part of it cannot be.
+    reserve(std::min(batch, n), leaves.size());
+    for (size_t i = 0; i < n && store_.saving(); ++i) preserve(*store_.saving(), static_cast<uint64_t>(slots[i]));
     for (size_t done = 0; done < n; done += batch) {
       const size_t take = std::min(batch, n - done);
       stage(slots + done, take, leaves, done, rows);
-      if (SavePass* pass = store_.saving()) preserve(*pass, take);
       bool applied = true;
       Lanes::Protocol::edit(store_.header()->edits, [&] {
         if (redo) mark(take);
@@ -106,9 +108,13 @@ class InPlaceWriter {
     // Not where the slots are entered already, and others behind them by now.
     if (store_.header()->log_head.load() < log_head) log(slots.data(), rows, log_head - rows);
   }
-  void preserve(SavePass& pass, size_t n) const {
-    const Shape& s = store_.shape();
-    for (size_t i = 0; i < n; ++i) pass.preserve(physical_[i] / (s.lane_capacity * s.strands), physical_[i] % s.lane_capacity, 1);
+  void reserve(size_t rows, size_t leaves) {
+    staged_.reserve(rows * store_.shape().row_stride);
+    physical_.reserve(rows), rows_.reserve(rows), copies_.reserve(leaves);
+  }
+  void preserve(SavePass& pass, uint64_t slot) const {
+    const uint64_t time = slot / store_.shape().strands, capacity = store_.shape().lane_capacity;
+    pass.preserve(time / capacity, time % capacity, 1);
   }
   bool any_durable(size_t n) const {
     const Shape& s = store_.shape();
@@ -128,7 +134,8 @@ class InPlaceWriter {
              const int64_t* chosen) {
     const Shape& s = store_.shape();
     staged_.assign(n * s.row_stride, 0), physical_.resize(n);
-    std::vector<uint8_t*> rows(n);
+    std::vector<uint8_t*>& rows = rows_;
+    rows.resize(n);
     for (size_t i = 0; i < n; ++i) {
       const auto slot = static_cast<uint64_t>(slots[i]);
       uint64_t time = slot / s.strands, lane = time / s.lane_capacity;
@@ -178,6 +185,7 @@ class InPlaceWriter {
   Store& store_;
   std::vector<uint8_t> staged_;
   std::vector<uint64_t> physical_;
+  std::vector<uint8_t*> rows_;
   std::vector<LeafCopy> copies_;
 };
 

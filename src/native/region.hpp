@@ -6,8 +6,10 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -18,6 +20,16 @@ constexpr size_t kHugePage = size_t{2} << 20;
 
 inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
+// To Python a MemoryError. Its text is made where no memory is needed.
+class NoMemoryToMap : public std::bad_alloc {
+ public:
+  explicit NoMemoryToMap(size_t bytes) { std::snprintf(text_, sizeof text_, "no memory to map %zu bytes", bytes); }
+  const char* what() const noexcept override { return text_; }
+
+ private:
+  char text_[64];
+};
+
 class Region {
  public:
   // fd < 0: private memory. The caller has made the file at least `bytes` long. `read_only`: any store is a signal.
@@ -27,6 +39,7 @@ class Region {
     const size_t slack = is_private && bytes >= kHugePage ? kHugePage : 0;
     void* at = ::mmap(nullptr, bytes + slack, read_only ? PROT_READ : PROT_READ | PROT_WRITE,
                       is_private ? MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE : MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED && errno == ENOMEM) throw NoMemoryToMap(bytes);
     if (at == MAP_FAILED)
       throw std::runtime_error("cannot map " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
     auto region = std::shared_ptr<Region>(new Region(static_cast<uint8_t*>(at), bytes + slack));

@@ -17,10 +17,12 @@ class RowWriter {
   uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
     const Lanes::Protocol protocol = store_.lanes.protocol(lane);
     const uint64_t start = StdMemory::load(protocol.published), piece = store_.lanes.piece();
+    // All memory first: a failure after a claim would cost the rows that it was to replace, one after a piece a part.
+    copies_.reserve(leaves.size());
+    if (SavePass* pass = store_.saving(); pass && n > 0) pass->preserve(lane, start % protocol.capacity, n);
     bool begins = n > 0 && (store_.next_is_seam(lane) || BorderCheck(store_).begins(lane, n, leaves));
     for (uint64_t done = 0; done < n; begins = false) {
       const uint64_t take = std::min(piece, n - done);
-      if (SavePass* pass = store_.saving()) pass->preserve(lane, (start + done) % protocol.capacity, take);
       protocol.append(take, begins, [&](uint64_t first) { write(lane, first, take, leaves, done, begins); });
       done += take;
     }

@@ -199,13 +199,18 @@ struct BorderRule {
   size_t leaves = 0;       // of a row
 };
 
+// A save as Python holds it: the store forgets it when it ends.
+struct SharedPass {
+  std::shared_ptr<SavePass> pass;
+};
+
 class Store {
  public:
   // fd < 0: private memory. A file must have the store's size already: touching what it lacks is a bus error.
-  static std::shared_ptr<Store> create(int fd, const StoreSpec& spec) {
+  static std::unique_ptr<Store> create(int fd, const StoreSpec& spec) {
     const Shape shape = shape_of(spec);
     if (fd >= 0 && file_bytes(fd) < shape.total_bytes) throw std::invalid_argument("the file is smaller than the store");
-    auto store = std::shared_ptr<Store>(new Store(Region::map(fd, shape.total_bytes), fd));
+    auto store = std::unique_ptr<Store>(new Store(Region::map(fd, shape.total_bytes), fd));
     store->header()->shape = shape;
     std::memcpy(store->at(shape.layout_offset), spec.layout.data(), spec.layout.size());
     store->ready(shape);
@@ -213,11 +218,11 @@ class Store {
     return store;
   }
   // Maps a store that exists: `bytes` is the size of the file.
-  static std::shared_ptr<Store> open(int fd, size_t bytes, bool read_only = false) {
+  static std::unique_ptr<Store> open(int fd, size_t bytes, bool read_only = false) {
     if (bytes < sizeof(StoreHeader) || file_bytes(fd) < bytes)
       throw std::runtime_error("the file is shorter than " + std::to_string(std::max(bytes, sizeof(StoreHeader))) +
                                " bytes");
-    auto store = std::shared_ptr<Store>(new Store(Region::map(fd, bytes, read_only), fd));
+    auto store = std::unique_ptr<Store>(new Store(Region::map(fd, bytes, read_only), fd));
     store->read_only_ = read_only;
     store->ready(checked_shape(store->at(0), bytes));
     return store;

@@ -42,7 +42,7 @@ def folder() -> Path:
 
 STORAGES: dict[str, Callable[[], Any]] = {
     "memory": lambda: LazyTensorStorage(CAPACITY),
-    "shared": lambda: LazyTensorStorage(CAPACITY, shared=True, lanes=2),
+    "shared": lambda: LazyTensorStorage(CAPACITY, shared=True),
     "temporary": lambda: LazyMemmapStorage(CAPACITY),
     "named": lambda: LazyMemmapStorage(CAPACITY, scratch_dir=folder()),
     "list": lambda: ListStorage(CAPACITY),
@@ -70,7 +70,7 @@ def seen(rb: Any) -> Callable[[], dict[str, Any]]:
             if lanes is None
             else [{k: v for k, v in one.items() if k != "claimed"} for one in lanes.states()],
             "first": None if lanes is None else [one["first"] for one in lanes.states()],
-            "sampler": _flat(rb.sampler.state_dict()) if len(rb) else b"",
+            "sampler": _flat(rb.part_states()["sampler"]) if len(rb) else b"",
             "writer": _flat(rb.writer.state_dict()),
         }
 

@@ -1,0 +1,54 @@
+// Sequences as arguments. nanobind's own converter of a `std::vector` is noexcept: without memory it ends the process.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/detail/nb_list.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace nanobind::detail {
+
+template <typename T>
+struct type_caster<std::vector<T>> : list_caster<std::vector<T>, T> {
+  template <typename Flags>
+  bool from_python(handle src, Flags flags, cleanup_list* cleanup) {
+    PyObject* o = src.ptr();
+    if (PyUnicode_CheckExact(o) || PyBytes_CheckExact(o) || !PySequence_Check(o)) return false;
+    const object items = steal(PySequence_Fast(o, ""));
+    if (!items.is_valid()) {
+      PyErr_Clear();
+      return false;
+    }
+    const auto n = static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr()));
+    std::vector<T> made;
+    made.reserve(n);
+    flags = flags_for_local_caster<T>(flags);
+    make_caster<T> item;
+    for (size_t i = 0; i < n; ++i) {
+      if (!item.from_python(PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)), flags, cleanup) ||
+          !item.template can_cast<T>())
+        return false;
+      made.push_back(item.operator cast_t<T>());
+    }
+    this->value = std::move(made);
+    return true;
+  }
+};
+
+template <typename T>
+struct type_caster<std::optional<std::vector<T>>> : optional_caster<std::optional<std::vector<T>>> {
+  template <typename Flags>
+  bool from_python(handle src, Flags flags, cleanup_list* cleanup) {
+    this->value.reset();
+    if (src.is_none()) return true;
+    make_caster<std::vector<T>> inner;
+    if (!inner.from_python(src, flags_for_local_caster<std::vector<T>>(flags), cleanup)) return false;
+    this->value.emplace(std::move(inner.value));
+    return true;
+  }
+};
+
+}  // namespace nanobind::detail
