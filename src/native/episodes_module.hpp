@@ -235,15 +235,19 @@ class Episodes {
     }
   }
   LongEnough& long_enough(const SliceRule& rule) {
-    for (auto& list : lists_)
-      if (list->serves(rule)) {
-        list->follow(index_);
-        return *list;
-      }
-    if (lists_.size() == kLists) lists_.erase(lists_.begin());  // batches of many sizes
-    lists_.push_back(std::make_unique<LongEnough>(rule));
-    lists_.back()->follow(index_);
-    return *lists_.back();
+    size_t i = 0;
+    while (i < lists_.size() && !lists_[i]->serves(rule)) ++i;
+    if (i == lists_.size()) {
+      if (i == kLists) lists_.erase(lists_.begin()), --i;  // batches of many sizes
+      lists_.push_back(std::make_unique<LongEnough>(rule));
+    }
+    try {
+      lists_[i]->follow(index_);
+    } catch (...) {
+      lists_.erase(lists_.begin() + static_cast<ptrdiff_t>(i));  // memory ran out in its middle
+      throw;
+    }
+    return *lists_[i];
   }
 
   static constexpr uint64_t kGilRows = 1 << 14;  // a longer scan releases the GIL

@@ -88,10 +88,11 @@ class RankHeap {
   // Takes n items: those that find `room` behind the newest row, the next of which is slot `next`; then each replaces
   // the lowest row, or is refused. `undo` takes it back.
   void place(const double* ranks, size_t n, uint64_t room, uint64_t next, Placement& out) {
-    journal_.clear();
-    out.slots.resize(n);
+    // All memory before the first change.
+    journal_.clear(), events_.clear();
+    journal_.reserve(n), events_.reserve(n);
+    out.slots.resize(n), out.items.reserve(n), out.targets.reserve(n);
     out.appended = static_cast<size_t>(std::min<uint64_t>(n, room));
-    events_.clear();
     for (size_t i = 0; i < n; ++i) {
       const uint64_t key = key_of(ranks[i]);
       out.slots[i] = -1;

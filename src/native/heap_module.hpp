@@ -94,8 +94,13 @@ inline nb::object heap_behind(RankHeap& heap, const Store& store) {
         slots.push_back(static_cast<int64_t>(slot));
     }
   } visitor{heap, store, {}};
-  heap.follower().look(store, visitor);
-  return visitor.slots.empty() ? nb::none() : int64_out(visitor.slots);
+  try {
+    heap.follower().look(store, visitor);
+    return visitor.slots.empty() ? nb::none() : int64_out(visitor.slots);
+  } catch (...) {
+    heap.follower().forget();  // what it has seen was not handed out: memory ran out
+    throw;
+  }
 }
 
 inline void heap_put(RankHeap& heap, nb::handle slots_in, nb::handle values, const char* reduction) {
@@ -121,9 +126,14 @@ inline nb::tuple heap_place(RankHeap& heap, const Store* store, nb::handle value
   }
   Placement placed;
   heap.place(ranks.data(), ranks.size(), room, next, placed);
-  nb::object slots = int64_out(placed.slots);
-  if (placed.items.empty()) return nb::make_tuple(slots, placed.appended, nb::none(), nb::none());
-  return nb::make_tuple(slots, placed.appended, int64_out(placed.items), int64_out(placed.targets));
+  try {
+    nb::object slots = int64_out(placed.slots);
+    if (placed.items.empty()) return nb::make_tuple(slots, placed.appended, nb::none(), nb::none());
+    return nb::make_tuple(slots, placed.appended, int64_out(placed.items), int64_out(placed.targets));
+  } catch (...) {
+    heap.undo();
+    throw;
+  }
 }
 
 inline void check_numbers(const RowNumbers& numbers, const Store& store) {
@@ -142,7 +152,11 @@ inline void bind_heap(nb::module_& m) {
       .def("undo", &RankHeap::undo)
       .def("written", [](RankHeap& heap, const Store& store) {
         const LaneView view = store.lanes.view(0);
-        heap.follower().resume(store, {{view.first, view.published}});
+        try {
+          heap.follower().resume(store, {{view.first, view.published}});
+        } catch (const std::bad_alloc&) {
+          heap.follower().forget();  // the rows are written: the next look takes all of them in anew
+        }
       }, "store"_a)
       .def("forget", [](RankHeap& heap) {
         heap.follower().forget();
@@ -165,7 +179,7 @@ inline void bind_heap(nb::module_& m) {
         check_numbers(numbers, store);
         return generations(store, slots, &numbers);
       }, "store"_a, "slots"_a)
-      .def("reserve", [](const RowNumbers& numbers, const Store& store, nb::handle slots_in) {
+      .def("reserve", [](RowNumbers& numbers, const Store& store, nb::handle slots_in) {
         check_numbers(numbers, store);
         const SlotsArg slots(nb::borrow(slots_in));
         numbers.reserve(store, std::count_if(slots.data, slots.data + slots.n, [](int64_t slot) { return slot >= 0; }));

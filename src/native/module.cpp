@@ -165,12 +165,12 @@ NB_MODULE(_native, m) {
         check_lane(s, l);
         s.lanes.publish(l, at, n);
       }, "lane"_a, "at"_a, "n"_a)
-      .def("advance", [](const Store& s, uint64_t l, uint64_t n) {
+      .def("advance", [](const Store& s, uint64_t l, uint64_t n, bool begins) {
         s.must_be_writable();
         check_lane(s, l);
         if (s.shape().payload_bytes != 0) throw nb::value_error("this store has its rows itself: append to it");
-        return s.advance(l, n);
-      }, "lane"_a, "n"_a)
+        return s.advance(l, n, begins);
+      }, "lane"_a, "n"_a, "begins"_a = false)
       .def("mark_seam", [](const Store& s, uint64_t l) { check_lane(s, l); s.mark_seam(l); }, "lane"_a)
       .def("next_is_seam", [](const Store& s, uint64_t l) { check_lane(s, l); return s.next_is_seam(l); }, "lane"_a)
       .def("seams", [](const Store& s, uint64_t l) { check_lane(s, l); s.check_file(); return s.seams(l); }, "lane"_a)

@@ -131,7 +131,6 @@ class Priorities {
   // ---- following ----
   void look(const Store& store) {
     same_store_ = follower_.follows(store);
-    edited_.clear();
     follower_.look(store, Visitor{*this, store});
     if (edited_.empty()) return;
     batch_.clear();
@@ -139,6 +138,7 @@ class Priorities {
     for (uint64_t slot : edited_)
       if (holds(slot)) batch_.push_back({slot, priority, leaf});
     apply();
+    edited_.clear();  // only now: where memory ran out the next look goes on with them
   }
   void forget() {
     follower_.forget();
@@ -224,9 +224,9 @@ class Priorities {
   bool holds(uint64_t slot) const { return slot < capacity_ && tree_->beside(slot) > 0; }
   // Sets the priorities of rows that are stored: of one slot named twice the last one stays.
   void set(std::vector<Change>& changes) {
-    for (const Change& c : changes) seen_ = std::max(seen_, c.priority);
     batch_.swap(changes);
     apply();
+    for (const Change& c : batch_) seen_ = std::max(seen_, c.priority);
   }
   void skip(uint64_t n) { skipped_ += n; }
   uint64_t skipped() const { return skipped_; }
@@ -301,6 +301,7 @@ class Priorities {
     Priorities& self;
     const Store& store;
     void restart(const Store&) {
+      self.edited_.clear();
       if (!self.same_store_) self.seen_ = self.latest_ = 1, self.skipped_ = 0;
       self.start(store);
     }
@@ -333,8 +334,9 @@ class Priorities {
     use(exponent_);
   }
   void make(uint64_t slots) {
-    tree_.emplace(slots, within_);
+    SumTree tree(slots, within_);
     if (starts_) open_ = Region::map(-1, round_up(std::max<uint64_t>(slots, 1), kWide));
+    tree_.emplace(std::move(tree));
     reopen_ = true;
     capacity_ = slots;
   }
@@ -369,6 +371,7 @@ class Priorities {
   }
   void open(const Shape& s, uint64_t lane, uint64_t strand, uint64_t from, uint64_t to) {
     touched_.clear();
+    touched_.reserve(to - from);  // all memory before the first change
     double last = 0, leaf = 0;
     for (uint64_t w = from; w < to; ++w) {
       const uint64_t slot = slot_of(s, lane, w, strand);
@@ -384,6 +387,7 @@ class Priorities {
   // Enters the changes in `batch_`.
   void apply() {
     touched_.clear();
+    touched_.reserve(batch_.size());  // all memory before the first change
     for (const Change& c : batch_) {
       raw(c.slot) = std::max(c.priority, kZeroPriority);
       tree_->leaf(c.slot) = drawable(c.slot) ? c.leaf : 0;

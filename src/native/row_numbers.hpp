@@ -25,8 +25,9 @@ class RowNumbers {
   }
 
   // Before rows are replaced: whoever opens the store after a kill must not give their numbers to others.
-  void reserve(const Store& store, uint64_t n) const {
+  void reserve(const Store& store, uint64_t n) {
     store.must_be_writable();
+    catch_up(store);  // which may need memory: not when the rows are replaced already
     raise(store, next_ + n);
   }
   // Nobody knows which of the stored rows were replaced, before this process opened the store: all get new numbers.

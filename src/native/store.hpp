@@ -239,9 +239,10 @@ class Store {
   bool next_is_seam(uint64_t l) const { return seams_.next(l); }
   void note_written(uint64_t l) const { seams_.set_next(l, false); }
   // Rows are kept elsewhere: counts n as written, which are there or about to be; returns the first one's number.
-  uint64_t advance(uint64_t l, uint64_t n) const {
+  uint64_t advance(uint64_t l, uint64_t n, bool begins = false) const {
+    // Before the claim: it needs memory.
+    if (begins || seams_.next(l)) seams_.add(l, lanes.lane(l).published.load(), lanes.first_now(l));
     const uint64_t at = lanes.claim(l, n);
-    if (seams_.next(l)) seams_.add(l, at, lanes.first_now(l));
     seams_.set_next(l, false);
     lanes.publish(l, at, n);
     return at;

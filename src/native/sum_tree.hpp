@@ -24,6 +24,7 @@ constexpr uint64_t kWide = 8;
 class Touched {
  public:
   void clear() { nodes_.clear(); }
+  void reserve(size_t n) { nodes_.reserve(n); }
   void add(uint64_t node) { nodes_.push_back(node); }
   // The nodes above these. Neighbours mostly share theirs; to find other repetitions costs more than it saves.
   void up() {

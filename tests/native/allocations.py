@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
 import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +55,7 @@ class World:
     act: Callable[[], Any]
     seen: Callable[[], dict[str, Any]]
     result: Callable[[Any], Any] = lambda result: None
+    keeps_open: bool = False  # a file that is made once, and stays although the rest of the call failed
 
 
 def check(make: Callable[[], World]) -> int:
@@ -82,14 +85,17 @@ def check(make: Callable[[], World]) -> int:
 
 def _fail_each(make: Callable[[], World], shim: Any) -> int:
     assert shim.alloc_hook(_native.__file__.encode()) > 0
+    # nanobind's own table of objects ends the process where it cannot grow: it has grown already.
+    del [_native.SliceRule(1, 1) for _ in range(4096)][:]
     twin = _made(make)
     torch.manual_seed(1)
     given = twin.result(twin.act())
     world, before, failed = None, None, 0
+    gc.freeze()  # collections are many, and only what comes now is looked at
     for at in range(1, MOST):
         if world is None:
             world = _made(make)
-            before = world.seen()
+            before = {**world.seen(), "files": _files(world)}
         torch.manual_seed(1)
         error = None
         shim.alloc_arm(at)
@@ -98,10 +104,13 @@ def _fail_each(make: Callable[[], World], shim: Any) -> int:
         except (MemoryError, StorageError) as problem:
             error = problem
         needed = shim.alloc_disarm()
-        where = f"allocation {at} failed, {error!r}"
+        through = "".join(traceback.format_tb(error.__traceback__)[-3:]) if error else ""
+        where = f"allocation {at} failed, {error!r}, in\n{through}"
         if error is not None:
             assert needed >= at, f"an error without a failure: {error!r}"
-            _compare(before, world.seen(), where)
+            error = None  # with it goes what its traceback held
+            gc.collect()
+            _compare(before, {**world.seen(), "files": _files(world)}, where)
             failed += 1
             continue
         _compare({"result": given}, {"result": world.result(result)}, where)
@@ -115,6 +124,10 @@ def _fail_each(make: Callable[[], World], shim: Any) -> int:
 def _made(make: Callable[[], World]) -> World:
     torch.manual_seed(0)
     return make()
+
+
+def _files(world: World) -> int:
+    return 0 if world.keeps_open else len(os.listdir("/proc/self/fd"))
 
 
 def _compare(before: dict[str, Any], after: dict[str, Any], where: str) -> None:

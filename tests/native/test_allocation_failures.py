@@ -59,6 +59,14 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 }
 
 
+def sampler_state(rb: Any) -> bytes:
+    if not len(rb):
+        return b""
+    state = dict(rb.part_states()["sampler"])
+    # An epoch goes on: what was drawn is drawn, whether the batch can be made or not, as where a transform fails.
+    return _flat({key: value for key, value in state.items() if key not in ("epoch", "ran_out")})
+
+
 def seen(rb: Any) -> Callable[[], dict[str, Any]]:
     def found() -> dict[str, Any]:
         lanes = rb.storage.lanes
@@ -68,9 +76,8 @@ def seen(rb: Any) -> Callable[[], dict[str, Any]]:
             "rows": _flat(rb[:]) if len(rb) else b"",
             "lanes": None
             if lanes is None
-            else [{k: v for k, v in one.items() if k != "claimed"} for one in lanes.states()],
-            "first": None if lanes is None else [one["first"] for one in lanes.states()],
-            "sampler": _flat(rb.part_states()["sampler"]) if len(rb) else b"",
+            else [[one["first"], one["published"], one["seams"]] for one in lanes.states()],
+            "sampler": sampler_state(rb),
             "writer": _flat(rb.writer.state_dict()),
         }
 
@@ -95,7 +102,7 @@ def first_extend(storage: str) -> World:
     def found() -> dict[str, Any]:
         return {"length": len(rb), "rows": _flat(rb[:]) if len(rb) else b""}
 
-    return World(lambda: rb.extend(rows), found, batch_of)
+    return World(lambda: rb.extend(rows), found, batch_of, keeps_open=storage == "named")
 
 
 def extend(storage: str) -> World:
@@ -125,7 +132,8 @@ def read(storage: str) -> World:
 
 def sample(storage: str, sampler: str) -> World:
     rb = buffer(storage, sampler)
-    return World(lambda: rb.sample(return_info=True), seen(rb), lambda found: batch_of(found[0]))
+    same = (lambda found: len(found[0])) if "epochs" in sampler else lambda found: batch_of(found[0])
+    return World(lambda: rb.sample(return_info=True), seen(rb), same)
 
 
 def sample_again(sampler: str) -> World:
@@ -133,7 +141,7 @@ def sample_again(sampler: str) -> World:
     rb = buffer("memory", sampler)
     rb.sample()
     rb.extend(ted_steps(25, salt=[8], length=6.0))
-    return World(rb.sample, seen(rb), batch_of)
+    return World(rb.sample, seen(rb), (lambda found: None) if "epochs" in sampler else batch_of)
 
 
 def update(storage: str) -> World:
@@ -259,8 +267,8 @@ ALL: dict[str, Callable[[], World]] = {
     **{f"load state, {s}": lambda s=s: load_state(s) for s in SAMPLERS},
     **{f"save, {s}": lambda s=s: save(s) for s in SAMPLERS},
     **{f"load, {s}": lambda s=s: load("memory", s) for s in SAMPLERS},
-    **{f"load into, {s}": lambda s=s: load(s, "prioritised") for s in STORAGES},
-    **{f"load into an empty one, {s}": lambda s=s: load(s, "prioritised", 0) for s in STORAGES},
+    **{f"load into, {s}": lambda s=s: load(s, "prioritised") for s in STORAGES if s != "list"},
+    **{f"load into an empty one, {s}": lambda s=s: load(s, "prioritised", 0) for s in STORAGES if s != "list"},
     "environments": environments,
     "ensemble": ensemble,
     "empty": empty,

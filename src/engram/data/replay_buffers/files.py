@@ -38,6 +38,14 @@ class StoreSize:
             self.trailer, self.layout_bytes, os.urandom(16),
         )  # fmt: skip
 
+    def create_in(self, fd: int) -> _native.Store:
+        """A new store in a file of its own, which is closed where that fails."""
+        try:
+            return self.create(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
     def describe(self) -> str:
         """Size and shape of each key, as it is logged and put into errors."""
         rows = self.lanes * self.lane_capacity * self.strands

@@ -184,11 +184,14 @@ class Lanes:
         """The time slot that the next step of this process goes to."""
         return self.store.next_slot(self.hold())
 
-    def advance(self, steps: int) -> Tensor:
-        """Counts steps as written, for storages that keep their rows elsewhere; returns their time slots."""
+    def advance(self, steps: int, begins: bool = False) -> Tensor:
+        """Counts steps as written, for storages that keep their rows elsewhere; returns their time slots.
+
+        `begins`: a trajectory begins at the first of them, whatever flags and ids say.
+        """
         lane = self.hold()
         slots = slots_tensor(self.store.next_slots(lane, steps))
-        self.store.advance(lane, steps)
+        self.store.advance(lane, steps, begins)
         return slots
 
     def mark_seam(self) -> None:

@@ -34,6 +34,9 @@ class Session:
         except (RuntimeError, ValueError) as error:
             os.close(fd)
             raise StorageError(f"{path} cannot be opened: {error}") from error
+        except BaseException:
+            os.close(fd)
+            raise
         self.dropped = 0
         self._wrote = False
         self._name_synced = False

@@ -96,9 +96,8 @@ class ListStorage(Storage):
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor:
         rows = checked.data[:most]
-        if self._border.begins(self._items, self._max_size or _NO_LIMIT, rows):
-            self._lanes.mark_seam()
-        slots = self._lanes.advance(len(rows))
+        begins = self._border.begins(self._items, self._max_size or _NO_LIMIT, rows)
+        slots = self._lanes.advance(len(rows), begins)
         for slot, item in zip(slots.tolist(), rows, strict=True):
             if slot < len(self._items):
                 self._items[slot] = item

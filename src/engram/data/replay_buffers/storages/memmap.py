@@ -104,7 +104,7 @@ class LazyMemmapStorage(TableStorage):
         if self.scratch_dir is None:
             fd = open_temporary(size)
             log.info("mapped storage in a temporary file: %s", size.describe())
-            store = size.create(fd)
+            store = size.create_in(fd)
             store.advise_random()
             lanes = Lanes(store, LaneLocks(fd))
             return lanes, RowTable(lanes, layout, mapped=True)
@@ -116,20 +116,27 @@ class LazyMemmapStorage(TableStorage):
     def _join(self, layout: RowLayout | None) -> tuple[Lanes, RowTable]:
         """Opens the file, whoever made it; its layout must be this one."""
         assert self.scratch_dir is not None
-        self._session = session = open_session(self.scratch_dir)
-        self.dropped = session.dropped
+        session = open_session(self.scratch_dir)
+        try:
+            lanes, table = self._joined(session, layout)
+        except BaseException:
+            session.locks.close()
+            raise
+        self._session, self.dropped = session, session.dropped
+        return lanes, table
+
+    def _joined(self, session: Session, layout: RowLayout | None) -> tuple[Lanes, RowTable]:
+        assert self.scratch_dir is not None
         try:
             made = json.loads(session.store.layout)
             found = RowLayout.from_json(made)
             inner, ndim = tuple(int(d) for d in made["inner"]), int(made["ndim"])
             different = [] if layout is None else layout.differences(found)
         except (ValueError, KeyError, TypeError) as error:
-            session.locks.close()
             raise StorageError(f"{self.scratch_dir / FILE_NAME} has no readable layout: {error}") from error
         if layout is None:
             self.ndim, self._inner = ndim, inner
         elif different or inner != self._inner:
-            session.locks.close()
             raise StorageError(f"another process made a different store in {self.scratch_dir}: {'; '.join(different)}")
         if layout is not None:
             found.take_form(layout)  # it may know a tensorclass, which no file names

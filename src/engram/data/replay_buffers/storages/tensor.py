@@ -69,7 +69,7 @@ class LazyTensorStorage(TableStorage):
         log.info("storage in %smemory: %s", "shared " if self.shared else "", size.describe())
         if self.shared:
             fd = open_shared_memory(size)
-            lanes = Lanes(size.create(fd), LaneLocks(fd))
+            lanes = Lanes(size.create_in(fd), LaneLocks(fd))
         else:
             refuse_if_memory_is_short(size)
             lanes = Lanes(size.create(-1))
