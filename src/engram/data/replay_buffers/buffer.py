@@ -320,6 +320,9 @@ class ReplayBuffer(SavedBuffer):
         update = getattr(self._sampler, "update_priority", None)
         if update is None:
             return
+        if generation is None and self._reader.guards_updates:
+            update(index, priority, storage=self._storage)
+            return
         with self._reader.lock:
             if generation is None:
                 update(index, priority, storage=self._storage)

@@ -68,6 +68,9 @@ class Reader:
         self._index_is_slots = storage.ndim == 1 and type(sampler).__module__.startswith("engram.")
         self._finish = _own(sampler, "finish")
         self._replaced = _own(sampler, "replaced")
+        # Our own samplers take their lock themselves when priorities change.
+        updates = getattr(type(sampler), "update_priority", None)
+        self.guards_updates = getattr(updates, "__module__", "").startswith("engram.")
         self._observes = storage.read_only
         self.lock = lock_of(sampler)  # samplers have state: one draw at a time
         _live.add(self)
