@@ -111,7 +111,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
         Raises:
             KeyError: the batch has no such key, or no `"index"`.
+            TypeError: the batch has no keys.
         """
+        if not hasattr(batch, "keys"):
+            raise TypeError(
+                f"priorities come in a batch with keys, 'index' and {self._priority_key!r}, found a "
+                f"{type(batch).__name__}; nothing was changed"
+            )
         try:
             index, priority = batch["index"], batch[self._priority_key]
         except KeyError:

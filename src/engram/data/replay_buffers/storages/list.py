@@ -6,8 +6,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.data.replay_buffers.border import ItemBorder
@@ -19,7 +20,7 @@ from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.frozen import Changes, FrozenItems
 from engram.data.replay_buffers.storages.staging import StagedItems
 from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, with_entry
-from engram.errors import CheckpointMisfitError
+from engram.errors import CheckpointMisfitError, masked_array
 
 _NO_LIMIT = 1 << 40
 
@@ -262,14 +263,26 @@ def copied(item: Any) -> Any:
     if isinstance(item, Tensor):
         return item.detach().clone()
     if isinstance(item, TensorDictBase) or hasattr(type(item), "_from_tensordict"):
-        return item.clone()
+        if not _has_graph(item):
+            return item.clone()
+        with torch.no_grad():
+            return item.clone()
     if type(item) is dict:
         return {k: copied(v) for k, v in item.items()}
     if type(item) in (list, tuple):
         return type(item)(copied(v) for v in item)
+    if isinstance(item, np.ma.MaskedArray):
+        raise masked_array("an entry of the data")
     if hasattr(item, "copy") and type(item).__module__ == "numpy":
         return item.copy()
     return item
+
+
+def _has_graph(value: Any) -> bool:
+    """Whether a copy of a value might keep what it was computed from."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    return type(value) is not TensorDict or any(map(_has_graph, value._tensordict.values()))
 
 
 def _split(items: Any, time_dim: int) -> list[Any]:
@@ -277,6 +290,10 @@ def _split(items: Any, time_dim: int) -> list[Any]:
     if isinstance(items, list):
         return items
     if isinstance(items, Tensor | TensorDictBase) or hasattr(type(items), "_from_tensordict"):
+        if not items.shape:
+            raise ValueError(
+                f"extend takes a batch, found a single {type(items).__name__}; use add. Nothing was written"
+            )
         return list(items.unbind(time_dim))
     if isinstance(items, dict):
         parts = {k: _split(v, time_dim) for k, v in items.items()}
@@ -289,7 +306,10 @@ def _split(items: Any, time_dim: int) -> list[Any]:
     try:
         return list(items)
     except TypeError:
-        raise TypeError(f"extend takes a batch or a list of items, found a {type(items).__name__}; use add") from None
+        raise TypeError(
+            f"extend takes a batch or a list of items, found a {type(items).__name__} ({items!r:.80}); use add. "
+            "Nothing was written"
+        ) from None
 
 
 def _same_length(parts: dict[Any, list[Any]]) -> None:

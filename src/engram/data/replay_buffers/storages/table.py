@@ -368,10 +368,10 @@ def _is_single(layout: RowLayout, items: Any) -> bool:
     return np.ndim(value) == len(leaf.shape)
 
 
-def _repeat(items: Any, n: int) -> Any:
+def _repeat(items: Any, n: int, path: trees.Path = ()) -> Any:
     if isinstance(items, dict):
-        return {k: _repeat(v, n) for k, v in items.items()}
+        return {k: _repeat(v, n, (*path, k)) for k, v in items.items()}
     if isinstance(items, list | tuple):
-        return type(items)(_repeat(v, n) for v in items)
-    items = items if hasattr(items, "expand") else torch.as_tensor(items)
+        return type(items)(_repeat(v, n, (*path, i)) for i, v in enumerate(items))
+    items = items if hasattr(items, "expand") else trees.as_tensor(items, path)
     return items.expand(n, *items.shape)
