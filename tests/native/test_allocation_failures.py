@@ -1,0 +1,289 @@
+"""No memory, at each native allocation of each call: an error, nothing changed, and the same call succeeds afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contracts.ted_rings import ted_steps
+from crash.buffers import _flat
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+    SequenceSampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
+from engram.data.replay_buffers import recovery
+from engram.testing.numbered import env_steps, numbers, steps
+from native.allocations import World, check
+
+CAPACITY = 60
+
+
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="engram-alloc-"))
+
+
+STORAGES: dict[str, Callable[[], Any]] = {
+    "memory": lambda: LazyTensorStorage(CAPACITY),
+    "shared": lambda: LazyTensorStorage(CAPACITY, shared=True, lanes=2),
+    "temporary": lambda: LazyMemmapStorage(CAPACITY),
+    "named": lambda: LazyMemmapStorage(CAPACITY, scratch_dir=folder()),
+    "list": lambda: ListStorage(CAPACITY),
+}
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "random": RandomSampler,
+    "epochs": SamplerWithoutReplacement,
+    "prioritised": lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5),
+    "slices": lambda: SliceSampler(num_slices=2, strict_length=False),
+    "weighed": lambda: SliceSampler(num_slices=2, weight="steps"),
+    "slice epochs": lambda: SliceSamplerWithoutReplacement(num_slices=2, strict_length=False),
+    "sequences": lambda: SequenceSampler(slice_len=3, burn_in=2),
+    "prioritised slices": lambda: PrioritizedSliceSampler(CAPACITY, 0.7, 0.5, num_slices=2, strict_length=False),
+}
+
+
+def seen(rb: Any) -> Callable[[], dict[str, Any]]:
+    def found() -> dict[str, Any]:
+        lanes = rb.storage.lanes
+        return {
+            "length": len(rb),
+            "count": rb.write_count,
+            "rows": _flat(rb[:]) if len(rb) else b"",
+            "lanes": None
+            if lanes is None
+            else [{k: v for k, v in one.items() if k != "claimed"} for one in lanes.states()],
+            "first": None if lanes is None else [one["first"] for one in lanes.states()],
+            "sampler": _flat(rb.sampler.state_dict()) if len(rb) else b"",
+            "writer": _flat(rb.writer.state_dict()),
+        }
+
+    return found
+
+
+def buffer(storage: str = "memory", sampler: str = "random", rows: int = 80, **parts: Any) -> Any:
+    rb = TensorDictReplayBuffer(storage=STORAGES[storage](), sampler=SAMPLERS[sampler](), batch_size=6, **parts)
+    for start in range(0, rows, 40):
+        rb.extend(ted_steps(40, salt=[start], length=6.0))
+    return rb
+
+
+def batch_of(result: Any) -> bytes:
+    return _flat(result)
+
+
+def first_extend(storage: str) -> World:
+    rb = TensorDictReplayBuffer(storage=STORAGES[storage](), batch_size=6)
+    rows = ted_steps(25, salt=[7], length=6.0)
+
+    def found() -> dict[str, Any]:
+        return {"length": len(rb), "rows": _flat(rb[:]) if len(rb) else b""}
+
+    return World(lambda: rb.extend(rows), found, batch_of)
+
+
+def extend(storage: str) -> World:
+    rb = buffer(storage)
+    rows = ted_steps(25, salt=[7], length=6.0)
+    return World(lambda: rb.extend(rows), seen(rb), batch_of)
+
+
+def add(storage: str) -> World:
+    rb = buffer(storage)
+    row = ted_steps(1, salt=[7], length=6.0)[0]
+    return World(lambda: rb.add(row), seen(rb), batch_of)
+
+
+def replace(storage: str) -> World:
+    rb = buffer(storage)
+    rb.storage.flush() if storage == "named" else None
+    rows = ted_steps(40, salt=[7], length=6.0)
+    slots = torch.arange(5, 45)
+    return World(lambda: rb.__setitem__(slots, rows), seen(rb))
+
+
+def read(storage: str) -> World:
+    rb = buffer(storage)
+    return World(lambda: (rb[torch.tensor([3, 50, 4])], rb[:], rb[-1]), seen(rb), batch_of)
+
+
+def sample(storage: str, sampler: str) -> World:
+    rb = buffer(storage, sampler)
+    return World(lambda: rb.sample(return_info=True), seen(rb), lambda found: batch_of(found[0]))
+
+
+def sample_again(sampler: str) -> World:
+    """With rows since the last time, and more than one round of them."""
+    rb = buffer("memory", sampler)
+    rb.sample()
+    rb.extend(ted_steps(25, salt=[8], length=6.0))
+    return World(rb.sample, seen(rb), batch_of)
+
+
+def update(storage: str) -> World:
+    rb = buffer(storage, "prioritised")
+    slots, priorities = torch.arange(0, 40, 2), torch.arange(1.0, 21.0)
+    return World(lambda: rb.update_priority(slots, priorities), seen(rb))
+
+
+def best(storage: str) -> World:
+    rb = buffer(storage, writer=TensorDictMaxValueWriter(rank_key=("collector", "traj_ids")))
+    rows = ted_steps(25, salt=[7], length=6.0)
+    return World(lambda: rb.extend(rows), seen(rb), batch_of)
+
+
+def environments() -> World:
+    rb = ReplayBuffer(storage=LazyTensorStorage(CAPACITY, ndim=2), batch_size=6)
+    rb.extend(env_steps(3, 0, 18))
+
+    def found() -> dict[str, Any]:
+        return {"rows": numbers(rb[:]), "count": rb.write_count}
+
+    return World(lambda: rb.extend(env_steps(3, 18, 30)), found, batch_of)
+
+
+def ensemble() -> World:
+    members = [TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY)) for _ in range(3)]
+    for k, member in enumerate(members):
+        member.extend(steps(100 * k, 100 * k + 30))
+    rb = ReplayBufferEnsemble(*members, batch_size=6)
+    return World(rb.sample, lambda: {"rows": [_flat(one[:]) for one in members]}, batch_of)
+
+
+def empty() -> World:
+    rb = buffer("memory", "prioritised")
+    rb.sample()
+    return World(rb.empty, lambda: {"length": len(rb), "count": rb.write_count})
+
+
+def state() -> World:
+    rb = buffer("memory", "prioritised")
+    return World(rb.state_dict, seen(rb), lambda found: batch_of(found["sampler"]))
+
+
+def load_state(sampler: str) -> World:
+    other, rb = buffer("memory", sampler, rows=40), buffer("memory", sampler)
+    saved = other.state_dict()
+    return World(lambda: rb.load_state_dict(saved), seen(rb))
+
+
+def save(sampler: str) -> World:
+    rb, path = buffer("memory", sampler), folder() / "saved"
+    tries = itertools.count()
+    return World(lambda: rb.dumps(path / str(next(tries))), seen(rb))
+
+
+def load(storage: str, sampler: str, rows: int = 80) -> World:
+    path = folder() / "saved"
+    buffer("memory", sampler, rows=40).dumps(path)
+    rb = buffer(storage, sampler, rows)
+
+    def found() -> dict[str, Any]:
+        return seen(rb)() if len(rb) else {"length": 0}
+
+    return World(lambda: rb.loads(path), found)
+
+
+def extend_beside_a_save() -> World:
+    rb = buffer()
+    frozen = rb.storage.freeze()
+    rows = ted_steps(25, salt=[7], length=6.0)
+    found = seen(rb)
+    return World(lambda: rb.extend(rows), lambda: {**found(), "left out": frozen.left_out}, batch_of)
+
+
+def opened(unclean: bool) -> World:
+    rb = buffer("named")
+    path, before = rb.storage.scratch_dir, seen(rb)()
+    if unclean:
+        rb.storage.flush()
+        rb.storage.lanes.store.boot_id = b"another boot id."
+        rb.storage.lanes.close()
+    else:
+        rb.storage.close()
+    del rb
+
+    def act() -> Any:
+        found = ReplayBuffer.open(path)
+        rows = _flat(found[:])
+        found.storage.close()
+        return rows
+
+    return World(act, lambda: {"rows": before["rows"]}, lambda rows: rows == before["rows"])
+
+
+def flush() -> World:
+    rb = buffer("named")
+    rb.storage.lanes.store.count_sync_failure()
+    return World(rb.storage.flush, seen(rb))
+
+
+QUICK: dict[str, Callable[[], World]] = {
+    "first extend": lambda: first_extend("memory"),
+    "extend": lambda: extend("memory"),
+    "extend, named": lambda: extend("named"),
+    "add": lambda: add("memory"),
+    "sample": lambda: sample("memory", "random"),
+    "prioritised": lambda: sample_again("prioritised"),
+    "slices": lambda: sample_again("slices"),
+    "update": lambda: update("memory"),
+    "replace": lambda: replace("named"),
+}
+ALL: dict[str, Callable[[], World]] = {
+    **{f"first extend, {s}": lambda s=s: first_extend(s) for s in STORAGES},
+    **{f"extend, {s}": lambda s=s: extend(s) for s in STORAGES},
+    **{f"add, {s}": lambda s=s: add(s) for s in STORAGES},
+    **{f"replace, {s}": lambda s=s: replace(s) for s in STORAGES},
+    **{f"read, {s}": lambda s=s: read(s) for s in STORAGES},
+    **{f"best, {s}": lambda s=s: best(s) for s in STORAGES},
+    **{f"sample, {s}": lambda s=s: sample("memory", s) for s in SAMPLERS},
+    **{f"sample, {s}": lambda s=s: sample(s, "random") for s in STORAGES},
+    **{f"sample again, {s}": lambda s=s: sample_again(s) for s in SAMPLERS},
+    **{f"update, {s}": lambda s=s: update(s) for s in STORAGES},
+    **{f"load state, {s}": lambda s=s: load_state(s) for s in SAMPLERS},
+    **{f"save, {s}": lambda s=s: save(s) for s in SAMPLERS},
+    **{f"load, {s}": lambda s=s: load("memory", s) for s in SAMPLERS},
+    **{f"load into, {s}": lambda s=s: load(s, "prioritised") for s in STORAGES},
+    **{f"load into an empty one, {s}": lambda s=s: load(s, "prioritised", 0) for s in STORAGES},
+    "environments": environments,
+    "ensemble": ensemble,
+    "empty": empty,
+    "state": state,
+    "extend beside a save": extend_beside_a_save,
+    "open": lambda: opened(False),
+    "open after a power cut": lambda: opened(True),
+    "flush after a failure": flush,
+}
+
+
+@pytest.fixture(autouse=True)
+def tidy(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(recovery, "boot_id", recovery.boot_id)
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_an_allocation_that_fails_is_an_error_that_changes_nothing(case):
+    assert check(QUICK[case]) > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", ALL)
+def test_each_allocation_of_every_call_fails(case):
+    check(ALL[case])
