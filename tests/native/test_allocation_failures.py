@@ -1,4 +1,4 @@
-"""No memory, at each native allocation of each call: an error, nothing changed, and the same call succeeds afterwards."""
+"""No memory, at each native allocation of each call: an error, nothing changed, and the same call then succeeds."""
 
 from __future__ import annotations
 
