@@ -328,6 +328,7 @@ METHODS = {
     "mark_update": lambda s, st: s.mark_update(torch.arange(8), storage=st),
     "priorities": lambda s, st: s.priorities(torch.arange(8), storage=st),
     "checked_priorities": lambda s, st: s.checked_priorities(torch.ones(8), 8),
+    "most_rows": lambda s, st: s.most_rows(st, 8),
     "split": lambda s, st: s.split(torch.zeros(2, 4)),
 }
 OF_LOADS = {"adopt", "state_of_torchrl"}  # called by a load, which keeps others out
