@@ -278,11 +278,17 @@ def copied(item: Any) -> Any:
     return item
 
 
-def _has_graph(value: Any) -> bool:
-    """Whether a copy of a value might keep what it was computed from."""
-    if isinstance(value, Tensor):
-        return value.requires_grad
-    return type(value) is not TensorDict or any(map(_has_graph, value._tensordict.values()))
+def _has_graph(item: Any) -> bool:
+    """Whether a copy of a TensorDict or tensorclass might keep what its values were computed from."""
+    if type(item) is not TensorDict:
+        return True
+    for value in item._tensordict.values():
+        if type(value) is Tensor:  # `isinstance` would run Python code for anything else
+            if value.requires_grad:
+                return True
+        elif _has_graph(value):
+            return True
+    return False
 
 
 def _split(items: Any, time_dim: int) -> list[Any]:
