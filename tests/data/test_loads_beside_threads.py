@@ -418,3 +418,116 @@ def test_a_storage_loads_beside_a_buffer_that_samples_from_it(name, tmp_path):
             rb.storage.loads(tmp_path / str(STATES[k % 3]))
             if threads.failed:
                 break
+
+
+# ---- at one certain moment ----
+def with_weight_on(path, number, row, make):
+    """Saves a state in which one row alone can be drawn; its number is the state's."""
+    rb = make()
+    for one in members(rb):
+        index = one.extend(steps(number))
+        one.update_priority(index, torch.zeros(ROWS))
+        one.update_priority(torch.tensor([row]), torch.ones(1))
+    rb.dumps(path / str(number))
+
+
+def pair(**settings):
+    return ReplayBufferEnsemble(buffer(), buffer(), batch_size=16, sample_from_all=True, **settings)
+
+
+def pair_of_lists(**settings):
+    return ReplayBufferEnsemble(buffer(storage="list"), buffer(storage="list"), batch_size=16, sample_from_all=True)
+
+
+DRAWS = {
+    "sample": lambda rb: rb.sample(return_info=True)[0],
+    "iteration": lambda rb: next(iter(rb)),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("make", [buffer, pair, pair_of_lists], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("when", ["before the rows are read", "between members", "in a transform"])
+def test_a_batch_that_was_drawn_before_a_load_is_drawn_anew_after_it(when, make, draw, tmp_path, monkeypatch):
+    for number, row in ((1, 3), (2, 5)):
+        with_weight_on(tmp_path, number, row, make)
+    rb, loads = make(), iter([None])
+    rb.loads(tmp_path / "1")
+
+    def load_once():
+        for _ in loads:
+            rb.loads(tmp_path / "2")
+
+    def transform(batch):
+        load_once()
+        return batch
+
+    if when == "in a transform":
+        rb.append_transform(transform)
+    else:
+        which = members(rb)[-1 if when == "between members" else 0].storage
+        for kind, name in ((type(which), "read"), (LazyTensorStorage, "read_with")):
+            read = getattr(kind, name)
+            monkeypatch.setattr(kind, name, lambda *args, read=read, **more: (load_once(), read(*args, **more))[1])
+    batch = DRAWS[draw](rb)
+    assert set(batch["n"].reshape(-1).tolist()) == {2} and set(batch["index"].reshape(-1).tolist()) == {5}
+
+
+def test_a_batch_that_was_prepared_before_the_storage_alone_was_loaded_is_drawn_anew(tmp_path, monkeypatch):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=16, prefetch=1)
+    for number, n in ((1, 64), (2, 8)):
+        rb.empty()
+        rb.extend(steps(number, n))
+        rb.storage.dumps(tmp_path / str(number))
+    rb.storage.loads(tmp_path / "1")
+    read, loads = LazyTensorStorage.read, iter([None])
+
+    def load_then_read(self, *args):
+        for _ in loads:
+            self.loads(tmp_path / "2")
+        return read(self, *args)
+
+    monkeypatch.setattr(LazyTensorStorage, "read", load_then_read)
+    batches = [rb.sample() for _ in range(3)]
+    assert all(set(batch["n"].tolist()) == {2} and int(batch["index"].max()) < 8 for batch in batches)
+
+
+WAITING = {
+    "sample": lambda rb: the_one(rb.sample()["n"]),
+    "draw": lambda rb: the_one(rb[rb.sampler.sample(rb.storage, 8)[0]]["n"]),
+    "rows": lambda rb: the_one(rb[:]["n"]),
+    "length": lambda rb: len(rb) // ROWS * 2,
+    "write_count": lambda rb: rb.write_count // ROWS * 2,
+    "cursor": lambda rb: rb.writer._cursor // ROWS * 2,
+}
+
+
+@pytest.mark.parametrize("what", WAITING)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_who_asks_in_the_middle_of_a_load_waits_for_its_end(what, name, tmp_path, monkeypatch):
+    rb = buffer(name)
+    for number in (1, 2):
+        rb.empty()
+        rb.extend(steps(number))
+        rb.storage.dumps(tmp_path / str(number))
+    rb.storage.loads(tmp_path / "1")
+    table = type(rb.storage.table)
+    put, begun, go_on, found = table.set_block, threading.Event(), threading.Event(), []
+
+    def put_slowly(self, *args):
+        begun.set()
+        go_on.wait(60)
+        put(self, *args)
+
+    monkeypatch.setattr(table, "set_block", put_slowly)
+    loading = threading.Thread(target=lambda: rb.storage.loads(tmp_path / "2"), daemon=True)
+    loading.start()
+    assert begun.wait(60)
+    asking = threading.Thread(target=lambda: found.append(WAITING[what](rb)), daemon=True)
+    asking.start()
+    asking.join(0.05)
+    assert not found
+    go_on.set()
+    for thread in (loading, asking):
+        thread.join(60)
+    assert found == [2]
