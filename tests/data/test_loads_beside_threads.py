@@ -492,6 +492,42 @@ def test_a_batch_that_was_prepared_before_the_storage_alone_was_loaded_is_drawn_
     assert all(set(batch["n"].tolist()) == {2} and int(batch["index"].max()) < 8 for batch in batches)
 
 
+class Telling(RandomSampler):
+    """Says of which state it drew."""
+
+    def sample(self, storage, batch_size):
+        index, _ = super().sample(storage, batch_size)
+        return index, {"number": storage[0]["n"].expand(batch_size)}
+
+
+@pytest.mark.parametrize("storage", ["memory", "mapped", "list", "columns"])
+def test_what_a_sampler_said_of_its_draw_is_said_of_the_rows_that_come(storage, tmp_path, monkeypatch):
+    rb = TensorDictReplayBuffer(storage=STORAGES[storage](), sampler=Telling(), batch_size=16)
+    for number in (1, 2):
+        rb.empty()
+        rb.extend(steps(number))
+        rb.dumps(tmp_path / str(number))
+    rb.loads(tmp_path / "1")
+    kind, sample, drawn, loads = type(rb.storage), Telling.sample, [], iter([None])
+    read = kind.read
+
+    def load_then_read(self, *args):
+        for _ in loads if drawn else ():
+            rb.loads(tmp_path / "2")
+        return read(self, *args)
+
+    def sample_then_note(self, *args):
+        made = sample(self, *args)
+        drawn.append(made)
+        return made
+
+    monkeypatch.setattr(kind, "read", load_then_read)
+    monkeypatch.setattr(Telling, "sample", sample_then_note)
+    batch, info = rb.sample(return_info=True)
+    assert the_one(batch["n"]) == the_one(info["number"]) == 2
+    assert len(drawn) == 2
+
+
 WAITING = {
     "sample": lambda rb: the_one(rb.sample()["n"]),
     "draw": lambda rb: the_one(rb[rb.sampler.sample(rb.storage, 8)[0]]["n"]),
@@ -502,32 +538,62 @@ WAITING = {
 }
 
 
+class Loading:
+    """A storage of state 1, into which a thread loads state 2: `begin` returns in the middle of that."""
+
+    def __init__(self, rb, path, monkeypatch):
+        for number in (1, 2):
+            rb.empty()
+            rb.extend(steps(number))
+            rb.storage.dumps(path / str(number))
+        rb.storage.loads(path / "1")
+        table = type(rb.storage.table)
+        self._begun, self.go_on = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=lambda: rb.storage.loads(path / "2"), daemon=True)
+        monkeypatch.setattr(table, "set_block", lambda *args, put=table.set_block: self._put(put, args))
+
+    def _put(self, put, args):
+        self._begun.set()
+        self.go_on.wait(60)
+        put(*args)
+
+    def begin(self):
+        self._thread.start()
+        assert self._begun.wait(60)
+
+    def found_by(self, ask):
+        """What a thread finds that asks before the load goes on, and is seen to wait for its end."""
+        found = []
+        asking = threading.Thread(target=lambda: found.append(ask()), daemon=True)
+        asking.start()
+        asking.join(0.05)
+        assert not found
+        self.go_on.set()
+        for thread in (self._thread, asking):
+            thread.join(60)
+        return found
+
+
 @pytest.mark.parametrize("what", WAITING)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_who_asks_in_the_middle_of_a_load_waits_for_its_end(what, name, tmp_path, monkeypatch):
     rb = buffer(name)
-    for number in (1, 2):
-        rb.empty()
-        rb.extend(steps(number))
-        rb.storage.dumps(tmp_path / str(number))
-    rb.storage.loads(tmp_path / "1")
-    table = type(rb.storage.table)
-    put, begun, go_on, found = table.set_block, threading.Event(), threading.Event(), []
+    loading = Loading(rb, tmp_path, monkeypatch)
+    loading.begin()
+    assert loading.found_by(lambda: WAITING[what](rb)) == [2]
 
-    def put_slowly(self, *args):
-        begun.set()
-        go_on.wait(60)
-        put(self, *args)
 
-    monkeypatch.setattr(table, "set_block", put_slowly)
-    loading = threading.Thread(target=lambda: rb.storage.loads(tmp_path / "2"), daemon=True)
-    loading.start()
-    assert begun.wait(60)
-    asking = threading.Thread(target=lambda: found.append(WAITING[what](rb)), daemon=True)
-    asking.start()
-    asking.join(0.05)
-    assert not found
-    go_on.set()
-    for thread in (loading, asking):
-        thread.join(60)
-    assert found == [2]
+@pytest.mark.parametrize("name", sorted(SAMPLERS.keys() - {"epochs", "slice epochs"}))
+def test_who_has_begun_to_draw_when_a_load_begins_waits_for_its_end(name, tmp_path, monkeypatch):
+    rb = buffer(name)
+    loading = Loading(rb, tmp_path, monkeypatch)
+    draw_seed, first = rb.sampler.draw_seed, iter([None])
+
+    def seed_then_load(storage):
+        seed = draw_seed(storage)
+        for _ in first:
+            loading.begin()
+        return seed
+
+    monkeypatch.setattr(rb.sampler, "draw_seed", seed_then_load)
+    assert loading.found_by(lambda: the_one(rb.sample()["n"])) == [2]
