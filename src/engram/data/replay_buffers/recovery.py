@@ -134,9 +134,10 @@ class Session:
 
     def _machine_stopped(self, unless_known: bool) -> bool:
         """Whether the machine stopped while somebody wrote; `unless_known` where the system does not say."""
-        s, now = self.store, boot_id()
-        if s.clean:
+        s = self.store
+        if s.clean:  # as nearly every store is: the system is not asked
             return False
+        now = boot_id()
         if not any(now) or not any(s.boot_id):
             return unless_known
         return bool(s.boot_id != now)
