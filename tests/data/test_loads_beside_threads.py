@@ -302,6 +302,11 @@ def _replaced(sampler, storage):
     sampler.replaced(storage, *_drawn(sampler, storage))
 
 
+def _finish(sampler, storage):
+    slots, info = _drawn(sampler, storage)
+    sampler.finish(steps(1, len(slots)), info)  # the last of an epoch can be shorter
+
+
 def _rewind(sampler, storage):
     position = sampler.position()
     sampler.sample(storage, 8)
@@ -312,7 +317,7 @@ METHODS = {
     "sample": lambda s, st: s.sample(st, 8),
     "redraw": _redraw,
     "replaced": _replaced,
-    "finish": lambda s, st: s.finish(steps(1, 8), _drawn(s, st)[1]),
+    "finish": _finish,
     "check_storage": lambda s, st: s.check_storage(st),
     "follow": lambda s, st: s.follow(st),
     "use_generator": lambda s, st: s.use_generator(None),
