@@ -93,12 +93,17 @@ class RowLayout:
     def __init__(self, root: Node, leaves: list[LeafSpec]) -> None:
         if not leaves:
             raise ValueError("nothing to store: the data hold no tensor")
-        self.root = root
+        self.take_root(root)
         self.leaves = _packed(leaves)
         self.payload_bytes = max(1, sum(leaf.nbytes for leaf in self.leaves))
         self.alignment = max(8, *(leaf.itemsize for leaf in self.leaves))
         self.plain = root.is_plain() and _builds_tensordicts()
         self.codec = _codec(self)
+
+    def take_root(self, root: Node) -> None:
+        """Gives batches this form, which has the same leaves."""
+        self.root = root
+        self.within = root.within  # asked for by each read
 
     @classmethod
     def of(cls, batch: Any, batch_dims: int) -> RowLayout:
@@ -275,7 +280,7 @@ class RowLayout:
     def take_form(self, other: RowLayout) -> None:
         """Gives batches the form of a layout of the same leaves: its classes, and its order of keys."""
         numbers = {leaf.path: i for i, leaf in enumerate(self.leaves)}
-        self.root = other.root.renumbered([numbers[leaf.path] for leaf in other.leaves])
+        self.take_root(other.root.renumbered([numbers[leaf.path] for leaf in other.leaves]))
 
 
 def _of_a_list(path: Path) -> str:

@@ -94,6 +94,11 @@ class Node:
         self._visit((), lambda node, path: found.update({path: node.constant}) if node.kind == "constant" else None)
         return found
 
+    @property
+    def within(self) -> tuple[int, ...]:
+        """Batch dimensions of the root after those of the batch: of items that are whole trajectories."""
+        return self.children[0].batch if self.kind == "class" else self.batch
+
     def renumbered(self, numbers: list[int]) -> Node:
         """The same form, its leaf i being leaf `numbers[i]`."""
         leaf = numbers[self.leaf] if self.kind == "leaf" else self.leaf
@@ -309,6 +314,19 @@ def put_entry(batch: Any, key: str, value: Any) -> None:
         batch[key] = value
     else:
         batch.set(key, value)
+
+
+def spread(value: Tensor, lead: int, within: tuple[int, ...]) -> Tensor:
+    """What is said of items `[*lead, ...]` for each of their steps: `[*lead, *within, ...]`, with memory of its own."""
+    first, rest = value.shape[:lead], value.shape[lead:]
+    return value.reshape(*first, *(1 for _ in within), *rest).expand(*first, *within, *rest).contiguous()
+
+
+def put_of_items(batch: Any, key: str, value: Any, lead: int = 1) -> None:
+    """One more entry, `[*lead, ...]`, of a batch whose items may have batch dimensions of their own."""
+    if isinstance(value, Tensor) and not isinstance(batch, dict) and len(batch.batch_size) > lead:
+        value = spread(value, lead, tuple(batch.batch_size[lead:]))
+    put_entry(batch, key, value)
 
 
 def entry(batch: Any, path: Path) -> Any:

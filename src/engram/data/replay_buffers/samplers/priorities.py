@@ -159,13 +159,15 @@ class HasPriorities(Sampler):
         Raises:
             ValueError: a priority is negative, NaN or infinite, or sizes differ. Nothing is changed.
             IndexError: an index lies outside the storage, or has not been written (with generations it is skipped).
+
+        Where whole trajectories are stored as items, what is given for an item's steps is reduced to one priority.
         """
         with self.lock:
             where, lanes = self._stored_in(storage)
             mine = self._following(where, lanes)
             if (
                 type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
-                and (generation is None or lanes.numbers is None)
+                and (generation is None or lanes.numbers is None) and not where.item_shape
                 and mine.set(lanes.store, index, priority, generation)
             ):  # fmt: skip
                 return
@@ -181,6 +183,9 @@ class HasPriorities(Sampler):
                 raise ValueError(
                     f"{len(slots)} steps are indexed, {len(generation)} generations given; nothing was changed"
                 )
+        if where.item_shape:
+            slots, p, generation = _one_for_each_item(slots, p, generation, self.reduction)
+        if generation is not None:
             generation = lanes.counted(slots, generation).contiguous().numpy()
         self._priorities.set(lanes.store, slots.numpy(), p.numpy(), generation)
 
@@ -379,6 +384,21 @@ def _real(priority: Any) -> Tensor:
     if p.is_complex():
         raise ValueError(f"priorities are real numbers, found {p.dtype}; nothing was changed")
     return p.to(torch.float64)
+
+
+def _one_for_each_item(
+    slots: Tensor, p: Tensor, generation: Tensor | None, reduction: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of items that are whole trajectories: what is given for each of their steps, reduced to one for each item.
+
+    An item is a slot, and a generation where they are given.
+    """
+    which = slots.unsqueeze(1) if generation is None else torch.stack([slots, generation], 1)
+    items, item = which.unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
+    counts = item.bincount(minlength=len(items)).tolist()
+    parts = p[item.argsort(stable=True)].split(counts)  # type: ignore[no-untyped-call]
+    reduced = torch.cat([_reduced(part.unsqueeze(0), reduction) for part in parts]) if counts else p
+    return items[:, 0].contiguous(), reduced, None if generation is None else items[:, 1].contiguous()
 
 
 def _whole_numbers(generation: Any) -> Tensor:

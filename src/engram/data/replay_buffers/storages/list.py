@@ -19,7 +19,7 @@ from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.frozen import Changes, FrozenItems
 from engram.data.replay_buffers.storages.staging import StagedItems
-from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, with_entry
+from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, spread, with_entry
 from engram.errors import CheckpointMisfitError, masked_array
 
 _NO_LIMIT = 1 << 40
@@ -143,6 +143,13 @@ class ListStorage(Storage):
             absent = [k for k, i in enumerate(found) if i >= n]
             generation = self._lanes.generations(slots) if numbers else None
             return [self._items[i] if i < n else None for i in found], None, absent or None, generation
+
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        """As the oldest item has it."""
+        oldest = self._items[0] if self._items else None
+        has_batch = isinstance(oldest, TensorDictBase) or hasattr(type(oldest), "_from_tensordict")
+        return tuple(oldest.batch_size) if has_batch else ()  # type: ignore[union-attr]
 
     def leaf(self, path: Path) -> LeafSpec | None:
         """As the oldest item has it."""
@@ -326,7 +333,7 @@ def _same_length(parts: dict[Any, list[Any]]) -> None:
 
 def _with_index(item: Any, key: str, slot: Tensor) -> Any:
     if isinstance(item, TensorDictBase | dict) or (hasattr(item, "_from_tensordict") and hasattr(item, key)):
-        return with_entry(item, key, slot)
+        return with_entry(item, key, slot if isinstance(item, dict) else spread(slot, 0, tuple(item.batch_size)))
     return item
 
 

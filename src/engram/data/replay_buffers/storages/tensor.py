@@ -151,7 +151,7 @@ class TensorStorage(TableStorage):
         if device is not None:
             tensors = [t.to(_device(device)) for t in tensors]
         layout = RowLayout.of(_first_step(storage), ndim)
-        layout.root = root
+        layout.take_root(root)
         self._inner = tuple(lead[1:])
         self._lanes = Lanes.in_memory(lead[0], _count(self._inner))
         self._lanes.mutex = self.mutex
