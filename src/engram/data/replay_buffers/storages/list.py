@@ -123,6 +123,9 @@ class ListStorage(Storage):
         self._lanes.store.note_edits(slots)
 
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
+        absent = next((slot for slot in selection.slots.tolist() if slot >= len(self._items)), None)
+        if absent is not None:
+            raise IndexError(f"index {absent} has not been written; {len(self)} items are stored")
         rows = [items] if selection.shape == () else _split(items, 0)
         self.overwrite(selection.slots, rows, index_key)
 
