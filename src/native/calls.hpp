@@ -94,12 +94,14 @@ inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::opt
                            std::to_string(s.strands)).c_str());
   for (const LeafSource& leaf : plan.leaves)
     if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
-  uint64_t first = 0;
+  // What is handed out is made first: without memory for it nothing has been written.
+  const uint64_t first = store.lanes.lane(lane).published.load(std::memory_order_relaxed);
+  nb::object slots = plan.single ? nb::object(nb::int_(lane * s.lane_capacity + first % s.lane_capacity))
+                                 : slots_from(store, lane, first, steps);
   maybe_without_gil(plan.bytes > kGilBytes || store.pages().on(), [&] {
-    first = RowWriter(store).append(lane, steps, plan.leaves);
+    RowWriter(store).append(lane, steps, plan.leaves);
   });
-  if (plan.single) return nb::int_(lane * s.lane_capacity + first % s.lane_capacity);
-  return slots_from(store, lane, first, steps);
+  return slots;
 }
 
 inline nb::object positions(const std::vector<uint32_t>& at) {

@@ -17,6 +17,7 @@ class RowWriter {
   uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
     const Lanes::Protocol protocol = store_.lanes.protocol(lane);
     const uint64_t start = StdMemory::load(protocol.published), piece = store_.lanes.piece();
+    copies_.reserve(leaves.size());  // no memory: an error now, and not when rows have been claimed
     bool begins = n > 0 && (store_.next_is_seam(lane) || BorderCheck(store_).begins(lane, n, leaves));
     for (uint64_t done = 0; done < n; begins = false) {
       const uint64_t take = std::min(piece, n - done);
