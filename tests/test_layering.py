@@ -24,7 +24,7 @@ LAYERS = [
     [f"{BUFFERS}.remote"],
     [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.prioritized", f"{BUFFERS}.ensemble"],
     [f"{BUFFERS}.saving"],
-    [f"{BUFFERS}.background"],
+    [f"{BUFFERS}.background", f"{BUFFERS}.adoption"],
     [f"{BUFFERS}.parts"],
     [f"{BUFFERS}.prefetch"],
     [f"{BUFFERS}.reading", f"{BUFFERS}.together"],

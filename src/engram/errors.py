@@ -72,6 +72,14 @@ def differences_of(error: ValueError) -> tuple[str, ...]:
     return (isinstance(error, CheckpointMisfitError) and error.differences) or (str(error),)
 
 
+def masked_array(what: str) -> TypeError:
+    """The error for a numpy masked array where data are taken: a tensor has no place for its mask."""
+    return TypeError(
+        f"{what} is a numpy masked array, and no tensor says which of its values are none; give a plain array: "
+        "array.filled(value), with the mask as an entry of its own where it is needed"
+    )
+
+
 class DatasetError(EngramError, ValueError):
     """A dataset's file is damaged, holds what engram does not read, or does not fit; the message names file and key.
 

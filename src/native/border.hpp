@@ -65,6 +65,10 @@ class BorderCheck {
       for (uint64_t i = 0; i < flag.bytes; ++i) row[flag.offset + i] ? any = true : all = false;
     return {any, rule_.either ? any : any && all};
   }
+  // Whether two steps are of trajectories that their ids tell apart: they are not joined, whatever their flags say.
+  bool other_ids(const uint8_t* a, const uint8_t* b) const {
+    return rule_.id && !same(a + rule_.id->offset, b + rule_.id->offset, rule_.id->bytes);
+  }
   // The entries, a bit each, that agreed between the last two joined steps: of the lane, else of the batch.
   uint64_t evidence(const LaneView& view, uint64_t lane, uint64_t strand, uint64_t n,
                     const std::vector<LeafSource>& leaves) const {
@@ -73,8 +77,8 @@ class BorderCheck {
     const uint64_t floor = newest > kLookBack ? newest - kLookBack : 0;
     for (uint64_t k = newest; k > std::max({view.first, known.looked, floor}); --k) {
       const uint8_t* before = row(lane, strand, k - 1);
-      if (store_.seam(lane, k) || done(before).first) continue;
       const uint8_t* after = row(lane, strand, k);
+      if (store_.seam(lane, k) || done(before).first || other_ids(before, after)) continue;
       known.agreed = 0, known.any = true;
       for (size_t i = 0; i < rule_.entries.size(); ++i) {
         const BorderRule::Entry& e = rule_.entries[i];
@@ -85,6 +89,10 @@ class BorderCheck {
     known.looked = newest;
     if (known.any) return known.agreed;
     if (n < 2 || first_is_done(leaves, strand)) return 0;
+    if (rule_.id) {
+      const LeafSource& ids = leaves[rule_.id->leaf];
+      if (!same(ids.at(0, strand), ids.at(1, strand), rule_.id->bytes)) return 0;
+    }
     uint64_t agreed = 0;
     for (size_t i = 0; i < rule_.entries.size(); ++i) {
       const BorderRule::Entry& e = rule_.entries[i];

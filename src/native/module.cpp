@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include "calls.hpp"
@@ -125,6 +126,11 @@ NB_MODULE(_native, m) {
       .def_prop_ro("store_id", [](const Store& s) { return nb::bytes(s.shape().store_id, 16); })
       .def_prop_ro("incarnation", [](const Store& s) { return s.header()->incarnation.load(); })
       .def_prop_ro("edits", [](const Store& s) { return s.header()->edits.load(); })
+      .def("left_as", [](Store& s) {
+        const StoreHeader& h = *s.header();  // looks at the file once
+        return std::tuple(h.incarnation.load() % 2 == 0 && h.edits.load() % 2 == 0 && !InPlaceWriter(s).interrupted(),
+                          h.clean != 0, nb::bytes(h.boot_id, 16));
+      })
       .def("epoch", [](const Store& s) {
         s.check_file();
         Lanes::Protocol::after_reading();  // what was read before this was read before the numbers

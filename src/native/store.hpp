@@ -209,8 +209,11 @@ class Store {
   // fd < 0: private memory. A file must have the store's size already: touching what it lacks is a bus error.
   static std::unique_ptr<Store> create(int fd, const StoreSpec& spec) {
     const Shape shape = shape_of(spec);
-    if (fd >= 0 && file_bytes(fd) < shape.total_bytes) throw std::invalid_argument("the file is smaller than the store");
-    auto store = std::unique_ptr<Store>(new Store(Region::map(fd, shape.total_bytes), fd));
+    struct stat file{};
+    if (fd >= 0) file = file_of(fd);
+    if (fd >= 0 && static_cast<uint64_t>(file.st_size) < shape.total_bytes)
+      throw std::invalid_argument("the file is smaller than the store");
+    auto store = std::unique_ptr<Store>(new Store(Region::map(fd, shape.total_bytes), fd, file));
     store->header()->shape = shape;
     std::memcpy(store->at(shape.layout_offset), spec.layout.data(), spec.layout.size());
     store->ready(shape);
@@ -219,10 +222,11 @@ class Store {
   }
   // Maps a store that exists: `bytes` is the size of the file.
   static std::unique_ptr<Store> open(int fd, size_t bytes, bool read_only = false) {
-    if (bytes < sizeof(StoreHeader) || file_bytes(fd) < bytes)
+    const struct stat file = file_of(fd);
+    if (bytes < sizeof(StoreHeader) || static_cast<uint64_t>(file.st_size) < bytes)
       throw std::runtime_error("the file is shorter than " + std::to_string(std::max(bytes, sizeof(StoreHeader))) +
                                " bytes");
-    auto store = std::unique_ptr<Store>(new Store(Region::map(fd, bytes, read_only), fd));
+    auto store = std::unique_ptr<Store>(new Store(Region::map(fd, bytes, read_only), fd, file));
     store->read_only_ = read_only;
     store->ready(checked_shape(store->at(0), bytes));
     return store;
@@ -371,10 +375,8 @@ class Store {
   }
 
  private:
-  Store(std::shared_ptr<Region> region, int fd) : region_(std::move(region)), fd_(fd), pages_(fd) {
-    struct stat found;
-    if (fd >= 0 && ::fstat(fd, &found) == 0) device_ = found.st_dev, inode_ = found.st_ino;
-  }
+  Store(std::shared_ptr<Region> region, int fd, const struct stat& file)
+      : region_(std::move(region)), fd_(fd), device_(file.st_dev), inode_(file.st_ino), pages_(fd) {}
   void ready(const Shape& shape) {
     lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))),
                   reinterpret_cast<Counter*>(at(shape.seams_offset)), shape, fd_ >= 0);
@@ -401,10 +403,10 @@ class Store {
                        " bytes of the store, and what it lacks cannot be read or written. Close this storage, put the "
                        "file back from a copy, or load a checkpoint into a new one");
   }
-  static uint64_t file_bytes(int fd) {
+  static struct stat file_of(int fd) {
     struct stat found;
     if (::fstat(fd, &found) != 0) throw std::runtime_error(std::string("cannot look at the file: ") + std::strerror(errno));
-    return static_cast<uint64_t>(found.st_size);
+    return found;
   }
 
   std::shared_ptr<Region> region_;

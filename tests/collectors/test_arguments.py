@@ -214,6 +214,40 @@ def test_statistics_are_ready_for_a_progress_bar():
     assert set(stats._asdict()) == set(stats._fields)
 
 
+class Numbers(nn.Module):
+    """Gives tensors at first, and then what no environment takes."""
+
+    def __init__(self, found, sound, first):
+        super().__init__()
+        self.found, self.sound, self.left = found, sound, first
+
+    def forward(self, observation):
+        self.left -= 1
+        return self.found if self.left < 0 else self.sound
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("found", [1, None, "left", [1], (torch.tensor(1),)])
+@pytest.mark.parametrize("envs", [0, 2, "vector"])
+def test_a_policy_that_gives_no_tensor_is_told_so_at_whichever_step(envs, found, first):
+    if envs == "vector":
+        env, sound = GymEnv("Pendulum-v1", num_envs=2), torch.zeros(2, 1)
+    elif envs:
+        env, sound = SerialEnv(envs, lambda: GymEnv("CartPole-v1")), torch.tensor([[1, 0]] * envs)
+    else:
+        env, sound = GymEnv("CartPole-v1", categorical_action_encoding=True), torch.tensor(1)
+    for policy in (
+        Numbers(found, sound, first),
+        TensorDictModule(Numbers(found, sound, first), in_keys=["observation"], out_keys=["action"]),
+    ):
+        collector = SyncDataCollector(env, policy, frames_per_batch=20)
+        kind = type(found).__name__
+        with pytest.raises(
+            ValueError, match=rf"action is not what the environment takes.\n.*a {kind} instead of a tensor"
+        ):
+            collector.rollout()
+
+
 def bounded():
     return nn.Sequential(nn.Linear(2, 2), nn.Tanh())
 

@@ -59,7 +59,8 @@ class Machine:
     ) -> int:
         """Runs it in a process; `check` gets editions, oldest first, and the buffer, of all that may be left. How many.
 
-        The syncs `fails` (two that follow each other; 1, 2, ...) fail; `stored` gets what the disk may hold at each store to what is watched.
+        The syncs `fails` (two that follow each other; 1, 2, ...) fail; `stored` gets what the disk may hold at each
+        store to what is watched.
         """
         disk, seen, syncs = Disk(self.file, 0), set(), 0
 

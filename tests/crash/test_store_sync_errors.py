@@ -1,7 +1,7 @@
 """Disks that fail twice in a row under a store: an error each time, no row of an error believed, and then it goes on.
 
-After a sync that failed the kernel may take for clean what has not reached the disk: the next sync would succeed, and mean
-nothing. So what was not synced is written again first.
+After a sync that failed the kernel may take for clean what has not reached the disk: the next sync would succeed, and
+mean nothing. So what was not synced is written again first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CAPACITY, WIDE = 24, 20_000
 
 
 class FailingDisk:
-    """`os.fsync` that reports an error `times` times: the pages are clean by then, as after an error of the kernel's."""
+    """`os.fsync` that reports an error `times` times: the pages are clean by then, as after one of the kernel's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         self._sync, self.times, self.dirty = os.fsync, times, 0

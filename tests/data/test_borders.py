@@ -158,6 +158,16 @@ def test_of_several_entries_only_those_that_agreed_are_evidence(rb: ReplayBuffer
     assert lengths(rb) == [10, 5]
 
 
+def test_steps_that_their_ids_part_are_no_evidence(rb: ReplayBuffer) -> None:
+    rb.extend(torch.cat([episode(10, 0, ids=0), episode(1, 500, ids=1)]))
+    rb.extend(episode(5, 900, ids=1))
+    assert lengths(rb) == [10, 1, 5]
+    rb.empty()
+    rb.extend(episode(1, 0, ids=3))
+    rb.extend(torch.cat([episode(1, 700, ids=3), episode(1, 701, ids=4)]))  # they agree, but are not joined
+    assert lengths(rb) == [2, 1]
+
+
 def test_nan_follows_nan(rb: ReplayBuffer) -> None:
     first, second = episode(5, 0), episode(5, 5)
     first["next", "observation"][-1], second["observation"][0] = float("nan"), float("nan")

@@ -16,6 +16,7 @@ from engram.data import (
     ListStorage,
     RandomSampler,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     RoundRobinWriter,
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
@@ -607,3 +608,24 @@ def test_tensordicts_of_other_kinds_are_taken():
     rb.extend(copy.copy(steps(0, 20))[9:10])
     assert numbers(rb[:]) == [0, 1, 2, 3, 4, 5, 6, 8, 9]
     assert state_of(rb)[:3] == (9, 9, 9)
+
+
+def test_a_sampler_of_ones_own_gets_generations_only_where_they_were_given():
+    class Own(RandomSampler):
+        def update_priority(self, index, priority, *, storage=None):
+            seen.append((index.tolist(), priority.tolist()))
+
+    class OfGenerations(RandomSampler):
+        def update_priority(self, index, priority, *, generation, storage=None):
+            seen.append((index.tolist(), generation.tolist()))
+
+    for cls, given, said in ((Own, (), [0.5, 2.0]), (OfGenerations, (torch.tensor([3, 1]),), [3, 1])):
+        seen = []
+        rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=cls(), batch_size=2)
+        rb.extend(torch.arange(5))
+        rb.update_priority(torch.tensor([3, 1]), torch.tensor([0.5, 2.0]), *given)
+        both = ReplayBufferEnsemble(rb, batch_size=2)
+        both.update_priority(
+            torch.tensor([[3, 1]]), torch.tensor([[0.5, 2.0]]), *given, buffer_ids=torch.zeros(1, 2, dtype=torch.int64)
+        )
+        assert seen == [([3, 1], said)] * 2

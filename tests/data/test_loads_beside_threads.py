@@ -302,6 +302,11 @@ def _replaced(sampler, storage):
     sampler.replaced(storage, *_drawn(sampler, storage))
 
 
+def _finish(sampler, storage):
+    slots, info = _drawn(sampler, storage)
+    sampler.finish(steps(1, len(slots)), info)  # the last of an epoch can be shorter
+
+
 def _rewind(sampler, storage):
     position = sampler.position()
     sampler.sample(storage, 8)
@@ -312,7 +317,7 @@ METHODS = {
     "sample": lambda s, st: s.sample(st, 8),
     "redraw": _redraw,
     "replaced": _replaced,
-    "finish": lambda s, st: s.finish(steps(1, 8), _drawn(s, st)[1]),
+    "finish": _finish,
     "check_storage": lambda s, st: s.check_storage(st),
     "follow": lambda s, st: s.follow(st),
     "use_generator": lambda s, st: s.use_generator(None),
@@ -328,6 +333,7 @@ METHODS = {
     "mark_update": lambda s, st: s.mark_update(torch.arange(8), storage=st),
     "priorities": lambda s, st: s.priorities(torch.arange(8), storage=st),
     "checked_priorities": lambda s, st: s.checked_priorities(torch.ones(8), 8),
+    "most_rows": lambda s, st: s.most_rows(st, 8),
     "split": lambda s, st: s.split(torch.zeros(2, 4)),
 }
 OF_LOADS = {"adopt", "state_of_torchrl"}  # called by a load, which keeps others out
@@ -418,3 +424,182 @@ def test_a_storage_loads_beside_a_buffer_that_samples_from_it(name, tmp_path):
             rb.storage.loads(tmp_path / str(STATES[k % 3]))
             if threads.failed:
                 break
+
+
+# ---- at one certain moment ----
+def with_weight_on(path, number, row, make):
+    """Saves a state in which one row alone can be drawn; its number is the state's."""
+    rb = make()
+    for one in members(rb):
+        index = one.extend(steps(number))
+        one.update_priority(index, torch.zeros(ROWS))
+        one.update_priority(torch.tensor([row]), torch.ones(1))
+    rb.dumps(path / str(number))
+
+
+def pair(**settings):
+    return ReplayBufferEnsemble(buffer(), buffer(), batch_size=16, sample_from_all=True, **settings)
+
+
+def pair_of_lists(**settings):
+    return ReplayBufferEnsemble(buffer(storage="list"), buffer(storage="list"), batch_size=16, sample_from_all=True)
+
+
+DRAWS = {
+    "sample": lambda rb: rb.sample(return_info=True)[0],
+    "iteration": lambda rb: next(iter(rb)),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("make", [buffer, pair, pair_of_lists], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("when", ["before the rows are read", "between members", "in a transform"])
+def test_a_batch_that_was_drawn_before_a_load_is_drawn_anew_after_it(when, make, draw, tmp_path, monkeypatch):
+    for number, row in ((1, 3), (2, 5)):
+        with_weight_on(tmp_path, number, row, make)
+    rb, loads = make(), iter([None])
+    rb.loads(tmp_path / "1")
+
+    def load_once():
+        for _ in loads:
+            rb.loads(tmp_path / "2")
+
+    def transform(batch):
+        load_once()
+        return batch
+
+    if when == "in a transform":
+        rb.append_transform(transform)
+    else:
+        which = members(rb)[-1 if when == "between members" else 0].storage
+        for kind, name in ((type(which), "read"), (LazyTensorStorage, "read_with")):
+            read = getattr(kind, name)
+            monkeypatch.setattr(kind, name, lambda *args, read=read, **more: (load_once(), read(*args, **more))[1])
+    batch = DRAWS[draw](rb)
+    assert set(batch["n"].reshape(-1).tolist()) == {2} and set(batch["index"].reshape(-1).tolist()) == {5}
+
+
+def test_a_batch_that_was_prepared_before_the_storage_alone_was_loaded_is_drawn_anew(tmp_path, monkeypatch):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=16, prefetch=1)
+    for number, n in ((1, 64), (2, 8)):
+        rb.empty()
+        rb.extend(steps(number, n))
+        rb.storage.dumps(tmp_path / str(number))
+    rb.storage.loads(tmp_path / "1")
+    read, loads = LazyTensorStorage.read, iter([None])
+
+    def load_then_read(self, *args):
+        for _ in loads:
+            self.loads(tmp_path / "2")
+        return read(self, *args)
+
+    monkeypatch.setattr(LazyTensorStorage, "read", load_then_read)
+    batches = [rb.sample() for _ in range(3)]
+    assert all(set(batch["n"].tolist()) == {2} and int(batch["index"].max()) < 8 for batch in batches)
+
+
+class Telling(RandomSampler):
+    """Says of which state it drew."""
+
+    def sample(self, storage, batch_size):
+        index, _ = super().sample(storage, batch_size)
+        return index, {"number": storage[0]["n"].expand(batch_size)}
+
+
+@pytest.mark.parametrize("storage", ["memory", "mapped", "list", "columns"])
+def test_what_a_sampler_said_of_its_draw_is_said_of_the_rows_that_come(storage, tmp_path, monkeypatch):
+    rb = TensorDictReplayBuffer(storage=STORAGES[storage](), sampler=Telling(), batch_size=16)
+    for number in (1, 2):
+        rb.empty()
+        rb.extend(steps(number))
+        rb.dumps(tmp_path / str(number))
+    rb.loads(tmp_path / "1")
+    kind, sample, drawn, loads = type(rb.storage), Telling.sample, [], iter([None])
+    read = kind.read
+
+    def load_then_read(self, *args):
+        for _ in loads if drawn else ():
+            rb.loads(tmp_path / "2")
+        return read(self, *args)
+
+    def sample_then_note(self, *args):
+        made = sample(self, *args)
+        drawn.append(made)
+        return made
+
+    monkeypatch.setattr(kind, "read", load_then_read)
+    monkeypatch.setattr(Telling, "sample", sample_then_note)
+    batch, info = rb.sample(return_info=True)
+    assert the_one(batch["n"]) == the_one(info["number"]) == 2
+    assert len(drawn) == 2
+
+
+WAITING = {
+    "sample": lambda rb: the_one(rb.sample()["n"]),
+    "draw": lambda rb: the_one(rb[rb.sampler.sample(rb.storage, 8)[0]]["n"]),
+    "rows": lambda rb: the_one(rb[:]["n"]),
+    "length": lambda rb: len(rb) // ROWS * 2,
+    "write_count": lambda rb: rb.write_count // ROWS * 2,
+    "cursor": lambda rb: rb.writer._cursor // ROWS * 2,
+}
+
+
+class Loading:
+    """A storage of state 1, into which a thread loads state 2: `begin` returns in the middle of that."""
+
+    def __init__(self, rb, path, monkeypatch):
+        for number in (1, 2):
+            rb.empty()
+            rb.extend(steps(number))
+            rb.storage.dumps(path / str(number))
+        rb.storage.loads(path / "1")
+        table = type(rb.storage.table)
+        self._begun, self.go_on = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=lambda: rb.storage.loads(path / "2"), daemon=True)
+        monkeypatch.setattr(table, "set_block", lambda *args, put=table.set_block: self._put(put, args))
+
+    def _put(self, put, args):
+        self._begun.set()
+        self.go_on.wait(60)
+        put(*args)
+
+    def begin(self):
+        self._thread.start()
+        assert self._begun.wait(60)
+
+    def found_by(self, ask):
+        """What a thread finds that asks before the load goes on, and is seen to wait for its end."""
+        found = []
+        asking = threading.Thread(target=lambda: found.append(ask()), daemon=True)
+        asking.start()
+        asking.join(0.05)
+        assert not found
+        self.go_on.set()
+        for thread in (self._thread, asking):
+            thread.join(60)
+        return found
+
+
+@pytest.mark.parametrize("what", WAITING)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_who_asks_in_the_middle_of_a_load_waits_for_its_end(what, name, tmp_path, monkeypatch):
+    rb = buffer(name)
+    loading = Loading(rb, tmp_path, monkeypatch)
+    loading.begin()
+    assert loading.found_by(lambda: WAITING[what](rb)) == [2]
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLERS.keys() - {"epochs", "slice epochs"}))
+def test_who_has_begun_to_draw_when_a_load_begins_waits_for_its_end(name, tmp_path, monkeypatch):
+    rb = buffer(name)
+    loading = Loading(rb, tmp_path, monkeypatch)
+    draw_seed, first = rb.sampler.draw_seed, iter([None])
+
+    def seed_then_load(storage):
+        seed = draw_seed(storage)
+        for _ in first:
+            loading.begin()
+        return seed
+
+    monkeypatch.setattr(rb.sampler, "draw_seed", seed_then_load)
+    assert loading.found_by(lambda: the_one(rb.sample()["n"])) == [2]

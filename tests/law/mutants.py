@@ -16,7 +16,7 @@ from engram.data import (
     SamplerWithoutReplacement,
     SliceSamplerWithoutReplacement,
 )
-from engram.data.replay_buffers import saving
+from engram.data.replay_buffers import adoption, saving
 from engram.data.replay_buffers.checkpointers.flat import FlatPacking
 from engram.data.replay_buffers.checkpointers.nested import NestedPacking
 from engram.data.replay_buffers.lanes import Lanes
@@ -131,8 +131,8 @@ def _first_for_all(original: Any, self: Any, state: dict[str, Any]) -> None:
     original(self, {"transforms": [{**entry, "state": entries[0]["state"]} for entry in entries]} if entries else state)
 
 
-def _without_generator(original: Any, buffer: Any, wanted: Any, storage_too: bool) -> None:
-    original(buffer, {name: part for name, part in wanted.items() if name != "generator"}, storage_too)
+def _without_generator(original: Any, buffer: Any, wanted: Any, *more: Any) -> None:
+    original(buffer, {name: part for name, part in wanted.items() if name != "generator"}, *more)
 
 
 def _only_sampler(original: Any, self: Any, sampler: Any, generators: Any) -> None:
@@ -230,9 +230,9 @@ MUTANTS = {
     "the state of a user's own transform": Mutant(
         loading(OwnTransform, without("writes", value=0)), Combo(transform="own")
     ),
-    "all transforms": Mutant(around(saving, "_adopt_transforms", _skip_transforms), Combo(transform="init")),
+    "all transforms": Mutant(around(adoption, "_load_transforms", _skip_transforms), Combo(transform="init")),
     # ---- the buffer ----
-    "the generator": Mutant(around(saving, "_adopt", _without_generator), Combo()),
+    "the generator": Mutant(around(saving, "adopt", _without_generator), Combo()),
     "the rewind of the sampler": Mutant(around(Prefetcher, "_rewind", _only_generator), EPOCHS._replace(prefetch=3)),
     "the rewind of the generator": Mutant(around(Prefetcher, "_rewind", _only_sampler), Combo(prefetch=3)),
     "what was prepared before a load": Mutant(instead(Prefetcher, "drop", nothing), Combo(prefetch=3)),

@@ -1,4 +1,4 @@
-"""No memory, at each native allocation of each call: an error, nothing changed, and the same call succeeds afterwards."""
+"""No memory, at each native allocation of each call: an error, nothing changed, and the same call then succeeds."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def first_extend(storage: str) -> World:
     def found() -> dict[str, Any]:
         return {"length": len(rb), "rows": _flat(rb[:]) if len(rb) else b""}
 
-    return World(lambda: rb.extend(rows), found, batch_of, keeps_open=storage == "named")
+    return World(lambda: rb.extend(rows), found, batch_of, keeps_open=storage != "memory")
 
 
 def extend(storage: str) -> World:
@@ -205,7 +205,7 @@ def load(storage: str, sampler: str, rows: int = 80) -> World:
     def found() -> dict[str, Any]:
         return seen(rb)() if len(rb) else {"length": 0}
 
-    return World(lambda: rb.loads(path), found)
+    return World(lambda: rb.loads(path), found, keeps_open=not rows)
 
 
 def extend_beside_a_save() -> World:
@@ -244,13 +244,13 @@ def flush() -> World:
 
 QUICK: dict[str, Callable[[], World]] = {
     "first extend": lambda: first_extend("memory"),
+    "update": lambda: update("memory"),
     "extend": lambda: extend("memory"),
     "extend, named": lambda: extend("named"),
     "add": lambda: add("memory"),
     "sample": lambda: sample("memory", "random"),
     "prioritised": lambda: sample_again("prioritised"),
     "slices": lambda: sample_again("slices"),
-    "update": lambda: update("memory"),
     "replace": lambda: replace("named"),
 }
 ALL: dict[str, Callable[[], World]] = {

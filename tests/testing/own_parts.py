@@ -100,7 +100,7 @@ class PickledStorage(Storage):
         self._pickles = {}
         self._put((torch.arange(len(items)) + first) % self.max_size, items)
         origin = (lane["origin"] - shift) % (1 << 64)
-        store.restore_lane(0, first, lane["published"] - shift, origin, [])
+        store.restore_lane(0, first, lane["published"] - shift, origin)
         store.end_restore()
         self.shifts = [shift]
 

@@ -50,14 +50,22 @@ class ActionSource:
     def _of_one(self, times: range, record: list[Any]) -> Iterator[Any]:
         decode, keep, add = self._codec.decode_one, self._codec.keep, record.append
         for action in self._checked(times):
-            raw = decode(action)
+            try:
+                raw = decode(action)
+            except Exception:
+                check_action(self._codec, action, self._batch_size)  # says what came and what is allowed
+                raise
             add(keep(raw))
             yield raw
 
     def _of_several(self, times: range, record: list[Any]) -> Iterator[Any]:
         decode, keep, add = self._codec.decode_rows, self._codec.keep_rows, record.extend
         for action in self._checked(times):
-            raws = decode(action)
+            try:
+                raws = decode(action)
+            except Exception:
+                check_action(self._codec, action, self._batch_size)
+                raise
             add(keep(raws))
             yield from raws
 

@@ -42,7 +42,11 @@ class BatchSource:
             action = self.act(log)
             if call == 0:  # one look a stretch: a wrong shape or a score instead of a choice shows at once
                 check_action(self._codec, action, (self.engine.n,))
-            raw = decode(action)
+            try:
+                raw = decode(action)
+            except Exception:
+                check_action(self._codec, action, (self.engine.n,))  # says what came and what is allowed
+                raise
             log.act(raw)
             yield raw
 

@@ -7,14 +7,19 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from engram.data.specs.base import usable_device
 from engram.envs.policies import CallablePolicy, RandomPolicy, TensorDictPolicy
 
 Device = torch.device | str | int | None
 
 
-def first_device(*devices: Device) -> torch.device | None:
-    """The first that is given."""
-    return next((torch.device(device) for device in devices if device is not None), None)
+def first_device(name: str, device: Device, fallback: Device) -> torch.device | None:
+    """The device of an argument, or, where it is None, that of `device`.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    return usable_device(fallback, "device") if device is None else usable_device(device, name)
 
 
 def is_cpu(device: torch.device | None) -> bool:

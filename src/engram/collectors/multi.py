@@ -81,7 +81,11 @@ class MultiCollector:
         if split_trajs and replay_buffer is not None:
             raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
         self.num_workers = len(makers)
-        self._storing_device = first_device(storing_device, device)
+        self._storing_device = first_device("storing_device", storing_device, device)
+        devices = {
+            "policy_device": first_device("policy_device", policy_device, device),
+            "env_device": first_device("env_device", env_device, device),
+        }
         self._postproc, self._split_trajs = postproc, split_trajs
         self._update_at_each_batch = update_at_each_batch
         self._replay_buffer = replay_buffer
@@ -95,8 +99,7 @@ class MultiCollector:
         self._set_policy(policy)
         settings = {
             "frames_per_batch": self._frames_of_worker(frames_per_batch),
-            "policy_device": first_device(policy_device, device),
-            "env_device": first_device(env_device, device),
+            **devices,
             "max_frames_per_traj": max_frames_per_traj,
             "init_random_frames": -(-(init_random_frames or 0) // self.num_workers),
             "reset_at_each_iter": reset_at_each_iter,

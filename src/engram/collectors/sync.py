@@ -137,15 +137,16 @@ class SyncDataCollector:
         self._trajs_per_batch, self._whole = trajs_per_batch or 0, WholeTrajectories()
         self._own: TensorDictBase | None = None
         self._return_same_td = return_same_td
-        self._storing_device = first_device(storing_device, device)
-        self._policy_device = first_device(policy_device, device)
+        self._storing_device = first_device("storing_device", storing_device, device)
+        self._policy_device = first_device("policy_device", policy_device, device)
+        place = first_device("env_device", env_device, device)
         self._init_random_frames = init_random_frames or 0
         self._weights = PolicyWeights(policy, self._policy_device)
         makes_env = isinstance(create_env_fn, type) or not hasattr(create_env_fn, "step")
         self.env = create_env_fn() if makes_env else create_env_fn
         self._finalizer = weakref.finalize(self, self.env.close) if makes_env else None
         try:
-            if (place := first_device(env_device, device)) is not None:
+            if place is not None:
                 self.env.to(place)
             self._set_sizes(frames_per_batch, total_frames)
             self._marks = FrameMarks(self._width, tracks_version=track_policy_version)

@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.data.specs import Categorical, Composite, Spec, Unbounded
+from engram.data.specs.base import usable_device
 from engram.envs.batched import BatchEngine
 from engram.envs.mdp import merge_where, reset_where, step_mdp
 from engram.envs.policies import FLAGS, as_policy
@@ -50,7 +51,7 @@ class EnvBase(ABC):
         device: torch.device | str | None = None,
     ) -> None:
         self.batch_size = torch.Size(batch_size)
-        self.device = None if device is None else torch.device(device)
+        self.device = usable_device(device, "device")
         self.observation_spec = observation_spec
         self.action_spec = action_spec
         self.reward_spec: Spec = Unbounded((*self.batch_size, 1), device=self.device)
@@ -189,7 +190,7 @@ class EnvBase(ABC):
 
     def to(self: Self, device: torch.device | str) -> Self:
         """Moves specs and all further outputs to `device`; returns the environment itself."""
-        self.device = torch.device(device)
+        self.device = usable_device(device, "device")
         for name in ("observation_spec", "action_spec", "reward_spec", "done_spec"):
             setattr(self, name, getattr(self, name).to(self.device))
         return self

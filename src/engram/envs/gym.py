@@ -9,6 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.data.specs import Composite, Spec
+from engram.data.specs.base import usable_device
 from engram.envs.base import EnvBase
 from engram.envs.batched import BatchEngine
 from engram.envs.batched_env import BatchStepper
@@ -79,6 +80,7 @@ class GymEnv(EnvBase):
     ) -> None:
         from engram.envs import gym_making
 
+        place = usable_device(device, "device")  # before anything is made
         if num_envs < 0:
             raise ValueError(f"num_envs must be 0 (a single environment) or more, got {num_envs}")
         if frame_skip is not None and frame_skip < 1:
@@ -98,8 +100,8 @@ class GymEnv(EnvBase):
             self._stepper = SingleStepper(GymEngine(env, frame_skip=frame_skip, **codecs))
         spec = self._stepper.observation_spec
         super().__init__(spec, self._stepper.action_spec, batch_size=spec.shape)
-        if device is not None:
-            self.to(device)
+        if place is not None:
+            self.to(place)
 
     @property
     def gym_env(self) -> Any:

@@ -120,7 +120,9 @@ def check_action(codec: Codec, action: Any, batch_size: Sequence[int] = ()) -> N
 
 
 def _described(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}: {value}" if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}: {value}"
+    return f"a {type(value).__name__} instead of a tensor: {value!r:.200}"
 
 
 def _is_choice(spec: Any, value: Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from engram.crews import Crew, Seat, usable_cores
+from engram.data.specs.base import usable_device
 from engram.envs.base import EnvBase
 from engram.envs.batched import BatchEngine
 from engram.envs.batched_env import BatchStepper
@@ -73,6 +74,7 @@ class ParallelEnv(EnvBase):
         timeout: float | None = None,
     ) -> None:
         checked_timeout(timeout)
+        place = usable_device(device, "device")  # before anything is made
         makers = [Portable(make) for make in makers_of("ParallelEnv", n, make_env)]
         workers = _checked_workers(num_workers, n)
         cores = _cores(workers, cpus)
@@ -101,8 +103,8 @@ class ParallelEnv(EnvBase):
         )
         self.reward_spec = one.reward_spec.expand(n, *one.reward_spec.shape)
         self.done_spec = one.done_spec.expand(n, *one.done_spec.shape)
-        if device is not None:
-            self.to(device)
+        if place is not None:
+            self.to(place)
 
     @property
     def pids(self) -> list[int]:

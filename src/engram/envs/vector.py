@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.data.specs.base import usable_device
 from engram.envs.base import EnvBase
 from engram.envs.gym_engine import GymEngine
 from engram.step_clocks import refuse_timeout
@@ -35,6 +36,7 @@ class SerialEnv(EnvBase):
         timeout: None = None,
     ) -> None:
         refuse_timeout(timeout, "SerialEnv")
+        place = usable_device(device, "device")  # before anything is made
         self._envs = [make() for make in makers_of("SerialEnv", n, make_env)]
         first = self._envs[0]
         for index, env in enumerate(self._envs):
@@ -47,8 +49,8 @@ class SerialEnv(EnvBase):
         )
         self.reward_spec = first.reward_spec.expand(n, *first.reward_spec.shape)
         self.done_spec = first.done_spec.expand(n, *first.done_spec.shape)
-        if device is not None:
-            self.to(device)
+        if place is not None:
+            self.to(place)
 
     def engines(self) -> list[GymEngine] | None:
         """What steps the environments raw, for collectors; None unless all are single gymnasium environments."""

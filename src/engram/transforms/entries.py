@@ -11,6 +11,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.errors import masked_array
+
 Key = Union[str, tuple[str, ...]]
 Keys = Union[Key, Sequence[Key], None]
 
@@ -62,7 +64,18 @@ def find(batch: Any, key: Key) -> Any:
             batch = batch.get(part, None)
         else:
             return None
-    return torch.as_tensor(batch) if isinstance(batch, bool | int | float | np.ndarray | np.generic) else batch
+    return as_leaf(batch, key) if isinstance(batch, bool | int | float | np.ndarray | np.generic) else batch
+
+
+def as_leaf(value: Any, key: Key | None = None) -> Tensor:
+    """A number, an array or a tensor as a tensor.
+
+    Raises:
+        TypeError: a numpy masked array, whose mask would be lost.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise masked_array("the data" if key is None else repr(key))
+    return torch.as_tensor(value)
 
 
 def get(batch: Any, key: Key, who: str) -> Any:
@@ -164,7 +177,7 @@ def mapped(batch: Any, of_tensor: Callable[[Tensor], Tensor], of_batch: Callable
         return tuple(mapped(v, of_tensor, of_batch) for v in batch)
     if isinstance(batch, TensorDictBase) or is_class(batch):
         return of_batch(batch)
-    return of_tensor(torch.as_tensor(batch))
+    return of_tensor(as_leaf(batch))
 
 
 def stacked(items: list[Any]) -> Any:
@@ -172,7 +185,7 @@ def stacked(items: list[Any]) -> Any:
     if isinstance(items[0], dict):
         return {k: stacked([item[k] for item in items]) for k in items[0]}
     has_shape = isinstance(items[0], TensorDictBase | Tensor) or is_class(items[0])
-    return torch.stack(items if has_shape else [torch.as_tensor(item) for item in items])
+    return torch.stack(items if has_shape else [as_leaf(item) for item in items])
 
 
 def unstacked(batch: Any, n: int) -> list[Any]:

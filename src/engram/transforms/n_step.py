@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.transforms.entries import Key, as_keys, find, get, is_class, put
+from engram.transforms.entries import Key, as_keys, as_leaf, find, get, is_class, put
 from engram.transforms.strands import Trajectories
 from engram.transforms.timed import sibling
 
@@ -70,7 +70,7 @@ def _mapped(part: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return {k: _mapped(v, fn) for k, v in part.items()}
     if isinstance(part, TensorDictBase) or is_class(part):
         return part.apply(fn)
-    return fn(torch.as_tensor(part))
+    return fn(as_leaf(part))
 
 
 def _summed(now: Trajectories, key: Key, reward: Tensor, end: Tensor, gamma: float, n_steps: int) -> Tensor:

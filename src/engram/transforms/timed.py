@@ -119,7 +119,8 @@ class TimedTransform(Transform):
                 goes_on = goes_on & (carried.ids.to(goes_on.device) == now.ids[:, 0])
         elif carried is not None:
             carried = None
-        value = self._run(batch, now, goes_on, None if carried is None else carried.value)
+        with torch.no_grad():  # what is carried on would keep the graph of every batch before
+            value = self._run(batch, now, goes_on, None if carried is None else carried.value)
         ids = None if now.ids is None else now.ids[:, -1].clone()
         return batch, Carried(now.done[:, -1].clone(), ids, value)
 

@@ -28,11 +28,16 @@ LOADERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("TensorDict", 
            ("np", "fromfile"), ("torch", "from_file"), ("tensordict", "load"), ("torch", "jit")}  # fmt: skip
 H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regionref_dtype", "Reference"}
 # What else needs them, and reads no file: the system's renameat2, for which Python has no function; "module:Name" of a
-# gymnasium environment, which its caller gives; functions on their way to the worker processes of this program.
+# gymnasium environment, which its caller gives; functions on their way to the worker processes of this program; what
+# `pickle` and `copy` of a buffer, which the user calls, ask of it.
 NEEDED = {
     "data/datasets/aside.py": ["import ctypes"],
     "envs/gym_making.py": ["import importlib", "importlib.import_module"],
     "workers.py": ["import cloudpickle"],
+    "data/replay_buffers/saving.py": [".__reduce_ex__"],
+    "data/replay_buffers/storages/base.py": [".__reduce_ex__", ".__reduce_ex__"],
+    "data/replay_buffers/storages/ensemble.py": ["self.__reduce_ex__", "object.__reduce_ex__"],
+    "data/replay_buffers/storages/sharing.py": ["object.__reduce_ex__"],
 }
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.
 COMPUTED = {
@@ -41,6 +46,7 @@ COMPUTED = {
     ("data/replay_buffers/episodes.py", "_ask"): "the two methods that call it",
     ("data/replay_buffers/reading.py", "_own"): "the constructor that calls it",
     ("data/replay_buffers/samplers/priorities.py", "_decisive"): "_SAVED",
+    ("data/replay_buffers/storages/staging.py", "__getattr__"): "whoever asks the table that it stands for",
     ("transforms/base.py", "decisive"): "_decisive of the class",
     ("transforms/base.py", "transform_specs"): "_OF_VALUES and _OF_SPECS",
 }

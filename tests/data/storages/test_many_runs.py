@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from contracts.children import alone_after_fork
 from contracts.gym_worlds import Countdown
+from crash import tracer
 from engram.collectors import MultiaSyncDataCollector
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
 from engram.data.replay_buffers.episodes import Episodes
@@ -77,6 +78,35 @@ def test_runs_that_open_a_store_extend_and_end(tmp_path: Path, runs: int, kind: 
 
         forked(work, killed)
     check(ReplayBuffer.open(tmp_path), [ROWS] * runs)
+
+
+def test_an_open_after_many_runs_makes_the_calls_of_one_after_the_first(tmp_path: Path) -> None:
+    def extend_and_close(run: int) -> None:
+        rb = ReplayBuffer(storage=LazyMemmapStorage(ROOM, scratch_dir=tmp_path, existsok=True))
+        rb.extend(going_on(run * ROWS, (run + 1) * ROWS))
+        rb.storage.close()
+
+    def calls(below: str | Path) -> list[str]:
+        made: list[str] = []
+
+        def work() -> int:
+            tracer.start()
+            rb = ReplayBuffer.open(tmp_path)
+            tracer.stop()
+            return len(rb)
+
+        kinds = tracer.CALLS | tracer.STAT
+        done = tracer.run(work, below, kinds=kinds, listen=lambda name, path, *_: made.append(f"{name} {path}"))
+        assert done.result % ROWS == 0
+        return made
+
+    extend_and_close(0)
+    first = calls(tmp_path)
+    assert any("open" in call for call in first)
+    for run in range(1, 120):
+        extend_and_close(run)
+    assert calls(tmp_path) == first
+    assert calls("/proc/sys") == [], "of a store that was closed nobody asks whether the machine is still the same"
 
 
 @pytest.mark.long

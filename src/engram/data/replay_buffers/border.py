@@ -136,6 +136,12 @@ class ItemBorder:
             return x.tobytes() == y.tobytes()
         return True
 
+    def _joined(self, before: Any, after: Any) -> bool:
+        """Whether two items that follow each other are of one trajectory, as far as their flags and ids say."""
+        assert self._border is not None
+        i = self._border.id
+        return not any(self._flags(before)) and (i is None or self._same(before, i, after, i))
+
     def _agreeing(self, before: Any, after: Any) -> set[int]:
         assert self._border is not None
         return {k for k, (at_root, under_next) in enumerate(self._border.entries)
@@ -149,14 +155,14 @@ class ItemBorder:
         lane, seams = store.lane(0), set(store.seams(0))
         newest = lane["published"] - 1
         for k in range(newest, max(lane["first"], self._looked, newest - _LOOK_BACK), -1):
-            before = items[(k - 1) % capacity]
-            if k not in seams and not any(self._flags(before)):
-                self._agreed = self._agreeing(before, items[k % capacity])
+            before, after = items[(k - 1) % capacity], items[k % capacity]
+            if k not in seams and self._joined(before, after):
+                self._agreed = self._agreeing(before, after)
                 break
         self._looked = newest
         if self._agreed is not None:
             return self._agreed
-        return set() if len(rows) < 2 or any(self._flags(rows[0])) else self._agreeing(rows[0], rows[1])
+        return self._agreeing(rows[0], rows[1]) if len(rows) > 1 and self._joined(rows[0], rows[1]) else set()
 
 
 class ColumnBorder:
@@ -206,6 +212,9 @@ class ColumnBorder:
     def _learn(self, before: list[Tensor], after: list[Tensor], joined: Tensor, known: bool = True) -> None:
         """Which entries agree between two steps that follow each other, where they are joined."""
         joined = joined & ~self._done(before)[0]
+        if self._border.id is not None:
+            i = self._border.id
+            joined = joined & _equal(before[i], after[i], self._envs)
         self._agreed = torch.where(joined, self._agree(before, after), self._agreed)
         if known:
             self._known = self._known | joined

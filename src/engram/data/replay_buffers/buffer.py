@@ -317,6 +317,9 @@ class ReplayBuffer(SavedBuffer):
     # ---- what prioritised samplers take; others ignore it ----
     def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:
         """Sets priorities of stored steps; for samplers without priorities there is nothing to do."""
+        if generation is None and self._reader.guards_updates:
+            self._sampler.update_priority(index, priority, storage=self._storage)
+            return
         update = getattr(self._sampler, "update_priority", None)
         if update is None:
             return

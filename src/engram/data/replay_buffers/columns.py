@@ -113,7 +113,7 @@ class ColumnTable:
         leaves = [t.reshape((*lead, *x.shape)) for t, x in zip(leaves, self.layout.leaves, strict=True)]
         batch = trees.unflatten(self.layout.root, leaves, lead, self._device)
         for key, value in (extra or {}).items():
-            trees.put_entry(batch, key, value)
+            trees.put_of_items(batch, key, value, len(lead))
         return batch, None, absent or None, generation if numbers else None
 
     def column(self, path: trees.Path, slots: Tensor) -> Tensor:

@@ -96,10 +96,32 @@ def _is_single_bool(index: Any) -> bool:
 def _listed(index: Any) -> Tensor:
     """A list or array of indices as a tensor; an empty one is one of integers."""
     try:
-        array = np.asarray(index)
+        array = np.asarray(_whole(index))
         return torch.as_tensor(array if array.size or array.dtype == np.bool_ else array.astype(np.int64))
     except (TypeError, ValueError, OverflowError) as error:
         raise IndexError(f"{index!r:.80} is no list of indices: {error}") from None
+
+
+def _whole(index: Any) -> Any:
+    """The index; an IndexError for a numpy masked array, some of whose entries are none."""
+    if isinstance(index, np.ma.MaskedArray):
+        raise IndexError(f"{index!r:.80} is a masked array, and no index; use index.compressed()")
+    return index
+
+
+def tensor_of(index: Any) -> Tensor:
+    """An index, or one part of it, as a tensor; an empty list is one of integers.
+
+    Raises:
+        IndexError: it is none.
+    """
+    try:
+        return torch.as_tensor(_whole(index), dtype=torch.int64 if type(index) is list and not index else None)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise IndexError(
+            f"an index is an integer, or a tensor, array or list of integers, found a {type(index).__name__}: "
+            f"{index!r:.80}; nothing was changed"
+        ) from None
 
 
 def _check_written(store: _native.Store, slot: int) -> None:
@@ -152,7 +174,7 @@ def inward(index: Any, inner: tuple[int, ...], capacity: int) -> Tensor:
     if inner:
         if isinstance(index, Tensor) and index.ndim >= 1 and index.shape[-1] == 1 + len(inner):
             index = index.unbind(-1)
-        parts = [torch.as_tensor(i).cpu().to(torch.int64).reshape(-1) for i in index]
+        parts = [tensor_of(i).cpu().to(torch.int64).reshape(-1) for i in index]
         slots = torch.zeros_like(parts[0])
         for part, size in zip(parts, (capacity, *inner), strict=True):
             if part.numel() and (int(part.min()) < 0 or int(part.max()) >= size):
@@ -161,5 +183,5 @@ def inward(index: Any, inner: tuple[int, ...], capacity: int) -> Tensor:
         return slots
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
-    slots = torch.as_tensor(index).cpu().to(torch.int64).reshape(-1)
+    slots = tensor_of(index).cpu().to(torch.int64).reshape(-1)
     return slots.contiguous()

@@ -57,7 +57,7 @@ class Lanes:
         self._held_there: int | None = None  # and the lane that the copy goes on in
         self.numbers: _native.RowNumbers | None = None  # of rows that were replaced out of turn
         self._replaced_before = store.replaced  # by whoever used the store before; they alone knew which rows
-        if store.replaced and store.lanes == store.strands == 1 and not store.read_only:
+        if self._replaced_before and store.lanes == store.strands == 1 and not store.read_only:
             self.numbers = _native.RowNumbers(store)
             self.numbers.renumber(store)
         self._alone = 0

@@ -93,12 +93,17 @@ class RowLayout:
     def __init__(self, root: Node, leaves: list[LeafSpec]) -> None:
         if not leaves:
             raise ValueError("nothing to store: the data hold no tensor")
-        self.root = root
+        self.take_root(root)
         self.leaves = _packed(leaves)
         self.payload_bytes = max(1, sum(leaf.nbytes for leaf in self.leaves))
         self.alignment = max(8, *(leaf.itemsize for leaf in self.leaves))
         self.plain = root.is_plain() and _builds_tensordicts()
         self.codec = _codec(self)
+
+    def take_root(self, root: Node) -> None:
+        """Gives batches this form, which has the same leaves."""
+        self.root = root
+        self.within = root.within  # asked for by each read
 
     @classmethod
     def of(cls, batch: Any, batch_dims: int) -> RowLayout:
@@ -112,6 +117,7 @@ class RowLayout:
             if tensor.ndim < batch_dims:
                 raise ValueError(
                     f"{trees.show(path)} has shape {list(tensor.shape)}, but the batch has {batch_dims} dimensions"
+                    + _of_a_list(path)
                 )
             leaves.append(LeafSpec(path, tensor.dtype, tuple(tensor.shape[batch_dims:])))
         return cls(root, leaves)
@@ -171,7 +177,8 @@ class RowLayout:
         if tensor.ndim < batch_dims or tuple(tensor.shape[batch_dims:]) != leaf.shape:
             raise ValueError(
                 f"{trees.show(leaf.path)} has the shape {list(leaf.shape)} for one step in this storage, found "
-                f"{list(tensor.shape[batch_dims:])} (of {list(tensor.shape)}). Nothing was written"
+                f"{list(tensor.shape[batch_dims:])} (of {list(tensor.shape)}){_other_dims(leaf, tensor, batch_dims)}. "
+                "Nothing was written"
             )
         return tensor
 
@@ -273,7 +280,30 @@ class RowLayout:
     def take_form(self, other: RowLayout) -> None:
         """Gives batches the form of a layout of the same leaves: its classes, and its order of keys."""
         numbers = {leaf.path: i for i, leaf in enumerate(self.leaves)}
-        self.root = other.root.renumbered([numbers[leaf.path] for leaf in other.leaves])
+        self.take_root(other.root.renumbered([numbers[leaf.path] for leaf in other.leaves]))
+
+
+def _of_a_list(path: Path) -> str:
+    """What to do where an entry of a list or tuple was taken for a leaf."""
+    if not path or not isinstance(path[-1], int):
+        return ""
+    return (
+        f": {trees.show(path[:-1])} is a list or tuple, and each of its members is an entry of its own; for one entry "
+        "with a value for each step give a tensor or an array"
+    )
+
+
+def _other_dims(leaf: LeafSpec, tensor: Tensor, batch_dims: int) -> str:
+    """What to do with data that fit but for their batch dimensions."""
+    lead = tensor.ndim - len(leaf.shape)
+    if lead < 0 or tuple(tensor.shape[lead:]) != leaf.shape:
+        return ""
+    if lead > batch_dims == 0:
+        return "; a batch of steps is for extend"
+    if lead == 0:
+        return "; one step is for add"
+    advice = f": reshape the batch, or store it with ndim={lead}" if lead > batch_dims else ""
+    return f", which has {lead} batch dimensions instead of {batch_dims}{advice}"
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:

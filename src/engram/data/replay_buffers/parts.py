@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -58,7 +59,11 @@ class BufferParts:
         self._batch_size = checked_batch_size(batch_size)
         self._generator = generator
         self._track_generations = track_generations
-        self._pin_memory = pin_memory and torch.cuda.is_available()
+        self._pin_memory = bool(pin_memory) and torch.cuda.is_available()
+        if pin_memory and not self._pin_memory:
+            warnings.warn(
+                "pin_memory=True does nothing here: this process sees no CUDA device to copy batches to", stacklevel=3
+            )
         self._transform: Compose = transform  # made one by __setattr__
         if prefetch is not None and prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more, got {prefetch}")

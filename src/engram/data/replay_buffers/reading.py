@@ -16,7 +16,7 @@ from engram.data.replay_buffers.indexing import inward
 from engram.data.replay_buffers.samplers.base import Sampler, lock_of, redrawn
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.list import ListStorage, copied
-from engram.data.replay_buffers.trees import put_entry
+from engram.data.replay_buffers.trees import put_of_items
 from engram.data.replay_buffers.utils import free_memory, human_bytes
 from engram.errors import OutOfMemoryError
 from engram.transforms.compose import Compose
@@ -68,6 +68,9 @@ class Reader:
         self._index_is_slots = storage.ndim == 1 and type(sampler).__module__.startswith("engram.")
         self._finish = _own(sampler, "finish")
         self._replaced = _own(sampler, "replaced")
+        # Our own samplers take their lock themselves when priorities change.
+        updates = getattr(type(sampler), "update_priority", None)
+        self.guards_updates = getattr(updates, "__module__", "").startswith("engram.")
         self._observes = storage.read_only
         self.lock = lock_of(sampler)  # samplers have state: one draw at a time
         _live.add(self)
@@ -161,14 +164,15 @@ class Reader:
                 return None
             index, batch, generation = again
             extra = None if self._attach is None else self._attach(index, info)
-            for key, value in (extra or {}).items():
-                put_entry(batch, key, value)
+            if not isinstance(self.storage, ListStorage):  # items get them when they are one batch
+                for key, value in (extra or {}).items():
+                    put_of_items(batch, key, value)
         if self.collate_fn is not None:
             batch = self._collate(batch, extra, info)
         elif self._finish is not None:
             batch = self._finish(batch, info)
         if generation is not None and extra is not None and self.with_generation:
-            put_entry(batch, "generation", generation)
+            put_of_items(batch, "generation", generation)
         if self.transform.transforms:
             batch = self.transform.forward(batch)
             if storage.incarnation != incarnation:  # what transforms have learnt may be that of other rows
@@ -199,7 +203,7 @@ class Reader:
         batch = self.collate_fn(items if self.collate_fn is stack_items else [copied(i) for i in items])
         if isinstance(batch, TensorDictBase | dict):
             for key, value in (extra or {}).items():
-                put_entry(batch, key, value)
+                put_of_items(batch, key, value)
         return finish(batch, info)
 
     def _again(

@@ -132,26 +132,27 @@ class Session:
 
     # ---- when nobody else has the store open ----
     def _needs_mending(self) -> bool:
-        s = self.store
-        return s.edits % 2 == 1 or s.incarnation % 2 == 1 or s.interrupted or self._machine_stopped(unless_known=False)
+        whole, clean, boot = self.store.left_as()
+        return not whole or self._machine_stopped(clean, boot, unless_known=False)
 
-    def _machine_stopped(self, unless_known: bool) -> bool:
+    def _machine_stopped(self, clean: bool, boot: bytes, unless_known: bool) -> bool:
         """Whether the machine stopped while somebody wrote; `unless_known` where the system does not say."""
-        s, now = self.store, boot_id()
-        if s.clean:
+        if clean:  # as nearly every store is: the system is not asked
             return False
-        if not any(now) or not any(s.boot_id):
+        now = boot_id()
+        if not any(now) or not any(boot):
             return unless_known
-        return bool(s.boot_id != now)
+        return boot != now
 
     def _mend(self) -> None:
         reserve_holes(self._fd, self.store.total_bytes, self._path)
         self.store.mend()
-        if self.store.interrupted or self.store.edits % 2:
+        whole, clean, boot = self.store.left_as()
+        if not whole:
             with self._told("a change of stored rows that was interrupted"):
                 self.store.finish_interrupted()
         # Alone, and nothing says that the machine is the same as then: the rows do.
-        if self._machine_stopped(unless_known=True):
+        if self._machine_stopped(clean, boot, unless_known=True):
             self.dropped = self.store.recover()
             self.store.boot_id = boot_id()  # for whoever opens it next; after another power cut all is scanned again
 

@@ -80,13 +80,18 @@ class RowTable:
         """
         if self.lanes.asleep:
             self.lanes.wake()
+        if extra and self.layout.within:
+            lead = 1 if shape is None else len(shape)
+            extra = {key: trees.spread(value, lead, self.layout.within) for key, value in extra.items()}
+        found = None
         if numbers and self.lanes.numbers is not None:
             # Before the rows: a row may be newer than its number, which is then one that is gone, but never older.
-            found = self.lanes.generations(slots)
-            return (*self.read(slots, shape, extra)[:3], found)
+            found, numbers = self.lanes.generations(slots), False
         if self._fast:
-            return self._store.gather(self._codec, slots, shape, extra, self.mapped, numbers)
-        return self._read_slowly(slots, (len(slots),) if shape is None else shape, extra, numbers)
+            made: _Read = self._store.gather(self._codec, slots, shape, extra, self.mapped, numbers)
+        else:
+            made = self._read_slowly(slots, (len(slots),) if shape is None else shape, extra, numbers)
+        return made if found is None else (*made[:3], found)
 
     def like(self, other: RowTable) -> bool:
         """Whether both can be read into one batch."""
@@ -108,6 +113,9 @@ class RowTable:
                 table.lanes.wake()
             if numbers and table.lanes.numbers is not None:
                 return None
+        if within := self.layout.within:
+            extra = None if extra is None else {k: trees.spread(v, len(shape), within) for k, v in extra.items()}
+            parts = parts and [one and {k: trees.spread(v, 1, within) for k, v in one.items()} for one in parts]
         stores = [table.lanes.store for table in tables]
         mapped = any(table.mapped for table in tables)
         return _native.gather_many(stores, self._codec, slots, shape, extra, mapped, numbers, parts)

@@ -71,6 +71,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _wrote(self, slots: Tensor | int, extras: Tensor) -> None:
         at = torch.as_tensor(slots).reshape(-1)
+        if self._storage.item_shape:  # of an item's priorities, one would be made of those of items that are gone
+            last = torch.tensor(list({slot: i for i, slot in enumerate(at.tolist())}.values()))
+            at, extras = at[last], extras[last]
         given = ~extras.isnan() & (at >= 0)  # a writer gives -1 to steps that it refuses
         self.sampler.update_priority(self._storage.outward(at[given]), extras[given], storage=self._storage)
 
@@ -111,7 +114,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
         Raises:
             KeyError: the batch has no such key, or no `"index"`.
+            TypeError: the batch has no keys.
         """
+        if not hasattr(batch, "keys"):
+            raise TypeError(
+                f"priorities come in a batch with keys, 'index' and {self._priority_key!r}, found a "
+                f"{type(batch).__name__}; nothing was changed"
+            )
         try:
             index, priority = batch["index"], batch[self._priority_key]
         except KeyError:

@@ -15,7 +15,7 @@ from engram import _native
 from engram.data.replay_buffers.reading import Reader, Ticket, refuse_if_too_many, stack_items
 from engram.data.replay_buffers.samplers.base import EpochInfo, lock_of
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
-from engram.data.replay_buffers.trees import put_entry
+from engram.data.replay_buffers.trees import put_of_items
 from engram.transforms.compose import Compose
 
 _live: weakref.WeakSet[EnsembleReader] = weakref.WeakSet()
@@ -134,9 +134,9 @@ class EnsembleReader:
         if generation is not None:
             info["generation"] = generation.view(shape)
             if extra is not None and readers[0].with_generation:
-                put_entry(batch, "generation", info["generation"])
+                put_of_items(batch, "generation", info["generation"], 2)
                 for part, of_part in zip(read[4] if parts else [], info["generation"], strict=False):
-                    put_entry(part, "generation", of_part)
+                    put_of_items(part, "generation", of_part)
         info["index"], info["buffer_ids"] = index, buffer_ids
         if parts is not None:
             batch = _transformed(batch, read[4], [reader.transform for reader in readers])

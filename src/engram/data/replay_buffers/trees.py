@@ -13,8 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensorclass
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensorclass,
+)
 from torch import Tensor
+
+from engram.errors import masked_array
 
 Path = tuple[Any, ...]
 _DEEPEST = 100
@@ -85,6 +94,11 @@ class Node:
         self._visit((), lambda node, path: found.update({path: node.constant}) if node.kind == "constant" else None)
         return found
 
+    @property
+    def within(self) -> tuple[int, ...]:
+        """Batch dimensions of the root after those of the batch: of items that are whole trajectories."""
+        return self.children[0].batch if self.kind == "class" else self.batch
+
     def renumbered(self, numbers: list[int]) -> Node:
         """The same form, its leaf i being leaf `numbers[i]`."""
         leaf = numbers[self.leaf] if self.kind == "leaf" else self.leaf
@@ -127,7 +141,7 @@ def _describe(obj: Any, batch_dims: int, path: Path, leaves: list[tuple[Path, An
     if is_tensorclass(obj) and not isinstance(obj, type):
         return Node("class", cls=type(obj), children=(_describe(_inner(obj), batch_dims, path, leaves),))
     if isinstance(obj, TensorDictBase):
-        items = sorted_items(obj)
+        items = sorted_items(obj, path)
         children = tuple(_describe(v, batch_dims, (*path, k), leaves) for k, v in items)
         return Node("td", keys=tuple(k for k, _ in items), children=children, batch=tuple(obj.batch_size[batch_dims:]))
     if isinstance(obj, dict):
@@ -147,9 +161,44 @@ def _inner(obj: Any) -> TensorDictBase:
     return obj._tensordict
 
 
-def sorted_items(td: TensorDictBase) -> list[tuple[str, Any]]:
-    """Keys with their values; entries without tensors as the objects that carry them."""
+def sorted_items(td: TensorDictBase, path: Path = ()) -> list[tuple[str, Any]]:
+    """Keys with their values; entries without tensors as the objects that carry them.
+
+    Raises:
+        ValueError: members of a lazy stack have different keys, or entries that do not stack; the message names them.
+    """
+    if isinstance(td, LazyStackedTensorDict):
+        return _stacked_items(td, path)
     return [(k, td._get_str(k, default=None)) for k in td.keys()]  # noqa: SIM118 -- a TensorDict iterates over rows
+
+
+def _stacked_items(stack: LazyStackedTensorDict, path: Path) -> list[tuple[str, Any]]:
+    missing = sorted(_of_some_members(stack))
+    if missing:
+        raise ValueError(
+            f"only some members of a lazy stack have {', '.join(show((*path, k)) for k in missing)}; a row of this "
+            "storage has every key: give them all the same keys, or use a ListStorage. Nothing was written"
+        )
+    items = []
+    for key in stack.keys():  # noqa: SIM118
+        try:
+            items.append((key, stack._get_str(key, default=None)))
+        except RuntimeError as error:
+            raise ValueError(
+                f"{show((*path, key))} has different shapes in the members of a lazy stack, and a row of this storage "
+                f"has one: {error}. Nothing was written"
+            ) from error
+    return items
+
+
+def _of_some_members(stack: LazyStackedTensorDict) -> set[str]:
+    """The keys that not all members of a lazy stack have, at its root."""
+    every, shared = set[str](), set(stack.keys())
+    for member in stack.tensordicts:
+        every.update(member.keys())
+        if isinstance(member, LazyStackedTensorDict):
+            every |= _of_some_members(member)
+    return every - shared
 
 
 def _constant(obj: Any, path: Path) -> Any:
@@ -218,7 +267,7 @@ def _flatten(node: Node, obj: Any, path: Path, out: dict[int, Any]) -> None:
 
 def _matching(node: Node, obj: Any, path: Path) -> list[tuple[Node, Any, str]]:
     if isinstance(obj, TensorDictBase):
-        items = dict(sorted_items(obj))
+        items = dict(sorted_items(obj, path))
     elif isinstance(obj, dict):
         items = obj
     else:
@@ -267,6 +316,19 @@ def put_entry(batch: Any, key: str, value: Any) -> None:
         batch.set(key, value)
 
 
+def spread(value: Tensor, lead: int, within: tuple[int, ...]) -> Tensor:
+    """What is said of items `[*lead, ...]` for each of their steps: `[*lead, *within, ...]`, with memory of its own."""
+    first, rest = value.shape[:lead], value.shape[lead:]
+    return value.reshape((*first, *(1 for _ in within), *rest)).expand((*first, *within, *rest)).contiguous()
+
+
+def put_of_items(batch: Any, key: str, value: Any, lead: int = 1) -> None:
+    """One more entry, `[*lead, ...]`, of a batch whose items may have batch dimensions of their own."""
+    if isinstance(value, Tensor) and not isinstance(batch, dict) and len(batch.batch_size) > lead:
+        value = spread(value, lead, tuple(batch.batch_size[lead:]))
+    put_entry(batch, key, value)
+
+
 def entry(batch: Any, path: Path) -> Any:
     """What a TensorDict, dict or tensorclass holds at a path; None: nothing."""
     for key in path:
@@ -289,6 +351,8 @@ def as_tensor(value: Any, path: Path) -> Tensor:
     if isinstance(value, Tensor):
         return _plain(value, path)
     if isinstance(value, np.ndarray | np.generic):
+        if isinstance(value, np.ma.MaskedArray):
+            raise masked_array(show(path))
         if value.dtype.hasobject or value.dtype.kind in "USMmV":
             raise TypeError(f"{show(path)} is a numpy array of {value.dtype}, which no tensor holds; use a ListStorage")
         array = np.ascontiguousarray(value).reshape(np.shape(value))

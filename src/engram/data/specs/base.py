@@ -19,6 +19,33 @@ def as_device(device: Device) -> torch.device | None:
     return None if device is None else torch.device(device)
 
 
+def usable_device(device: Device, name: str) -> torch.device | None:
+    """The device of an argument; None stays None. CUDA is not initialised, so that processes may still be forked.
+
+    Raises:
+        ValueError: this machine, or this build of torch, has no such device.
+        TypeError: it is no device at all.
+    """
+    if device is None:
+        return None
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name}={device!r} is no device; give 'cpu', 'cuda:0' or a torch.device: {error}") from None
+    if wanted.type == "cuda":
+        there = torch.cuda.device_count()
+        if (wanted.index or 0) >= there:
+            built = "" if torch.version.cuda or torch.version.hip else ", and this torch was built without CUDA"
+            raise ValueError(f"{name}={device!r}: this process sees {there} CUDA devices{built}; use device='cpu'")
+    elif wanted.type not in ("cpu", "meta"):
+        try:
+            torch.empty(0, device=wanted)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise ValueError(f"{name}={device!r} cannot be used here: {error}") from error
+    return wanted
+
+
 def changed(shape: Sequence[int], change: Callable[[Tensor], Tensor]) -> torch.Size:
     """The shape of what `change` makes of a tensor of `shape`."""
     return change(torch.empty(()).expand(tuple(shape))).shape

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.indexing import inward, select
+from engram.data.replay_buffers.indexing import inward, select, tensor_of
 from engram.data.replay_buffers.samplers.base import Sampler, check_counts
 from engram.data.replay_buffers.utils import values_tensor
+from engram.errors import masked_array
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.lanes import Lanes
@@ -158,13 +159,15 @@ class HasPriorities(Sampler):
         Raises:
             ValueError: a priority is negative, NaN or infinite, or sizes differ. Nothing is changed.
             IndexError: an index lies outside the storage, or has not been written (with generations it is skipped).
+
+        Where whole trajectories are stored as items, what is given for an item's steps is reduced to one priority.
         """
         with self.lock:
             where, lanes = self._stored_in(storage)
             mine = self._following(where, lanes)
             if (
                 type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
-                and (generation is None or lanes.numbers is None)
+                and (generation is None or lanes.numbers is None) and not where.item_shape
                 and mine.set(lanes.store, index, priority, generation)
             ):  # fmt: skip
                 return
@@ -175,11 +178,14 @@ class HasPriorities(Sampler):
         slots, shape = self._slots(where, lanes, index)
         p = self._per_step(priority, len(slots), shape)
         if generation is not None:
-            generation = torch.as_tensor(generation).cpu().to(torch.int64).reshape(-1)
+            generation = _whole_numbers(generation)
             if len(generation) != len(slots):
                 raise ValueError(
                     f"{len(slots)} steps are indexed, {len(generation)} generations given; nothing was changed"
                 )
+        if where.item_shape:
+            slots, p, generation = _one_for_each_item(slots, p, generation, self.reduction)
+        if generation is not None:
             generation = lanes.counted(slots, generation).contiguous().numpy()
         self._priorities.set(lanes.store, slots.numpy(), p.numpy(), generation)
 
@@ -229,7 +235,7 @@ class HasPriorities(Sampler):
         if isinstance(index, slice | range) or (given is not None and given.dtype == torch.bool):
             found = select(lanes.store, index, storage.inner)
             return found.slots, found.shape
-        parts = [torch.as_tensor(i) for i in index] if isinstance(index, tuple) else [torch.as_tensor(index)]
+        parts = [tensor_of(i) for i in index] if isinstance(index, tuple) else [tensor_of(index)]
         if any(p.dtype == torch.bool or p.is_floating_point() or p.is_complex() for p in parts):
             raise IndexError(f"indices must be integers, found {[p.dtype for p in parts]}; nothing was changed")
         given = parts[0]
@@ -361,10 +367,52 @@ def _checked(name: str, value: Any) -> float:
 
 def _real(priority: Any) -> Tensor:
     """Priorities of any form as float64, of their shape."""
-    p = priority.detach().cpu().resolve_neg() if isinstance(priority, Tensor) else torch.from_numpy(np.array(priority))
+    if isinstance(priority, np.ma.MaskedArray):
+        raise masked_array("priority")
+    try:
+        if not isinstance(priority, Tensor):
+            p = torch.from_numpy(np.array(priority))
+        elif priority.layout is torch.strided:
+            p = priority.detach().cpu().resolve_neg()
+        else:
+            raise TypeError(f"a {priority.layout} tensor")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(
+            f"priorities are a number, or a dense tensor, array or list of numbers, found a {type(priority).__name__}: "
+            f"{priority!r:.80}; nothing was changed"
+        ) from None
     if p.is_complex():
         raise ValueError(f"priorities are real numbers, found {p.dtype}; nothing was changed")
     return p.to(torch.float64)
+
+
+def _one_for_each_item(
+    slots: Tensor, p: Tensor, generation: Tensor | None, reduction: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of items that are whole trajectories: what is given for each of their steps, reduced to one for each item.
+
+    An item is a slot, and a generation where they are given.
+    """
+    which = slots.unsqueeze(1) if generation is None else torch.stack([slots, generation], 1)
+    items, item = which.unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
+    counts = item.bincount(minlength=len(items)).tolist()
+    parts = p[item.argsort(stable=True)].split(counts)  # type: ignore[no-untyped-call]
+    reduced = torch.cat([_reduced(part.unsqueeze(0), reduction) for part in parts]) if counts else p
+    return items[:, 0].contiguous(), reduced, None if generation is None else items[:, 1].contiguous()
+
+
+def _whole_numbers(generation: Any) -> Tensor:
+    """Write numbers of any form: int64 [n]."""
+    try:
+        given = torch.as_tensor(generation).cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        given = None
+    if given is None or given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
+        raise TypeError(
+            f"generations are write numbers, int64, as info['generation'] has them, found a "
+            f"{type(generation).__name__}: {generation!r:.80}; nothing was changed"
+        )
+    return given.to(torch.int64).reshape(-1)
 
 
 def _reduced(p: Tensor, reduction: str) -> Tensor:

@@ -99,6 +99,11 @@ class Storage(abc.ABC):
         return ()
 
     @property
+    def item_shape(self) -> tuple[int, ...]:
+        """Batch dimensions of a stored item: `()` of steps, `(T,)` of whole trajectories of T steps."""
+        return ()
+
+    @property
     @abc.abstractmethod
     def nbytes(self) -> int:
         """Bytes of the storage, used or not; 0 before the first write."""

@@ -6,8 +6,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.data.replay_buffers.border import ItemBorder
@@ -18,8 +19,8 @@ from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.frozen import Changes, FrozenItems
 from engram.data.replay_buffers.storages.staging import StagedItems
-from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, with_entry
-from engram.errors import CheckpointMisfitError
+from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, spread, with_entry
+from engram.errors import CheckpointMisfitError, masked_array
 
 _NO_LIMIT = 1 << 40
 
@@ -121,6 +122,9 @@ class ListStorage(Storage):
         self._lanes.store.note_edits(slots)
 
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
+        absent = next((slot for slot in selection.slots.tolist() if slot >= len(self._items)), None)
+        if absent is not None:
+            raise IndexError(f"index {absent} has not been written; {len(self)} items are stored")
         rows = [items] if selection.shape == () else _split(items, 0)
         self.overwrite(selection.slots, rows, index_key)
 
@@ -141,6 +145,13 @@ class ListStorage(Storage):
             absent = [k for k, i in enumerate(found) if i >= n]
             generation = self._lanes.generations(slots) if numbers else None
             return [self._items[i] if i < n else None for i in found], None, absent or None, generation
+
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        """As the oldest item has it."""
+        oldest = self._items[0] if self._items else None
+        has_batch = isinstance(oldest, TensorDictBase) or hasattr(type(oldest), "_from_tensordict")
+        return tuple(oldest.batch_size) if has_batch else ()  # type: ignore[union-attr]
 
     def leaf(self, path: Path) -> LeafSpec | None:
         """As the oldest item has it."""
@@ -261,14 +272,32 @@ def copied(item: Any) -> Any:
     if isinstance(item, Tensor):
         return item.detach().clone()
     if isinstance(item, TensorDictBase) or hasattr(type(item), "_from_tensordict"):
-        return item.clone()
+        if not _has_graph(item):
+            return item.clone()
+        with torch.no_grad():
+            return item.clone()
     if type(item) is dict:
         return {k: copied(v) for k, v in item.items()}
     if type(item) in (list, tuple):
         return type(item)(copied(v) for v in item)
+    if isinstance(item, np.ma.MaskedArray):
+        raise masked_array("an entry of the data")
     if hasattr(item, "copy") and type(item).__module__ == "numpy":
         return item.copy()
     return item
+
+
+def _has_graph(item: Any) -> bool:
+    """Whether a copy of a TensorDict or tensorclass might keep what its values were computed from."""
+    if type(item) is not TensorDict:
+        return True
+    for value in item._tensordict.values():
+        if type(value) is Tensor:  # `isinstance` would run Python code for anything else
+            if value.requires_grad:
+                return True
+        elif _has_graph(value):
+            return True
+    return False
 
 
 def _split(items: Any, time_dim: int) -> list[Any]:
@@ -276,6 +305,10 @@ def _split(items: Any, time_dim: int) -> list[Any]:
     if isinstance(items, list):
         return items
     if isinstance(items, Tensor | TensorDictBase) or hasattr(type(items), "_from_tensordict"):
+        if not items.shape:
+            raise ValueError(
+                f"extend takes a batch, found a single {type(items).__name__}; use add. Nothing was written"
+            )
         return list(items.unbind(time_dim))
     if isinstance(items, dict):
         parts = {k: _split(v, time_dim) for k, v in items.items()}
@@ -288,7 +321,10 @@ def _split(items: Any, time_dim: int) -> list[Any]:
     try:
         return list(items)
     except TypeError:
-        raise TypeError(f"extend takes a batch or a list of items, found a {type(items).__name__}; use add") from None
+        raise TypeError(
+            f"extend takes a batch or a list of items, found a {type(items).__name__} ({items!r:.80}); use add. "
+            "Nothing was written"
+        ) from None
 
 
 def _same_length(parts: dict[Any, list[Any]]) -> None:
@@ -299,7 +335,7 @@ def _same_length(parts: dict[Any, list[Any]]) -> None:
 
 def _with_index(item: Any, key: str, slot: Tensor) -> Any:
     if isinstance(item, TensorDictBase | dict) or (hasattr(item, "_from_tensordict") and hasattr(item, key)):
-        return with_entry(item, key, slot)
+        return with_entry(item, key, slot if isinstance(item, dict) else spread(slot, 0, tuple(item.batch_size)))
     return item
 
 

@@ -186,9 +186,11 @@ class TableStorage(SavedTable):
             table = self._ensure(items, batch_dims, time_dim, index_key)
         extra: tuple[str, Any] | None = None
         if index is not None and index_key is not None:
-            extra = (index_key, index[0] if single else index) if self._stores(index_key) else None
+            own = index[0] if single else index
+            extra = (index_key, self._of_each_step(own)) if self._stores(index_key) else None
         elif index_key is not None:
-            extra = (index_key, self._own_index(items, batch_dims, time_dim))
+            own_index = self._own_index(items, batch_dims, time_dim)
+            extra = (index_key, self._of_each_step(own_index) if table.layout.within else own_index)
         plan = table.plan(items, batch_dims, time_dim, extra)
         steps = len(plan[0]) if isinstance(plan, list) else plan.steps
         if steps == 0:
@@ -223,6 +225,12 @@ class TableStorage(SavedTable):
         index = torch.stack(tuple(self.outward(slots)), -1).reshape(steps, self._lanes.strands, self.ndim)
         return index[0] if time_dim < 0 else index if time_dim == 0 else index.transpose(0, 1)
 
+    def _of_each_step(self, index: Tensor | int) -> Tensor:
+        """The index of items as each of their steps stores it, where items have batch dimensions of their own."""
+        assert self._table is not None
+        at, within = torch.as_tensor(index), self._table.layout.within
+        return trees.spread(at, at.ndim - (self.ndim > 1), within) if within else at
+
     def _stores(self, key: str) -> bool:
         assert self._table is not None
         return any(leaf.path == (key,) for leaf in self._table.layout.leaves)
@@ -247,7 +255,8 @@ class TableStorage(SavedTable):
             items = _repeat(items, n)
         if index_key is not None and self._stores(index_key):
             own = self.outward(slots)
-            items = trees.with_entry(items, index_key, torch.stack(own, -1) if isinstance(own, tuple) else own)
+            index = torch.stack(own, -1) if isinstance(own, tuple) else own
+            items = trees.with_entry(items, index_key, self._of_each_step(index))
         if isinstance(self._table, ColumnTable):
             plan: Any = layout.fitting(items, 1)
             count = len(plan[0])
@@ -301,6 +310,10 @@ class TableStorage(SavedTable):
         """The rows; None before the first write."""
         return self._table
 
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        return () if self._table is None else self._table.layout.within
+
     def leaf(self, path: trees.Path) -> LeafSpec | None:
         leaves = () if self._table is None else self._table.layout.leaves
         return next((leaf for leaf in leaves if leaf.path == path), None)
@@ -320,7 +333,7 @@ def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
         raise TypeError(f"a {found} has no place for {key!r}; use RoundRobinWriter, which stores no index")
     root = layout.root.children[0] if layout.root.kind == "class" else layout.root
     leaves = list(layout.leaves)
-    index = LeafSpec((key,), torch.int64, () if ndim == 1 else (ndim,))
+    index = LeafSpec((key,), torch.int64, (*root.batch, *(() if ndim == 1 else (ndim,))))
     if key in root.keys:
         node = root.children[root.keys.index(key)]
         leaves[node.leaf] = index
@@ -368,10 +381,10 @@ def _is_single(layout: RowLayout, items: Any) -> bool:
     return np.ndim(value) == len(leaf.shape)
 
 
-def _repeat(items: Any, n: int) -> Any:
+def _repeat(items: Any, n: int, path: trees.Path = ()) -> Any:
     if isinstance(items, dict):
-        return {k: _repeat(v, n) for k, v in items.items()}
+        return {k: _repeat(v, n, (*path, k)) for k, v in items.items()}
     if isinstance(items, list | tuple):
-        return type(items)(_repeat(v, n) for v in items)
-    items = items if hasattr(items, "expand") else torch.as_tensor(items)
+        return type(items)(_repeat(v, n, (*path, i)) for i, v in enumerate(items))
+    items = items if hasattr(items, "expand") else trees.as_tensor(items, path)
     return items.expand(n, *items.shape)

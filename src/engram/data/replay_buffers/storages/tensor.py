@@ -17,6 +17,7 @@ from engram.data.replay_buffers.rows import RowTable
 from engram.data.replay_buffers.storages.base import log
 from engram.data.replay_buffers.storages.sharing import share_descriptor, store_of_descriptor
 from engram.data.replay_buffers.storages.table import TableStorage
+from engram.data.specs.base import usable_device
 from engram.errors import StorageError
 
 
@@ -31,6 +32,7 @@ class LazyTensorStorage(TableStorage):
         lanes: how many processes may append.
 
     Raises:
+        ValueError: a setting that is not allowed, or there is no such device.
         StorageError: at the first write, with the numbers, when memory cannot hold it.
 
     Example:
@@ -53,7 +55,7 @@ class LazyTensorStorage(TableStorage):
         checkpointer: Any = None,
     ) -> None:
         super().__init__(max_size, ndim, checkpointer, lanes)
-        self.device = torch.device(device)
+        self.device = _device(device)
         self.shared = shared
         if self.device.type != "cpu" and (shared or lanes > 1):
             raise ValueError(f"a storage on {self.device} belongs to one process: shared and lanes need device='cpu'")
@@ -117,7 +119,7 @@ class TensorStorage(TableStorage):
         ndim: batch dimensions.
 
     Raises:
-        ValueError: `max_size` or `ndim` do not fit the data.
+        ValueError: `max_size` or `ndim` do not fit the data, or there is no such device.
 
     Example:
         >>> data = torch.arange(10)
@@ -147,9 +149,9 @@ class TensorStorage(TableStorage):
             raise ValueError("the data have no steps: there is nothing to store in")
         super().__init__(count, ndim, checkpointer)
         if device is not None:
-            tensors = [t.to(device) for t in tensors]
+            tensors = [t.to(_device(device)) for t in tensors]
         layout = RowLayout.of(_first_step(storage), ndim)
-        layout.root = root
+        layout.take_root(root)
         self._inner = tuple(lead[1:])
         self._lanes = Lanes.in_memory(lead[0], _count(self._inner))
         self._lanes.mutex = self.mutex
@@ -163,6 +165,14 @@ class TensorStorage(TableStorage):
 
     def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
         raise AssertionError("made in __init__")
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """Where rows are to be kept. ValueError, TypeError: they cannot be kept there."""
+    found = usable_device(device, "device")
+    if found is None or found.type == "meta":
+        raise ValueError(f"device={device!r}: a storage keeps its rows in memory, 'cpu' or that of a GPU")
+    return found
 
 
 def _count(shape: tuple[int, ...]) -> int:
