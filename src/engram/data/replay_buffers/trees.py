@@ -319,7 +319,7 @@ def put_entry(batch: Any, key: str, value: Any) -> None:
 def spread(value: Tensor, lead: int, within: tuple[int, ...]) -> Tensor:
     """What is said of items `[*lead, ...]` for each of their steps: `[*lead, *within, ...]`, with memory of its own."""
     first, rest = value.shape[:lead], value.shape[lead:]
-    return value.reshape(*first, *(1 for _ in within), *rest).expand(*first, *within, *rest).contiguous()
+    return value.reshape((*first, *(1 for _ in within), *rest)).expand((*first, *within, *rest)).contiguous()
 
 
 def put_of_items(batch: Any, key: str, value: Any, lead: int = 1) -> None:
