@@ -41,6 +41,11 @@ class DrawnRows {
   // Of a follower that has looked just before the draw.
   explicit DrawnRows(const Follower& follower) : first_(follower) {}
 
+  // Whether all rows still are as they were drawn: call after the rows were copied.
+  bool lasts(const Store& store) const {
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return later_.empty() && first_.lasts(store);
+  }
   // Places in the batch whose slots hold other rows than those that were drawn, or rows that were changed in place: call
   // after the rows were copied.
   std::vector<uint32_t> stale(const Store& store, const int64_t* slots, size_t n) const {

@@ -171,6 +171,7 @@ inline nb::object draw_by_priority(Priorities& self, const Store& store, nb::han
 
 // Places whose rows are not those that were drawn; None: there are none.
 inline nb::object stale_places(const DrawnRows& drawn, const Store& store, nb::handle slots_in) {
+  if (drawn.lasts(store)) return nb::none();
   const SlotsArg slots(nb::borrow(slots_in));
   return positions(drawn.stale(store, slots.data, slots.n));
 }

@@ -245,6 +245,7 @@ def test_a_policy_that_gives_no_tensor_is_told_so_at_whichever_step(envs, found,
         with pytest.raises(
             ValueError, match=rf"action is not what the environment takes.\n.*a {kind} instead of a tensor"
         ):
+            collector.rollout()  # the rows of before come first
             collector.rollout()
 
 

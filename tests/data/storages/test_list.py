@@ -120,3 +120,20 @@ def test_a_bad_size_is_refused(size):
 def test_it_cannot_be_sent_to_another_process_and_says_what_can():
     with pytest.raises(StorageError, match="LazyTensorStorage"):
         ForkingPickler.dumps(ListStorage(3))
+
+
+def test_a_place_that_is_not_there_leaves_the_others_as_they_were():
+    rb = ReplayBuffer(storage=ListStorage(5), collate_fn=list)
+    rb.extend(["a", "b"])
+    with pytest.raises(IndexError, match="index 3 has not been written"):
+        rb[torch.tensor([0, 3])] = ["x", "y"]
+    with pytest.raises(TypeError, match="masked array"):
+        rb[torch.tensor([0, 1])] = ["x", np.ma.masked]
+    assert rb[:] == ["a", "b"]
+
+
+def test_one_item_is_written_at_every_index():
+    rb = ReplayBuffer(storage=ListStorage(5), collate_fn=list)
+    rb.extend(torch.arange(3))
+    rb[torch.tensor([0, 2])] = torch.tensor(7)
+    assert [int(item) for item in rb[:]] == [7, 1, 7]

@@ -23,6 +23,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
             has priorities, in data that are written (steps without the key get the priority of new ones).
         Others: as ReplayBuffer; the default writer is `TensorDictRoundRobinWriter`.
 
+    Items may be whole trajectories: `extend` of a TensorDict `[3, 4]` stores 3 items of 4 steps (with ndim=1), a sample
+    of two is `[2, 4]`, and `"index"` and `"priority_weight"` say the same for each step of an item. What
+    `update_tensordict_priority` gets for an item's steps is reduced to one priority (the sampler's `reduction`).
+
     Example:
         >>> rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
         >>> _ = rb.extend(TensorDict({"obs": torch.arange(10.0)}, [10]))

@@ -105,7 +105,8 @@ class Sampler(abc.ABC):
 
         Raises RuntimeError for an empty storage, before anything is drawn.
         """
-        if storage.lanes is None or not (len(storage.lanes) or len(storage)):
+        lanes = storage.lanes
+        if lanes is None or not (len(lanes) or len(storage)):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         with drawing:
             return self._seed.random_(generator=self._generator)

@@ -113,20 +113,23 @@ class ListStorage(Storage):
         self._lanes.store.note_edits(slots)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+        absent = [slot for slot in slots.tolist() if not 0 <= slot < len(self._items)]
+        if absent:
+            raise IndexError(f"index {absent[0]} has not been written; {len(self)} items are stored")
         rows = _split(items, 0)
         if len(rows) != len(slots):
             raise ValueError(f"{len(slots)} items are indexed, {len(rows)} given; nothing was written")
-        for slot, item in zip(slots, rows, strict=True):
-            own = item if index_key is None else _with_index(item, index_key, slot)
-            self._items[int(slot)] = copied(own)
+        pairs = zip(rows, slots, strict=True)
+        own = [copied(row if index_key is None else _with_index(row, index_key, slot)) for row, slot in pairs]
+        for slot, item in zip(slots.tolist(), own, strict=True):
+            self._items[slot] = item
         self._lanes.store.note_edits(slots)
 
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
-        absent = next((slot for slot in selection.slots.tolist() if slot >= len(self._items)), None)
-        if absent is not None:
-            raise IndexError(f"index {absent} has not been written; {len(self)} items are stored")
-        rows = [items] if selection.shape == () else _split(items, 0)
-        self.overwrite(selection.slots, rows, index_key)
+        has_shape = isinstance(items, Tensor | TensorDictBase) or hasattr(type(items), "_from_tensordict")
+        if selection.shape == () or (has_shape and not items.shape):
+            items = [items] * len(selection.slots)  # one item is written at every index
+        self.overwrite(selection.slots, items, index_key)
 
     def read(
         self,
@@ -335,7 +338,8 @@ def _same_length(parts: dict[Any, list[Any]]) -> None:
 
 def _with_index(item: Any, key: str, slot: Tensor) -> Any:
     if isinstance(item, TensorDictBase | dict) or (hasattr(item, "_from_tensordict") and hasattr(item, key)):
-        return with_entry(item, key, slot if isinstance(item, dict) else spread(slot, 0, tuple(item.batch_size)))
+        within = () if isinstance(item, dict) else tuple(item.batch_size)
+        return with_entry(item, key, spread(slot, 0, within) if within else slot)
     return item
 
 
