@@ -60,6 +60,7 @@ NB_MODULE(_native, m) {
         "extra"_a.none() = nb::none(), "mapped"_a = false, "numbers"_a = false, "parts"_a.none() = nb::none());
   m.def("joint_index", &joint_index, "slots"_a, "members"_a);
   m.def("pool_bytes", [] { return BlockPool::instance().kept(); });
+  m.def("empty_pool", [] { BlockPool::instance().empty(); });
 
   nb::class_<Plan>(m, "Plan")
       .def_ro("steps", &Plan::steps)

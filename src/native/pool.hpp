@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 namespace engram {
 
@@ -68,6 +69,17 @@ class BlockPool {
     std::free(b);
   }
   size_t kept() const { return kept_; }
+  // Gives what is kept back to the system.
+  void empty() {
+    for (Block*& list : free_) {
+      lock();
+      Block* b = list;
+      list = nullptr;
+      for (Block* one = b; one; one = one->next) kept_ -= class_bytes(one->size_class);
+      unlock();
+      while (b) std::free(std::exchange(b, b->next));
+    }
+  }
 
  private:
   // Four classes for each doubling from 1 KB to 1 GB.

@@ -14,11 +14,14 @@
 
 namespace {
 
-bool armed = false;
+bool armed = false, for_good = false;
 pthread_t thread;
 long counted = 0, failing = 0;
 
-bool fails() { return armed && pthread_equal(pthread_self(), thread) && ++counted == failing; }
+bool fails() {
+  if (!armed || !pthread_equal(pthread_self(), thread)) return false;
+  return ++counted == failing || (for_good && failing && counted > failing);
+}
 
 void* failing_new(size_t n) {
   if (fails()) throw std::bad_alloc();
@@ -112,8 +115,10 @@ int alloc_hook(const char* path) {
   ::dl_iterate_phdr(look, &search);
   return search.hooked;
 }
-// The `at`-th allocation that this thread makes from here on fails, once; 0: they are only counted.
-void alloc_arm(long at) { thread = ::pthread_self(), counted = 0, failing = at, armed = true; }
+// The `at`-th allocation that this thread makes from here on fails, with `rest` all after it, too; 0: they are counted.
+void alloc_arm(long at, bool rest) {
+  thread = ::pthread_self(), counted = 0, failing = at, for_good = rest, armed = true;
+}
 // Ends that; how many there were.
 long alloc_disarm() {
   armed = false;
