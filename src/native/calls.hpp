@@ -494,6 +494,19 @@ inline void set_border(Store& store, const Codec& codec, const std::vector<std::
   store.set_border(std::move(rule));
 }
 
+// In the middle of a restore, whose rows would be lost if it ended here: takes no memory, as far as bits are set.
+inline void set_seams(const Store& store, uint64_t lane, uint64_t base, uint64_t published, nb::list at) {
+  auto number = [&](uint64_t i) {
+    uint64_t w = 0;
+    if (!nb::try_cast(at[i], w)) throw nb::type_error("seams are write numbers");
+    return w;
+  };
+  const uint64_t n = nb::len(at);
+  for (uint64_t i = 0; i < n; ++i)
+    if (number(i) < number(i ? i - 1 : 0)) throw nb::value_error("seams do not rise");
+  store.set_seams(lane, base, published, n, number);
+}
+
 inline nb::dict lane_state(const Store& store, uint64_t l) {
   check_lane(store, l);
   const LaneHeader& h = store.lanes.lane(l);

@@ -118,12 +118,13 @@ class Lanes {
     h.base.store(base);
     h.durable.store(base);
   }
-  // Trajectories begin at these of the rows [base, published), and at no others.
-  void set_seams(uint64_t l, uint64_t base, uint64_t published, const std::vector<uint64_t>& at) const {
+  // Trajectories begin at those of the rows [base, published) that at(0), ..., at(n - 1) say, and at no others.
+  template <typename At>
+  void set_seams(uint64_t l, uint64_t base, uint64_t published, uint64_t n, At&& at) const {
     const Protocol lane = protocol(l);
     lane.mark(base, published - base, false);
-    for (uint64_t w : at)
-      if (w >= base && w < published) lane.mark(w, 1, true);
+    for (uint64_t i = 0; i < n; ++i)
+      if (const uint64_t w = at(i); w >= base && w < published) lane.mark(w, 1, true);
   }
   // Finishes an `empty` that a kill interrupted, and empties what an interrupted `loads` left.
   void mend() const {

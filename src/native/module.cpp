@@ -190,13 +190,12 @@ NB_MODULE(_native, m) {
         s.add_seam(l, number);
       }, "lane"_a, "number"_a)
       .def("set_seams", [](const Store& s, uint64_t l, uint64_t base, uint64_t published,
-                           const std::vector<uint64_t>& at) {
+                           nb::typed<nb::list, uint64_t> at) {
         s.must_be_writable();
         check_lane(s, l);
         if (base > published) throw nb::value_error("base lies above published");
         if (published - base > s.shape().lane_capacity) throw nb::value_error("more rows than the lane has room for");
-        if (!std::is_sorted(at.begin(), at.end())) throw nb::value_error("seams do not rise");
-        s.set_seams(l, base, published, at);
+        set_seams(s, l, base, published, at);
       }, "lane"_a, "base"_a, "published"_a, "at"_a)
       .def("set_border", &set_border, "codec"_a, "entries"_a, "done"_a, "either"_a, "id"_a.none())
       .def("after_fork", &Store::after_fork)

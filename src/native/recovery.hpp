@@ -289,7 +289,7 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
 // A kill in here is no harm: the next `open` scans again and finds the same block.
 inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
   LaneHeader& h = store.lanes.lane(l);
-  store.set_seams(l, scan.base, scan.published, scan.seams);
+  store.set_seams(l, scan.base, scan.published, scan.seams.size(), [&](uint64_t i) { return scan.seams[i]; });
   h.claimed.store(scan.published), h.published.store(scan.published);
   h.base.store(scan.base);
   h.durable.store(scan.published);

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <numeric>
 
 #include "store.hpp"
@@ -31,7 +32,8 @@ class RowRestorer {
     const uint64_t whole_pages = kPage / std::gcd(stride_, uint64_t{kPage});  // so many rows end where a page ends
     if (per_piece_ > whole_pages) per_piece_ -= per_piece_ % whole_pages;
     // Zeros once: rows lie at the same places in each piece, and nothing is ever put between them.
-    if (store.file_is_there()) piece_ = std::make_unique<uint8_t[]>(per_piece_ * stride_);
+    // Without memory for them rows go through the map: a restore that ended here would have cost those of before.
+    if (store.file_is_there()) piece_.reset(new (std::nothrow) uint8_t[per_piece_ * stride_]());
   }
 
   // Rows with write numbers from `start` on, whose seams have been set, at most as many as the lane has room for. Returns 0, or the error number

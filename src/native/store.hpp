@@ -143,11 +143,11 @@ struct FileCutShort : std::runtime_error {
 // rows are kept elsewhere, all of them, which leave with their rows.
 class SeamNotes {
  public:
-  void reset(uint64_t lanes) {
+  void use(uint64_t lanes) { next_ = std::make_unique<std::atomic<bool>[]>(lanes), listed_.resize(lanes); }
+  // Takes no memory: who forgets them is in the middle of a change.
+  void forget() {
     const std::lock_guard<std::mutex> guard(mutex_);
-    if (!next_ || lanes != listed_.size()) next_ = std::make_unique<std::atomic<bool>[]>(lanes);
-    for (uint64_t l = 0; l < lanes; ++l) next_[l].store(false, std::memory_order_relaxed);
-    listed_.assign(lanes, {});
+    for (uint64_t l = 0; l < listed_.size(); ++l) next_[l].store(false, std::memory_order_relaxed), listed_[l].clear();
   }
   bool next(uint64_t l) const { return next_[l].load(std::memory_order_relaxed); }
   void set_next(uint64_t l, bool next) { next_[l].store(next, std::memory_order_relaxed); }
@@ -158,9 +158,12 @@ class SeamNotes {
     const auto place = std::lower_bound(seams.begin(), seams.end(), at);
     if (place == seams.end() || *place != at) seams.insert(place, at);
   }
-  void replace(uint64_t l, const std::vector<uint64_t>& at, uint64_t published) {
+  // Those of n rising numbers at(i) that lie below `published`.
+  template <typename At>
+  void replace(uint64_t l, uint64_t n, At&& at, uint64_t published) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    listed_[l].assign(at.begin(), std::lower_bound(at.begin(), at.end(), published));
+    listed_[l].clear();
+    for (uint64_t i = 0; i < n && at(i) < published; ++i) listed_[l].push_back(at(i));
   }
   std::vector<uint64_t> of(uint64_t l, uint64_t from, uint64_t to) const {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -271,12 +274,14 @@ class Store {
     return found;
   }
   // Before the rows of a load are put: trailers carry their seams. One at `published` is that of the next row.
-  void set_seams(uint64_t l, uint64_t base, uint64_t published, const std::vector<uint64_t>& at) const {
-    lanes.set_seams(l, base, published, at);
-    seams_.replace(l, shape().seams_bytes ? std::vector<uint64_t>() : at, published);
-    seams_.set_next(l, published > base && !at.empty() && at.back() == published);
+  // They are at(0), ..., at(n - 1), rising.
+  template <typename At>
+  void set_seams(uint64_t l, uint64_t base, uint64_t published, uint64_t n, At&& at) const {
+    lanes.set_seams(l, base, published, n, at);
+    seams_.replace(l, shape().seams_bytes ? 0 : n, at, published);
+    seams_.set_next(l, published > base && n > 0 && at(n - 1) == published);
   }
-  void forget_seams() const { seams_.reset(shape().lanes); }
+  void forget_seams() const { seams_.forget(); }
   void after_fork() const { seams_.after_fork(); }
 
   // ---- the border between what is stored and what is appended ----
@@ -380,7 +385,7 @@ class Store {
   void ready(const Shape& shape) {
     lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))),
                   reinterpret_cast<Counter*>(at(shape.seams_offset)), shape, fd_ >= 0);
-    seams_.reset(shape.lanes);
+    seams_.use(shape.lanes);
     id_crc_ = crc32c(0, shape.store_id, 16);
     watched_ = fd_ >= 0 && !cannot_shrink(fd_);
   }

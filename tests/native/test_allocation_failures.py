@@ -199,7 +199,7 @@ def save(sampler: str) -> World:
 
 def load(storage: str, sampler: str, rows: int = 80) -> World:
     path = folder() / "saved"
-    buffer("memory", sampler, rows=40).dumps(path)
+    buffer("list" if storage == "list" else "memory", sampler, rows=40).dumps(path)
     rb = buffer(storage, sampler, rows)
 
     def found() -> dict[str, Any]:

@@ -101,7 +101,7 @@ class SavedTable(Storage):
         said = []
         lanes = counters["lanes"]
         if layout is not None:
-            saved = RowLayout.from_json(layout)
+            saved = self._saved_layout(layout)
             if layout.get("ndim", 1) != self.ndim:
                 said.append(f"ndim is {self.ndim} here, {layout.get('ndim', 1)} there")
             if self._table is not None:
@@ -131,21 +131,29 @@ class SavedTable(Storage):
         self._made_for_restore = self._table is None and layout is not None
         if self._table is None and layout is not None:
             self._adopt(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
+        # From here on rows of before are being lost: whatever may fail comes first.
+        self._order = None if layout is None or self._table is None else self._order_in(layout)
+        self._restoring = counters
         if self._lanes is not None:
             self._lanes.hold()
             self._lanes.store.begin_restore()
-        self._restoring = counters
         if self._lanes is not None:
             for i, lane in enumerate(counters["lanes"]):
                 shift = self._shift(i)
                 seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
                 self._lanes.store.set_seams(i, lane["base"] - shift, lane["published"] - shift, seams)
-        self._order = None if layout is None or self._table is None else self._order_in(layout)
+
+    def _saved_layout(self, saved: dict[str, Any]) -> RowLayout:
+        """What was saved; where it is this storage's own, that one: rows go back where there is no memory for another."""
+        mine = None if self._table is None else self._table.layout
+        if mine is not None and isinstance(saved, dict) and mine.to_json().items() <= saved.items():
+            return mine
+        return RowLayout.from_json(saved)
 
     def _order_in(self, layout: dict[str, Any]) -> Any:
         """Where a saved row has each byte of ours: the same keys may have been written in another order there."""
         assert self._table is not None
-        return self._table.layout.order_in(RowLayout.from_json(layout))
+        return self._table.layout.order_in(self._saved_layout(layout))
 
     def write_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Takes rows [strands, n, row bytes] with write numbers from `start` on."""
