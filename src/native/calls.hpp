@@ -333,35 +333,58 @@ inline nb::tuple gather_into(Store& store, const Codec& codec, nb::handle slots_
   return finish_read(nb::none(), reading, numbers);
 }
 
-// `rows_in`: the row of the plan that each slot takes; None: one after the other.
-inline void overwrite(Store& store, nb::handle slots_in, const Plan& plan, nb::handle rows_in) {
-  store.must_be_writable();
-  const SlotsArg given(nb::borrow(slots_in));
-  const std::vector<int64_t> slots(given.data, given.data + given.n);  // what is checked is what is written
-  std::vector<int64_t> rows;
-  if (!rows_in.is_none()) {
-    const SlotsArg chosen(nb::borrow(rows_in));
-    rows.assign(chosen.data, chosen.data + chosen.n);
-    for (int64_t row : rows)
-      if (static_cast<uint64_t>(row) >= plan.steps) throw nb::index_error("a row lies outside the batch");
+// Rows that are to replace stored ones: made with all the memory that `write` needs. The caller keeps store and plan.
+class Replacement {
+ public:
+  // `rows_in`: the row of the plan that each slot takes; None: one after the other.
+  Replacement(Store& store, nb::handle slots_in, const Plan& plan, nb::handle rows_in)
+      : store_(store), plan_(plan), writer_(store) {
+    store.must_be_writable();
+    const SlotsArg given(nb::borrow(slots_in));
+    slots_.assign(given.data, given.data + given.n);  // what is checked is what is written
+    if (!rows_in.is_none()) {
+      const SlotsArg chosen(nb::borrow(rows_in));
+      rows_.assign(chosen.data, chosen.data + chosen.n);
+      chosen_ = true;
+      for (int64_t row : rows_)
+        if (static_cast<uint64_t>(row) >= plan.steps) throw nb::index_error("a row lies outside the batch");
+    }
+    const Shape& s = store.shape();
+    if (plan.strands != 1 || (chosen_ ? rows_.size() : plan.steps) != slots_.size())
+      throw nb::value_error("one row for each slot");
+    for (const LeafSource& leaf : plan.leaves)
+      if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
+    for (int64_t slot : slots_)
+      if (static_cast<uint64_t>(slot) >= store.slots()) refuse_slots(store);
+    numbers_.reserve(s.lanes);
+    writer_.prepare(slots_.data(), slots_.size(), plan.leaves.size());
   }
-  const Shape& s = store.shape();
-  if (plan.strands != 1 || (rows_in.is_none() ? plan.steps : rows.size()) != slots.size())
-    throw nb::value_error("one row for each slot");
-  for (const LeafSource& leaf : plan.leaves)
-    if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
-  store.check_file();
-  std::vector<SlotNumbers> numbers;
-  for (uint64_t l = 0; l < s.lanes; ++l) numbers.emplace_back(store.lanes.view(l), s.lane_capacity);
-  for (int64_t given_slot : slots) {
-    const auto slot = static_cast<uint64_t>(given_slot);
-    if (slot >= store.slots()) refuse_slots(store);
-    const uint64_t time = slot / s.strands;
-    uint64_t number = 0;
-    if (!numbers[time / s.lane_capacity].find(time % s.lane_capacity, number))
-      throw nb::index_error(("slot " + std::to_string(slot) + " has not been written").c_str());
+  // Every slot must hold a row by now.
+  void write() {
+    store_.must_be_writable();
+    const Shape& s = store_.shape();
+    numbers_.clear();
+    for (uint64_t l = 0; l < s.lanes; ++l) numbers_.emplace_back(store_.lanes.view(l), s.lane_capacity);
+    for (int64_t slot : slots_) {
+      const uint64_t time = static_cast<uint64_t>(slot) / s.strands;
+      uint64_t number = 0;
+      if (!numbers_[time / s.lane_capacity].find(time % s.lane_capacity, number))
+        throw nb::index_error(("slot " + std::to_string(slot) + " has not been written").c_str());
+    }
+    writer_.write(slots_.data(), slots_.size(), plan_.leaves, chosen_ ? rows_.data() : nullptr);
   }
-  InPlaceWriter(store).write(slots.data(), slots.size(), plan.leaves, rows_in.is_none() ? nullptr : rows.data());
+
+ private:
+  Store& store_;
+  const Plan& plan_;
+  std::vector<int64_t> slots_, rows_;
+  bool chosen_ = false;
+  std::vector<SlotNumbers> numbers_;
+  InPlaceWriter writer_;
+};
+
+inline void overwrite(Store& store, nb::handle slots, const Plan& plan, nb::handle rows) {
+  Replacement(store, slots, plan, rows).write();
 }
 
 // Changes of rows that are kept elsewhere: followers look at these slots again.

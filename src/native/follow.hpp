@@ -31,10 +31,11 @@ class Follower {
     // Before the counters: an edit that comes after this is seen next time, and of a row that was taken in by then.
     const uint64_t log_head = h.log_head.load(std::memory_order_acquire);
     if (!follows(store, incarnation) || log_head < log_ || log_head - log_ > kLogEntries) {
-      seen_.assign(s.lanes, {});
+      std::vector<Seen> none(s.lanes);
+      visitor.restart(store);  // where it has no memory, the next look begins with it again
+      seen_.swap(none);
       std::memcpy(id_, s.store_id, sizeof id_);
       incarnation_ = incarnation, log_ = log_head, started_ = true;
-      visitor.restart(store);
     }
     for (uint64_t l = 0; l < s.lanes; ++l) {
       const LaneView view = store.lanes.view(l);

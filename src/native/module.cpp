@@ -100,6 +100,8 @@ NB_MODULE(_native, m) {
       }, "lane"_a)
       .def_prop_ro("preserved_bytes", [](SharedPass& shared) { return shared.pass->preserved_bytes(); });
 
+  nb::class_<Replacement>(m, "Replacement").def("write", &Replacement::write);
+
   nb::class_<Store>(m, "Store")
       .def_static("create", [](int fd, uint64_t lanes, uint64_t lane_capacity, uint64_t strands, uint64_t payload_bytes,
                                uint64_t alignment, bool trailer, nb::bytes layout, nb::bytes store_id) {
@@ -295,6 +297,9 @@ NB_MODULE(_native, m) {
       .def("end_save", &Store::end_save)
       .def_prop_ro("saving", [](const Store& s) { return s.saving() != nullptr; })
       .def("overwrite", &overwrite, "slots"_a, "plan"_a, "rows"_a.none() = nb::none())
+      .def("prepare_overwrite", [](Store& s, nb::handle slots, const Plan& plan, nb::handle rows) {
+        return std::make_unique<Replacement>(s, slots, plan, rows);
+      }, "slots"_a, "plan"_a, "rows"_a.none() = nb::none(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 3>())
       .def("note_edits", &note_edits, "slots"_a)
       .def("generations", [](const Store& s, nb::handle slots) { return generations(s, slots); }, "slots"_a)
       .def("uniform", &uniform, "seed"_a, "n"_a);

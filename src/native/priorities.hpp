@@ -306,9 +306,9 @@ class Priorities {
     Priorities& self;
     const Store& store;
     void restart(const Store&) {
+      self.start(store);
       self.edited_.clear();
       if (!self.same_store_) self.seen_ = self.latest_ = 1, self.skipped_ = 0;
-      self.start(store);
     }
     void vanished(uint64_t lane, uint64_t from, uint64_t to) { self.fill(store.shape(), lane, from, to, {}); }
     void rows(uint64_t lane, uint64_t from, uint64_t to) {

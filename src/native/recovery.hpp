@@ -18,13 +18,10 @@ class InPlaceWriter {
   // A power cut in the middle of an edit of a flushed row must not tear it: it would cut the lane's block of whole rows
   // in two. Such edits wait for the disk, once for the redo area and once for the rows.
   void write(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, const int64_t* rows = nullptr) {
+    prepare(slots, n, leaves.size());
     const Shape& s = store_.shape();
     const bool redo = s.redo_bytes > 0;
-    const size_t room = redo ? std::max<size_t>(1, (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride)) : 1024;
-    const size_t batch = std::min<size_t>(room, kLogBatch);
-    // All memory first: nothing of a change may be made when a part of it cannot be.
-    reserve(std::min(batch, n), leaves.size());
-    for (size_t i = 0; i < n && store_.saving(); ++i) preserve(*store_.saving(), static_cast<uint64_t>(slots[i]));
+    const size_t batch = batch_rows();
     for (size_t done = 0; done < n; done += batch) {
       const size_t take = std::min(batch, n - done);
       stage(slots + done, take, leaves, done, rows);
@@ -45,6 +42,14 @@ class InPlaceWriter {
         throw SyncFailed(redo_header()->state.load() ? "changed rows, which the next change brings to the disk first"
                                                      : "a change of rows, which was not made");
     }
+  }
+
+  // Takes all the memory that `write` will need: nothing of a change may be made when a part of it cannot be.
+  void prepare(const int64_t* slots, size_t n, size_t leaves) {
+    const size_t rows = std::min(batch_rows(), n);
+    staged_.reserve(rows * store_.shape().row_stride);
+    physical_.reserve(rows), rows_.reserve(rows), copies_.reserve(leaves);
+    for (size_t i = 0; i < n && store_.saving(); ++i) preserve(*store_.saving(), static_cast<uint64_t>(slots[i]));
   }
 
   // Enters changes of rows that are kept elsewhere in the log.
@@ -108,9 +113,11 @@ class InPlaceWriter {
     // Not where the slots are entered already, and others behind them by now.
     if (store_.header()->log_head.load() < log_head) log(slots.data(), rows, log_head - rows);
   }
-  void reserve(size_t rows, size_t leaves) {
-    staged_.reserve(rows * store_.shape().row_stride);
-    physical_.reserve(rows), rows_.reserve(rows), copies_.reserve(leaves);
+  // How many rows are changed at a time.
+  size_t batch_rows() const {
+    const Shape& s = store_.shape();
+    const size_t fit = s.redo_bytes ? (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride) : 1024;
+    return std::min<size_t>(std::max<size_t>(1, fit), kLogBatch);
   }
   void preserve(SavePass& pass, uint64_t slot) const {
     const uint64_t time = slot / store_.shape().strands, capacity = store_.shape().lane_capacity;

@@ -34,6 +34,7 @@ class Region {
  public:
   // fd < 0: private memory. The caller has made the file at least `bytes` long. `read_only`: any store is a signal.
   static std::shared_ptr<Region> map(int fd, size_t bytes, bool read_only = false) {
+    auto region = std::shared_ptr<Region>(new Region);  // before the map, which it is to end
     const bool is_private = fd < 0;
     // Private memory starts on a huge page, so that the kernel can back a big table with huge pages.
     const size_t slack = is_private && bytes >= kHugePage ? kHugePage : 0;
@@ -42,7 +43,7 @@ class Region {
     if (at == MAP_FAILED && errno == ENOMEM) throw NoMemoryToMap(bytes);
     if (at == MAP_FAILED)
       throw std::runtime_error("cannot map " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
-    auto region = std::shared_ptr<Region>(new Region(static_cast<uint8_t*>(at), bytes + slack));
+    region->mapped_ = region->start_ = static_cast<uint8_t*>(at), region->mapped_bytes_ = bytes + slack;
     if (slack) {
       region->start_ += (kHugePage - reinterpret_cast<uintptr_t>(at) % kHugePage) % kHugePage;
 #ifdef MADV_HUGEPAGE
@@ -53,16 +54,18 @@ class Region {
   }
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
-  ~Region() { ::munmap(mapped_, mapped_bytes_); }
+  ~Region() {
+    if (mapped_) ::munmap(mapped_, mapped_bytes_);
+  }
 
   uint8_t* data() const { return start_; }
   size_t bytes() const { return mapped_bytes_ - static_cast<size_t>(start_ - mapped_); }
 
  private:
-  Region(uint8_t* at, size_t bytes) : mapped_(at), start_(at), mapped_bytes_(bytes) {}
-  uint8_t* mapped_;
-  uint8_t* start_;
-  size_t mapped_bytes_;
+  Region() = default;
+  uint8_t* mapped_ = nullptr;
+  uint8_t* start_ = nullptr;
+  size_t mapped_bytes_ = 0;
 };
 
 }  // namespace engram

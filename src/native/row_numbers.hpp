@@ -1,8 +1,11 @@
 // The write numbers of rows that were replaced out of turn. A ring's counters give each slot its number; a max-value
 // writer puts other rows there, which must not be taken for those that they replaced.
 #pragma once
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -70,8 +73,12 @@ class RowNumbers {
   using Number = std::atomic<uint64_t>;
   static constexpr uint64_t kAppended = 1;  // in the place of a number: the ring's, in a block of new ones
   Number& at(uint64_t slot) const { return reinterpret_cast<Number*>(memory_->data())[slot]; }
+  // Takes memory at the first time only: rows may have been replaced already.
   void start(const Store& store) {
-    memory_ = Region::map(-1, slots_ * sizeof(Number));  // zeros; pages are taken when rows are replaced
+    if (!memory_)
+      memory_ = Region::map(-1, slots_ * sizeof(Number));  // zeros; pages are taken when rows are replaced
+    else if (::madvise(memory_->data(), memory_->bytes(), MADV_DONTNEED) != 0)
+      std::memset(memory_->data(), 0, slots_ * sizeof(Number));
     block_ = 0;
     incarnation_ = store.header()->incarnation.load(), known_ = store.lanes.view(0).published;
   }

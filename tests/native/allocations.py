@@ -99,10 +99,11 @@ def _attempts(make: Callable[[], World], shim: Any) -> Iterator[tuple[str, Any]]
         twin = _made(make)
         result, failed = _called(twin, shim, 0, False)[0], 0
         after = {"result": twin.result(result), **twin.seen()}
+        before = _made(make).seen()  # a look may take in what the call would have
         del result
         for at in range(1, MOST):
             yield "at", at
-            needed, error = _fail_one(make, shim, at, after)
+            needed, error = _fail_one(make, shim, at, before, after)
             if needed < at:
                 yield "done", failed
                 return
@@ -112,13 +113,15 @@ def _attempts(make: Callable[[], World], shim: Any) -> Iterator[tuple[str, Any]]
         yield "failed", f"{type(error).__name__}: {error}"
 
 
-def _fail_one(make: Callable[[], World], shim: Any, at: int, after: dict[str, Any]) -> tuple[int, bool]:
+def _fail_one(
+    make: Callable[[], World], shim: Any, at: int, before: dict[str, Any], after: dict[str, Any]
+) -> tuple[int, bool]:
     """The `at`-th allocation of a call fails, then in another call all from it on, and the third call has its way.
 
     How many allocations there were, and whether the failure was an error. One that was must not have done anything.
     """
     world = _made(make)
-    before = _seen(world)
+    before = {**before, "files": _files(world)}
     result, needed, error = _called(world, shim, at, False)
     where = f"allocation {at} failed: {error}"
     if error:
@@ -168,8 +171,12 @@ def _made(make: Callable[[], World]) -> World:
 
 
 def _seen(world: World) -> dict[str, Any]:
+    return {**world.seen(), "files": _files(world)}
+
+
+def _files(world: World) -> int:
     gc.collect()  # an error's traceback holds what it went through
-    return {**world.seen(), "files": 0 if world.keeps_open else len(os.listdir("/proc/self/fd"))}
+    return 0 if world.keeps_open else len(os.listdir("/proc/self/fd"))
 
 
 def _compare(before: dict[str, Any], after: dict[str, Any], where: str) -> None:

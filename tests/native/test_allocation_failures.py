@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from contracts.ted_rings import ted_steps
 from crash.buffers import _flat
+from engram import _native
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -51,6 +53,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "random": RandomSampler,
     "epochs": SamplerWithoutReplacement,
     "prioritised": lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5),
+    "prioritised within": lambda: PrioritizedSampler(CAPACITY, 0.7, 0.5, max_priority_within_buffer=True),
     "slices": lambda: SliceSampler(num_slices=2, strict_length=False),
     "weighed": lambda: SliceSampler(num_slices=2, weight="steps"),
     "slice epochs": lambda: SliceSamplerWithoutReplacement(num_slices=2, strict_length=False),
@@ -62,9 +65,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 def sampler_state(rb: Any) -> bytes:
     if not len(rb):
         return b""
-    state = dict(rb.part_states()["sampler"])
-    # An epoch goes on: what was drawn is drawn, whether the batch can be made or not, as where a transform fails.
-    return _flat({key: value for key, value in state.items() if key not in ("epoch", "ran_out")})
+    return _flat(rb.part_states()["sampler"])
 
 
 def seen(rb: Any) -> Callable[[], dict[str, Any]]:
@@ -132,28 +133,58 @@ def read(storage: str) -> World:
 
 def sample(storage: str, sampler: str) -> World:
     rb = buffer(storage, sampler)
-    same = (lambda found: len(found[0])) if "epochs" in sampler else lambda found: batch_of(found[0])
-    return World(lambda: rb.sample(return_info=True), seen(rb), same)
+    return World(lambda: rb.sample(return_info=True), seen(rb), lambda found: batch_of(found[0]))
 
 
 def sample_again(sampler: str) -> World:
-    """With rows since the last time, and more than one round of them."""
+    """With rows since the last time, more than one round of them, and some that changed in place."""
     rb = buffer("memory", sampler)
     rb.sample()
+    if "prioritised" in sampler:
+        rb.update_priority(torch.arange(60), torch.arange(1.0, 61.0))
     rb.extend(ted_steps(25, salt=[8], length=6.0))
-    return World(rb.sample, seen(rb), (lambda found: None) if "epochs" in sampler else batch_of)
+    rb[30:40] = ted_steps(10, salt=[9], length=6.0)
+    return World(rb.sample, seen(rb), batch_of)
 
 
-def update(storage: str) -> World:
-    rb = buffer(storage, "prioritised")
+def last_of_an_epoch(sampler: str) -> World:
+    rb = buffer("memory", sampler)
+    for batch in rb:
+        if len(batch) < 6 or rb.sampler.ran_out:
+            break
+    drawn = itertools.cycle([rb.sample])
+    return World(lambda: next(drawn)(), seen(rb), batch_of)
+
+
+def update(storage: str, sampler: str = "prioritised", again: bool = False) -> World:
+    rb = buffer(storage, sampler)
     slots, priorities = torch.arange(0, 40, 2), torch.arange(1.0, 21.0)
+    if again:
+        rb.update_priority(slots, priorities)
+        rb.extend(ted_steps(25, salt=[8], length=6.0))
+        rb[30:40] = ted_steps(10, salt=[9], length=6.0)
     return World(lambda: rb.update_priority(slots, priorities), seen(rb))
 
 
-def best(storage: str) -> World:
-    rb = buffer(storage, writer=TensorDictMaxValueWriter(rank_key=("collector", "traj_ids")))
-    rows = ted_steps(25, salt=[7], length=6.0)
-    return World(lambda: rb.extend(rows), seen(rb), batch_of)
+def growing_priorities() -> World:
+    """Of a list without limit, whose tree of priorities grows."""
+    sampler = PrioritizedSampler(None, 0.7, 0.5)
+    rb = TensorDictReplayBuffer(storage=ListStorage(None), sampler=sampler, batch_size=6)
+    rb.extend(steps(0, 1000))
+    rb.update_priority(torch.arange(1000), torch.arange(1.0, 1001.0))
+    rb.extend(steps(1000, 1100))
+    return World(rb.sample, seen(rb), batch_of)
+
+
+def best(storage: str, rows: int = 80, changed: bool = False) -> World:
+    """Rows that replace others; with fewer stored ones some that are appended; with `changed` ranks that are new."""
+    rb = buffer(storage, rows=0, writer=TensorDictMaxValueWriter(rank_key=("collector", "traj_ids")))
+    rb.extend(ted_steps(rows, salt=[6], length=6.0))
+    if changed:
+        rb[10:20] = ted_steps(10, salt=[9], length=6.0)
+    more = ted_steps(25, salt=[7], length=6.0)
+    more["collector", "traj_ids"] += 5
+    return World(lambda: rb.extend(more), seen(rb), batch_of)
 
 
 def environments() -> World:
@@ -236,6 +267,16 @@ def opened(unclean: bool) -> World:
     return World(act, lambda: {"rows": before["rows"]}, lambda rows: rows == before["rows"])
 
 
+def create() -> World:
+    fd = os.memfd_create("engram-alloc")
+    os.ftruncate(fd, _native.Store.size_needed(2, 8, 1, 8, 8, False, 2))
+
+    def maps() -> dict[str, Any]:
+        return {"maps": Path("/proc/self/maps").read_text().count("engram-alloc")}
+
+    return World(lambda: _native.Store.create(fd, 2, 8, 1, 8, 8, False, b"{}", bytes(16)).lanes, maps)
+
+
 def flush() -> World:
     rb = buffer("named")
     rb.storage.lanes.store.count_sync_failure()
@@ -260,15 +301,21 @@ ALL: dict[str, Callable[[], World]] = {
     **{f"replace, {s}": lambda s=s: replace(s) for s in STORAGES},
     **{f"read, {s}": lambda s=s: read(s) for s in STORAGES},
     **{f"best, {s}": lambda s=s: best(s) for s in STORAGES},
+    **{f"best in what is not full, {s}": lambda s=s: best(s, 50) for s in STORAGES},
+    **{f"best after a change, {s}": lambda s=s: best(s, changed=True) for s in STORAGES},
     **{f"sample, {s}": lambda s=s: sample("memory", s) for s in SAMPLERS},
     **{f"sample, {s}": lambda s=s: sample(s, "random") for s in STORAGES},
     **{f"sample again, {s}": lambda s=s: sample_again(s) for s in SAMPLERS},
     **{f"update, {s}": lambda s=s: update(s) for s in STORAGES},
+    **{f"update again, {s}": lambda s=s: update("memory", s, True) for s in SAMPLERS if "prioritised" in s},
+    **{f"end of an epoch, {s}": lambda s=s: last_of_an_epoch(s) for s in SAMPLERS if "epochs" in s},
+    "growing priorities": growing_priorities,
     **{f"load state, {s}": lambda s=s: load_state(s) for s in SAMPLERS},
     **{f"save, {s}": lambda s=s: save(s) for s in SAMPLERS},
     **{f"load, {s}": lambda s=s: load("memory", s) for s in SAMPLERS},
     **{f"load into, {s}": lambda s=s: load(s, "prioritised") for s in STORAGES if s != "list"},
     **{f"load into an empty one, {s}": lambda s=s: load(s, "prioritised", 0) for s in STORAGES if s != "list"},
+    "create": create,
     "environments": environments,
     "ensemble": ensemble,
     "empty": empty,

@@ -59,7 +59,9 @@ class Prefetcher:
                 prepared = self._queue.popleft()
                 try:
                     read = prepared.future.result()
-                except BaseException:
+                except BaseException as error:
+                    if isinstance(error, MemoryError):
+                        self._queue.appendleft(prepared)  # it is drawn again, too: each row comes once an epoch
                     self.drop()
                     raise
                 if read is not None:

@@ -65,13 +65,15 @@ class Reader:
         self._attach = attach
         self.with_generation = with_generation
         # Our own samplers give a row's slot as its index where there is one dimension; others may give anything.
-        self._index_is_slots = storage.ndim == 1 and type(sampler).__module__.startswith("engram.")
+        self._index_is_slots = storage.ndim == 1 and _ours(sampler)
         self._finish = _own(sampler, "finish")
         self._replaced = _own(sampler, "replaced")
         # Our own samplers take their lock themselves when priorities change.
         updates = getattr(type(sampler), "update_priority", None)
         self.guards_updates = getattr(updates, "__module__", "").startswith("engram.")
         self._observes = storage.read_only
+        self.of_epochs = _of_epochs(sampler)
+        self.draws = 0  # so far: who undoes one must know that it was the last
         self.lock = lock_of(sampler)  # samplers have state: one draw at a time
         _live.add(self)
 
@@ -112,6 +114,7 @@ class Reader:
     def draw(self, n: int) -> Ticket:
         """Asks the sampler."""
         with self.lock:
+            self.draws += 1
             incarnation = self.storage.incarnation
             index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
             last = self.sampler.ran_out if hasattr(self.sampler, "ran_out") else False
@@ -119,6 +122,8 @@ class Reader:
 
     def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and what there is to say about it."""
+        if self.of_epochs:
+            return read_once(self, n, numbers)[0]
         while True:
             with self.lock:
                 incarnation = self.storage.incarnation
@@ -130,11 +135,8 @@ class Reader:
 
     def next(self, n: int, numbers: bool) -> tuple[Any, bool]:
         """A batch of n, and whether it is the last of its epoch."""
-        while True:
-            ticket = self.draw(n)
-            read = self.fetch(ticket.slots, ticket.index, ticket.info, numbers, ticket.incarnation)
-            if read is not None:
-                return read[0], ticket.last
+        read, last = read_once(self, n, numbers)
+        return read[0], last
 
     def _drawn(self, n: int) -> tuple[Any, dict[str, Any]]:
         """A draw from rows that somebody else may empty or replace meanwhile: the read finds out which are there."""
@@ -222,6 +224,7 @@ class Reader:
             with self.lock:
                 if self.storage.incarnation != incarnation:
                     return None
+                self.draws += 1
                 for part in [places] if attempt < _ROUNDS else [[i] for i in reversed(places)]:
                     slots = redraw(self.storage, slots, info, part)
             batch, *bad_now, generation = self.storage.read(slots, None, None, numbers)
@@ -233,6 +236,33 @@ class Reader:
             if bad == (None, None):
                 return self.storage.outward(slots), batch, generation
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
+
+
+def read_once(reader: Any, n: int, numbers: bool) -> tuple[tuple[Any, dict[str, Any]], bool]:
+    """Of a reader a batch of n with what there is to say about it, and whether it is the last of its epoch.
+
+    Each row comes once an epoch: where there is no memory for a batch, its rows are drawn again, unless another thread
+    has drawn meanwhile.
+    """
+    while True:
+        with reader.lock:
+            before = reader.sampler.position() if reader.of_epochs else None
+            try:
+                ticket = reader.draw(n)
+            except MemoryError:
+                if reader.of_epochs:
+                    reader.sampler.rewind(before)
+                raise
+            after = reader.draws
+        try:
+            read = reader.fetch(ticket.slots, ticket.index, ticket.info, numbers, ticket.incarnation)
+        except MemoryError:
+            with reader.lock:
+                if reader.of_epochs and reader.draws == after:
+                    reader.sampler.rewind(before)
+            raise
+        if read is not None:
+            return read, ticket.last
 
 
 def refuse_if_too_many(rows: int, row_bytes: int, batch_size: int) -> None:
@@ -249,6 +279,15 @@ def _own(sampler: Any, name: str) -> Any:
     """A method that the sampler has of its own; None where it is the one that does nothing."""
     method = getattr(sampler, name, None)
     return None if getattr(type(sampler), name, None) is getattr(Sampler, name) else method
+
+
+def _of_epochs(sampler: Any) -> bool:
+    """Whether it is one of our own that goes through epochs."""
+    return _ours(sampler) and type(sampler).ran_out is not Sampler.ran_out
+
+
+def _ours(sampler: Any) -> bool:
+    return type(sampler).__module__.startswith("engram.")
 
 
 def _as_it_is(batch: Any, info: dict[str, Any]) -> Any:

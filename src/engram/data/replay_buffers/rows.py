@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,10 @@ class RowTable:
     def overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor | None = None) -> None:
         """Writes a checked batch (`rows`: these of its rows, int64 [n]) over rows that exist."""
         self._store.overwrite(slots, plan, rows)
+
+    def prepare_overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor) -> Callable[[], None]:
+        """As `overwrite`; what is returned writes, and needs no memory. The rows may come until then."""
+        return self._store.prepare_overwrite(slots, plan, rows).write
 
     def read(
         self,

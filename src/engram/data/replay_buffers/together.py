@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.reading import Reader, Ticket, refuse_if_too_many, stack_items
+from engram.data.replay_buffers.reading import Reader, Ticket, read_once, refuse_if_too_many, stack_items
 from engram.data.replay_buffers.samplers.base import EpochInfo, lock_of
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.trees import put_of_items
@@ -50,8 +50,14 @@ class EnsembleReader:
         # Whether rows of all members can go straight into one batch.
         alike = all(reader.attaches == readers[0].attaches for reader in readers)
         self._at_once = alike and collate_fn is None and all(reader.only_reads for reader in readers)
+        self.of_epochs = any(reader.of_epochs for reader in readers)
         self.lock = lock_of(sampler)
         _live.add(self)
+
+    @property
+    def draws(self) -> list[int]:
+        """Draws of the members so far."""
+        return [reader.draws for reader in self.readers]
 
     def check_room(self, n: int) -> None:
         """OutOfMemoryError where a batch of n rows cannot be held, before anything is drawn."""
@@ -68,19 +74,12 @@ class EnsembleReader:
 
     def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and what there is to say about it."""
-        while True:
-            ticket = self.draw(n)
-            read = self.fetch(ticket.slots, ticket.index, {}, numbers, ticket.incarnation)
-            if read is not None:
-                return read
+        return read_once(self, n, numbers)[0]
 
     def next(self, n: int, numbers: bool) -> tuple[Any, bool]:
         """A batch of n, and whether it is the last of an epoch."""
-        while True:
-            ticket = self.draw(n)
-            read = self.fetch(ticket.slots, ticket.index, {}, numbers, ticket.incarnation)
-            if read is not None:
-                return read[0], ticket.last
+        read, last = read_once(self, n, numbers)
+        return read[0], last
 
     def _incarnation(self, ids: list[int]) -> list[int]:
         return [self.readers[i].storage.incarnation for i in ids]
@@ -258,6 +257,7 @@ def _joint_index(drawn: list[Any], ids: list[int]) -> tuple[Tensor, Tensor] | No
 def _exactly(reader: Reader, n: int) -> _Drawn:
     """A draw of n rows, over the end of an epoch if need be: members give equal parts of a batch."""
     with reader.lock:
+        reader.draws += 1
         sampler, storage = reader.sampler, reader.storage
         index, info = sampler.sample(storage, n)
         if isinstance(info, EpochInfo):

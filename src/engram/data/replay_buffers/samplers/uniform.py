@@ -210,7 +210,13 @@ class SamplerWithoutReplacement(Sampler):
         return {"epoch": epoch, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
 
     def position(self) -> Any:
-        return self.state_dict()
+        with self.lock:
+            return self._epoch and {**self._epoch}, self._walk, self._ran_out
+
+    def rewind(self, position: Any) -> None:
+        epoch, walk, ran_out = position
+        with self.lock:
+            self._epoch, self._walk, self._ran_out = epoch and {**epoch}, walk, ran_out
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_walk": None}

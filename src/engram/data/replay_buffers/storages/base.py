@@ -174,6 +174,10 @@ class Storage(abc.ABC):
         """Writes rows (int64 [n]) of a checked batch over stored ones, for which the storage must be used alone."""
         raise NotImplementedError(f"a {type(self).__name__} has no `replace`, which writers need that keep the best")
 
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        """As `replace`, in two steps: all that may fail for want of memory, and what is returned, which writes."""
+        return functools.partial(self.replace, checked, rows, slots)
+
     @abc.abstractmethod
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """Writes items over stored rows, for which the storage must be used by nobody else."""

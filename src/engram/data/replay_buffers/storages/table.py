@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -242,6 +243,11 @@ class TableStorage(SavedTable):
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
         assert self._table is not None
         self._table.overwrite(slots, checked.data, rows)
+
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        if not isinstance(self._table, RowTable):
+            return super().prepare_replace(checked, rows, slots)
+        return self._table.prepare_overwrite(slots, checked.data, rows)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         assert self._table is not None

@@ -100,11 +100,14 @@ class TensorDictMaxValueWriter(Writer):
     def _store(self, storage: Storage, checked: Checked, slots: Tensor, appended: int, rows: Any, targets: Any) -> None:
         lanes = storage.lanes
         assert lanes is not None and self._heap is not None
+        replace = None
+        if rows is not None:  # all memory first: a batch is written whole or not at all
+            lanes.will_replace(slots[appended:])
+            replace = storage.prepare_replace(checked, slots_tensor(rows), slots_tensor(targets))
         if appended:
             storage.append(checked, appended)
-        if rows is not None:
-            lanes.will_replace(slots[appended:])
-            storage.replace(checked, slots_tensor(rows), slots_tensor(targets))
+        if replace is not None:
+            replace()
             lanes.note_replaced(slots[appended:])
         self._heap.written(lanes.store)
 
