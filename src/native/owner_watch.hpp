@@ -4,7 +4,6 @@
 
 #include <cerrno>
 #include <csignal>
-#include <system_error>
 #include <thread>
 
 #if !defined(_WIN32)
@@ -33,7 +32,7 @@ inline void exit_when_readable(int fd) {
       } while (ready < 0 && errno == EINTR);
       if (ready > 0 && (watched.revents & POLLIN)) _exit(1);
     }).detach();
-  } catch (const std::system_error&) {
+  } catch (...) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw;
   }

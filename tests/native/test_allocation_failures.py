@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -169,11 +170,11 @@ def update(storage: str, sampler: str = "prioritised", again: bool = False) -> W
 def growing_priorities() -> World:
     """Of a list without limit, whose tree of priorities grows."""
     sampler = PrioritizedSampler(None, 0.7, 0.5)
-    rb = TensorDictReplayBuffer(storage=ListStorage(None), sampler=sampler, batch_size=6)
-    rb.extend(steps(0, 1000))
+    rb = ReplayBuffer(storage=ListStorage(None), sampler=sampler, batch_size=6)
+    rb.extend(list(range(1000)))
     rb.update_priority(torch.arange(1000), torch.arange(1.0, 1001.0))
-    rb.extend(steps(1000, 1100))
-    return World(rb.sample, seen(rb), batch_of)
+    rb.extend(list(range(1000, 1100)))
+    return World(rb.sample, lambda: {"sampler": sampler_state(rb)}, batch_of)
 
 
 def best(storage: str, rows: int = 80, changed: bool = False) -> World:
@@ -277,6 +278,19 @@ def create() -> World:
     return World(lambda: _native.Store.create(fd, 2, 8, 1, 8, 8, False, b"{}", bytes(16)).lanes, maps)
 
 
+def watch() -> World:
+    ours, theirs = os.pipe()
+    masks: list[Any] = []
+
+    def act() -> None:
+        try:
+            _native.exit_when_readable(ours)
+        finally:
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+    return World(act, lambda: {"blocked signals": set().union(*masks), "open": os.stat(theirs).st_ino > 0})
+
+
 def flush() -> World:
     rb = buffer("named")
     rb.storage.lanes.store.count_sync_failure()
@@ -316,6 +330,7 @@ ALL: dict[str, Callable[[], World]] = {
     **{f"load into, {s}": lambda s=s: load(s, "prioritised") for s in STORAGES if s != "list"},
     **{f"load into an empty one, {s}": lambda s=s: load(s, "prioritised", 0) for s in STORAGES if s != "list"},
     "create": create,
+    "watch": watch,
     "environments": environments,
     "ensemble": ensemble,
     "empty": empty,
