@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
-#include <deque>
 #include <iterator>
 #include <memory>
 #include <mutex>
@@ -153,12 +152,13 @@ class SeamNotes {
   void set_next(uint64_t l, bool next) { next_[l].store(next, std::memory_order_relaxed); }
   void add(uint64_t l, uint64_t at, uint64_t first) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    std::deque<uint64_t>& seams = listed_[l];
-    while (!seams.empty() && seams.front() <= first) seams.pop_front();
+    std::vector<uint64_t>& seams = listed_[l];
+    const auto left = std::upper_bound(seams.begin(), seams.end(), first);
+    if (2 * (left - seams.begin()) > seams.end() - seams.begin()) seams.erase(seams.begin(), left);
     const auto place = std::lower_bound(seams.begin(), seams.end(), at);
     if (place == seams.end() || *place != at) seams.insert(place, at);
   }
-  // Those of n rising numbers at(i) that lie below `published`.
+  // Those of n rising numbers at(i) that lie below `published`. As many as there ever were take no memory.
   template <typename At>
   void replace(uint64_t l, uint64_t n, At&& at, uint64_t published) {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -167,7 +167,7 @@ class SeamNotes {
   }
   std::vector<uint64_t> of(uint64_t l, uint64_t from, uint64_t to) const {
     const std::lock_guard<std::mutex> guard(mutex_);
-    const std::deque<uint64_t>& seams = listed_[l];
+    const std::vector<uint64_t>& seams = listed_[l];
     const auto begin = std::lower_bound(seams.begin(), seams.end(), from);
     return {begin, std::lower_bound(begin, seams.end(), std::max(from, to))};
   }
@@ -177,7 +177,7 @@ class SeamNotes {
  private:
   mutable std::mutex mutex_;
   std::unique_ptr<std::atomic<bool>[]> next_;
-  std::vector<std::deque<uint64_t>> listed_;
+  std::vector<std::vector<uint64_t>> listed_;
 };
 
 // What of a row says whether the next one belongs behind it: see BorderCheck.

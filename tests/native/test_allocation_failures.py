@@ -148,13 +148,17 @@ def sample_again(sampler: str) -> World:
     return World(rb.sample, seen(rb), batch_of)
 
 
+def iterated(sampler: str) -> World:
+    rb = buffer("memory", sampler)
+    return World(lambda: next(iter(rb)), seen(rb), batch_of)
+
+
 def last_of_an_epoch(sampler: str) -> World:
     rb = buffer("memory", sampler)
     for batch in rb:
         if len(batch) < 6 or rb.sampler.ran_out:
             break
-    drawn = itertools.cycle([rb.sample])
-    return World(lambda: next(drawn)(), seen(rb), batch_of)
+    return World(rb.sample, seen(rb), batch_of)
 
 
 def update(storage: str, sampler: str = "prioritised", again: bool = False) -> World:
@@ -204,6 +208,14 @@ def ensemble() -> World:
         member.extend(steps(100 * k, 100 * k + 30))
     rb = ReplayBufferEnsemble(*members, batch_size=6)
     return World(rb.sample, lambda: {"rows": [_flat(one[:]) for one in members]}, batch_of)
+
+
+def ensemble_of_epochs() -> World:
+    members = [TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=SAMPLERS["epochs"]()) for _ in "ab"]
+    for k, member in enumerate(members):
+        member.extend(steps(100 * k, 100 * k + 30))
+    rb = ReplayBufferEnsemble(*members, batch_size=6)
+    return World(rb.sample, lambda: {"samplers": [sampler_state(one) for one in members]}, batch_of)
 
 
 def empty() -> World:
@@ -327,12 +339,14 @@ ALL: dict[str, Callable[[], World]] = {
     **{f"load state, {s}": lambda s=s: load_state(s) for s in SAMPLERS},
     **{f"save, {s}": lambda s=s: save(s) for s in SAMPLERS},
     **{f"load, {s}": lambda s=s: load("memory", s) for s in SAMPLERS},
-    **{f"load into, {s}": lambda s=s: load(s, "prioritised") for s in STORAGES if s != "list"},
-    **{f"load into an empty one, {s}": lambda s=s: load(s, "prioritised", 0) for s in STORAGES if s != "list"},
+    **{f"load into, {s}": lambda s=s: load(s, "prioritised") for s in STORAGES},
+    **{f"load into an empty one, {s}": lambda s=s: load(s, "random", 0) for s in ("memory", "named", "list")},
     "create": create,
     "watch": watch,
     "environments": environments,
     "ensemble": ensemble,
+    "ensemble of epochs": ensemble_of_epochs,
+    "batches of an epoch": lambda: iterated("epochs"),
     "empty": empty,
     "state": state,
     "extend beside a save": extend_beside_a_save,

@@ -73,7 +73,7 @@ class Reader:
         self.guards_updates = getattr(updates, "__module__", "").startswith("engram.")
         self._observes = storage.read_only
         self.of_epochs = _of_epochs(sampler)
-        self.draws = 0  # so far: who undoes one must know that it was the last
+        self.draws = 0  # of epochs, so far: who undoes one must know that it was the last
         self.lock = lock_of(sampler)  # samplers have state: one draw at a time
         _live.add(self)
 
@@ -114,7 +114,6 @@ class Reader:
     def draw(self, n: int) -> Ticket:
         """Asks the sampler."""
         with self.lock:
-            self.draws += 1
             incarnation = self.storage.incarnation
             index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
             last = self.sampler.ran_out if hasattr(self.sampler, "ran_out") else False
@@ -122,21 +121,49 @@ class Reader:
 
     def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and what there is to say about it."""
-        if self.of_epochs:
-            return read_once(self, n, numbers)[0]
         while True:
-            with self.lock:
-                incarnation = self.storage.incarnation
-                index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
-            slots: Any = index if self._index_is_slots else self.slots_of(index)
-            read = self.fetch(slots, index, info, numbers, incarnation)
+            before = None
+            try:
+                with self.lock:
+                    before = self._before_draw() if self.of_epochs else None
+                    incarnation = self.storage.incarnation
+                    index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
+                slots: Any = index if self._index_is_slots else self.slots_of(index)
+                read = self.fetch(slots, index, info, numbers, incarnation)
+            except MemoryError:
+                self._draw_again(before)
+                raise
             if read is not None:
                 return read
 
     def next(self, n: int, numbers: bool) -> tuple[Any, bool]:
         """A batch of n, and whether it is the last of its epoch."""
-        read, last = read_once(self, n, numbers)
-        return read[0], last
+        while True:
+            before = None
+            try:
+                with self.lock:
+                    before = self._before_draw() if self.of_epochs else None
+                    ticket = self.draw(n)
+                read = self.fetch(ticket.slots, ticket.index, ticket.info, numbers, ticket.incarnation)
+            except MemoryError:
+                self._draw_again(before)
+                raise
+            if read is not None:
+                return read[0], ticket.last
+
+    def _before_draw(self) -> tuple[int, Any]:
+        self.draws += 1
+        return self.draws, self.sampler.position()
+
+    def _draw_again(self, before: tuple[int, Any] | None) -> None:
+        """Each row comes once an epoch: one that there was no memory for goes on with the rows that it had drawn.
+
+        Unless another thread has drawn meanwhile: then they are left out.
+        """
+        if before is not None:
+            with self.lock:
+                if self.draws == before[0]:
+                    self.sampler.rewind(before[1])
 
     def _drawn(self, n: int) -> tuple[Any, dict[str, Any]]:
         """A draw from rows that somebody else may empty or replace meanwhile: the read finds out which are there."""
@@ -236,33 +263,6 @@ class Reader:
             if bad == (None, None):
                 return self.storage.outward(slots), batch, generation
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
-
-
-def read_once(reader: Any, n: int, numbers: bool) -> tuple[tuple[Any, dict[str, Any]], bool]:
-    """Of a reader a batch of n with what there is to say about it, and whether it is the last of its epoch.
-
-    Each row comes once an epoch: where there is no memory for a batch, its rows are drawn again, unless another thread
-    has drawn meanwhile.
-    """
-    while True:
-        with reader.lock:
-            before = reader.sampler.position() if reader.of_epochs else None
-            try:
-                ticket = reader.draw(n)
-            except MemoryError:
-                if reader.of_epochs:
-                    reader.sampler.rewind(before)
-                raise
-            after = reader.draws
-        try:
-            read = reader.fetch(ticket.slots, ticket.index, ticket.info, numbers, ticket.incarnation)
-        except MemoryError:
-            with reader.lock:
-                if reader.of_epochs and reader.draws == after:
-                    reader.sampler.rewind(before)
-            raise
-        if read is not None:
-            return read, ticket.last
 
 
 def refuse_if_too_many(rows: int, row_bytes: int, batch_size: int) -> None:

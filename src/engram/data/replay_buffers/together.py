@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.reading import Reader, Ticket, read_once, refuse_if_too_many, stack_items
+from engram.data.replay_buffers.reading import Reader, Ticket, refuse_if_too_many, stack_items
 from engram.data.replay_buffers.samplers.base import EpochInfo, lock_of
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.trees import put_of_items
@@ -50,14 +50,9 @@ class EnsembleReader:
         # Whether rows of all members can go straight into one batch.
         alike = all(reader.attaches == readers[0].attaches for reader in readers)
         self._at_once = alike and collate_fn is None and all(reader.only_reads for reader in readers)
-        self.of_epochs = any(reader.of_epochs for reader in readers)
+        self._of_epochs = any(reader.of_epochs for reader in readers)
         self.lock = lock_of(sampler)
         _live.add(self)
-
-    @property
-    def draws(self) -> list[int]:
-        """Draws of the members so far."""
-        return [reader.draws for reader in self.readers]
 
     def check_room(self, n: int) -> None:
         """OutOfMemoryError where a batch of n rows cannot be held, before anything is drawn."""
@@ -74,12 +69,35 @@ class EnsembleReader:
 
     def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and what there is to say about it."""
-        return read_once(self, n, numbers)[0]
+        return self._read_once(n, numbers)[0]
 
     def next(self, n: int, numbers: bool) -> tuple[Any, bool]:
         """A batch of n, and whether it is the last of an epoch."""
-        read, last = read_once(self, n, numbers)
+        read, last = self._read_once(n, numbers)
         return read[0], last
+
+    def _read_once(self, n: int, numbers: bool) -> tuple[tuple[Any, dict[str, Any]], bool]:
+        """A batch with what there is to say about it; without memory for it epochs go on as `Reader.sample` has it."""
+        while True:
+            before, after = None, None
+            try:
+                with self.lock:
+                    before = self.sampler.position() if self._of_epochs else None
+                    try:
+                        ticket = self.draw(n)
+                    finally:
+                        after = self._draws()
+                read = self.fetch(ticket.slots, ticket.index, {}, numbers, ticket.incarnation)
+            except MemoryError:
+                with self.lock:
+                    if before is not None and self._draws() == after:
+                        self.sampler.rewind(before)
+                raise
+            if read is not None:
+                return read, ticket.last
+
+    def _draws(self) -> list[int]:
+        return [reader.draws for reader in self.readers]
 
     def _incarnation(self, ids: list[int]) -> list[int]:
         return [self.readers[i].storage.incarnation for i in ids]

@@ -211,12 +211,12 @@ class SamplerWithoutReplacement(Sampler):
 
     def position(self) -> Any:
         with self.lock:
-            return self._epoch and {**self._epoch}, self._walk, self._ran_out
+            return self._epoch, self._epoch and self._epoch["position"], self._walk, self._ran_out
 
     def rewind(self, position: Any) -> None:
-        epoch, walk, ran_out = position
+        epoch, at, walk, ran_out = position
         with self.lock:
-            self._epoch, self._walk, self._ran_out = epoch and {**epoch}, walk, ran_out
+            self._epoch, self._walk, self._ran_out = epoch and {**epoch, "position": at}, walk, ran_out
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_walk": None}
