@@ -125,7 +125,9 @@ class Reader:
             before = None
             try:
                 with self.lock:
-                    before = self._before_draw() if self.of_epochs else None
+                    if self.of_epochs:
+                        self.draws += 1
+                        before = self.draws, self.sampler.position()
                     incarnation = self.storage.incarnation
                     index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
                 slots: Any = index if self._index_is_slots else self.slots_of(index)
@@ -142,7 +144,9 @@ class Reader:
             before = None
             try:
                 with self.lock:
-                    before = self._before_draw() if self.of_epochs else None
+                    if self.of_epochs:
+                        self.draws += 1
+                        before = self.draws, self.sampler.position()
                     ticket = self.draw(n)
                 read = self.fetch(ticket.slots, ticket.index, ticket.info, numbers, ticket.incarnation)
             except MemoryError:
@@ -150,10 +154,6 @@ class Reader:
                 raise
             if read is not None:
                 return read[0], ticket.last
-
-    def _before_draw(self) -> tuple[int, Any]:
-        self.draws += 1
-        return self.draws, self.sampler.position()
 
     def _draw_again(self, before: tuple[int, Any] | None) -> None:
         """Each row comes once an epoch: one that there was no memory for goes on with the rows that it had drawn.
