@@ -37,6 +37,26 @@ def test_the_batches_are_those_without_it(sampler, storage, depth):
             assert with_.sample().tolist() == without.sample().tolist()
 
 
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_a_batch_that_got_no_memory_is_drawn_again(depth):
+    calls = []
+
+    def short_of_memory(batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise MemoryError
+        return batch
+
+    rb, other, seen = make(depth, transform=short_of_memory), make(0), []
+    while len(seen) < 16:
+        try:
+            seen.append(rb.sample().tolist())
+        except MemoryError:
+            seen.append(None)
+    assert seen.pop(2) is None
+    assert seen == [other.sample().tolist() for _ in seen]
+
+
 def test_no_batch_is_lost_or_repeated_without_replacement():
     rb = make(5)
     for _ in range(4):

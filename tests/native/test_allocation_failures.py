@@ -184,12 +184,20 @@ def growing_priorities() -> World:
 def best(storage: str, rows: int = 80, changed: bool = False) -> World:
     """Rows that replace others; with fewer stored ones some that are appended; with `changed` ranks that are new."""
     rb = buffer(storage, rows=0, writer=TensorDictMaxValueWriter(rank_key=("collector", "traj_ids")))
-    rb.extend(ted_steps(rows, salt=[6], length=6.0))
+    for start in range(0, rows, 10):  # fewer at a time than come later
+        rb.extend(ted_steps(10, salt=[start], length=6.0))
     if changed:
         rb[10:20] = ted_steps(10, salt=[9], length=6.0)
     more = ted_steps(25, salt=[7], length=6.0)
     more["collector", "traj_ids"] += 5
     return World(lambda: rb.extend(more), seen(rb), batch_of)
+
+
+def best_of_too_many() -> World:
+    rb = buffer("memory", rows=40, writer=TensorDictMaxValueWriter(rank_key=("collector", "traj_ids")))
+    rb.empty()
+    rows = ted_steps(80, salt=[7], length=6.0)
+    return World(lambda: rb.extend(rows), seen(rb), batch_of)
 
 
 def environments() -> World:
@@ -343,6 +351,7 @@ ALL: dict[str, Callable[[], World]] = {
     **{f"load into an empty one, {s}": lambda s=s: load(s, "random", 0) for s in ("memory", "named", "list")},
     "create": create,
     "watch": watch,
+    "best of more than fit": best_of_too_many,
     "environments": environments,
     "ensemble": ensemble,
     "ensemble of epochs": ensemble_of_epochs,

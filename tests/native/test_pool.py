@@ -53,6 +53,18 @@ def test_blocks_come_back_and_are_used_again() -> None:
     assert again[0].data_ptr() == address and _native.pool_bytes() == before
 
 
+def test_what_is_kept_can_be_given_back() -> None:
+    s, code = three_leaves()
+    held = s.gather(code, torch.zeros(200, dtype=torch.int64))[0]
+    expected = [leaf.clone() for leaf in held]
+    s.gather(code, torch.zeros(200_000, dtype=torch.int64))
+    _native.empty_pool()
+    assert _native.pool_bytes() == 0
+    assert all(torch.equal(a, b) for a, b in zip(held, expected, strict=True))
+    s.gather(code, torch.zeros(200, dtype=torch.int64))
+    assert _native.pool_bytes() > 0
+
+
 @pytest.mark.parametrize("n", [1, 100, 1000, 40_000])
 def test_each_leaf_lies_on_a_cache_line_in_blocks_of_every_size(n: int) -> None:
     code, width = codec((torch.int64, (4,)), (torch.uint8, ()), (torch.uint8, (3,)))

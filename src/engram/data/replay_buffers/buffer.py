@@ -198,7 +198,7 @@ class ReplayBuffer(SavedBuffer):
             ValueError: no batch size here or in the constructor.
             RuntimeError: nothing is stored.
             OutOfMemoryError: there is no memory for the batch; nothing was drawn where it has more than 2**20 rows and
-                needs more than is free.
+                needs more than is free. Random numbers may have been drawn; an epoch goes on with the same rows.
         """
         n = self._batch_size
         if n is None or (batch_size is not None and batch_size != n):
