@@ -144,7 +144,7 @@ class SavedTable(Storage):
                 self._lanes.store.set_seams(i, lane["base"] - shift, lane["published"] - shift, seams)
 
     def _saved_layout(self, saved: dict[str, Any]) -> RowLayout:
-        """What was saved; where it is this storage's own, that one: rows go back where there is no memory for another."""
+        """What was saved; where it is that of this storage, ours: rows can go back where there is no memory for one."""
         mine = None if self._table is None else self._table.layout
         if mine is not None and isinstance(saved, dict) and mine.to_json().items() <= saved.items():
             return mine
