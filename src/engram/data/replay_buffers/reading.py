@@ -72,7 +72,10 @@ class Reader:
         updates = getattr(type(sampler), "update_priority", None)
         self.guards_updates = getattr(updates, "__module__", "").startswith("engram.")
         self._observes = storage.read_only
-        self.lock = lock_of(sampler)  # samplers have state: one draw at a time
+        # Samplers have state: one draw at a time. Our own take their lock themselves.
+        self.lock = lock_of(sampler)
+        own = str(getattr(getattr(sampler, "sample", None), "__module__", "")).startswith("engram.")
+        self._guards_draws = own and not self._observes
         _live.add(self)
 
     @property
@@ -113,16 +116,16 @@ class Reader:
         """Asks the sampler."""
         with self.lock:
             incarnation = self.storage.incarnation
-            index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
+            index, info = self._drawn(n)
             last = self.sampler.ran_out if hasattr(self.sampler, "ran_out") else False
         return Ticket(self.slots_of(index), index, info, last, incarnation)
 
     def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and what there is to say about it."""
+        storage = self.storage
         while True:
-            with self.lock:
-                incarnation = self.storage.incarnation
-                index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
+            incarnation = storage.incarnation  # before the draw: a load that comes in between makes us draw anew
+            index, info = self.sampler.sample(storage, n) if self._guards_draws else self._drawn(n)
             slots: Any = index if self._index_is_slots else self.slots_of(index)
             read = self.fetch(slots, index, info, numbers, incarnation)
             if read is not None:
@@ -137,11 +140,14 @@ class Reader:
                 return read[0], ticket.last
 
     def _drawn(self, n: int) -> tuple[Any, dict[str, Any]]:
-        """A draw from rows that somebody else may empty or replace meanwhile: the read finds out which are there."""
-        of_epochs = hasattr(self.sampler, "ran_out")  # a draw that is not believed would leave its rows out
-        drawn: tuple[Any, dict[str, Any]] = self.storage.believed(
-            lambda: self.sampler.sample(self.storage, n), only_errors=of_epochs
-        )
+        """What the sampler draws. Somebody else may empty or replace the rows: the read finds out which are there."""
+        drawn: tuple[Any, dict[str, Any]]
+        with self.lock:
+            if self._observes:
+                of_epochs = hasattr(self.sampler, "ran_out")  # a draw that is not believed would leave its rows out
+                drawn = self.storage.believed(lambda: self.sampler.sample(self.storage, n), only_errors=of_epochs)
+            else:
+                drawn = self.sampler.sample(self.storage, n)
         return drawn
 
     def fetch(
@@ -151,20 +157,20 @@ class Reader:
 
         None: since it was drawn (`incarnation` is the storage's of then) all rows have been replaced by others.
         """
-        storage = self.storage
-        extra = None if self._attach is None else self._attach(index, info)
+        storage, attach, replaced = self.storage, self._attach, self._replaced
+        extra = None if attach is None else attach(index, info)
         batch, gone, absent, generation = storage.read(slots, None, extra, numbers)
         if storage.incarnation != incarnation:
             return None
-        if self._replaced is not None:
-            gone = self._replaced(storage, slots, info) or gone
+        if replaced is not None:
+            gone = replaced(storage, slots, info) or gone
         if gone is not None or absent is not None:
             again = self._again(slots, info, (gone, absent), numbers, incarnation)
             if again is None:
                 return None
             index, batch, generation = again
-            extra = None if self._attach is None else self._attach(index, info)
-            if not isinstance(self.storage, ListStorage):  # items get them when they are one batch
+            extra = None if attach is None else attach(index, info)
+            if not isinstance(storage, ListStorage):  # items get them when they are one batch
                 for key, value in (extra or {}).items():
                     put_of_items(batch, key, value)
         if self.collate_fn is not None:
