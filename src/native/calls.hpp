@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -493,6 +494,14 @@ inline void set_border(Store& store, const Codec& codec, const std::vector<std::
   for (size_t k : done) rule.done.push_back({leaf(k).offset, leaf(k).bytes, k});
   if (id) rule.id = BorderRule::Flag{leaf(*id).offset, leaf(*id).bytes, *id};
   store.set_border(std::move(rule));
+}
+
+// How the last user left a store: (no change is half done, cleanly, in which boot of the machine). The caller has looked at
+// the file.
+inline std::tuple<bool, bool, nb::bytes> left_as(Store& store) {
+  const StoreHeader& h = store.lanes.header();
+  const bool whole = h.incarnation.load() % 2 == 0 && h.edits.load() % 2 == 0 && !InPlaceWriter(store).interrupted();
+  return {whole, h.clean != 0, nb::bytes(h.boot_id, 16)};
 }
 
 inline nb::dict lane_state(const Store& store, uint64_t l) {

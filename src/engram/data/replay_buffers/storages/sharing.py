@@ -72,5 +72,5 @@ def store_of_descriptor(handle: Any) -> tuple[_native.Store, LaneLocks, RowLayou
     inherited = handle.detach()
     fd = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
     os.close(inherited)
-    store = _native.Store.open(fd, os.fstat(fd).st_size)
+    store = _native.Store.open(fd)
     return store, LaneLocks(fd), RowLayout.from_json(json.loads(store.layout))
