@@ -17,6 +17,8 @@ Wrong arguments are the built-in `ValueError`, `TypeError`, `KeyError` and `Inde
 from __future__ import annotations
 
 import signal
+import sys
+from typing import Any
 
 
 class EngramError(Exception):
@@ -70,6 +72,12 @@ class CheckpointMisfitError(CheckpointError, ValueError):
 def differences_of(error: ValueError) -> tuple[str, ...]:
     """What an error of something that does not fit says, one by one."""
     return (isinstance(error, CheckpointMisfitError) and error.differences) or (str(error),)
+
+
+def is_masked(value: Any) -> bool:
+    """Whether a value is a numpy masked array. There is none before somebody imports numpy.ma, which takes 30 ms."""
+    ma = sys.modules.get("numpy.ma")
+    return ma is not None and isinstance(value, ma.MaskedArray)
 
 
 def masked_array(what: str) -> TypeError:

@@ -34,6 +34,7 @@ class BorderCheck {
     const LaneView view = store_.lanes.view(lane);
     if (view.rows() == 0) return false;
     const uint64_t strands = store_.shape().strands;
+    uint64_t differs = 0;
     for (uint64_t strand = 0; strand < strands; ++strand) {
       const uint8_t* newest = row(lane, strand, view.published - 1);
       const auto [any, all] = done(newest);
@@ -41,14 +42,12 @@ class BorderCheck {
         if (all && rule.id && same(newest + rule.id->offset, leaves[rule.id->leaf].at(0, strand), rule.id->bytes)) return true;
         continue;
       }
-      uint64_t differs = 0;
       for (size_t k = 0; k < rule.entries.size(); ++k) {
         const BorderRule::Entry& e = rule.entries[k];
         if (!same(newest + e.next_offset, leaves[e.leaf].at(0, strand), e.bytes)) differs |= uint64_t{1} << k;
       }
-      if (differs && differs & evidence(view, lane, strand, n, leaves)) return true;
     }
-    return false;
+    return differs && (differs & evidence(view, lane, n, leaves)) != 0;
   }
 
  private:
@@ -69,36 +68,59 @@ class BorderCheck {
   bool other_ids(const uint8_t* a, const uint8_t* b) const {
     return rule_.id && !same(a + rule_.id->offset, b + rule_.id->offset, rule_.id->bytes);
   }
-  // The entries, a bit each, that agreed between the last two joined steps: of the lane, else of the batch.
-  uint64_t evidence(const LaneView& view, uint64_t lane, uint64_t strand, uint64_t n,
-                    const std::vector<LeafSource>& leaves) const {
-    BorderRule::Evidence& known = store_.border_evidence(lane, strand);
-    const uint64_t newest = view.published - 1;
-    const uint64_t floor = newest > kLookBack ? newest - kLookBack : 0;
-    for (uint64_t k = newest; k > std::max({view.first, known.looked, floor}); --k) {
-      const uint8_t* before = row(lane, strand, k - 1);
-      const uint8_t* after = row(lane, strand, k);
-      if (store_.seam(lane, k) || done(before).first || other_ids(before, after)) continue;
-      known.agreed = 0, known.any = true;
-      for (size_t i = 0; i < rule_.entries.size(); ++i) {
-        const BorderRule::Entry& e = rule_.entries[i];
-        if (same(before + e.next_offset, after + e.offset, e.bytes)) known.agreed |= uint64_t{1} << i;
+  // Over the environments in which two steps are joined.
+  struct Agreed {
+    uint64_t entries = ~kBorderKnown;
+    bool any = false;
+    void add(uint64_t here) { entries &= here, any = true; }
+  };
+  // The entries, a bit each, that agreed between the last two joined steps, in every environment in which these are joined:
+  // of the lane, else of the batch. What was found stays known when the steps are gone.
+  uint64_t evidence(const LaneView& view, uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) const {
+    LaneHeader& known = store_.lanes.lane(lane);
+    const uint64_t newest = view.published - 1, floor = newest > kLookBack ? newest - kLookBack : 0;
+    const uint64_t looked = known.border_looked.load(std::memory_order_relaxed);
+    for (uint64_t k = newest; k > std::max({view.first, looked, floor}); --k) {
+      if (store_.seam(lane, k)) continue;
+      Agreed agreed;
+      for (uint64_t strand = 0; strand < store_.shape().strands; ++strand) {
+        const uint8_t* before = row(lane, strand, k - 1);
+        const uint8_t* after = row(lane, strand, k);
+        if (!done(before).first && !other_ids(before, after)) agreed.add(agreeing(before, after));
       }
+      if (!agreed.any) continue;
+      known.border_agreed.store(agreed.entries | kBorderKnown, std::memory_order_relaxed);
       break;
     }
-    known.looked = newest;
-    if (known.any) return known.agreed;
-    if (n < 2 || first_is_done(leaves, strand)) return 0;
-    if (rule_.id) {
-      const LeafSource& ids = leaves[rule_.id->leaf];
-      if (!same(ids.at(0, strand), ids.at(1, strand), rule_.id->bytes)) return 0;
-    }
+    known.border_looked.store(newest, std::memory_order_relaxed);
+    const uint64_t agreed = known.border_agreed.load(std::memory_order_relaxed);
+    return agreed & kBorderKnown ? agreed & ~kBorderKnown : n < 2 ? 0 : evidence_of(leaves);
+  }
+  uint64_t agreeing(const uint8_t* before, const uint8_t* after) const {
     uint64_t agreed = 0;
-    for (size_t i = 0; i < rule_.entries.size(); ++i) {
-      const BorderRule::Entry& e = rule_.entries[i];
-      if (same(leaves[e.next_leaf].at(0, strand), leaves[e.leaf].at(1, strand), e.bytes)) agreed |= uint64_t{1} << i;
+    for (size_t k = 0; k < rule_.entries.size(); ++k) {
+      const BorderRule::Entry& e = rule_.entries[k];
+      if (same(before + e.next_offset, after + e.offset, e.bytes)) agreed |= uint64_t{1} << k;
     }
     return agreed;
+  }
+  // The same of the first two steps of a batch.
+  uint64_t evidence_of(const std::vector<LeafSource>& leaves) const {
+    Agreed agreed;
+    for (uint64_t strand = 0; strand < store_.shape().strands; ++strand) {
+      if (first_is_done(leaves, strand)) continue;
+      if (rule_.id) {
+        const LeafSource& ids = leaves[rule_.id->leaf];
+        if (!same(ids.at(0, strand), ids.at(1, strand), rule_.id->bytes)) continue;
+      }
+      uint64_t here = 0;
+      for (size_t k = 0; k < rule_.entries.size(); ++k) {
+        const BorderRule::Entry& e = rule_.entries[k];
+        if (same(leaves[e.next_leaf].at(0, strand), leaves[e.leaf].at(1, strand), e.bytes)) here |= uint64_t{1} << k;
+      }
+      agreed.add(here);
+    }
+    return agreed.any ? agreed.entries : 0;
   }
   bool first_is_done(const std::vector<LeafSource>& leaves, uint64_t strand) const {
     for (const BorderRule::Flag& flag : rule_.done)

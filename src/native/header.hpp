@@ -75,9 +75,13 @@ struct LaneHeader {
   Counter durable;                // published at the last flush
   Counter term;                   // raised when a process takes the lane, and by recovery
   alignas(64) uint32_t version;   // kLaneVersion
-  uint8_t unused[512 - 256 - 4];
+  uint32_t version_unused;
+  Counter border_looked;          // where batches meet: up to this row the writer has looked for two that are joined,
+  Counter border_agreed;          // and the entries that agreed between the last two, a bit each; kBorderKnown: there were two
+  uint8_t unused[512 - 256 - 24];
 };
 static_assert(sizeof(LaneHeader) == 512);
+constexpr uint64_t kBorderKnown = uint64_t{1} << 63;
 
 // The end of each row of a store that outlives its processes.
 struct Trailer {

@@ -112,6 +112,7 @@ class Lanes {
     h.base.store(kMoving | published);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     h.origin.store(origin);
+    h.border_agreed.store(0), h.border_looked.store(0);
     h.claimed.store(published);
     h.published.store(published);
     std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -199,6 +199,21 @@ NB_MODULE(_native, m) {
         s.set_seams(l, base, published, at);
       }, "lane"_a, "base"_a, "published"_a, "at"_a)
       .def("set_border", &set_border, "codec"_a, "entries"_a, "done"_a, "either"_a, "id"_a.none())
+      .def("border_evidence", [](const Store& s, uint64_t l) -> std::pair<uint64_t, std::optional<uint64_t>> {
+        check_lane(s, l);
+        s.check_file();
+        const LaneHeader& h = s.lanes.lane(l);
+        const uint64_t agreed = h.border_agreed.load();
+        return {h.border_looked.load(), agreed & kBorderKnown ? std::optional(agreed & ~kBorderKnown) : std::nullopt};
+      }, "lane"_a)
+      .def("set_border_evidence", [](const Store& s, uint64_t l, uint64_t looked, std::optional<uint64_t> agreed) {
+        s.must_be_writable();
+        check_lane(s, l);
+        s.check_file();
+        LaneHeader& h = s.lanes.lane(l);
+        h.border_agreed.store(agreed ? *agreed | kBorderKnown : 0);
+        h.border_looked.store(looked);
+      }, "lane"_a, "looked"_a, "agreed"_a.none())
       .def("after_fork", &Store::after_fork)
       .def("raise_term", [](const Store& s, uint64_t l) {
         s.must_be_writable();

@@ -285,6 +285,7 @@ inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
   h.claimed.store(scan.published), h.published.store(scan.published);
   h.base.store(scan.base);
   h.durable.store(scan.published);
+  h.border_looked.store(0);  // rows that are gone have numbers that come again
   h.term.store(std::max(h.term.load(), scan.term) + 1);
 }
 

@@ -187,11 +187,7 @@ struct BorderRule {
     uint64_t offset, bytes;
     size_t leaf;
   };
-  struct Evidence {  // of one lane and strand, of rows up to and with `looked`
-    uint64_t incarnation = 0, looked = 0, agreed = 0;
-    bool any = false;
-  };
-  static constexpr size_t kMostEntries = 64;
+  static constexpr size_t kMostEntries = 63;  // bits of LaneHeader::border_agreed
   std::vector<Entry> entries;
   std::vector<Flag> done;
   bool either = false;     // one set flag is enough
@@ -275,15 +271,8 @@ class Store {
   void after_fork() const { seams_.after_fork(); }
 
   // ---- the border between what is stored and what is appended ----
-  void set_border(BorderRule rule) { border_ = std::move(rule), evidence_.clear(); }
+  void set_border(BorderRule rule) { border_ = std::move(rule); }
   const BorderRule& border() const { return border_; }
-  BorderRule::Evidence& border_evidence(uint64_t lane, uint64_t strand) const {
-    if (evidence_.empty()) evidence_.resize(shape().lanes * shape().strands);
-    BorderRule::Evidence& known = evidence_[lane * shape().strands + strand];
-    const uint64_t now = header()->incarnation.load(std::memory_order_relaxed);
-    if (known.incarnation != now) known = {now, 0, 0, false};
-    return known;
-  }
 
   // The save that is going on; rows are preserved for it before they change.
   std::shared_ptr<SavePass> begin_save() { return pass_ = watch_save(); }
@@ -418,7 +407,6 @@ class Store {
   mutable SeamNotes seams_;
   mutable std::atomic<uint64_t> sync_failures_{0};
   BorderRule border_;
-  mutable std::vector<BorderRule::Evidence> evidence_;  // used by whoever appends
 };
 
 }  // namespace engram

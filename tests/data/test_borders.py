@@ -214,3 +214,49 @@ def test_a_checkpoint_keeps_the_seams_of_borders(rb: ReplayBuffer, tmp_path: Any
     assert lengths(twin) == [5, 5]
     twin.extend(episode(5, 65))
     assert lengths(twin) == [5, 10]
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "state"])
+def test_who_loads_knows_which_entries_went_on_in_steps_that_are_gone(
+    rb: ReplayBuffer, way: str, tmp_path: Any
+) -> None:
+    room_for(rb, episode(CAPACITY, 0))
+    rb.extend(episode(4, 0))
+    for k in range(CAPACITY):  # two writers that take turns: no two steps of the ring are joined
+        rb.extend(episode(1, 1000 * (k + 1)))
+    twin = ReplayBuffer(storage=type(rb.storage)(episode(CAPACITY, 0)) if isinstance(rb.storage, TensorStorage) else
+                        type(rb.storage)(CAPACITY))  # fmt: skip
+    if way == "state":
+        twin.load_state_dict(rb.state_dict())
+    else:
+        rb.dumps(tmp_path)
+        twin.loads(tmp_path)
+    for buffer in (rb, twin):
+        buffer.extend(episode(1, 7))
+        buffer.extend(episode(2, 90))
+        assert lengths(buffer) == [1] * (CAPACITY - 2) + [2]
+
+
+def test_who_opens_a_store_knows_it_too(tmp_path: Any) -> None:
+    rb = ReplayBuffer(storage=LazyMemmapStorage(20, scratch_dir=tmp_path))
+    rb.extend(episode(4, 0))
+    for k in range(20):
+        rb.extend(episode(1, 1000 * (k + 1)))
+    rb.storage.close()
+    again = ReplayBuffer.open(tmp_path)
+    for start in (5, 50, 500):
+        again.extend(episode(1, start))
+    assert lengths(again) == [1] * 20
+
+
+def test_a_storage_that_was_released_and_saved_goes_on_alike_here_and_where_it_is_loaded(rb: ReplayBuffer) -> None:
+    room_for(rb, episode(CAPACITY, 0))
+    rb.extend(episode(4, 0))
+    rb.storage.release()
+    twin = ReplayBuffer(storage=LazyTensorStorage(CAPACITY))
+    if isinstance(rb.storage, ListStorage):
+        twin = ReplayBuffer(storage=ListStorage(CAPACITY))
+    twin.load_state_dict(rb.state_dict())
+    for buffer in (rb, twin):
+        buffer.extend(episode(3, 4))
+        assert lengths(buffer) == [7]

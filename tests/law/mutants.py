@@ -97,7 +97,12 @@ def restored(change: Callable[[list[Any]], list[Any]]) -> Callable[[Patch], None
         original = LazyTensorStorage.begin_restore
 
         def begin(self: Any, layout: Any, counters: Any) -> None:
-            lanes = [dict(zip(lane, change(list(lane.values())), strict=True)) for lane in counters["lanes"]]
+            names = ("base", "published", "origin", "seams")
+            changed = [change([lane[name] for name in names]) for lane in counters["lanes"]]
+            lanes = [
+                {**lane, **dict(zip(names, new, strict=True))}
+                for lane, new in zip(counters["lanes"], changed, strict=True)
+            ]
             original(self, layout, {**counters, "lanes": lanes})
 
         patch.setattr(LazyTensorStorage, "begin_restore", begin)

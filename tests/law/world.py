@@ -92,7 +92,9 @@ class World:
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             said = (type(error).__name__, str(error))
         if self.combo.way == "reopened":
-            self.rb.storage.release()  # as the end of a process does
+            if self.rb.storage.lanes is not None:
+                self.rb.storage.lanes.mark_seam()  # whoever comes next is another process
+            self.rb.storage.release()
         return frozen(said)
 
     def _data(self, count: int) -> Any:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engram.errors import is_masked
+
 Array = np.ndarray[Any, Any]
 
 _BOOL, _DOUBLE = np.dtype(np.bool_), np.dtype(np.float64)
@@ -70,7 +72,7 @@ def plain_array(value: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Ar
 def _is_masked(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(_is_masked(part) for part in value)
-    return isinstance(value, np.ma.MaskedArray)
+    return is_masked(value)
 
 
 def _converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:

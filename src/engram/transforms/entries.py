@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.errors import masked_array
+from engram.errors import is_masked, masked_array
 
 Key = Union[str, tuple[str, ...]]
 Keys = Union[Key, Sequence[Key], None]
@@ -73,7 +73,7 @@ def as_leaf(value: Any, key: Key | None = None) -> Tensor:
     Raises:
         TypeError: a numpy masked array, whose mask would be lost.
     """
-    if isinstance(value, np.ma.MaskedArray):
+    if is_masked(value):
         raise masked_array("the data" if key is None else repr(key))
     return torch.as_tensor(value)
 

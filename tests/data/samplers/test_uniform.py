@@ -1,6 +1,7 @@
 """RandomSampler and SamplerWithoutReplacement: contract, epochs, and statistics at the 1e-6 level."""
 
 import math
+import threading
 from collections import Counter
 from itertools import permutations
 
@@ -12,6 +13,7 @@ from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
@@ -263,3 +265,16 @@ def test_an_epoch_whose_oldest_rows_were_overwritten_is_loaded_into_lanes_of_any
         rb.loads(tmp_path)
         drawn = [n for batch in rb for n in batch.tolist()]
         assert len(rb) == 10 and len(set(drawn)) == len(drawn) and set(drawn) <= set(range(5, 15))
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler, lambda: PrioritizedSampler(1, 0.5, 0.5)])
+def test_a_ring_of_one_row_never_looks_empty_while_it_is_written(sampler):
+    rb = ReplayBuffer(storage=LazyTensorStorage(1), sampler=sampler(), batch_size=2)
+    rb.extend(torch.zeros(1))
+    store = rb.storage.lanes.store
+    at = store.claim(0, 1)
+    threading.Timer(0.002, lambda: store.publish(0, at, 1)).start()
+    assert len(rb.sample()) == 2
+    rb.empty()
+    with pytest.raises(RuntimeError, match="empty storage"):
+        rb.sample()

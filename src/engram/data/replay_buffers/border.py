@@ -5,10 +5,11 @@ two runs of a program, give rows that look joined and are not. So where a batch 
 
 - the newest step is done and has the same trajectory id as the first new one: a seam;
 - it is not done: the entries that stand both at the root and under `"next"` are compared, byte for byte, whatever the
-  ids say. One differs: a seam. An entry counts only if it agreed between the last two steps that are joined, so that
-  n-step rows and what a transform changes on one side only are joined as ever.
+  ids say. One differs: a seam. An entry counts only if it agreed between the last two steps that are joined, in every
+  environment in which these are, so that n-step rows and what a transform changes on one side only are joined as ever.
 
-`border.hpp` does this for packed rows; the functions here for lists of items and for columns.
+Which entries agreed stands with the lane's counters in the store, and is saved with them: it stays known when the two
+steps are gone. `border.hpp` does this for packed rows; the functions here for lists of items and for columns.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from engram.data.replay_buffers.trees import Path, describe, entry
 
 _IDS: tuple[Path, ...] = (("collector", "traj_ids"), ("episode",))
 _NOT_COMPARED = {"done", "terminated", "truncated", "reward", "traj_ids", "episode", "index", "collector"}
-_MOST = 64  # entries that are compared
-_LOOK_BACK = 4096  # steps, for two that are joined
+_MOST = 63  # entries that are compared; the store has a bit for each
+LOOK_BACK = 4096  # steps, for two that are joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Border:
     """Places in a list of paths.
 
     Attributes:
-        entries: what stands at the root, and the same under `"next"`.
+        entries: what stands at the root, and the same under `"next"`; in the order of their names, which is the same
+            wherever these steps are kept.
         done: the flags under `"next"` that say that a trajectory ends.
         either: one set flag is enough (`terminated` and `truncated`); else a step with several is done when all are.
         id: the trajectory's id; None where there is none.
@@ -52,7 +54,7 @@ class Border:
         """The border of steps with these paths; an entry is compared with one of the same form (shape and dtype)."""
         at = {path: i for i, path in enumerate(paths)}
         entries = []
-        for path, i in at.items():
+        for path, i in sorted(at.items()):
             under_next = at.get(("next", *path))
             if path[:1] == ("next",) or under_next is None or _NOT_COMPARED.intersection(path):
                 continue
@@ -83,9 +85,6 @@ class ItemBorder:
         self._lanes = lanes
         self._border: Border | None = None
         self._paths: list[Path] = []
-        self._incarnation = -1
-        self._looked = 0  # of items up to this write number is known which entries agree
-        self._agreed: set[int] | None = None
 
     def begins(self, items: list[Any], capacity: int, rows: list[Any]) -> bool:
         """Whether somebody else's steps begin with `rows[0]`, before it is put behind the newest of `items`."""
@@ -101,7 +100,7 @@ class ItemBorder:
             return ended and border.id is not None and self._same(newest, border.id, new, border.id)
         differs = [k for k, (at_root, under_next) in enumerate(border.entries)
                    if not self._same(newest, under_next, new, at_root)]  # fmt: skip
-        return bool(differs) and not self._evidence(items, capacity, rows).isdisjoint(differs)
+        return bool(differs) and bool(self._evidence(items, capacity, rows) & sum(1 << k for k in differs))
 
     def _look_at(self, item: Any) -> Border:
         found = []
@@ -142,27 +141,27 @@ class ItemBorder:
         i = self._border.id
         return not any(self._flags(before)) and (i is None or self._same(before, i, after, i))
 
-    def _agreeing(self, before: Any, after: Any) -> set[int]:
+    def _agreeing(self, before: Any, after: Any) -> int:
+        """The entries that agree, a bit each."""
         assert self._border is not None
-        return {k for k, (at_root, under_next) in enumerate(self._border.entries)
-                if self._same(before, under_next, after, at_root)}  # fmt: skip
+        return sum(1 << k for k, (at_root, under_next) in enumerate(self._border.entries)
+                   if self._same(before, under_next, after, at_root))  # fmt: skip
 
-    def _evidence(self, items: list[Any], capacity: int, rows: list[Any]) -> set[int]:
-        """The entries that agreed between the last two joined items: of those that are stored, else of the new ones."""
+    def _evidence(self, items: list[Any], capacity: int, rows: list[Any]) -> int:
+        """The entries, a bit each, that agreed between the last two joined items; else between the first two new."""
         store = self._lanes.store
-        if store.incarnation != self._incarnation:
-            self._incarnation, self._looked, self._agreed = store.incarnation, 0, None
+        looked, agreed = store.border_evidence(0)
         lane, seams = store.lane(0), set(store.seams(0))
         newest = lane["published"] - 1
-        for k in range(newest, max(lane["first"], self._looked, newest - _LOOK_BACK), -1):
+        for k in range(newest, max(lane["first"], looked, newest - LOOK_BACK), -1):
             before, after = items[(k - 1) % capacity], items[k % capacity]
             if k not in seams and self._joined(before, after):
-                self._agreed = self._agreeing(before, after)
+                agreed = self._agreeing(before, after)
                 break
-        self._looked = newest
-        if self._agreed is not None:
-            return self._agreed
-        return self._agreeing(rows[0], rows[1]) if len(rows) > 1 and self._joined(rows[0], rows[1]) else set()
+        store.set_border_evidence(0, newest, agreed)
+        if agreed is not None:
+            return agreed
+        return self._agreeing(rows[0], rows[1]) if len(rows) > 1 and self._joined(rows[0], rows[1]) else 0
 
 
 class ColumnBorder:
@@ -170,64 +169,100 @@ class ColumnBorder:
 
     Args:
         border: the entries that are compared.
-        envs: shape of the environments of one step.
+        envs: environments of one step.
     """
 
-    def __init__(self, border: Border, envs: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, border: Border, envs: int, device: torch.device) -> None:
         self._border = border
         self._envs = envs
         self._device = device
-        self.forget()
+        self.recall(None)
 
-    def forget(self) -> None:
-        """What is stored is others' by now."""
-        # Whether there were two joined steps, and which entries agreed between the last ones: [envs], [entries, envs].
-        self._known = torch.zeros(self._envs, dtype=torch.bool, device=self._device)
-        self._agreed = torch.zeros((len(self._border.entries), *self._envs), dtype=torch.bool, device=self._device)
+    def recall(self, agreed: int | None) -> None:
+        """Goes on from what a store knows: the entries that agreed between the last two joined steps, a bit each."""
+        each = [bool((agreed or 0) >> k & 1) for k in range(len(self._border.entries))]
+        # bool [1 + entries]: whether there were two, and of each entry whether it agreed.
+        self.evidence = torch.tensor([agreed is not None, *each], device=self._device)
 
-    def begins(self, newest: list[list[Tensor]], cut: Tensor | bool, new: list[Tensor]) -> Tensor | None:
-        """Whether a trajectory begins at the first new step: bool [] on the device; None: it does not.
+    def begins(self, newest: list[Tensor], new: list[Tensor]) -> Tensor:
+        """Whether a trajectory begins at the first new step: bool [] on the device.
 
         Args:
-            newest: leaves `[*envs, ...]` of the newest steps, the newest first: none, one or two of them.
-            cut: whether a seam stands at the newest.
+            newest: leaves `[*envs, ...]` of the newest step.
             new: leaves `[time, *envs, ...]`.
         """
-        if not newest or not self._border.says_anything:
-            return None
-        some, every = self._done(newest[0])
+        one = (self._envs,)
+        some, every = self._done(newest, one)
         first = [leaf[0] for leaf in new]
         begins = torch.zeros((), dtype=torch.bool, device=self._device)
         if self._border.id is not None:
             i = self._border.id
-            begins = (every & _equal(newest[0][i], first[i], self._envs)).any()
+            begins = (every & _equal(newest[i], first[i], one)).any()
         if not self._border.entries:
             return begins
-        if len(newest) > 1:
-            self._learn(newest[1], newest[0], ~torch.as_tensor(cut, device=self._device))
+        agreed = self.evidence
         if len(new[0]) > 1:
-            self._learn(first, [leaf[1] for leaf in new], ~self._known, known=False)
-        return begins | (~self._agree(newest[0], first) & self._agreed & ~some).any()
+            second = [leaf[1] for leaf in new]
+            found = self._between(first, second, self._joined(first, second, one))
+            agreed = torch.where(self.evidence[0], self.evidence, found)
+        differs = (~self._agree(newest, first) & ~some).any(1)
+        return begins | (differs & agreed[1:] & agreed[0]).any()
 
-    def _learn(self, before: list[Tensor], after: list[Tensor], joined: Tensor, known: bool = True) -> None:
-        """Which entries agree between two steps that follow each other, where they are joined."""
-        joined = joined & ~self._done(before)[0]
-        if self._border.id is not None:
-            i = self._border.id
-            joined = joined & _equal(before[i], after[i], self._envs)
-        self._agreed = torch.where(joined, self._agree(before, after), self._agreed)
-        if known:
-            self._known = self._known | joined
+    def learn(self, newest: list[Tensor], new: list[Tensor], begins: Tensor) -> None:
+        """Takes in the newest step and the first new one, of which `begins` was said."""
+        if self._border.entries:
+            first = [leaf[0] for leaf in new]
+            self._learn(newest, first, self._joined(newest, first, (self._envs,)) & ~begins)
+
+    def learn_all(self, steps: list[Tensor], rows: Tensor, cut: Tensor | None = None) -> None:
+        """Takes in the last two joined of some steps.
+
+        Args:
+            steps: leaves `[time, *envs, ...]`.
+            rows: int64 [n], which of these follow each other.
+            cut: bool [n - 1, 1], the pairs between which a seam stands.
+        """
+        n = len(rows) - 1
+        if n < 1 or not self._border.entries:
+            return
+        asked = {*self._border.done, self._border.id}  # who is joined is asked of all, what they are of one pair
+
+        def told(at: Tensor) -> list[Tensor]:
+            return [leaf[at] if i in asked else leaf for i, leaf in enumerate(steps)]
+
+        before, after = rows[:-1], rows[1:]
+        joined = self._joined(told(before), told(after), (n, self._envs))
+        if cut is not None:
+            joined = joined & ~cut
+        last = (torch.arange(n, device=self._device) * joined.any(1)).max().reshape(1)
+        pair = ([leaf[before[last]][0] for leaf in steps], [leaf[after[last]][0] for leaf in steps])
+        self._learn(*pair, joined[last][0])
+
+    def _learn(self, before: list[Tensor], after: list[Tensor], joined: Tensor) -> None:
+        self.evidence = torch.where(joined.any(), self._between(before, after, joined), self.evidence)
+
+    def _between(self, before: list[Tensor], after: list[Tensor], joined: Tensor) -> Tensor:
+        """What two steps say that follow each other and are joined in these of the environments."""
+        agreed = (self._agree(before, after) | ~joined).all(1)
+        return torch.cat([joined.any().reshape(1), agreed])
 
     def _agree(self, before: list[Tensor], after: list[Tensor]) -> Tensor:
-        return torch.stack([_equal(before[n], after[r], self._envs) for r, n in self._border.entries])
+        return torch.stack([_equal(before[n], after[r], (self._envs,)) for r, n in self._border.entries])
 
-    def _done(self, step: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Whether some, and whether all of a step's flags are set: bool [*envs]."""
+    def _joined(self, before: list[Tensor], after: list[Tensor], lead: tuple[int, ...]) -> Tensor:
+        """Whether steps `[*lead]` are of one trajectory, as far as their flags and ids say."""
+        joined = ~self._done(before, lead)[0]
+        if self._border.id is not None:
+            i = self._border.id
+            joined = joined & _equal(before[i], after[i], lead)
+        return joined
+
+    def _done(self, steps: list[Tensor], lead: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Whether some, and whether all of the flags of steps `[*lead]` are set."""
         if not self._border.done:
-            never = torch.zeros(self._envs, dtype=torch.bool, device=self._device)
+            never = torch.zeros(lead, dtype=torch.bool, device=self._device)
             return never, never
-        flags = torch.cat([step[i].reshape(*self._envs, -1).bool() for i in self._border.done], -1)
+        flags = torch.cat([steps[i].reshape(*lead, -1).bool() for i in self._border.done], -1)
         some = flags.any(-1)
         return some, some if self._border.either else flags.all(-1)
 

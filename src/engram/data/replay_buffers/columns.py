@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engram.data.replay_buffers import trees
-from engram.data.replay_buffers.border import Border, ColumnBorder
+from engram.data.replay_buffers.border import LOOK_BACK, Border, ColumnBorder
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import RowLayout
 
@@ -24,7 +24,7 @@ class ColumnTable:
         self._inner = inner
         self._device = columns[0].device
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
-        self._border = ColumnBorder(border, inner, self._device)
+        self._border = ColumnBorder(border, lanes.strands, self._device) if border.says_anything else None
         self._incarnation = lanes.store.incarnation
 
     @classmethod
@@ -61,26 +61,33 @@ class ColumnTable:
         """Writes (`most`: only the first of) the steps behind the newest one; returns time slots, int64 [steps]."""
         leaves = [leaf[:most] for leaf in leaves]
         capacity = self._lanes.store.lane_capacity
-        self._look_at_border(leaves)
+        if self._border is not None:
+            self._look_at_border(self._border, leaves)
         slots = self._lanes.advance(len(leaves[0]))
         where = slots[-capacity:].to(self._device)
         for column, leaf in zip(self._columns, leaves, strict=True):
             column[where] = leaf[-capacity:]
         return slots
 
-    def _look_at_border(self, new: list[Tensor]) -> None:
+    def _look_at_border(self, border: ColumnBorder, new: list[Tensor]) -> None:
         """Says to the lanes whether the first of the new steps goes on where the newest stored one stopped."""
         store, lanes = self._lanes.store, self._lanes
+        lane = store.lane(0)
+        published, capacity = lane["published"], store.lane_capacity
         if store.incarnation != self._incarnation:
             self._incarnation = store.incarnation
-            self._border.forget()
-            lanes.forget_borders()
-        lane = store.lane(0)
-        stored = range(lane["published"] - 1, lane["first"] - 1, -1)[:2]
-        newest = [[column[w % store.lane_capacity] for column in self._columns] for w in stored]
-        begins = self._border.begins(newest, lanes.cut_at(lane["published"] - 1), new)
-        if begins is not None:
+            looked, agreed = store.border_evidence(0)
+            border.recall(agreed)
+            rows = torch.arange(max(lane["first"], min(looked, published - 1), published - LOOK_BACK), published)
+            cut = torch.isin(rows[1:], torch.tensor(store.seams(0), dtype=torch.int64))
+            border.learn_all(self._columns, (rows % capacity).to(self._device), cut.to(self._device).unsqueeze(1))
+        if published > lane["first"]:
+            newest = [column[(published - 1) % capacity] for column in self._columns]
+            begins = border.begins(newest, new)
+            border.learn(newest, new, begins)
             lanes.note_border(begins)
+        border.learn_all(new, torch.arange(len(new[0]), device=self._device))
+        lanes.note_evidence(published + len(new[0]) - 1, border.evidence)
 
     def overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor | None = None) -> None:
         """Writes `leaves` ([n, ...]; `rows`: these of them) over rows that exist."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engram import _native
 from engram.data.replay_buffers.utils import slots_tensor
+from engram.errors import is_masked
 
 
 class Selection(NamedTuple):
@@ -104,7 +105,7 @@ def _listed(index: Any) -> Tensor:
 
 def _whole(index: Any) -> Any:
     """The index; an IndexError for a numpy masked array, some of whose entries are none."""
-    if isinstance(index, np.ma.MaskedArray):
+    if is_masked(index):
         raise IndexError(f"{index!r:.80} is a masked array, and no index; use index.compressed()")
     return index
 

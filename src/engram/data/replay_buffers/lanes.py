@@ -23,6 +23,7 @@ from engram.data.replay_buffers.utils import slots_tensor
 from engram.errors import NoFreeLaneError
 
 _LOOKS = 10_000
+_LOOKS_BEFORE_THE_FIRST = 100
 _MOST_BORDERS = 1024  # that a device has not been asked about
 _MOST_NUMBERED = 1 << 39  # slots; a list without limit has more, and nothing is replaced in it
 
@@ -62,7 +63,9 @@ class Lanes:
             self.numbers.renumber(store)
         self._alone = 0
         self._session = os.urandom(8).hex()
-        self._borders: list[tuple[int, Tensor]] = []
+        self._borders: list[tuple[int, Tensor]] = []  # of the rows of this incarnation, as `_evidence` is
+        self._evidence: tuple[int, Tensor] | None = None
+        self._noted_in = store.incarnation
         self._left: dict[int, tuple[int, int]] = {}  # lanes that this process gave back: incarnation and end, then
         self.capacity: int = store.lanes * store.lane_capacity * store.strands
         self.strands: int = store.strands
@@ -103,10 +106,10 @@ class Lanes:
 
     # ---- for saves ----
     def saved_states(self) -> list[dict[str, Any]]:
-        """The counters of each lane as a save keeps them: `base`, `published`, `origin`, `seams`.
+        """The counters of each lane as a save keeps them: `base`, `published`, `origin`, `seams`, `border`.
 
-        Where another process, or nobody yet, writes a lane, its end is a seam: this process would enter one before its
-        next row, and whoever loads goes on as this process would.
+        Where another process, or nobody yet, writes a lane, its end is a seam, but for one that this process gave back
+        and nobody wrote to since: whoever loads goes on as this process would.
         """
         if self.asleep and self.locks is not None:  # who only saves is a user of the store, too
             self.wake()
@@ -117,10 +120,19 @@ class Lanes:
             base = min(max(lane["base"], lane["first"]), published)
             # Another process may have taken the lane over since `published` was read.
             seams = [seam for seam in lane["seams"] if seam <= published]
-            if i != held and published > base and seams[-1:] != [published]:
+            goes_on = i == held or self._left.get(i) == (self.store.incarnation, published)
+            if not goes_on and published > base and seams[-1:] != [published]:
                 seams.append(published)
-            found.append({"base": base, "published": published, "origin": lane["origin"], "seams": seams})
+            saved = {"base": base, "published": published, "origin": lane["origin"], "seams": seams}
+            looked, agreed = self.store.border_evidence(i)
+            found.append({**saved, "border": {"looked": min(looked, published), "agreed": agreed}})
         return found
+
+    def restore_border(self, i: int, lane: dict[str, Any], shift: int) -> None:
+        """After `restore_lane`: what was known in a saved lane, whose write numbers were `shift` higher."""
+        border = lane.get("border")  # other formats say nothing of it
+        if border is not None:
+            self.store.set_border_evidence(i, max(0, border["looked"] - shift), border["agreed"])
 
     def identity(self) -> dict[str, Any]:
         """JSON that, with a lane and a write number, names a row; and how far the log of in-place changes has come."""
@@ -200,20 +212,35 @@ class Lanes:
 
     def note_border(self, begins: Tensor) -> None:
         """The next step begins a trajectory if this flag, which a device may still be working out, says so."""
+        self._note()
         self._borders.append((self.store.lane(0)["published"], begins))
         if len(self._borders) >= _MOST_BORDERS:
             self.settle_borders()
 
-    def cut_at(self, number: int) -> Tensor | bool:
-        """Whether a seam stands at a step: a flag of `note_border` where there is one that nobody has looked at."""
-        known = self.store.is_seam(0, number)
-        return known or next((flag for w, flag in reversed(self._borders) if w == number), False)
+    def note_evidence(self, looked: int, evidence: Tensor) -> None:
+        """What `ColumnBorder` knows of the steps up to a write number, which a device may still be working out."""
+        self._note()
+        self._evidence = looked, evidence
+
+    def _note(self) -> None:
+        """Before something is noted: what was noted of rows that have been replaced by others is not."""
+        if self._noted_in != self.store.incarnation:
+            self._noted_in, self._borders, self._evidence = self.store.incarnation, [], None
 
     def settle_borders(self) -> None:
-        """Waits for the flags of `note_border`. Before anybody looks at seams."""
+        """Waits for what `note_border` and `note_evidence` were given. Before anybody looks at seams."""
+        if self._evidence is not None:
+            with self.mutex:
+                self._note()
+                noted, self._evidence = self._evidence, None
+                if noted is not None:
+                    known, *agreed = noted[1].tolist()
+                    bits = sum(1 << k for k, agrees in enumerate(agreed) if agrees)
+                    self.store.set_border_evidence(0, noted[0], bits if known else None)
         if not self._borders:
             return
         with self.mutex:
+            self._note()
             borders, self._borders = self._borders, []
             if not borders:
                 return
@@ -222,10 +249,6 @@ class Lanes:
             for (number, _), begins in zip(borders, found, strict=True):
                 if begins and number > oldest:
                     self.store.add_seam(0, number)
-
-    def forget_borders(self) -> None:
-        """Other steps are stored by now."""
-        self._borders = []
 
     def _end(self, lane: int) -> tuple[int, int]:
         return self.store.incarnation, self.store.lane(lane)["published"]
@@ -269,6 +292,11 @@ class Lanes:
                 self.locks.close()
 
     # ---- drawing ----
+    def claimed(self, count: str = "claimed") -> bool:
+        """Whether there are rows, be it that they are being written just now; `published`: or have been there."""
+        lanes = [self.store.lane(i) for i in range(self.store.lanes)]
+        return any(lane[count] > lane["base"] for lane in lanes)
+
     def uniform(self, seed: Tensor, n: int) -> Tensor | None:
         """n slots of stored rows drawn uniformly from a seed (int64 [1]); None if nothing is stored."""
         if self.asleep:
@@ -281,11 +309,11 @@ class Lanes:
     def look_again(self, draw: Callable[[], Any]) -> Any:
         """What `draw` gives, which was None; still None if nothing is stored.
 
-        A lane of few rows can show none for the moment in which its writer replaces them all, and before its first.
+        A lane of few rows can show none for the moment in which its writer replaces them all, and before its first; who
+        was about to write that one may have been stopped, and nobody waits long for it.
         """
-        for _ in range(_LOOKS):
-            lanes = [self.store.lane(i) for i in range(self.store.lanes)]
-            if not any(lane["claimed"] > lane["base"] for lane in lanes):
+        for k in range(_LOOKS):
+            if not self.claimed("published" if k >= _LOOKS_BEFORE_THE_FIRST else "claimed"):
                 with self.mutex:  # after somebody who is replacing all rows
                     return draw()
             time.sleep(0)

@@ -23,7 +23,7 @@ from tensordict import (
 )
 from torch import Tensor
 
-from engram.errors import masked_array
+from engram.errors import is_masked, masked_array
 
 Path = tuple[Any, ...]
 _DEEPEST = 100
@@ -351,7 +351,7 @@ def as_tensor(value: Any, path: Path) -> Tensor:
     if isinstance(value, Tensor):
         return _plain(value, path)
     if isinstance(value, np.ndarray | np.generic):
-        if isinstance(value, np.ma.MaskedArray):
+        if is_masked(value):
             raise masked_array(show(path))
         if value.dtype.hasobject or value.dtype.kind in "USMmV":
             raise TypeError(f"{show(path)} is a numpy array of {value.dtype}, which no tensor holds; use a ListStorage")

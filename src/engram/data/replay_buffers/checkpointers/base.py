@@ -29,7 +29,8 @@ class RowSource(Protocol):
         """JSON: `{"lane_capacity": int, "strands": int, "lanes": [{"base", "published", "origin", "seams": [...]}]}`.
 
         The rows of a lane that exist have the write numbers `max(base, published - lane_capacity)` to `published`.
-        `published` is a seam where whoever writes next would enter one.
+        `published` is a seam where whoever writes next would enter one. `border`, where it is there, is what is known
+        of entries that go on from step to step: `{"looked": write number, "agreed": bits or None}`.
         """
 
     def identity(self) -> dict[str, Any]:

@@ -54,6 +54,11 @@ def _checked(lane: dict[str, Any]) -> tuple[int, int]:
     seams = [_count(seam) for seam in lane["seams"]]
     if seams != sorted(seams) or seams[-1:] > [published]:
         raise ValueError(f"the seams of a lane do not rise up to {published}: {seams}")
+    border = lane.get("border")
+    if border is not None:
+        looked, agreed = _count(border["looked"]), border["agreed"]
+        if looked > published or (agreed is not None and (type(agreed) is not int or not 0 <= agreed < 1 << 63)):
+            raise ValueError(f"{border!r:.80} is nothing that is known of the border of a lane")
     return base, published
 
 

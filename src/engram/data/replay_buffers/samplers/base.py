@@ -106,7 +106,7 @@ class Sampler(abc.ABC):
         Raises RuntimeError for an empty storage, before anything is drawn.
         """
         lanes = storage.lanes
-        if lanes is None or not (len(lanes) or len(storage)):
+        if lanes is None or not (len(lanes) or lanes.claimed() or len(storage)):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         with drawing:
             return self._seed.random_(generator=self._generator)

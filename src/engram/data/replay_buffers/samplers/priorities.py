@@ -14,7 +14,7 @@ from engram import _native
 from engram.data.replay_buffers.indexing import inward, select, tensor_of
 from engram.data.replay_buffers.samplers.base import Sampler, check_counts
 from engram.data.replay_buffers.utils import values_tensor
-from engram.errors import masked_array
+from engram.errors import is_masked, masked_array
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.lanes import Lanes
@@ -370,7 +370,7 @@ def _checked(name: str, value: Any) -> float:
 
 def _real(priority: Any) -> Tensor:
     """Priorities of any form as float64, of their shape."""
-    if isinstance(priority, np.ma.MaskedArray):
+    if is_masked(priority):
         raise masked_array("priority")
     try:
         if not isinstance(priority, Tensor):

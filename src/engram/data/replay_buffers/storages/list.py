@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -20,7 +19,7 @@ from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.frozen import Changes, FrozenItems
 from engram.data.replay_buffers.storages.staging import StagedItems
 from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, spread, with_entry
-from engram.errors import CheckpointMisfitError, masked_array
+from engram.errors import CheckpointMisfitError, is_masked, masked_array
 
 _NO_LIMIT = 1 << 40
 
@@ -234,6 +233,7 @@ class ListStorage(Storage):
             self._items[:] = items[first:] + items[:first]
             store.set_seams(0, base, published, [seam - shift for seam in lane["seams"] if seam > lane["base"]])
             store.restore_lane(0, base, published, (lane["origin"] - shift) % (1 << 64))
+            self._lanes.restore_border(0, lane, shift)
             store.end_restore()
             self.shifts = [shift]
 
@@ -284,7 +284,7 @@ def copied(item: Any) -> Any:
         return {k: copied(v) for k, v in item.items()}
     if type(item) in (list, tuple):
         return type(item)(copied(v) for v in item)
-    if isinstance(item, np.ma.MaskedArray):
+    if is_masked(item):
         raise masked_array("an entry of the data")
     if hasattr(item, "copy") and type(item).__module__ == "numpy":
         return item.copy()

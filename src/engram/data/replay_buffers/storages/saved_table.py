@@ -163,6 +163,7 @@ class SavedTable(Storage):
             shift = self._shift(i)
             origin = (lane["origin"] - shift) % (1 << 64)
             store.restore_lane(i, lane["base"] - shift, lane["published"] - shift, origin)
+            self._lanes.restore_border(i, lane, shift)
         store.end_restore()
         self.shifts = [self._shift(i) for i in range(len(self._restoring["lanes"]))]
 
