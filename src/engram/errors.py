@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Any
 
 
 class EngramError(Exception):
@@ -74,7 +73,7 @@ def differences_of(error: ValueError) -> tuple[str, ...]:
     return (isinstance(error, CheckpointMisfitError) and error.differences) or (str(error),)
 
 
-def is_masked(value: Any) -> bool:
+def is_masked(value: object) -> bool:
     """Whether a value is a numpy masked array. There is none before somebody imports numpy.ma, which takes 30 ms."""
     ma = sys.modules.get("numpy.ma")
     return ma is not None and isinstance(value, ma.MaskedArray)

@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -528,6 +529,14 @@ inline void set_seams(const Store& store, uint64_t lane, uint64_t base, uint64_t
   for (uint64_t i = 0; i < n; ++i)
     if (number(i) < number(i ? i - 1 : 0)) throw nb::value_error("seams do not rise");
   store.set_seams(lane, base, published, n, number);
+}
+
+// How the last user left a store: (no change is half done, cleanly, in which boot of the machine). The caller has looked at
+// the file.
+inline std::tuple<bool, bool, nb::bytes> left_as(Store& store) {
+  const StoreHeader& h = store.lanes.header();
+  const bool whole = h.incarnation.load() % 2 == 0 && h.edits.load() % 2 == 0 && !InPlaceWriter(store).interrupted();
+  return {whole, h.clean != 0, nb::bytes(h.boot_id, 16)};
 }
 
 inline nb::dict lane_state(const Store& store, uint64_t l) {

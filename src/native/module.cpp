@@ -114,7 +114,7 @@ NB_MODULE(_native, m) {
         return shape_of({lanes, lane_capacity, strands, payload_bytes, alignment, trailer,
                          std::string(layout_bytes, ' '), std::string(16, '\0')}).total_bytes;
       }, "lanes"_a, "lane_capacity"_a, "strands"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout_bytes"_a)
-      .def_static("open", &Store::open, "fd"_a, "bytes"_a, "read_only"_a = false)
+      .def_static("open", &Store::open, "fd"_a, "bytes"_a = nb::none(), "read_only"_a = false)
       .def_prop_ro("read_only", &Store::read_only)
       .def_prop_ro("lanes", [](const Store& s) { return s.shape().lanes; })
       .def_prop_ro("lane_capacity", [](const Store& s) { return s.shape().lane_capacity; })
@@ -129,10 +129,12 @@ NB_MODULE(_native, m) {
       .def_prop_ro("store_id", [](const Store& s) { return nb::bytes(s.shape().store_id, 16); })
       .def_prop_ro("incarnation", [](const Store& s) { return s.header()->incarnation.load(); })
       .def_prop_ro("edits", [](const Store& s) { return s.header()->edits.load(); })
-      .def("left_as", [](Store& s) {
-        const StoreHeader& h = *s.header();  // looks at the file once
-        return std::tuple(h.incarnation.load() % 2 == 0 && h.edits.load() % 2 == 0 && !InPlaceWriter(s).interrupted(),
-                          h.clean != 0, nb::bytes(h.boot_id, 16));
+      .def("left_as", [](Store& s) { s.check_file(); return left_as(s); })
+      .def_prop_ro("unflushed", [](const Store& s) {
+        s.check_file();
+        for (uint64_t l = 0; l < s.shape().lanes; ++l)
+          if (s.lanes.lane(l).durable.load() < s.lanes.lane(l).published.load()) return true;
+        return false;
       })
       .def("epoch", [](const Store& s) {
         s.check_file();
@@ -221,7 +223,7 @@ NB_MODULE(_native, m) {
         check_lane(s, l);
         s.lanes.lane(l).term.fetch_add(1);
       }, "lane"_a)
-      .def("mend", [](const Store& s) { s.must_be_writable(); s.lanes.mend(); })
+      .def("mend", [](Store& s) { s.must_be_writable(); s.lanes.mend(); return left_as(s); })
       .def("mark_durable", [](const Store& s, const std::vector<uint64_t>& published) {
         s.must_be_writable();
         if (published.size() != s.shape().lanes) throw nb::value_error("one number for each lane");

@@ -219,9 +219,10 @@ class Store {
     for (uint64_t l = 0; l < shape.lanes; ++l) store->lanes.lane(l).version = kLaneVersion;
     return store;
   }
-  // Maps a store that exists: `bytes` is the size of the file.
-  static std::unique_ptr<Store> open(int fd, size_t bytes, bool read_only = false) {
+  // Maps a store that exists: `size` is that of the file; none: as the system says.
+  static std::unique_ptr<Store> open(int fd, std::optional<size_t> size = std::nullopt, bool read_only = false) {
     const struct stat file = file_of(fd);
+    const size_t bytes = size.value_or(static_cast<size_t>(file.st_size));
     if (bytes < sizeof(StoreHeader) || static_cast<uint64_t>(file.st_size) < bytes)
       throw std::runtime_error("the file is shorter than " + std::to_string(std::max(bytes, sizeof(StoreHeader))) +
                                " bytes");
@@ -370,13 +371,14 @@ class Store {
 
  private:
   Store(std::shared_ptr<Region> region, int fd, const struct stat& file)
-      : region_(std::move(region)), fd_(fd), device_(file.st_dev), inode_(file.st_ino), pages_(fd) {}
+      : region_(std::move(region)), fd_(fd), named_(fd >= 0 && file.st_nlink > 0), device_(file.st_dev),
+        inode_(file.st_ino), pages_(fd) {}
   void ready(const Shape& shape) {
     lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))),
                   reinterpret_cast<Counter*>(at(shape.seams_offset)), shape, fd_ >= 0);
     seams_.use(shape.lanes);
     id_crc_ = crc32c(0, shape.store_id, 16);
-    watched_ = fd_ >= 0 && !cannot_shrink(fd_);
+    watched_ = fd_ >= 0 && (named_ || !cannot_shrink(fd_));  // what can be sealed has no name
   }
   static bool cannot_shrink(int fd) {
 #if defined(F_GET_SEALS) && defined(F_SEAL_SHRINK)
@@ -405,6 +407,7 @@ class Store {
 
   std::shared_ptr<Region> region_;
   int fd_;
+  bool named_;
   bool read_only_ = false;
   bool watched_ = false;  // a file that others can shorten
   dev_t device_ = 0;

@@ -13,7 +13,13 @@ from engram.data import (
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
     ReplayBuffer,
+    SamplerWithoutReplacement,
+    SequenceSampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -193,3 +199,73 @@ def test_a_thread_that_overwrites_rows_at_once_does_not_leave_them_the_prioritie
     other.join()
     stored = rb[:]
     assert rb.sampler.priorities(torch.arange(4), storage=rb.storage).tolist() == stored["td_error"].tolist()
+
+
+SAMPLERS = {
+    "uniform": RandomSampler,
+    "epochs": SamplerWithoutReplacement,
+    "prioritized": lambda: PrioritizedSampler(None, 1.0, 1.0),
+    "slices": lambda: SliceSampler(slice_len=4),
+    "slice epochs": lambda: SliceSamplerWithoutReplacement(slice_len=4),
+    "prioritized slices": lambda: PrioritizedSliceSampler(None, 1.0, 1.0, slice_len=4),
+    "sequences": lambda: SequenceSampler(slice_len=4),
+}
+
+ONCE = {"epochs": 1, "slice epochs": 10}  # so many rows, of which an epoch has one place
+
+
+@pytest.mark.parametrize("of_the_buffer", [True, False], ids=["batches", "slots"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_threads_that_draw_at_once_draw_different_rows(name, of_the_buffer):
+    sampler = SAMPLERS[name]()
+    rb = ReplayBuffer(storage=LazyTensorStorage(10_000), sampler=sampler, batch_size=640)
+    done = torch.arange(10_000).remainder(10) == 9
+    flags = TensorDict({"done": done.unsqueeze(-1), "truncated": torch.zeros(10_000, 1, dtype=torch.bool)}, [10_000])
+    rb.extend(TensorDict({"next": flags}, [10_000]))
+    drawn, first, draw_seed = [], iter([None]), sampler.draw_seed
+
+    def draw():
+        drawn.append(rb.sample(return_info=True)[1]["index"] if of_the_buffer else sampler.sample(rb.storage, 640)[0])
+
+    other = threading.Thread(target=draw, daemon=True)
+
+    def seed_then_let_the_other_draw(storage):
+        seed = draw_seed(storage)
+        for _ in first:
+            other.start()
+            other.join(0.05)
+        return seed
+
+    sampler.draw_seed = seed_then_let_the_other_draw
+    draw()
+    other.join(60)
+    assert len(drawn) == 2 and not torch.equal(*drawn)
+    if name in ONCE:
+        mine, others = (set((index // ONCE[name]).tolist()) for index in drawn)
+        assert not mine & others
+
+
+class Own:
+    """A sampler of the user's own, without a lock."""
+
+    def __init__(self):
+        self.inside, self.most = 0, 0
+
+    def sample(self, storage, batch_size):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        time.sleep(0.01)
+        self.inside -= 1
+        return torch.arange(batch_size), {}
+
+
+def test_a_sampler_of_the_users_own_is_asked_by_one_thread_at_a_time():
+    sampler = Own()
+    rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=10)
+    rb.extend(of_numbers(torch.arange(100)))
+    threads = [threading.Thread(target=rb.sample, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sampler.most == 1

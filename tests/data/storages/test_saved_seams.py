@@ -112,7 +112,8 @@ def test_a_store_of_many_writers_is_saved_with_every_row_and_every_seam(tmp_path
     for b in (rb, twin):
         b.extend(one_trajectory(2000, 2002))
         assert lengths(b) == [2] * (n + 1)
-        batch = b.sample(5000)["n"].reshape(-1, 2)
+        # So many that none of the starts is left out by chance.
+        batch = b.sample(20_000)["n"].reshape(-1, 2)
         assert (batch[:, 1] - batch[:, 0] == 1).all() and len(batch[:, 0].unique()) == n + 1
 
 

@@ -80,12 +80,12 @@ class ReplayBuffer(SavedBuffer):
         if self._transform.transforms:
             written: Tensor = self._write_through(items, False)
             return written
-        storage = self._storage
+        storage, time_dim = self._storage, self._time_dim
         if type(items) is list and not isinstance(storage, ListStorage):
-            items = stack_rows(items, self._time_dim)
-        extras = self._extras(items, False, self._time_dim)
+            items = stack_rows(items, time_dim)
+        extras = self._extras(items, False, time_dim)
         with storage.mutex if extras is None else self._writing():
-            slots: Any = self._writer.write(storage, items, False, self._time_dim)
+            slots: Any = self._writer.write(storage, items, False, time_dim)
             if extras is not None:
                 self._wrote(slots, extras)
         made: Tensor = self._index_of(slots, False)

@@ -14,7 +14,7 @@ from typing import Any
 
 from engram import _native
 from engram.data.replay_buffers.layout import RowLayout
-from engram.data.replay_buffers.utils import free_memory, human_bytes, open_regular
+from engram.data.replay_buffers.utils import free_memory, human_bytes, open_regular, stat_regular
 from engram.errors import StorageError
 
 FILE_NAME = "rows.engram"
@@ -167,15 +167,15 @@ def has_store(folder: Path) -> bool:
     return True
 
 
-def open_store(folder: Path, flags: int = os.O_RDWR) -> int:
-    """A descriptor of the store's file in a folder.
+def open_store(folder: Path, flags: int = os.O_RDWR) -> tuple[int, os.stat_result]:
+    """A descriptor of the store's file in a folder, and what the system says of it.
 
     Raises:
         StorageError: there is none, or what has its name cannot be opened as one.
     """
     path = folder / FILE_NAME
     try:
-        return open_regular(path, flags)
+        return stat_regular(path, flags)
     except FileNotFoundError:
         raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})") from None
     except OSError as error:
@@ -187,15 +187,16 @@ def open_store(folder: Path, flags: int = os.O_RDWR) -> int:
         raise StorageError(f"{path} cannot be opened: {reason}") from error
 
 
-def reserve_holes(fd: int, nbytes: int, path: Path) -> None:
+def reserve_holes(fd: int, found: os.stat_result, nbytes: int, path: Path) -> None:
     """Takes the space that a copy has left out (`cp --sparse`, `rsync -S`).
 
     A write there could find the disk full, which is a bus error in a map.
 
-    The caller is alone with the file: where the file system cannot do it, the library writes into each block.
+    The caller is alone with the file, of which the system said `found`: where the file system cannot do it, the library
+    writes into each block.
     """
     # Either alone is not enough: a file has blocks that are not its bytes, and space that nobody wrote yet is a hole.
-    whole = os.fstat(fd).st_blocks * 512 >= nbytes and _first_hole(fd) >= nbytes
+    whole = found.st_blocks * 512 >= nbytes and _first_hole(fd) >= nbytes
     if whole or not hasattr(os, "posix_fallocate"):
         return
     try:
@@ -294,11 +295,17 @@ def _named(folder: Path) -> tuple[int, str]:
 
 def remove_leftovers(folder: Path) -> None:
     """Removes what makers that were killed left under a temporary name."""
-    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+    try:
+        names = os.listdir(folder)
+    except PermissionError:  # what is in it may be used by name all the same
+        return
+    for name in names:
+        if not (name.startswith(_PREFIX) and name.endswith(_SUFFIX)):
+            continue
         with contextlib.suppress(OSError):  # somebody is making it, or another has just removed it
-            fd = open_regular(path, os.O_RDWR)
+            fd = open_regular(folder / name, os.O_RDWR)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
+                os.unlink(folder / name)
             finally:
                 os.close(fd)

@@ -74,7 +74,10 @@ class Reader:
         self._observes = storage.read_only
         self.of_epochs = _of_epochs(sampler)
         self.draws = 0  # of epochs, so far: who undoes one must know that it was the last
-        self.lock = lock_of(sampler)  # samplers have state: one draw at a time
+        # Samplers have state: one draw at a time. Our own take their lock themselves.
+        self.lock = lock_of(sampler)
+        own = str(getattr(getattr(sampler, "sample", None), "__module__", "")).startswith("engram.")
+        self._guards_draws = own and not self._observes
         _live.add(self)
 
     @property
@@ -115,21 +118,24 @@ class Reader:
         """Asks the sampler."""
         with self.lock:
             incarnation = self.storage.incarnation
-            index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
+            index, info = self._drawn(n)
             last = self.sampler.ran_out if hasattr(self.sampler, "ran_out") else False
         return Ticket(self.slots_of(index), index, info, last, incarnation)
 
     def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and what there is to say about it."""
+        storage = self.storage
         while True:
             before = None
             try:
-                with self.lock:
-                    if self.of_epochs:
+                incarnation = storage.incarnation  # before the draw: a load that comes in between makes us draw anew
+                if self.of_epochs:
+                    with self.lock:
                         self.draws += 1
                         before = self.draws, self.sampler.position()
-                    incarnation = self.storage.incarnation
-                    index, info = self._drawn(n) if self._observes else self.sampler.sample(self.storage, n)
+                        index, info = self._drawn(n)
+                else:
+                    index, info = self.sampler.sample(storage, n) if self._guards_draws else self._drawn(n)
                 slots: Any = index if self._index_is_slots else self.slots_of(index)
                 read = self.fetch(slots, index, info, numbers, incarnation)
             except MemoryError:
@@ -166,11 +172,14 @@ class Reader:
                     self.sampler.rewind(before[1])
 
     def _drawn(self, n: int) -> tuple[Any, dict[str, Any]]:
-        """A draw from rows that somebody else may empty or replace meanwhile: the read finds out which are there."""
-        of_epochs = hasattr(self.sampler, "ran_out")  # a draw that is not believed would leave its rows out
-        drawn: tuple[Any, dict[str, Any]] = self.storage.believed(
-            lambda: self.sampler.sample(self.storage, n), only_errors=of_epochs
-        )
+        """What the sampler draws. Somebody else may empty or replace the rows: the read finds out which are there."""
+        drawn: tuple[Any, dict[str, Any]]
+        with self.lock:
+            if self._observes:
+                of_epochs = hasattr(self.sampler, "ran_out")  # a draw that is not believed would leave its rows out
+                drawn = self.storage.believed(lambda: self.sampler.sample(self.storage, n), only_errors=of_epochs)
+            else:
+                drawn = self.sampler.sample(self.storage, n)
         return drawn
 
     def fetch(
@@ -180,20 +189,20 @@ class Reader:
 
         None: since it was drawn (`incarnation` is the storage's of then) all rows have been replaced by others.
         """
-        storage = self.storage
-        extra = None if self._attach is None else self._attach(index, info)
+        storage, attach, replaced = self.storage, self._attach, self._replaced
+        extra = None if attach is None else attach(index, info)
         batch, gone, absent, generation = storage.read(slots, None, extra, numbers)
         if storage.incarnation != incarnation:
             return None
-        if self._replaced is not None:
-            gone = self._replaced(storage, slots, info) or gone
+        if replaced is not None:
+            gone = replaced(storage, slots, info) or gone
         if gone is not None or absent is not None:
             again = self._again(slots, info, (gone, absent), numbers, incarnation)
             if again is None:
                 return None
             index, batch, generation = again
-            extra = None if self._attach is None else self._attach(index, info)
-            if not isinstance(self.storage, ListStorage):  # items get them when they are one batch
+            extra = None if attach is None else attach(index, info)
+            if not isinstance(storage, ListStorage):  # items get them when they are one batch
                 for key, value in (extra or {}).items():
                     put_of_items(batch, key, value)
         if self.collate_fn is not None:

@@ -28,9 +28,10 @@ class Session:
 
     def __init__(self, folder: Path) -> None:
         path = folder / FILE_NAME
-        self._path, self._fd = path, fd = path, open_store(folder)
+        fd, self._found = open_store(folder)
+        self._path, self._fd = path, fd
         try:
-            self.store = _native.Store.open(fd, os.fstat(fd).st_size)
+            self.store = _native.Store.open(fd)
         except (RuntimeError, ValueError) as error:
             os.close(fd)
             raise StorageError(f"{path} cannot be opened: {error}") from error
@@ -45,9 +46,7 @@ class Session:
         except OSError as error:
             raise StorageError(f"{path} cannot be locked: {error}") from error
         # Rows that somebody wrote and did not flush: a sync may have failed for them there.
-        lanes = (self.store.lane(i) for i in range(self.store.lanes))
-        unflushed = any(lane["durable"] < lane["published"] for lane in lanes)
-        self._failures_mended = -1 if unflushed else self.store.sync_failures
+        self._failures_mended = -1 if self.store.unflushed else self.store.sync_failures
         if self.dropped:
             _log.warning("%s: %d rows that a power cut had torn were dropped", path, self.dropped)
 
@@ -145,9 +144,8 @@ class Session:
         return boot != now
 
     def _mend(self) -> None:
-        reserve_holes(self._fd, self.store.total_bytes, self._path)
-        self.store.mend()
-        whole, clean, boot = self.store.left_as()
+        reserve_holes(self._fd, self._found, self.store.total_bytes, self._path)
+        whole, clean, boot = self.store.mend()
         if not whole:
             with self._told("a change of stored rows that was interrupted"):
                 self.store.finish_interrupted()
@@ -164,7 +162,8 @@ def open_session(folder: Path) -> Session:
         StorageError: there is none, or its file is damaged.
         StorageInUseError: somebody is alone with it for a long time.
     """
-    if not folder.is_dir():
-        raise StorageError(f"there is no folder {folder}")
-    remove_leftovers(folder)
+    try:
+        remove_leftovers(folder)
+    except OSError as error:
+        raise StorageError(f"there is no folder {folder}: {error.strerror}") from error
     return Session(folder)

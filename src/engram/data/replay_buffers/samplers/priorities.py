@@ -59,6 +59,7 @@ class HasPriorities(Sampler):
         self._priorities = self._made()
         self._restored: dict[str, Any] | None = None  # a state that waits for its storage
         self._storage: weakref.ref[Storage] | None = None  # the one that was used last
+        self._fits = False  # whether it will not outgrow `max_capacity`: it has a limit
 
     def _made(self) -> _native.Priorities:
         return _native.Priorities(self._alpha, self._eps, self.max_priority_within_buffer, self._starts_only)
@@ -113,9 +114,10 @@ class HasPriorities(Sampler):
 
     def _following(self, storage: Storage, lanes: Lanes) -> _native.Priorities:
         """The priorities of this storage's steps. The caller holds the lock as long as it uses them."""
-        if self._storage is None or self._storage() is not storage or storage.max_size is None:
+        last = self._storage
+        if last is None or last() is not storage or not self._fits:
             self.check_storage(storage)
-            self._storage = weakref.ref(storage)
+            self._storage, self._fits = weakref.ref(storage), storage.max_size is not None
         if lanes.asleep:
             lanes.wake()
         if self._restored is not None:
@@ -225,9 +227,10 @@ class HasPriorities(Sampler):
             storage = None if self._storage is None else self._storage()
         if storage is None:
             raise RuntimeError("the sampler has not been used with a storage yet; say which with storage=...")
-        if storage.lanes is None:
+        lanes = storage.lanes
+        if lanes is None:
             raise IndexError("nothing has been written to this storage yet; extend it first")
-        return storage, storage.lanes
+        return storage, lanes
 
     def _slots(self, storage: Storage, lanes: Lanes, index: Any) -> tuple[Tensor, tuple[int, ...]]:
         """Slots of an index, and its shape."""

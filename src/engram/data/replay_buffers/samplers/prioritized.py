@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class DrawnInfo(dict[str, Any]):
     """What is said of a batch of rows that were drawn by priority, and which rows these are; a copy is a plain dict."""
 
-    __slots__ = ("drawn",)
+    __slots__ = ("drawn", "store")
     drawn: _native.DrawnRows
+    store: _native.Store
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -75,12 +76,12 @@ class PrioritizedSampler(HasPriorities):
         lanes = storage.lanes
         with self.lock:
             drawn = None if lanes is None else self._draw(self._following(storage, lanes), storage, lanes, batch_size)
-        if drawn is None:
+        if drawn is None or lanes is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         slots, weights, rows = drawn
         info = DrawnInfo()
         info["priority_weight"] = weights
-        info.drawn = rows
+        info.drawn, info.store = rows, lanes.store
         return (storage.outward(slots) if storage.ndim > 1 else slots), info
 
     def _draw(
@@ -101,8 +102,7 @@ class PrioritizedSampler(HasPriorities):
     def replaced(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
         if type(info) is not DrawnInfo:
             return None  # a sampler of the user's own says something else of its rows
-        lanes: Any = storage.lanes
-        stale: Any = info.drawn.stale(lanes.store, slots)
+        stale: Any = info.drawn.stale(info.store, slots)
         return stale  # type: ignore[no-any-return]
 
     def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:

@@ -77,10 +77,6 @@ class PrioritizedSliceSampler(HasPriorities, SliceSampler):
             raise ValueError(f"span must be False with priorities, got {span}; strict_length=False cuts slices at ends")
         self._set_up(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        with self.lock:
-            return super().sample(storage, batch_size)
-
     def _drawn(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
         if storage.lanes is None:
             return None

@@ -49,10 +49,6 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self._ran_out = False
         self._number = self._drawn_from = -1  # of the epoch, and of that of the last draw, in this process
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        with self.lock:
-            return super().sample(storage, batch_size)
-
     def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         index, said = super()._said(storage, slices)
         info = EpochInfo(said)

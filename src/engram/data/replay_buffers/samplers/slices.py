@@ -104,10 +104,11 @@ class SliceSampler(Sampler):
 
     # ---- drawing ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        planned = self._planned
-        if planned is None or planned[0] != batch_size:
-            planned = self._plan(batch_size)
-        return self._said(storage, self._slices(storage, planned[2], planned[1]))
+        with self.lock:
+            planned = self._planned
+            if planned is None or planned[0] != batch_size:
+                planned = self._plan(batch_size)
+            return self._said(storage, self._slices(storage, planned[2], planned[1]))
 
     def most_rows(self, storage: Storage, batch_size: int) -> int:
         n, length = self._cut(batch_size)

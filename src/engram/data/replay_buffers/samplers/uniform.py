@@ -38,7 +38,8 @@ class RandomSampler(Sampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
-        slots = None if lanes is None else lanes.uniform(self.draw_seed(storage), batch_size)
+        with self.lock:
+            slots = None if lanes is None else lanes.uniform(self.draw_seed(storage), batch_size)
         if slots is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         return (storage.outward(slots) if storage.ndim > 1 else slots), {}

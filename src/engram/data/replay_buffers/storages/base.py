@@ -60,10 +60,6 @@ class Storage(abc.ABC):
 
     read_only = False  # whether it shows the rows of others and takes none
 
-    #: Changes before and after all rows are replaced at once (`empty`, `loads`), and is odd meanwhile. What was drawn
-    #: before such a change is not read after it.
-    incarnation = 0
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         sends(cls)
@@ -77,6 +73,9 @@ class Storage(abc.ABC):
         self._checkpointer: Any = None
         self.checkpointer = checkpointer
         self.shifts = []
+        #: Changes before and after all rows are replaced at once (`empty`, `loads`), and is odd meanwhile. What was
+        #: drawn before such a change is not read after it.
+        self.incarnation = 0
         self._attached: weakref.WeakSet[Any] = weakref.WeakSet()
         self.mutex = threading.RLock()
         self._forked_from = 0  # the process that had this storage, without rows, when it forked this one

@@ -73,6 +73,10 @@ class LazyMemmapStorage(TableStorage):
                     "LazyMemmapStorage.open(...) or existsok=True, or choose another scratch_dir"
                 )
             self._open()
+        elif max_size is None and existsok and self.scratch_dir is not None:
+            raise StorageError(
+                f"there is no store in {self.scratch_dir} (no file {FILE_NAME}), and no max_size to make one"
+            )
         elif max_size is None:
             raise ValueError("max_size must be given")
 
@@ -91,8 +95,6 @@ class LazyMemmapStorage(TableStorage):
         folder = Path(scratch_dir)
         if read_only:
             return ObservedMemmapStorage(folder, checkpointer=checkpointer)
-        if not has_store(folder):
-            raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})")
         return cls(None, scratch_dir=folder, existsok=True, checkpointer=checkpointer)
 
     # ---- making and opening ----

@@ -194,9 +194,10 @@ class _ObservedRows(FrozenRows):
 
 def _observed(folder: Path) -> tuple[_native.Store, int]:
     """The store in a folder, mapped read-only, and its descriptor."""
-    path, fd = folder / FILE_NAME, open_store(folder, os.O_RDONLY)
+    path = folder / FILE_NAME
+    fd, _ = open_store(folder, os.O_RDONLY)
     try:
-        store = _native.Store.open(fd, os.fstat(fd).st_size, True)
+        store = _native.Store.open(fd, read_only=True)
         _refuse_unmended(store, fd, path)
     except (RuntimeError, ValueError) as error:
         os.close(fd)

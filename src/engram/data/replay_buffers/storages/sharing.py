@@ -73,7 +73,7 @@ def store_of_descriptor(handle: Any) -> tuple[_native.Store, LaneLocks, RowLayou
     fd = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
     os.close(inherited)
     try:
-        store = _native.Store.open(fd, os.fstat(fd).st_size)
+        store = _native.Store.open(fd)
     except BaseException:
         os.close(fd)
         raise
