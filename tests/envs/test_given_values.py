@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import gymnasium
 import numpy as np
 import pytest
@@ -167,6 +169,43 @@ def test_a_reward_that_is_no_number_is_refused(way, found):
 @pytest.mark.parametrize("found", FLAGS)
 def test_a_flag_that_is_neither_true_nor_false_is_refused(way, flag, found):
     refused(way, flag, **{flag: FLAGS[found]})
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("use", [stepped, collected])
+@pytest.mark.parametrize("flag", ["terminated", "truncated"])
+@pytest.mark.parametrize("found", FLAGS)
+def test_a_flag_of_many_that_is_none_is_refused_whoever_resets_them(mode, use, flag, found):
+    env = ForMany(**{flag: FLAGS[found]})
+    env.metadata = {"autoreset_mode": mode}
+    with pytest.raises(ValueError, match=f"gave {flag}"):
+        use(GymEnv(env))
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(["f4", "f8", "i8", ">f4"])))
+def test_rewards_of_many_stay_what_they_are_where_their_dtype_changes(kinds):
+    class Changing(ForMany):
+        def step(self, actions):
+            observation, reward, *rest = super().step(actions)
+            t = self.worlds[0].t
+            return observation, (reward * [t, -t]).astype(kinds[t % 4]), *rest
+
+    batches = SyncDataCollector(GymEnv(Changing()), linear(), frames_per_batch=10)
+    found = torch.cat([batches.rollout()["next", "reward"] for _ in range(2)], 1)[..., 0]
+    assert found.dtype is torch.float32 and found.tolist() == [[t * sign for t in range(1, 11)] for sign in (1, -1)]
+
+
+def test_a_reward_beyond_float32_after_float32_rewards_is_refused_behind_them():
+    class Growing(ForMany):
+        def step(self, actions):
+            observation, _, *rest = super().step(actions)
+            kind = "f4" if self.worlds[0].t < 3 else "f8"
+            return observation, np.array([1.0, 1.0 if kind == "f4" else 1e300], kind), *rest
+
+    collector = SyncDataCollector(GymEnv(Growing()), linear(), frames_per_batch=10)
+    assert collector.rollout()["next", "reward"][..., 0].tolist() == [[1.0, 1.0]] * 2
+    with pytest.raises(ValueError, match=r"gave rewards with .*e\+300"):
+        collector.rollout()
 
 
 @pytest.mark.parametrize("name", ["observation", "reward", "terminated"])

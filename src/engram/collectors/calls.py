@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engram.envs.batched import BatchStep
 from engram.envs.gym_codecs import Leaf
-from engram.envs.gym_values import flag_row, narrow_rewards, reward_row
+from engram.envs.gym_values import BOOL, DOUBLE, SINGLE, flag_row, narrow_rewards, reward_row
 from engram.envs.mdp import stack_steps
 
 Array = np.ndarray[Any, Any]
@@ -30,6 +30,10 @@ class CallLog:
         self._n, self._leaves, self._action_leaves = n, leaves, actions
         self._none = bytes(n)
         self._numbers = np.arange(n)[:, None]
+        codec, is_single = leaves[0].codec, len(leaves) == 1 and not leaves[0].path
+        self._dtype = codec.raw_dtype if is_single else None  # None: several arrays
+        self._shape, self._flat = (n, *codec.raw_shape), (n,)
+        self._reward_row = np.dtype((np.void, n * SINGLE.itemsize))
         self.clear()
 
     def clear(self) -> None:
@@ -37,7 +41,8 @@ class CallLog:
         self._shown: list[list[Array]] = [[] for _ in self._leaves]
         self._actions: list[list[Array]] = [[] for _ in self._action_leaves]
         self._rewards: list[bytes] = []  # bytes: a tenth of the cost of small arrays, to make and to join
-        self._uncounted: list[bytes] = []  # the rewards of the calls since the last `count`, in double precision
+        self._uncounted: list[bytes] = []  # the rewards of the calls since the last `count`, in a dtype that fits all
+        self._reward_dtype: np.dtype[Any] = SINGLE
         self._terminated: list[bytes] = []
         self._truncated: list[bytes] = []
         self._idle: list[bytes] = []  # those which the call has only reset
@@ -65,6 +70,8 @@ class CallLog:
 
     def _rows_of(self, observation: Any) -> list[Array]:
         """Copies of the leaves `[n, ...]` of batched observations. Raises ValueError where one is not of its space."""
+        if type(observation) is np.ndarray and observation.dtype is self._dtype and observation.shape == self._shape:
+            return [observation.copy()]
         return [np.array(leaf.rows(observation, self._n), order="C") for leaf in self._leaves]
 
     def act(self, action: Any) -> None:
@@ -85,22 +92,35 @@ class CallLog:
 
         Rewards beyond float32 are told of by `count`.
         """
-        n, rows = self._n, self._rows_of(out.observation)
-        reward = reward_row(out.reward, n).tobytes()
-        terminated = flag_row(out.terminated, n, "terminated").tobytes()
-        truncated = flag_row(out.truncated, n, "truncated").tobytes()
-        lasts = [(env, [leaf.value(last).copy() for leaf in self._leaves]) for env, last in out.last]
+        rows, reward, terminated, truncated = self._rows_of(out.observation), out.reward, out.terminated, out.truncated
+        flat, ndarray = self._flat, np.ndarray  # rows of their dtype are not handed to a function: that costs as much
+        if type(reward) is not ndarray or reward.dtype is not self._reward_dtype or reward.shape != flat:
+            reward = self._widened(reward_row(reward, self._n))
+        if type(terminated) is not ndarray or terminated.dtype is not BOOL or terminated.shape != flat:
+            terminated = flag_row(terminated, self._n, "terminated")
+        if type(truncated) is not ndarray or truncated.dtype is not BOOL or truncated.shape != flat:
+            truncated = flag_row(truncated, self._n, "truncated")
+        lasts = out.last and [(env, [leaf.value(last).copy() for leaf in self._leaves]) for env, last in out.last]
         for row, shown in zip(rows, self._shown, strict=True):
             shown.append(row)
         self._idle.append(self._none if out.idle is None else out.idle.tobytes())
-        self._terminated.append(terminated)
-        self._truncated.append(truncated)
+        self._terminated.append(terminated.tobytes())
+        self._truncated.append(truncated.tobytes())
         self._versions.append(version)
         self._extras.append(self._noted)
         self._noted = None
         for env, last in lasts:
             self._moved.append((self._last_call + 1, env, last))
-        self._uncounted.append(reward)  # last: a call with rewards is whole
+        self._uncounted.append(reward.tobytes())  # last: a call with rewards is whole
+
+    def _widened(self, reward: Array) -> Array:
+        """Rewards that are not of the dtype of those before them, in one that fits all which are not counted yet."""
+        if not self._uncounted:
+            self._reward_dtype = SINGLE if reward.dtype == SINGLE else DOUBLE
+        elif self._reward_dtype is SINGLE:
+            self._uncounted = [row.tobytes() for row in _rows(self._uncounted, SINGLE, self._n).astype(DOUBLE)]
+            self._reward_dtype = DOUBLE
+        return reward.astype(self._reward_dtype)
 
     @property
     def _last_call(self) -> int:
@@ -127,10 +147,10 @@ class CallLog:
 
         Raises ValueError for rewards beyond float32; the calls before count, that one and those after it are dropped.
         """
-        made = narrow_rewards(_rows(self._uncounted, np.float64, self._n))
+        made = narrow_rewards(_rows(self._uncounted, self._reward_dtype, self._n))
         self._uncounted.clear()
         counted, calls = len(self._rewards), len(made.values)
-        self._rewards.extend(row.tobytes() for row in made.values)
+        self._rewards.extend(made.values.view(self._reward_row)[:, 0].tolist())  # bytes of each call
         self.waiting += calls - _rows(self._idle[counted : counted + calls], np.bool_, self._n).sum(0)
         if made.error is not None:
             raise made.error

@@ -40,28 +40,38 @@ class CheckedSteps(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: Any, *, observation_key: str, copies_last: bool) -> None:
         super().__init__(env)
-        self._leaves = leaves_for(env.observation_space, observation_key, None, categorical=False)
-        codec, is_single = self._leaves[0].codec, len(self._leaves) == 1 and not self._leaves[0].path
-        self._dtype, self._shape = codec.raw_dtype if is_single else None, codec.raw_shape
-        self._copies_last = copies_last
+        self._comparison = _Comparison(env, observation_key, copies_last)
+        self.step = self._comparison.step  # type: ignore[method-assign]  # a wrapper looks every attribute up twice
 
     def reset(self, **kwargs: Any) -> Any:
         observation, info = self.env.reset(**kwargs)
-        self._compare(observation)
+        self._comparison.compare(observation)
         return observation, info
 
+
+class _Comparison:
+    """The steps of `CheckedSteps`."""
+
+    def __init__(self, env: Any, observation_key: str, copies_last: bool) -> None:
+        self._step, self._copies_last = env.step, copies_last
+        self._leaves = leaves_for(env.observation_space, observation_key, None, categorical=False)
+        codec, is_single = self._leaves[0].codec, len(self._leaves) == 1 and not self._leaves[0].path
+        self._dtype, self._shape = codec.raw_dtype if is_single else None, codec.raw_shape
+
     def step(self, action: Any) -> Any:
-        observation, reward, terminated, truncated, info = self.env.step(action)
+        observation, reward, terminated, truncated, info = given = self._step(action)
         is_plain = type(observation) is np.ndarray and observation.dtype is self._dtype
         if not is_plain or observation.shape != self._shape:
-            self._compare(observation)
-        if terminated is not False or truncated is not False:
-            terminated, truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated")
-            if self._copies_last and (terminated or truncated):
-                observation = copy.deepcopy(observation)
+            self.compare(observation)
+        if terminated is False and truncated is False and type(reward) is float:
+            return given
+        terminated, truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated")
+        if self._copies_last and (terminated or truncated):
+            observation = copy.deepcopy(observation)
         return observation, reward if type(reward) is float else reward_of(reward), terminated, truncated, info
 
-    def _compare(self, observation: Any) -> None:
+    def compare(self, observation: Any) -> None:
+        """Raises ValueError where it is not of the space."""
         for leaf in self._leaves:
             leaf.value(observation)
 

@@ -15,7 +15,7 @@ from engram.errors import is_masked
 
 Array = np.ndarray[Any, Any]
 
-_BOOL, _DOUBLE = np.dtype(np.bool_), np.dtype(np.float64)
+BOOL, SINGLE, DOUBLE = np.dtype(np.bool_), np.dtype(np.float32), np.dtype(np.float64)
 _NUMBERS = frozenset(
     [bool, int, float, np.bool_, *(np.dtype(code).type for code in ("f2", "f4", "f8"))]
     + [np.dtype(f"{kind}{size}").type for kind in "iu" for size in (1, 2, 4, 8)]
@@ -121,17 +121,19 @@ def rewards_of(values: Sequence[Any]) -> Rewards:
 
 
 def reward_row(value: Any, n: int) -> Array:
-    """The rewards `[n]` of environments that step together, float64, for `narrow_rewards`.
+    """The rewards `[n]` of environments that step together, float32 where they are that, else float64.
 
     Raises ValueError for another shape and for what are no numbers.
     """
     if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.shape == (n,):
-        return value if value.dtype is _DOUBLE else value.astype(_DOUBLE)
-    return array_of(value, _DOUBLE, (n,), "the environments gave rewards")
+        return value.astype(SINGLE if value.dtype == SINGLE else DOUBLE, copy=False)
+    return array_of(value, DOUBLE, (n,), "the environments gave rewards")
 
 
 def narrow_rewards(rows: Array) -> Rewards:
-    """Float64 rewards `[calls, n]` as float32, up to the first call with one beyond float32."""
+    """Rewards `[calls, n]` of `reward_row` as float32, up to the first call with one beyond float32."""
+    if rows.dtype == SINGLE:
+        return Rewards(rows, None)
     with np.errstate(over="ignore"):
         cast = rows.astype(np.float32)
     infinite = np.isinf(cast)
@@ -162,6 +164,6 @@ def flag_of(value: Any, name: str) -> bool:
 
 def flag_row(value: Any, n: int, name: str) -> Array:
     """`terminated` or `truncated`, bool `[n]`, of environments that step together."""
-    if type(value) is np.ndarray and value.dtype is _BOOL and value.shape == (n,):
+    if type(value) is np.ndarray and value.dtype is BOOL and value.shape == (n,):
         return value
-    return array_of(value, _BOOL, (n,), f"the environments gave {name}")
+    return array_of(value, BOOL, (n,), f"the environments gave {name}")

@@ -11,6 +11,7 @@ from engram.envs.batched import Array, Autoreset, BatchEngine, BatchStep
 from engram.envs.gym_codecs import Codec, Leaf, codec_for
 from engram.envs.gym_engine import leaves_for, refuse_other_generator
 from engram.envs.gym_info import InfoKeys, reader_of
+from engram.envs.gym_values import BOOL, flag_row
 
 
 class VectorEngine(BatchEngine):
@@ -115,16 +116,31 @@ class VectorEngine(BatchEngine):
         observation = self._shown(observation, infos)
         if self.autoreset is Autoreset.DISABLED:
             return BatchStep(observation, reward, terminated, truncated)
-        ended = np.logical_or(terminated, truncated)
+        ended = self._ended(terminated, truncated)
         if self.autoreset is Autoreset.SAME_STEP:
+            if 1 not in ended.tobytes():  # a tenth of the cost of `any`
+                return BatchStep(observation, reward, terminated, truncated)
+            terminated, truncated = self._flags(terminated, truncated)
             return BatchStep(observation, reward, terminated, truncated, self._last(infos, ended))
-        idle, has_idle = self._over, 1 in self._over.tobytes()  # a tenth of the cost of `any`
+        idle, has_idle = self._over, 1 in self._over.tobytes()
         self._over = np.greater(ended, idle) if has_idle else ended
         return BatchStep(observation, reward, terminated, truncated, (), idle if has_idle else None)
 
+    def _ended(self, terminated: Any, truncated: Any) -> Array:
+        """Where an episode is over, bool `[n]`. Raises ValueError where that shows that they are no flags."""
+        try:
+            ended: Array = np.logical_or(terminated, truncated)
+            if ended.dtype is BOOL and ended.shape == self._over.shape:
+                return ended
+        except (TypeError, ValueError):
+            pass  # text, or two shapes: told of below
+        terminated, truncated = self._flags(terminated, truncated)
+        return np.asarray(terminated | truncated)
+
+    def _flags(self, terminated: Any, truncated: Any) -> tuple[Array, Array]:
+        return flag_row(terminated, self.n, "terminated"), flag_row(truncated, self.n, "truncated")
+
     def _last(self, infos: Mapping[str, Any], ended: Array) -> Sequence[tuple[int, Any]]:
-        if not ended.any():
-            return ()
         found = infos.get("final_obs", infos.get("final_observation", None))
         if found is None:
             raise ValueError(

@@ -84,16 +84,17 @@ class ItemBorder:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._border: Border | None = None
+        self._says_anything = False
         self._paths: list[Path] = []
 
     def begins(self, items: list[Any], capacity: int, rows: list[Any]) -> bool:
         """Whether somebody else's steps begin with `rows[0]`, before it is put behind the newest of `items`."""
         if not items:
             return False
-        newest, new = items[self._lanes.next_slot() - 1], rows[0]
-        border = self._border or self._look_at(newest)
-        if not border.says_anything:
+        border = self._border or self._look_at(items[self._lanes.next_slot() - 1])
+        if not self._says_anything:  # before anything is asked: most items of a list are no steps with both sides
             return False
+        newest, new = items[self._lanes.next_slot() - 1], rows[0]
         flags = self._flags(newest)
         if any(flags):
             ended = border.either or all(flags)
@@ -111,6 +112,7 @@ class ItemBorder:
                 found = []  # an item of objects, which are no steps
         self._paths = [path for path, _ in found]
         self._border = Border.of(self._paths, [(np.shape(v), getattr(v, "dtype", type(v))) for _, v in found])
+        self._says_anything = self._border.says_anything
         return self._border
 
     def _flags(self, item: Any) -> list[bool]:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -22,6 +23,7 @@ from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, sprea
 from engram.errors import CheckpointMisfitError, is_masked, masked_array
 
 _NO_LIMIT = 1 << 40
+_UNCHANGING = (int, float, str, bytes, type(None))
 
 
 class ListStorage(Storage):
@@ -272,6 +274,13 @@ class ListStorage(Storage):
 
 def copied(item: Any) -> Any:
     """A copy of an item's tensors and containers; other objects are what they are."""
+    kind = type(item)
+    if kind is np.ndarray:  # first what costs nothing to tell: `isinstance` of a tensor runs Python code
+        return item.copy()
+    if kind is TensorDict and not _has_graph(item):
+        return item.clone()
+    if kind is not Tensor and isinstance(item, _UNCHANGING):
+        return item
     if isinstance(item, Tensor):
         return item.detach().clone()
     if isinstance(item, TensorDictBase) or hasattr(type(item), "_from_tensordict"):
