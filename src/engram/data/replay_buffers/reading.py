@@ -131,11 +131,13 @@ class Reader:
                 incarnation = storage.incarnation  # before the draw: a load that comes in between makes us draw anew
                 if self.of_epochs:
                     with self.lock:
-                        self.draws += 1
-                        before = self.draws, self.sampler.position()
-                        index, info = self._drawn(n)
+                        self.draws = draws = self.draws + 1
+                        before = draws, self.sampler.position()
+                        index, info = self.sampler.sample(storage, n) if self._guards_draws else self._drawn(n)
+                elif self._guards_draws:
+                    index, info = self.sampler.sample(storage, n)
                 else:
-                    index, info = self.sampler.sample(storage, n) if self._guards_draws else self._drawn(n)
+                    index, info = self._drawn(n)
                 slots: Any = index if self._index_is_slots else self.slots_of(index)
                 read = self.fetch(slots, index, info, numbers, incarnation)
             except MemoryError:
