@@ -40,7 +40,7 @@ class CheckedSteps(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: Any, *, observation_key: str, copies_last: bool) -> None:
         super().__init__(env)
-        self._leaves = leaves_for(env.observation_space, observation_key, None, categorical=False)
+        self._leaves = leaves_for(env.observation_space, observation_key, None, categorical=True)
         codec, is_single = self._leaves[0].codec, len(self._leaves) == 1 and not self._leaves[0].path
         self._dtype, self._shape = codec.raw_dtype if is_single else None, codec.raw_shape
         self._copies_last = copies_last
