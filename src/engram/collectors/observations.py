@@ -43,7 +43,10 @@ class Observations:
         self.dtype = codec.raw_dtype if is_free else None  # None: several arrays, or `put` looks at the values
         self.shape = codec.raw_shape
         self._scalars = _scalars_of(codec.raw_dtype) if is_single and not self.shape else frozenset()
-        self._low, self._high = codec.limits or (-math.inf, math.inf)
+        self._low: Any = -math.inf
+        self._high: Any = math.inf
+        if codec.limits is not None:
+            self._low, self._high = codec.limits
 
     @property
     def keys(self) -> list[Any]:

@@ -181,7 +181,7 @@ def _keys(item: Any) -> tuple[Any, ...]:
         item = item._tensordict
     if not isinstance(item, dict):
         return (type(item),)
-    parts = [item, item.get("next"), item.get("collector")]
+    parts: list[Any] = [item, item.get("next"), item.get("collector")]
     inside = [part._tensordict if type(part) is TensorDict else part for part in parts]
     return tuple(tuple(part) if isinstance(part, dict) else type(part) for part in inside)
 
