@@ -189,7 +189,7 @@ class TableStorage(SavedTable):
         if index is not None and index_key is not None:
             own = index[0] if single else index
             extra = (index_key, self._of_each_step(own)) if self._stores(index_key) else None
-        elif index_key is not None and self._stores(index_key):
+        elif index_key is not None and (index_key,) in table.layout.paths:
             own_index = self._own_index(items, batch_dims, time_dim)
             extra = (index_key, self._of_each_step(own_index) if table.layout.within else own_index)
         plan = table.plan(items, batch_dims, time_dim, extra)
