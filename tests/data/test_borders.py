@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -260,3 +261,38 @@ def test_a_storage_that_was_released_and_saved_goes_on_alike_here_and_where_it_i
     for buffer in (rb, twin):
         buffer.extend(episode(3, 4))
         assert lengths(buffer) == [7]
+
+
+SCALARS: dict[str, Callable[[int], Any]] = {
+    "int": int,
+    "float": float,
+    "numpy's integer": np.int64,
+    "list": lambda v: [v, 0],
+    "pair": lambda v: (np.full(2, v), v),
+}
+
+
+@pytest.mark.parametrize("kind", SCALARS)
+def test_observations_of_items_are_compared_whatever_numbers_they_are(kind: str) -> None:
+    make, rb = SCALARS[kind], ReplayBuffer(storage=ListStorage(CAPACITY))
+
+    def items(n: int, start: int) -> list[Any]:
+        steps = range(start, start + n)
+        return [{"observation": make(t), "next": {"observation": make(t + 1), "done": False}} for t in steps]
+
+    rb.extend(items(4, 0))
+    rb.extend(items(3, 4))
+    assert lengths(rb) == [7]
+    rb.extend(items(3, 50))
+    rb.add(items(1, 53)[0])
+    rb.add(items(1, 90)[0])
+    assert lengths(rb) == [7, 4, 1]
+
+
+def test_items_that_have_other_entries_than_the_first_are_compared_by_their_own() -> None:
+    rb = ReplayBuffer(storage=ListStorage(CAPACITY))
+    rb.add(TensorDict({"next": {"done": torch.ones(1, dtype=torch.bool)}}))
+    rb.extend(episode(4, 0))
+    rb.extend(episode(4, 4))
+    rb.extend(episode(4, 30))
+    assert lengths(rb) == [1, 8, 4]

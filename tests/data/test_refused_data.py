@@ -1,5 +1,7 @@
 """Data and arguments that would be stored wrongly are refused, with a message that names them; nothing is changed."""
 
+from collections import OrderedDict, defaultdict, deque, namedtuple
+
 import numpy as np
 import pytest
 import torch
@@ -111,6 +113,9 @@ def test_transforms_priorities_and_indices_take_no_masked_arrays_either():
     assert rb.sampler.priorities(index, storage=rb.storage).tolist() == [1.0] * 4
 
 
+Pair = namedtuple("Pair", "a b")
+
+
 # ---- graphs ----
 @pytest.mark.parametrize(
     "item", [lambda x: x, lambda x: {"x": x}, lambda x: TensorDict({"x": x}), lambda x: Step(x=x, batch_size=[])]
@@ -125,6 +130,24 @@ def test_nothing_that_is_stored_keeps_the_graph_that_it_was_computed_by(storage,
     for batch in (rb.sample(), rb[0], rb[1]):
         leaf = batch if isinstance(batch, torch.Tensor) else batch["x"] if isinstance(batch, dict) else batch.get("x")
         assert not leaf.requires_grad and leaf.grad_fn is None
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [lambda x: Pair(x, [x]), lambda x: OrderedDict(a=x), lambda x: defaultdict(list, a=x), lambda x: deque([x], 2)],
+)
+def test_a_list_copies_the_containers_of_the_standard_library_with_what_is_in_them(kind):
+    weight, given = torch.ones(3, requires_grad=True), np.zeros(3)
+    rb = ReplayBuffer(storage=ListStorage(10))
+    rb.add(kind(weight * 2))
+    rb.add(kind(given))
+    given[:] = 7
+    computed, kept = rb[0], rb[1]
+    assert type(computed) is type(kind(0)) and getattr(computed, "maxlen", 2) == 2
+    first, second = (next(iter(item.values() if isinstance(item, dict) else item)) for item in (computed, kept))
+    assert not first.requires_grad and not second.any()
+    with pytest.raises(TypeError, match="masked array"):
+        rb.add(kind(MASKED))
 
 
 def test_nor_does_what_transforms_carry_on():

@@ -4,7 +4,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
 from engram.data import TensorDictRoundRobinWriter as Writer
 from engram.testing import numbers, steps
 
@@ -74,3 +81,22 @@ def test_a_batch_that_is_written_back_keeps_its_rows_whole(storage):
     rb.extend(batch)  # with its old indices
     assert [int(rb[i]["index"]) for i in range(10)] == list(range(10))
     assert numbers(rb[0:4]) == numbers(batch)
+
+
+@pytest.mark.parametrize("way", ["opened", "handed over", "columns"])
+def test_rows_without_an_index_take_more_rows_without_one(tmp_path, way):
+    if way == "columns":
+        storage = TensorStorage(TensorDict({"a": torch.zeros(20)}, [20]))
+        storage.empty()
+    else:
+        storage = LazyMemmapStorage(20, scratch_dir=tmp_path)
+        ReplayBuffer(storage=storage).extend(TensorDict({"a": torch.zeros(3)}, [3]))
+    if way == "opened":
+        storage.close()
+        rb = TensorDictReplayBuffer.open(tmp_path, batch_size=4)
+    else:
+        rb = TensorDictReplayBuffer(storage=storage, batch_size=4)
+    before = len(rb)
+    rb.extend(TensorDict({"a": torch.ones(2)}, [2]))
+    rb.add(TensorDict({"a": torch.ones(())}))
+    assert len(rb) == before + 3 and "index" in rb.sample() and rb[before:]["a"].tolist() == [1, 1, 1]

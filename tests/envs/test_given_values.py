@@ -335,3 +335,43 @@ def test_an_entry_of_info_that_is_text_is_refused():
     env = GymEnv(Informs(), info_keys=["x"])
     with pytest.raises(ValueError, match=r"info\['x'\] is '77'"):
         env.rollout(3)
+
+
+class Choosing(Honest):
+    """Shows a choice; from its third step on another one."""
+
+    def __init__(self, space, other):
+        self.observation_space, self.other = space, other
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return self.shown(), {}
+
+    def step(self, action):
+        self.t += 1
+        return self.shown(), 1.0, False, False, {}
+
+    def shown(self):
+        return self.other if self.t >= 3 else self.observation_space.sample()
+
+
+CHOICES = {
+    "beyond": (spaces.Discrete(3, start=2), 5),
+    "below": (spaces.Discrete(3, start=2), np.int64(1)),
+    "below zero": (spaces.Discrete(3), -1),
+    "beyond in an array": (spaces.MultiDiscrete([2, 3]), np.array([2, 0])),
+    "below in an array": (spaces.MultiDiscrete([2, 3]), np.array([0, -1])),
+    "in a Dict": (spaces.Dict(observation=spaces.Discrete(3)), {"observation": 3}),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+@pytest.mark.parametrize("make", [lambda env: env(), lambda env: SerialEnv(1, env), lambda env: ParallelEnv(1, env)],
+                         ids=["one", "in a series", "in workers"])  # fmt: skip
+def test_a_choice_that_the_space_has_not_is_refused_and_the_steps_before_it_are_handed_out(case, make):
+    env = make(lambda: GymEnv(Choosing(*CHOICES[case])))
+    frames = 0
+    with pytest.raises((ValueError, WorkerError), match=r"observation 'observation' with .*its space says"):
+        for batch in SyncDataCollector(env, frames_per_batch=8):
+            frames += batch.numel()
+    assert frames == 2

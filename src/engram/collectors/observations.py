@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +38,15 @@ class Observations:
             array[: self._width] = row
         is_single = len(leaves) == 1 and not leaves[0].path
         self.only = self._arrays[0]
-        self.dtype = leaves[0].codec.raw_dtype if is_single else None  # None: several arrays
-        self.shape = leaves[0].codec.raw_shape
-        self._scalars = _scalars_of(self.dtype) if is_single and not self.shape else frozenset()
+        codec = leaves[0].codec
+        is_free = is_single and codec.limits is None
+        self.dtype = codec.raw_dtype if is_free else None  # None: several arrays, or `put` looks at the values
+        self.shape = codec.raw_shape
+        self._scalars = _scalars_of(codec.raw_dtype) if is_single and not self.shape else frozenset()
+        self._low: Any = -math.inf
+        self._high: Any = math.inf
+        if codec.limits is not None:
+            self._low, self._high = codec.limits
 
     @property
     def keys(self) -> list[Any]:
@@ -48,7 +55,7 @@ class Observations:
 
     def put(self, slot: int, raw: Any) -> None:
         """An observation. Raises ValueError where it is not of the space, and changes nothing then."""
-        if type(raw) in self._scalars:
+        if type(raw) in self._scalars and self._low <= raw <= self._high:
             with contextlib.suppress(OverflowError):  # an int beyond 64 bits is told of below
                 self.only[slot] = raw
                 return

@@ -16,8 +16,8 @@ LARGEST = 1024  # bytes of one observation: above, the second copy costs more th
 
 
 def can_pack(leaves: list[Leaf]) -> bool:
-    """Whether an environment's observation is one small array."""
-    is_single = len(leaves) == 1 and not leaves[0].path
+    """Whether an environment's observation is one small array, of whose values nothing is asked."""
+    is_single = len(leaves) == 1 and not leaves[0].path and leaves[0].codec.limits is None
     return is_single and len(leaves[0].codec.raw_shape) > 0 and 0 < _size(leaves[0]) <= LARGEST
 
 

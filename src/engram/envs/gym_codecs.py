@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engram.data.specs import Composite, MultiOneHot, OneHot, Spec, spec_from_space
 from engram.data.specs.spaces import kind_of
-from engram.envs.gym_values import Array, array_of
+from engram.envs.gym_values import Array, array_of, refuse_beyond
 
 LARGEST_TABLE = 256  # choices: one-hot rows are then at most half a megabyte
 Key = str | tuple[str, ...]
@@ -68,7 +68,12 @@ class Codec(ABC):
 
 
 class LeafCodec(Codec):
-    """A space whose raw values are arrays of one dtype and shape."""
+    """A space whose raw values are arrays of one dtype and shape.
+
+    `limits`: the smallest and the largest raw value that `encode` takes, `[*raw_shape]`; None: it takes every value.
+    """
+
+    limits: tuple[Any, Any] | None = None
 
     def __init__(self, spec: Spec, space: Any) -> None:
         self.spec = spec
@@ -117,6 +122,8 @@ class DiscreteCodec(LeafCodec):
         super().__init__(spec_from_space(space, categorical), space)
         self.start = int(space.start)
         self._one_hot = self.spec if isinstance(self.spec, OneHot) else None
+        if self._one_hot is not None:
+            self.limits = self.start, self.start + self._n - 1
 
     def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
         choice = raw.astype(np.int64) - self.start
@@ -182,6 +189,8 @@ class MultiDiscreteCodec(LeafCodec):
         super().__init__(spec_from_space(space, categorical), space)
         self._one_hot = self.spec if isinstance(self.spec, MultiOneHot) else None
         self.start = np.asarray(getattr(space, "start", 0), dtype=np.int64)
+        if self._one_hot is not None:
+            self.limits = self.start, self.start + np.asarray(space.nvec, dtype=np.int64) - 1
 
     def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
         shape = raw.shape[: raw.ndim - len(self.raw_shape)]
@@ -248,10 +257,14 @@ class Leaf(NamedTuple):
         try:
             for step in path:
                 found = found[step]
-            if type(found) is np.ndarray and found.dtype is codec.raw_dtype and found.shape == shape:
-                return found
+            is_plain = type(found) is np.ndarray and found.dtype is codec.raw_dtype and found.shape == shape
+            if is_plain and codec.limits is None:
+                return cast(Array, found)
             what = f"the {n} environments gave observations" if n else "the environment gave an observation"
-            return array_of(found, codec.raw_dtype, shape, f"{what} {key!r}")
+            array = array_of(found, codec.raw_dtype, shape, f"{what} {key!r}")
+            if codec.limits is not None:
+                refuse_beyond(codec.limits, array, f"{what} {key!r}")
+            return array
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(
                 f"the environment gave an observation {raw!r:.80}, which has no {key!r}; correct the environment"

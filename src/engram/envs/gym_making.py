@@ -54,7 +54,7 @@ class _Comparison:
 
     def __init__(self, env: Any, observation_key: str, copies_last: bool) -> None:
         self._step, self._copies_last = env.step, copies_last
-        self._leaves = leaves_for(env.observation_space, observation_key, None, categorical=False)
+        self._leaves = leaves_for(env.observation_space, observation_key, None, categorical=True)
         codec, is_single = self._leaves[0].codec, len(self._leaves) == 1 and not self._leaves[0].path
         self._dtype, self._shape = codec.raw_dtype if is_single else None, codec.raw_shape
 

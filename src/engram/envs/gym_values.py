@@ -46,6 +46,16 @@ def array_of(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str
     return _converted(array, dtype, what)
 
 
+def refuse_beyond(limits: tuple[Any, Any], array: Array, what: str) -> None:
+    """Raises ValueError, which begins with `what`, where a number is below the first limit or above the second."""
+    wrong = (array < limits[0]) | (array > limits[1])
+    if wrong.any():
+        low, high = (np.broadcast_to(limit, array.shape)[wrong][0] for limit in limits)
+        raise ValueError(
+            f"{what} with {array[wrong][0]!r}, and its space says {low} to {high}; correct the environment or its space"
+        )
+
+
 def plain_array(value: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Array:
     """`value` as an array of numbers of any kind and shape. Raises ValueError, as `array_of`, for what is none."""
     if type(value) is np.ndarray and value.dtype.kind in "biuf":

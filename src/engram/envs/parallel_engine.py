@@ -79,7 +79,9 @@ class RawMembers:
         # An environment is fresh when a step has reset it, and nobody has asked for that yet.
         self._is_fresh = [False] * len(engines)
         is_single = len(layout.leaves) == 1 and not layout.leaves[0].path
-        self._only_dtype = layout.leaves[0].codec.raw_dtype if is_single else None  # None: several arrays
+        codec = layout.leaves[0].codec
+        # None: several arrays, or `_write` looks at the values.
+        self._only_dtype = codec.raw_dtype if is_single and codec.limits is None else None
 
     def serve(self, seat: Seat) -> None:
         """Does what the owner's `ParallelEngine` asks for, for ever."""

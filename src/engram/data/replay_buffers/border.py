@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.data.replay_buffers.lanes import Lanes
@@ -29,6 +29,7 @@ from engram.data.replay_buffers.trees import Path, describe, entry
 _IDS: tuple[Path, ...] = (("collector", "traj_ids"), ("episode",))
 _NOT_COMPARED = {"done", "terminated", "truncated", "reward", "traj_ids", "episode", "index", "collector"}
 _MOST = 63  # entries that are compared; the store has a bit for each
+_ARRAYS = np.ndarray | np.generic | bool | int | float | complex
 LOOK_BACK = 4096  # steps, for two that are joined
 
 
@@ -86,15 +87,19 @@ class ItemBorder:
         self._border: Border | None = None
         self._says_anything = False
         self._paths: list[Path] = []
+        self._keys: tuple[Any, ...] = ()
 
     def begins(self, items: list[Any], capacity: int, rows: list[Any]) -> bool:
         """Whether somebody else's steps begin with `rows[0]`, before it is put behind the newest of `items`."""
         if not items:
             return False
-        border = self._border or self._look_at(items[self._lanes.next_slot() - 1])
-        if not self._says_anything:  # before anything is asked: most items of a list are no steps with both sides
+        newest = items[self._lanes.next_slot() - 1]
+        border = self._border
+        if border is None or _keys(newest) != self._keys:
+            border = self._look_at(newest)
+        if not self._says_anything:  # most items of a list are no steps with both sides
             return False
-        newest, new = items[self._lanes.next_slot() - 1], rows[0]
+        new = rows[0]
         flags = self._flags(newest)
         if any(flags):
             ended = border.either or all(flags)
@@ -110,10 +115,14 @@ class ItemBorder:
                 found = describe(item, 0)[1]
             except (TypeError, ValueError):
                 found = []  # an item of objects, which are no steps
-        self._paths = [path for path, _ in found]
-        self._border = Border.of(self._paths, [(np.shape(v), getattr(v, "dtype", type(v))) for _, v in found])
-        self._says_anything = self._border.says_anything
-        return self._border
+        before, names = self._border, [path for path, _ in found]
+        border = Border.of(names, [(np.shape(v), getattr(v, "dtype", type(v))) for _, v in found])
+        if before is not None and [names[i] for i, _ in border.entries] != [self._paths[i] for i, _ in before.entries]:
+            # What is known of the entries of other items says nothing of these.
+            self._lanes.store.set_border_evidence(0, self._lanes.store.lane(0)["published"] - 1, None)
+        self._paths, self._border, self._keys = names, border, _keys(item)
+        self._says_anything = border.says_anything
+        return border
 
     def _flags(self, item: Any) -> list[bool]:
         assert self._border is not None
@@ -133,8 +142,11 @@ class ItemBorder:
             if x.shape != y.shape or x.dtype != y.dtype or torch.equal(x, y):
                 return True
             return bool(_equal(x, y, ()))
-        if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
-            return x.tobytes() == y.tobytes()
+        if isinstance(x, _ARRAYS) and isinstance(y, _ARRAYS):
+            p, q = np.asarray(x), np.asarray(y)  # a single number is an observation, too
+            if p.shape != q.shape or p.dtype != q.dtype or p.dtype.hasobject:
+                return True
+            return p.tobytes() == q.tobytes()
         return True
 
     def _joined(self, before: Any, after: Any) -> bool:
@@ -164,6 +176,17 @@ class ItemBorder:
         if agreed is not None:
             return agreed
         return self._agreeing(rows[0], rows[1]) if len(rows) > 1 and self._joined(rows[0], rows[1]) else 0
+
+
+def _keys(item: Any) -> tuple[Any, ...]:
+    """The names by which `Border.of` could choose otherwise: an item may have others than the one before it."""
+    if type(item) is TensorDict:
+        item = item._tensordict
+    if not isinstance(item, dict):
+        return (type(item),)
+    parts: list[Any] = [item, item.get("next"), item.get("collector")]
+    inside = [part._tensordict if type(part) is TensorDict else part for part in parts]
+    return tuple(tuple(part) if isinstance(part, dict) else type(part) for part in inside)
 
 
 class ColumnBorder:

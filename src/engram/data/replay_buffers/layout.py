@@ -95,6 +95,7 @@ class RowLayout:
             raise ValueError("nothing to store: the data hold no tensor")
         self.take_root(root)
         self.leaves = _packed(leaves)
+        self.paths = frozenset(leaf.path for leaf in self.leaves)  # asked by each write
         self.payload_bytes = max(1, sum(leaf.nbytes for leaf in self.leaves))
         self.alignment = max(8, *(leaf.itemsize for leaf in self.leaves))
         self.plain = root.is_plain() and _builds_tensordicts()

@@ -330,13 +330,15 @@ def put_of_items(batch: Any, key: str, value: Any, lead: int = 1) -> None:
 
 
 def entry(batch: Any, path: Path) -> Any:
-    """What a TensorDict, dict or tensorclass holds at a path; None: nothing."""
+    """What a TensorDict, dict, tensorclass, list or tuple holds at a path; None: nothing."""
     for key in path:
         kind = type(batch)
         if kind is TensorDict:
             batch = batch._tensordict.get(key)  # `get` takes ten times as long
         elif kind is dict or isinstance(batch, TensorDictBase) or hasattr(kind, "_from_tensordict"):
             batch = batch.get(key, None)
+        elif kind is tuple or kind is list:
+            batch = batch[key] if type(key) is int and key < len(batch) else None
         else:
             return None
     return batch

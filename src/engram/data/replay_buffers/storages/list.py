@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -292,11 +293,23 @@ def copied(item: Any) -> Any:
         return {k: copied(v) for k, v in item.items()}
     if type(item) in (list, tuple):
         return type(item)(copied(v) for v in item)
+    if type(item) in (OrderedDict, defaultdict, deque) or (isinstance(item, tuple) and hasattr(item, "_fields")):
+        return _copied_container(item)
     if is_masked(item):
         raise masked_array("an entry of the data")
     if hasattr(item, "copy") and type(item).__module__ == "numpy":
         return item.copy()
     return item
+
+
+def _copied_container(item: Any) -> Any:
+    """A named tuple, or a container of the standard library that is made with more than its members."""
+    if isinstance(item, tuple):
+        return type(item)._make(map(copied, item))  # type: ignore[attr-defined]
+    twin = copy.copy(item)
+    for at, value in list(item.items() if isinstance(item, dict) else enumerate(item)):
+        twin[at] = copied(value)
+    return twin
 
 
 def _has_graph(item: Any) -> bool:

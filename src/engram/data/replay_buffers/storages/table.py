@@ -189,7 +189,7 @@ class TableStorage(SavedTable):
         if index is not None and index_key is not None:
             own = index[0] if single else index
             extra = (index_key, self._of_each_step(own)) if self._stores(index_key) else None
-        elif index_key is not None:
+        elif index_key is not None and (index_key,) in table.layout.paths:
             own_index = self._own_index(items, batch_dims, time_dim)
             extra = (index_key, self._of_each_step(own_index) if table.layout.within else own_index)
         plan = table.plan(items, batch_dims, time_dim, extra)
@@ -234,7 +234,7 @@ class TableStorage(SavedTable):
 
     def _stores(self, key: str) -> bool:
         assert self._table is not None
-        return any(leaf.path == (key,) for leaf in self._table.layout.leaves)
+        return (key,) in self._table.layout.paths
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         assert self._table is not None and self._lanes is not None
