@@ -194,8 +194,8 @@ def reopening(root: Path, other_boot: bool, seen: Callable[[Any], None] = lambda
 
         class Store:
             @staticmethod
-            def open(fd: int, size: int) -> Any:
-                store = _native.Store.open(fd, size)
+            def open(fd: int, *how: Any) -> Any:
+                store = _native.Store.open(fd, *how)
                 watch(store, (BASE, PUBLISHED, EDITS, REDO))
                 seen(store)
                 return store
