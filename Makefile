@@ -7,7 +7,7 @@ PYTEST ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-long test-search check format stubs clean
+.PHONY: help demo test test-deep mutants test-long test-search check format stubs clean
 
 help:
 	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (about 3 minutes)"
@@ -16,7 +16,8 @@ help:
 	@echo "make bench      ours against other replay libraries (about twenty minutes)"
 	@echo "make instructions  instructions of our commonest calls, against benchmarks/instructions.json (a minute; valgrind)"
 	@echo "make test-search  the property tests, ten times over with new examples"
-	@echo "make test-thorough  the tests with many trials (two minutes), which CI runs after \`make test\`"
+	@echo "make test-deep  kills, damage, races, processes and many trials (ten minutes), which CI runs after \`make test\`"
+	@echo "make mutants    every planted error and every protection taken out, which the tests must find (twenty minutes)"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
 	@echo "make model      the lanes under the C++ memory model, each fence shown necessary (a minute; relacy-dev)"
 
@@ -36,17 +37,21 @@ demo: $(VENV)/.engram
 	$(VENV)/bin/python examples/dqn_cartpole.py
 
 test: $(VENV)/.engram
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long and not thorough" $(PYTEST)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long and not deep" $(PYTEST)
 
-test-thorough: $(VENV)/.engram
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "thorough and not long" $(PYTEST)
+test-deep: $(VENV)/.engram
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "deep and not long" $(PYTEST)
 
 test-long: $(VENV)/.engram
 	$(VENV)/bin/python -m pytest -m long $(PYTEST)
 
+mutants: $(VENV)/.engram
+	$(VENV)/bin/python -m pytest -q -n $(WORKERS) -m mutant --mutants $(PYTEST)
+	$(MAKE) --no-print-directory model
+
 test-search: $(VENV)/.engram
 	for round in $$(seq $(or $(ROUNDS),10)); do \
-	  HYPOTHESIS_PROFILE=search $(VENV)/bin/python -m pytest -q -m "hypothesis and not long and not thorough" $(PYTEST) || exit 1; done
+	  HYPOTHESIS_PROFILE=search $(VENV)/bin/python -m pytest -q -m "hypothesis and not long and not deep" $(PYTEST) || exit 1; done
 
 check: $(VENV)/.engram
 	$(VENV)/bin/python -m ruff check src tests benchmarks examples

@@ -1,11 +1,19 @@
-"""The same examples in every run of the suite (`make test-search` looks for new ones), and scripts that end with it."""
+"""What all tests share: the tiers, the same examples in every run, scripts that end with it, and places to save to.
+
+`make test` runs what is neither deep nor long. What lies in a folder of DEEP is deep, but for what is marked `quick`:
+one of each kind, so that a fault shows in `make test`, too. (`make test-search` looks for new examples.)
+"""
 
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,6 +21,42 @@ from hypothesis import settings
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+#: Kills, damaged files, races, processes, whole trainings, and machines that drive everything: minutes.
+DEEP = ("crash", "damage", "examples", "law", "machine", "processes", "races")
+_HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        inside = item.path.relative_to(_HERE).parts[0] if item.path.is_relative_to(_HERE) else ""
+        if inside in DEEP and not any(map(item.get_closest_marker, ("deep", "long", "quick"))):
+            item.add_marker("deep")
+
+
+#: What `make mutants` must find: a line each, the test's folder and name.
+MUTANTS = _HERE / "mutants.txt"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--mutants", action="store_true", help="list the planted errors that were found, and compare")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With `--mutants`: the names of what was found; a failure where one of `mutants.txt` is missing."""
+    config = session.config
+    if not config.getoption("--mutants") or hasattr(config, "workerinput"):
+        return
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    passed = [report.nodeid for report in reporter.stats.get("passed", []) if "mutant" in report.keywords]
+    found = sorted(nodeid.removeprefix("tests/").replace(".py::", "::") for nodeid in passed)
+    missing = sorted(set(MUTANTS.read_text().splitlines()) - set(found))
+    print("", *(f"found    {name}" for name in found), *(f"MISSING  {name}" for name in missing), sep="\n")
+    print(f"{len(found)} planted errors found, {len(missing)} of {MUTANTS.name} missing")
+    if missing:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
 
 _DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -43,3 +87,32 @@ def script(tmp_path):
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def ram_path() -> Iterator[Path]:
+    """A directory that is quick to sync."""
+    root = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=root) as path:
+        yield Path(path).resolve()
+
+
+@contextmanager
+def _mounted(path: Path, size: str) -> Iterator[Path]:
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Makes a disk of the size given, such as "1m"."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    with ExitStack() as stack:
+        yield lambda size: stack.enter_context(_mounted(tmp_path / "disk", size))

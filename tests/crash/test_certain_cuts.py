@@ -95,7 +95,10 @@ class Machine:
         return ReplayBuffer.open(folder)
 
 
-pytestmark = pytest.mark.skipif(not tracer.can_watch(), reason="stores are watched on x86-64 only")
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.skipif(not tracer.can_watch(), reason="stores are watched on x86-64 only"),
+]
 
 
 def test_no_trajectory_goes_on_from_a_dead_writer_to_the_next_although_the_seam_was_lost(ram_path):

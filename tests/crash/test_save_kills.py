@@ -20,6 +20,8 @@ from crash import buffers, tracer
 from crash.buffers import KINDS, STYLES
 from crash.saves import Watched
 
+pytestmark = pytest.mark.quick
+
 #: One style each is enough for the suite; `make test-long` has them all, at every call.
 QUICK = [("tensor", "incremental"), ("best", "full"), ("flat", "background"), ("nested", "full"),
          ("h5", "background"), ("list", "incremental"), ("ensemble", "background")]  # fmt: skip

@@ -176,7 +176,7 @@ def test_a_save_whose_syncs_fail_twice_costs_no_state_and_none_is_believed_that_
     assert found["old"] and found["new"]
 
 
-@pytest.mark.thorough
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sync_of_a_save_fails_twice(ram_path, kind):
     watched = Watched.make(kind, STYLES[len(kind) % 2], ram_path, tracer.SYNC)

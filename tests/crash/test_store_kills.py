@@ -17,6 +17,8 @@ from crash import stores, tracer
 from engram.data import ReplayBuffer
 from engram.errors import EngramError
 
+pytestmark = pytest.mark.quick
+
 EVENTS = tracer.CALLS | tracer.STORE
 FAILING = tracer.OPEN | tracer.WRITE | tracer.SIZE | tracer.SYNC | tracer.NAME | tracer.MAP
 

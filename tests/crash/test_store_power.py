@@ -8,6 +8,8 @@ from crash import sessions
 from engram.data.replay_buffers import recovery
 from engram.data.replay_buffers.storages import memmap
 
+pytestmark = pytest.mark.quick
+
 SHAPES = [
     {"lanes": 1, "capacity": 40, "strands": 1, "width": 40},
     {"lanes": 1, "capacity": 12, "strands": 1, "width": 700},

@@ -19,6 +19,8 @@ from engram.data import LazyMemmapStorage, ReplayBuffer
 from engram.data.replay_buffers import recovery
 from engram.errors import StorageError
 
+pytestmark = pytest.mark.quick
+
 CAPACITY, WIDE = 24, 20_000
 
 
@@ -167,7 +169,7 @@ def test_a_sync_of_a_store_that_fails_twice_is_two_errors_and_costs_nothing(ram_
     check_every_sync(ram_path, every=4)
 
 
-@pytest.mark.thorough
+@pytest.mark.deep
 def test_each_sync_of_a_store_fails_twice(ram_path):
     check_every_sync(ram_path, every=1)
 

@@ -288,6 +288,7 @@ def test_threads_end_with_their_buffer():
     assert not any(thread.is_alive() for thread in mine)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("end", ["pass", "del rb; sys.exit(0)", "threading.Thread(target=rb.sample).start()"])
 def test_the_interpreter_exits_while_batches_are_prepared(end):
     code = f"""

@@ -66,6 +66,7 @@ class TestLedger:
 
         return {check.what for check in verify(ledger, buffer) if not check.holds}
 
+    @pytest.mark.quick
     @pytest.mark.parametrize("batches", [1, 2, 3, 7])
     def test_a_whole_buffer_passes_before_and_after_it_went_round(self, tmp_path: Path, batches: int) -> None:
         buffer, ledger = self.written(tmp_path, batches)
@@ -78,6 +79,7 @@ class TestLedger:
         buffer[3] = row.set("index", torch.tensor(3))
         assert self.failed(ledger, buffer) == {"rows intact", "checksum of all rows"}
 
+    @pytest.mark.quick
     def test_a_missing_extend_is_seen(self, tmp_path: Path) -> None:
         from support.ledger import Ledger
 

@@ -16,6 +16,8 @@ from engram.collectors import SyncDataCollector
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
 from engram.envs import GymEnv, SerialEnv
 
+pytestmark = pytest.mark.quick
+
 CAPACITY, FRAMES, LENGTH = 3000, 8, 6
 
 

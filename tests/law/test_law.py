@@ -21,6 +21,8 @@ from law.mutants import MUTANTS
 from law.prompt import PromptPool
 from law.world import World
 
+pytestmark = pytest.mark.quick
+
 TIED = [
     Combo(storage, writer=writer, checkpointer=checkpointer)
     for storage, writer, checkpointer in itertools.product(*(LEVELS[k] for k in ("storage", "writer", "checkpointer")))
@@ -42,7 +44,7 @@ def folder() -> Iterator[Callable[[], Path]]:
         yield lambda: Path(tempfile.mkdtemp(dir=path))
 
 
-@pytest.mark.thorough
+@pytest.mark.deep
 @pytest.mark.parametrize("storage", STORAGES)
 def test_the_law_holds_in_every_pair_of_levels(storage: str, folder: Callable[[], Path]) -> None:
     for nth, combo in enumerate(pairwise()):
@@ -78,6 +80,7 @@ def test_what_is_refused_by_design_says_so(why: int, folder: Callable[[], Path])
             world.rb.extend(steps(0, 3, combo.place.envs))
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_law_notices_the_loss_of(name: str, folder: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]

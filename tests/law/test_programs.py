@@ -17,6 +17,8 @@ from law.combos import LEVELS, Combo
 from law.law import PROGRAM, Trial
 from law.prompt import PromptPool
 
+pytestmark = pytest.mark.quick
+
 NAMES = sorted(set(PROGRAM))
 ANY = st.builds(Combo, **{name: st.sampled_from(levels) for name, levels in LEVELS.items()})
 # Writes and draws come more often than what is done now and then.

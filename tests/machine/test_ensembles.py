@@ -7,6 +7,8 @@ from machine.machine import run_machine
 from machine.mutants.base import is_found
 from machine.mutants.ensembles import ENSEMBLE_MUTANTS
 
+pytestmark = pytest.mark.quick
+
 
 def test_an_ensemble_is_what_plain_python_would_be():
     run_machine(EnsembleMachine, 40, 25)
@@ -17,6 +19,7 @@ def test_an_ensemble_is_what_plain_python_would_be_for_long():
     run_machine(EnsembleMachine, 1000, 40)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", ENSEMBLE_MUTANTS)
 def test_the_machine_finds(monkeypatch, name):
     ENSEMBLE_MUTANTS[name](monkeypatch)

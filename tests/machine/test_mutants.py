@@ -7,8 +7,11 @@ from machine.mutants import MUTANTS
 from machine.mutants.base import is_found
 from machine.parts import SAMPLERS, STORAGES, WRITERS
 
+pytestmark = pytest.mark.quick
 
-@pytest.mark.thorough
+
+@pytest.mark.mutant
+@pytest.mark.deep
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_machine_finds(monkeypatch, name):
     mutant = MUTANTS[name]

@@ -376,7 +376,7 @@ def test_an_allocation_that_fails_is_an_error_that_changes_nothing(case):
     assert check(QUICK[case]) > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.deep
 @pytest.mark.parametrize("case", ALL)
 def test_each_allocation_of_every_call_fails(case):
     check(ALL[case])

@@ -97,6 +97,7 @@ def opened(path: Path, image: bytearray) -> bool:
     return True
 
 
+@pytest.mark.deep
 def test_every_byte_of_the_header_flipped(tmp_path: Path, image: bytes) -> None:
     for at in range(HEADER_BYTES + 2 * LANE_BYTES + 64):
         if at >= HEADER_BYTES and (at - HEADER_BYTES) % LANE_BYTES > 300:

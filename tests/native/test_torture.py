@@ -32,6 +32,7 @@ def torture(*options: str, package: Path | None = None) -> dict[str, Any]:
     return json.loads(made.stdout)
 
 
+@pytest.mark.deep
 def test_readers_beside_a_writer_see_whole_rows_only() -> None:
     said = torture("--seconds", "3", *RACE)
     assert said["faults"] == []
@@ -39,6 +40,7 @@ def test_readers_beside_a_writer_see_whole_rows_only() -> None:
     assert said["written"] > 1000 and said["rows"] > 1000
 
 
+@pytest.mark.deep
 def test_a_killed_writer_leaves_every_published_row_and_the_next_one_enters_a_seam() -> None:
     said = torture("--seconds", "4", "--kills", "--trailer", "--lanes", "2", "--capacity", "16", "--words", "1024")
     assert said["faults"] == []
@@ -54,6 +56,7 @@ def test_long_runs_with_kills_find_nothing(seed: int) -> None:
     assert said["kills"] > 30
 
 
+@pytest.mark.mutant
 @pytest.mark.long
 @pytest.mark.parametrize("reordering", REORDERINGS)
 def test_a_planted_reordering_is_seen(reordering: str, tmp_path: Path) -> None:

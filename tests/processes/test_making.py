@@ -109,6 +109,7 @@ def test_hundreds_of_races_for_a_store_make_one_each_time(racers, tmp_path):
     assert joined > 100
 
 
+@pytest.mark.quick
 def test_of_processes_that_make_different_stores_at_once_one_wins_and_the_others_are_told(racers, tmp_path):
     for k in range(15):
         said = racers.race(tmp_path / str(k), lanes=3, layouts=(0, 2, 3))

@@ -181,6 +181,7 @@ def test_rows_that_were_overwritten_before_they_were_saved_are_counted_and_left_
         check_saved(other, before, after, 0 if handle is None else handle.rows_left_out)
 
 
+@pytest.mark.quick
 def test_a_state_in_memory_is_whole_while_other_processes_write(running, tmp_path):
     here = running("shared memory", tmp_path, pause=0.0)
     for _ in range(5):

@@ -86,6 +86,7 @@ def test_a_buffer_that_was_sent_reads_and_writes_and_its_sampler_follows_both_la
     rb.storage.close()
 
 
+@pytest.mark.quick
 def test_ensembles_of_buffers_that_others_write_follow_each_member(other, tmp_path):
     members = [ReplayBuffer(storage=STORES["shared memory"](None), batch_size=32) for _ in range(2)]
     for member in members:

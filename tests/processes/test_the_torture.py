@@ -42,7 +42,7 @@ def test_samplers_find_nothing_wrong_beside_writers_that_are_killed_and_stopped(
     assert said["kills"] > 3 and said["rows"] > 10_000 and said["batches"] > 60
 
 
-@pytest.mark.thorough
+@pytest.mark.deep
 def test_samplers_find_nothing_wrong_in_a_small_ring_of_shared_memory() -> None:
     said = torture("--seconds", "6", "--kills", "--kinds", ALL, "--memory", "shared", "--capacity", "2000")
     check(said)
@@ -57,6 +57,7 @@ def test_twenty_million_rows_go_through_a_ring_of_a_hundred_thousand(memory: str
     assert said["rows"] >= 20e6 and said["kills"] > 20
 
 
+@pytest.mark.mutant
 @pytest.mark.long
 @pytest.mark.parametrize("what", PLANTS)
 def test_a_planted_fault_is_found(what: str) -> None:

@@ -26,12 +26,14 @@ def run(tmp_path_factory):
     return said.stdout, found
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("part", ["TestPickledStorage", "TestAnyStep", "TestKeepsFirst", "TestHalved", "TestShifted"])
 def test_a_part_of_a_users_own_passes_its_contract(run, part):
     ran, failed = run[1][part]
     assert len(ran) > 5 and failed == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "part", ["TestBrokenStorage", "TestBrokenSampler", "TestBrokenWriter", "TestBrokenRing", "TestBrokenTransform"]
 )
@@ -46,5 +48,6 @@ def test_without_pytest_the_message_names_what_to_install():
     assert done.returncode == 1 and "ImportError: engram.testing needs pytest: pip install pytest" in done.stderr
 
 
+@pytest.mark.deep
 def test_a_contract_that_fails_shows_both_sides(run):
     assert "assert (1 == 0" in run[0]  # the cursor of TestBrokenRing after `empty`

@@ -393,6 +393,7 @@ def test_a_snapshot_beside_it_comes_first(torchrl, tmp_path):
     assert buffer[:]["own"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.deep
 def test_torchrl_is_not_imported(torchrl):
     code = (
         "import sys; sys.modules['torchrl'] = None\n"

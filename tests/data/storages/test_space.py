@@ -72,6 +72,7 @@ def test_a_full_disk_for_temporary_files_names_tmpdir(small_disk, monkeypatch):
     assert free(small_disk) == before and list(small_disk.iterdir()) == []
 
 
+@pytest.mark.deep
 def test_tmpdir_is_honoured_and_a_full_one_is_no_signal(small_disk):
     code = """
         import torch
@@ -148,6 +149,7 @@ def test_the_tightest_group_above_the_process_is_found(tmp_path, monkeypatch, ve
     assert utils._limits(str(tmp_path), "/outer/inner", *names[:2], "memory.stat", names[2]) == [2700]
 
 
+@pytest.mark.deep
 def test_a_real_control_group_limits_a_real_process(tmp_path):
     """In a group of 300 MB, 400 MB are refused and 100 MB are not; nobody is killed."""
     made = _make_group()

@@ -350,6 +350,7 @@ def test_it_says_what_it_is():
     assert repr(rb.writer) == ("TensorDictMaxValueWriter(cursor=2, rank_key=('next', 'reward'), reduction='sum')")
 
 
+@pytest.mark.deep
 def test_a_kill_while_rows_are_replaced_leaves_whole_rows(tmp_path):
     code = f"""
 import torch

@@ -107,6 +107,7 @@ def test_a_sparse_copy_on_a_full_disk_is_refused_when_it_is_opened(small_disk, t
     assert extend_whole(small_disk / "copy") == N
 
 
+@pytest.mark.quick
 def test_a_sparse_copy_takes_its_space_when_it_is_opened(small_disk, tmp_path):
     rb = ReplayBuffer(storage=LazyMemmapStorage(N, scratch_dir=tmp_path / "dense"))
     rb.extend(steps(0, 5))
@@ -232,6 +233,7 @@ def test_a_save_that_is_going_on_when_the_file_is_cut_short_ends_with_the_error(
     Child(work).result()
 
 
+@pytest.mark.quick
 def test_a_store_that_was_cut_short_can_be_closed(tmp_path):
     rb = made(tmp_path)
 

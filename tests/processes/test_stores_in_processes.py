@@ -31,6 +31,7 @@ def make(request, tmp_path):
     return lambda lanes: ReplayBuffer(storage=KINDS[request.param](tmp_path / "store", lanes), batch_size=8)
 
 
+@pytest.mark.quick
 def test_forked_children_write_lanes_of_their_own_and_everybody_sees_all_rows(make):
     rb = make(3)
     rb.extend(steps(0, 10))
@@ -77,6 +78,7 @@ def test_one_writer_more_than_lanes_is_an_error_that_says_so(make):
     assert rb.storage.lanes.states()[0]["seams"] == [3, 6]
 
 
+@pytest.mark.quick
 def test_what_needs_the_store_alone_is_refused_while_another_has_it_open(make, tmp_path):
     rb = make(2)
     rb.extend(steps(0, 10))
@@ -128,6 +130,7 @@ def test_a_child_is_refused_while_its_parent_has_the_store_open(make):
     assert numbers(rb[:]) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.quick
 def test_the_lane_of_a_writer_that_is_killed_is_free_and_has_a_seam(make):
     rb = make(2)
     rb.extend(steps(0, 3))
@@ -181,6 +184,7 @@ def test_private_memory_is_a_childs_own_copy():
     assert numbers(rb[:]) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.quick
 def test_readers_in_other_processes_never_see_a_torn_row(make):
     rb = make(2)
     rb.extend(steps(0, 50))

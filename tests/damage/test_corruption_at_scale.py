@@ -18,6 +18,8 @@ from engram.errors import CorruptCheckpointError
 from golden.observed import held, unlike
 from golden.recipes import RECIPES
 
+pytestmark = pytest.mark.quick
+
 # For each form a buffer whose sampler, writer or transforms have a state with arrays, too.
 KINDS = ["rows-lanes", "flat", "nested", "h5", "h5-groups", "list", "ensemble", "prioritized", "transforms-n-steps"]
 
@@ -81,21 +83,21 @@ def changed(file: Path) -> Iterator[bytes]:
         overwrite(file, content)
 
 
-def every_damage(damaged: Damaged, thorough: bool) -> dict[str, int]:
+def every_damage(damaged: Damaged, deep: bool) -> dict[str, int]:
     counts = {}
     for kind in (bytes_of_metadata, bytes_of_data, cut_files, lost_files, exchanged_files, other_snapshots):
         before = damaged.tried
-        kind(damaged, thorough)
+        kind(damaged, deep)
         counts[kind.__name__] = damaged.tried - before
     damaged.undamaged()
     return counts
 
 
-def bytes_of_metadata(damaged: Damaged, thorough: bool) -> None:
+def bytes_of_metadata(damaged: Damaged, deep: bool) -> None:
     rng = random.Random(0)
     for file in damaged.metadata():
         size = file.stat().st_size
-        positions = range(size) if thorough else sorted(rng.sample(range(size), min(size, 6)))
+        positions = range(size) if deep else sorted(rng.sample(range(size), min(size, 6)))
         with changed(file):
             for position in positions:
                 bit = 1 << rng.randrange(8)
@@ -104,11 +106,11 @@ def bytes_of_metadata(damaged: Damaged, thorough: bool) -> None:
                 flip(file, position, bit)
 
 
-def bytes_of_data(damaged: Damaged, thorough: bool) -> None:
+def bytes_of_data(damaged: Damaged, deep: bool) -> None:
     rng = random.Random(1)
     files = damaged.data()
     total = sum(file.stat().st_size for file in files)
-    count = 10_000 if thorough else 24
+    count = 10_000 if deep else 24
     for file in files:
         with changed(file):
             size = file.stat().st_size
@@ -119,10 +121,10 @@ def bytes_of_data(damaged: Damaged, thorough: bool) -> None:
                 flip(file, position, bit)
 
 
-def cut_files(damaged: Damaged, thorough: bool) -> None:
+def cut_files(damaged: Damaged, deep: bool) -> None:
     for file in [*damaged.metadata(), *damaged.data()]:
         with changed(file) as content:
-            size, cuts = len(content), 100 if thorough else 3
+            size, cuts = len(content), 100 if deep else 3
             for at in sorted({size * i // cuts for i in range(cuts)} | {size - 1}):
                 overwrite(file, content[:at])
                 damaged.refused(file)
@@ -130,7 +132,7 @@ def cut_files(damaged: Damaged, thorough: bool) -> None:
             damaged.refused(file)
 
 
-def lost_files(damaged: Damaged, thorough: bool) -> None:
+def lost_files(damaged: Damaged, deep: bool) -> None:
     for file in [*damaged.metadata(), *damaged.data()]:
         if file.name == "CURRENT":
             continue  # without it there is no checkpoint, which is another error
@@ -144,11 +146,11 @@ def lost_files(damaged: Damaged, thorough: bool) -> None:
             file.touch()
 
 
-def exchanged_files(damaged: Damaged, thorough: bool) -> None:
+def exchanged_files(damaged: Damaged, deep: bool) -> None:
     """Each file for each other one, and for the one of the same name in the snapshot before."""
     files = [file for file in damaged.files if file.stat().st_size]
     pairs = [(a, b) for a in files for b in files if a < b and a.read_bytes() != b.read_bytes()]
-    for a, b in pairs if thorough else random.Random(2).sample(pairs, min(len(pairs), 12)):
+    for a, b in pairs if deep else random.Random(2).sample(pairs, min(len(pairs), 12)):
         with changed(a) as one, changed(b) as other:
             overwrite(a, other)
             overwrite(b, one)
@@ -163,7 +165,7 @@ def exchanged_files(damaged: Damaged, thorough: bool) -> None:
                 damaged.verify_names(file)
 
 
-def other_snapshots(damaged: Damaged, thorough: bool) -> None:
+def other_snapshots(damaged: Damaged, deep: bool) -> None:
     current, first, second = (damaged.path / name for name in ("CURRENT", "g-000001", "g-000002"))
     with changed(current) as content:
         document = {key: value for key, value in unseal(content).items() if key != "xxh3_128"}
@@ -181,17 +183,17 @@ def other_snapshots(damaged: Damaged, thorough: bool) -> None:
     shutil.move(aside, first)
 
 
-@pytest.mark.thorough
+@pytest.mark.deep
 @pytest.mark.parametrize("name", KINDS)
 def test_damage_of_every_kind_is_noticed_and_named(name: str, ram_path: Path) -> None:
-    counts = every_damage(Damaged(name, ram_path / "checkpoint", empty_too=True), thorough=False)
+    counts = every_damage(Damaged(name, ram_path / "checkpoint", empty_too=True), deep=False)
     assert all(counts.values()), counts
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_every_byte_of_the_metadata_and_ten_thousand_of_the_data_are_noticed(name: str, ram_path: Path) -> None:
-    counts = every_damage(Damaged(name, ram_path / "checkpoint", empty_too=False), thorough=True)
+    counts = every_damage(Damaged(name, ram_path / "checkpoint", empty_too=False), deep=True)
     print(f"{name}: {counts}")
     assert counts["bytes_of_data"] > 9000
 

@@ -6,6 +6,8 @@ from tensordict import TensorDict
 
 from engram.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement, SliceSamplerWithoutReplacement
 
+pytestmark = pytest.mark.quick
+
 
 def rows(start, n):
     return TensorDict({"n": torch.arange(start, start + n), "id": torch.arange(start, start + n) // 5}, [n])

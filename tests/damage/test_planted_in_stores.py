@@ -17,6 +17,8 @@ from engram.data.replay_buffers import locks, recovery
 from engram.errors import CheckpointError, StorageError
 from engram.shared_memory import SharedMemory
 
+pytestmark = pytest.mark.quick
+
 STEPS = TensorDict({"n": torch.arange(20)}, [20])
 
 

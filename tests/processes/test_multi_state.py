@@ -91,6 +91,7 @@ def test_updates_at_each_batch_do_not_undo_a_load(cls):
         assert told(second.rollout()) == ([0.5], [1])
 
 
+@pytest.mark.quick
 def test_workers_with_different_weights_in_a_state_get_the_newest():
     with made(MultiSyncDataCollector) as collector:
         state = collector.state_dict()

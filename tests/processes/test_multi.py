@@ -112,6 +112,7 @@ def test_cat_results_says_how_the_workers_batches_are_put_together(dim, shape):
         assert collector.rollout().shape == shape
 
 
+@pytest.mark.quick
 def test_a_sync_batch_is_what_the_same_collectors_give_one_by_one():
     weights = torch.tensor([[0.3, -1.0, 2.0, 0.5], [-0.3, 1.0, -2.0, -0.5]])
 
@@ -143,6 +144,7 @@ def test_ids_of_a_sync_collector_count_in_the_order_of_the_steps():
     assert starts == list(range(len(starts))) and len(starts) > 20
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("cls", BOTH)
 def test_trajectories_go_on_from_batch_to_batch_and_are_never_mixed(cls):
     with cls([two_cartpoles] * 2, frames_per_batch=44, total_frames=880) as collector:
@@ -303,6 +305,7 @@ def test_weights_of_another_policy_are_refused_and_change_nothing():
             collector.update_policy_weights_({"weight": torch.zeros(1)})
 
 
+@pytest.mark.quick
 def test_a_reader_never_sees_weights_that_are_half_new():
     shared = SharedWeights({"a": torch.zeros(5000), "b": torch.zeros(3, dtype=torch.int64)})
     stop, odd, versions = threading.Event(), [], set()
@@ -381,6 +384,7 @@ STORAGES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("cls", BOTH)
 def test_a_replay_buffer_gets_every_row_once_in_order(cls, kind, tmp_path):
@@ -395,6 +399,7 @@ def test_a_replay_buffer_gets_every_row_once_in_order(cls, kind, tmp_path):
         assert all(before[1] == after[0] for before, after in itertools.pairwise(steps))
 
 
+@pytest.mark.quick
 def test_workers_write_to_a_shared_buffer_themselves():
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(6000, shared=True, lanes=2), batch_size=32)
     with MultiSyncDataCollector([cartpole] * 2, frames_per_batch=100, replay_buffer=buffer) as collector:

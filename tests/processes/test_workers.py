@@ -66,6 +66,7 @@ def test_a_users_lambda_goes_along(start, method):
     assert start(apply, Portable(lambda: n + 1), start_method=method).receive(20) == 6
 
 
+@pytest.mark.quick
 def test_a_failure_is_an_error_with_the_workers_traceback_and_its_cause(start):
     def fails():
         raise KeyError("what the user did")
@@ -114,6 +115,7 @@ def test_what_a_worker_said_before_it_failed_comes_first(start):
         worker.receive(5)
 
 
+@pytest.mark.quick
 def test_a_killed_worker_is_noticed_within_a_second(start):
     worker = start(sleep)
     assert worker.receive(5) == "asleep"
@@ -169,6 +171,7 @@ def test_nothing_said_in_time_is_a_timeout(start):
         start(double).receive(0.05)
 
 
+@pytest.mark.quick
 def test_closing_ends_who_listens_at_once(start):
     worker = start(double)
     pid, began = worker.pid, time.monotonic()

@@ -278,6 +278,7 @@ def ten_thousand(path, loads):
     return {work.__name__: count for work, count in counts.items()}
 
 
+@pytest.mark.quick
 def test_a_hundred_loads_beside_those_who_sample_update_and_read_priorities(tmp_path):
     ten_thousand(tmp_path, 100)
 
@@ -451,6 +452,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("make", [buffer, pair, pair_of_lists], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("when", ["before the rows are read", "between members", "in a transform"])
@@ -589,6 +591,7 @@ def test_who_asks_in_the_middle_of_a_load_waits_for_its_end(what, name, tmp_path
     assert loading.found_by(lambda: WAITING[what](rb)) == [2]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", sorted(SAMPLERS.keys() - {"epochs", "slice epochs"}))
 def test_who_has_begun_to_draw_when_a_load_begins_waits_for_its_end(name, tmp_path, monkeypatch):
     rb = buffer(name)

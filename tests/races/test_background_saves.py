@@ -65,6 +65,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(tensor_module, "CHUNK_BYTES", 512)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_is_the_state_of_the_call(tmp_path, kind):
     rb = ReplayBuffer(storage=storage(kind, tmp_path))
@@ -83,6 +84,7 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path, kind):
     assert state_of(twin) == expected and state_of(rb) == after
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["replace", "empty", "loads"])
 def test_rows_replaced_in_place_or_forgotten_meanwhile_are_saved_as_they_were(tmp_path, kind, what):
@@ -146,6 +148,7 @@ def test_while_one_saves_another_save_to_that_path_is_an_error(tmp_path):
     rb.dumps(tmp_path, blocking=False).result(60)
 
 
+@pytest.mark.quick
 def test_a_save_that_fails_says_so_and_what_was_saved_stays(tmp_path):
     rb = ReplayBuffer(storage=LazyTensorStorage(60))
     rb.extend(steps(0, 45))

@@ -151,7 +151,7 @@ def killed_save(path, number, after, kind):
     return status == 0, time.perf_counter() - began
 
 
-@pytest.mark.thorough
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_random_moments_a_save_leaves_the_old_state_or_the_new(tmp_path, kind):
     duration = sorted(killed_save(tmp_path, number, None, kind)[1] for number in range(1, 6))[2]
@@ -169,6 +169,7 @@ def test_killed_at_random_moments_a_save_leaves_the_old_state_or_the_new(tmp_pat
     assert state_at(tmp_path, size=512, kind=kind) == 1000
 
 
+@pytest.mark.quick
 def test_a_reader_that_is_killed_blocks_no_save(tmp_path):
     save(tmp_path, 1)
     ready, tell = os.pipe()

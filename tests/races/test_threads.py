@@ -98,6 +98,7 @@ def test_threads_that_write_and_sample_never_see_a_torn_or_mixed_step(name, pref
     numbers(rb[:])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", STORAGES)
 def test_whole_extends_follow_each_other(name):
     rb = ReplayBuffer(storage=STORAGES[name]())
@@ -144,6 +145,7 @@ def test_a_generation_belongs_to_the_row_beside_it(name):
         thread.join()
 
 
+@pytest.mark.quick
 def test_the_first_writes_of_several_threads_make_one_storage():
     for _ in range(20):
         rb = ReplayBuffer(storage=LazyTensorStorage(100))
@@ -214,6 +216,7 @@ SAMPLERS = {
 ONCE = {"epochs": 1, "slice epochs": 10}  # so many rows, of which an epoch has one place
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("of_the_buffer", [True, False], ids=["batches", "slots"])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_threads_that_draw_at_once_draw_different_rows(name, of_the_buffer):

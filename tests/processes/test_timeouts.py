@@ -19,7 +19,7 @@ from engram.envs.batched import Autoreset
 from engram.envs.batched_env import BatchedEnv
 from engram.envs.transforms import StepCounter
 from engram.errors import WorkerError
-from test_workers import is_gone
+from processes.test_workers import is_gone
 
 BOTH = [MultiSyncDataCollector, MultiaSyncDataCollector]
 
@@ -86,6 +86,7 @@ def test_a_parallel_env_names_worker_environment_and_step(kind, where, number, h
     )
 
 
+@pytest.mark.quick
 def test_of_several_environments_in_one_worker_the_one_that_hangs_is_named():
     env = ParallelEnv(3, [calm, calm, lambda: GymEnv(Hangs("step"))], num_workers=1, timeout=0.5)
     assert "worker 0 was killed: step 3 of environment 2 " in ended(env)
@@ -179,6 +180,7 @@ def test_shutdown_leaves_no_process_of_one_that_hangs_without_a_timeout(cls, han
     assert all(is_gone(pid, within=10) for pid in pids)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", [ParallelEnv, *BOTH])
 @pytest.mark.parametrize(("timeout", "error"), [(0, ValueError), (-1.0, ValueError), (float("nan"), ValueError)])
 def test_a_timeout_that_is_no_time_is_refused(kind, timeout, error):

@@ -13,7 +13,7 @@ from engram.bells import Bell
 from engram.crews import Crew, Seat, usable_cores
 from engram.errors import WorkerError
 from engram.shared_memory import SharedMemory
-from test_workers import is_gone
+from processes.test_workers import is_gone
 
 COUNT, ECHO, SLEEP, FAIL = range(4)
 
@@ -79,6 +79,7 @@ def test_a_round_can_be_for_some(made):
     assert counts.tolist() == [1, 0, 2]
 
 
+@pytest.mark.quick
 def test_messages_go_and_come_whatever_their_size(made):
     crew, counts = made(2)
     long = np.arange(3_000_000)
@@ -96,6 +97,7 @@ def test_a_round_that_was_interrupted_is_ended_before_the_next(made):
     assert crew.round(ECHO, messages=[1, 2]) == {0: 1, 1: 2}
 
 
+@pytest.mark.quick
 def test_rounds_may_be_interrupted_anywhere(made):
     crew, counts = made(2)
     rounds = 0
@@ -281,6 +283,7 @@ def test_a_worker_that_sleeps_is_on_no_core():
     assert seen == [(-1, 1), (-1, 1)]
 
 
+@pytest.mark.quick
 def test_cells_are_checked_before_memory_is_touched():
     array, allowed = np.arange(4) - 9, os.sched_getaffinity(0)
     cells = Cells(array)

@@ -86,6 +86,7 @@ def test_a_sequence_that_lost_a_step_is_drawn_anew_with_its_mask(weight):
             assert real == list(range(real[0], real[0] + len(real))) and len(row["id"].unique()) == 1
 
 
+@pytest.mark.quick
 def test_boundaries_read_from_steps_that_were_overwritten_meanwhile_are_dropped():
     store = _native.Store.create(-1, 1, 10, 1, 0, 8, False, b"", bytes(16))
     store.publish(0, store.claim(0, 10), 10)
@@ -170,6 +171,7 @@ def test_an_error_while_flags_are_fetched_leaves_nothing_half_known():
         store.publish(0, store.claim(0, 1), 1)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "kind", [SliceSampler, functools.partial(SliceSampler, weight="steps"), SliceSamplerWithoutReplacement]
 )
@@ -246,6 +248,7 @@ def test_flags_are_read_of_steps_that_are_there_beside_a_thread_that_writes(stor
     assert not wrong
 
 
+@pytest.mark.quick
 def test_a_small_ring_whose_writer_is_in_the_middle_of_a_step_is_looked_at_again():
     rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=SliceSampler(slice_len=8, traj_key="id"), batch_size=8)
     rb.extend(episodes([8]))

@@ -188,6 +188,7 @@ def test_deeply_nested_items_are_an_error(forger: Forger, form: str) -> None:
     refused(forger.path, "list", "deep")
 
 
+@pytest.mark.quick
 @of("rows")
 @pytest.mark.parametrize(
     ("once", "twice"),
@@ -210,6 +211,7 @@ def test_an_item_with_a_key_that_stands_twice_is_an_error(forger: Forger) -> Non
     refused(forger.path, "list", "twice")
 
 
+@pytest.mark.quick
 @of("rows")
 @pytest.mark.parametrize(
     "text", [b"", b"null", b"[]", b"3", b"{}", b'{"a":NaN}', b'{"a":1e999}', b"\xff\xfe", b"{" * 50]
@@ -433,6 +435,7 @@ def test_a_checkpoint_without_a_part_says_which_it_has(tmp_path: Path) -> None:
         ReplayBuffer(storage=ListStorage(3)).loads(tmp_path)
 
 
+@pytest.mark.quick
 @of("rows-lanes")
 @pytest.mark.parametrize(
     "counters",

@@ -75,6 +75,7 @@ def assert_refused(checkpoint, file, whole="g-000001"):
     assert not report.ok and str(file) in str(report)
 
 
+@pytest.mark.quick
 def test_an_undamaged_checkpoint_loads_and_verifies(checkpoint):
     assert load(checkpoint) == 2 and load(checkpoint, "g-000001") == 1
     report = verify(checkpoint)
@@ -140,6 +141,7 @@ def test_files_of_another_length_are_noticed(checkpoint):
     assert load(checkpoint) == 2
 
 
+@pytest.mark.quick
 def test_missing_files_are_noticed(checkpoint):
     for file in files_of(checkpoint):
         aside = checkpoint / "aside"
@@ -158,6 +160,7 @@ def test_a_missing_snapshot_is_noticed(checkpoint):
     assert_refused(checkpoint, checkpoint / "CURRENT")
 
 
+@pytest.mark.quick
 def test_swapped_files_are_noticed(checkpoint):
     chunks = [file for file in files_of(checkpoint) if file.parent.name == "storage"]
     pairs = {
@@ -171,6 +174,7 @@ def test_swapped_files_are_noticed(checkpoint):
     assert_refused(checkpoint, one)
 
 
+@pytest.mark.quick
 def test_files_of_another_snapshot_are_noticed(checkpoint):
     for file in files_of(checkpoint):
         older = checkpoint / "g-000001" / file.relative_to(checkpoint / "g-000002")
@@ -275,6 +279,7 @@ def test_a_size_in_the_manifest_is_compared_with_the_file_before_it_is_used(chec
         load(checkpoint)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("what", ["file", "folder", "snapshot", "current"])
 def test_symbolic_links_are_not_followed(checkpoint, tmp_path, what):
     place = {

@@ -205,6 +205,7 @@ def test_killed_while_rows_are_replaced_each_of_them_is_old_or_new(tmp_path):
     assert 2 in kinds, "no kill came between two pieces of a replacement"
 
 
+@pytest.mark.quick
 def test_a_writer_that_is_killed_beside_a_reader_is_followed_by_the_next(tmp_path):
     written = begun(tmp_path)
     reader = ReplayBuffer.open(tmp_path)

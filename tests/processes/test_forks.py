@@ -24,6 +24,8 @@ from engram.data import (
 )
 from engram.data.replay_buffers.draws import drawing
 
+pytestmark = pytest.mark.quick
+
 SLICES = {"slice_len": 4, "traj_key": "id"}
 SAMPLERS = {
     "random": RandomSampler,

@@ -118,6 +118,7 @@ def compare(parallel, n, make_env, **kwargs):
         same(mine, theirs)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("cls", [GymEnv, Plain])
 def test_episodes_are_those_of_a_serial_env(parallel, cls):
     compare(parallel, 3, [lambda k=k: cls(Countdown(lengths=(3, 1, 4 + k), reuse_array=k == 1)) for k in range(3)])
@@ -155,6 +156,7 @@ def test_environments_with_different_action_spaces_of_equal_specs_go_through_ten
         same(mine, theirs)
 
 
+@pytest.mark.quick
 def test_a_collectors_batches_are_those_of_a_serial_env(parallel):
     batches = []
     for env in (parallel(3, lambda: GymEnv("CartPole-v1")), SerialEnv(3, lambda: GymEnv("CartPole-v1"))):
@@ -250,6 +252,7 @@ def test_it_says_what_it_is(parallel):
     assert env.is_closed
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "settings, message",
     [

@@ -12,7 +12,7 @@ import pytest
 from contracts.gym_worlds import Countdown
 from engram.envs import GymEnv, ParallelEnv
 from engram.errors import WorkerError
-from test_workers import is_gone
+from processes.test_workers import is_gone
 
 
 class Plain(GymEnv):
@@ -75,6 +75,7 @@ def is_of_no_more_use(env):
         env.reset()
 
 
+@pytest.mark.quick
 @KINDS
 def test_an_exception_in_a_step_brings_its_traceback(made, cls):
     env = made(cls, step=fail)
@@ -101,6 +102,7 @@ def test_an_exception_in_make_env_brings_its_traceback_though_another_one_takes_
     assert time.monotonic() - began < 2  # starting two processes counts, too
 
 
+@pytest.mark.quick
 @KINDS
 def test_a_killed_worker_is_named(made, cls):
     env = made(cls, step=lambda: os.kill(os.getpid(), signal.SIGKILL))

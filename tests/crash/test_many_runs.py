@@ -22,6 +22,8 @@ from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Slic
 from engram.data.replay_buffers.episodes import Episodes
 from engram.envs import GymEnv
 
+pytestmark = pytest.mark.quick
+
 ROWS = 10  # of each run
 ROOM = 100_000
 RUNS = pytest.mark.parametrize("runs", [120, pytest.param(1000, marks=pytest.mark.long)])

@@ -15,7 +15,7 @@ from engram.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplaceme
 from engram.data.replay_buffers.checkpointers.torchrl import folders
 from engram.errors import CheckpointError, CorruptCheckpointError
 
-ARCHIVE = Path(__file__).parents[1] / "foreign" / "torchrl.zip"
+ARCHIVE = Path(__file__).parents[1] / "data" / "foreign" / "torchrl.zip"
 EVIL = [
     None,
     True,
@@ -65,6 +65,7 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "place",
     ["prefetch.pkl", "storage/other.pickle", "storage/x.pkl", "storage/next/x.pt", "sampler/state.pkl", "writer/x.pkl",
@@ -174,6 +175,7 @@ def test_any_file_may_be_cut_or_longer(unpacked, name):
     buffer_for(name).loads(saved)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("h5")])
 def test_links_are_not_followed(unpacked, tmp_path, name):
     saved = unpacked(name)
