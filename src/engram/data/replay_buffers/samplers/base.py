@@ -169,7 +169,10 @@ class Sampler(abc.ABC):
         return {}
 
     def position(self) -> Any:
-        """What a draw changes, for `rewind`: taken before every batch that is prepared ahead, so small."""
+        """What a draw changes, for `rewind`: taken before every batch that is prepared ahead, so small.
+
+        The caller holds the lock.
+        """
         return copy.deepcopy(self.state_dict())  # which may hold tensors that draws change in place
 
     def rewind(self, position: Any) -> None:
@@ -234,7 +237,8 @@ def put_rows(info: dict[str, Any], said: dict[str, Any], at: Tensor, n: int) -> 
 def position_of(sampler: Any) -> Any:
     """Where a sampler stands; one of a user's own may have a state only, or none."""
     if hasattr(sampler, "position"):
-        return sampler.position()
+        with lock_of(sampler):
+            return sampler.position()
     return copy.deepcopy(sampler.state_dict()) if hasattr(sampler, "state_dict") else None
 
 

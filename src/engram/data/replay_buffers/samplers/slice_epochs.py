@@ -200,8 +200,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             raise ValueError(f"an epoch of {len(epoch['counts'])} strands is not one of this storage")
 
     def position(self) -> Any:
-        with self.lock:
-            return self._epoch and {**self._epoch}, self._walk, self._ran_out
+        return self._epoch and {**self._epoch}, self._walk, self._ran_out
 
     def rewind(self, position: Any) -> None:
         epoch, walk, ran_out = position

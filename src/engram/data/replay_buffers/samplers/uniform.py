@@ -211,8 +211,8 @@ class SamplerWithoutReplacement(Sampler):
         return {"epoch": epoch, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
 
     def position(self) -> Any:
-        with self.lock:
-            return self._epoch, self._epoch and self._epoch["position"], self._walk, self._ran_out
+        epoch = self._epoch
+        return epoch, epoch and epoch["position"], self._walk, self._ran_out
 
     def rewind(self, position: Any) -> None:
         epoch, at, walk, ran_out = position
