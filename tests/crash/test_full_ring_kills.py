@@ -128,15 +128,19 @@ def run_and_kill(work: Callable[[], Any], report: Report, draw: random.Random) -
 
 
 def kill_writers(ring: Any, make: Steps, capacity: int, most: int, kills: int, seed: int) -> tuple[int, int, int]:
-    """Kills so many writers; the most steps that were missing after one, how many kills fell into an `extend`, and how
-    many of them into the copying of a piece."""
+    """Kills so many writers, and more until enough of them were in an `extend`.
+
+    Returns the most steps that were missing after one, how many kills fell into an `extend`, and how many cost steps.
+    """
     draw = random.Random(seed)
     rb = ring.open()
     rb.extend(make(0, capacity))
     ring.close(rb)
     begins, left = {0}, capacity
     worst, inside, cost = 0, 0, 0
-    for _ in range(kills):
+    for kill in range(4 * kills):
+        if kill >= kills and inside >= kills // 4:
+            break
         report = Report()
 
         def write(report: Report = report, seed: int = draw.getrandbits(30)) -> None:
