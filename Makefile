@@ -17,7 +17,7 @@ help:
 	@echo "make instructions  instructions of our commonest calls, against benchmarks/instructions.json (a minute; valgrind)"
 	@echo "make test-search  the property tests, ten times over with new examples"
 	@echo "make test-deep  kills, damage, races, processes and many trials (ten minutes), which CI runs after \`make test\`"
-	@echo "make mutants    every planted error and every protection taken out, which the tests must find (twenty minutes)"
+	@echo "make mutants    every planted error and every protection taken out, which the tests must find (three minutes)"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
 	@echo "make model      the lanes under the C++ memory model, each fence shown necessary (a minute; relacy-dev)"
 
