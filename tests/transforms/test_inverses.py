@@ -413,7 +413,7 @@ def test_our_steps_that_wait_go_through_an_inverse_before_them():
 
 def test_workers_leave_the_writing_to_who_can_go_on_with_held_back_steps():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(400, shared=True, lanes=2), transform=Delayed())
-    make = partial(GymEnv, "CartPole-v1")
+    make = partial(GymEnv, "Pendulum-v1")  # no episode ends: else the newest two might not wait
     with MultiSyncDataCollector([make] * 2, frames_per_batch=40, total_frames=120, replay_buffer=rb) as collector:
         for _ in collector:
             pass
