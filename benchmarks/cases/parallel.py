@@ -17,8 +17,8 @@ import gymnasium
 import numpy as np
 
 from benchmarks.cases import FLOOR, Result, Row, missing, result
-from engram.crews import Crew
 from engram.envs import GymEnv, ParallelEnv, SerialEnv
+from engram.processes.lockstep import Crew
 
 Turn = Callable[[int], Any]  # makes so many steps
 WORKERS = 2

@@ -15,9 +15,8 @@ from contracts.gym_loop import WORLDS, Proxy, Rule, assert_same, on_tensordicts,
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
 from engram.envs import GymEnv, SerialEnv
-from engram.envs.batched import Autoreset
-from engram.envs.batched_env import BatchedEnv
-from engram.envs.gym_vector import VectorEngine
+from engram.envs.engines import Autoreset
+from engram.envs.vector_engine import BatchedEnv, VectorEngine
 
 modes = pytest.mark.parametrize("mode", Autoreset, ids=lambda mode: mode.name)
 

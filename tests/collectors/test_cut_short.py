@@ -17,9 +17,9 @@ from contracts.gym_worlds import Countdown
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv
-from engram.envs.batched import Autoreset
-from engram.envs.batched_env import BatchedEnv
+from engram.envs.engines import Autoreset
 from engram.envs.transforms import RewardScaling
+from engram.envs.vector_engine import BatchedEnv
 from engram.errors import WorkerError
 
 

@@ -19,7 +19,7 @@ from contracts.gym_loop import Proxy
 from contracts.gym_worlds import SPACES, Echo
 from engram.collectors import SyncDataCollector
 from engram.envs import GymEnv
-from engram.envs.modules import direct_call
+from engram.envs.policies import direct_call
 from engram.envs.utils import ExplorationType, set_exploration_type
 
 

@@ -6,8 +6,7 @@ import numpy as np
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from engram.envs.base import EnvBase
-from engram.envs.batched import Autoreset, BatchEngine, BatchStep
-from engram.envs.gym_engine import GymEngine
+from engram.envs.engines import Autoreset, BatchEngine, BatchStep, GymEngine
 
 
 class LoopEngine(BatchEngine):

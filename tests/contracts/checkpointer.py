@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engram.checkpoint.protocols import Rows
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
-from engram.data.replay_buffers.checkpointers.base import Rows
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.checkpointer import overwrite
-from engram.data.replay_buffers.checkpointers.sealed import digest, seal, unseal
+from engram.checkpoint.directory import digest, seal, unseal
 
 NEWEST = "g-000001"
 

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from contracts.checkpointer import RowRings
-from engram.data.replay_buffers.layout import RowLayout
+from engram.store.layout import RowLayout
 
 
 def ted_steps(n: int, salt: Any = 0, length: float = 10.0, exceptions: float = 0.0) -> TensorDict:

@@ -19,8 +19,8 @@ from torch import Tensor
 from crash import stores, tracer
 from crash.disk import Disk
 from engram.data import LazyMemmapStorage, ReplayBuffer
-from engram.data.replay_buffers import recovery
 from engram.data.replay_buffers.storages import memmap
+from engram.store import files as recovery
 
 MAPPED = 1 << 40  # a mark that says where the store is mapped
 NUMBERS, STRANDS = 10**6, 10**7

@@ -16,9 +16,9 @@ import torch
 from crash import tracer
 from engram import _native
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from engram.data.replay_buffers import recovery
 from engram.errors import StorageError
-from engram.testing.numbered import numbers, of_numbers, steps
+from engram.store import files as recovery
+from engram.testing.helpers import numbers, of_numbers, steps
 
 CAPACITY = 24
 PIECE = CAPACITY // 8

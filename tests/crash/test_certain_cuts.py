@@ -13,9 +13,9 @@ import pytest
 from crash import sessions, stores, tracer
 from crash.disk import PAGE, Disk
 from engram.data import ReplayBuffer
-from engram.data.replay_buffers import recovery
 from engram.data.replay_buffers.storages import memmap
 from engram.errors import StorageError
+from engram.store import files as recovery
 
 EVENTS = tracer.SYNC | tracer.STORE
 CLEAN = 336  # where the header says that its last user closed the store

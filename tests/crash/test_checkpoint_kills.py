@@ -13,8 +13,8 @@ from contracts.checkpointer import RowRings
 from engram.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
     open_snapshot,
+    rows,
     save_snapshot,
-    tensor,
     verify,
 )
 from engram.errors import CheckpointError
@@ -99,7 +99,7 @@ def in_child(action):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(tensor, "CHUNK_BYTES", 1 << 15)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 1 << 15)
 
 
 @pytest.mark.parametrize("kind", KINDS)

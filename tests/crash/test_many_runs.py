@@ -19,8 +19,8 @@ from contracts.gym_worlds import Countdown
 from crash import tracer
 from engram.collectors import MultiaSyncDataCollector
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
-from engram.data.replay_buffers.episodes import Episodes
 from engram.envs import GymEnv
+from engram.store.episodes import Episodes
 
 pytestmark = pytest.mark.quick
 

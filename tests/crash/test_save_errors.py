@@ -19,7 +19,7 @@ from crash.saves import Watched
 from crash.test_save_kills import ALL, QUICK
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.errors import CheckpointError
-from engram.testing.numbered import steps
+from engram.testing.helpers import steps
 
 #: What carries bytes to the disk: an error here can never be passed over.
 CARRIES = tracer.WRITE | tracer.SIZE | tracer.SYNC

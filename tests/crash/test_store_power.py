@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from crash import sessions
-from engram.data.replay_buffers import recovery
 from engram.data.replay_buffers.storages import memmap
+from engram.store import files as recovery
 
 pytestmark = pytest.mark.quick
 

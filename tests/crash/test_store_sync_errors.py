@@ -16,8 +16,8 @@ import pytest
 from crash import stores, tracer
 from crash.stores import numbers, steps
 from engram.data import LazyMemmapStorage, ReplayBuffer
-from engram.data.replay_buffers import recovery
 from engram.errors import StorageError
+from engram.store import files as recovery
 
 pytestmark = pytest.mark.quick
 

@@ -17,8 +17,8 @@ import pytest
 
 from contracts.attacks import NASTY, Forger, exchanged, limit_memory, places, without
 from contracts.children import Child
+from engram.checkpoint.directory import seal
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
-from engram.data.replay_buffers.checkpointers.sealed import seal
 from engram.errors import CheckpointError, CorruptCheckpointError, EngramError
 from golden.make import DATA
 from golden.observed import held, unlike

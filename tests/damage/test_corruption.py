@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from contracts.checkpointer import RowRings, flip, overwrite
+from engram.checkpoint.directory import MARKER, digest, open_below, seal, unseal
 from engram.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
     open_snapshot,
+    rows,
     save_snapshot,
-    tensor,
     verify,
 )
-from engram.data.replay_buffers.checkpointers.directory import MARKER, open_below
-from engram.data.replay_buffers.checkpointers.sealed import digest, seal, unseal
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -54,7 +53,7 @@ def load(path, snapshot=None):
 @pytest.fixture
 def checkpoint(ram_path, monkeypatch):
     """Two snapshots, 1 and 2, the second in force."""
-    monkeypatch.setattr(tensor, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 1000)
     save(ram_path, 1)
     save(ram_path, 2, keep_last=2)
     return ram_path

@@ -12,8 +12,7 @@ import pytest
 
 from contracts.checkpointer import flip, overwrite
 from engram import verify
-from engram.data.replay_buffers.checkpointers.directory import MARKER
-from engram.data.replay_buffers.checkpointers.sealed import seal, unseal
+from engram.checkpoint.directory import MARKER, seal, unseal
 from engram.errors import CorruptCheckpointError
 from golden.observed import held, unlike
 from golden.recipes import RECIPES

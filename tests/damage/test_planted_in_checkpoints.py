@@ -7,8 +7,8 @@ import torch
 from tensordict import TensorDict
 
 from contracts.planted import KINDS, OUTSIDE, plant, within
+from engram.checkpoint.reader import verify
 from engram.data import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
-from engram.data.replay_buffers.checkpointers.verification import verify
 from engram.errors import CheckpointError
 
 NAMES = [

@@ -13,9 +13,10 @@ from tensordict import TensorDict
 from contracts.children import Child
 from contracts.planted import KINDS, OUTSIDE, plant, within
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from engram.data.replay_buffers import locks, recovery
 from engram.errors import CheckpointError, StorageError
-from engram.shared_memory import SharedMemory
+from engram.processes.shared_memory import SharedMemory
+from engram.store import files as recovery
+from engram.store import locks
 
 pytestmark = pytest.mark.quick
 

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler, TensorStorage
-from engram.data.replay_buffers.episodes import Episodes
+from engram.store.episodes import Episodes
 
 CAPACITY = 200
 

@@ -25,7 +25,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.data.replay_buffers.storages import table
+from engram.data.replay_buffers.storages import tensor as table
 from engram.envs.transforms import MultiStepTransform
 from engram.errors import StorageError
 

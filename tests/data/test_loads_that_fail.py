@@ -20,13 +20,13 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.data.replay_buffers import adoption
+from engram.data.replay_buffers import checkpointing as adoption
 from engram.data.replay_buffers.checkpointers import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
     NestedStorageCheckpointer,
     TensorStorageCheckpointer,
-    tensor,
+    rows,
 )
 from engram.data.replay_buffers.storages import staging
 from engram.envs.transforms import Transform
@@ -179,7 +179,7 @@ def failing_at(nth, fn=lambda x: x):
 @pytest.fixture(params=[1 << 28, 100], ids=["in memory", "in a file"])
 def small_chunks(request, monkeypatch):
     """Several blocks in a checkpoint, and what is kept aside in memory or on disk."""
-    monkeypatch.setattr(tensor, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 100)
     monkeypatch.setattr(staging, "MOST_IN_MEMORY", request.param)
 
 

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from tensordict import TensorDict, TensorDictBase
 
 from engram.data import Composite, Spec, Unbounded, space_from_spec, spec_from_space
-from engram.envs.gym_codecs import codec_for
+from engram.envs.codecs import codec_for
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=2, max_side=3)
 INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]

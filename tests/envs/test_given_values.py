@@ -16,9 +16,9 @@ from torch import nn
 
 from contracts.gym_loop import Proxy
 from engram.collectors import SyncDataCollector
-from engram.data.specs import Categorical, Composite, Unbounded
 from engram.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv
 from engram.errors import WorkerError
+from engram.specs import Categorical, Composite, Unbounded
 
 
 class Honest(gymnasium.Env):

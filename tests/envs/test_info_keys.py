@@ -9,9 +9,9 @@ from gymnasium.vector import AutoresetMode
 
 from contracts.vector_worlds import Native, Nested
 from engram.collectors import SyncDataCollector
-from engram.data.specs import Unbounded
 from engram.envs import GymEnv, SerialEnv, check_env_specs, step_mdp
-from engram.envs.gym_info import InfoReader
+from engram.envs.engines import InfoReader
+from engram.specs import Unbounded
 from engram.testing import EnvContract
 
 KEYS = ["until", "place", ("deep", "t")]

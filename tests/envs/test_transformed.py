@@ -14,7 +14,6 @@ from contracts.gym_worlds import SPACES, Countdown, Echo
 from contracts.vector_worlds import Native
 from engram.collectors import SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer
-from engram.data.specs import Bounded, Unbounded
 from engram.envs import GymEnv, SerialEnv, TransformedEnv, check_env_specs
 from engram.envs.transforms import (
     CatFrames,
@@ -38,6 +37,7 @@ from engram.envs.transforms import (
     UnsqueezeTransform,
     VecNorm,
 )
+from engram.specs import Bounded, Unbounded
 from engram.testing import EnvContract
 from engram.testing.transform import assert_equal
 

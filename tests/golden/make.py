@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from engram.data.replay_buffers.checkpointers import tensor
+from engram.data.replay_buffers.checkpointers import rows
 from golden.observed import Arrays, observed, write
 from golden.recipes import CAPACITY, RECIPES, Recipe
 from golden.steps import steps
@@ -26,17 +26,17 @@ STORE = "store"  # a mapped store's own file
 
 
 def make(name: str, recipe: Recipe, folder: Path) -> None:
-    whole, tensor.CHUNK_BYTES = tensor.CHUNK_BYTES, recipe.chunk_bytes
+    whole, rows.CHUNK_BYTES = rows.CHUNK_BYTES, recipe.chunk_bytes
     try:
         rb = recipe.fill(recipe.fresh())
         rb.dumps(folder / "checkpoint")
     finally:
-        tensor.CHUNK_BYTES = whole
+        rows.CHUNK_BYTES = whole
     keep(folder, observed(rb, recipe.batch_size, recipe.more))
 
 
 def make_incremental(folder: Path) -> None:
-    whole, tensor.CHUNK_BYTES = tensor.CHUNK_BYTES, 600
+    whole, rows.CHUNK_BYTES = rows.CHUNK_BYTES, 600
     try:
         rb = ReplayBuffer(storage=LazyTensorStorage(CAPACITY))
         for i, n in enumerate((30, 4)):
@@ -44,7 +44,7 @@ def make_incremental(folder: Path) -> None:
             rb.dumps(folder / "checkpoint", keep_last=2)
             keep(folder, observed(rb, 8), f"expected-{i + 1}.npz")
     finally:
-        tensor.CHUNK_BYTES = whole
+        rows.CHUNK_BYTES = whole
 
 
 def make_store(folder: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 import engram.data
 import engram.envs.transforms
 from engram import verify
+from engram.checkpoint.directory import unseal
 from engram.data import LazyTensorStorage, ReplayBuffer, Sampler, StorageCheckpointerBase, Writer
-from engram.data.replay_buffers.checkpointers.sealed import unseal
 from engram.transforms.base import Transform
 from golden.make import DATA, INCREMENTAL, STORE
 from golden.observed import observed, read, unlike

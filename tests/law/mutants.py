@@ -16,14 +16,14 @@ from engram.data import (
     SamplerWithoutReplacement,
     SliceSamplerWithoutReplacement,
 )
-from engram.data.replay_buffers import adoption, saving
-from engram.data.replay_buffers.checkpointers.flat import FlatPacking
-from engram.data.replay_buffers.checkpointers.nested import NestedPacking
-from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers import checkpointing as adoption
+from engram.data.replay_buffers import checkpointing as saving
+from engram.data.replay_buffers.checkpointers.ted import FlatPacking, NestedPacking
 from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.storages.frozen import Changes
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.envs.transforms import CatFrames, Compose, MultiStepTransform, RewardSum, StepCounter, VecNorm
+from engram.store.lanes import Lanes
+from engram.store.views import Changes
 from law.combos import Combo
 from law.own_parts import OwnSamplerWithState, OwnTransform
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engram.data.replay_buffers import prefetch
-from engram.data.replay_buffers.checkpointers import tensor
+from engram.data.replay_buffers.checkpointers import rows
 from engram.errors import CorruptCheckpointError
 from law import ensembles
 from law.combos import LEVELS, REFUSED, SAMPLERS, STORAGES, Combo, pairwise, product, refusal
@@ -33,7 +33,7 @@ TIED = [
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that are done at the end of each step, and chunks so small that a ring has several."""
     monkeypatch.setattr(prefetch, "ThreadPoolExecutor", PromptPool)
-    monkeypatch.setattr(tensor, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 500)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from engram.data.replay_buffers import prefetch
-from engram.data.replay_buffers.checkpointers import tensor
+from engram.data.replay_buffers.checkpointers import rows
 from law import combos
 from law.combos import LEVELS, Combo
 from law.law import PROGRAM, Trial
@@ -34,7 +34,7 @@ def hold(combo: Combo, program: list[str]) -> None:
     root = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=root) as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefetch, "ThreadPoolExecutor", PromptPool)
-        patch.setattr(tensor, "CHUNK_BYTES", 500)
+        patch.setattr(rows, "CHUNK_BYTES", 500)
         Trial(combo, Path(folder), program).run(larger=1)
 
 

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers import layout as _layout  # tells the core which torch there is
+from engram.store import layout as _layout  # tells the core which torch there is
 
 PAGE = 4096
 HEADER_BYTES, LANE_BYTES = 1024, 512  # docs/store-format.md

@@ -32,8 +32,8 @@ from engram.data import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
-from engram.data.replay_buffers import recovery
-from engram.testing.numbered import env_steps, numbers, steps
+from engram.store import files as recovery
+from engram.testing.helpers import env_steps, numbers, steps
 from native.allocations import World, check
 
 CAPACITY = 60

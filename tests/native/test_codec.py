@@ -11,9 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.lanes import Lanes
-from engram.data.replay_buffers.layout import RowLayout
-from engram.data.replay_buffers.utils import slots_tensor
+from engram._system import slots_tensor
+from engram.store.lanes import Lanes
+from engram.store.layout import RowLayout
 from native.support import DTYPES, codec, slots, store
 
 

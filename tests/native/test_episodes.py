@@ -6,7 +6,7 @@ import torch
 
 from engram import _native
 from engram.data import LazyTensorStorage, ReplayBuffer
-from engram.data.replay_buffers.episodes import Episodes
+from engram.store.episodes import Episodes
 
 
 def stored(n=10, capacity=10):

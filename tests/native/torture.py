@@ -27,8 +27,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engram import _native
-from engram.data.replay_buffers.lanes import Lanes
-from engram.data.replay_buffers.locks import LaneLocks
+from engram.store.lanes import Lanes
+from engram.store.locks import LaneLocks
 from native.support import numbers_of, row_words, store, words
 
 _PAGE = 4096

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engram import _native
-from engram.data.replay_buffers.locks import LaneLocks
+from engram.store.locks import LaneLocks
 
 _OPTIONS = ["--memory", "shared", "--kills", "--until-fault", "--seconds", "60"]
 _TINY, _SMALL = [*_OPTIONS, "--capacity", "128"], [*_OPTIONS, "--capacity", "2000"]

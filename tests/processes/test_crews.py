@@ -7,12 +7,12 @@ import time
 import numpy as np
 import pytest
 
-from engram import crews
 from engram._native import Cells
-from engram.bells import Bell
-from engram.crews import Crew, Seat, usable_cores
 from engram.errors import WorkerError
-from engram.shared_memory import SharedMemory
+from engram.processes import lockstep as crews
+from engram.processes.eventfd import Bell
+from engram.processes.lockstep import Crew, Seat, usable_cores
+from engram.processes.shared_memory import SharedMemory
 from processes.test_workers import is_gone
 
 COUNT, ECHO, SLEEP, FAIL = range(4)

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.children import Child, alone_after_fork
+from engram._system import drawing
 from engram.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -22,7 +23,6 @@ from engram.data import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from engram.data.replay_buffers.draws import drawing
 
 pytestmark = pytest.mark.quick
 

@@ -10,8 +10,8 @@ import torch
 
 from contracts.children import Child, Signal
 from engram.data import LazyMemmapStorage, ReplayBuffer
-from engram.data.replay_buffers.files import FILE_NAME, remove_leftovers
 from engram.errors import StorageError
+from engram.store.files import FILE_NAME, remove_leftovers
 from engram.testing import numbers, steps
 from processes.killed_at import killed_at, lines_of
 

@@ -23,7 +23,6 @@ from engram.collectors import (
     SyncDataCollector,
 )
 from engram.collectors.numbering import Numbering, SharedCount
-from engram.collectors.shared_weights import SharedWeights
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -33,6 +32,7 @@ from engram.data import (
 )
 from engram.envs import SerialEnv
 from engram.errors import WorkerError
+from engram.processes.shared_weights import SharedWeights
 
 BOTH = [MultiSyncDataCollector, MultiaSyncDataCollector]
 IDS = ("collector", "traj_ids")

@@ -14,8 +14,8 @@ from tensordict import TensorDict
 
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
-from engram.data.specs import Categorical, Composite, Unbounded
 from engram.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, step_mdp
+from engram.specs import Categorical, Composite, Unbounded
 from engram.testing import EnvContract
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engram.errors import WorkerError
-from engram.workers import Closed, Portable, Worker, close_all, wait_for_any
+from engram.processes.worker import Closed, Portable, Worker, close_all, wait_for_any
 
 METHODS = ["fork", "spawn"]
 
@@ -243,7 +243,7 @@ def test_a_workers_own_workers_end_with_it(start):
 
 OWNER = """
     import sys, time
-    from engram.workers import Worker
+    from engram.processes.worker import Worker
 
     def run(channel):
         channel.say(1)

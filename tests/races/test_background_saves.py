@@ -23,9 +23,9 @@ from engram.data import (
     SamplerWithoutReplacement,
     TensorStorage,
 )
-from engram.data.replay_buffers.checkpointers import tensor as tensor_module
+from engram.data.replay_buffers.checkpointers import rows
 from engram.errors import CheckpointError
-from engram.testing.numbered import numbers, state_of, steps
+from engram.testing.helpers import numbers, state_of, steps
 
 KINDS = ["list", "memory", "mapped", "tensors", "environments"]
 
@@ -62,7 +62,7 @@ class Gate:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(tensor_module, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 512)
 
 
 @pytest.mark.quick

@@ -6,7 +6,7 @@ import torch
 
 from engram.data import RoundRobinWriter, Storage, Writer
 from engram.data.replay_buffers.checkpointers import ListStorageCheckpointer
-from engram.data.replay_buffers.lanes import Lanes
+from engram.store.lanes import Lanes
 from engram.testing import RoundRobinWriterContract, SamplerContract, StorageContract, TransformContract, WriterContract
 from engram.transforms import Transform
 

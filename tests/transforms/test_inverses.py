@@ -23,7 +23,7 @@ from engram.data import (
 )
 from engram.envs import GymEnv, TransformedEnv
 from engram.testing import TransformContract
-from engram.testing.comparing import assert_equal
+from engram.testing.helpers import assert_equal
 from engram.transforms import (
     Compose,
     DTypeCastTransform,

@@ -264,7 +264,7 @@ def test_what_waits_is_saved_and_goes_on_in_a_buffer_that_loads_it(tmp_path):
 
 def test_a_checkpoint_without_transforms_loads_and_leaves_nothing_waiting(tmp_path):
     """Checkpoints of earlier versions have no such component."""
-    from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
+    from engram.checkpoint.snapshot import save_snapshot
 
     old = ReplayBuffer(storage=LazyTensorStorage(100))
     made = buffer()

@@ -13,8 +13,8 @@ from engram.collectors.stats import Episodes
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.envs import TransformedEnv
 from engram.errors import CheckpointMisfitError
-from engram.testing.comparing import assert_equal
-from engram.testing.transform_env import Replayed
+from engram.testing.helpers import assert_equal
+from engram.testing.transform import Replayed
 from engram.transforms import Compose, ObservationNorm, RewardSum, VecNorm
 from transforms.data import steps
 

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 import engram.data as ours
 from engram.envs import GymEnv, TransformedEnv
-from engram.testing.comparing import assert_equal
+from engram.testing.helpers import assert_equal
 from engram.transforms import Compose
 
 with warnings.catch_warnings():

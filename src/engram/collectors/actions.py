@@ -15,9 +15,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from engram.collectors.extras import extras_of
 from engram.collectors.observations import Observations
-from engram.envs.gym_codecs import Codec
-from engram.envs.gym_engine import check_action
-from engram.envs.mdp import stack_steps, zero_where
+from engram.envs.base import stack_steps, zero_where
+from engram.envs.codecs import Codec
+from engram.envs.engines import check_action
 from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from engram.collectors.calls import CallLog
 from engram.collectors.extras import extras_of
-from engram.envs.batched import BatchEngine
-from engram.envs.gym_codecs import leaves_of
-from engram.envs.gym_engine import check_action
-from engram.envs.mdp import merge_where, zero_where
+from engram.envs.base import merge_where, zero_where
+from engram.envs.codecs import leaves_of
+from engram.envs.engines import BatchEngine, check_action
 from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy
 
 Array = np.ndarray[Any, Any]

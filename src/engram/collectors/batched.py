@@ -19,8 +19,8 @@ from engram.collectors.batch_actions import (
 from engram.collectors.calls import CallLog, Frames
 from engram.collectors.rolled import Rolled
 from engram.collectors.trajectories import FrameMarks
-from engram.envs.batched import Autoreset, BatchEngine, BatchStep
-from engram.envs.gym_codecs import leaves_of
+from engram.envs.codecs import leaves_of
+from engram.envs.engines import Autoreset, BatchEngine, BatchStep
 from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, direct_module
 
 Array = np.ndarray[Any, Any]

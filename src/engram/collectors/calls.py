@@ -10,10 +10,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.envs.batched import BatchStep
-from engram.envs.gym_codecs import Leaf
-from engram.envs.gym_values import BOOL, DOUBLE, SINGLE, flag_row, narrow_rewards, reward_row
-from engram.envs.mdp import stack_steps
+from engram.envs.base import stack_steps
+from engram.envs.codecs import BOOL, DOUBLE, SINGLE, Leaf, flag_row, narrow_rewards, reward_row
+from engram.envs.engines import BatchStep
 
 Array = np.ndarray[Any, Any]
 

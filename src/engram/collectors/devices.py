@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from engram.data.specs.base import usable_device
 from engram.envs.policies import CallablePolicy, RandomPolicy, TensorDictPolicy
+from engram.specs.tensors import usable_device
 
 Device = torch.device | str | int | None
 

@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.envs.mdp import stack_steps
-from engram.transforms.in_env import IDLE
+from engram.envs.base import stack_steps
+from engram.transforms.base import IDLE
 
 
 class FrameQueue:

@@ -14,8 +14,7 @@ from engram.collectors.devices import is_cpu
 from engram.collectors.rolled import Rolled
 from engram.collectors.stepped import TensorDictRoller
 from engram.collectors.trajectories import FrameMarks
-from engram.envs.modules import is_hooked
-from engram.envs.policies import CallablePolicy, ObservationPolicy, RandomPolicy, TensorDictPolicy
+from engram.envs.policies import CallablePolicy, ObservationPolicy, RandomPolicy, TensorDictPolicy, is_hooked
 from engram.transforms.afterwards import Afterwards, afterwards_of
 
 RawRollers = Callable[[Any, TensorDictPolicy, "int | None", FrameMarks], Any]

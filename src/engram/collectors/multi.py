@@ -32,15 +32,15 @@ from engram.collectors.multi_worker import (
 )
 from engram.collectors.numbering import Numbering, SharedCount
 from engram.collectors.settings import refuse_bad_counts
-from engram.collectors.shared_weights import SharedWeights, tensors_of
 from engram.collectors.shelf import ShelfReader
 from engram.collectors.stats import CollectorStats, Episodes, Speed, stats_of
 from engram.collectors.utils import split_trajectories
 from engram.collectors.writing import BufferWriter
-from engram.envs.exploration import ExplorationType
+from engram.envs.policies import ExplorationType
 from engram.errors import WorkerError
-from engram.step_clocks import StepClock, Timeout, checked_timeout
-from engram.workers import QUICKLY, Portable, Worker, close_all, wait_for_any
+from engram.processes.shared_weights import SharedWeights, tensors_of
+from engram.processes.timeouts import StepClock, Timeout, checked_timeout
+from engram.processes.worker import QUICKLY, Portable, Worker, close_all, wait_for_any
 
 Arrived = tuple[int, "TensorDictBase | Wrote"]
 
@@ -134,7 +134,7 @@ class MultiCollector:
         ]
         self._workers: list[Worker] = []
         self._finalizer = weakref.finalize(self, close_all, self._workers)
-        self._finalizer.atexit = False  # `engram.workers` has its own, with less patience
+        self._finalizer.atexit = False  # `engram.processes.worker` has its own, with less patience
         self._shelves = [ShelfReader() for _ in makers]
         self._episodes, self._speed = Episodes(0), Speed()
         self._ids = SharedCount()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from engram.collectors.shared_weights import tensors_of
+from engram.processes.shared_weights import tensors_of
 
 
 def makers_of(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:

@@ -13,13 +13,13 @@ from torch import nn
 
 from engram.collectors.asking import ask
 from engram.collectors.numbering import Numbering, SharedCount
-from engram.collectors.shared_weights import SharedWeights
 from engram.collectors.shelf import Shelf, Shelved
 from engram.collectors.stats import Episodes
 from engram.collectors.sync import SyncDataCollector, as_rows
 from engram.collectors.writing import BufferWriter
-from engram.step_clocks import StepClock
-from engram.workers import Channel, Portable
+from engram.processes.shared_weights import SharedWeights
+from engram.processes.timeouts import StepClock
+from engram.processes.worker import Channel, Portable
 
 MOST_PIECES = 32  # of a batch that can be stopped between two
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from engram.data.replay_buffers.storages.sharing import share_descriptor
+from engram.store.files import share_descriptor
 
 IDS = ("collector", "traj_ids")
 Worker = int

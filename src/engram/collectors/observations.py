@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram.envs.gym_codecs import Leaf
+from engram.envs.codecs import Leaf
 
 Rows = list[np.ndarray[Any, Any]]
 

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from engram.collectors.observations import Rows
-from engram.envs.gym_codecs import Leaf
+from engram.envs.codecs import Leaf
 
 LARGEST = 1024  # bytes of one observation: above, the second copy costs more than one write into an array
 

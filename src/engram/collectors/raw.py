@@ -14,8 +14,8 @@ from engram.collectors.observations import Observations, Rows, in_time
 from engram.collectors.packed import PackedObservations, can_pack
 from engram.collectors.rolled import Rolled
 from engram.collectors.trajectories import FrameMarks
-from engram.envs.gym_engine import GymEngine
-from engram.envs.gym_values import Array, Rewards, flag_of, rewards_of
+from engram.envs.codecs import Array, Rewards, flag_of, rewards_of
+from engram.envs.engines import GymEngine
 from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, direct_module
 
 Source = ModuleActions | RandomActions | TensorDictActions

@@ -13,9 +13,9 @@ from engram.collectors.raw import GymRoller
 from engram.collectors.rolled import Rolled
 from engram.collectors.stepped import TensorDictRoller
 from engram.collectors.trajectories import FrameMarks
-from engram.envs.batched import Autoreset
+from engram.envs.engines import Autoreset
 from engram.envs.policies import TensorDictPolicy
-from engram.step_clocks import StepClock, Timed
+from engram.processes.timeouts import StepClock, Timed
 
 
 class Roller(Protocol):

@@ -13,7 +13,7 @@ from engram.collectors.extras import extras_of
 from engram.collectors.frames import FrameQueue
 from engram.collectors.rolled import Rolled
 from engram.collectors.trajectories import FrameMarks
-from engram.envs.mdp import reset_where, step_mdp
+from engram.envs.base import reset_where, step_mdp
 from engram.envs.policies import RandomPolicy, TensorDictPolicy
 
 

@@ -23,9 +23,8 @@ from engram.collectors.utils import split_trajectories
 from engram.collectors.weights import PolicyWeights
 from engram.collectors.whole import WholeTrajectories
 from engram.collectors.writing import BufferWriter
-from engram.envs.exploration import ExplorationType, set_exploration_type
-from engram.envs.policies import as_policy
-from engram.step_clocks import StepClock, refuse_timeout
+from engram.envs.policies import ExplorationType, as_policy, set_exploration_type
+from engram.processes.timeouts import StepClock, refuse_timeout
 
 ROWS_IN_SEARCH = 32  # at a time, while whole trajectories are looked for
 

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.data.replay_buffers.utils import SIGNED
+from engram._system import SIGNED
 
 Key = str | tuple[str, ...]
 

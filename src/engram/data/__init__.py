@@ -2,9 +2,6 @@
 
 from typing import Any
 
-from engram.data.postprocs import (
-    MultiStep,
-)
 from engram.data.replay_buffers import (
     Flat2TED,
     FlatStorageCheckpointer,
@@ -45,7 +42,7 @@ from engram.data.replay_buffers import (
     Writer,
     WriterEnsemble,
 )
-from engram.data.specs import (
+from engram.specs import (
     Binary,
     Bounded,
     Categorical,
@@ -58,6 +55,7 @@ from engram.data.specs import (
     space_from_spec,
     spec_from_space,
 )
+from engram.transforms.multi_step import MultiStep
 
 __all__ = [
     "Binary",

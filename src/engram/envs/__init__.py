@@ -1,14 +1,12 @@
 """Environments: TensorDicts in, TensorDicts out."""
 
-from engram.envs.base import EnvBase
+from engram.envs.base import EnvBase, step_mdp
 from engram.envs.checks import check_env_specs
-from engram.envs.exploration import ExplorationType, exploration_type, set_exploration_type
 from engram.envs.gym import GymEnv
-from engram.envs.mdp import step_mdp
 from engram.envs.parallel import ParallelEnv
-from engram.envs.policies import RandomPolicy
+from engram.envs.policies import ExplorationType, RandomPolicy, exploration_type, set_exploration_type
+from engram.envs.serial import SerialEnv
 from engram.envs.transformed import TransformedEnv
-from engram.envs.vector import SerialEnv
 
 __all__ = [
     "EnvBase",

@@ -1,4 +1,4 @@
-"""What an environment is: TensorDicts in, TensorDicts out."""
+"""From one step to the next: what of a stepped TensorDict is the state that follows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,138 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.data.specs import Categorical, Composite, Spec, Unbounded
-from engram.data.specs.base import usable_device
-from engram.envs.batched import BatchEngine
-from engram.envs.mdp import merge_where, reset_where, step_mdp
+from engram.envs.engines import BatchEngine
 from engram.envs.policies import FLAGS, as_policy
-from engram.envs.steps import Steps
+from engram.specs import Categorical, Composite, Spec, Unbounded
+from engram.specs.tensors import usable_device
+from engram.transforms.base import IDLE
+
+
+def step_mdp(
+    td: TensorDictBase,
+    *,
+    keep_other: bool = True,
+    exclude_reward: bool = True,
+    exclude_done: bool = False,
+    exclude_action: bool = True,
+) -> TensorDictBase:
+    """The root of step t+1 from a stepped TensorDict of step t: what is under `"next"`, moved up.
+
+    Other root keys (a policy's own, say) stay unless `keep_other=False`. The result is a new TensorDict that shares its
+    tensors with `td`. Raises KeyError where `td` has not been stepped.
+
+    >>> from tensordict import TensorDict
+    >>> step_mdp(TensorDict({"a": torch.zeros(1), "next": {"a": torch.ones(1), "reward": torch.ones(1)}}))["a"]
+    tensor([1.])
+    """
+    following = td.get("next", None)
+    if following is None:
+        raise KeyError(
+            f"step_mdp needs a stepped TensorDict with a 'next' entry, got keys {sorted(td.keys(), key=str)}"
+        )
+    root = td.exclude("next", "reward", *(("action",) if exclude_action else ())) if keep_other else td.empty()
+    dropped = (("reward",) if exclude_reward else ()) + (("done", "terminated", "truncated") if exclude_done else ())
+    root = root.exclude(*dropped) if dropped else root
+    if not exclude_action and not keep_other:
+        root.set("action", td.get("action"))
+    return root.copy().update(following.exclude(*dropped).copy())  # copies: nested entries must not become shared
+
+
+def reset_where(env: Any, td: TensorDictBase, mask: Tensor) -> TensorDictBase:
+    """`td` after the environments where `mask` (bool `[*batch, 1]`) holds were reset.
+
+    Whatever else a policy keeps in `td` becomes zero there: a hidden state does not cross into the next trajectory.
+    """
+    fresh = env.reset(td.copy().set("_reset", mask))
+    return zero_where(mask, td).update(fresh.exclude("_reset"))
+
+
+def zero_where(mask: Tensor, td: TensorDictBase) -> TensorDictBase:
+    """A copy of `td` that is zero where `mask` (bool `[*batch, 1]`) holds."""
+    return td.apply(lambda leaf: torch.where(_like(mask, leaf, td.ndim), torch.zeros_like(leaf), leaf))
+
+
+def merge_where(mask: Tensor, new: TensorDictBase, old: TensorDictBase) -> TensorDictBase:
+    """`new` where `mask` (bool `[*batch, 1]`) holds, else `old`; the keys are those of `new`."""
+    return new.named_apply(
+        lambda key, leaf: torch.where(_like(mask, leaf, new.ndim), leaf, old.get(key)), nested_keys=True
+    )
+
+
+def stack_steps(steps: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
+    """`torch.stack`; entries that only some steps have are zero in the others.
+
+    >>> from tensordict import TensorDict
+    >>> stack_steps([TensorDict(), TensorDict({"hidden": torch.ones(1)})], 0)["hidden"].tolist()
+    [[0.0], [1.0]]
+    """
+    keys = [set(step.keys(True, True)) for step in steps]
+    if any(k != keys[0] for k in keys):
+        models = {key: step.get(key) for step, k in zip(steps, keys, strict=True) for key in k}
+        for step, k in zip(steps, keys, strict=True):
+            for key in models.keys() - k:
+                step.set(key, torch.zeros_like(models[key]))
+    return torch.stack(list(steps), dim)
+
+
+def _like(mask: Tensor, leaf: Tensor, batch_dims: int) -> Tensor:
+    flat = mask.reshape(mask.shape[:batch_dims])
+    return flat.reshape((*flat.shape, *(1,) * (leaf.ndim - batch_dims)))
+
+
+class Steps:
+    """Stepped TensorDicts of shape `batch_size`, until every environment has `wanted` steps.
+
+    A row whose `"_idle"` holds is no step. The k-th column of the result is the k-th step of each environment,
+    whichever call made it. With `ends_when_done`, the column of the first step that is done is the last one.
+
+    >>> from tensordict import TensorDict
+    >>> steps = Steps([2], wanted=2, ends_when_done=False)
+    >>> for number, idle in enumerate([[False, False], [True, False], [False, False]]):
+    ...     idle = torch.tensor(idle).unsqueeze(1)
+    ...     enough = steps.add(TensorDict({"x": torch.full((2,), number), "_idle": idle, "next": {}}, [2]))
+    >>> enough, steps.stacked()["x"].tolist()
+    (True, [[0, 2], [0, 1]])
+    """
+
+    def __init__(self, batch_size: Sequence[int], wanted: int, ends_when_done: bool) -> None:
+        self._batch_size = torch.Size(batch_size)
+        self._wanted = wanted
+        self._ends_when_done = ends_when_done
+        self._steps: list[TensorDictBase] = []
+        self._real: list[Tensor] = []  # by call, if there are marks: bool [environments], where it was a step
+        self._counts = torch.zeros(self._batch_size.numel(), dtype=torch.int64)
+
+    def add(self, td: TensorDictBase) -> bool:
+        """Takes what one call of `step` gave; whether that is enough."""
+        idle = td.get(IDLE, None)
+        if idle is not None:
+            return self._add_marked(td, idle)
+        self._steps.append(td)
+        is_over = self._ends_when_done and bool(td.get(("next", "done")).any())
+        return is_over or len(self._steps) >= self._wanted
+
+    def _add_marked(self, td: TensorDictBase, idle: Tensor) -> bool:
+        real = ~idle.reshape(-1).cpu()
+        self._steps.append(td.exclude(IDLE, ("next", IDLE)))
+        self._real.append(real)
+        self._counts += real
+        if self._ends_when_done:
+            over = td.get(("next", "done")).reshape(-1).cpu() & real
+            if bool(over.any()):
+                self._wanted = min(self._wanted, int(self._counts[over].min()))
+        return bool((self._counts >= self._wanted).all())
+
+    def stacked(self) -> TensorDictBase:
+        """The steps, `[*batch_size, steps]`."""
+        batch = stack_steps(self._steps, len(self._batch_size))
+        if not self._real or bool(torch.stack(self._real).all()):
+            return batch
+        real = torch.stack(self._real, -1)
+        kept = real & (real.cumsum(-1) <= self._wanted)
+        rows, columns = kept.nonzero(as_tuple=True)
+        return batch.reshape(kept.shape)[rows, columns].reshape(*self._batch_size, self._wanted)
+
 
 Self = TypeVar("Self", bound="EnvBase")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from engram.data.specs import Composite, Spec
 from engram.envs.base import EnvBase
+from engram.specs import Composite, Spec
 
 
 def check_env_specs(env: EnvBase, *, seed: int | None = None, max_steps: int = 5) -> None:

@@ -8,15 +8,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.data.specs import Composite, Spec
-from engram.data.specs.base import usable_device
 from engram.envs.base import EnvBase
-from engram.envs.batched import BatchEngine
-from engram.envs.batched_env import BatchStepper
-from engram.envs.gym_engine import GymEngine
-from engram.envs.gym_info import InfoKeys
-from engram.envs.gym_values import flag_of, reward_of
-from engram.envs.gym_vector import VectorEngine
+from engram.envs.codecs import flag_of, reward_of
+from engram.envs.engines import BatchEngine, GymEngine, InfoKeys
+from engram.envs.vector_engine import BatchStepper, VectorEngine
+from engram.specs import Composite, Spec
+from engram.specs.tensors import usable_device
 
 
 class _Stepper(Protocol):
@@ -78,7 +75,7 @@ class GymEnv(EnvBase):
         info_keys: InfoKeys | None = None,
         **kwargs: Any,
     ) -> None:
-        from engram.envs import gym_making
+        from engram.envs import gym_make as gym_making
 
         place = usable_device(device, "device")  # before anything is made
         if num_envs < 0:

@@ -1,25 +1,440 @@
-"""Environments in worker processes, as one."""
+"""Gymnasium environments in several processes: raw values go through shared memory."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
-from engram.crews import Crew, Seat, usable_cores
-from engram.data.specs.base import usable_device
 from engram.envs.base import EnvBase
-from engram.envs.batched import BatchEngine
-from engram.envs.batched_env import BatchStepper
-from engram.envs.parallel_engine import ParallelEngine, RawLayout
-from engram.envs.parallel_tensordict import TensorDictLayout, TensorDictStepper
-from engram.envs.vector import makers_of, refuse_other_specs
-from engram.shared_memory import SharedMemory
-from engram.step_clocks import checked_timeout
-from engram.workers import PATIENCE, Channel, Portable
+from engram.envs.codecs import Codec, Leaf, flag_of, leaves_of, reward_of
+from engram.envs.engines import Array, Autoreset, BatchEngine, BatchStep, GymEngine
+from engram.envs.serial import makers_of, refuse_other_specs
+from engram.envs.vector_engine import BatchStepper
+from engram.processes.lockstep import Crew, Seat, usable_cores
+from engram.processes.shared_memory import SharedMemory
+from engram.processes.timeouts import Timed, checked_timeout
+from engram.processes.worker import PATIENCE, Channel, Portable
+from engram.specs.tensors import usable_device
+
+_STEP, _RESET, _SEED = range(3)
+_TRUE = np.True_.tobytes()
+
+
+class RawLayout:
+    """What `n` environments with these codecs share: an array `[n, ...]` for each leaf, rewards, flags, a mask."""
+
+    def __init__(self, n: int, action: Codec, leaves: Sequence[Leaf]) -> None:
+        self.n, self.action, self.leaves = n, action, list(leaves)
+        self.action_leaves = leaves_of(action, ("action",))
+        flag = (np.dtype(np.bool_), (n,))
+        observations = [(leaf.codec.raw_dtype, (n, *leaf.codec.raw_shape)) for leaf in self.leaves]
+        actions = [(leaf.codec.raw_dtype, (n, *leaf.codec.raw_shape)) for leaf in self.action_leaves]
+        self._fields = [*observations, *observations, *actions, (np.dtype(np.float64), (n,)), flag, flag, flag]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each array, for `SharedMemory`."""
+        return [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for dtype, shape in self._fields]
+
+    def arrays(self, blocks: Sequence[Array]) -> RawArrays:
+        """The arrays in `blocks` of these sizes."""
+        pairs = zip(blocks, self._fields, strict=True)
+        arrays = iter([block.view(dtype).reshape(shape) for block, (dtype, shape) in pairs])
+        shown, last = ([next(arrays) for _ in self.leaves] for _ in range(2))
+        return RawArrays(shown, last, [next(arrays) for _ in self.action_leaves], *arrays)
+
+    def serve(self, envs: Sequence[Any], memory: SharedMemory, start: int, seat: Seat) -> None:
+        """A worker's part, for ever: `envs` are environments `start` and following of all."""
+        engines: list[Any] = [engine for env in envs for engine in env.engines()]
+        if seat.clock is not None:
+            engines = [Timed(engine, seat.clock, start + i) for i, engine in enumerate(engines)]
+        RawMembers(engines, self, memory, start).serve(seat)
+
+
+class RawArrays(NamedTuple):
+    """`shown`: what environments show now, by leaf; `last`: the last observations of episodes that a step has ended."""
+
+    shown: list[Array]
+    last: list[Array]
+    actions: list[Array]
+    reward: Array
+    terminated: Array
+    truncated: Array
+    mask: Array
+
+
+class RawMembers:
+    """A worker's part: environments `start` to `start + len(engines)` of all."""
+
+    def __init__(self, engines: Sequence[GymEngine], layout: RawLayout, memory: SharedMemory, start: int) -> None:
+        rows = slice(start, start + len(engines))
+        arrays = layout.arrays(memory.attach(layout.sizes))
+        self._engines, self._start, self._layout = list(engines), start, layout
+        self._steps = [engine.step for engine in engines]
+        self._shown = [array[rows] for array in arrays.shown]
+        self._last = [array[rows] for array in arrays.last]
+        self._actions = nest(layout.action_leaves, [array[rows] for array in arrays.actions])
+        self._reward, self._mask = arrays.reward[rows], arrays.mask[rows]
+        self._terminated, self._truncated = arrays.terminated[rows], arrays.truncated[rows]
+        self._have_ended = True  # whether a flag may stand
+        # An environment is fresh when a step has reset it, and nobody has asked for that yet.
+        self._is_fresh = [False] * len(engines)
+        is_single = len(layout.leaves) == 1 and not layout.leaves[0].path
+        codec = layout.leaves[0].codec
+        # None: several arrays, or `_write` looks at the values.
+        self._only_dtype = codec.raw_dtype if is_single and codec.limits is None else None
+
+    def serve(self, seat: Seat) -> None:
+        """Does what the owner's `ParallelEngine` asks for, for ever."""
+        while True:
+            command = seat.next_command()
+            if command == _STEP:
+                self._step_all()
+            elif command == _RESET:
+                self._reset_masked()
+            else:
+                self._seed_all(seat.message())
+            seat.done()
+
+    def _step_all(self) -> None:
+        if self._have_ended:
+            self._terminated[:] = self._truncated[:] = False
+            self._have_ended = False
+        rewards, only, ndarray = self._reward, self._shown[0], np.ndarray
+        dtype, shape = self._only_dtype, self._layout.leaves[0].codec.raw_shape
+        raws = self._layout.action.unbatch(self._actions)
+        for i, (step, raw) in enumerate(zip(self._steps, raws, strict=True)):
+            observation, reward, terminated, truncated, _ = step(raw)
+            rewards[i] = reward if type(reward) is float else reward_of(reward)
+            self._is_fresh[i] = False
+            if terminated is not False or truncated is not False:
+                terminated, truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated")
+            if terminated or truncated:
+                self._have_ended = True
+                self._terminated[i], self._truncated[i] = terminated, truncated
+                self._write(self._last, i, observation)
+                self._reset_one(i)
+                self._is_fresh[i] = True
+            elif type(observation) is ndarray and observation.dtype is dtype and observation.shape == shape:
+                only[i] = observation
+            else:
+                self._write(self._shown, i, observation)
+
+    def _reset_masked(self) -> None:
+        for i in np.flatnonzero(self._mask).tolist():
+            if not self._is_fresh[i]:
+                self._reset_one(i)
+            self._is_fresh[i] = False
+
+    def _seed_all(self, seed: int) -> None:
+        for i, engine in enumerate(self._engines):
+            engine.seed(seed + self._start + i)
+            self._is_fresh[i] = False
+
+    def _reset_one(self, i: int) -> None:
+        self._write(self._shown, i, self._engines[i].reset())
+
+    def _write(self, columns: list[Array], i: int, observation: Any) -> None:
+        for leaf, column in zip(self._layout.leaves, columns, strict=True):
+            column[i] = leaf.value(observation)
+
+
+class ParallelEngine(BatchEngine):
+    """The owner's part: steps all environments at once; what it returns lies in shared memory.
+
+    An episode that ends is followed by the next one in the same step, without another round. A reset that a step has
+    made is not made again when it is asked for.
+    """
+
+    autoreset = Autoreset.SAME_STEP
+    can_reset_some = True
+
+    def __init__(self, crew: Crew, layout: RawLayout, memory: SharedMemory, starts: Sequence[int]) -> None:
+        self.n, self.action, self.leaves = layout.n, layout.action, layout.leaves
+        self._crew = crew
+        self._starts = list(starts)
+        self._arrays = layout.arrays(memory.allocate(layout.sizes))
+        self._observation = nest(layout.leaves, self._arrays.shown)
+        self._action_columns = list(zip(layout.action_leaves, self._arrays.actions, strict=True))
+
+    def seed(self, seed: int) -> None:
+        self._crew.round(_SEED, messages=[seed] * len(self._crew))
+
+    def reset(self, mask: Array | None = None) -> Any:
+        self._crew.ready()
+        if mask is not None and (mask.shape != (self.n,) or mask.dtype != np.bool_):
+            raise ValueError(f"a mask must be bool [{self.n}], got {mask.dtype} {list(mask.shape)}")
+        self._arrays.mask[:] = True if mask is None else mask
+        self._crew.round(_RESET, None if mask is None else self._workers_of(mask))
+        return self._observation
+
+    def _workers_of(self, mask: Array) -> list[int]:
+        wanted = np.logical_or.reduceat(mask, self._starts)
+        return [int(i) for i in np.flatnonzero(wanted)]
+
+    def step(self, actions: Any) -> BatchStep:
+        self._crew.ready()
+        for leaf, column in self._action_columns:
+            value = np.asarray(leaf.pick(actions))
+            if value.shape != column.shape:
+                raise ValueError(f"actions must have shape {list(column.shape)}, got {list(value.shape)}")
+            np.copyto(column, value, casting="same_kind")
+        self._crew.round(_STEP)
+        _, _, _, reward, terminated, truncated, _ = self._arrays
+        has_ended = _TRUE in terminated.tobytes() or _TRUE in truncated.tobytes()  # a tenth of what `any` takes
+        return BatchStep(self._observation, reward, terminated, truncated, self._last_ones() if has_ended else ())
+
+    def _last_ones(self) -> list[tuple[int, Any]]:
+        ended = np.flatnonzero(self._arrays.terminated | self._arrays.truncated).tolist()
+        last = self._arrays.last
+        return [(i, nest(self.leaves, [column[i].copy() for column in last])) for i in ended]
+
+    def close(self) -> None:
+        self._crew.close()
+
+
+def nest(leaves: Sequence[Leaf], values: Sequence[Any]) -> Any:
+    """Values in the form of a raw one: Dicts by the names, Tuples by the numbers in the leaves' paths.
+
+    >>> from gymnasium.spaces import Dict, Discrete, Tuple
+    >>> from engram.envs.codecs import codec_for
+    >>> space = Tuple([Discrete(2), Dict(a=Discrete(2))])
+    >>> nest(leaves_of(codec_for(space), ("observation",)), [1, 2])
+    (1, {'a': 2})
+    """
+    return _nested([leaf.path for leaf in leaves], list(values))
+
+
+def _nested(paths: list[tuple[Any, ...]], values: list[Any]) -> Any:
+    if paths == [()]:
+        return values[0]
+    groups: dict[Any, tuple[list[Any], list[Any]]] = {}
+    for path, value in zip(paths, values, strict=True):
+        inner = groups.setdefault(path[0], ([], []))
+        inner[0].append(path[1:])
+        inner[1].append(value)
+    built = {name: _nested(*inner) for name, inner in groups.items()}
+    return tuple(built.values()) if all(type(name) is int for name in built) else built
+
+
+_TD_STEP, _TD_STEP_WITH_EXTRAS, _TD_RESET, _TD_SEED = range(4)
+Key = str | tuple[str, ...]
+Columns = dict[Key, Tensor]
+
+
+class More(NamedTuple):
+    """What of one environment's TensorDict its columns do not say: which are not there, and entries without one."""
+
+    absent: tuple[Key, ...] = ()
+    rest: TensorDictBase | None = None
+
+
+class TensorDictLayout:
+    """What `n` environments share: a column `[n, ...]` for each leaf of a step, by `fake`, one environment's fake one.
+
+    `root` is what a step reads and a reset gives, `following` what a step gives.
+    """
+
+    def __init__(self, n: int, fake: TensorDictBase, batch_size: Sequence[int]) -> None:
+        self.n, self.batch_size = n, torch.Size(batch_size)
+        self.following = fake.get("next").detach().cpu()
+        self.root = fake.exclude("next").detach().cpu()
+        self._leaves = [_leaves(self.root), _leaves(self.following)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each column, for `SharedMemory`; the mask of resets comes first."""
+        leaves = [leaf for group in self._leaves for leaf in group.values()]
+        mask = self.n * self.batch_size.numel()
+        return [mask, *(self.n * math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)]
+
+    def columns(self, memory_blocks: Sequence[Any]) -> tuple[Tensor, Columns, Columns]:
+        """The mask `[n, *batch, 1]`, and the columns of `root` and `following`, in blocks of these sizes."""
+        blocks = iter([torch.from_numpy(block) for block in memory_blocks])
+        mask = next(blocks).view(torch.bool).reshape(self.n, *self.batch_size, 1)
+        root, following = (
+            {key: next(blocks).view(leaf.dtype).reshape(self.n, *leaf.shape) for key, leaf in group.items()}
+            for group in self._leaves
+        )
+        return mask, root, following
+
+    def serve(self, envs: Sequence[Any], memory: SharedMemory, start: int, seat: Seat) -> None:
+        """A worker's part, for ever: `envs` are environments `start` and following of all."""
+        if seat.clock is not None:
+            envs = [Timed(env, seat.clock, start + i) for i, env in enumerate(envs)]
+        TensorDictMembers(envs, self, memory, start).serve(seat)
+
+
+class TensorDictMembers:
+    """A worker's part."""
+
+    def __init__(self, envs: Sequence[Any], layout: TensorDictLayout, memory: SharedMemory, start: int) -> None:
+        self._envs, self._layout = list(envs), layout
+        columns = layout.columns(memory.attach(layout.sizes))
+        rows = slice(start, start + len(envs))
+        self._mask = columns[0][rows]
+        self._root, self._following = ({key: column[rows] for key, column in group.items()} for group in columns[1:])
+
+    def serve(self, seat: Seat) -> None:
+        """Does what the owner's `TensorDictStepper` asks for, for ever."""
+        while True:
+            command = seat.next_command()
+            if command == _TD_SEED:
+                seat.done(self._seeded(seat.message()))
+                continue
+            if command == _TD_RESET:
+                more = [self._reset(i) for i in range(len(self._envs))]
+            else:
+                sent = seat.message() if command == _TD_STEP_WITH_EXTRAS else [More()] * len(self._envs)
+                more = [self._step(i, came) for i, came in enumerate(sent)]
+            seat.done(*([more] if any(each != More() for each in more) else []))
+
+    def _seeded(self, seed: int) -> int:
+        for env in self._envs:
+            seed = env.set_seed(seed)
+        return seed
+
+    def _reset(self, i: int) -> More:
+        env, mask = self._envs[i], self._mask[i].clone()
+        if not bool(mask.any()):
+            return More()
+        td = None
+        if not bool(mask.all()):
+            td = self._layout.root.exclude("action").apply(torch.zeros_like).set("_reset", mask).to(_device_of(env))
+        return _put(env.reset(td).exclude("_reset", "action"), self._root, i)
+
+    def _step(self, i: int, came: More) -> More:
+        env = self._envs[i]
+        td = _row(self._layout.root, self._root, i, came).to(_device_of(env))
+        return _put(env.step(td if env.device is not None else td.clear_device_()).get("next"), self._following, i)
+
+
+class TensorDictStepper:
+    """The owner's part: steps all environments at once.
+
+    Entries of a step that are not in the environments' specs, or come in another shape or dtype, travel beside the
+    shared memory, which costs about 100 us. All environments must give the same ones: a ValueError names those that
+    only some have.
+    """
+
+    engine: BatchEngine | None = None  # there is nothing raw to be stepped
+
+    def __init__(self, crew: Crew, layout: TensorDictLayout, memory: SharedMemory, starts: Sequence[int]) -> None:
+        self._crew, self._layout, self._bounds = crew, layout, [*starts, layout.n]
+        self._mask, self._root, self._following = layout.columns(memory.allocate(layout.sizes))
+        self._actions = {key: column for key, column in self._root.items() if "action" in (key, key[0])}
+        self._shown = {key: column for key, column in self._root.items() if key not in self._actions}
+
+    def seed(self, seed: int) -> None:
+        """The next resets start from `seed`, as `set_seed` of one environment after the other leaves them."""
+        for worker in range(len(self._crew)):
+            seed = self._crew.round(_TD_SEED, [worker], [seed] * len(self._crew))[worker]
+
+    def reset(self, mask: Tensor | None) -> dict[str, Any]:
+        """Entries after a reset of all, or where `mask` (bool `[n, *batch, 1]`) holds; the rest is not read."""
+        self._crew.ready()
+        self._mask.copy_(torch.ones_like(self._mask) if mask is None else mask)
+        asked = [row for row in range(self._layout.n) if bool(self._mask[row].any())]
+        return self._gathered(self._layout.root.exclude("action"), self._shown, self._crew.round(_TD_RESET), asked)
+
+    def step(self, td: TensorDictBase) -> dict[str, Any]:
+        """What follows `td["action"]`. Raises ValueError for an action of another shape than the spec's."""
+        self._refuse_other_shapes(td)
+        self._crew.ready()
+        sent = td.exclude("next")
+        absent = tuple(key for key, column in self._root.items() if not _copied(sent.get(key, None), column))
+        rest = _without(sent, self._root.keys() - set(absent))
+        if not absent and rest is None:
+            said = self._crew.round(_TD_STEP)
+        else:
+            rows = [None] * self._layout.n if rest is None else [row.clone() for row in rest.cpu().unbind(0)]
+            more = [More(absent, row) for row in rows]
+            pairs = zip(self._bounds, self._bounds[1:], strict=False)
+            said = self._crew.round(_TD_STEP_WITH_EXTRAS, messages=[more[start:stop] for start, stop in pairs])
+        return self._gathered(self._layout.following, self._following, said, range(self._layout.n))
+
+    def _refuse_other_shapes(self, td: TensorDictBase) -> None:
+        for key, column in self._actions.items():
+            value = td.get(key, None)
+            if value is None or value.shape != column.shape:
+                where = "" if key == "action" else f" {key!r}"
+                found = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
+                raise ValueError(
+                    f"action{where} is not what the environment takes.\n"
+                    f"  found:   {found}\n  allowed: {column.dtype} {tuple(column.shape)}"
+                )
+
+    def _gathered(
+        self, frame: TensorDictBase, columns: Columns, said: dict[int, list[More]], asked: Sequence[int]
+    ) -> dict[str, Any]:
+        if said:
+            return dict(self._stacked(frame, columns, said, asked).items())
+        td = frame.empty(recurse=True).expand(self._layout.n, *frame.batch_size).clear_device_()
+        for key, column in columns.items():
+            td.set(key, column.clone())
+        return dict(td.items())
+
+    def _stacked(
+        self, frame: TensorDictBase, columns: Columns, said: dict[int, list[More]], asked: Sequence[int]
+    ) -> TensorDictBase:
+        more = [More()] * self._layout.n
+        for worker, its in said.items():
+            more[self._bounds[worker] : self._bounds[worker + 1]] = its
+        rows = {i: _row(frame, columns, i, more[i]) for i in asked}
+        everywhere = set.intersection(*(set(row.keys(True, True)) for row in rows.values()))
+        for i, row in rows.items():
+            if odd := set(row.keys(True, True)) - everywhere:
+                raise ValueError(
+                    f"environment {i} gave {sorted(odd, key=str)}, and not all others did; a batch needs the same "
+                    "entries of all: put them in observation_spec, or leave them out"
+                )
+        blank = next(iter(rows.values()))  # for those that are not asked: they are not read
+        return torch.stack([rows.get(i, blank) for i in range(self._layout.n)])
+
+
+def _leaves(td: TensorDictBase) -> Columns:
+    return {key: td.get(key) for key in td.keys(True, True) if isinstance(td.get(key), Tensor)}
+
+
+def _row(frame: TensorDictBase, columns: Columns, i: int, more: More) -> TensorDictBase:
+    """Environment i's TensorDict, in memory of its own."""
+    td = frame.empty(recurse=True).clear_device_()
+    for key, column in columns.items():
+        if key not in more.absent:
+            td.set(key, column[i].clone())
+    return td if more.rest is None else td.update(more.rest)
+
+
+def _put(td: TensorDictBase, columns: Columns, i: int) -> More:
+    """Writes what there are columns for; returns the rest."""
+    absent = tuple(key for key, column in columns.items() if not _copied(td.get(key, None), column[i]))
+    rest = _without(td, columns.keys() - set(absent))
+    return More(absent, None if rest is None else rest.detach().cpu().clone())
+
+
+def _copied(value: Any, column: Tensor) -> bool:
+    fits = isinstance(value, Tensor) and value.shape == column.shape and value.dtype == column.dtype
+    if fits:
+        column.copy_(value.detach())
+    return fits
+
+
+def _without(td: TensorDictBase, known: Any) -> TensorDictBase | None:
+    """The entries of `td` other than `known`, if there are any."""
+    rest = [key for key in td.keys(True, True) if key not in known]
+    return td.select(*rest) if rest else None
+
+
+def _device_of(env: Any) -> torch.device:
+    return torch.device("cpu") if env.device is None else torch.device(env.device)
+
 
 QUICKLY = 0.2  # seconds that workers have where there is an error to be told
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engram.envs.base import EnvBase
 from engram.transforms import Compose, Transform
-from engram.transforms.foreign import as_transform
-from engram.transforms.specs import FLAGS, EnvSpecs
+from engram.transforms.adapters import as_transform
+from engram.transforms.env_specs import FLAGS, EnvSpecs
 
 Self = TypeVar("Self", bound="TransformedEnv")
 

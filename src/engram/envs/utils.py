@@ -1,9 +1,8 @@
 """Helpers around environments, under the names that users import them by."""
 
+from engram.envs.base import step_mdp
 from engram.envs.checks import check_env_specs
-from engram.envs.exploration import ExplorationType, exploration_type, set_exploration_type
-from engram.envs.mdp import step_mdp
-from engram.envs.policies import RandomPolicy
+from engram.envs.policies import ExplorationType, RandomPolicy, exploration_type, set_exploration_type
 
 __all__ = [
     "ExplorationType",

@@ -30,12 +30,16 @@ _PARTS = (
 pytest.register_assert_rewrite(*(f"engram.testing.{part}" for part in _PARTS))
 
 from engram.testing.env import EnvContract  # noqa: E402
-from engram.testing.numbered import env_steps, numbers, of_numbers, state_of, steps  # noqa: E402
+from engram.testing.helpers import (  # noqa: E402
+    chi_square,
+    env_steps,
+    numbers,
+    of_numbers,
+    state_of,
+    steps,
+)
 from engram.testing.sampler import SamplerContract  # noqa: E402
-from engram.testing.statistics import chi_square  # noqa: E402
-from engram.testing.storage import StorageContract  # noqa: E402
-from engram.testing.strands import StrandsContract  # noqa: E402
-from engram.testing.table import TableContract  # noqa: E402
+from engram.testing.storage import StorageContract, StrandsContract, TableContract  # noqa: E402
 from engram.testing.transform import TransformContract  # noqa: E402
 from engram.testing.writer import RoundRobinWriterContract, WriterContract  # noqa: E402
 

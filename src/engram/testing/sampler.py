@@ -11,7 +11,7 @@ import torch
 
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import OutOfMemoryError
-from engram.testing.numbered import env_steps, numbers, steps
+from engram.testing.helpers import env_steps, numbers, steps
 
 
 class SamplerContract:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
-from engram.data import ReplayBuffer, Storage
-from engram.testing.numbered import numbers, of_numbers, state_of, steps
+from engram.data import ReplayBuffer, SamplerWithoutReplacement, Storage, TensorDictReplayBuffer
+from engram.testing.helpers import env_steps, numbers, of_numbers, state_of, steps
 
 INDICES = [
     0, 3, -1, -6, np.int64(2), torch.tensor(4), slice(2, 5), slice(None), slice(None, None, 2), slice(-3, None),
@@ -280,3 +282,341 @@ def _move(rb: ReplayBuffer, twin: ReplayBuffer, way: str, path: Any) -> None:
     else:
         rb.storage.dumps(path)
         twin.storage.loads(path)
+
+
+class StrandsContract:
+    """Of a storage of environments, whose data are `[envs, time]`. Inherit, and implement `make`."""
+
+    def make(self, capacity: int, path: Any, ndim: int = 2) -> Storage:
+        """An empty storage with room for `capacity` steps; `path` is where it may keep files."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def rb(self, tmp_path: Path) -> Any:
+        return ReplayBuffer(storage=self.make(100, tmp_path / "store"), batch_size=5)
+
+    def test_capacity_rounds_up_to_whole_rows_of_environments(self, rb: ReplayBuffer) -> None:
+        assert rb.storage.max_size == 100
+        rb.extend(env_steps(3, 0, 8))
+        assert rb.storage.max_size == 102 and rb.storage._storage.batch_size == (34, 3)
+
+    def test_one_environment_is_a_dimension_too(self, rb: ReplayBuffer) -> None:
+        rb.extend(env_steps(1, 0, 8))
+        assert rb.storage._storage.batch_size == (100, 1) and rb.storage[2:5].batch_size == (3, 1)
+        assert numbers(rb[2:5]) == [[2, 3, 4]] and numbers(rb.storage[2:5]) == [[2], [3], [4]]
+
+    def test_extend_returns_time_and_environment_of_each_step(self, rb: ReplayBuffer) -> None:
+        index = rb.extend(env_steps(3, 0, 2))
+        assert index.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+        assert (len(rb), rb.write_count, rb.writer._cursor) == (6, 6, 2)
+        assert rb.add(env_steps(3, 2, 3)[:, 0]).tolist() == [[2, 0], [2, 1], [2, 2]]
+        assert numbers(rb[:]) == [[0, 1, 2], [1000, 1001, 1002], [2000, 2001, 2002]]
+
+    def test_reading_gives_environments_by_time(self, rb: ReplayBuffer) -> None:
+        rb.extend(env_steps(3, 0, 8))
+        whole = np.array([[1000 * e + t for t in range(8)] for e in range(3)])
+        for index in (
+            slice(None),
+            slice(2, 5),
+            [1, 3],
+            [],
+            torch.tensor([0, -1]),
+            torch.tensor([True, False] * 4),
+            range(2),
+        ):
+            where = np.asarray(index) if isinstance(index, list | range) else index
+            where = where.numpy() if isinstance(where, torch.Tensor) else where
+            expected = whole[:, where.astype(int) if isinstance(where, np.ndarray) and not where.size else where]
+            assert np.array_equal(np.reshape(numbers(rb[index]), expected.shape), expected), index
+        assert numbers(rb[3]) == [3, 1003, 2003] and numbers(rb[-1]) == [7, 1007, 2007]
+
+    def test_a_tuple_goes_on_into_environments_and_time(self, rb: ReplayBuffer) -> None:
+        rb.extend(env_steps(3, 0, 8))
+        assert numbers(rb[1, 2]) == 1002 and numbers(rb[:, 2:4]) == [[2, 3], [1002, 1003], [2002, 2003]]
+        assert numbers(rb[2, [0, 7]]) == [2000, 2007] and numbers(rb[0]) == [0, 1000, 2000]
+        with pytest.raises(IndexError):
+            rb[3, 0]
+
+    def test_the_storage_takes_indices_as_samplers_give_them(self, rb: ReplayBuffer) -> None:
+        rb.extend(env_steps(3, 0, 8))
+        batch, info = rb.sample(50, return_info=True)
+        assert isinstance(info["index"], tuple) and len(info["index"]) == 2
+        assert numbers(rb.storage[info["index"]]) == numbers(batch)
+        assert numbers(batch) == (info["index"][0] + 1000 * info["index"][1]).tolist()
+
+    def test_time_goes_round_the_ring_for_all_environments_at_once(self, rb: ReplayBuffer) -> None:
+        index = rb.extend(env_steps(3, 0, 40))
+        assert index.shape == (120, 2) and index[-1].tolist() == [5, 2]
+        assert (rb.writer._cursor, rb.write_count, len(rb), rb.storage._is_full) == (6, 120, 102, True)
+        times = [34, 35, 36, 37, 38, 39, *range(6, 34)]
+        assert numbers(rb[:]) == [[1000 * e + t for t in times] for e in range(3)]
+
+    def test_time_can_be_the_first_dimension(self, tmp_path: Path) -> None:
+        rb = ReplayBuffer(storage=self.make(100, tmp_path / "other"), dim_extend=0)
+        rb.extend(env_steps(3, 0, 8).transpose(0, 1))
+        assert rb.storage.max_size == 102 and rb[:].shape == (8, 3)
+        assert numbers(rb[1:3]) == [[1, 1001, 2001], [2, 1002, 2002]]
+
+    def test_time_steps_can_be_replaced(self, rb: ReplayBuffer) -> None:
+        rb.extend(env_steps(3, 0, 8))
+        rb[2] = of_numbers(torch.tensor([50, 51, 52]))
+        rb[4:6] = of_numbers(torch.tensor([[60, 61], [62, 63], [64, 65]]))
+        assert numbers(rb[2]) == [50, 51, 52] and numbers(rb[4:6]) == [[60, 61], [62, 63], [64, 65]]
+        rb.storage[torch.tensor([7]), torch.tensor([1])] = of_numbers(torch.tensor([70]))
+        assert numbers(rb[7]) == [7, 70, 2007] and numbers(rb[3]) == [3, 1003, 2003]
+        with pytest.raises(IndexError, match="storage"):
+            rb[0, 1] = of_numbers(torch.tensor(5))
+
+    def test_other_environments_are_refused(self, rb: ReplayBuffer) -> None:
+        rb.extend(env_steps(3, 0, 8))
+        was = state_of(rb)
+        for bad in (env_steps(4, 0, 8), env_steps(3, 0, 1)[:, 0], env_steps(3, 0, 0)):
+            with pytest.raises(ValueError):
+                rb.extend(bad)
+        with pytest.raises(ValueError, match="2"):
+            rb.add(env_steps(2, 0, 1)[:, 0])
+        assert state_of(rb) == was
+
+    def test_data_without_environments_are_refused_before_anything_is_made(self, rb: ReplayBuffer) -> None:
+        with pytest.raises(ValueError, match="2 batch dimensions"):
+            rb.extend(of_numbers(torch.arange(5)))
+        assert rb.storage.lanes is None
+
+    def test_a_list_of_time_steps_is_stacked(self, rb: ReplayBuffer) -> None:
+        rb.extend([env_steps(3, t, t + 1)[:, 0] for t in range(4)])
+        assert numbers(rb[:]) == [[1000 * e + t for t in range(4)] for e in range(3)]
+
+    def test_samples_say_where_they_are_from(self, tmp_path: Path) -> None:
+        rb = TensorDictReplayBuffer(storage=self.make(100, tmp_path / "td"), batch_size=16, track_generations=True)
+        rb.extend(env_steps(3, 0, 40))
+        batch, info = rb.sample(return_info=True)
+        assert batch["index"].shape == (16, 2) and torch.equal(batch["index"], torch.stack(info["index"], -1))
+        time = batch["n"] % 1000
+        assert torch.equal(batch["index"][:, 0], time % 34) and torch.equal(batch["index"][:, 1], batch["n"] // 1000)
+        assert torch.equal(batch["generation"], time)
+        assert torch.equal(rb[:]["index"][1, 5], torch.tensor([5, 1]))
+
+    def test_an_epoch_gives_every_step_of_every_environment_once(self, tmp_path: Path) -> None:
+        sampler = SamplerWithoutReplacement()
+        rb = ReplayBuffer(storage=self.make(100, tmp_path / "epoch"), sampler=sampler, batch_size=7)
+        rb.extend(env_steps(3, 0, 40))
+        seen = [n for batch in rb for n in numbers(batch)]
+        assert sorted(seen) == sorted(1000 * e + t for e in range(3) for t in range(6, 40))
+
+    @pytest.mark.parametrize("way", ["dumps", "state_dict"])
+    @pytest.mark.parametrize("sizes", [[], [8], [40], [20, 20]], ids=str)
+    def test_a_saved_state_is_the_same_in_a_twin(
+        self, rb: ReplayBuffer, tmp_path: Path, sizes: list[Any], way: str
+    ) -> None:
+        twin = ReplayBuffer(storage=self.make(100, tmp_path / "twin"), batch_size=5)
+        at = 0
+        for n in sizes:
+            rb.extend(env_steps(3, at, at + n))
+            at += n
+        if way == "dumps":
+            rb.dumps(tmp_path / "saved")
+            twin.loads(tmp_path / "saved")
+        else:
+            twin.load_state_dict(rb.state_dict())
+        assert state_of(twin) == state_of(rb) and twin.storage.max_size == rb.storage.max_size
+
+    def test_a_checkpoint_of_other_environments_is_refused(self, rb: ReplayBuffer, tmp_path: Path) -> None:
+        other = ReplayBuffer(storage=self.make(100, tmp_path / "other"))
+        other.extend(env_steps(4, 0, 2))
+        rb.extend(env_steps(3, 0, 2))
+        rb.dumps(tmp_path / "saved")
+        with pytest.raises(ValueError, match=r"\[4\].*\[3\]"):
+            other.loads(tmp_path / "saved")
+        assert len(other) == 8
+
+    def test_three_dimensions_are_two_of_environments_and_time(self, tmp_path: Path) -> None:
+        rb = ReplayBuffer(storage=self.make(60, tmp_path / "three", ndim=3), batch_size=9)
+        data = of_numbers(torch.arange(2 * 3 * 4).reshape(2, 3, 4))
+        index = rb.extend(data)
+        assert index.shape == (24, 3) and index[0].tolist() == [0, 0, 0] and index[-1].tolist() == [3, 1, 2]
+        assert rb.storage.max_size == 60 and rb.storage._storage.batch_size == (10, 2, 3)
+        assert numbers(rb[:]) == numbers(data) and numbers(rb[3]) == numbers(data[..., 3])
+        batch, info = rb.sample(return_info=True)
+        assert len(info["index"]) == 3 and numbers(rb.storage[info["index"]]) == numbers(batch)
+        rb[1] = of_numbers(torch.arange(100, 106).reshape(2, 3))
+        assert numbers(rb[1]) == [[100, 101, 102], [103, 104, 105]]
+        rb[2:4] = of_numbers(torch.arange(200, 212).reshape(2, 3, 2))
+        assert numbers(rb[2:4]) == torch.arange(200, 212).reshape(2, 3, 2).tolist()
+        rb.add(of_numbers(torch.arange(300, 306).reshape(2, 3)))
+        assert numbers(rb[-1]) == [[300, 301, 302], [303, 304, 305]]
+        with pytest.raises(ValueError):
+            rb.extend(of_numbers(torch.arange(24).reshape(3, 2, 4)))
+        twin = ReplayBuffer(storage=self.make(60, tmp_path / "twin", ndim=3), batch_size=9)
+        twin.load_state_dict(rb.state_dict())
+        assert numbers(twin[:]) == numbers(rb[:])
+
+
+EXOTIC = ["sparse", "sparse_csr", "meta", "nested", "quantised", "FakeTensor"]
+
+
+def exotic(kind: str) -> Any:
+    """Three of a tensor that is not plain memory."""
+    if kind == "FakeTensor":
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            return torch.zeros(3, 3)
+    if kind == "nested":
+        return torch.nested.nested_tensor([torch.zeros(3)] * 3)
+    if kind == "quantised":
+        return torch.quantize_per_tensor(torch.zeros(3, 3), 0.1, 0, torch.quint8)
+    if kind == "meta":
+        return torch.zeros(3, 3, device="meta")
+    return torch.zeros(3, 3).to_sparse() if kind == "sparse" else torch.zeros(3, 3).to_sparse_csr()
+
+
+class TableContract(StorageContract):
+    """Of a storage whose first batch decides the layout of all rows. Inherit, and implement `make`."""
+
+    #: Whether `make` gives a storage whose layout the first batch decides.
+    fresh = True
+
+    def test_the_first_batch_decides_the_layout(self, rb: ReplayBuffer, storage: Any) -> None:
+        rb.extend(steps(0, 3))
+        paths = {leaf.path: (leaf.dtype, leaf.shape) for leaf in storage.layout.leaves}
+        assert paths == {
+            ("n",): (torch.int64, ()),
+            ("obs",): (torch.float32, (3,)),
+            ("done",): (torch.bool, (1,)),
+            ("next", "reward"): (torch.float64, (1,)),
+            ("next", "small"): (torch.int8, ()),
+        }
+
+    def test_a_slice_of_the_storage_is_a_live_view(self, rb: ReplayBuffer, storage: Any) -> None:
+        for before in (0, 13):
+            rb.empty()
+            rb.extend(steps(100, 100 + before)) if before else None
+            rb.extend(steps(0, 6))
+            view = storage[2:5]
+            now = numbers(view)
+            rb[2:5] = steps(70, 73)
+            assert numbers(view) == [70, 71, 72] != now
+            assert view["obs"].data_ptr() == storage[2:5]["obs"].data_ptr()
+        assert storage._storage.batch_size == (storage.max_size,)
+
+    def _refused(self, rb: ReplayBuffer, data: Any, error: type[Exception], *said: Any) -> None:
+        storage: Any = rb.storage
+        before = (rb.write_count, numbers(rb[:]), storage.layout)
+        for write in (lambda: rb.extend(data), lambda: rb.add(data[0]), lambda: rb.__setitem__(slice(0, 3), data)):
+            with pytest.raises(error) as raised:
+                write()
+            for word in said:
+                assert re.search(word, str(raised.value)), str(raised.value)
+        assert (rb.write_count, numbers(rb[:]), storage.layout) == before
+        rb.extend(steps(5, 7))
+        assert numbers(rb[:]) == [*before[1], 5, 6]
+
+    def test_a_missing_leaf_is_refused_by_name(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 5))
+        self._refused(rb, steps(0, 3).exclude(("next", "reward")), ValueError, r"\('next', 'reward'\)", "missing")
+
+    def test_a_new_leaf_is_refused_by_name(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 5))
+        self._refused(rb, steps(0, 3).set("extra", torch.zeros(3)), ValueError, "'extra'", "not in this storage")
+
+    def test_another_dtype_is_refused_by_name(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 5))
+        data = steps(0, 3).set("obs", torch.zeros(3, 3, dtype=torch.float64))
+        self._refused(rb, data, ValueError, "'obs'", "float32", "float64")
+
+    def test_another_shape_is_refused_by_name(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 5))
+        self._refused(rb, steps(0, 3).set("obs", torch.zeros(3, 4)), ValueError, "'obs'", r"\[3\]", r"\[4\]")
+
+    def test_a_tensor_where_a_group_was_is_refused_by_name(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 5))
+        self._refused(rb, steps(0, 3).set("next", torch.zeros(3)), ValueError, "'next'", "found a Tensor")
+
+    @pytest.mark.parametrize("kind", EXOTIC)
+    def test_exotic_tensors_are_a_type_error_that_names_the_leaf(self, rb: ReplayBuffer, kind: str) -> None:
+        rb.extend(dict(steps(0, 5).exclude("next", "done").items()))
+        data = {"n": torch.arange(3), "obs": exotic(kind)}
+        with pytest.raises(TypeError, match=f"'obs' is a .*{kind}"):
+            rb.extend(data)
+        with pytest.raises(TypeError, match=f"'obs' is a .*{kind}"):
+            ReplayBuffer(storage=self.make(10, None)).extend(data) if self.fresh else rb.extend(data)
+        assert len(rb) == 5
+
+    def test_tensors_inside_vmap_are_a_type_error_that_names_the_leaf(self, rb: ReplayBuffer) -> None:
+        rb.extend({"n": torch.arange(5), "obs": torch.zeros(5, 3)})
+        with pytest.raises(TypeError, match=r"'obs' is a functorch"):
+            torch.vmap(lambda x: rb.extend({"n": torch.arange(3), "obs": x}) * 1.0)(torch.zeros(2, 3, 3))
+        assert len(rb) == 5
+
+    def test_views_of_any_kind_are_stored_by_value(self, rb: ReplayBuffer) -> None:
+        rb.extend({"c": torch.zeros(1, 2, dtype=torch.complex64), "x": torch.zeros(1, 4), "s": torch.zeros(1, 3, 2)})
+        c = torch.tensor([[1 + 2j, 3 - 4j]]).conj()
+        assert c.is_conj()
+        x = torch.arange(8.0).reshape(1, 8)[:, ::2]
+        s = torch.arange(6.0).reshape(1, 2, 3).transpose(1, 2).requires_grad_()
+        rb.extend({"c": c, "x": x, "s": s})
+        rb.extend({"c": c.imag.neg().to(torch.complex64), "x": torch.ones(1).expand(1, 4), "s": -s})
+        assert rb[1]["c"].tolist() == c[0].tolist() and rb[1]["x"].tolist() == [0, 2, 4, 6]
+        assert torch.equal(rb[1]["s"], s[0].detach()) and not rb[1]["s"].requires_grad
+        assert rb[2]["x"].tolist() == [1] * 4 and torch.equal(rb[2]["s"], -s[0].detach())
+
+    def test_a_batch_without_steps_is_refused(self, rb: ReplayBuffer) -> None:
+        nothing: list[Any] = [steps(0, 0), []]
+        for data in nothing:
+            with pytest.raises(ValueError, match="nothing to add"):
+                rb.extend(data)
+        rb.extend(steps(0, 3))
+        for data in nothing:
+            with pytest.raises(ValueError, match="nothing to add"):
+                rb.extend(data)
+        assert len(rb) == 3
+
+    def test_leaves_of_different_lengths_are_refused(self, rb: ReplayBuffer) -> None:
+        rb.extend(dict(steps(0, 5).exclude("next", "done").items()))
+        with pytest.raises(ValueError, match=r"'obs'.*4.*3"):
+            rb.extend({"n": torch.arange(3), "obs": torch.zeros(4, 3)})
+        assert len(rb) == 5
+
+    def test_a_step_cannot_be_replaced_twice_at_once(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 5))
+        for index in ([1, 1], torch.tensor([0, 4, -1])):
+            with pytest.raises(ValueError, match="twice"):
+                rb[index] = steps(50, 50 + len(index))
+        assert numbers(rb[:]) == [0, 1, 2, 3, 4]
+
+    def test_one_step_replaces_all_that_are_indexed(self, rb: ReplayBuffer) -> None:
+        rb.extend(steps(0, 5))
+        rb[1:4] = steps(50, 51)[0]
+        assert numbers(rb[:]) == [0, 50, 50, 50, 4]
+
+    def test_numpy_arrays_and_numbers_are_stored(self, rb: ReplayBuffer) -> None:
+        rb.extend({"a": np.arange(6, dtype=np.int32).reshape(3, 2), "b": np.array([1, 2, 3], np.float32)})
+        rb.add({"a": np.array([7, 8], np.int32), "b": 4})
+        assert rb[:]["a"].tolist() == [[0, 1], [2, 3], [4, 5], [7, 8]] and rb[:]["b"].tolist() == [1, 2, 3, 4]
+        for bad in ({"a": np.array(["x", "y"]), "b": 1.0}, {"a": np.array([None, 1]), "b": 1.0}):
+            with pytest.raises(TypeError, match="'a'"):
+                rb.add(bad)
+
+    def test_a_number_that_its_leaf_cannot_hold_is_refused(self, rb: ReplayBuffer) -> None:
+        rb.extend({"a": torch.zeros(2, dtype=torch.int8), "d": torch.zeros(2, dtype=torch.bool)})
+        with pytest.raises(ValueError, match=r"'a'.*300"):
+            rb.add({"a": 300, "d": True})
+        with pytest.raises(ValueError, match="'d'"):
+            rb.add({"a": 1, "d": 2})
+        with pytest.raises(ValueError, match="'a'"):
+            rb.add({"a": 1.5, "d": True})
+        assert len(rb) == 2
+
+    def test_data_of_dtypes_that_fill_rows_unevenly_come_back(self, rb: ReplayBuffer) -> None:
+        dtypes = [
+            torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+            torch.float32, torch.float64, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64,
+        ]  # fmt: skip
+        bits = torch.randint(0, 2, (7, 3))
+        data = TensorDict({str(d): bits.to(d) for d in dtypes} | {"none": torch.zeros(7, 0)}, [7])
+        rb.extend(data)
+        for index in (slice(None), torch.arange(7)):
+            found = rb[index]
+            for d in dtypes:
+                assert found[str(d)].dtype == d and torch.equal(found[str(d)].to(torch.int64), bits)
+        assert found["none"].shape == (7, 0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, Writer
-from engram.testing.numbered import numbers, state_of, steps
+from engram.testing.helpers import numbers, state_of, steps
 
 
 class WriterContract:

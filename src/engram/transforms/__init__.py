@@ -1,16 +1,19 @@
 """What changes batches on their way in and out."""
 
-import engram.data.specs  # noqa: F401 -- first: engram.data itself needs a complete engram.transforms.base
 from engram.transforms.base import Transform
 from engram.transforms.cat_frames import CatFrames
 from engram.transforms.compose import Compose
-from engram.transforms.history import InitTracker, RewardSum, StepCounter
 from engram.transforms.image import GrayScale, Resize, ToTensorImage
 from engram.transforms.keys import ExcludeTransform, RenameTransform, SelectTransform
 from engram.transforms.multi_step import MultiStepTransform
-from engram.transforms.reward_to_go import Reward2GoTransform
-from engram.transforms.scale import DTypeCastTransform, ObservationNorm, RewardScaling
-from engram.transforms.shape import FlattenObservation, UnsqueezeTransform
+from engram.transforms.trajectory import InitTracker, Reward2GoTransform, RewardSum, StepCounter
+from engram.transforms.values import (
+    DTypeCastTransform,
+    FlattenObservation,
+    ObservationNorm,
+    RewardScaling,
+    UnsqueezeTransform,
+)
 from engram.transforms.vec_norm import VecNorm
 
 __all__ = [

@@ -10,9 +10,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.transforms.entries import Key
-from engram.transforms.history import InitTracker, RewardSum, StepCounter, wide
-from engram.transforms.scale import RewardScaling
+from engram.pytree import Key
+from engram.transforms.trajectory import InitTracker, RewardSum, StepCounter, wide
+from engram.transforms.values import RewardScaling
 
 
 class Afterwards(Protocol):

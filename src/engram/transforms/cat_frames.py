@@ -8,12 +8,11 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.data.specs import Bounded, Spec
-from engram.transforms.entries import Key, Keys, find, get, put
-from engram.transforms.in_env import InEnvironment, on, where_reset
-from engram.transforms.specs import EnvSpecs, mapped
-from engram.transforms.strands import Trajectories
-from engram.transforms.timed import TimedTransform
+from engram.pytree import Key, Keys, find, get, put
+from engram.specs import Bounded, Spec
+from engram.transforms.base import InEnvironment, on, where_reset
+from engram.transforms.env_specs import EnvSpecs, map_spec
+from engram.transforms.trajectory import TimedTransform, Trajectories
 
 
 class CatFrames(TimedTransform):
@@ -80,7 +79,7 @@ class CatFrames(TimedTransform):
         def stacked(value: Tensor) -> Tensor:
             return torch.cat([value] * self.N, self.dim)
 
-        whole = mapped(spec, stacked, keeps_order=True)
+        whole = map_spec(spec, stacked, keeps_order=True)
         if self.padding == "same" or not isinstance(whole, Bounded):
             return whole
         pad = torch.as_tensor(self.padding_value, dtype=whole.dtype, device=whole.device)

@@ -7,9 +7,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from engram.transforms.base import Transform
-from engram.transforms.foreign import as_transform
-from engram.transforms.writing import Writing
+from engram.transforms.adapters import as_transform
+from engram.transforms.base import Transform, Writing
 
 
 class Compose(Transform):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engram.pytree import Keys
 from engram.transforms.base import Transform
-from engram.transforms.entries import Keys
 
 _MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "area")
 _OF_BYTES = ("nearest", "nearest-exact", "bilinear")

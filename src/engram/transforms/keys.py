@@ -7,10 +7,9 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from engram.transforms.base import Transform
-from engram.transforms.entries import Key, Keys, as_key, drop, find, get, has_keys, is_class, missing, put, shallow
-from engram.transforms.in_env import root_key
-from engram.transforms.specs import RESULTS, EnvSpecs, is_part, kept
+from engram.pytree import Key, Keys, as_key, drop, find, get, has_keys, is_class, missing, put, shallow
+from engram.transforms.base import Transform, root_key
+from engram.transforms.env_specs import RESULTS, EnvSpecs, is_part, kept
 
 _REWARDS: list[Key] = ["reward", ("next", "reward")]
 _FLAGS = ("done", "terminated", "truncated")

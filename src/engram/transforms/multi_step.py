@@ -1,20 +1,106 @@
-"""n-step transitions as they are written."""
+"""n-step returns of a batch: what `MultiStep` and `MultiStepTransform` share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.data.replay_buffers.trees import Node, as_tensor, describe, flatten, show, unflatten
-from engram.transforms.base import Transform
-from engram.transforms.entries import Key, Keys, as_key, is_class, shallow
-from engram.transforms.n_step import checked_gamma, checked_n_steps, reward_keys_of, set_n_steps
-from engram.transforms.specs import EnvSpecs
-from engram.transforms.strands import Trajectories, trajectories_of
-from engram.transforms.writing import Writing
+from engram.pytree import (
+    Key,
+    Keys,
+    Node,
+    as_key,
+    as_keys,
+    as_leaf,
+    as_tensor,
+    describe,
+    find,
+    flatten,
+    get,
+    is_class,
+    put,
+    shallow,
+    show,
+    unflatten,
+)
+from engram.transforms.base import Transform, Writing
+from engram.transforms.env_specs import EnvSpecs
+from engram.transforms.trajectory import Trajectories, sibling, trajectories_of
+
+NEXT_REWARD: Key = ("next", "reward")
+
+
+def checked_gamma(gamma: float) -> float:
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma must be 0 to 1, got {gamma}")
+    return float(gamma)
+
+
+def checked_n_steps(n_steps: int) -> int:
+    if isinstance(n_steps, bool) or not hasattr(n_steps, "__index__") or int(n_steps) < 1:
+        raise ValueError(f"n_steps must be an integer of 1 or more, got {n_steps!r}")
+    return int(n_steps)
+
+
+def reward_keys_of(keys: Any) -> list[Key]:
+    """Rewards, each of them under `next`."""
+    made = [NEXT_REWARD] if keys is None else as_keys(keys)
+    if any(key[0] != "next" or isinstance(key, str) for key in made):
+        raise ValueError(f"rewards of n steps are under 'next', got {made}")
+    return made
+
+
+def set_n_steps(batch: Any, now: Trajectories, gamma: float, n_steps: int, reward_keys: Sequence[Key]) -> None:
+    """Makes each step of a batch one of n steps, in place: rewards are summed, what is under `next` is what came last.
+
+    A step is shorter where its trajectory ends, or the batch does.
+    """
+    end = torch.minimum(now.position + n_steps - 1, now.last())
+    steps = end - now.position + 1
+    rewards = [(key, get(batch, key, "n-step returns")) for key in reward_keys]
+    following = find(batch, "next")
+    put(batch, "next", _mapped(following, _at(now, end)))
+    for key, reward in rewards:
+        put(batch, key, _summed(now, key, reward, end, gamma, n_steps))
+        put(batch, sibling(key, f"original_{key[-1]}"), reward)
+    done = now.done.gather(1, end)
+    dtype = rewards[0][1].dtype if rewards and rewards[0][1].is_floating_point() else torch.get_default_dtype()
+    for name, value in (
+        ("gamma", torch.as_tensor(gamma, dtype=torch.float64).pow(steps).to(dtype)),
+        ("steps_to_next_obs", steps),
+        ("nonterminal", ~done),
+    ):
+        put(batch, name, now.strands.join(value).unsqueeze(-1))
+
+
+def _at(now: Trajectories, end: Tensor) -> Callable[[Tensor], Tensor]:
+    """The steps `end` of a leaf."""
+    rows = torch.arange(end.shape[0], device=end.device).unsqueeze(1)
+    return lambda leaf: now.strands.join(now.strands.split(leaf, "next")[rows, end])
+
+
+def _mapped(part: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(part, dict):
+        return {k: _mapped(v, fn) for k, v in part.items()}
+    if isinstance(part, TensorDictBase) or is_class(part):
+        return part.apply(fn)
+    return fn(as_leaf(part))
+
+
+def _summed(now: Trajectories, key: Key, reward: Tensor, end: Tensor, gamma: float, n_steps: int) -> Tensor:
+    split = now.strands.split(reward, key)
+    x = split if split.is_floating_point() else split.to(torch.get_default_dtype())
+    x = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+    total, steps = x.clone(), now.strands.steps
+    for ahead in range(1, min(n_steps, steps)):
+        there = now.position[: steps - ahead] + ahead <= end[:, : steps - ahead]
+        there = there.reshape(*there.shape, *[1] * (x.ndim - 2))
+        total[:, : steps - ahead] += gamma**ahead * torch.where(there, x[:, ahead:], 0)
+    return now.strands.join(total.to(reward.dtype) if reward.is_floating_point() else total)
 
 
 class _Rows(NamedTuple):
@@ -219,3 +305,60 @@ class MultiStepTransform(Transform):
     def _settings(self) -> dict[str, Any]:
         said = {"n_steps": self.n_steps, "gamma": self.gamma}
         return said if len(self.reward_keys) == 1 else {**said, "reward_keys": self.reward_keys}
+
+
+class MultiStep:
+    """Makes the steps of a collected batch `[*, time]` n-step transitions.
+
+    Args:
+        gamma: the discount, 0 to 1.
+        n_steps: the horizon; 1 changes no reward.
+        reward_keys: rewards, `[("next", "reward")]` if None.
+        done_key, traj_key: where trajectories end; `("next", "done")` and `("collector", "traj_ids")` (or `"episode"`,
+            where these exist) if None.
+        mask_key: bool, False for padding, which no step looks into; used where the batch has it.
+
+    Returns the batch, changed in place: `("next", "reward")` is the discounted sum of up to n rewards; everything else
+    under `next` comes from n steps on, the flags included; and there are `gamma` (to the power of the steps summed),
+    `steps_to_next_obs` (int64), `nonterminal` (bool: the state after them is not done; all three `[*, time, 1]`) and
+    `("next", "original_reward")`. Steps are fewer than n where their trajectory ends, or the batch does; a buffer with
+    `MultiStepTransform` waits for the next batch instead.
+
+    Raises:
+        KeyError: the batch has no rewards or no flags; the message names them.
+
+    Example:
+        >>> done = torch.tensor([[False], [False], [True]])
+        >>> following = {"obs": torch.arange(1, 4), "reward": torch.ones(3, 1), "done": done}
+        >>> batch = TensorDict({"obs": torch.arange(3), "next": following}, [3])
+        >>> batch = MultiStep(gamma=0.5, n_steps=2)(batch)
+        >>> batch["next", "reward"].flatten(), batch["next", "obs"], batch["steps_to_next_obs"].flatten()
+        (tensor([1.5000, 1.5000, 1.0000]), tensor([2, 3, 3]), tensor([2, 2, 1]))
+    """
+
+    def __init__(
+        self,
+        gamma: float,
+        n_steps: int,
+        *,
+        reward_keys: Keys = None,
+        done_key: Key | None = None,
+        traj_key: Key | None = None,
+        mask_key: Key = ("collector", "mask"),
+    ) -> None:
+        self.gamma = checked_gamma(gamma)
+        self.n_steps = checked_n_steps(n_steps)
+        self.reward_keys = reward_keys_of(reward_keys)
+        self.done_key = None if done_key is None else as_key(done_key)
+        self.traj_key = None if traj_key is None else as_key(traj_key)
+        self.mask_key = as_key(mask_key)
+
+    def __call__(self, batch: Any) -> Any:
+        now = trajectories_of(batch, "MultiStep", self.done_key, self.traj_key, self.mask_key)
+        set_n_steps(batch, now, self.gamma, self.n_steps, self.reward_keys)
+        return batch
+
+    forward = __call__
+
+    def __repr__(self) -> str:
+        return f"MultiStep(gamma={self.gamma}, n_steps={self.n_steps})"

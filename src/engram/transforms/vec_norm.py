@@ -11,13 +11,11 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.data.specs import Spec, Unbounded
-from engram.transforms.base import Transform
-from engram.transforms.entries import Keys, get, is_class, put
-from engram.transforms.in_env import IDLE, InEnvironment, root_key
-from engram.transforms.scale import ObservationNorm, cast
-from engram.transforms.specs import EnvSpecs
-from engram.transforms.writing import Writing
+from engram.pytree import Keys, get, is_class, put
+from engram.specs import Spec, Unbounded
+from engram.transforms.base import IDLE, InEnvironment, Transform, Writing, root_key
+from engram.transforms.env_specs import EnvSpecs
+from engram.transforms.values import ObservationNorm, cast
 
 
 class _Stats(NamedTuple):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import xxhash
 
+from engram.checkpoint.directory import MARKER, MARKER_CONTENT
+from engram.checkpoint.reader import reading
+from engram.checkpoint.writer import saving
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot, verify
-from engram.data.replay_buffers.checkpointers.commit import saving
-from engram.data.replay_buffers.checkpointers.directory import MARKER, MARKER_CONTENT
-from engram.data.replay_buffers.checkpointers.reading import reading
 from engram.errors import CheckpointError
 
 
@@ -247,7 +247,7 @@ def test_the_bytes_of_a_checkpoint_are_those_of_the_format(tmp_path):
 
 
 def test_a_newer_format_is_refused_by_its_version(tmp_path, monkeypatch):
-    from engram.data.replay_buffers.checkpointers import commit
+    from engram.checkpoint import writer as commit
 
     monkeypatch.setattr(commit, "VERSION", 2)
     save(tmp_path, 1)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from contracts.checkpointer import RowRings
-from engram.data.replay_buffers.checkpointers import TensorStorageCheckpointer, commit, open_snapshot, save_snapshot
+from engram.checkpoint import writer as commit
+from engram.data.replay_buffers.checkpointers import TensorStorageCheckpointer, open_snapshot, save_snapshot
 from engram.errors import CheckpointError
 
 FAILING = ("open", "write", "fsync", "replace", "mkdir", "fchmod")

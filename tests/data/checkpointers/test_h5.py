@@ -12,8 +12,9 @@ from tensordict import TensorDict
 from contracts.checkpointer import data_files
 from contracts.forged import forge_file, forge_state
 from contracts.ted_rings import TedRings
+from engram import _hdf5 as h5
 from engram.data import LazyTensorStorage, ReplayBuffer
-from engram.data.replay_buffers.checkpointers import H5StorageCheckpointer, h5, open_snapshot, save_snapshot, tensor
+from engram.data.replay_buffers.checkpointers import H5StorageCheckpointer, open_snapshot, rows, save_snapshot
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -75,7 +76,7 @@ def test_a_group_per_trajectory_has_one_observation_more_than_steps(tmp_path):
 
 
 def test_trajectory_starts_go_over_the_edges_of_blocks_and_name_every_strand(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 3000)
     rings = filled(60, strands=2, length=7.0)
     rings.lanes[0]["seams"] = [33]
     save_snapshot(tmp_path, {}, (H5StorageCheckpointer(), rings))
@@ -109,7 +110,7 @@ def values_of(entry, strands, steps):
 
 
 def test_a_key_that_comes_to_change_often_gets_a_value_for_each_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 4000)
     data = TensorDict({"late": torch.zeros(1000, dtype=torch.int64), "never": torch.ones(1000, 1)}, [1000])
     data["late"][500:] = torch.arange(500)
     rb, twin = (ReplayBuffer(storage=LazyTensorStorage(1000, checkpointer=H5StorageCheckpointer())) for _ in range(2))
@@ -265,7 +266,7 @@ def test_a_forged_manifest_that_cannot_be_is_refused(tmp_path, edit):
 
 
 def test_what_h5py_says_of_a_disk_that_fails_when_it_closes_is_an_os_error(tmp_path):
-    with pytest.raises(OSError, match="HDF5 cannot write"), h5.writing(str(tmp_path / "x.h5"), {}):
+    with pytest.raises(OSError, match="HDF5 cannot write"), h5.create_checked(str(tmp_path / "x.h5"), {}):
         raise RuntimeError("unable to flush")
 
 

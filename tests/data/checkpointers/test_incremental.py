@@ -13,17 +13,16 @@ from contracts.checkpointer import ItemList, RowRings
 from contracts.children import Child
 from engram import verify
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
-from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
-from engram.data.replay_buffers.checkpointers import tensor as tensor_module
-from engram.data.replay_buffers.checkpointers.list import ITEMS_PER_CHUNK, ListStorageCheckpointer
-from engram.data.replay_buffers.checkpointers.tensor import TensorStorageCheckpointer
+from engram.data.replay_buffers.checkpointers import open_snapshot, rows, save_snapshot
+from engram.data.replay_buffers.checkpointers.objects import ITEMS_PER_CHUNK, ListStorageCheckpointer
+from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
 from engram.errors import CorruptCheckpointError
-from engram.testing.numbered import state_of, steps
+from engram.testing.helpers import state_of, steps
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(tensor_module, "CHUNK_BYTES", 240)  # ten rows of RowRings
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 240)  # ten rows of RowRings
 
 
 def save(path, rings, checkpointer=None, keep_last=1):
@@ -229,7 +228,7 @@ def test_rows_that_have_the_numbers_of_others_are_not_taken_for_them(tmp_path, m
 
 
 def test_one_percent_more_writes_about_one_percent(tmp_path):
-    tensor_module.CHUNK_BYTES = 1 << 14
+    rows.CHUNK_BYTES = 1 << 14
     rb = ReplayBuffer(storage=LazyTensorStorage(100_000))
     rb.extend(steps(0, 99_000))
     rb.dumps(tmp_path, keep_last=2)

@@ -6,7 +6,14 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from contracts.checkpointer import CheckpointerContract, ItemList
-from engram.data.replay_buffers.checkpointers import ListStorageCheckpointer, list, open_snapshot, save_snapshot
+from engram.data.replay_buffers.checkpointers import (
+    ListStorageCheckpointer,
+    open_snapshot,
+    save_snapshot,
+)
+from engram.data.replay_buffers.checkpointers import (
+    objects as list,
+)
 
 
 class TestListStorageCheckpointer(CheckpointerContract):

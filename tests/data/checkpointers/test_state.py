@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from engram.checkpoint.encoding import Blobs, encode
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
-from engram.data.replay_buffers.checkpointers.state import Blobs, encode
 from engram.errors import CorruptCheckpointError
 
 TORCH_DTYPES = [
@@ -182,7 +182,7 @@ def test_a_component_name_that_is_no_file_name_is_refused(tmp_path, name):
 )
 @pytest.mark.parametrize("value", [torch.arange(4, dtype=torch.float32), np.arange(4, dtype=np.float32)])
 def test_a_forged_description_is_an_error_before_anything_is_allocated(tmp_path, monkeypatch, edit, value):
-    from engram.data.replay_buffers.checkpointers import snapshot
+    from engram.checkpoint import snapshot
 
     def forge(*arguments, **options):
         tree = encode(*arguments, **options)
@@ -208,7 +208,7 @@ def test_a_forged_description_is_an_error_before_anything_is_allocated(tmp_path,
     "tree", [{"$unknown": 1}, {"$tuple": 3}, {"$dict": [1]}, {"$dict": [[[], 1]]}, {"$float": "0"}]
 )
 def test_a_forged_tree_is_an_error(tmp_path, monkeypatch, tree):
-    from engram.data.replay_buffers.checkpointers import snapshot
+    from engram.checkpoint import snapshot
 
     monkeypatch.setattr(snapshot, "encode", lambda *arguments, **options: tree)
     save_snapshot(tmp_path, {"state": 1})

@@ -22,8 +22,8 @@ from engram.data.replay_buffers.checkpointers import (
     NestedStorageCheckpointer,
     TensorStorageCheckpointer,
     open_snapshot,
+    rows,
     save_snapshot,
-    tensor,
 )
 from engram.errors import CheckpointError, CorruptCheckpointError
 
@@ -44,7 +44,7 @@ class TedContract(CheckpointerContract):
 
     @pytest.fixture(autouse=True)
     def chunks(self, monkeypatch):
-        monkeypatch.setattr(tensor, "CHUNK_BYTES", 8000)  # about a third of a lane
+        monkeypatch.setattr(rows, "CHUNK_BYTES", 8000)  # about a third of a lane
 
     def make_filled(self, salt=0):
         rings = TedRings(lanes=2, strands=3, exceptions=0.1, length=self.length)
@@ -104,7 +104,7 @@ def round_trip(checkpointer, rings, like):
 @settings(max_examples=20, deadline=None)
 def test_rings_of_any_state_come_back(make, counts, strands, capacity, exceptions, length, base, chunk_bytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
         rings = TedRings(capacity, len(counts), strands, exceptions, length)
         for lane, count in enumerate(counts):
             rings.append(lane, count // 2)
@@ -200,7 +200,7 @@ def test_hooks_see_whole_rows_and_are_undone(make, tmp_path):
 
 @chunked
 def test_the_next_save_takes_over_the_chunks_that_have_not_changed(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 2000)
     rings = TedRings()
     inodes = []
     for count in (95, 20):
@@ -227,7 +227,7 @@ class OverwrittenRings(TedRings):
 
 @makers
 def test_rows_that_were_overwritten_before_they_were_read_are_left_out(make, monkeypatch):
-    monkeypatch.setattr(tensor, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 2000)
     rings = OverwrittenRings(exceptions=0.1)
     rings.append(0, 130)
     loaded = round_trip(make(), rings, TedRings())
@@ -261,7 +261,7 @@ def test_a_storage_takes_another_checkpointer_and_says_so_to_who_loads_with_the_
 
 @makers
 def test_memory_does_not_grow_with_the_data(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 1 << 20)
     rings, loaded = TedRings(250_000, length=30_000.0), TedRings(250_000)
     rings.append(0, 250_000)
     for work in ("save", "load"):

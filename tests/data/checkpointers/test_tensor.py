@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from contracts.checkpointer import CheckpointerContract, RowRings, data_files
-from engram.data.replay_buffers.checkpointers import TensorStorageCheckpointer, open_snapshot, save_snapshot, tensor
+from engram.data.replay_buffers.checkpointers import TensorStorageCheckpointer, open_snapshot, rows, save_snapshot
 
 
 class TestTensorStorageCheckpointer(CheckpointerContract):
@@ -30,7 +30,7 @@ class TestTensorStorageCheckpointer(CheckpointerContract):
     @pytest.fixture(params=[None, 500], ids=["one chunk", "chunks of 500 bytes"], autouse=True)
     def chunk_bytes(self, request, monkeypatch):
         if request.param:
-            monkeypatch.setattr(tensor, "CHUNK_BYTES", request.param)
+            monkeypatch.setattr(rows, "CHUNK_BYTES", request.param)
 
     @pytest.mark.parametrize("count", [1, 99, 100, 101, 250, 1000])
     @pytest.mark.parametrize(("lanes", "strands"), [(1, 1), (1, 4), (3, 1), (2, 2)])
@@ -101,7 +101,7 @@ class TestTensorStorageCheckpointer(CheckpointerContract):
 
 
 def test_unchanged_rows_are_in_the_same_files_in_the_next_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor, "CHUNK_BYTES", 240)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 240)
     rings = RowRings(lane_capacity=100)
     contents = []
     for count in (95, 20):
@@ -126,7 +126,7 @@ def test_a_chunk_that_begins_before_the_oldest_row_is_read_from_that_row_on(tmp_
     class LinkingSource(RowRings):
         """Says at first that more rows exist, as a save that links an older chunk does."""
 
-    monkeypatch.setattr(tensor, "CHUNK_BYTES", 240)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 240)
     rings = LinkingSource(lane_capacity=100)
     rings.append(0, 60)
     whole = TensorStorageCheckpointer()

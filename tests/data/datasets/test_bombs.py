@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from data.datasets.support import assert_same_bits, steps
+from engram import _system
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.data.datasets import (
     iter_hdf5,
@@ -18,7 +19,6 @@ from engram.data.datasets import (
     write_minari,
     write_parquet,
 )
-from engram.data.replay_buffers import utils
 from engram.errors import DatasetError
 
 pa = pytest.importorskip("pyarrow", reason='Parquet needs pyarrow: pip install "engram[parquet]"')
@@ -31,9 +31,9 @@ def little_memory(monkeypatch):
     """Makes the system say that so many bytes are free."""
 
     def say(nbytes):
-        for module in (utils, parquet_pages):
+        for module in (_system, parquet_pages):
             monkeypatch.setattr(module, "free_memory", lambda: nbytes)
-        monkeypatch.setattr(utils, "_SMALL", 1)
+        monkeypatch.setattr(_system, "_SMALL", 1)
 
     return say
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from data.samplers.episode_oracle import World
 from engram import _native
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
-from engram.data.replay_buffers.episodes import Episodes
+from engram.store.episodes import Episodes
 
 CAPACITY = 12
 

@@ -27,7 +27,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.testing.numbered import env_steps, numbers, steps
+from engram.testing.helpers import env_steps, numbers, steps
 from engram.testing.sampler import SamplerContract
 
 EVERY = slice(None)

@@ -18,7 +18,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from engram.testing.numbered import numbers, steps
+from engram.testing.helpers import numbers, steps
 from engram.testing.sampler import SamplerContract
 
 

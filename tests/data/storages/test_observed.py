@@ -26,9 +26,9 @@ from engram.data import (
     SliceSampler,
     TensorDictReplayBuffer,
 )
-from engram.data.replay_buffers import files
 from engram.errors import StorageError, StorageInUseError
-from engram.testing.numbered import numbers, of_numbers, steps
+from engram.store import files
+from engram.testing.helpers import numbers, of_numbers, steps
 
 CAPACITY = 64
 

@@ -17,8 +17,8 @@ from engram.data import (
     ReplayBuffer,
     TensorStorageCheckpointer,
 )
-from engram.data.replay_buffers.episodes import Episodes
 from engram.errors import StorageInUseError
+from engram.store.episodes import Episodes
 
 
 def one_trajectory(start, stop):

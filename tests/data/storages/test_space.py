@@ -8,9 +8,10 @@ import textwrap
 import pytest
 import torch
 
+from engram import _system
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from engram.data.replay_buffers import files, utils
 from engram.errors import StorageError
+from engram.store import files
 from engram.testing import steps
 
 
@@ -129,7 +130,7 @@ def test_a_capacity_beyond_all_numbers_is_an_error():
 
 
 def test_the_limit_of_a_control_group_counts(monkeypatch):
-    monkeypatch.setattr(utils, "_group_free", lambda: 1_000_000)
+    monkeypatch.setattr(_system, "_group_free", lambda: 1_000_000)
     with pytest.raises(StorageError, match=r"1 MB are free"):
         ReplayBuffer(storage=LazyTensorStorage(100_000)).extend(torch.zeros(3, 25))
 
@@ -146,7 +147,7 @@ def test_the_tightest_group_above_the_process_is_found(tmp_path, monkeypatch, ve
         (folder / names[0]).write_text(limit)
         (folder / names[1]).write_text(used)
         (folder / "memory.stat").write_text(f"anon 1\n{names[2]} 700\n")
-    assert utils._limits(str(tmp_path), "/outer/inner", *names[:2], "memory.stat", names[2]) == [2700]
+    assert _system._limits(str(tmp_path), "/outer/inner", *names[:2], "memory.stat", names[2]) == [2700]
 
 
 @pytest.mark.deep

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engram.data import SamplerEnsemble, StorageEnsemble, WriterEnsemble
-from engram.data.replay_buffers import together
+from engram.data.replay_buffers import ensemble as together
 from machine.mutants.base import Patch, around
 
 

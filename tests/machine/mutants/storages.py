@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
-from engram.data.replay_buffers.storages.table import TableStorage
+from engram.data.replay_buffers.storages.tensor import TableStorage
 from machine.mutants.base import Mutant, Patch, around
 
 

@@ -1,40 +1,313 @@
-"""Parquet files: a row a step, a column a key."""
+"""Leaves of steps as Parquet columns and back, bit by bit."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
+from torch import Tensor
 
-from engram.data.datasets.aside import new_file
-from engram.data.datasets.parquet_columns import (
-    HIDDEN,
-    TRAJECTORIES,
-    Column,
-    columns_of,
-    described_columns,
-    guessed_columns,
-    library,
-    schema_of,
-    tensor_of,
+from engram import pytree
+from engram.data.datasets.atomic_files import new_file
+from engram.data.datasets.episodes import (
+    BLOCK_BYTES,
+    TRAJECTORY,
+    Block,
+    batch_of,
+    block_rows,
+    check_buffer,
+    next_trajectory,
+    progress_bar,
+    source_of,
+    take,
 )
-from engram.data.datasets.parquet_footer import check, seal
 from engram.data.datasets.parquet_pages import check_batch, decoded_row_bytes, first_page
-from engram.data.datasets.progress import progress_bar
-from engram.data.datasets.roles import TRAJECTORY, batch_of
-from engram.data.datasets.sources import BLOCK_BYTES, Block, block_rows, source_of
-from engram.data.datasets.taking import check_buffer, next_trajectory, take
-from engram.data.replay_buffers import trees
-from engram.data.replay_buffers.episodes import DONE, IDS, Key
-from engram.data.replay_buffers.layout import RowLayout
 from engram.errors import DatasetError
+from engram.pytree import KeyPath, Node
+from engram.store.episodes import DONE, IDS, Key
+from engram.store.layout import LeafSpec, RowLayout
+
+Array = npt.NDArray[Any]
+
+FORMAT, VERSION = "engram steps", 1
+METADATA, HIDDEN = b"engram", b"engram.trajectories"
+#: The column that numbers the trajectories of the file.
+TRAJECTORIES = "engram.trajectory"
+_LONGEST_LIST = 64  # values: longer ones are bytes, which are written and read ten times as fast
+_MOST_METADATA = 16 << 20
+_RAW = (torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+
+
+def library() -> Any:
+    """pyarrow, with its Parquet part; an ImportError says how to get it."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError('Parquet needs pyarrow: pip install "engram[parquet]"') from error
+    return pyarrow
+
+
+class Column(NamedTuple):
+    """A leaf and the column that holds it; None: leaves without bytes have none."""
+
+    leaf: LeafSpec
+    name: str
+    kind: str  # value, list or bytes; none
+
+    def arrow_type(self) -> Any:
+        pa = library()
+        if self.kind == "bytes":
+            return pa.binary(self.leaf.nbytes)
+        value = pa.from_numpy_dtype(np.dtype(str(self.leaf.dtype).removeprefix("torch.")))
+        if self.kind == "value":
+            return value
+        # Never null, and said so: each level that could be costs time and space.
+        return pa.list_(pa.field("element", value, nullable=False), math.prod(self.leaf.shape))
+
+    def to_arrow(self, tensor: Tensor) -> Any:
+        """A column of `[n, *shape]`."""
+        pa = library()
+        flat = tensor.contiguous().reshape(-1)
+        if self.kind == "bytes":
+            raw = flat.view(torch.uint8).numpy()
+            return pa.FixedSizeBinaryArray.from_buffers(self.arrow_type(), len(tensor), [None, pa.py_buffer(raw)])
+        values = pa.array(flat.numpy())
+        return values if self.kind == "value" else pa.FixedSizeListArray.from_arrays(values, type=self.arrow_type())
+
+    def from_arrow(self, found: Any, rows: int) -> Tensor:
+        """The reverse: a new tensor `[rows, *shape]`."""
+        if self.kind == "none":
+            return torch.zeros((rows, *self.leaf.shape), dtype=self.leaf.dtype)
+        if self.kind == "bytes":
+            size = self.leaf.nbytes
+            raw = np.frombuffer(found.buffers()[1], np.uint8, rows * size, found.offset * size).copy()
+            return torch.from_numpy(raw).view(self.leaf.dtype).reshape(rows, *self.leaf.shape)
+        values = numpy_values(found if self.kind == "value" else found.flatten())
+        return torch.from_numpy(values).reshape(rows, *self.leaf.shape)
+
+
+def columns_of(layout: RowLayout) -> list[Column]:
+    """How the leaves of a layout are stored: names are keys joined by dots, each of them once."""
+    taken = {TRAJECTORIES}
+    columns = []
+    for leaf in layout.leaves:
+        name = base = ".".join(map(str, leaf.path)) or "value"
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{base}#{number}"
+        taken.add(name)
+        columns.append(Column(leaf, name, _kind(leaf)))
+    return columns
+
+
+def _kind(leaf: LeafSpec) -> str:
+    size = math.prod(leaf.shape)
+    if size == 0:
+        return "none"
+    if leaf.dtype in _RAW or size > _LONGEST_LIST:
+        return "bytes"
+    return "list" if leaf.shape else "value"
+
+
+def schema_of(layout: RowLayout, columns: Sequence[Column], numbered: bool) -> Any:
+    """The Arrow schema, which says in its metadata what the columns are."""
+    pa = library()
+    stored = [c for c in columns if c.kind != "none"]
+    fields = [pa.field(c.name, c.arrow_type(), nullable=False) for c in stored]
+    if numbered:
+        fields.append(pa.field(TRAJECTORIES, pa.int64(), nullable=False))
+    described = {
+        "format": FORMAT,
+        "version": VERSION,
+        "layout": layout.to_json(),
+        "columns": [{"name": c.name, "stored": c.kind} for c in columns],
+    }
+    return pa.schema(fields, metadata={METADATA: json.dumps(described)})
+
+
+def described_columns(schema: Any) -> tuple[RowLayout, list[Column]] | None:
+    """What the metadata of a schema say; None: engram did not write the file.
+
+    Raises:
+        ValueError: the metadata are damaged, or do not fit the columns.
+    """
+    text = (schema.metadata or {}).get(METADATA)
+    if text is None:
+        return None
+    if len(text) > _MOST_METADATA:
+        raise ValueError(f"has metadata of more than {_MOST_METADATA} bytes")
+    try:
+        made = json.loads(text)
+        if made["format"] != FORMAT or made["version"] != VERSION:
+            raise ValueError(f"is {made['format']!r}, version {made['version']!r}; this is for {FORMAT!r}, {VERSION}")
+        layout = RowLayout.from_json(made["layout"])
+        columns = [Column(x, c["name"], c["stored"]) for x, c in zip(layout.leaves, made["columns"], strict=True)]
+        _check_form(layout.root, len(layout.leaves))
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"has metadata that are no description of steps ({error!r})") from error
+    wanted = columns_of(layout)
+    if columns != wanted:
+        raise ValueError("has metadata whose columns are not those of its layout")
+    for column in columns:
+        if column.kind == "none":
+            continue
+        at = schema.get_all_field_indices(column.name)
+        if len(at) != 1 or not _same_type(schema.field(at[0]).type, column.arrow_type()):
+            found = [str(schema.field(i).type) for i in at]
+            raise ValueError(f"has the column {column.name!r} as {found}, its metadata ask for {column.arrow_type()}")
+    return layout, columns
+
+
+def _same_type(found: Any, wanted: Any) -> bool:
+    pa = library()
+    if pa.types.is_fixed_size_list(wanted):
+        return bool(
+            pa.types.is_fixed_size_list(found)
+            and found.list_size == wanted.list_size
+            and found.value_type == wanted.value_type
+        )
+    return bool(found == wanted)
+
+
+def _check_form(root: Node, leaves: int) -> None:
+    """Each leaf stands in the form once."""
+    found: list[int] = []
+
+    def visit(node: Node) -> None:
+        if node.kind == "leaf":
+            found.append(node.leaf)
+        if node.kind in ("td", "dict") and (
+            len(node.keys) != len(node.children) or not all(isinstance(k, str) for k in node.keys)
+        ):
+            raise ValueError("has metadata whose keys do not fit")
+        for child in node.children:
+            visit(child)
+
+    visit(root)
+    if sorted(found) != list(range(leaves)):
+        raise ValueError("has metadata whose form does not fit their leaves")
+
+
+# ---- files by others ----
+def guessed_columns(schema: Any, chosen: Sequence[str] | None) -> list[tuple[KeyPath, str]]:
+    """Keys and names of the columns of any file: dots in a name are nested keys.
+
+    Raises:
+        ValueError: a column has no numbers, or two are one key.
+    """
+    names = list(schema.names) if chosen is None else list(chosen)
+    missing = [name for name in names if name not in schema.names]
+    if missing:
+        raise ValueError(f"has no column {missing[0]!r}; it has {schema.names}")
+    found: list[tuple[KeyPath, str]] = []
+    for name in names:
+        path: KeyPath = tuple(name.split("."))
+        for other, other_name in found:
+            if other[: len(path)] == path or path[: len(other)] == other:
+                raise ValueError(
+                    f"has the columns {other_name!r} and {name!r}, which would be one key; choose columns="
+                )
+        if not _has_numbers(schema.field(name).type):
+            raise ValueError(
+                f"has {name!r} as {schema.field(name).type}; engram reads numbers, bools and lists of them: choose "
+                "columns="
+            )
+        found.append((path, name))
+    if not found:
+        raise ValueError("has no columns")
+    return found
+
+
+def _has_numbers(kind: Any) -> bool:
+    types = library().types
+    while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def tensor_of(found: Any, name: str) -> Tensor:
+    """Any column as a new tensor `[n, ...]`; lists become dimensions.
+
+    Raises:
+        ValueError: values are missing, or lists differ in length.
+    """
+    types = library().types
+    shape = [len(found)]
+    while True:
+        if found.null_count:
+            raise ValueError(f"has no value in {found.null_count} places of {name!r}")
+        kind = found.type
+        if types.is_fixed_size_list(kind):
+            shape.append(kind.list_size)
+        elif types.is_list(kind) or types.is_large_list(kind):
+            shape.append(_one_length(found, name))
+        else:
+            break
+        found = found.flatten()
+    return torch.from_numpy(numpy_values(found)).reshape(shape)
+
+
+def _one_length(found: Any, name: str) -> int:
+    lengths = np.unique(found.value_lengths().to_numpy(zero_copy_only=False))
+    if len(lengths) > 1:
+        raise ValueError(
+            f"has lists of {lengths[0]} to {lengths[-1]} values in {name!r}; all of a column have one length"
+        )
+    return int(lengths[0]) if len(lengths) else 0
+
+
+def numpy_values(found: Any) -> Array:
+    """An Arrow array of numbers as a new numpy array."""
+    values: Array = found.to_numpy(zero_copy_only=False)
+    return values if values.flags.writeable and values.flags.owndata else values.copy()
+
+
+_MAGIC = b"PAR1"
+_SEAL = b"ENGRAM-FOOTER-01"
+_DIGEST_BYTES = 16
+
+
+def seal(path: Path) -> None:
+    """Puts the footer's hash before it."""
+    with open(path, "r+b") as file:
+        at, end = _footer(file)
+        file.seek(at)
+        file.write(_SEAL + xxhash.xxh3_128_digest(end) + end)
+
+
+def check(path: Path) -> None:
+    """ValueError where the file has no footer, or has one that is sealed and not what it was."""
+    with open(path, "rb") as file:
+        at, end = _footer(file)
+        size = len(_SEAL) + _DIGEST_BYTES
+        file.seek(max(0, at - size))
+        sealed = file.read(size)
+    if sealed.startswith(_SEAL) and sealed[len(_SEAL) :] != xxhash.xxh3_128_digest(end):
+        raise ValueError("its footer is not the one that was written")
+
+
+def _footer(file: BinaryIO) -> tuple[int, bytes]:
+    """Where the footer begins, and all bytes from there on."""
+    size = file.seek(0, 2)
+    file.seek(max(0, size - 8))
+    last = file.read(8)
+    at = size - 8 - int.from_bytes(last[:4], "little")
+    if last[4:] != _MAGIC or at < len(_MAGIC):
+        raise ValueError("it has no footer that lies in it")
+    file.seek(at)
+    return at, file.read()
+
 
 _FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError, RecursionError, NotImplementedError)
 
@@ -204,8 +477,8 @@ class _Writer:
         """Whether some trajectory ends without a flag or a new id that says so."""
         assert block.parts is not None
         n = int(block.parts[:, 0].sum())
-        ids = next((x for x in (trees.entry(block.rows, p) for p in IDS) if x is not None), None)
-        done = trees.entry(block.rows, DONE)
+        ids = next((x for x in (pytree.entry(block.rows, p) for p in IDS) if x is not None), None)
+        done = pytree.entry(block.rows, DONE)
         ids = None if ids is None or ids.numel() != n else ids.detach().cpu().reshape(n).numpy()
         done = np.zeros(n, bool) if done is None or done.numel() != n else done.detach().cpu().reshape(n).numpy() != 0
         if self._last is not None and block.parts[0, 1] == 0:
@@ -315,7 +588,7 @@ class _File:
         if absent:
             raise ValueError(f"has no value in some places of {absent[0]!r}")
         tensors = [c.from_arrow(batch.column(at[c.name]) if c.kind != "none" else None, rows) for c in self._columns]
-        made = trees.unflatten(self._layout.root, tensors, (rows,), None)
+        made = pytree.unflatten(self._layout.root, tensors, (rows,), None)
         if first_id is not None and self._numbered:
             ids = batch.column(at[TRAJECTORIES]).to_numpy(zero_copy_only=False) + first_id
             made.set(TRAJECTORY, torch.from_numpy(ids))
@@ -348,7 +621,7 @@ def _apart(blocks: Iterator[Any], storage: Any) -> Iterator[Any]:
 
 def _check_ids(block: Any, storage: Any) -> None:
     for path in IDS:
-        ids = trees.entry(block, path)
+        ids = pytree.entry(block, path)
         if ids is None or storage.leaf(path) is None:
             continue
         with storage.mutex:

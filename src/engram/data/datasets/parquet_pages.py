@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, BinaryIO
 
-from engram.data.replay_buffers.utils import free_memory, human_bytes
+from engram._system import free_memory, human_bytes
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _COPIES = 3  # of what is decoded, at once: what pyarrow made, levels of lists, the tensor

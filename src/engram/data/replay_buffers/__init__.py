@@ -14,10 +14,6 @@ from engram.data.replay_buffers.checkpointers import (
 from engram.data.replay_buffers.ensemble import (
     ReplayBufferEnsemble,
 )
-from engram.data.replay_buffers.prioritized import (
-    PrioritizedReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-)
 from engram.data.replay_buffers.samplers import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
@@ -38,6 +34,8 @@ from engram.data.replay_buffers.storages import (
     TensorStorage,
 )
 from engram.data.replay_buffers.tensordict import (
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
 from engram.data.replay_buffers.utils import (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engram.data.replay_buffers.draws import set_state, state_of
+from engram._system import set_state, state_of
 from engram.data.replay_buffers.samplers.base import go_back, position_of
 
 _live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from engram.data.replay_buffers.checkpointers.base import StorageCheckpointerBase
-from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter
-from engram.data.replay_buffers.checkpointers.reading import SnapshotReader
-from engram.data.replay_buffers.layout import MalformedLayoutError
+from engram.checkpoint.protocols import StorageCheckpointerBase
+from engram.checkpoint.reader import SnapshotReader
+from engram.checkpoint.writer import SnapshotWriter
 from engram.errors import CheckpointMisfitError, differences_of
+from engram.store.layout import MalformedLayoutError
 
 _MISFIT = "the checkpoint does not fit this ensemble"
 

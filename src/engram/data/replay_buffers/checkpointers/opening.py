@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from engram.data.replay_buffers.checkpointers.snapshot import Snapshot, open_snapshot
+from engram.checkpoint.snapshot import Snapshot, open_snapshot
 from engram.data.replay_buffers.checkpointers.torchrl import TorchrlSaved, is_torchrl, open_torchrl
 from engram.errors import CheckpointError
 

@@ -9,21 +9,12 @@ from engram.data.replay_buffers.samplers.ensemble import (
 from engram.data.replay_buffers.samplers.prioritized import (
     PrioritizedSampler,
 )
-from engram.data.replay_buffers.samplers.prioritized_slices import (
-    PrioritizedSliceSampler,
-)
-from engram.data.replay_buffers.samplers.sequences import (
-    SequenceSampler,
-)
-from engram.data.replay_buffers.samplers.slice_epochs import (
-    SliceSamplerWithoutReplacement,
-)
+from engram.data.replay_buffers.samplers.random import RandomSampler, SamplerWithoutReplacement
 from engram.data.replay_buffers.samplers.slices import (
+    PrioritizedSliceSampler,
+    SequenceSampler,
     SliceSampler,
-)
-from engram.data.replay_buffers.samplers.uniform import (
-    RandomSampler,
-    SamplerWithoutReplacement,
+    SliceSamplerWithoutReplacement,
 )
 
 __all__ = [

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.draws import drawing
-from engram.data.replay_buffers.indexing import inward
+from engram._system import drawing
+from engram.store.indexing import inward
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage

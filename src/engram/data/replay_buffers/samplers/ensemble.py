@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.draws import drawing
+from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import Sampler, go_back, position_of
 
 if TYPE_CHECKING:

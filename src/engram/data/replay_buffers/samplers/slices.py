@@ -1,21 +1,80 @@
-"""Sub-trajectories: trajectories uniformly, then starts uniformly; or all starts uniformly."""
+"""What slices say in the batch: their ends, their beginnings, which rows are padding."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.episodes import DONE, Episodes, Key, path_of
-from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler, stored_rows
-from engram.data.replay_buffers.samplers.marks import has_keys, mark_last, put
-from engram.data.replay_buffers.utils import slots_tensor
+from engram._system import flags_tensor, slots_tensor, values_tensor
+from engram.data.replay_buffers.samplers.base import (
+    EMPTY,
+    EpochInfo,
+    Index,
+    Sampler,
+    check_counts,
+    check_epoch,
+    stored_rows,
+)
+from engram.data.replay_buffers.samplers.prioritized import HasPriorities
+from engram.pytree import KeyPath, entry, show
+from engram.store.episodes import DONE, Episodes, Key, path_of
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
+
+
+def has_keys(batch: Any) -> bool:
+    """Whether entries can be read from a batch by key."""
+    kind = type(batch)
+    return kind in (TensorDict, dict) or isinstance(batch, TensorDictBase) or hasattr(kind, "_from_tensordict")
+
+
+def mark_last(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor:
+    """True at each slice's last step, in place; a leaf that is not there is added: bool [n, 1]."""
+    return _marked(batch, path, slices.mark_last, slices.last)
+
+
+def mark_first(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor:
+    """True at each slice's first step, in place; a leaf that is not there is added: bool [n, 1]."""
+    return _marked(batch, path, slices.mark_first, slices.first)
+
+
+def _marked(batch: Any, path: KeyPath, mark: Callable[[Any], bool], flags: Callable[[], Any]) -> Tensor:
+    leaf: Tensor | None = entry(batch, path)
+    if leaf is None:
+        leaf = flags_tensor(flags(), -1, 1)
+        put(batch, path, leaf)
+    elif not mark(leaf):
+        leaf[flags_tensor(flags(), -1).to(leaf.device)] = 1
+    return leaf
+
+
+def put(batch: Any, path: KeyPath, value: Tensor) -> None:
+    """One more entry at a path; dictionaries on the way are made.
+
+    Raises:
+        TypeError: a tensorclass has no such field.
+    """
+    if isinstance(batch, dict):
+        for key in path[:-1]:
+            batch = batch.setdefault(key, {})
+        batch[path[-1]] = value
+        return
+    value = value if batch.device is None else value.to(batch.device)
+    try:
+        batch.set(path, value)
+    except (AttributeError, KeyError, ValueError) as error:
+        raise TypeError(
+            f"a {type(batch).__name__} has no place for {show(path)}, where slices are marked: {error}; add it, or "
+            "pass None for this key"
+        ) from error
+
 
 TRUNCATED = ("next", "truncated")
 Weight = Literal["trajectories", "steps"]
@@ -249,3 +308,392 @@ def _being_written(storage: Storage) -> bool:
     """Whether a writer is replacing rows: a tiny lane shows fewer for that moment."""
     lanes = storage.lanes
     return lanes is not None and any(lane["claimed"] > lane["published"] for lane in lanes.states())
+
+
+class SliceSamplerWithoutReplacement(SliceSampler):
+    """Epochs over trajectories: a slice of each one that is long enough, at a start drawn uniformly.
+
+    Trajectories that become long enough during an epoch join the next one; those that are overwritten, or have become
+    too short, are skipped. The last batch of an epoch may have fewer slices.
+
+    Args:
+        drop_last: leave out a last batch that is not full.
+        shuffle: trajectories in random order; else lane by lane, strand by strand, oldest first.
+        Others: as SliceSampler; there is no `weight`.
+
+    Raises:
+        TypeError: a `weight`.
+
+    Example:
+        >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode", shuffle=False)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=4)
+        >>> _ = rb.extend(TensorDict({"episode": torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])}, [8]))
+        >>> [batch["episode"].tolist() for batch in rb]
+        [[0, 0, 1, 1], [2, 2]]
+    """
+
+    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
+        if "weight" in slices:
+            raise TypeError("an epoch has each trajectory once: there is no weight; use SliceSampler")
+        super().__init__(**slices)
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self._epoch: dict[str, Any] | None = None  # all that is saved
+        self._walk: _native.SliceEpoch | None = None
+        self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
+        self._ran_out = False
+        self._number = self._drawn_from = -1  # of the epoch, and of that of the last draw, in this process
+
+    def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
+        index, said = super()._said(storage, slices)
+        info = EpochInfo(said)
+        info.epoch = self._drawn_from
+        return index, info
+
+    def most_rows(self, storage: Storage, batch_size: int) -> int:
+        return min(batch_size, stored_rows(storage))
+
+    def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
+        """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""
+        slices, ids = info["slices"], info["slice_id"]
+        which = sorted({int(ids[place]) for place in places if place < len(ids)})
+        epoch = getattr(info, "epoch", None)
+        if self.drop_last or epoch is None or len(which) == len(slices):
+            return super().redraw(storage, slots, info, places)
+        with self.lock:
+            fresh = self._more(storage, slices.rule, epoch, len(which))
+        done = 0 if fresh is None else len(fresh)
+        if fresh is not None:
+            slices = slices.replaced(which[:done], fresh)
+        slices = slices.without(which[done:])
+        info.update(super()._said(storage, slices)[1])
+        return slots_tensor(slices.slots())
+
+    def _more(self, storage: Storage, rule: _native.SliceRule, epoch: int, n: int) -> _native.SliceBatch | None:
+        """Up to n more slices of this epoch, such that a last batch remains, which says that it is the last."""
+        now, walk = self._epoch, self._walk
+        if now is None or walk is None or self._number != epoch:
+            return None
+        made, position, more = self.episodes.take(storage, rule, walk, now["position"], self.draw_seed(storage), n, 1)
+        if not more:
+            return None
+        now["position"] = position
+        return made
+
+    def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
+        for _ in range(100):  # an epoch can be over before it gave a slice, when writers overwrite all of it
+            epoch, walk = self._begin_if_needed(storage, rule)
+            if self.drop_last and n > len(walk):
+                raise ValueError(
+                    f"{n} slices are wanted, but only {len(walk)} trajectories have {rule.min_length} steps, and "
+                    "drop_last leaves out batches that are not full; sample fewer"
+                )
+            slices, position, more = self.episodes.take(
+                storage, rule, walk, epoch["position"], self.draw_seed(storage), n, n if self.drop_last else 1
+            )
+            epoch["position"] = position
+            self._drawn_from, self._ran_out = self._number, not more
+            if self._ran_out:
+                self._epoch = self._walk = None
+            if len(slices) == n or (len(slices) and not self.drop_last):
+                return slices
+        raise RuntimeError("writers overwrite the trajectories of an epoch before they can be read; use SliceSampler")
+
+    def _begin_if_needed(self, storage: Storage, rule: _native.SliceRule) -> tuple[dict[str, Any], _native.SliceEpoch]:
+        lanes = storage.lanes
+        if lanes is None or not (len(lanes) or len(storage)):
+            raise self._nothing(storage, rule)
+        store, epoch = lanes.store, self._epoch
+        fits = self._goes_on(store) and epoch is not None and epoch["min_length"] == rule.min_length
+        self._store_id = store.store_id
+        if not fits or epoch is None:
+            key = int(self.draw_seed(storage)) if self.shuffle else 0
+            walk = self.episodes.begin_epoch(storage, rule, key, self.shuffle)
+            if not len(walk):
+                raise self._nothing(storage, rule)
+            epoch = {
+                "key": key, "position": 0, "incarnation": store.incarnation, "min_length": rule.min_length,
+                "counts": walk.counts, "lasts": walk.lasts,
+            }  # fmt: skip
+            self._walk, self._number = walk, next(EpochInfo.numbers)
+        self._epoch = epoch
+        return epoch, self._resumed(store, epoch)
+
+    def _goes_on(self, store: _native.Store) -> bool:
+        """Whether the epoch is one of this store."""
+        epoch, known = self._epoch, self._store_id in (None, store.store_id)
+        return known and epoch is not None and bool(epoch["incarnation"] == store.incarnation)
+
+    def _resumed(self, store: _native.Store, epoch: dict[str, Any]) -> _native.SliceEpoch:
+        if self._walk is None:
+            self._check_epoch(store, epoch)
+            # A store with more lanes than the one that was saved: they are not in the epoch.
+            rest = store.lanes * store.strands - len(epoch["counts"])
+            counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
+            self._walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
+            self._number = next(EpochInfo.numbers)
+        return self._walk
+
+    def follow(self, storage: Storage) -> None:
+        # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
+        lanes = storage.lanes
+        with self.lock:
+            if lanes is not None and self._epoch is not None and self._goes_on(lanes.store):
+                self._resumed(lanes.store, self._epoch)
+
+    def empty(self) -> None:
+        with self.lock:
+            self._epoch = self._walk = None
+            self._ran_out = False
+
+    @property
+    def ran_out(self) -> bool:
+        return self._ran_out
+
+    # ---- state ----
+    def state_dict(self) -> dict[str, Any]:
+        with self.lock:
+            epoch = None if self._epoch is None else {**self._epoch}
+            return {"epoch": epoch, "ran_out": self._ran_out, **self._decisive()}
+
+    def _decisive(self) -> dict[str, Any]:
+        return {**super()._decisive(), "shuffle": self.shuffle, "drop_last": self.drop_last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self.lock:
+            super().load_state_dict(state)
+            self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
+            self._ran_out = bool(state["ran_out"])
+
+    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
+        if found is None:
+            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
+        if found["remaining"] is not None and len(found["remaining"]) != found["length"]:
+            raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
+        state = {"epoch": None, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
+        return state
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        check_epoch(state, "position", "incarnation", "min_length")
+        if state["epoch"]:
+            check_counts(state["epoch"]["counts"])
+            check_counts(state["epoch"]["lasts"], least=-1)
+            if len(state["epoch"]["counts"]) != len(state["epoch"]["lasts"]):
+                raise ValueError("a saved epoch does not have a last step for each strand")
+        return super().differences(state)
+
+    def check_state(self, state: dict[str, Any], storage: Storage) -> None:
+        super().check_state(state, storage)
+        if storage.lanes is not None and state["epoch"] is not None:
+            self._check_epoch(storage.lanes.store, state["epoch"])
+
+    @staticmethod
+    def _check_epoch(store: _native.Store, epoch: dict[str, Any]) -> None:
+        if any(count > store.lane_capacity for count in epoch["counts"]):
+            raise ValueError(f"an epoch of {max(epoch['counts'])} trajectories is not one of this storage")
+        if len(epoch["counts"]) > store.lanes * store.strands:
+            raise ValueError(f"an epoch of {len(epoch['counts'])} strands is not one of this storage")
+
+    def position(self) -> Any:
+        return self._epoch and {**self._epoch}, self._walk, self._ran_out
+
+    def rewind(self, position: Any) -> None:
+        epoch, walk, ran_out = position
+        with self.lock:
+            self._epoch, self._walk, self._ran_out = epoch and {**epoch}, walk, ran_out
+
+    def adopt(self, incarnation: int, shifts: list[int]) -> None:
+        """After `loads`: the epoch goes on in a store that counts anew."""
+        with self.lock:
+            if self._epoch is not None and shifts:
+                strands = max(1, len(self._epoch["lasts"]) // len(shifts))
+                lasts = [max(-1, last - shifts[k // strands]) for k, last in enumerate(self._epoch["lasts"])]
+                self._epoch = {**self._epoch, "incarnation": incarnation, "lasts": lasts}
+                self._walk = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_walk": None}
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, drop_last={self.drop_last}, shuffle={self.shuffle})"
+
+
+class SequenceSampler(SliceSampler):
+    """Slices of exactly `slice_len` rows, to be reshaped to `[num_slices, slice_len]`.
+
+    The first `burn_in` rows of each are there to bring a recurrent state up to date (Kapturowski et al., "Recurrent
+    Experience Replay in Distributed Reinforcement Learning", 2019); the others are to be trained on. A trajectory is
+    drawn uniformly, then where the training rows start in it, so that its first steps are trained on as well: there
+    the burn-in is short or empty, and rows of padding stand before it. With `strict_length=False` also trajectories
+    with fewer steps than training rows are drawn, with padding behind. Padding repeats the nearest step of the
+    trajectory; `mask_key` is False there.
+
+    `weight="steps"` draws every stored step with equal probability as the last of its sequence, with the steps before
+    it in its trajectory, and padding before these where there are fewer than `slice_len`; never behind. That is what a
+    learner needs that trains on one step and reads some before it, as DQN with stacks of four frames:
+    `SequenceSampler(slice_len=4, burn_in=3, weight="steps")`.
+
+    Args:
+        burn_in: rows of burn-in, fewer than `slice_len`, which counts them too.
+        mask_key: bool [n], True for steps, False for padding.
+        init_key: bool [n, 1], marked at each sequence's first step (marks that the data have stay); None: not at all.
+        weight: what is drawn uniformly: "trajectories" (then where training starts in it) or "steps" (the last of each
+            sequence).
+        strict_length: draw only from trajectories of at least as many steps as there are training rows. The default is
+            True with `weight="trajectories"`, and False with "steps", so that every stored step is drawn.
+        Others: as SliceSampler; there is no `span`. The last step, not the last row, is marked truncated and done.
+
+    Raises:
+        ValueError: `burn_in` is negative, or leaves no training rows (at `sample` where `num_slices` is given).
+
+    Example:
+        >>> sampler = SequenceSampler(num_slices=2, burn_in=2, traj_key="episode")
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=10)
+        >>> steps = TensorDict({"episode": torch.zeros(9).long(), "step": torch.arange(9)}, [9])
+        >>> _ = rb.extend(steps)
+        >>> batch = rb.sample().reshape(2, 5)
+        >>> batch["step"].tolist(), batch["collector", "mask"].tolist()
+        ([[0, 0, 1, 2, 3], [2, 3, 4, 5, 6]], [[False, True, True, True, True], [True, True, True, True, True]])
+        >>> warm_up, training = sampler.split(batch)
+        >>> warm_up.shape, training["step"].tolist()
+        (torch.Size([2, 2]), [[1, 2, 3], [4, 5, 6]])
+    """
+
+    def __init__(
+        self,
+        *,
+        burn_in: int = 0,
+        mask_key: Key = ("collector", "mask"),
+        init_key: Key | None = "is_init",
+        weight: Weight = "trajectories",
+        strict_length: bool | None = None,
+        **slices: Any,
+    ) -> None:
+        if "span" in slices:
+            raise TypeError("sequences have one length: there is no span; use SliceSampler")
+        strict = weight == "trajectories" if strict_length is None else strict_length
+        super().__init__(weight=weight, strict_length=strict, **slices)
+        if isinstance(burn_in, bool) or not hasattr(burn_in, "__index__") or int(burn_in) < 0:
+            raise ValueError(f"burn_in must be 0 or more, got {burn_in!r}")
+        self.burn_in = int(burn_in)
+        if self.slice_len is not None:
+            self._check_burn_in(self.slice_len)
+        self.mask_key = path_of(mask_key, "mask_key")
+        self.init_key = None if init_key is None else path_of(init_key, "init_key")
+
+    def _check_burn_in(self, length: int) -> None:
+        if self.burn_in >= length:
+            raise ValueError(
+                f"burn_in={self.burn_in} leaves no row to train on of sequences of {length}; slice_len counts both"
+            )
+
+    def most_rows(self, storage: Storage, batch_size: int) -> int:
+        return batch_size
+
+    def _rule(self, length: int) -> _native.SliceRule:
+        self._check_burn_in(length)
+        least = length - self.burn_in if self.strict_length else 1
+        if self.weight == "steps":
+            return _native.SliceRule(length, least, before=length - 1, pad=True, by_window=True)
+        return _native.SliceRule(length, least, before=self.burn_in, pad=True)
+
+    def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
+        index, info = super()._said(storage, slices)
+        said: dict[Any, Any] = info
+        said[self.mask_key if len(self.mask_key) > 1 else self.mask_key[0]] = flags_tensor(slices.mask())
+        return index, info
+
+    def _mark(self, batch: Any, info: dict[str, Any], slices: _native.SliceBatch) -> None:
+        super()._mark(batch, info, slices)
+        put(batch, self.mask_key, flags_tensor(slices.mask()))
+        if self.init_key is not None:
+            mark_first(batch, self.init_key, slices)
+
+    def _decisive(self) -> dict[str, Any]:
+        return {**super()._decisive(), "burn_in": self.burn_in}
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """Burn-in and training rows of a batch `[num_slices, slice_len]`: `[num_slices, burn_in]` and the rest."""
+        return batch[:, : self.burn_in], batch[:, self.burn_in :]
+
+    def __repr__(self) -> str:
+        said = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
+        settings = f"burn_in={self.burn_in}, strict_length={self.strict_length}{self._weight_said}"
+        return f"{type(self).__name__}({said}, {settings})"
+
+
+class PrioritizedSliceSampler(HasPriorities, SliceSampler):
+    """Slices of trajectories that start at a step with probability proportional to `(p + eps) ** alpha` of that step.
+
+    A step can be a start when a whole slice from it on lies in its trajectory; with `strict_length=False` any step can,
+    and a slice may be cut by the end of its trajectory. `info["priority_weight"]` has for each row the weight of its
+    slice's start, P_min over the steps that can be starts. Batches and `info` are otherwise those of `SliceSampler`,
+    priorities those of `PrioritizedSampler`.
+
+    Args:
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as `PrioritizedSampler`.
+        Others: as `SliceSampler`; `span` must be False, as windows that begin before their trajectory have no start.
+            There is no `weight`: priorities decide.
+
+    Raises:
+        ValueError: a setting that is not allowed.
+
+    Example:
+        >>> sampler = PrioritizedSliceSampler(100, 1.0, 1.0, slice_len=3, end_key="end", truncated_key=None)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler)
+        >>> end = torch.tensor([0, 0, 0, 1, 0, 0, 0, 1]).bool()
+        >>> index = rb.extend(TensorDict({"step": torch.arange(8), "end": end}, [8]))
+        >>> rb.update_priority(index, torch.tensor([0.0, 0, 0, 0, 0, 1, 0, 0]))
+        >>> rb.sample(6)["step"].tolist()
+        [5, 6, 7, 5, 6, 7]
+    """
+
+    _starts_only = True
+
+    def __init__(
+        self,
+        max_capacity: int | None,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: Key = DONE,
+        traj_key: Key | None = None,
+        ends: Tensor | None = None,
+        trajectories: Tensor | None = None,
+        cache_values: bool = False,
+        truncated_key: Key | None = TRUNCATED,
+        strict_length: bool = True,
+        span: bool | tuple[bool, bool] = False,
+        slice_key: Key | None = None,
+    ) -> None:
+        super().__init__(
+            num_slices=num_slices, slice_len=slice_len, end_key=end_key, traj_key=traj_key, ends=ends,
+            trajectories=trajectories, cache_values=cache_values, truncated_key=truncated_key,
+            strict_length=strict_length, span=span, slice_key=slice_key,
+        )  # fmt: skip
+        if any(self.span):
+            raise ValueError(f"span must be False with priorities, got {span}; strict_length=False cuts slices at ends")
+        self._set_up(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+
+    def _drawn(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
+        if storage.lanes is None:
+            return None
+        return self.episodes.draw_starts(storage, self._following(storage, storage.lanes), rule, seed, n)
+
+    def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
+        index, info = super()._said(storage, slices)
+        wide = self.dtype is torch.float64
+        made = self._priorities.start_weights(slices, self.beta, wide)
+        info["priority_weight"] = values_tensor(made, torch.float64 if wide else torch.float32).to(self.dtype)
+        return index, info
+
+    def __repr__(self) -> str:
+        said = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
+        settings = ", ".join(f"{name}={getattr(self, name)}" for name in ("alpha", "beta", "eps", "reduction"))
+        return f"{type(self).__name__}({said}, strict_length={self.strict_length}, {settings})"

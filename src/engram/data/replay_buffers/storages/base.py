@@ -18,16 +18,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from engram.checkpoint.snapshot import save_snapshot
 from engram.data.replay_buffers.checkpointers.opening import as_damage, open_saved
-from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
-from engram.data.replay_buffers.indexing import Selection, outward, select, stored_slots
-from engram.data.replay_buffers.lanes import Lanes, check_numbers, tell_of_copy
-from engram.data.replay_buffers.layout import LeafSpec
-from engram.data.replay_buffers.rows import expand_slots
-from engram.data.replay_buffers.storages.sharing import is_sent, sends
 from engram.data.replay_buffers.storages.staging import TooManyRowsError
-from engram.data.replay_buffers.trees import Path, entry, show
 from engram.errors import StorageError
+from engram.pytree import KeyPath, entry, show
+from engram.store.files import is_sent, sends
+from engram.store.indexing import Selection, outward, select, stored_slots
+from engram.store.lanes import Lanes, check_numbers, tell_of_copy
+from engram.store.layout import LeafSpec
+from engram.store.tables import expand_slots
 
 log = logging.getLogger("engram")
 
@@ -192,14 +192,14 @@ class Storage(abc.ABC):
     ) -> Rows:
         """Copies the rows of slots (int64 [n]) out; `extra` entries are added at the root of the batch."""
 
-    def leaf(self, path: Path) -> LeafSpec | None:
+    def leaf(self, path: KeyPath) -> LeafSpec | None:
         """Dtype and shape of one leaf of a stored step; None: steps have none there."""
         if not len(self) or self.lanes is None:
             return None
         found = entry(self.read(stored_slots(self.lanes.store)[:1])[0], path)
         return None if found is None else LeafSpec(path, found.dtype, tuple(found.shape[1:]))
 
-    def column(self, path: Path, slots: Tensor) -> Tensor:
+    def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         """One leaf of the steps at these time slots: [n, *strands, ...]. The caller holds the storage's mutex."""
         rows = torch.as_tensor(expand_slots(slots, math.prod(self.inner)))
         found = entry(self.read(rows)[0], path)

@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from engram.data.replay_buffers.indexing import Selection
-from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
-from engram.data.replay_buffers.storages.frozen import FrozenParts
-from engram.data.replay_buffers.storages.sharing import is_sent
 from engram.data.replay_buffers.storages.staging import StagedParts
 from engram.errors import CheckpointMisfitError, differences_of
+from engram.store.files import is_sent
+from engram.store.indexing import Selection
+from engram.store.lanes import Lanes
+from engram.store.views import FrozenParts
 
 _MISFIT = "the state does not fit this ensemble"
 

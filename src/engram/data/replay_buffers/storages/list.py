@@ -12,16 +12,16 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.data.replay_buffers.border import ItemBorder
-from engram.data.replay_buffers.checkpointers.counters import Counters
-from engram.data.replay_buffers.indexing import Selection
-from engram.data.replay_buffers.lanes import Lanes
-from engram.data.replay_buffers.layout import LeafSpec
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
-from engram.data.replay_buffers.storages.frozen import Changes, FrozenItems
 from engram.data.replay_buffers.storages.staging import StagedItems
-from engram.data.replay_buffers.trees import Path, as_tensor, entry, show, spread, with_entry
 from engram.errors import CheckpointMisfitError, is_masked, masked_array
+from engram.pytree import KeyPath, as_tensor, entry, show, spread, with_entry
+from engram.store.border import ItemBorder
+from engram.store.counters import Counters
+from engram.store.indexing import Selection
+from engram.store.lanes import Lanes
+from engram.store.layout import LeafSpec
+from engram.store.views import Changes, FrozenItems
 
 _NO_LIMIT = 1 << 40
 _UNCHANGING = (int, float, str, bytes, type(None))
@@ -158,7 +158,7 @@ class ListStorage(Storage):
         has_batch = isinstance(oldest, TensorDictBase) or hasattr(type(oldest), "_from_tensordict")
         return tuple(oldest.batch_size) if has_batch else ()  # type: ignore[union-attr]
 
-    def leaf(self, path: Path) -> LeafSpec | None:
+    def leaf(self, path: KeyPath) -> LeafSpec | None:
         """As the oldest item has it."""
         found = entry(self._items[0], path) if self._items else None
         if found is None:
@@ -166,7 +166,7 @@ class ListStorage(Storage):
         tensor = as_tensor(found, path)
         return LeafSpec(path, tensor.dtype, tuple(tensor.shape))
 
-    def column(self, path: Path, slots: Tensor) -> Tensor:
+    def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         found = [entry(self._items[slot], path) for slot in slots.tolist()]
         if any(value is None for value in found):
             raise KeyError(f"some of the stored items have no {show(path)}")
@@ -183,7 +183,7 @@ class ListStorage(Storage):
 
     # ---- checkpoints: the ItemSource and ItemSink that a checkpointer sees ----
     def _default_checkpointer(self) -> Any:
-        from engram.data.replay_buffers.checkpointers.list import ListStorageCheckpointer
+        from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
 
         return ListStorageCheckpointer()
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from engram.data.replay_buffers.checkpointers.base import Rows
-from engram.data.replay_buffers.checkpointers.counters import Counters
+from engram.checkpoint.protocols import Rows
 from engram.errors import CheckpointError
+from engram.store.counters import Counters
 
 MOST_IN_MEMORY = 1 << 28  # bytes of rows; more than these are a matter of gigabytes
 

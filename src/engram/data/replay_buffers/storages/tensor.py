@@ -1,24 +1,647 @@
-"""Storages in memory: made at the first write, or around tensors that exist."""
+"""How storages with a fixed layout are saved and restored: the RowSource and RowSink that a checkpointer sees."""
 
 from __future__ import annotations
 
+import abc
+import contextlib
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers import trees
-from engram.data.replay_buffers.columns import ColumnTable
-from engram.data.replay_buffers.files import StoreSize, open_shared_memory, refuse_if_memory_is_short
-from engram.data.replay_buffers.lanes import Lanes
-from engram.data.replay_buffers.layout import RowLayout
-from engram.data.replay_buffers.locks import LaneLocks
-from engram.data.replay_buffers.rows import RowTable
-from engram.data.replay_buffers.storages.base import log
-from engram.data.replay_buffers.storages.sharing import share_descriptor, store_of_descriptor
-from engram.data.replay_buffers.storages.table import TableStorage
-from engram.data.specs.base import usable_device
-from engram.errors import StorageError
+from engram import pytree
+from engram.data.replay_buffers.storages.base import Checked, Rows, Storage, flat, log
+from engram.data.replay_buffers.storages.staging import StagedRows, TooManyRowsError
+from engram.errors import CheckpointError, CheckpointMisfitError, StorageError
+from engram.pytree import Node
+from engram.specs.tensors import usable_device
+from engram.store.counters import Counters
+from engram.store.files import (
+    StoreSize,
+    open_shared_memory,
+    refuse_if_memory_is_short,
+    share_descriptor,
+    store_of_descriptor,
+)
+from engram.store.indexing import Selection
+from engram.store.lanes import Lanes
+from engram.store.layout import LeafSpec, RowLayout
+from engram.store.locks import LaneLocks
+from engram.store.tables import ColumnTable, RowTable, expand_slots
+from engram.store.views import Changes, CopiedRows, FrozenRows, NothingYet
+
+
+class SavedTable(Storage):
+    """A storage whose rows lie in a table that is made when the layout is known."""
+
+    _n_lanes: int
+    _inner: tuple[int, ...]
+    _asked_size: int | None
+    _lanes: Lanes | None
+    _table: RowTable | ColumnTable | None
+    _made_for_restore = False
+
+    @abc.abstractmethod
+    def _adopt(self, layout: RowLayout, inner: tuple[int, ...]) -> None:
+        """Makes the table for a layout and strands of this shape."""
+
+    @abc.abstractmethod
+    def _unmake(self) -> bool:
+        """Gives a table that nobody has seen back; False: it stays."""
+
+    def _default_checkpointer(self) -> Any:
+        from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
+
+        return TensorStorageCheckpointer()
+
+    def layout_state(self) -> dict[str, Any] | None:
+        """The layout as JSON, with what else a twin needs to make the same table; None before the first write."""
+        if self._table is None:
+            return None
+        return {**self._table.layout.to_json(), "strands": list(self._inner), "ndim": self.ndim}
+
+    def counters(self) -> dict[str, Any]:
+        """Counters of every lane as JSON."""
+        if self._lanes is None:
+            return {"lane_capacity": 0, "strands": 1, "lanes": []}
+        store, lanes = self._lanes.store, self._lanes.saved_states()
+        return {"lane_capacity": store.lane_capacity, "strands": store.strands, "lanes": lanes}
+
+    def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """uint8 [strands, stop - start, row bytes]."""
+        assert self._table is not None
+        return self._table.block(lane, start, stop)
+
+    def identity(self) -> dict[str, Any]:
+        """What names these rows, as `Lanes.identity`."""
+        return self._changes().identity()
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        """Rows changed in place since `identity()` was `since`; None if that is not known."""
+        return self._changes().edited(since)
+
+    def _changes(self) -> Changes | NothingYet:
+        return NothingYet() if self._lanes is None else Changes(self._lanes)
+
+    def freeze(self) -> Any:
+        """The rows as they are now, for a save in the background; the caller holds the mutex, here and to close it."""
+        if self._table is None or self._lanes is None:
+            return NothingYet()
+        if isinstance(self._table, ColumnTable):
+            return CopiedRows(self._lanes, self)
+        if self._lanes.store.saving:
+            raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
+        layout = self.layout_state()
+        assert layout is not None
+        return FrozenRows(self._lanes, layout, self.counters(), self._table.layout.payload_bytes)
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[Any]:
+        table, lanes = self._table, self._lanes
+        if lanes is None or lanes.locks is None or not isinstance(table, RowTable):
+            yield self  # no other process sees these rows
+            return
+        layout = self.layout_state()
+        assert layout is not None
+        yield FrozenRows(lanes, layout, self.counters(), table.layout.payload_bytes, beside=False)
+
+    def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
+        """A ValueError that lists every difference between what was saved and this storage."""
+        said = []
+        lanes = counters["lanes"]
+        if layout is not None:
+            saved = self._saved_layout(layout)
+            if layout.get("ndim", 1) != self.ndim:
+                said.append(f"ndim is {self.ndim} here, {layout.get('ndim', 1)} there")
+            if self._table is not None:
+                said += self._table.layout.differences(saved)
+                if tuple(layout.get("strands", ())) != self._inner:
+                    said.append(f"environments are {list(self._inner)} here, {layout.get('strands')} there")
+            strands = math.prod(layout.get("strands", ()))
+            if counters.get("strands", strands) != strands:
+                said.append(f"counters of {counters['strands']} strands stand beside a layout of {strands} there")
+            room = self._room(strands)
+            rows = [lane["published"] - lane["base"] for lane in lanes]
+            if len(lanes) > self._n_lanes:
+                said.append(f"{self._n_lanes} lanes here, {len(lanes)} there")
+            if any(r > room for r in rows):
+                said.append(f"room for {room * strands} steps in a lane here, {max(rows) * strands} saved there")
+        if said:
+            raise CheckpointMisfitError("the checkpoint does not fit this storage", said)
+
+    def _room(self, strands: int) -> int:
+        if self._lanes is not None:
+            return self._lanes.store.lane_capacity
+        return math.ceil((self._asked_size or 0) / (self._n_lanes * strands))
+
+    def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
+        """Makes the table if there is none and empties it."""
+        self.check_restore(layout, counters)
+        self._made_for_restore = self._table is None and layout is not None
+        if self._table is None and layout is not None:
+            self._adopt(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
+        # From here on rows of before are being lost: whatever may fail comes first.
+        self._order = None if layout is None or self._table is None else self._order_in(layout)
+        self._restoring = counters
+        if self._lanes is not None:
+            self._lanes.hold()
+            self._lanes.store.begin_restore()
+        if self._lanes is not None:
+            for i, lane in enumerate(counters["lanes"]):
+                shift = self._shift(i)
+                seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
+                self._lanes.store.set_seams(i, lane["base"] - shift, lane["published"] - shift, seams)
+
+    def _saved_layout(self, saved: dict[str, Any]) -> RowLayout:
+        """What was saved; where it is that of this storage, ours: rows can go back where there is no memory for one."""
+        mine = None if self._table is None else self._table.layout
+        if mine is not None and isinstance(saved, dict) and mine.to_json().items() <= saved.items():
+            return mine
+        return RowLayout.from_json(saved)
+
+    def _order_in(self, layout: dict[str, Any]) -> Any:
+        """Where a saved row has each byte of ours: the same keys may have been written in another order there."""
+        assert self._table is not None
+        return self._table.layout.order_in(self._saved_layout(layout))
+
+    def write_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
+        """Takes rows [strands, n, row bytes] with write numbers from `start` on."""
+        assert self._table is not None
+        if self._order is not None:
+            rows = np.ascontiguousarray(rows[..., self._order])
+        self._table.set_block(lane, start - self._shift(lane), rows)
+
+    def end_restore(self) -> None:
+        """Shows the restored rows."""
+        if self._lanes is None:
+            return
+        store = self._lanes.store
+        for i, lane in enumerate(self._restoring["lanes"]):
+            shift = self._shift(i)
+            origin = (lane["origin"] - shift) % (1 << 64)
+            store.restore_lane(i, lane["base"] - shift, lane["published"] - shift, origin)
+            self._lanes.restore_border(i, lane, shift)
+        store.end_restore()
+        self.shifts = [self._shift(i) for i in range(len(self._restoring["lanes"]))]
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.mutex, self.still() as source:
+            lanes = source.counters()["lanes"]
+            blocks = [source.read_block(i, lane["base"], lane["published"]) for i, lane in enumerate(lanes)]
+            counters = source.counters()  # other processes may have overwritten the oldest rows meanwhile
+        lost = [now["base"] - then["base"] for now, then in zip(counters["lanes"], lanes, strict=True)]
+        rows = [torch.from_numpy(block[:, n:]) for block, n in zip(blocks, lost, strict=True)]
+        return {"layout": self.layout_state(), "counters": counters, "rows": rows, "numbers": self.numbers_state()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        try:
+            _check_rows(state)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
+        self.check_restore(state["layout"], state["counters"])
+        self.check_numbers(state.get("numbers"))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check_state(state)
+        with self.replacing("load_state_dict"):
+            self.begin_restore(state["layout"], state["counters"])
+            for i, (lane, rows) in enumerate(zip(state["counters"]["lanes"], state["rows"], strict=True)):
+                if lane["published"] > lane["base"]:
+                    self.write_block(i, lane["base"], rows.numpy())
+            self.end_restore()
+            self.restore_numbers(state.get("numbers"))
+
+    def staging(self) -> StagedRows:
+        return StagedRows(self, spill=bool(getattr(self.checkpointer, "load_hooks", None)))
+
+    def kept(self) -> Callable[[], None] | None:
+        layout, counters, numbers = self.layout_state(), self.counters(), self.numbers_state()
+        if layout is None:
+            return self._forget
+        rows = StagedRows(self, spill=False)
+        try:
+            rows.begin_restore(layout, counters)
+        except TooManyRowsError:
+            return None
+        for i, lane in enumerate(counters["lanes"]):
+            if lane["published"] > lane["base"]:
+                rows.write_block(i, lane["base"], self.read_block(i, lane["base"], lane["published"]))
+        rows.end_restore()
+
+        def bring_back() -> None:
+            rows.commit()
+            self.restore_numbers(numbers)
+
+        return bring_back
+
+    def _forget(self) -> None:
+        """Nothing has been written to this storage."""
+        self._made_for_restore = True
+        self.abort_restore()
+
+    def abort_restore(self) -> None:
+        """Leaves the storage empty; one that had no rows to be like has none again."""
+        if self._made_for_restore and self._unmake():
+            return
+        if self._lanes is not None:
+            self._lanes.store.begin_restore()
+            self._lanes.store.mend()
+            self._lanes.store.end_restore()
+
+    def _shift(self, lane: int) -> int:
+        """Write numbers stay as they are in a lane of the same capacity; in another one the oldest row is number 0."""
+        assert self._lanes is not None
+        same = self._restoring["lane_capacity"] == self._lanes.store.lane_capacity
+        return 0 if same else int(self._restoring["lanes"][lane]["base"])
+
+
+def _check_rows(state: dict[str, Any]) -> None:
+    """ValueError, KeyError, TypeError or AttributeError where the rows of a state are not those of its counters."""
+    layout, counters, rows = state["layout"], state["counters"], state["rows"]
+    known = Counters(counters)
+    row_bytes = 0 if layout is None else layout["row_bytes"]
+    expected = [(known.strands, lane["published"] - lane["base"], row_bytes) for lane in counters["lanes"]]
+    found = [tuple(some.shape) if some.dtype is torch.uint8 else some.dtype for some in rows]
+    if found != expected:
+        raise ValueError(f"the rows of the lanes are uint8 {found}, their counters say {expected}")
+
+
+_COPIED_BYTES = 16 << 20
+_NO_STEPS = "nothing to add: the batch has no steps"
+
+
+class TableStorage(SavedTable):
+    """A storage whose rows all have one layout."""
+
+    def __init__(self, max_size: int | None, ndim: int, checkpointer: Any = None, lanes: int = 1) -> None:
+        super().__init__(max_size, checkpointer)
+        if ndim < 1:
+            raise ValueError(f"ndim must be at least 1, got {ndim}")
+        if lanes < 1 or (lanes > 1 and ndim > 1):
+            raise ValueError(f"lanes must be at least 1, and 1 with ndim={ndim}: got {lanes}")
+        self.ndim = ndim
+        self._n_lanes = lanes
+        if self._max_size is not None:
+            self._max_size = math.ceil(self._max_size / lanes) * lanes
+        self._asked_size = self._max_size
+        self._inner: tuple[int, ...] = ()
+        self._first_inner: tuple[int, ...] | None = None  # the strands of a first batch with several strand dimensions
+        self._lanes: Lanes | None = None
+        self._table: RowTable | ColumnTable | None = None
+        self._making = threading.Lock()
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._making = threading.Lock()
+
+    @abc.abstractmethod
+    def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
+        """Takes the memory. Raises StorageError, with the numbers, where there is not enough."""
+
+    # ---- facts ----
+    @property
+    def lanes(self) -> Lanes | None:
+        return self._lanes
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        return self._inner
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._table is None else self._table.nbytes
+
+    @property
+    def layout(self) -> RowLayout | None:
+        """Keys, shapes and dtypes of a stored step; None before the first write."""
+        return None if self._table is None else self._table.layout
+
+    @property
+    def _storage(self) -> Any:
+        if self._table is None or self._lanes is None:
+            return None
+        store = self._lanes.store
+        return self._shaped_view(0, store.lanes * store.lane_capacity)
+
+    def _shaped_view(self, start: int, stop: int) -> Any:
+        assert self._table is not None
+        view = self._table.view(start, stop)
+        if (len(self._inner) > 1 or self._inner == (1,)) and isinstance(self._table, RowTable):
+            view = view.reshape(stop - start, *self._inner)
+        return view
+
+    def __getitem__(self, index: Any) -> Any:
+        """Rows at an index; a slice of a storage that has not wrapped is a live view, for reading only."""
+        if isinstance(index, slice) and self._table is not None and self._lanes is not None:
+            store = self._lanes.store
+            lane = store.lane(0)
+            rows = lane["published"] - lane["first"]
+            # Without gaps, and from slot 0 on: not after a recovery that kept the middle of a ring, not in lanes.
+            whole = store.lanes == 1 and (rows == store.lane_capacity or lane["first"] % store.lane_capacity == 0)
+            start, stop, step = index.indices(max(0, rows))
+            if whole and step == 1:
+                return self._shaped_view(start, max(start, stop))
+        return self.get(index)
+
+    # ---- copies ----
+    def form(self) -> Any:
+        if self._table is None:
+            return None
+        layout = self._table.layout  # its classes, too, which a state does not name
+        return layout.root, layout.leaves, self._inner, self._first_inner
+
+    def take_form(self, form: Any) -> None:
+        if form is not None and self._table is None:
+            root, leaves, inner, self._first_inner = form
+            self._adopt(RowLayout(root, leaves), inner)
+
+    def copy_rows_into(self, other: Any, memo: dict[int, Any]) -> None:
+        # Block by block: there may be more rows than memory.
+        other.take_form(self.form())
+        with self.still() as source, other.alone("copying"):
+            layout, before = source.layout_state(), source.counters()
+            other.begin_restore(layout, before)
+            rows = max(1, _COPIED_BYTES // max(1, layout["row_bytes"] * math.prod(self._inner)))
+            for i, lane in enumerate(before["lanes"]):
+                for start in range(lane["base"], lane["published"], rows):
+                    stop = min(start + rows, lane["published"])
+                    other.write_block(i, start, source.read_block(i, start, stop))
+            other.finish_restore(source.counters())  # other processes may have overwritten the oldest rows meanwhile
+        other.restore_numbers(self.numbers_state())
+
+    def finish_restore(self, counters: dict[str, Any]) -> None:
+        """Shows the restored rows, as far as these counters say that they were whole."""
+        self._restoring = counters
+        self.end_restore()
+
+    # ---- making ----
+    def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> RowTable | ColumnTable:
+        with self._making:
+            if self._table is None:
+                layout = RowLayout.of(items, batch_dims)
+                # The first batch decides the layout only if it can be written itself.
+                if not layout.plan(items, batch_dims, time_dim).steps:
+                    raise ValueError(_NO_STEPS)
+                if index_key is not None:
+                    layout = _with_index(layout, index_key, self.ndim)
+                self._adopt(layout, self._first_inner or _strand_shape(items, batch_dims, time_dim))
+        assert self._table is not None
+        return self._table
+
+    def _adopt(self, layout: RowLayout, inner: tuple[int, ...]) -> None:
+        """Makes the table for a layout and strands of this shape."""
+        if self._asked_size is None:
+            raise ValueError("this storage needs a max_size")
+        self._tell_of_copy()
+        self._inner = inner
+        try:
+            lane_capacity = math.ceil(self._asked_size / (self._n_lanes * math.prod(inner)))
+            lanes, table = self._make(layout, lane_capacity)
+        except BaseException:
+            self._inner = ()
+            raise
+        lanes.mutex = self.mutex
+        self._table, self._lanes = table, lanes
+        self._max_size = lanes.capacity
+
+    def _unmake(self) -> bool:
+        if self._lanes is not None:
+            self._lanes.close()
+        self._table, self._lanes, self._inner, self._first_inner = None, None, (), None
+        self._max_size = self._asked_size
+        return True
+
+    # ---- writing ----
+    def check(
+        self,
+        items: Any,
+        single: bool,
+        time_dim: int = 0,
+        index_key: str | None = None,
+        index: Tensor | None = None,
+    ) -> Checked:
+        batch_dims = self.ndim - 1 if single else self.ndim
+        if single:
+            time_dim = -1
+        if batch_dims > 1:
+            items, batch_dims, time_dim = self._merge_strands(items, batch_dims, time_dim)
+        table = self._table
+        if table is None:
+            table = self._ensure(items, batch_dims, time_dim, index_key)
+        extra: tuple[str, Any] | None = None
+        if index is not None and index_key is not None:
+            own = index[0] if single else index
+            extra = (index_key, self._of_each_step(own)) if self._stores(index_key) else None
+        elif index_key is not None and (index_key,) in table.layout.paths:
+            own_index = self._own_index(items, batch_dims, time_dim)
+            extra = (index_key, self._of_each_step(own_index) if table.layout.within else own_index)
+        plan = table.plan(items, batch_dims, time_dim, extra)
+        steps = len(plan[0]) if isinstance(plan, list) else plan.steps
+        if steps == 0:
+            raise ValueError(_NO_STEPS)
+        return Checked(steps, plan)
+
+    def _merge_strands(self, items: Any, batch_dims: int, time_dim: int) -> tuple[Any, int, int]:
+        """Several strand dimensions become one; their shape is remembered by the first batch."""
+        shape = _lead_shape(items, batch_dims)
+        if time_dim not in (-1, 0, batch_dims - 1):
+            raise ValueError(f"time must be the first or the last batch dimension, got {time_dim} of {batch_dims}")
+        inner = shape if time_dim < 0 else shape[1:] if time_dim == 0 else shape[:-1]
+        if self._table is None:
+            self._first_inner = inner
+        elif inner != self._inner:
+            raise ValueError(f"the batch has environments of shape {list(inner)}, this storage {list(self._inner)}")
+        if len(inner) == 1:
+            return items, batch_dims, time_dim
+        first = 1 if time_dim == 0 else 0
+        merged = _merge(items, first, first + len(inner))
+        return merged, batch_dims - len(inner) + 1, time_dim if time_dim <= 0 else 1
+
+    def _own_index(self, items: Any, batch_dims: int, time_dim: int) -> Tensor | int:
+        assert self._lanes is not None
+        if batch_dims == 0:
+            return self._lanes.next_slot() if isinstance(self._table, RowTable) else self._lanes.next_slots(1)[0]
+        steps = 1 if time_dim < 0 else _lead_shape(items, batch_dims)[time_dim]
+        times = self._lanes.next_slots(steps)
+        if self.ndim == 1:
+            return times
+        slots: Any = expand_slots(times, self._lanes.strands)
+        index = torch.stack(tuple(self.outward(slots)), -1).reshape(steps, self._lanes.strands, self.ndim)
+        return index[0] if time_dim < 0 else index if time_dim == 0 else index.transpose(0, 1)
+
+    def _of_each_step(self, index: Tensor | int) -> Tensor:
+        """The index of items as each of their steps stores it, where items have batch dimensions of their own."""
+        assert self._table is not None
+        at, within = torch.as_tensor(index), self._table.layout.within
+        return pytree.spread(at, at.ndim - (self.ndim > 1), within) if within else at
+
+    def _stores(self, key: str) -> bool:
+        assert self._table is not None
+        return (key,) in self._table.layout.paths
+
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
+        assert self._table is not None and self._lanes is not None
+        return expand_slots(self._table.append(checked.data, most), self._lanes.strands)
+
+    def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
+        assert self._table is not None
+        self._table.overwrite(slots, checked.data, rows)
+
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        if not isinstance(self._table, RowTable):
+            return super().prepare_replace(checked, rows, slots)
+        return self._table.prepare_overwrite(slots, checked.data, rows)
+
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+        assert self._table is not None
+        self._table.overwrite(slots, self._plan_rows(items, slots, index_key))
+
+    def _plan_rows(self, items: Any, slots: Tensor, index_key: str | None) -> Any:
+        """Rows for in-place writing: [n, ...], whatever strands the storage has; one step is repeated."""
+        assert self._table is not None
+        layout, n = self._table.layout, len(slots)
+        if _is_single(layout, items):
+            items = _repeat(items, n)
+        if index_key is not None and self._stores(index_key):
+            own = self.outward(slots)
+            index = torch.stack(own, -1) if isinstance(own, tuple) else own
+            items = pytree.with_entry(items, index_key, self._of_each_step(index))
+        if isinstance(self._table, ColumnTable):
+            plan: Any = layout.fitting(items, 1)
+            count = len(plan[0])
+        else:
+            plan = layout.plan(items, 1, 0)
+            count = plan.steps
+        if count != n:
+            raise ValueError(f"{n} steps are indexed, the data have {count}; nothing was written")
+        return plan
+
+    def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
+        if len(set(selection.slots.tolist())) != len(selection.slots):
+            raise ValueError("an index names a step twice; nothing was written")
+        n = len(selection.shape)
+        assert self._table is not None
+        items = items if n <= 1 or _is_single(self._table.layout, items) else flat(items, n)
+        self.overwrite(selection.slots, items, index_key)
+
+    # ---- reading ----
+    def read(
+        self,
+        slots: Tensor,
+        shape: tuple[int, ...] | None = None,
+        extra: dict[str, Any] | None = None,
+        numbers: bool = False,
+    ) -> Rows:
+        if self._table is None:
+            raise IndexError("nothing has been written to this storage yet")
+        return self._table.read(slots, shape, extra, numbers)
+
+    def read_with(
+        self,
+        others: list[Any],
+        slots: Tensor,
+        shape: tuple[int, ...],
+        extra: dict[str, Any] | None = None,
+        numbers: bool = False,
+        parts: list[dict[str, Any] | None] | None = None,
+    ) -> tuple[Any, ...] | None:
+        first = self._table
+        tables: list[RowTable] = []
+        for other in others:
+            table = other.table if isinstance(other, TableStorage) else None
+            if not isinstance(table, RowTable) or not isinstance(first, RowTable) or not first.like(table):
+                return None
+            tables.append(table)
+        return first.read_with(tables, slots, shape, extra, numbers, parts) if isinstance(first, RowTable) else None
+
+    @property
+    def table(self) -> RowTable | ColumnTable | None:
+        """The rows; None before the first write."""
+        return self._table
+
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        return () if self._table is None else self._table.layout.within
+
+    def leaf(self, path: pytree.KeyPath) -> LeafSpec | None:
+        leaves = () if self._table is None else self._table.layout.leaves
+        return next((leaf for leaf in leaves if leaf.path == path), None)
+
+    def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
+        assert self._table is not None
+        return self._table.column(path, slots)
+
+
+def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
+    """The layout with one more key at its root, which holds each row's own index."""
+    kind, cls = layout.root.kind, layout.root.cls
+    if kind not in ("td", "dict", "class") or (
+        cls is not None and key not in {field.name for field in dataclasses.fields(cls)}
+    ):
+        found = "tensor" if kind == "leaf" else kind if cls is None else f"{cls.__name__} without such a field"
+        raise TypeError(f"a {found} has no place for {key!r}; use RoundRobinWriter, which stores no index")
+    root = layout.root.children[0] if layout.root.kind == "class" else layout.root
+    leaves = list(layout.leaves)
+    index = LeafSpec((key,), torch.int64, (*root.batch, *(() if ndim == 1 else (ndim,))))
+    if key in root.keys:
+        node = root.children[root.keys.index(key)]
+        leaves[node.leaf] = index
+        return RowLayout(layout.root, leaves)
+    leaves.append(index)
+    node = Node("leaf", leaf=len(leaves) - 1)
+    root.keys, root.children = (*root.keys, key), (*root.children, node)
+    return RowLayout(layout.root, leaves)
+
+
+def _lead_shape(items: Any, batch_dims: int) -> tuple[int, ...]:
+    shape = getattr(items, "shape", None)
+    if shape is None:
+        _, leaves = pytree.describe(items, batch_dims)
+        if not leaves:
+            raise ValueError("nothing to store: the data hold no tensor")
+        shape = np.shape(leaves[0][1]) if not isinstance(leaves[0][1], Tensor) else leaves[0][1].shape
+    if len(shape) < batch_dims:
+        raise ValueError(f"the data have shape {list(shape)}; this storage takes {batch_dims} batch dimensions")
+    return tuple(shape[:batch_dims])
+
+
+def _strand_shape(items: Any, batch_dims: int, time_dim: int) -> tuple[int, ...]:
+    shape = _lead_shape(items, batch_dims)
+    return shape if time_dim < 0 else tuple(d for i, d in enumerate(shape) if i != time_dim)
+
+
+def _merge(items: Any, first: int, last: int) -> Any:
+    if isinstance(items, dict):
+        return {k: _merge(v, first, last) for k, v in items.items()}
+    if isinstance(items, list | tuple):
+        return type(items)(_merge(v, first, last) for v in items)
+    return items.flatten(first, last - 1)
+
+
+def _is_single(layout: RowLayout, items: Any) -> bool:
+    """Whether the data are one step, to be written at every index."""
+    leaf = layout.leaves[0]
+    value = items
+    for key in leaf.path:
+        try:
+            value = value.get(key) if hasattr(value, "_from_tensordict") else value[key]
+        except (KeyError, IndexError, TypeError):
+            return False  # it does not fit, which is said when the rows are checked
+    return np.ndim(value) == len(leaf.shape)
+
+
+def _repeat(items: Any, n: int, path: pytree.KeyPath = ()) -> Any:
+    if isinstance(items, dict):
+        return {k: _repeat(v, n, (*path, k)) for k, v in items.items()}
+    if isinstance(items, list | tuple):
+        return type(items)(_repeat(v, n, (*path, i)) for i, v in enumerate(items))
+    items = items if hasattr(items, "expand") else pytree.as_tensor(items, path)
+    return items.expand(n, *items.shape)
 
 
 class LazyTensorStorage(TableStorage):
@@ -137,7 +760,7 @@ class TensorStorage(TableStorage):
         *,
         checkpointer: Any = None,
     ) -> None:
-        root, found = trees.describe(storage, ndim)
+        root, found = pytree.describe(storage, ndim)
         tensors = [_tensor(value, path) for path, value in found]
         lead = _common_lead(found, tensors, ndim)
         count = 1
@@ -182,21 +805,21 @@ def _count(shape: tuple[int, ...]) -> int:
     return n
 
 
-def _tensor(value: Any, path: trees.Path) -> Tensor:
+def _tensor(value: Any, path: pytree.KeyPath) -> Tensor:
     if not isinstance(value, Tensor):
-        return trees.as_tensor(value, path)
+        return pytree.as_tensor(value, path)
     if value.device.type == "cpu":
-        trees.as_tensor(value, path)  # for its errors
+        pytree.as_tensor(value, path)  # for its errors
     return value.detach()
 
 
-def _common_lead(found: list[tuple[trees.Path, Any]], tensors: list[Tensor], ndim: int) -> tuple[int, ...]:
+def _common_lead(found: list[tuple[pytree.KeyPath, Any]], tensors: list[Tensor], ndim: int) -> tuple[int, ...]:
     if not tensors:
         raise ValueError("nothing to store: the data hold no tensor")
     lead = tuple(tensors[0].shape[:ndim])
     for (path, _), t in zip(found, tensors, strict=True):
         if t.ndim < ndim or tuple(t.shape[:ndim]) != lead:
-            raise ValueError(f"{trees.show(path)} has shape {list(t.shape)}; all data must begin with {list(lead)}")
+            raise ValueError(f"{pytree.show(path)} has shape {list(t.shape)}; all data must begin with {list(lead)}")
     if len(lead) < ndim:
         raise ValueError(f"the data have shape {list(lead)}, fewer than ndim={ndim} dimensions")
     return lead

@@ -1,12 +1,12 @@
 """Which slots to write."""
 
-from engram.data.replay_buffers.writers.base import Writer
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
 from engram.data.replay_buffers.writers.max_value import TensorDictMaxValueWriter
 from engram.data.replay_buffers.writers.round_robin import (
     ImmutableDatasetWriter,
     RoundRobinWriter,
     TensorDictRoundRobinWriter,
+    Writer,
 )
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engram.data.replay_buffers.writers.base import Writer
+from engram.data.replay_buffers.writers.round_robin import Writer
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage

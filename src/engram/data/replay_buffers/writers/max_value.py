@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram import _native
-from engram.data.replay_buffers import trees
-from engram.data.replay_buffers.lanes import check_numbers
-from engram.data.replay_buffers.layout import is_lazy
-from engram.data.replay_buffers.utils import slots_tensor
-from engram.data.replay_buffers.writers.base import Writer
+from engram import _native, pytree
+from engram._system import slots_tensor
+from engram.data.replay_buffers.writers.round_robin import Writer
+from engram.store.lanes import check_numbers
+from engram.store.layout import is_lazy
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Checked, Storage
@@ -146,20 +145,20 @@ class TensorDictMaxValueWriter(Writer):
         if single:
             return values.unsqueeze(0)
         if values.ndim == 0:
-            raise ValueError(f"{trees.show(self._path)} has no dimension for the items of a batch; use add")
+            raise ValueError(f"{pytree.show(self._path)} has no dimension for the items of a batch; use add")
         return values
 
     def _entry(self, items: Any) -> Any:
-        found = trees.entry(items, self._path)
+        found = pytree.entry(items, self._path)
         if found is None:
             has = sorted(map(str, items.keys())) if hasattr(items, "keys") else f"none: a {type(items).__name__}"
-            raise KeyError(f"the rank {trees.show(self._path)} is not in the data, whose keys are {has}")
+            raise KeyError(f"the rank {pytree.show(self._path)} is not in the data, whose keys are {has}")
         return found
 
     def _stored(self, storage: Storage, slots: Tensor) -> Tensor:
         """The same of stored rows."""
         if storage.leaf(self._path) is None:
-            raise KeyError(f"the rank {trees.show(self._path)} is not in the stored rows")
+            raise KeyError(f"the rank {pytree.show(self._path)} is not in the stored rows")
         try:
             return self._numbers(storage.column(self._path, slots))
         except RuntimeError:  # items of a list storage may have different shapes
@@ -174,9 +173,9 @@ class TensorDictMaxValueWriter(Writer):
         if plain and leaf.dtype in _NATIVE and leaf.is_contiguous():
             as_it_is: Tensor = leaf  # the native core reads it so
             return as_it_is
-        values = trees.as_tensor(leaf, self._path)
+        values = pytree.as_tensor(leaf, self._path)
         if values.dtype.is_complex:
-            raise TypeError(f"{trees.show(self._path)} is {values.dtype}: complex numbers have no order to rank by")
+            raise TypeError(f"{pytree.show(self._path)} is {values.dtype}: complex numbers have no order to rank by")
         return (values if values.dtype in _NATIVE else values.double()).contiguous()
 
     def _stacked(self, leaves: list[Any]) -> Tensor:

@@ -1,15 +1,71 @@
-"""Writers that go round the ring, and one that refuses."""
+"""Which slots to write."""
 
 from __future__ import annotations
 
+import abc
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from engram.data.replay_buffers.writers.base import Writer
-
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
+
+
+class Writer(abc.ABC):
+    """Decides where new rows go."""
+
+    #: The key under which each row also stores its own index; None: it does not.
+    index_key: str | None = None
+
+    def __init__(self) -> None:
+        self._storage: Storage | None = None
+
+    def register_storage(self, storage: Storage) -> None:
+        """Writes to this storage from now on."""
+        self._storage = storage
+
+    @abc.abstractmethod
+    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
+        """Checks and writes a batch (or one step, `single`); returns slots, int64 [steps * strands]; -1: not written.
+
+        Raises:
+            ValueError, TypeError: the batch does not fit; nothing was written.
+        """
+
+    def allow(self, what: str) -> None:
+        """Called before stored rows are changed or forgotten; raises where this writer forbids it."""
+
+    @property
+    def _cursor(self) -> int:
+        """Where the next row goes, along the first dimension."""
+        lanes = None if self._storage is None else self._storage.lanes
+        return 0 if self._storage is None or lanes is None else self._storage.settled(lambda: lanes.cursor)
+
+    def empty(self) -> None:
+        """Forgets what was written."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved; the cursor belongs to the storage's counters."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state."""
+
+    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
+        """A state of this writer, made of what TorchRL saved of one; None: of one of an immutable data set.
+
+        `found` has `cursor` and `write_count`, and of a writer that keeps the best `rank_key`.
+
+        Raises:
+            ValueError: this writer can make nothing of it.
+        """
+        if self.state_dict() or (found is not None and "rank_key" in found):
+            there = "one that keeps the best" if found is not None and "rank_key" in found else "one without a state"
+            raise ValueError(f"the writer is a {type(self).__name__} here, {there} was saved")
+        return {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(cursor={self._cursor})"
 
 
 class RoundRobinWriter(Writer):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from engram.data.replay_buffers.checkpointers.base import RowSink
+from engram.checkpoint.protocols import RowSink
 from engram.data.replay_buffers.checkpointers.torchrl.folders import Bytes
 from engram.data.replay_buffers.checkpointers.torchrl.parts import Ages
 from engram.data.replay_buffers.checkpointers.torchrl.steps import Leaf, Steps, blocks, layout_of

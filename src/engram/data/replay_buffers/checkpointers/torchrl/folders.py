@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engram.data.replay_buffers.checkpointers.directory import open_below
-from engram.data.replay_buffers.utils import check_memory
+from engram._system import check_memory
+from engram.checkpoint.directory import open_below
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 Bytes = npt.NDArray[np.uint8]

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 
-from engram.data.replay_buffers.checkpointers.h5 import H5Reader, reading
+from engram._hdf5 import H5Reader, open_checked
 from engram.data.replay_buffers.checkpointers.torchrl.folders import DTYPES, Bytes, Folder
 from engram.data.replay_buffers.checkpointers.torchrl.steps import Leaf, Misfit
 from engram.data.replay_buffers.checkpointers.torchrl.trajectories import (
@@ -24,23 +24,23 @@ from engram.data.replay_buffers.checkpointers.torchrl.trajectories import (
     Written,
     ring_of,
 )
-from engram.data.replay_buffers.trees import Path, show
+from engram.pytree import KeyPath, show
 
 _TRAJECTORY, _LENGTH = "traj_", "_len"
 _DEEPEST = 64
 _COUNT, _FLAG = np.dtype(np.int64), np.dtype(np.bool_)
-_Found = dict[Path, tuple[int, tuple[int, ...], np.dtype[np.generic]]]
+_Found = dict[KeyPath, tuple[int, tuple[int, ...], np.dtype[np.generic]]]
 
 
 @contextmanager
-def h5_steps(folder: Folder, name: str, ndim: int, known: Collection[Path]) -> Iterator[Written]:
+def h5_steps(folder: Folder, name: str, ndim: int, known: Collection[KeyPath]) -> Iterator[Written]:
     """The steps of an HDF5 file, which is open inside the block.
 
     ImportError: h5py is not there. CorruptCheckpointError: this is not such a file.
     """
     with ExitStack() as stack:
         try:
-            reader = stack.enter_context(reading(stack.enter_context(folder.file(name))))
+            reader = stack.enter_context(open_checked(stack.enter_context(folder.file(name))))
             steps = _read(folder, name, reader, ndim, known)
         except Misfit:
             raise
@@ -49,7 +49,7 @@ def h5_steps(folder: Folder, name: str, ndim: int, known: Collection[Path]) -> I
         yield steps
 
 
-def _read(folder: Folder, name: str, reader: H5Reader, ndim: int, known: Collection[Path]) -> Written:
+def _read(folder: Folder, name: str, reader: H5Reader, ndim: int, known: Collection[KeyPath]) -> Written:
     groups = _groups(reader)
     ring = _ring(folder, name, reader, ndim)
     columns = _columns(folder, name, reader, groups)
@@ -89,7 +89,7 @@ def _ring(folder: Folder, name: str, reader: H5Reader, ndim: int) -> Ring:
     return ring_of(folder, name, said, int(reader.take(_LENGTH, (), _COUNT)), ndim)
 
 
-def _columns(folder: Folder, name: str, reader: H5Reader, groups: int) -> dict[Path, H5Column]:
+def _columns(folder: Folder, name: str, reader: H5Reader, groups: int) -> dict[KeyPath, H5Column]:
     """The keys, which are the same in each trajectory."""
     first: _Found = {}
     _collect(reader, f"{_TRAJECTORY}0", (), first)
@@ -108,7 +108,7 @@ def _columns(folder: Folder, name: str, reader: H5Reader, groups: int) -> dict[P
     }
 
 
-def _collect(reader: H5Reader, group: str, path: Path, found: _Found) -> None:
+def _collect(reader: H5Reader, group: str, path: KeyPath, found: _Found) -> None:
     """Datasets below a group: length, shape of an item, dtype."""
     if len(path) > _DEEPEST:
         raise ValueError(f"groups are nested deeper than {_DEEPEST}")

@@ -10,8 +10,8 @@ from urllib.parse import unquote
 import torch
 
 from engram.data.replay_buffers.checkpointers.torchrl.folders import Folder
-from engram.data.replay_buffers.trees import Path, show
 from engram.errors import CheckpointError
+from engram.pytree import KeyPath, show
 
 META = "meta.json"
 _SUFFIX, _SHAPES = ".memmap", ".shape.memmap"
@@ -26,7 +26,7 @@ _DEEPEST = 64
 class Saved:
     """A tensor: where its file lies, and what it is said to hold. `nested`: its parts' shapes lie in a file, too."""
 
-    path: Path
+    path: KeyPath
     folder: Folder
     file: str
     dtype: torch.dtype
@@ -43,9 +43,9 @@ class Tree:
     """What a directory holds: tensors, constants (`[value]`, or values along the batch), batch sizes of (sub-)dicts."""
 
     tensors: list[Saved] = dataclasses.field(default_factory=list)
-    constants: dict[Path, Any] = dataclasses.field(default_factory=dict)
-    stacks: dict[Path, list[Any]] = dataclasses.field(default_factory=dict)
-    batches: dict[Path, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    constants: dict[KeyPath, Any] = dataclasses.field(default_factory=dict)
+    stacks: dict[KeyPath, list[Any]] = dataclasses.field(default_factory=dict)
+    batches: dict[KeyPath, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def tensor(self, *path: str) -> Saved | None:
         return next((t for t in self.tensors if t.path == path), None)
@@ -61,7 +61,7 @@ def read_tree(folder: Folder, beside: tuple[str, ...] = ()) -> Tree:
     return tree
 
 
-def _read(folder: Folder, path: Path, tree: Tree, beside: tuple[str, ...]) -> None:
+def _read(folder: Folder, path: KeyPath, tree: Tree, beside: tuple[str, ...]) -> None:
     if len(path) > _DEEPEST:
         raise folder.bad(META, f"keys are nested deeper than {_DEEPEST}")
     meta = folder.json(META)
@@ -80,7 +80,7 @@ def _read(folder: Folder, path: Path, tree: Tree, beside: tuple[str, ...]) -> No
     folder.only(used)
 
 
-def _read_class(folder: Folder, path: Path, tree: Tree, beside: tuple[str, ...], meta: dict[str, Any]) -> None:
+def _read_class(folder: Folder, path: KeyPath, tree: Tree, beside: tuple[str, ...], meta: dict[str, Any]) -> None:
     """A tensorclass, whose name means nothing here: its fields are read as a TensorDict."""
     kind = meta.get("_type")
     if meta.keys() != {"_type"} or not isinstance(kind, str) or not re.fullmatch(r"<class '[^']+'>", kind):
@@ -107,7 +107,7 @@ def _by_key(folder: Folder) -> dict[str, str]:
     return found
 
 
-def _entry(folder: Folder, path: Path, said: dict[str, Any], files: dict[str, str], tree: Tree) -> set[str]:
+def _entry(folder: Folder, path: KeyPath, said: dict[str, Any], files: dict[str, str], tree: Tree) -> set[str]:
     """Takes one entry in; returns the names that belong to it."""
     name = files.get(path[-1], f"{path[-1]}{_SUFFIX}")
     if "type" not in said:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from engram.data.replay_buffers.checkpointers.directory import CURRENT
+from engram.checkpoint.directory import CURRENT
 from engram.data.replay_buffers.checkpointers.torchrl.filling import Filling, TableSink
 from engram.data.replay_buffers.checkpointers.torchrl.folders import Folder
 from engram.data.replay_buffers.checkpointers.torchrl.h5 import h5_steps
@@ -25,8 +25,8 @@ from engram.data.replay_buffers.checkpointers.torchrl.parts import (
 from engram.data.replay_buffers.checkpointers.torchrl.steps import METADATA, Steps
 from engram.data.replay_buffers.checkpointers.torchrl.tables import pytree_table, tensordict_table
 from engram.data.replay_buffers.checkpointers.torchrl.trajectories import SHAPE, flat_steps
-from engram.data.replay_buffers.trees import Path
 from engram.errors import CheckpointError, CorruptCheckpointError
+from engram.pytree import KeyPath
 
 _BUFFER, _PREFETCHED, _STORAGE = "buffer_metadata.json", "prefetch.pkl", "storage"
 _NOTHING_PREFETCHED = 64  # bytes that a pickle of an empty queue has at most
@@ -127,7 +127,7 @@ class TorchrlSaved:
             self._steps.begin(self._ages(self._steps).base % self._steps.capacity)
         return self._steps
 
-    def _read(self, ndim: int, known: list[Path]) -> Steps:
+    def _read(self, ndim: int, known: list[KeyPath]) -> Steps:
         folder = self._storage
         _refuse_others(folder)
         files = [name for name in folder.names() if name.endswith(".h5")]
@@ -205,6 +205,6 @@ def _refuse_others(folder: Folder) -> None:
         folder.refuse_code(name)
 
 
-def _paths(layout: dict[str, Any] | None) -> list[Path]:
+def _paths(layout: dict[str, Any] | None) -> list[KeyPath]:
     """The keys of a storage that knows them already."""
     return [] if layout is None else [tuple(leaf["path"]) for leaf in layout["leaves"]]

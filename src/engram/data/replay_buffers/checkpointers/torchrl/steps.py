@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from engram.data.replay_buffers.checkpointers.torchrl.folders import Bytes, Folder
-from engram.data.replay_buffers.layout import LeafSpec, RowLayout
-from engram.data.replay_buffers.trees import Node, Path
+from engram.pytree import KeyPath, Node
+from engram.store.layout import LeafSpec, RowLayout
 
 METADATA = "storage_metadata.json"
 _BLOCK_BYTES = 1 << 21  # that stay in the cache on their way
@@ -26,7 +26,7 @@ class Misfit(ValueError):
 class Leaf(NamedTuple):
     """A key of the steps, and what one step has there."""
 
-    path: Path
+    path: KeyPath
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -35,8 +35,8 @@ class Steps(ABC):
     """Steps as they were saved. Ages count from the oldest stored step on."""
 
     leaves: list[Leaf]
-    constants: Mapping[Path, Any] = MappingProxyType({})
-    batches: Mapping[Path, tuple[int, ...]] = MappingProxyType({})  # of (sub-)dicts, behind those of the steps
+    constants: Mapping[KeyPath, Any] = MappingProxyType({})
+    batches: Mapping[KeyPath, tuple[int, ...]] = MappingProxyType({})  # of (sub-)dicts, behind those of the steps
     kind: str = "td"  # of the root and its dicts; else "dict"
     capacity: int  # time steps
     length: int
@@ -85,13 +85,13 @@ class _Branch:
         self._below: dict[Any, _Branch | Node] = {}
         self._alone: Node | None = None
 
-    def put(self, path: Path, node: Node) -> None:
+    def put(self, path: KeyPath, node: Node) -> None:
         if not path:
             self._alone = node
             return
         self.branch(path[:-1])._below[path[-1]] = node
 
-    def branch(self, path: Path) -> _Branch:
+    def branch(self, path: KeyPath) -> _Branch:
         if not path:
             return self
         below = self._below.setdefault(path[0], _Branch())
@@ -99,7 +99,7 @@ class _Branch:
             raise ValueError(f"{path[0]!r} is a tensor and a dict")
         return below.branch(path[1:])
 
-    def node(self, kind: str, batches: Mapping[Path, tuple[int, ...]], path: Path) -> Node:
+    def node(self, kind: str, batches: Mapping[KeyPath, tuple[int, ...]], path: KeyPath) -> Node:
         if self._alone is not None:
             return self._alone
         below, numbered = list(self._below.items()), all(type(k) is int for k in self._below)

@@ -10,8 +10,8 @@ import numpy as np
 from engram.data.replay_buffers.checkpointers.torchrl.folders import Bytes, Column, Folder
 from engram.data.replay_buffers.checkpointers.torchrl.memmaps import Saved, Tree
 from engram.data.replay_buffers.checkpointers.torchrl.steps import METADATA, Leaf, Steps, lead_of
-from engram.data.replay_buffers.trees import Path, show
 from engram.errors import CheckpointError
+from engram.pytree import KeyPath, show
 
 _SINGLE = "_-single-tensor-_"
 _MEMMAP = ".memmap"
@@ -53,7 +53,7 @@ class Table(Steps):
         values: Bytes = read.reshape(n, strands, column.nbytes // strands).transpose(1, 0, 2)
         return values
 
-    def _constant(self, folder: Folder, path: Path, values: list[Any]) -> Any:
+    def _constant(self, folder: Folder, path: KeyPath, values: list[Any]) -> Any:
         stored = values[: self.length] if self.length else values[:1]
         for _ in self.inner:
             stored = [value for row in stored if isinstance(row, list) for value in row]
@@ -75,7 +75,7 @@ def pytree_table(folder: Folder, ndim: int, metadata: Any, length: Any) -> Table
     if not isinstance(metadata, dict):
         raise folder.bad(METADATA, "it does not say which tensors there are")
     places = dict(_files(folder, ()))
-    joined: dict[str, Path] = {}
+    joined: dict[str, KeyPath] = {}
     for path in places:
         if joined.setdefault(".".join(path), path) != path:
             raise folder.bad(METADATA, f"{'.'.join(path)!r} stands for two files")
@@ -93,11 +93,11 @@ def pytree_table(folder: Folder, ndim: int, metadata: Any, length: Any) -> Table
     return Table(folder, ndim, _numbered(tensors), Tree(), "dict", length)
 
 
-def _files(folder: Folder, path: Path) -> list[tuple[Path, Folder]]:
+def _files(folder: Folder, path: KeyPath) -> list[tuple[KeyPath, Folder]]:
     """Paths of the memmaps below a directory, each with the directory that it lies in."""
     if len(path) > _DEEPEST:
         raise folder.bad("", f"directories are nested deeper than {_DEEPEST}")
-    found: list[tuple[Path, Folder]] = []
+    found: list[tuple[KeyPath, Folder]] = []
     for name in folder.names():
         if folder.is_folder(name):
             found += _files(folder.folder(name), (*path, name))
@@ -113,7 +113,7 @@ def _numbered(tensors: list[Saved]) -> list[Saved]:
     if len(tensors) == 1 and tensors[0].path == (_SINGLE,):
         only = tensors[0]
         return [Saved((), only.folder, only.file, only.dtype, only.shape, False)]
-    below: dict[Path, set[str]] = {}
+    below: dict[KeyPath, set[str]] = {}
     for tensor in tensors:
         for depth, part in enumerate(tensor.path):
             below.setdefault(tensor.path[:depth], set()).add(part)
@@ -125,7 +125,7 @@ def _numbered(tensors: list[Saved]) -> list[Saved]:
     return made
 
 
-def _behind(folder: Folder, path: Path, batch: tuple[int, ...], lead: tuple[int, ...]) -> tuple[int, ...]:
+def _behind(folder: Folder, path: KeyPath, batch: tuple[int, ...], lead: tuple[int, ...]) -> tuple[int, ...]:
     if batch[: len(lead)] != lead:
         raise folder.bad("meta.json", f"{show(path)} has the batch size {list(batch)}, the steps {list(lead)}")
     return batch[len(lead) :]

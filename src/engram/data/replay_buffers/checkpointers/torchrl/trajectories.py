@@ -14,8 +14,8 @@ import torch
 from engram.data.replay_buffers.checkpointers.torchrl.folders import Bytes, Folder
 from engram.data.replay_buffers.checkpointers.torchrl.memmaps import META, Saved, Tree
 from engram.data.replay_buffers.checkpointers.torchrl.steps import METADATA, Leaf, Misfit, Steps, lead_of
-from engram.data.replay_buffers.trees import Path, show
 from engram.errors import CheckpointError
+from engram.pytree import KeyPath, show
 
 Numbers = npt.NDArray[np.int64]
 SHIFT, FULL, SHAPE, DONE = "shift", "is_full", "_storage_shape", "done"
@@ -113,7 +113,7 @@ class Trajectories:
 class Written(Steps):
     """Steps that were saved with trajectories one after the other."""
 
-    def __init__(self, ring: Ring, trajectories: Trajectories, keys: list[Key], known: Collection[Path]) -> None:
+    def __init__(self, ring: Ring, trajectories: Trajectories, keys: list[Key], known: Collection[KeyPath]) -> None:
         self._ring, self._trajectories = ring, trajectories
         self.capacity, self.length, self.inner = ring.capacity, ring.length, ring.inner
         self.cursor = ring.shift % ring.capacity
@@ -140,7 +140,7 @@ class Written(Steps):
         return read
 
 
-def homes(path: Path, shared: bool, known: Collection[Path]) -> list[tuple[Path, int | None]]:
+def homes(path: KeyPath, shared: bool, known: Collection[KeyPath]) -> list[tuple[KeyPath, int | None]]:
     """Which keys of a step a saved key stands for: 0, its values; 1, those that follow; None: zeros.
 
     Flags and rewards were taken from under `next`; flags of the root, which are lost, are False in a trajectory.
@@ -156,7 +156,7 @@ def homes(path: Path, shared: bool, known: Collection[Path]) -> list[tuple[Path,
     return [(following, 0), (path, None)] if root and path[0] not in REWARDS else [(following, 0)]
 
 
-def flat_steps(folder: Folder, tree: Tree, length: Any, ndim: int, known: Collection[Path]) -> Written:
+def flat_steps(folder: Folder, tree: Tree, length: Any, ndim: int, known: Collection[KeyPath]) -> Written:
     """What TorchRL's flat and nested checkpointers saved: the same values, nested ones with lengths beside them."""
     ring = ring_of(folder, METADATA, _added(tree), length, ndim)
     trajectories = Trajectories.of_flags(ring, _flags(folder, tree, ring.steps))

@@ -1,0 +1,161 @@
+"""The conversions of episode data, for users; and small things that several parts need."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Of the wide unsigned integers torch can do little: most code takes their bits for signed ones.
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def slots_tensor(made: Any) -> Tensor:
+    """int64 [n]: what the native core returned, which is a bytearray where torch lacks the exchange API."""
+    if isinstance(made, Tensor):
+        return made
+    return torch.frombuffer(made, dtype=torch.int64) if len(made) else torch.empty(0, dtype=torch.int64)
+
+
+def flags_tensor(made: Any, *shape: int) -> Tensor:
+    """bool of a shape: what the native core returned, which is a bytearray where torch lacks the exchange API."""
+    flags = made if isinstance(made, Tensor) else torch.frombuffer(made or bytearray(1), dtype=torch.bool)[: len(made)]
+    return flags.reshape(shape) if shape else flags
+
+
+def values_tensor(made: Any, dtype: torch.dtype) -> Tensor:
+    """[n] of this dtype, as `slots_tensor`."""
+    if isinstance(made, Tensor):
+        return made
+    return torch.frombuffer(made, dtype=dtype) if len(made) else torch.empty(0, dtype=dtype)
+
+
+def human_bytes(n: float) -> str:
+    """12.3 MB: a size as people write it."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(n) < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} TB"
+
+
+def open_regular(path: str | os.PathLike[str], flags: int, dir_fd: int | None = None) -> int:
+    """Opens a file that is one: an OSError, at once, for links, pipes, devices and folders."""
+    return stat_regular(path, flags, dir_fd)[0]
+
+
+def stat_regular(path: str | os.PathLike[str], flags: int, dir_fd: int | None = None) -> tuple[int, os.stat_result]:
+    """As `open_regular`; also what the system says of the file."""
+    # O_NONBLOCK means nothing for files; a pipe put in one's place must not make us wait for its other end.
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, found
+
+
+def boot_id() -> bytes:
+    """16 bytes that change when the machine starts."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            return bytes.fromhex(f.read().strip().replace("-", ""))
+    except OSError:
+        return bytes(16)  # unknown: every start looks like the last one
+
+
+def free_memory() -> int | None:
+    """Bytes that this process may still take: of the machine, and of its control group; None if unknown."""
+    found = [n for n in (_machine_free(), _group_free()) if n is not None]
+    return min(found) if found else None
+
+
+def check_memory(nbytes: int, what: str) -> None:
+    """MemoryError, with the numbers, where what a file asks for is more than there is."""
+    if nbytes < _SMALL:
+        return
+    free = free_memory()
+    if free is not None and nbytes > free:  # the kernel would promise it, and end the process when it is used
+        raise MemoryError(f"{what} needs {human_bytes(nbytes)} of memory, and {human_bytes(free)} are free")
+
+
+_SMALL = 1 << 26  # bytes for which nobody asks the system
+
+
+def _machine_free() -> int | None:
+    try:
+        with open("/proc/meminfo") as f:
+            for line in f:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _group_free() -> int | None:
+    """What the tightest control group above this process leaves; page cache counts as free."""
+    try:
+        with open("/proc/self/cgroup") as f:
+            lines = [line.strip().split(":", 2) for line in f]
+    except OSError:
+        return None
+    found = []
+    for _, controllers, path in lines:
+        if controllers == "":
+            found += _limits("/sys/fs/cgroup", path, "memory.max", "memory.current", "memory.stat", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = "/sys/fs/cgroup/memory"
+            found += _limits(
+                root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"
+            )
+    return min(found) if found else None
+
+
+def _limits(root: str, path: str, limit: str, usage: str, stat: str, cache: str) -> list[int]:
+    found = []
+    while True:
+        folder = os.path.join(root, path.lstrip("/"))
+        try:
+            most = _read(os.path.join(folder, limit))
+            if most.isdigit() and int(most) < 1 << 60:
+                used = int(_read(os.path.join(folder, usage)))
+                stats = dict(line.split() for line in _read(os.path.join(folder, stat)).splitlines())
+                found.append(max(0, int(most) - used + int(stats.get(cache, 0))))
+        except (OSError, ValueError):
+            pass
+        if path in ("", "/"):
+            return found
+        path = os.path.dirname(path)
+
+
+def _read(path: str) -> str:
+    with open(path) as f:
+        return f.read().strip()
+
+
+# The innermost lock: who holds it takes no other, so that a fork may wait for it whatever the forking thread holds.
+# Reentrant, as a finaliser or a signal handler may fork or sample inside.
+drawing = threading.RLock()
+
+os.register_at_fork(before=drawing.acquire, after_in_parent=drawing.release, after_in_child=drawing.release)
+
+
+def state_of(generator: torch.Generator) -> Tensor:
+    """Where a generator stands: uint8 [n]."""
+    with drawing:
+        return generator.get_state()
+
+
+def set_state(generator: torch.Generator, state: Tensor) -> None:
+    """Puts a generator where it stood at a state."""
+    with drawing:
+        generator.set_state(state)

@@ -1,0 +1,334 @@
+"""Sealed JSON: a document that ends in the hash of everything before it, so that no changed byte goes unnoticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import xxhash
+
+from engram._system import open_regular
+from engram.errors import CheckpointError, CorruptCheckpointError
+from engram.store.locks import FileLock
+
+_BEFORE_HASH = b',"xxh3_128":"'
+_AFTER_HASH = b'"}\n'
+_HASH_LENGTH = 32
+_TAIL_LENGTH = len(_BEFORE_HASH) + _HASH_LENGTH + len(_AFTER_HASH)
+
+
+def digest(data: bytes) -> str:
+    """XXH3-128 of `data`, as 32 lower-case hexadecimal digits."""
+    return str(xxhash.xxh3_128(data).hexdigest())
+
+
+def seal(document: dict[str, Any]) -> bytes:
+    """`document` as one line of JSON whose last key, `xxh3_128`, is the hash of all bytes before that key."""
+    head = to_json(document)[:-1]
+    return head + _BEFORE_HASH + digest(head).encode() + _AFTER_HASH
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """The document in `data`; ValueError says why it is not the one that was sealed."""
+    if len(data) <= _TAIL_LENGTH:
+        raise ValueError(f"it has {len(data)} bytes, too few for a sealed document")
+    head = data[:-_TAIL_LENGTH]
+    if data[-_TAIL_LENGTH:] != _BEFORE_HASH + digest(head).encode() + _AFTER_HASH:
+        raise ValueError("its bytes do not match the hash at its end")
+    document = from_json(head + b"}")
+    if not isinstance(document, dict):
+        raise ValueError("it is not a JSON object")
+    return document
+
+
+def to_json(value: Any) -> bytes:
+    """Compact ASCII JSON; NaN and infinities, which JSON does not have, are a ValueError."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def from_json(data: bytes) -> Any:
+    """What `to_json` wrote; anything that is not JSON is a ValueError."""
+    try:
+        return json.loads(data, parse_constant=_no_constant, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):  # readers could differ in which of them counts
+        raise ValueError("its JSON has a key twice")
+    return made
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+CURRENT = "CURRENT"
+LOCK = "LOCK"
+MANIFEST = "manifest.json"
+MARKER = "ENGRAM-SNAPSHOT"
+MARKER_CONTENT = b"engram snapshot: this directory belongs to engram, which removes it when it is no longer needed\n"
+
+FORMAT = "engram snapshot"
+VERSION = 1
+
+LARGEST_MANIFEST = 1 << 28  # a sparse file of any size costs nothing to make
+
+_SNAPSHOT_NAME = re.compile(r"g-(\d{6,18})", re.ASCII)
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*", re.ASCII)
+_POINTER_FORMAT = "engram checkpoint"
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What CURRENT says: the snapshot in force and the XXH3-128 of its manifest file."""
+
+    snapshot: str
+    manifest: str
+
+
+def is_snapshot_name(name: object) -> bool:
+    return isinstance(name, str) and _SNAPSHOT_NAME.fullmatch(name) is not None
+
+
+def is_file_name(name: object) -> bool:
+    """Whether `name` can only mean a file below its snapshot: no `..`, nothing absolute, nothing hidden."""
+    return isinstance(name, str) and len(name) < 256 and _FILE_NAME.fullmatch(name) is not None
+
+
+def open_below(directory: int, name: str, flags: int = os.O_RDONLY) -> int:
+    """Opens the regular file `name` below the open directory, following no symbolic link on the way."""
+    above, _, last = name.rpartition("/")
+    if above:
+        folder = open_folder_below(directory, above)
+        try:
+            return open_below(folder, last, flags)
+        finally:
+            os.close(folder)
+    return open_regular(name, flags, directory)
+
+
+def open_folder_below(directory: int, name: str) -> int:
+    """Opens the folder `name` below the open directory, following no symbolic link on the way."""
+    fd = directory
+    try:
+        for part in name.split("/"):
+            above, fd = fd, os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+            if above != directory:
+                os.close(above)
+    except BaseException:
+        if fd != directory:
+            os.close(fd)
+        raise
+    return fd
+
+
+def sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class CheckpointDirectory:
+    """`<path>` of a checkpoint: CURRENT, LOCK and snapshots `g-000001`, ..., beside whatever else is there."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def path(self, *names: str) -> str:
+        return os.path.join(self.root, *names)
+
+    def snapshots(self) -> list[str]:
+        """Names of the directories that carry our name and our marker, newest first; unfinished ones included."""
+        return sorted((name for name in self._numbered() if self._is_marked(name)), key=_number, reverse=True)
+
+    def next_name(self) -> str:
+        # Also above directories that only look like ours: we neither write into them nor remove them.
+        return f"g-{max((_number(name) for name in self._numbered()), default=0) + 1:06d}"
+
+    def current(self) -> Pointer | None:
+        """What CURRENT says; None when there is no such file, CorruptCheckpointError when it is not whole."""
+        try:
+            return self._pointer(self._read(CURRENT, most=1 << 16))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CorruptCheckpointError(self.path(CURRENT), f"it cannot be opened ({error.strerror})") from error
+
+    def point_to(self, pointer: Pointer) -> None:
+        """Moves CURRENT: everything that `pointer` names must be on disk before this is called."""
+        aside = self.path(CURRENT + ".new")
+        document = {"format": _POINTER_FORMAT, "version": 1, "snapshot": pointer.snapshot, "manifest": pointer.manifest}
+        # Whatever has this name, of a killed save or put there: to open it could write to a file outside, or wait.
+        if _exists(aside):
+            os.unlink(aside)
+        try:
+            _write_synced(aside, seal(document))
+            os.replace(aside, self.path(CURRENT))
+        except BaseException:
+            if os.path.lexists(aside):
+                os.unlink(aside)
+            raise
+        sync_directory(self.root)
+
+    def refuse_foreign(self) -> None:
+        """CheckpointError when CURRENT is there and nothing says that it is ours to replace."""
+        if self.snapshots():
+            return
+        try:
+            self.current()
+        except CorruptCheckpointError as error:
+            raise CheckpointError(
+                f"{self.path(CURRENT)} was not written by engram and would be replaced; save to another directory"
+            ) from error
+
+    def clean(self, keep_last: int) -> None:
+        """Removes what killed saves left: snapshots without a manifest, those that CURRENT never pointed to, and
+        those that should have been pruned. Were that left to the end, saves that are all killed would fill the disk.
+        """
+        leftovers = self._leftovers(keep_last)
+        if leftovers:
+            # A save that was killed just after it moved CURRENT has not synced the move, and a sync that failed there
+            # may make the next one believe that it has: after a power cut CURRENT may still name what is removed here.
+            self._move_again()
+        for name in leftovers:
+            self.remove(name)
+        for name in self._numbered():
+            self._remove_if_empty(name)
+
+    def _move_again(self) -> None:
+        """Makes what CURRENT says now certain."""
+        try:
+            pointer = self.current()
+        except CorruptCheckpointError:
+            pointer = None
+        if pointer is None:
+            sync_directory(self.root)
+        else:
+            self.point_to(pointer)
+
+    def _leftovers(self, keep_last: int) -> list[str]:
+        names = self.snapshots()
+        unfinished = {name for name in names if not _exists(self.path(name, MANIFEST))}
+        try:
+            pointer = self.current()
+        except CorruptCheckpointError:
+            return list(unfinished)  # any finished snapshot may be the one in force: keep them all
+        if pointer is not None:
+            older = [name for name in names if _number(name) < _number(pointer.snapshot) and name not in unfinished]
+            return [name for name in names if name not in [pointer.snapshot, *older[: keep_last - 1]]]
+        # No save ever came to its end, or CURRENT was deleted by hand: what loads(snapshot=...) could rescue stays.
+        rescue = next((name for name in names if self._is_finished(name)), None)
+        return [name for name in names if name != rescue]
+
+    def prune(self, keep_last: int, in_force: str) -> None:
+        """Removes all but the one in force and the newest others, `keep_last` in all; those being read stay until a
+        later save.
+        """
+        others = [name for name in self.snapshots() if name != in_force]
+        for name in others[keep_last - 1 :]:
+            self.remove(name)
+
+    def remove(self, name: str) -> bool:
+        """Removes a marked snapshot that nobody reads. Killed half-way, it is not a whole one and still marked."""
+        try:
+            lock = FileLock(open_regular(self.path(name, MARKER), os.O_RDWR), exclusive=True)
+        except BlockingIOError:
+            return False
+        with lock:
+            if _exists(self.path(name, MANIFEST)) and not self._is_folder(name, MANIFEST):
+                os.unlink(self.path(name, MANIFEST))
+            _remove_content(self.path(name), except_for=MARKER)
+            os.unlink(self.path(name, MARKER))
+            os.rmdir(self.path(name))
+        return True
+
+    def _read(self, *names: str, most: int) -> bytes:
+        """The beginning of a file; OSError when it is none."""
+        with open(open_regular(self.path(*names), os.O_RDONLY), "rb") as file:
+            return file.read(most)
+
+    def _pointer(self, data: bytes) -> Pointer:
+        try:
+            document = unseal(data)
+        except ValueError as error:
+            raise CorruptCheckpointError(self.path(CURRENT), str(error)) from None
+        snapshot, manifest = document.get("snapshot"), document.get("manifest")
+        if document.get("format") != _POINTER_FORMAT or not is_snapshot_name(snapshot) or not isinstance(manifest, str):
+            raise CorruptCheckpointError(self.path(CURRENT), "it does not name a snapshot and the hash of its manifest")
+        return Pointer(str(snapshot), manifest)
+
+    def _numbered(self) -> list[str]:
+        try:
+            # A disk that does not say what is there is an error: a number given twice would cost a snapshot.
+            with os.scandir(self.root) as entries:
+                return [e.name for e in entries if is_snapshot_name(e.name) and e.is_dir(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _is_marked(self, name: str) -> bool:
+        try:
+            # a save killed while it wrote the marker leaves the beginning of it
+            return MARKER_CONTENT.startswith(self._read(name, MARKER, most=len(MARKER_CONTENT) + 1))
+        except OSError:
+            return False
+
+    def _is_finished(self, name: str) -> bool:
+        try:
+            if not stat.S_ISREG(os.lstat(self.path(name, MANIFEST)).st_mode):
+                return False
+            unseal(self._read(name, MANIFEST, most=LARGEST_MANIFEST + 1))
+        except (FileNotFoundError, ValueError):
+            return False
+        return True
+
+    def _is_folder(self, *names: str) -> bool:
+        return stat.S_ISDIR(os.lstat(self.path(*names)).st_mode)
+
+    def _remove_if_empty(self, name: str) -> None:
+        try:
+            os.rmdir(self.path(name))  # a save killed before it wrote the marker
+        except OSError:
+            pass
+
+
+def _exists(path: str) -> bool:
+    """Unlike `os.path.lexists`, raises when the disk does not say: what is not known to be a leftover stays."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _number(name: str) -> int:
+    return int(name[2:])
+
+
+def _write_synced(path: str, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_content(path: str, except_for: str) -> None:
+    with os.scandir(path) as entries:
+        found = list(entries)
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            _remove_content(entry.path, except_for="")
+            os.rmdir(entry.path)
+        elif entry.name != except_for:
+            os.unlink(entry.path)

@@ -1,0 +1,383 @@
+"""Component states <-> JSON and raw bytes, exactly: every value comes back with the type and the bits that it had.
+
+Plain JSON stands for itself; every other value is an object with one key that begins with `$` (`docs/format.md`).
+Arrays lie in a binary file beside, in the order in which they are met. Nothing here can make an object of a class
+that a file names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, Union
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import NonTensorData, TensorDict
+
+from engram._system import check_memory
+from engram.checkpoint.reader import VerifiedFile
+from engram.errors import CheckpointError
+
+ALIGNMENT = 64
+_SMALL = 1 << 16  # a write for each small array would take longer than all else
+_DEEPEST = 100
+_DEEPEST_TREE = 4 * _DEEPEST  # of what is read: what `encode` makes of a value has a few levels for each of its own
+_WORD = 1 << 63
+
+_TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in [
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    ]
+    if hasattr(torch, name)
+}
+_TORCH_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+# not `g` (long double): its bytes differ between machines; nor objects and structures
+_NUMPY_DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8(\[\w+\])?)", re.ASCII)
+_MALFORMED = (
+    *(TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, AssertionError, struct.error),
+)
+_NOT_PORTABLE = ("f16", "c32", "f12", "c24")
+
+Array = Union[torch.Tensor, npt.NDArray[Any], bytes]
+
+
+class Codec(Protocol):
+    """How one more class is written: as a value that `encode` knows, under a tag of its own."""
+
+    tag: str
+
+    def owns(self, value: Any) -> bool: ...
+    def pack(self, value: Any) -> Any: ...
+    def unpack(self, packed: Any) -> Any: ...
+
+
+class Blobs:
+    """The binary side of encoded values: each array at a multiple of 64 bytes, little-endian, C order."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._arrays: list[Array] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._arrays)
+
+    def add(self, array: Array, nbytes: int) -> dict[str, int]:
+        """Place of the array in the file. Only refers to it: its bytes are taken when `blocks` comes to it."""
+        at = _aligned(self.nbytes)
+        self._arrays.append(array)
+        self.nbytes = at + nbytes
+        return {"at": at, "nbytes": nbytes}
+
+    def blocks(self) -> Iterator[bytes | npt.NDArray[Any]]:
+        """The file's bytes, one array after the other; small ones together."""
+        position, small = 0, bytearray()
+        for array in self._arrays:
+            small += bytes(_aligned(position) - position)
+            block = _raw(array)
+            nbytes = len(block) if isinstance(block, bytes) else block.nbytes
+            position = _aligned(position) + nbytes
+            if nbytes < _SMALL:
+                small += block if isinstance(block, bytes) else block.tobytes()
+            if nbytes >= _SMALL or len(small) >= _SMALL:
+                yield bytes(small)
+                small.clear()
+            if nbytes >= _SMALL:
+                yield block
+        if small:
+            yield bytes(small)
+
+
+def encode(value: Any, blobs: Blobs, codecs: tuple[Codec, ...] = (), place: str = "state") -> Any:
+    """`value` as JSON, its arrays in `blobs`. TypeError names the place of what cannot be written.
+
+    dict, OrderedDict, list, tuple, str, int, float, bool, None, bytes, `torch.Size`, tensors of any dense dtype and
+    device, numpy arrays and scalars, and what `codecs` add; subclasses of these are refused, as they would come back
+    as something else. Gradients are not kept.
+
+    >>> encode({"epoch": 3, "rate": (0.5, float("inf"))}, Blobs())
+    {'epoch': 3, 'rate': {'$tuple': [0.5, {'$float': '7ff0000000000000'}]}}
+    """
+    return _Encoder(blobs, codecs).encode(value, place, 0)
+
+
+def decode(tree: Any, file: VerifiedFile | None, codecs: tuple[Codec, ...] = ()) -> Any:
+    """What `encode` was given; tensors and arrays are writable copies of their own. ValueError: no such encoding.
+
+    `file` is read from front to back; the caller compares its hash at the end, before it hands the value on.
+    """
+    try:
+        return _Decoder(file, codecs).decode(tree)
+    except (CheckpointError, MemoryError):
+        raise
+    except _MALFORMED as error:
+        raise ValueError(f"a state in it is malformed ({error!r})") from error
+
+
+class _Encoder:
+    def __init__(self, blobs: Blobs, codecs: tuple[Codec, ...]) -> None:
+        self._blobs = blobs
+        self._codecs = codecs
+        self._by_type: dict[type, Callable[[Any, str, int], Any]] = {
+            type(None): self._plain,
+            bool: self._plain,
+            int: self._int,
+            float: self._float,
+            str: self._str,
+            bytes: self._bytes,
+            list: self._list,
+            tuple: lambda value, place, depth: {"$tuple": self._list(value, place, depth)},
+            torch.Size: lambda value, place, depth: {"$size": list(value)},
+            dict: self._dict,
+            OrderedDict: lambda value, place, depth: {"$ordered": self._pairs(value, place, depth)},
+            torch.Tensor: self._tensor,
+            np.ndarray: self._array,
+        }
+
+    def encode(self, value: Any, place: str, depth: int) -> Any:
+        if depth > _DEEPEST:
+            raise TypeError(f"{place[:80]}...: nested more than {_DEEPEST} deep, or a container that contains itself")
+        encoder = self._by_type.get(type(value))
+        if encoder is not None:
+            return encoder(value, place, depth)
+        if isinstance(value, np.generic):
+            return self._scalar(value, place)
+        for codec in self._codecs:
+            if codec.owns(value):
+                return {f"${codec.tag}": self.encode(codec.pack(value), place, depth + 1)}
+        raise TypeError(
+            f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved; "
+            "use tensors, numpy arrays, numbers, strings, bytes, None, and dicts, lists and tuples of these"
+        )
+
+    def _plain(self, value: Any, place: str, depth: int) -> Any:
+        return value
+
+    def _int(self, value: int, place: str, depth: int) -> Any:
+        return value if -_WORD <= value < _WORD else {"$int": hex(value)}
+
+    def _float(self, value: float, place: str, depth: int) -> Any:
+        return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+
+    def _str(self, value: str, place: str, depth: int) -> Any:
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # two lone surrogates side by side would come back from JSON as one character
+            return {"$str": value.encode("utf-8", "surrogatepass").hex()}
+        return value
+
+    def _bytes(self, value: bytes, place: str, depth: int) -> Any:
+        return {"$bytes": self._blobs.add(value, len(value))}
+
+    def _list(self, value: list[Any] | tuple[Any, ...], place: str, depth: int) -> list[Any]:
+        return [self.encode(member, f"{place}[{i}]", depth + 1) for i, member in enumerate(value)]
+
+    def _dict(self, value: dict[Any, Any], place: str, depth: int) -> Any:
+        if all(type(key) is str and key.isprintable() and not key.startswith("$") for key in value):
+            return {key: self.encode(member, f"{place}[{key!r}]", depth + 1) for key, member in value.items()}
+        return {"$dict": self._pairs(value, place, depth)}
+
+    def _pairs(self, value: dict[Any, Any], place: str, depth: int) -> list[Any]:
+        pairs = []
+        for key, member in value.items():
+            if not _is_key(key):
+                raise TypeError(f"{place} has the key {key!r}; keys are str, int, float, bool, None, bytes and tuples")
+            within = f"{place}[{key!r}]"
+            pairs.append([self.encode(key, within, depth + 1), self.encode(member, within, depth + 1)])
+        return pairs
+
+    def _tensor(self, value: torch.Tensor, place: str, depth: int) -> Any:
+        if value.layout != torch.strided or value.dtype not in _TORCH_NAMES or value.is_meta or value.is_nested:
+            raise TypeError(
+                f"{place} is a {value.dtype} tensor with layout {value.layout} on {value.device}, "
+                "which cannot be saved; only dense tensors with memory of their own can"
+            )
+        blob = self._blobs.add(value, value.numel() * value.element_size())
+        return {"$tensor": {"dtype": _TORCH_NAMES[value.dtype], "shape": list(value.shape), **blob}}
+
+    def _array(self, value: npt.NDArray[Any], place: str, depth: int) -> Any:
+        dtype = value.dtype.str
+        if _NUMPY_DTYPE.fullmatch(dtype) is None or dtype[1:] in _NOT_PORTABLE or value.dtype.fields is not None:
+            raise TypeError(f"{place} is a numpy array of {value.dtype}, which cannot be saved; use numbers or text")
+        return {"$array": {"dtype": dtype, "shape": list(value.shape), **self._blobs.add(value, value.nbytes)}}
+
+    def _scalar(self, value: np.generic, place: str) -> Any:
+        array = np.asarray(value)
+        if array.dtype.kind in "SU" and array[()] != value:
+            raise TypeError(f"{place} is a numpy string that ends in NUL, which numpy arrays drop; use a str or bytes")
+        return {"$scalar": self._array(array, place, 0)["$array"]}
+
+
+class _Decoder:
+    def __init__(self, file: VerifiedFile | None, codecs: tuple[Codec, ...]) -> None:
+        self._file = file
+        self._depth = 0
+        self._by_tag: dict[str, Callable[[Any], Any]] = {
+            "$int": lambda body: int(body, 16),
+            "$float": lambda body: struct.unpack(">d", bytes.fromhex(body))[0],
+            "$str": lambda body: bytes.fromhex(body).decode("utf-8", "surrogatepass"),
+            "$bytes": lambda body: self._take(body).numpy().tobytes(),
+            "$tuple": lambda body: tuple(self.decode(member) for member in _a_list(body)),
+            "$size": lambda body: torch.Size(_shape(body)),
+            "$dict": lambda body: dict(self._pairs(body)),
+            "$ordered": lambda body: OrderedDict(self._pairs(body)),
+            "$tensor": self._tensor,
+            "$array": self._array,
+            "$scalar": lambda body: self._array(body)[()],
+        }
+        self._by_tag.update({f"${codec.tag}": self._unpacker(codec) for codec in codecs})
+
+    def decode(self, tree: Any) -> Any:
+        if not isinstance(tree, dict | list):
+            return tree
+        self._depth += 1
+        if self._depth > _DEEPEST_TREE:
+            raise ValueError(f"a state in it is nested more than {_DEEPEST_TREE} deep")
+        try:
+            if isinstance(tree, list):
+                return [self.decode(member) for member in tree]
+            if len(tree) == 1:
+                ((tag, body),) = tree.items()
+                if tag.startswith("$"):
+                    return self._by_tag[tag](body)
+            return {key: self.decode(member) for key, member in tree.items()}
+        finally:
+            self._depth -= 1
+
+    def _unpacker(self, codec: Codec) -> Callable[[Any], Any]:
+        return lambda body: codec.unpack(self.decode(body))
+
+    def _pairs(self, body: Any) -> list[tuple[Any, Any]]:
+        return [(self.decode(key), self.decode(member)) for key, member in _a_list(body)]
+
+    def _tensor(self, body: dict[str, Any]) -> torch.Tensor:
+        dtype, shape = _TORCH_DTYPES[body["dtype"]], _shape(body["shape"])
+        _check_size(shape, dtype.itemsize, body["nbytes"])
+        return self._take(body).view(dtype).reshape(shape)
+
+    def _array(self, body: dict[str, Any]) -> npt.NDArray[Any]:
+        name, shape = body["dtype"], _shape(body["shape"])
+        if _NUMPY_DTYPE.fullmatch(name) is None:
+            raise ValueError(f"a state in it has the dtype {name!r}")
+        dtype = np.dtype(name)
+        if not dtype.itemsize:  # numpy would make it larger, whatever the shape
+            raise ValueError(f"a state in it has the dtype {name!r}, whose items have no bytes")
+        _check_size(shape, dtype.itemsize, body["nbytes"])
+        taken: npt.NDArray[Any] = self._take(body).numpy()
+        return taken.view(dtype).reshape(shape) if len(taken) else np.empty(shape, dtype)
+
+    def _take(self, body: dict[str, Any]) -> torch.Tensor:
+        """The next bytes of the file, in memory of their own; only as many as the file is known to have."""
+        at, nbytes = body["at"], body["nbytes"]
+        if self._file is None or at != _aligned(self._file.position):
+            raise ValueError("a state in it refers to bytes that are not the next ones of its file")
+        padding = at - self._file.position
+        if not 0 <= nbytes <= self._file.remaining - padding:
+            raise ValueError(f"a state in it has {nbytes} bytes, more than are left in its file")
+        check_memory(nbytes, "a state in it")
+        self._file.skip(padding)
+        taken = torch.empty(nbytes, dtype=torch.uint8)
+        self._file.take(taken.numpy())
+        return taken
+
+
+def _raw(array: Array) -> bytes | npt.NDArray[Any]:
+    if isinstance(array, bytes):
+        return array
+    if isinstance(array, torch.Tensor):
+        if array.numel() == 0:
+            return b""
+        flat = array.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        if flat.stride() != (1,):  # "contiguous" with one element, but not to `view`
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        array = flat.view(torch.uint8).numpy()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.nbytes else b""
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT) * ALIGNMENT
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(_is_key(member) for member in key)
+    return type(key) in (str, int, float, bool, bytes, type(None))
+
+
+def _a_list(body: Any) -> list[Any]:
+    if not isinstance(body, list):
+        raise ValueError("a state in it is malformed (a list is missing)")
+    return body
+
+
+def _shape(body: Any) -> list[int]:
+    if not all(type(size) is int and size >= 0 for size in _a_list(body)):
+        raise ValueError(f"a state in it has the shape {body!r}")
+    return list(body)
+
+
+def _check_size(shape: list[int], itemsize: int, nbytes: Any) -> None:
+    if type(nbytes) is not int or math.prod(shape) * itemsize != nbytes:
+        raise ValueError(f"a state in it has {nbytes!r} bytes for shape {shape} of {itemsize} bytes each")
+
+
+class TensorDictCodec:
+    """Plain TensorDicts, nested ones included. On loading they lie on the CPU; a device set there comes back as cpu."""
+
+    tag = "tensordict"
+
+    def owns(self, value: Any) -> bool:
+        return type(value) is TensorDict
+
+    def pack(self, value: Any) -> Any:
+        if _more_than_it_holds(value.values(), value.batch_size):
+            raise TypeError(f"a TensorDict of batch size {tuple(value.batch_size)} that holds nothing of it")
+        return {
+            "batch_size": value.batch_size,
+            "device": value.device is not None,
+            "names": list(value.names) if value.names and any(value.names) else None,
+            "items": dict(value.items()),
+        }
+
+    def unpack(self, packed: Any) -> Any:
+        if _more_than_it_holds(packed["items"].values(), packed["batch_size"]):
+            raise ValueError(f"a TensorDict of batch size {tuple(packed['batch_size'])} holds nothing of it")
+        device = torch.device("cpu") if packed["device"] else None
+        return TensorDict(packed["items"], packed["batch_size"], device=device, names=packed["names"])
+
+
+class NonTensorCodec:
+    """`NonTensorData`: one value for a whole batch."""
+
+    tag = "nontensor"
+
+    def owns(self, value: Any) -> bool:
+        return type(value) is NonTensorData
+
+    def pack(self, value: Any) -> Any:
+        return {"data": value.data, "batch_size": value.batch_size}
+
+    def unpack(self, packed: Any) -> Any:
+        return NonTensorData(packed["data"], batch_size=packed["batch_size"])
+
+
+# A batch size costs nothing to write; whoever goes over such a TensorDict makes an object for each step.
+_MOST_EMPTY = 1 << 24
+
+
+def _more_than_it_holds(values: Iterable[Any], batch_size: Iterable[int]) -> bool:
+    return math.prod(batch_size) > max(_MOST_EMPTY, _nbytes(values))
+
+
+def _nbytes(values: Iterable[Any]) -> int:
+    return sum(_nbytes(v.values()) if isinstance(v, TensorDict) else getattr(v, "nbytes", 0) for v in values)
+
+
+CODECS = (TensorDictCodec(), NonTensorCodec())

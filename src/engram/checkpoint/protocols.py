@@ -1,0 +1,142 @@
+"""What checkpointers see of storages, and the interface of a checkpointer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from engram.checkpoint.reader import SnapshotReader
+from engram.checkpoint.writer import SnapshotWriter
+
+Rows = npt.NDArray[np.uint8]
+
+
+class RowSource(Protocol):
+    """A storage that holds packed rows, as it is read by a save, each row once.
+
+    Nothing changes in it meanwhile, except that a lane's `base` may rise to leave out rows that other processes
+    overwrote before they were read.
+    """
+
+    def layout_state(self) -> dict[str, Any] | None:
+        """The layout of a row as JSON; `row_bytes` is its payload without trailer. None before the first write."""
+
+    def counters(self) -> dict[str, Any]:
+        """JSON: `{"lane_capacity": int, "strands": int, "lanes": [{"base", "published", "origin", "seams": [...]}]}`.
+
+        The rows of a lane that exist have the write numbers `max(base, published - lane_capacity)` to `published`.
+        `published` is a seam where whoever writes next would enter one. `border`, where it is there, is what is known
+        of entries that go on from step to step: `{"looked": write number, "agreed": bits or None}`.
+        """
+
+    def identity(self) -> dict[str, Any]:
+        """JSON that says which rows these are: together with a write number it names a row's bytes, but for edits."""
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        """Lane and write number of the rows changed in place since `identity()` was `since`; None if nobody knows."""
+
+    def read_block(self, lane: int, start: int, stop: int) -> Rows:
+        """Rows `[strands, stop - start, row_bytes]` of one lane, by write number; valid until the next call."""
+
+
+class RowSink(Protocol):
+    """A storage that takes packed rows, as it is filled by a load."""
+
+    def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
+        """ValueError that lists every difference when the rows do not fit; changes nothing."""
+
+    def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
+        """Checks as above, then empties the store. `layout` None: an empty buffer was saved."""
+
+    def write_block(self, lane: int, start: int, rows: Rows) -> None:
+        """Rows `[strands, n, row_bytes]` for write numbers from `start`; the array is the caller's after the call."""
+
+    def end_restore(self) -> None:
+        """Sets the counters: the rows exist from here on."""
+
+    def abort_restore(self) -> None:
+        """Leaves the store empty."""
+
+    def __len__(self) -> int: ...
+
+
+class ItemSource(Protocol):
+    """A storage that holds Python objects, as it is read by a save."""
+
+    def items(self) -> list[Any]:
+        """The items that exist, oldest first: the first has write number `max(base, published - lane_capacity)`."""
+
+    def identity(self) -> dict[str, Any]: ...
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None: ...
+
+    def counters(self) -> dict[str, Any]:
+        """As those of a RowSource, with one lane, one strand; `lane_capacity` None: without limit."""
+
+
+class ItemSink(Protocol):
+    """A storage that takes Python objects."""
+
+    def check_restore(self, counters: dict[str, Any]) -> None:
+        """ValueError that lists every difference when the items do not fit; changes nothing."""
+
+    def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
+        """Replaces what is stored; the items come oldest first, as from `ItemSource.items`."""
+
+
+Source = TypeVar("Source", contravariant=True)
+Sink = TypeVar("Sink", contravariant=True)
+Hook = Callable[[Any], Any]
+
+
+class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
+    """Writes a storage into a snapshot and reads it back; one kind of storage, one form on disk.
+
+    Hooks are callables that get what is about to be written (or has just been read and verified) and return what to
+    write (or to hand to the storage) instead, in the order of their registration: a block of rows, or an item. They
+    are not saved: who loads registers the inverse of what the saver registered.
+    """
+
+    format: ClassVar[str]
+    #: The method by which a storage hands out what is saved; storages without it are refused. None: any will do.
+    needs: ClassVar[str | None] = None
+
+    def __init__(self) -> None:
+        self.save_hooks: list[Hook] = []
+        self.load_hooks: list[Hook] = []
+
+    def register_save_hook(self, hook: Hook) -> None:
+        self.save_hooks.append(hook)
+
+    def register_load_hook(self, hook: Hook) -> None:
+        self.load_hooks.append(hook)
+
+    @abstractmethod
+    def nbytes(self, source: Source, previous: dict[str, Any] | None = None) -> int:
+        """About how many bytes `dumps` will write."""
+
+    @abstractmethod
+    def dumps(self, source: Source, writer: SnapshotWriter, previous: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Writes files below `storage/`; what it returns (JSON) is handed to `loads` and stands in the manifest.
+
+        `previous` is what it returned for the snapshot in force, whose files `writer.reuse` takes over.
+        """
+
+    @abstractmethod
+    def check(self, sink: Sink, reader: SnapshotReader, state: dict[str, Any]) -> None:
+        """ValueError when the sink cannot take what was saved; reads no file, changes nothing."""
+
+    @abstractmethod
+    def loads(self, sink: Sink, reader: SnapshotReader, state: dict[str, Any]) -> None:
+        """Fills the sink. One that holds something is untouched unless everything was verified; one that is empty
+        may be filled while verifying, and is empty again after an error.
+        """
+
+
+def apply_hooks(hooks: list[Hook], value: Any) -> Any:
+    for hook in hooks:
+        value = hook(value)
+    return value

@@ -1,0 +1,555 @@
+"""Files that are read once, from front to back, and believed when their hash is that of what was saved."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import stat
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from engram._system import check_memory
+from engram.checkpoint.directory import (
+    CURRENT,
+    FORMAT,
+    LARGEST_MANIFEST,
+    MANIFEST,
+    MARKER,
+    MARKER_CONTENT,
+    VERSION,
+    CheckpointDirectory,
+    Pointer,
+    digest,
+    is_file_name,
+    is_snapshot_name,
+    open_below,
+    open_folder_below,
+    unseal,
+)
+from engram.errors import CheckpointError, CorruptCheckpointError
+from engram.store.locks import FileLock
+
+PIECE = 1 << 20  # hashed while it is still in the cache
+_BLOCK = 1 << 22
+_SMALL = 1 << 16  # read at once for many takes of a few bytes
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest says of one file."""
+
+    nbytes: int
+    xxh3_128: str
+
+
+class VerifiedFile:
+    """A file read once from front to back, with a hash of all that passed."""
+
+    def __init__(self, fd: int, path: str, record: FileRecord) -> None:
+        self._fd = fd
+        self._path = path
+        self._record = record
+        self._hasher = xxhash.xxh3_128()
+        self._ahead = memoryview(b"")  # hashed, and not taken yet
+        self.position = 0
+
+    @property
+    def remaining(self) -> int:
+        return self._record.nbytes - self.position
+
+    def take(self, buffer: Bytes) -> None:
+        """Fills `buffer` with the bytes that come next."""
+        view = buffer.data
+        while len(view):
+            if not self._ahead and len(view) < _SMALL:
+                ahead = memoryview(bytearray(min(_SMALL, self.remaining) or 1))
+                self._ahead = ahead[: self._read_into(ahead)]
+            got = self._take_ahead(view) or self._read_into(view)
+            self.position += got
+            view = view[got:]
+
+    def skip(self, nbytes: int) -> None:
+        """Passes over bytes that nobody needs; they count for the hash."""
+        block = np.empty(min(nbytes, _BLOCK), np.uint8)
+        while nbytes > 0:
+            self.take(block[:nbytes])
+            nbytes -= min(nbytes, len(block))
+
+    def finish(self) -> None:
+        """Passes over the rest; CorruptCheckpointError when the whole is not what was saved."""
+        self.skip(self.remaining)
+        if self._hasher.hexdigest() != self._record.xxh3_128:
+            raise CorruptCheckpointError(self._path, "its checksum is not that of the bytes that were saved")
+
+    def __enter__(self) -> VerifiedFile:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        os.close(self._fd)
+
+    def _take_ahead(self, view: memoryview) -> int:
+        got = min(len(view), len(self._ahead))
+        view[:got], self._ahead = self._ahead[:got], self._ahead[got:]
+        return got
+
+    def _read_into(self, view: memoryview) -> int:
+        try:
+            got = os.readv(self._fd, [view[:PIECE]])
+        except OSError as error:
+            raise CorruptCheckpointError(self._path, f"it cannot be read ({error.strerror})") from error
+        if not got:
+            raise CorruptCheckpointError(
+                self._path, f"it ends at byte {self.position}, {self._record.nbytes} were saved"
+            )
+        self._hasher.update(view[:got])
+        return got
+
+
+THREADS = 2  # that read, hash and copy: a disk answers several faster than one
+JSON_AS_OBJECTS = 25  # times the text: `[]` and a comma are an object of 56 bytes and a pointer to it
+_ATTEMPTS = 1000
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
+
+
+class SnapshotGoneError(CheckpointError):
+    """The snapshot is not there, or a saver is removing it."""
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str], snapshot: str | None = None) -> Iterator[SnapshotReader]:
+    """A reader of the snapshot in force below `path`, or of the one named; no saver removes it inside the block.
+
+    CheckpointError: there is none. CorruptCheckpointError, from here or from inside the block: it names the file and
+    the newest snapshot that verifies whole.
+    """
+    directory = CheckpointDirectory(os.path.abspath(os.fspath(path)))
+    with _advising(directory):
+        reader = _open_current(directory) if snapshot is None else _open_named(directory, snapshot)
+        with reader:
+            yield reader
+
+
+class SnapshotReader:
+    """One snapshot, held by a shared lock: `body` as it was saved, and files that are compared with their hashes."""
+
+    def __init__(self, directory: CheckpointDirectory, name: str, manifest_hash: str | None = None) -> None:
+        self.name = name
+        self._path = directory.path(name)
+        self._folders = {"": self._open_directory()}
+        try:
+            self._lock = self._lock_marker()
+            try:
+                self._load_manifest(manifest_hash)
+            except BaseException:
+                self._lock.release()
+                raise
+        except BaseException:
+            self._close_folders()
+            raise
+
+    def close(self) -> None:
+        try:
+            self._lock.release()
+        finally:
+            self._close_folders()
+
+    def __enter__(self) -> SnapshotReader:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+
+    def nbytes(self, name: str) -> int:
+        """Size of a file of this snapshot; one that the manifest does not list is a CorruptCheckpointError."""
+        if name not in self.files:
+            raise self.malformed(f"it does not list the file {name}")
+        return self.files[name].nbytes
+
+    def open(self, name: str) -> VerifiedFile:
+        """The file from its beginning; what is taken from it may be believed after `finish`."""
+        self.nbytes(name)
+        return VerifiedFile(self._open_file(name), self.path(name), self.files[name])
+
+    def verified(self, name: str) -> BinaryIO:
+        """The file, open for reading, after it was compared with its hash."""
+        fd = self._open_file(name)
+        try:
+            with VerifiedFile(os.dup(fd), self.path(name), self.files[name]) as file:
+                file.finish()
+            os.lseek(fd, 0, os.SEEK_SET)
+            return open(fd, "rb", buffering=0)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def read_into(self, name: str, buffer: Bytes) -> None:
+        """A whole file, already compared with its hash; `buffer` has its size."""
+        with self.open(name) as file:
+            file.take(buffer)
+            file.finish()
+
+    def ask_for(self, name: str) -> None:
+        """Makes the disk read a file that will be wanted soon."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        fd = self._open_file(name)
+        try:
+            for begin in range(0, self.files[name].nbytes, PIECE):  # the kernel reads no more than about this at once
+                os.posix_fadvise(fd, begin, PIECE, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+
+    def copy(self, name: str, target: str) -> FileRecord | None:
+        """Puts a file of this snapshot at the path `target` too: as a hard link, or where the file system has none as
+        a copy whose bytes are compared with the hash. None, and nothing there, if it is not what was saved.
+        """
+        try:
+            self._check_file(name)
+        except CorruptCheckpointError:  # written anew, or nothing could be saved here any more
+            return None
+        try:
+            os.link(self.path(name), target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if not self._copied(name, target):
+                return None
+        return self.files[name]
+
+    def _copied(self, name: str, target: str) -> bool:
+        try:
+            with self.open(name) as file, open(target, "xb") as copy:
+                while file.remaining:
+                    block = np.empty(min(file.remaining, _BLOCK), np.uint8)
+                    file.take(block)
+                    copy.write(block.data)
+                file.finish()
+                copy.flush()
+                os.fchmod(copy.fileno(), 0o444)
+                os.fsync(copy.fileno())
+        except CorruptCheckpointError:
+            os.unlink(target)
+            return False
+        return True
+
+    def check(self, names: Iterable[str] | None = None) -> None:
+        """Compares files (all by default) with their hashes; CorruptCheckpointError names the first that differs."""
+        in_parallel((functools.partial(self._check, n) for n in (self.files if names is None else names)), THREADS)
+
+    def _check(self, name: str) -> None:
+        with self.open(name) as file:
+            file.finish()
+
+    def path(self, name: str) -> str:
+        return os.path.join(self._path, name)
+
+    def malformed(self, reason: str) -> CorruptCheckpointError:
+        """The error for a manifest whose bytes are whole, and whose content cannot be."""
+        return CorruptCheckpointError(self.path(MANIFEST), reason)
+
+    def _open_directory(self) -> int:
+        try:
+            return os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise SnapshotGoneError(f"{self._path} does not exist") from None
+        except OSError as error:
+            raise CorruptCheckpointError(self._path, f"it is not a directory ({error.strerror})") from error
+
+    def _lock_marker(self) -> FileLock:
+        fd = self._open_file(MARKER)
+        try:
+            content = os.pread(fd, len(MARKER_CONTENT) + 1, 0)
+        except OSError:
+            os.close(fd)
+            raise
+        try:
+            lock = FileLock(fd, exclusive=False)
+        except BlockingIOError:
+            raise SnapshotGoneError(f"{self._path} is being removed by a save") from None
+        try:
+            # A lock got just after the remover let go of it protects nothing any more.
+            if os.fstat(fd).st_nlink == 0:
+                raise SnapshotGoneError(f"{self._path} was removed by a save")
+            if content != MARKER_CONTENT:
+                raise CorruptCheckpointError(self.path(MARKER), "it does not hold what every snapshot's marker holds")
+        except BaseException:
+            lock.release()
+            raise
+        return lock
+
+    def _load_manifest(self, expected: str | None) -> None:
+        try:
+            with open(self._open_file(MANIFEST), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > LARGEST_MANIFEST:
+                    raise ValueError(f"it has more than {LARGEST_MANIFEST:,} bytes")
+                check_memory(JSON_AS_OBJECTS * size, self.path(MANIFEST))
+                data = file.read()
+            document = unseal(data)
+        except (OSError, ValueError) as error:
+            raise self.malformed(str(error)) from None
+        if expected is not None and digest(data) != expected:
+            raise self.malformed(f"it is not the manifest that {CURRENT} was written for")
+        if document.get("format") != FORMAT or document.get("snapshot") != self.name:
+            raise self.malformed(f"it is the manifest of {document.get('snapshot')!r}, not of {self.name}")
+        if document.get("version") != VERSION:
+            raise CheckpointError(
+                f"{self._path} has format version {document.get('version')}, this engram reads version {VERSION}; "
+                "load it with the engram that wrote it, or a newer one"
+            )
+        self.files, self.body = self._records(document.get("files")), self._body(document.get("body"))
+        for name in self.files:
+            self._check_file(name)
+
+    def _records(self, files: Any) -> dict[str, FileRecord]:
+        if not isinstance(files, dict):
+            raise self.malformed("it does not list files")
+        records = {}
+        for name, entry in files.items():
+            if not is_file_name(name) or name in (MANIFEST, MARKER):
+                raise self.malformed(f"it lists {name!r}, which is not a name of a file below a snapshot")
+            nbytes, checksum = (entry.get("nbytes"), entry.get("xxh3_128")) if isinstance(entry, dict) else (None, None)
+            if type(nbytes) is not int or nbytes < 0 or type(checksum) is not str:
+                raise self.malformed(f"it lists {name} without size and checksum")
+            records[name] = FileRecord(nbytes, checksum)
+        return records
+
+    def _body(self, body: Any) -> dict[str, Any]:
+        if not isinstance(body, dict):
+            raise self.malformed("it has no body")
+        return body
+
+    def _open_file(self, name: str) -> int:
+        """An open file whose size is the manifest's, so that a size in the manifest can be trusted to allocate."""
+        with self._as_damage(name):
+            fd = open_below(*self._place(name))
+        try:
+            self._compare_size(name, os.fstat(fd).st_size)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _check_file(self, name: str) -> None:
+        """The same without opening it, for snapshots of very many files."""
+        with self._as_damage(name):
+            folder, last = self._place(name)
+            found = os.stat(last, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(f"{name} is not a regular file")
+        self._compare_size(name, found.st_size)
+
+    def _compare_size(self, name: str, found: int) -> None:
+        record = self.files.get(name) if name not in (MARKER, MANIFEST) else None
+        if record is not None and found != record.nbytes:
+            raise CorruptCheckpointError(self.path(name), f"it has {found} bytes, {record.nbytes} were saved")
+
+    @contextmanager
+    def _as_damage(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CorruptCheckpointError(self.path(name), f"it cannot be opened ({error.strerror or error})") from error
+
+    def _place(self, name: str) -> tuple[int, str]:
+        """The folder that holds a file, opened once, and the file's name in it."""
+        folder, _, last = name.rpartition("/")
+        if folder not in self._folders:
+            self._folders[folder] = open_folder_below(self._folders[""], folder)
+        return self._folders[folder], last
+
+    def _close_folders(self) -> None:
+        while self._folders:
+            os.close(self._folders.popitem()[1])
+
+
+def in_parallel(tasks: Iterable[Callable[[], object]], threads: int) -> None:
+    """Runs tasks by several threads, begun in their order; raises the first error, after all that had begun ended."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="engram-read") as pool:
+        running: deque[Future[object]] = deque()
+        try:
+            for task in tasks:
+                running.append(pool.submit(task))
+                if len(running) > threads:
+                    running.popleft().result()
+            while running:
+                running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def newest_whole(directory: CheckpointDirectory, damaged: str = "") -> str | None:
+    """Name of the newest snapshot whose manifest and files all verify, and that does not own the file `damaged`."""
+    for name in directory.snapshots():
+        if damaged.startswith(directory.path(name, "")):
+            continue
+        try:
+            with SnapshotReader(directory, name) as reader:
+                reader.check()
+            return name
+        except CheckpointError:
+            continue
+    return None
+
+
+def _open_current(directory: CheckpointDirectory) -> SnapshotReader:
+    for _ in range(_ATTEMPTS):
+        pointer = directory.current()
+        if pointer is None:
+            raise CheckpointError(_nothing_there(directory))
+        try:
+            return SnapshotReader(directory, pointer.snapshot, pointer.manifest)
+        except SnapshotGoneError as error:
+            if directory.current() == pointer:
+                raise CorruptCheckpointError(directory.path(CURRENT), f"it names a snapshot, but {error}") from None
+        except CorruptCheckpointError:
+            if directory.current() == pointer:  # else a save was removing it
+                raise
+    raise CheckpointError(f"{directory.root}: saves replaced the snapshot {_ATTEMPTS} times while it was being opened")
+
+
+def _open_named(directory: CheckpointDirectory, name: str) -> SnapshotReader:
+    if not is_snapshot_name(name):
+        raise ValueError(f"{name!r} is not the name of a snapshot; names look like 'g-000042'")
+    try:
+        return SnapshotReader(directory, name)
+    except SnapshotGoneError as error:
+        raise CheckpointError(f"no snapshot {name}: {error}; there are {_listing(directory)}") from None
+
+
+def _nothing_there(directory: CheckpointDirectory) -> str:
+    if not os.path.isdir(directory.root):
+        return f"no checkpoint at {directory.root}: there is no such directory"
+    message = f"no checkpoint at {directory.root}: there is no {directory.path(CURRENT)}"
+    whole = newest_whole(directory)
+    return message if whole is None else f"{message}; {_advice(whole)}"
+
+
+def _listing(directory: CheckpointDirectory) -> str:
+    names = directory.snapshots() if os.path.isdir(directory.root) else []
+    return ", ".join(names) if names else "none"
+
+
+@contextmanager
+def _advising(directory: CheckpointDirectory) -> Iterator[None]:
+    """Adds to a CorruptCheckpointError which snapshot could be loaded instead."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        whole = newest_whole(directory, error.file)
+        raise CorruptCheckpointError(error.file, error.reason, _advice(whole), whole) from error
+
+
+def _advice(whole: str | None) -> str:
+    if whole is None:
+        return "no other snapshot there verifies whole"
+    return f"the newest snapshot that verifies whole is {whole}: loads(path, snapshot={whole!r})"
+
+
+@dataclass(frozen=True)
+class SnapshotReport:
+    """One snapshot: how many files and bytes were compared, and what is wrong with it."""
+
+    name: str
+    in_force: bool
+    files: int
+    nbytes: int
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        state = "whole" if self.ok else "; ".join(self.problems)
+        return (
+            f"{self.name}{' (in force)' if self.in_force else ''}: {self.files} files, {self.nbytes:,} bytes, {state}"
+        )
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """What `verify` found: the snapshots, newest first, and what is wrong with the directory itself."""
+
+    path: str
+    snapshots: tuple[SnapshotReport, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the snapshot in force can be loaded."""
+        return not self.problems and any(report.in_force and report.ok for report in self.snapshots)
+
+    @property
+    def newest_whole(self) -> str | None:
+        return next((report.name for report in self.snapshots if report.ok), None)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [f"{self.path}: {'whole' if self.ok else 'DAMAGED'}", *self.problems, *map(str, self.snapshots)]
+        )
+
+
+def verify(path: str | os.PathLike[str]) -> VerificationReport:
+    """Compares every file of every snapshot below `path` with its hash; damage is reported, not raised.
+
+    CheckpointError when there is no checkpoint at `path`. Changes nothing; savers may run meanwhile.
+    """
+    directory = CheckpointDirectory(os.path.abspath(os.fspath(path)))
+    if not os.path.isdir(directory.root):
+        raise CheckpointError(f"no checkpoint at {directory.root}: there is no such directory")
+    pointer, problems = _pointer(directory)
+    if pointer is None and not problems and not directory.snapshots():
+        raise CheckpointError(f"no checkpoint at {directory.root}: there is no {directory.path(CURRENT)}")
+    names = directory.snapshots()
+    if pointer is not None and pointer.snapshot not in names and os.path.isdir(directory.path(pointer.snapshot)):
+        names = [pointer.snapshot, *names]  # its marker is damaged, which the report says
+    found = [_report(directory, name, pointer) for name in names]
+    reports = tuple(report for report in found if report is not None)
+    if pointer is not None and not any(report.in_force for report in reports) and directory.current() == pointer:
+        problems = (*problems, f"{directory.path(CURRENT)} names {pointer.snapshot}, which is not there")
+    return VerificationReport(directory.root, reports, problems)
+
+
+def _pointer(directory: CheckpointDirectory) -> tuple[Pointer | None, tuple[str, ...]]:
+    try:
+        return directory.current(), ()
+    except CorruptCheckpointError as error:
+        return None, (str(error),)
+
+
+def _report(directory: CheckpointDirectory, name: str, pointer: Pointer | None) -> SnapshotReport | None:
+    """None for a snapshot that a save removed, or has not finished."""
+    in_force = pointer is not None and pointer.snapshot == name
+    if not in_force and not os.path.lexists(directory.path(name, MANIFEST)):
+        return None
+    try:
+        reader = SnapshotReader(directory, name, pointer.manifest if in_force and pointer else None)
+    except SnapshotGoneError:
+        return None
+    except CheckpointError as error:
+        return SnapshotReport(name, in_force, 0, 0, (str(error),))
+    with reader:
+        problems = tuple(problem for file in reader.files for problem in _problems(reader, file))
+        nbytes = sum(record.nbytes for record in reader.files.values())
+        return SnapshotReport(name, in_force, len(reader.files), nbytes, problems)
+
+
+def _problems(reader: SnapshotReader, file: str) -> list[str]:
+    try:
+        reader.check([file])
+    except CorruptCheckpointError as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,200 @@
+"""A buffer's whole state as one snapshot: the states of its components, and the rows of its storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from engram.checkpoint.directory import is_file_name, to_json
+from engram.checkpoint.encoding import CODECS, Blobs, decode, encode
+from engram.checkpoint.protocols import StorageCheckpointerBase
+from engram.checkpoint.reader import SnapshotReader, reading
+from engram.checkpoint.writer import SnapshotWriter, saving
+from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
+from engram.store.layout import MalformedLayoutError
+
+
+def save_snapshot(
+    path: str | os.PathLike[str],
+    components: Mapping[str, Any],
+    storage: tuple[StorageCheckpointerBase[Any, Any], Any] | None = None,
+    *,
+    keep_last: int = 1,
+    began: Callable[[SnapshotWriter], None] | None = None,
+) -> str:
+    """Saves component states and a storage (its checkpointer, its source) as the new state at `path`; its name.
+
+    `components` maps names (letters, digits, `_`, `-`, `.`) to states as `state.encode` takes them. All of them are
+    encoded before anything is written. Errors as those of `commit.saving`; TypeError for what cannot be encoded.
+    The caller keeps components and source still until this returns. `began` is called when the path is ours.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     name = save_snapshot(path, {"writer": {"cursor": 5}})
+    ...     with open_snapshot(path) as snapshot:
+    ...         print(snapshot.name, snapshot.components["writer"])
+    g-000001 {'cursor': 5}
+    """
+    encoded = {name: _encode_component(name, state) for name, state in components.items()}
+    trees = {name: tree for name, (tree, _) in encoded.items()}
+    nbytes = len(to_json(trees)) + sum(blobs.nbytes for _, blobs in encoded.values())
+    with saving(path, keep_last=keep_last) as writer:
+        if began is not None:
+            began(writer)
+        writer.need(nbytes + (0 if storage is None else storage[0].nbytes(storage[1], _previous(writer, storage[0]))))
+        for name, (_, blobs) in encoded.items():
+            if blobs:
+                writer.write_file(_blob_file(name), blobs.blocks())
+        state = None
+        if storage is not None:
+            saved = storage[0].dumps(storage[1], writer, _previous(writer, storage[0]))
+            state = {"format": storage[0].format, "state": saved}
+        writer.body = {"components": trees, "storage": state}
+    return writer.name
+
+
+def _previous(writer: SnapshotWriter, checkpointer: StorageCheckpointerBase[Any, Any]) -> dict[str, Any] | None:
+    """What a checkpointer of the same kind said of the snapshot in force."""
+    storage = writer.previous.get("storage")
+    if not isinstance(storage, dict) or storage.get("format") != checkpointer.format:
+        return None
+    state = storage.get("state")
+    return state if isinstance(state, dict) else None
+
+
+@contextmanager
+def open_snapshot(path: str | os.PathLike[str], snapshot: str | None = None) -> Iterator[Snapshot]:
+    """The snapshot in force at `path`, or the one named; no save removes it inside the block.
+
+    Errors as those of `reading.reading`. The order that leaves a buffer untouched when anything is wrong: read the
+    components that are wanted (each is verified), check that they fit, `check_storage`, `load_storage`, then set them.
+    """
+    with reading(path, snapshot) as reader:
+        yield Snapshot(reader)
+
+
+class Snapshot:
+    """An open snapshot. `components` reads and verifies each state when it is asked for."""
+
+    def __init__(self, reader: SnapshotReader) -> None:
+        self.name = reader.name
+        self.components: Mapping[str, Any] = _Components(reader)
+        self._reader = reader
+
+    @property
+    def storage_format(self) -> str | None:
+        """The `format` of the checkpointer that wrote the storage; None when no storage was saved."""
+        storage = self._storage()
+        return None if storage is None else str(storage["format"])
+
+    def component(self, name: str) -> Any:
+        """The state of a component; CheckpointError when none of this name was saved."""
+        if name not in self.components:
+            saved = ", ".join(self.components) or "none"
+            raise CheckpointError(f"{self._reader.path('')} holds no {name}; its components are {saved}")
+        return self.components[name]
+
+    def malformed(self, reason: str) -> CorruptCheckpointError:
+        """The error for a snapshot whose bytes are whole, and that says what cannot be."""
+        return self._reader.malformed(reason)
+
+    def wanted(self, parts: tuple[str, ...], owners: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """States of a buffer's parts as they were saved, and what cannot be taken over: nothing."""
+        states: dict[str, Any] = {
+            name: self.component(name) for name in ("sampler", "writer", "generator") if name in parts
+        }
+        if "writer" in parts:  # checkpoints of earlier versions have no such component
+            states["transform"] = self.components.get("transform", {"state": None})
+        return states, []
+
+    def numbers(self) -> Any:
+        """The numbers of rows that were replaced out of turn; None in checkpoints without any."""
+        return self.components.get("numbers")
+
+    def check_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
+        """ValueError when the sink cannot take the storage that was saved; changes nothing."""
+        state = self._storage_state(checkpointer)
+        try:
+            checkpointer.check(sink, self._reader, state)
+        except MalformedLayoutError as error:
+            raise self.malformed(str(error)) from error
+
+    def load_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
+        """Fills the sink. One that holds rows is untouched unless everything was verified before; an empty one is
+        empty again after an error.
+        """
+        self.check_storage(checkpointer, sink)
+        checkpointer.loads(sink, self._reader, self._storage_state(checkpointer))
+
+    def verify(self) -> None:
+        """Compares every file with its hash; CorruptCheckpointError names the first that differs."""
+        self._reader.check()
+
+    def _storage_state(self, checkpointer: StorageCheckpointerBase[Any, Any]) -> dict[str, Any]:
+        storage = self._storage()
+        if storage is None:
+            raise CheckpointMisfitError(f"{self._reader.path('')} holds no storage; load the other parts only")
+        if storage["format"] != checkpointer.format:
+            raise CheckpointMisfitError(
+                f"the storage in {self._reader.path('')} was saved as {storage['format']!r}, "
+                f"{type(checkpointer).__name__} reads {checkpointer.format!r}; use the checkpointer that saved it"
+            )
+        state: dict[str, Any] = storage["state"]
+        return state
+
+    def _storage(self) -> dict[str, Any] | None:
+        storage = self._reader.body.get("storage")
+        whole = isinstance(storage, dict) and {"format", "state"} <= storage.keys()
+        if storage is not None and not (whole and isinstance(storage["state"], dict)):
+            raise self.malformed("it does not say how the storage was saved")
+        return storage
+
+
+class _Components(Mapping[str, Any]):
+    def __init__(self, reader: SnapshotReader) -> None:
+        self._reader = reader
+        self._trees: dict[str, Any] = reader.body.get("components", {})
+        if not isinstance(self._trees, dict) or not all(map(_is_component_name, self._trees)):
+            raise reader.malformed("its components are not named states")
+        self._decoded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._decoded:
+            self._decoded[name] = _read_component(self._reader, name, self._trees[name])
+        return self._decoded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trees)
+
+    def __len__(self) -> int:
+        return len(self._trees)
+
+
+def _encode_component(name: str, state: Any) -> tuple[Any, Blobs]:
+    if not _is_component_name(name):
+        raise ValueError(f"{name!r} is no name for a component; use letters, digits, '_', '-' and '.'")
+    blobs = Blobs()
+    return encode(state, blobs, CODECS, place=name), blobs
+
+
+def _read_component(reader: SnapshotReader, name: str, tree: Any) -> Any:
+    blob_file = _blob_file(name)
+    try:
+        if blob_file not in reader.files:
+            return decode(tree, None, CODECS)
+        with reader.open(blob_file) as file:
+            state = decode(tree, file, CODECS)
+            file.finish()
+            return state
+    except ValueError as error:
+        raise reader.malformed(f"component {name}: {error}") from error
+
+
+def _is_component_name(name: str) -> bool:
+    return is_file_name(name) and "/" not in name
+
+
+def _blob_file(name: str) -> str:
+    return f"components/{name}.bin"

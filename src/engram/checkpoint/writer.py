@@ -1,0 +1,368 @@
+"""Commit: how a save reaches disk. Killed at any instruction, it leaves the old snapshot in force or the new one.
+
+    <path>/CURRENT                       the snapshot in force and the hash of its manifest
+    <path>/LOCK                          flock: one saver
+    <path>/g-000042/ENGRAM-SNAPSHOT      the marker; readers hold a shared flock on it
+    <path>/g-000042/manifest.json        what the snapshot holds: every file with size and hash; sealed
+    <path>/g-000042/...                  the files
+
+Knows bytes and names, not what they mean; `docs/format.md` describes each byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Union
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from engram._system import open_regular
+from engram.checkpoint.directory import (
+    FORMAT,
+    LOCK,
+    MANIFEST,
+    MARKER,
+    MARKER_CONTENT,
+    VERSION,
+    CheckpointDirectory,
+    Pointer,
+    digest,
+    is_file_name,
+    seal,
+    sync_directory,
+)
+from engram.checkpoint.reader import SnapshotReader
+from engram.errors import CheckpointError, CorruptCheckpointError
+from engram.store.locks import FileLock
+
+_MOST_OPEN_FILES = 64
+_FILES_BEHIND = 3  # that the disk may still be writing
+_SPACE_FOR_METADATA = 1 << 16
+_PIECE = 1 << 20  # written while it is still in the cache from hashing
+
+Block = Union[bytes, memoryview, npt.NDArray[Any]]
+
+
+@dataclass
+class _Needs:
+    nbytes: int = 0
+
+
+@contextmanager
+def saving(path: str | os.PathLike[str], *, keep_last: int = 1) -> Iterator[SnapshotWriter]:
+    """A writer of the next snapshot below `path`; it comes into force when the block ends without an exception.
+
+    Afterwards the newest `keep_last` snapshots stay and older ones are removed, except those that somebody is reading.
+    CheckpointError: another saver is at work here, the disk is full or fails, the directory cannot be written; what was
+    in force before still is.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     with saving(path) as writer:
+    ...         writer.write_file("greeting.bin", [b"hello"])
+    ...         writer.body["answer"] = 42
+    ...     writer.name
+    'g-000001'
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be 1 or more, got {keep_last}: the snapshot just saved is one of them")
+    directory = CheckpointDirectory(os.path.abspath(os.fspath(path)))
+    with _as_checkpoint_errors(directory.root) as needs:
+        _make_directories(directory.root)
+        with _only_saver(directory):
+            directory.refuse_foreign()
+            directory.clean(keep_last)
+            name = directory.next_name()
+            with _in_force(directory) as previous, SnapshotWriter(directory, name, previous, needs) as writer:
+                yield writer
+                writer.commit()
+            _prune(directory, keep_last, name)
+
+
+class SnapshotWriter:
+    """Writes the files of one snapshot; what `body` (JSON) holds at the end goes into its manifest."""
+
+    def __init__(
+        self, directory: CheckpointDirectory, name: str, previous: SnapshotReader | None, needs: _Needs
+    ) -> None:
+        self.name = name
+        self.body: dict[str, Any] = {}
+        #: The body of the snapshot that is in force until this one is; empty if there is none.
+        self.previous: dict[str, Any] = {} if previous is None else previous.body
+        self._in_force = previous
+        self._needs = needs
+        self._written = 0
+        self._directory = directory
+        self._files: dict[str, dict[str, Any]] = {}
+        self._unsynced: list[int] = []
+        self._folders = [directory.path(name)]
+
+    def need(self, nbytes: int) -> None:
+        """CheckpointError when the disk has no room for this many bytes: better known before they are written."""
+        self._needs.nbytes = nbytes
+        _check_space(self._directory.root, nbytes)
+
+    @property
+    def progress(self) -> float:
+        """The part of the needed bytes that is written."""
+        return self._written / max(1, self._needs.nbytes)
+
+    def reuse(self, *names: str) -> bool:
+        """Takes files of these names over from the snapshot in force, by hard links where there are such.
+
+        False: one is not there, or is not as it was saved; all of them must be written.
+        """
+        if self._in_force is None or not all(name in self._in_force.files for name in names):
+            return False
+        for name in names:
+            self._check_name(name)
+            self._make_folder(os.path.dirname(name))
+            record = self._in_force.copy(name, self._directory.path(self.name, name))
+            if record is None:
+                for taken in set(names) & set(self._files):
+                    os.unlink(self._directory.path(self.name, taken))
+                    del self._files[taken]
+                return False
+            self._files[name] = {"nbytes": record.nbytes, "xxh3_128": record.xxh3_128}
+        return True
+
+    def write_file(self, name: str, blocks: Iterable[Block]) -> None:
+        """A new file of this snapshot, its blocks one after the other; `name` is relative, with `/` between folders."""
+        self._check_name(name)
+        self._make_folder(os.path.dirname(name))
+        fd = self._create(name)
+        self._unsynced.append(fd)
+        nbytes, hasher = 0, xxhash.xxh3_128()
+        for block in blocks:
+            whole = _as_bytes(block)
+            for begin in range(0, len(whole), _PIECE):
+                hasher.update(whole[begin : begin + _PIECE])
+                _write_all(fd, whole[begin : begin + _PIECE])
+                self._written += len(whole[begin : begin + _PIECE])
+            nbytes += len(whole)
+        self._finish(name, fd, nbytes, hasher.hexdigest())
+
+    @contextmanager
+    def written_by_path(self, name: str) -> Iterator[str]:
+        """A new file of this snapshot that a library writes by its path, while the block lasts; hashed afterwards."""
+        self._check_name(name)
+        self._make_folder(os.path.dirname(name))
+        os.close(self._create(name))
+        path = self._directory.path(self.name, name)
+        yield path
+        fd = open_regular(path, os.O_RDWR)
+        self._unsynced.append(fd)
+        nbytes, hasher = 0, xxhash.xxh3_128()
+        while block := os.read(fd, _PIECE):
+            hasher.update(block)
+            nbytes += len(block)
+        self._finish(name, fd, nbytes, hasher.hexdigest())
+
+    def commit(self) -> None:
+        """Brings the snapshot into force: files first, then their folders, then the manifest, at last CURRENT."""
+        manifest = seal(
+            {"format": FORMAT, "version": VERSION, "snapshot": self.name, "files": self._files, "body": self.body}
+        )
+        self._unsynced.append(self._create(MANIFEST))
+        _write_all(self._unsynced[-1], memoryview(manifest))
+        self._sync_files(down_to=0)
+        for folder in reversed(self._folders):
+            sync_directory(folder)
+        sync_directory(self._directory.root)
+        self._directory.point_to(Pointer(self.name, digest(manifest)))
+
+    def __enter__(self) -> SnapshotWriter:
+        try:
+            self._begin()
+        except BaseException:
+            self._discard()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._close_files()
+        if kind is not None:
+            self._discard()
+
+    def _check_name(self, name: str) -> None:
+        if not is_file_name(name) or name in self._files or name in (MANIFEST, MARKER):
+            raise ValueError(f"{name!r} is not a name for a new file of a snapshot; use letters, digits, '_', '-', '.'")
+
+    def _finish(self, name: str, fd: int, nbytes: int, digest_of_file: str) -> None:
+        os.fchmod(fd, 0o444)
+        # The disk works while the next file is made. What an earlier file had in memory is on the disk by now.
+        for written in (fd, *self._unsynced[-1 - _FILES_BEHIND : -_FILES_BEHIND]):
+            _let_go(written)
+        self._files[name] = {"nbytes": nbytes, "xxh3_128": digest_of_file}
+        self._sync_files(down_to=_MOST_OPEN_FILES)
+
+    def _begin(self) -> None:
+        os.mkdir(self._folders[0])
+        fd = self._create(MARKER)
+        self._unsynced.append(fd)
+        _write_all(fd, memoryview(MARKER_CONTENT))
+        self._sync_files(down_to=0)
+
+    def _create(self, name: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(self._directory.path(self.name, name), flags, 0o644)
+
+    def _make_folder(self, name: str) -> None:
+        folder = self._directory.path(self.name, name) if name else self._folders[0]
+        if folder not in self._folders:
+            self._make_folder(os.path.dirname(name))
+            os.mkdir(folder)
+            self._folders.append(folder)
+
+    def _sync_files(self, down_to: int) -> None:
+        # Not one by one as they are written: the first fsync commits the journal for all, the others then cost little.
+        while len(self._unsynced) > down_to:
+            fd = self._unsynced.pop(0)
+            try:
+                os.fsync(fd)
+                _let_go(fd)
+            finally:
+                os.close(fd)
+
+    def _close_files(self) -> None:
+        while self._unsynced:
+            os.close(self._unsynced.pop())
+
+    def _discard(self) -> None:
+        """Removes the snapshot unless CURRENT names it, or may: an error can come after CURRENT was moved."""
+        self._close_files()
+        try:
+            pointer = self._directory.current()
+            if pointer is not None and pointer.snapshot == self.name:
+                return
+            if self.name in self._directory.snapshots():
+                self._directory.remove(self.name)
+            elif os.path.isdir(self._folders[0]):
+                os.rmdir(self._folders[0])
+        except (OSError, CorruptCheckpointError):
+            pass  # the next save removes it; the error that brought us here is the one to report
+
+
+@contextmanager
+def _only_saver(directory: CheckpointDirectory) -> Iterator[None]:
+    path = directory.path(LOCK)
+    fd = _open_lock(path)
+    try:
+        lock = FileLock(fd, exclusive=True)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"another save to {directory.root} is running (it holds {path}); wait for it, or save to another directory"
+        ) from None
+    with lock:
+        yield
+
+
+def _open_lock(path: str) -> int:
+    try:
+        return open_regular(path, os.O_RDWR)
+    except FileNotFoundError:
+        pass
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except FileExistsError:  # another save made it first
+        return open_regular(path, os.O_RDWR)
+
+
+@contextmanager
+def _in_force(directory: CheckpointDirectory) -> Iterator[SnapshotReader | None]:
+    """The snapshot in force, if there is one that is whole as far as its manifest and sizes say."""
+    try:
+        pointer = directory.current()
+        reader = None if pointer is None else SnapshotReader(directory, pointer.snapshot, pointer.manifest)
+    except CheckpointError:
+        reader = None
+    with contextlib.nullcontext() if reader is None else reader:
+        yield reader
+
+
+@contextmanager
+def _as_checkpoint_errors(root: str) -> Iterator[_Needs]:
+    needs = _Needs()
+    try:
+        yield needs
+    except OSError as error:
+        what = f"cannot save to {root}: {error.strerror or error}"
+        if error.filename is not None and error.filename != root:
+            what += f" ({error.filename})"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what += f"; the save needs about {needs.nbytes:,} bytes, {_free_bytes(root):,} are free now"
+        if error.errno == errno.EFBIG:
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            limited = most != resource.RLIM_INFINITY
+            what += f"; files of this process may have {most:,} bytes (RLIMIT_FSIZE, `ulimit -f`)" if limited else ""
+        raise CheckpointError(f"{what}; what was saved there before is untouched") from error
+
+
+def _check_space(root: str, expected_bytes: int) -> None:
+    needed, free = expected_bytes + _SPACE_FOR_METADATA, _free_bytes(root)
+    if needed > free:
+        raise CheckpointError(
+            f"cannot save to {root}: the save needs about {needed:,} bytes and {free:,} are free "
+            "(the snapshot before it stays until the new one is whole); what was saved there before is untouched"
+        )
+
+
+def _free_bytes(root: str) -> int:
+    try:
+        space = os.statvfs(root)
+    except OSError:
+        return 0
+    return space.f_frsize * (space.f_bfree if os.geteuid() == 0 else space.f_bavail)
+
+
+def _make_directories(root: str) -> None:
+    if os.path.isdir(root):
+        return
+    parent = os.path.dirname(root)
+    _make_directories(parent)
+    try:
+        os.mkdir(root)
+    except FileExistsError:
+        if not os.path.isdir(root):
+            raise
+    try:
+        sync_directory(parent)
+    except OSError:
+        # Else the next save would find it there, and not know that a power cut may forget it with all that is in it.
+        with contextlib.suppress(OSError):
+            os.rmdir(root)
+        raise
+
+
+def _prune(directory: CheckpointDirectory, keep_last: int, in_force: str) -> None:
+    try:
+        directory.prune(keep_last, in_force)
+    except OSError as error:  # the save itself has succeeded
+        warnings.warn(f"{directory.root}: older snapshots could not be removed ({error}); the next save tries again")
+
+
+def _as_bytes(block: Block) -> memoryview:
+    if isinstance(block, np.ndarray):
+        return np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+    return memoryview(block)
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    while len(view):
+        view = view[os.write(fd, view) :]
+
+
+def _let_go(fd: int) -> None:
+    """Starts writing a file to the disk, and gives up the memory of what has been written."""
+    # Else a save would push the buffer's own pages out of the cache, and need as much new memory as it has bytes.
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

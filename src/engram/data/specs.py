@@ -1,0 +1,29 @@
+"""Specs, under the path where users look for them."""
+
+from engram.specs import (
+    Binary,
+    Bounded,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    OneHot,
+    Spec,
+    Unbounded,
+    space_from_spec,
+    spec_from_space,
+)
+
+__all__ = [
+    "Binary",
+    "Bounded",
+    "Categorical",
+    "Composite",
+    "MultiCategorical",
+    "MultiOneHot",
+    "OneHot",
+    "Spec",
+    "Unbounded",
+    "space_from_spec",
+    "spec_from_space",
+]

@@ -1,0 +1,478 @@
+"""What a gymnasium environment gives, compared with what its space says: numbers of a dtype and shape, and flags.
+
+Hot loops compare the dtype and the shape of an array themselves, and come here with everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from engram.errors import is_masked
+from engram.specs import Composite, MultiOneHot, OneHot, Spec, spec_from_space
+from engram.specs.spaces import kind_of
+
+Array = np.ndarray[Any, Any]
+
+BOOL, SINGLE, DOUBLE = np.dtype(np.bool_), np.dtype(np.float32), np.dtype(np.float64)
+_NUMBERS = frozenset(
+    [bool, int, float, np.bool_, *(np.dtype(code).type for code in ("f2", "f4", "f8"))]
+    + [np.dtype(f"{kind}{size}").type for kind in "iu" for size in (1, 2, 4, 8)]
+)
+
+
+class Rewards(NamedTuple):
+    """Float32 rewards up to the first one that is no number, and the error about that one (None: all are numbers)."""
+
+    values: Array
+    error: ValueError | None
+
+
+def array_of(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Array:
+    """`value` as an array of that dtype and shape; `value` itself where it is one.
+
+    Lists, tensors and other dtypes are converted where every number stays what it is, or is rounded to a float of
+    `dtype`. Raises ValueError, which begins with `what`, for another shape, for None, text, objects, masked arrays, and
+    for numbers that have no place in `dtype`.
+    """
+    array = plain_array(value, what, shape, dtype)
+    if array.shape != shape:
+        raise ValueError(
+            f"{what} of shape {array.shape}, and its space says {shape}; correct the environment or its space"
+        )
+    if array.dtype == dtype:
+        return array
+    return _converted(array, dtype, what)
+
+
+def refuse_beyond(limits: tuple[Any, Any], array: Array, what: str) -> None:
+    """Raises ValueError, which begins with `what`, where a number is below the first limit or above the second."""
+    wrong = (array < limits[0]) | (array > limits[1])
+    if wrong.any():
+        low, high = (np.broadcast_to(limit, array.shape)[wrong][0] for limit in limits)
+        raise ValueError(
+            f"{what} with {array[wrong][0]!r}, and its space says {low} to {high}; correct the environment or its space"
+        )
+
+
+def plain_array(value: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """`value` as an array of numbers of any kind and shape. Raises ValueError, as `array_of`, for what is none."""
+    if type(value) is np.ndarray and value.dtype.kind in "biuf":
+        return value
+    if _is_masked(value):
+        raise ValueError(
+            f"{what} in a masked array, and a buffer has no place for the mask; give a plain array: "
+            "array.filled(value), or the mask as an observation of its own"
+        )
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU or with a gradient
+        raise ValueError(
+            f"{what} that is no array of numbers: {value!r:.80} ({error}); its space says {dtype} {shape}"
+        ) from error
+    if array.dtype.kind not in "biuf":
+        raise ValueError(
+            f"{what} of {type(value).__name__} {value!r:.80}, of shape {array.shape} and dtype {array.dtype}, and its "
+            f"space says {dtype} {shape}; correct the environment or its space"
+        )
+    return array
+
+
+def _is_masked(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_is_masked(part) for part in value)
+    return is_masked(value)
+
+
+def _converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = array.astype(dtype)
+    if dtype.kind == "f":
+        wrong = np.isinf(cast)
+        if wrong.any():
+            wrong &= np.isfinite(array)
+    else:
+        wrong = (cast != array) | ((cast < 0) != (array < 0))  # the latter: numbers that came round to the same bits
+    if wrong.any():
+        raise ValueError(
+            f"{what} with {array[wrong][0]!r} in {array.dtype}, which {dtype} cannot hold; correct the environment or "
+            "its space"
+        )
+    return cast
+
+
+def reward_of(value: Any) -> float:
+    """One reward, which fits float32. Raises ValueError for what is not one number."""
+    if type(value) is float and -1e38 < value < 1e38:
+        return value
+    what = "the environment gave a reward"
+    array = plain_array(value, what, (), "float32")
+    if array.shape not in ((), (1,)):
+        raise ValueError(f"{what} of shape {array.shape}, and a reward is one number; correct the environment")
+    _converted(array, np.dtype(np.float32), what)
+    return float(array.reshape(()))
+
+
+def rewards_of(values: Sequence[Any]) -> Rewards:
+    """The rewards of many steps, each as `reward_of` takes it."""
+    if _NUMBERS.issuperset(map(type, values)):
+        with np.errstate(over="ignore"), contextlib.suppress(OverflowError):
+            column = np.fromiter(values, np.float32, len(values))  # a third of the cost of an array of a list
+            if not np.isinf(column).any():
+                return Rewards(column, None)
+    column = np.empty(len(values), np.float32)
+    for i, value in enumerate(values):
+        try:
+            column[i] = reward_of(value)
+        except ValueError as error:
+            return Rewards(column[:i], error)
+    return Rewards(column, None)
+
+
+def reward_row(value: Any, n: int) -> Array:
+    """The rewards `[n]` of environments that step together, float32 where they are that, else float64.
+
+    Raises ValueError for another shape and for what are no numbers.
+    """
+    if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.shape == (n,):
+        return value.astype(SINGLE if value.dtype == SINGLE else DOUBLE, copy=False)
+    return array_of(value, DOUBLE, (n,), "the environments gave rewards")
+
+
+def narrow_rewards(rows: Array) -> Rewards:
+    """Rewards `[calls, n]` of `reward_row` as float32, up to the first call with one beyond float32."""
+    if rows.dtype == SINGLE:
+        return Rewards(rows, None)
+    with np.errstate(over="ignore"):
+        cast = rows.astype(np.float32)
+    infinite = np.isinf(cast)
+    if not infinite.any():
+        return Rewards(cast, None)
+    wrong = (infinite & np.isfinite(rows)).any(-1)
+    if not wrong.any():
+        return Rewards(cast, None)
+    first = int(wrong.argmax())
+    try:
+        _converted(rows[first], np.dtype(np.float32), "the environments gave rewards")
+    except ValueError as error:
+        return Rewards(cast[:first], error)
+    raise AssertionError("one of them was found wrong")
+
+
+def flag_of(value: Any, name: str) -> bool:
+    """`terminated` or `truncated` of one environment. Raises ValueError for what is neither true nor false."""
+    if value is True or value is False:
+        return value
+    if type(value) is not np.bool_:
+        what = f"the environment gave {name}"
+        array = plain_array(value, what, (), "bool")
+        if array.shape not in ((), (1,)) or array not in (0, 1):
+            raise ValueError(f"{what}={value!r:.80}, and it must be True or False; correct the environment")
+    return bool(value)
+
+
+def flag_row(value: Any, n: int, name: str) -> Array:
+    """`terminated` or `truncated`, bool `[n]`, of environments that step together."""
+    if type(value) is np.ndarray and value.dtype is BOOL and value.shape == (n,):
+        return value
+    return array_of(value, BOOL, (n,), f"the environments gave {name}")
+
+
+LARGEST_TABLE = 256  # choices: one-hot rows are then at most half a megabyte
+Key = str | tuple[str, ...]
+
+
+class Codec(ABC):
+    """Raw values of one space, to and from tensors."""
+
+    spec: Spec
+
+    @abstractmethod
+    def encode_rows(self, raws: Sequence[Any]) -> Any:
+        """N raw values as a tensor or TensorDict `[N, *spec.shape]`."""
+
+    @abstractmethod
+    def decode_rows(self, value: Any) -> list[Any]:
+        """`[N, *spec.shape]` as N raw values, which share no memory with it."""
+
+    @abstractmethod
+    def decode_batch(self, value: Any) -> Any:
+        """`[..., *spec.shape]` as gymnasium batches raw values: an array `[..., *raw_shape]`, Dicts of them."""
+
+    @abstractmethod
+    def unbatch(self, batch: Any) -> list[Any]:
+        """The single raw values of N that gymnasium has batched; they share no memory with it."""
+
+    def random_rows(self, n: int) -> tuple[Any, list[Any]]:
+        """`spec.rand((n,))`, and its raw values."""
+        drawn = self.spec.rand((n,))
+        return drawn, self.decode_rows(drawn)
+
+    def random_batch(self, shape: Sequence[int]) -> Any:
+        """`spec.rand(shape)` as `decode_batch` gives it."""
+        return self.decode_batch(self.spec.rand(shape))
+
+    @abstractmethod
+    def keep(self, raw: Any) -> Any:
+        """`raw` such that nobody else can change it."""
+
+    def decode_one(self, value: Any) -> Any:
+        """`[*spec.shape]` as one raw value."""
+        return self.decode_rows(value.unsqueeze(0))[0]
+
+    def keep_rows(self, raws: list[Any]) -> list[Any]:
+        """`keep` of each."""
+        return [self.keep(raw) for raw in raws]
+
+
+class LeafCodec(Codec):
+    """A space whose raw values are arrays of one dtype and shape.
+
+    `limits`: the smallest and the largest raw value that `encode` takes, `[*raw_shape]`; None: it takes every value.
+    """
+
+    limits: tuple[Any, Any] | None = None
+
+    def __init__(self, spec: Spec, space: Any) -> None:
+        self.spec = spec
+        self.raw_dtype = np.dtype(space.dtype)
+        self.raw_shape = tuple(space.shape)
+
+    def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
+        """`[..., *raw_shape]` as `[..., *spec.shape]`; may share memory."""
+        return torch.from_numpy(raw)
+
+    def decode(self, value: Tensor) -> Any:
+        """The reverse of `encode`: an array, always a new one."""
+        batch = value.shape[: value.ndim - self.spec.ndim]
+        return value.detach().cpu().numpy().astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
+
+    def decode_batch(self, value: Tensor) -> Any:
+        return np.asarray(self.decode(value))
+
+    def unbatch(self, batch: Any) -> list[Any]:
+        return [np.asarray(row) for row in batch.copy()]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensor is the raw array, unchanged."""
+        return type(self).encode is LeafCodec.encode
+
+    def encode_rows(self, raws: Sequence[Any]) -> Tensor:
+        rows = np.asarray(raws, dtype=self.raw_dtype)
+        return self.encode(rows.reshape((len(raws), *self.raw_shape)))
+
+    def decode_rows(self, value: Tensor) -> list[Any]:
+        return [np.asarray(row) for row in self.decode(value)]
+
+    def decode_one(self, value: Tensor) -> Any:
+        return self.decode(value)
+
+    def keep(self, raw: Any) -> Any:
+        return raw.copy()
+
+
+class DiscreteCodec(LeafCodec):
+    """Integers from `start` on, as categories or one-hot."""
+
+    def __init__(self, space: Any, categorical: bool) -> None:
+        self._n = int(space.n)
+        super().__init__(spec_from_space(space, categorical), space)
+        self.start = int(space.start)
+        self._one_hot = self.spec if isinstance(self.spec, OneHot) else None
+        if self._one_hot is not None:
+            self.limits = self.start, self.start + self._n - 1
+
+    def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
+        choice = raw.astype(np.int64) - self.start
+        if self._one_hot is None:
+            return torch.from_numpy(choice)
+        if self._n <= LARGEST_TABLE and choice.size and choice.min() >= 0:  # a tenth of the cost; checks the other end
+            return torch.from_numpy(self._hot_by_choice.take(choice, 0))
+        return self._one_hot.encode(torch.from_numpy(choice))
+
+    def decode(self, value: Tensor) -> Any:
+        choice = self._chosen(value.detach())
+        return choice.long().cpu().numpy() + self.start
+
+    def _chosen(self, value: Tensor) -> Tensor:
+        if self._one_hot is None:
+            return value
+        return (value.byte() if value.dtype is torch.bool else value).argmax(-1)
+
+    def decode_one(self, value: Tensor) -> Any:
+        """One `np.int64`, which gymnasium checks faster than an `int`."""
+        raw = np.int64(self._chosen(value).item())
+        return raw + self.start if self.start else raw
+
+    def keep(self, raw: Any) -> Any:
+        return raw
+
+    def decode_rows(self, value: Tensor) -> list[Any]:
+        return list(self.decode(value))
+
+    def unbatch(self, batch: Any) -> list[Any]:
+        return list(batch)
+
+    def keep_rows(self, raws: list[Any]) -> list[Any]:
+        return raws  # integers
+
+    def random_rows(self, n: int) -> tuple[Tensor, list[Any]]:
+        choice = torch.randint(self._n, (n,))  # the draw that the spec makes
+        if self._n > LARGEST_TABLE:
+            encoded = choice if self._one_hot is None else self._one_hot.encode(choice)
+            return encoded, list(choice.numpy() + self.start)
+        raws = self._raw_by_choice.take(choice.numpy()).tolist()
+        if self._one_hot is None:
+            return choice, raws
+        return torch.from_numpy(self._hot_by_choice.take(choice.numpy(), 0)), raws
+
+    def random_batch(self, shape: Sequence[int]) -> Any:
+        return torch.randint(self._n, tuple(shape)).numpy() + self.start  # the draw that the spec makes
+
+    @cached_property
+    def _raw_by_choice(self) -> np.ndarray[Any, Any]:
+        """Raw values that exist already: to make each one anew costs five times as much."""
+        return np.array(list(np.arange(self.start, self.start + self._n)), dtype=object)
+
+    @cached_property
+    def _hot_by_choice(self) -> np.ndarray[Any, Any]:
+        return np.eye(self._n, dtype=np.int64)
+
+
+class MultiDiscreteCodec(LeafCodec):
+    """Arrays of integers, as a vector of categories or of one-hot vectors in a row."""
+
+    def __init__(self, space: Any, categorical: bool) -> None:
+        super().__init__(spec_from_space(space, categorical), space)
+        self._one_hot = self.spec if isinstance(self.spec, MultiOneHot) else None
+        self.start = np.asarray(getattr(space, "start", 0), dtype=np.int64)
+        if self._one_hot is not None:
+            self.limits = self.start, self.start + np.asarray(space.nvec, dtype=np.int64) - 1
+
+    def encode(self, raw: np.ndarray[Any, Any]) -> Tensor:
+        shape = raw.shape[: raw.ndim - len(self.raw_shape)]
+        choice = torch.from_numpy((raw.astype(np.int64) - self.start).reshape((*shape, -1)))
+        return choice if self._one_hot is None else self._one_hot.encode(choice)
+
+    def decode(self, value: Tensor) -> Any:
+        choice = value.detach().cpu() if self._one_hot is None else self._one_hot.decode(value.detach()).cpu()
+        raw = choice.numpy().reshape((*choice.shape[:-1], *self.raw_shape))
+        return (raw + self.start).astype(self.raw_dtype)
+
+
+class NestedCodec(Codec):
+    """A Dict or Tuple of spaces, as a TensorDict; a Tuple's keys are "0", "1", ..."""
+
+    def __init__(self, parts: Mapping[Any, Codec], build: Callable[[dict[Any, Any]], Any]) -> None:
+        self.parts = dict(parts)
+        self._build = build
+        self.spec = Composite({str(key): part.spec for key, part in self.parts.items()})
+
+    def encode_rows(self, raws: Sequence[Any]) -> TensorDict:
+        columns = {str(k): part.encode_rows([raw[k] for raw in raws]) for k, part in self.parts.items()}
+        return TensorDict(columns, batch_size=[len(raws)])
+
+    def decode_rows(self, value: Any) -> list[Any]:
+        columns = [part.decode_rows(value.get(str(key))) for key, part in self.parts.items()]
+        return [self._build(dict(zip(self.parts, row, strict=True))) for row in zip(*columns, strict=True)]
+
+    def decode_batch(self, value: Any) -> Any:
+        return self._build({key: part.decode_batch(value.get(str(key))) for key, part in self.parts.items()})
+
+    def unbatch(self, batch: Any) -> list[Any]:
+        columns = [part.unbatch(batch[key]) for key, part in self.parts.items()]
+        return [self._build(dict(zip(self.parts, row, strict=True))) for row in zip(*columns, strict=True)]
+
+    def keep(self, raw: Any) -> Any:
+        return self._build({key: part.keep(raw[key]) for key, part in self.parts.items()})
+
+
+class Leaf(NamedTuple):
+    """One array of an observation: its TensorDict key, the way to it in the raw value, its codec."""
+
+    key: Key
+    path: tuple[Any, ...]
+    codec: LeafCodec
+
+    def pick(self, raw: Any) -> Any:
+        """This leaf of a raw observation."""
+        for step in self.path:
+            raw = raw[step]
+        return raw
+
+    def value(self, raw: Any) -> Array:
+        """This leaf of what one environment gave, in the dtype and shape of its space. Raises ValueError otherwise."""
+        return self._compared(raw, self.codec.raw_shape, 0)
+
+    def rows(self, raw: Any, n: int) -> Array:
+        """This leaf of what `n` environments gave, `[n, *raw_shape]`. Raises ValueError for another dtype or shape."""
+        return self._compared(raw, (n, *self.codec.raw_shape), n)
+
+    def _compared(self, raw: Any, shape: tuple[int, ...], n: int) -> Array:
+        key, path, codec = self
+        found = raw
+        try:
+            for step in path:
+                found = found[step]
+            is_plain = type(found) is np.ndarray and found.dtype is codec.raw_dtype and found.shape == shape
+            if is_plain and codec.limits is None:
+                return cast(Array, found)
+            what = f"the {n} environments gave observations" if n else "the environment gave an observation"
+            array = array_of(found, codec.raw_dtype, shape, f"{what} {key!r}")
+            if codec.limits is not None:
+                refuse_beyond(codec.limits, array, f"{what} {key!r}")
+            return array
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"the environment gave an observation {raw!r:.80}, which has no {key!r}; correct the environment"
+            ) from error
+
+
+def leaves_of(codec: Codec, key: tuple[str, ...] = (), path: tuple[Any, ...] = ()) -> list[Leaf]:
+    """All leaves of a codec, in order."""
+    if isinstance(codec, NestedCodec):
+        return [leaf for k, part in codec.parts.items() for leaf in leaves_of(part, (*key, str(k)), (*path, k))]
+    assert isinstance(codec, LeafCodec)
+    return [Leaf(key if len(key) > 1 else key[0], path, codec)]
+
+
+def codec_for(space: Any, *, categorical: bool = False) -> Codec:
+    """The codec of a gymnasium space; `categorical` says how Discrete and MultiDiscrete are encoded.
+
+    Raises TypeError for spaces without a fixed shape (Text, Graph, Sequence, OneOf).
+
+    >>> import gymnasium
+    >>> codec = codec_for(gymnasium.spaces.Discrete(3, start=1))
+    >>> codec.encode_rows([1, 3]).tolist(), codec.decode_rows(torch.tensor([[0, 1, 0]]))
+    ([[1, 0, 0], [0, 0, 1]], [np.int64(2)])
+    """
+    codec: Codec = kind_of(space, _MAKERS)(space, categorical)
+    return codec
+
+
+def _tuple_codec(space: Any, categorical: bool) -> Codec:
+    parts = {index: codec_for(part, categorical=categorical) for index, part in enumerate(space.spaces)}
+    return NestedCodec(parts, lambda row: tuple(row.values()))
+
+
+def _dict_codec(space: Any, categorical: bool) -> Codec:
+    return NestedCodec({k: codec_for(part, categorical=categorical) for k, part in space.spaces.items()}, dict)
+
+
+_MAKERS: dict[str, Callable[[Any, bool], Codec]] = {
+    "Box": lambda space, categorical: LeafCodec(spec_from_space(space), space),
+    "Discrete": DiscreteCodec,
+    "MultiDiscrete": MultiDiscreteCodec,
+    "MultiBinary": lambda space, categorical: LeafCodec(spec_from_space(space), space),
+    "Dict": _dict_codec,
+    "Tuple": _tuple_codec,
+}

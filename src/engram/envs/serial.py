@@ -1,0 +1,131 @@
+"""Several environments as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from engram.envs.base import EnvBase
+from engram.envs.engines import GymEngine
+from engram.processes.timeouts import refuse_timeout
+from engram.specs.tensors import usable_device
+
+
+class SerialEnv(EnvBase):
+    """`n` environments stepped one after the other: batch `[n, *their batch]`.
+
+    `make_env` makes one environment, or is a list of n that do. All must have the same specs. Environment i gets seed
+    `seed + i * (number of environments in one)`. Raises ValueError for different specs or a list of another length,
+    TypeError for a `timeout`, which only environments in processes of their own have (`ParallelEnv`).
+
+    >>> from engram.envs import GymEnv
+    >>> SerialEnv(3, lambda: GymEnv("CartPole-v1")).rollout(2)["observation"].shape
+    torch.Size([3, 2, 4])
+    """
+
+    def __init__(
+        self,
+        n: int,
+        make_env: Callable[[], EnvBase] | Sequence[Callable[[], EnvBase]],
+        *,
+        device: torch.device | str | None = None,
+        timeout: None = None,
+    ) -> None:
+        refuse_timeout(timeout, "SerialEnv")
+        place = usable_device(device, "device")  # before anything is made
+        self._envs = [make() for make in makers_of("SerialEnv", n, make_env)]
+        first = self._envs[0]
+        for index, env in enumerate(self._envs):
+            refuse_other_specs(index, env, first)
+        super().__init__(
+            first.observation_spec.expand(n, *first.observation_spec.shape),
+            first.action_spec.expand(n, *first.action_spec.shape),
+            batch_size=(n, *first.batch_size),
+            device=first.device,
+        )
+        self.reward_spec = first.reward_spec.expand(n, *first.reward_spec.shape)
+        self.done_spec = first.done_spec.expand(n, *first.done_spec.shape)
+        if place is not None:
+            self.to(place)
+
+    def engines(self) -> list[GymEngine] | None:
+        """What steps the environments raw, for collectors; None unless all are single gymnasium environments."""
+        members: list[Any] = [getattr(env, "engines", lambda: None)() for env in self._envs]
+        if type(self) is not SerialEnv or len(self.batch_size) != 1 or None in members:
+            return None
+        engines: list[GymEngine] = [engine for member in members for engine in member]
+        return engines if all(engine.has_spaces_of(engines[0]) for engine in engines) else None
+
+    def _reset(self, mask: Tensor | None) -> TensorDictBase:
+        rows = [None] * len(self._envs) if mask is None else mask.unbind(0)
+        return torch.stack([self._reset_one(env, row) for env, row in zip(self._envs, rows, strict=True)])
+
+    def _reset_one(self, env: EnvBase, mask: Tensor | None) -> TensorDictBase:
+        if mask is None:
+            return env.reset()
+        blank = env.observation_spec.zero().update(env.full_done_spec.zero())
+        return env.reset(blank.set("_reset", mask)) if bool(mask.any()) else blank
+
+    def _step(self, td: TensorDictBase) -> TensorDictBase:
+        rows = zip(self._envs, td.unbind(0), strict=True)
+        return torch.stack([env.step(row.copy()).get("next") for env, row in rows])
+
+    def _refuse_misfits(self, td: TensorDictBase) -> None:
+        """Nothing: each environment has done it."""
+
+    def _set_seed(self, seed: int) -> None:
+        for env in self._envs:
+            seed = env.set_seed(seed)
+
+    def random_state(self) -> Any:
+        states = [getattr(env, "random_state", lambda: None)() for env in self._envs]
+        return None if None in states else states
+
+    def set_random_state(self, state: Any) -> None:
+        if not isinstance(state, list) or len(state) != len(self._envs):
+            found = f"{len(state)} states" if isinstance(state, list) else type(state).__name__
+            raise ValueError(f"SerialEnv of {len(self._envs)} takes a list of as many random states, got {found}")
+        before = self.random_state()
+        try:
+            for env, member in zip(self._envs, state, strict=True):
+                env.set_random_state(member)
+        except ValueError:
+            for env, member in zip(self._envs, before, strict=True):
+                env.set_random_state(member)
+            raise
+
+    def to(self, device: torch.device | str) -> SerialEnv:
+        for env in self._envs:
+            env.to(device)
+        return super().to(device)
+
+    def _close(self) -> None:
+        for env in self._envs:
+            env.close()
+
+    def __repr__(self) -> str:
+        return f"SerialEnv({len(self._envs)} x {self._envs[0]!r})"
+
+
+def makers_of(kind: str, n: int, make_env: Callable[[], Any] | Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """What makes each of `n` environments. Raises ValueError for none, and for a list of another length."""
+    if n < 1:
+        raise ValueError(f"{kind} needs 1 environment or more, got {n}")
+    makers: list[Callable[[], Any]] = [make_env] * n if callable(make_env) else list(make_env)
+    if len(makers) != n:
+        raise ValueError(f"{kind}({n}, ...) got {len(makers)} callables; give {n}, or a single one")
+    return makers
+
+
+def refuse_other_specs(index: int, env: Any, first: Any) -> None:
+    """Raises ValueError where environment `index` has other specs than the first."""
+    for name in ("batch_size", "device", "observation_spec", "action_spec", "reward_spec", "done_spec"):
+        found, expected = getattr(env, name), getattr(first, name)
+        if found != expected:
+            raise ValueError(
+                f"environment {index} has another {name} than environment 0.\n  found:   {found}\n  allowed: {expected}"
+            )

@@ -1,0 +1,151 @@
+"""Specs from gymnasium's spaces, and spaces from specs.
+
+Spaces are recognised by the names of their classes, so that reading them does not need gymnasium itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from engram.specs.tensors import (
+    Binary,
+    Bounded,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    OneHot,
+    Spec,
+    Unbounded,
+    limits,
+    ordered,
+)
+
+
+def spec_from_space(space: Any, categorical: bool = False) -> Spec:
+    """The spec of a gymnasium space's values as tensors.
+
+    Box: `Bounded`, or `Unbounded` where no bound says anything; of its dtype. Discrete and MultiDiscrete: int64,
+    one-hot vectors (`OneHot`, `MultiOneHot`), or with `categorical=True` integers that count from 0 whatever the
+    space's `start` (`Categorical`, `MultiCategorical`); a grid is flattened. MultiBinary: `Binary`. Dict and Tuple:
+    `Composite`, a Tuple's keys are "0", "1", ... Raises TypeError for spaces without a tensor form (Text, Graph,
+    Sequence, OneOf).
+
+    >>> import gymnasium
+    >>> spec_from_space(gymnasium.spaces.Discrete(3))
+    OneHot(n=3, shape=(3,), dtype=torch.int64, device=None)
+    """
+    spec: Spec = kind_of(space, _SPECS)(space, categorical)
+    return spec
+
+
+def kind_of(space: Any, kinds: dict[str, Any]) -> Any:
+    """What `kinds` has for the class of `space`. Raises TypeError for spaces without a tensor form."""
+    for cls in type(space).__mro__:
+        if cls.__name__ in kinds:
+            return kinds[cls.__name__]
+    raise TypeError(
+        f"a space of type {type(space).__name__} has no tensor form, as its values have no fixed shape; leave it "
+        "out or make numbers of it by a wrapper (gymnasium.wrappers.FilterObservation, TransformObservation); "
+        f"these have: {', '.join(kinds)}"
+    )
+
+
+def _box(space: Any, categorical: bool) -> Spec:
+    low, high = torch.tensor(space.low), torch.tensor(space.high)
+    dtype = low.dtype
+    if dtype.is_floating_point:
+        is_bounded = bool(torch.isfinite(low).any() or torch.isfinite(high).any())
+    else:
+        first, last = limits(dtype)
+        says_something = bool((ordered(low, dtype) > first).any() or (ordered(high, dtype) < last).any())
+        is_bounded = says_something or dtype.itemsize < 8  # pixels and the like have bounds worth knowing
+    if not is_bounded:
+        return Unbounded(space.shape, dtype=dtype)
+    return Bounded(low, high, shape=space.shape, dtype=dtype)
+
+
+def _discrete(space: Any, categorical: bool) -> Spec:
+    return Categorical(int(space.n)) if categorical else OneHot(int(space.n), dtype=torch.int64)
+
+
+def _multi_discrete(space: Any, categorical: bool) -> Spec:
+    nvec = [int(n) for n in np.asarray(space.nvec).reshape(-1)]
+    return MultiCategorical(nvec) if categorical else MultiOneHot(nvec, dtype=torch.int64)
+
+
+def _dict(space: Any, categorical: bool) -> Spec:
+    return Composite({str(key): spec_from_space(part, categorical) for key, part in space.spaces.items()})
+
+
+def _tuple(space: Any, categorical: bool) -> Spec:
+    return Composite({str(key): spec_from_space(part, categorical) for key, part in enumerate(space.spaces)})
+
+
+_SPECS: dict[str, Callable[[Any, bool], Spec]] = {
+    "Box": _box,
+    "Discrete": _discrete,
+    "MultiDiscrete": _multi_discrete,
+    "MultiBinary": lambda space, categorical: Binary(shape=space.shape),
+    "Dict": _dict,
+    "Tuple": _tuple,
+}
+
+
+def space_from_spec(spec: Spec) -> Any:
+    """The gymnasium space of the same values, batch dimensions included; needs gymnasium.
+
+    One-hot vectors and their choices are Discrete or MultiDiscrete, flags and `Binary` MultiBinary, numbers Box,
+    `Composite` Dict. `spec_from_space(space_from_spec(spec), categorical)` is `spec` for every spec that
+    `spec_from_space` gives. Raises TypeError for a spec of another class.
+
+    >>> space_from_spec(Composite(position=Bounded(-1, 1, (2,)), gear=Categorical(5)))
+    Dict('gear': Discrete(5), 'position': Box(-1.0, 1.0, (2,), float32))
+    """
+    for cls in type(spec).__mro__:
+        if cls in _SPACES:
+            from gymnasium import spaces
+
+            return _SPACES[cls](spec, spaces)
+    raise TypeError(
+        f"a {type(spec).__name__} has no gymnasium space; these have: {', '.join(c.__name__ for c in _SPACES)}"
+    )
+
+
+def _box_of(spec: Any, spaces: Any) -> Any:
+    low, high = spec.low.cpu().numpy(), spec.high.cpu().numpy()
+    return spaces.Box(low, high, tuple(spec.shape), low.dtype)
+
+
+def _whole_box(spec: Any, spaces: Any) -> Any:
+    if spec.dtype is torch.bool:
+        return spaces.MultiBinary(tuple(spec.shape))
+    dtype = spec.zero().numpy().dtype
+    ends = (-np.inf, np.inf) if spec.dtype.is_floating_point else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return spaces.Box(*ends, tuple(spec.shape), dtype)
+
+
+def _choice(spec: Any, spaces: Any) -> Any:
+    if spec.dtype is torch.bool and spec.n == 2:
+        return spaces.MultiBinary(tuple(spec.shape))
+    return spaces.MultiDiscrete(np.full(tuple(spec.shape), spec.n)) if spec.ndim else spaces.Discrete(spec.n)
+
+
+def _choices(spec: Any, spaces: Any) -> Any:
+    return spaces.MultiDiscrete(np.broadcast_to(np.array(spec.nvec), (*spec.shape[:-1], len(spec.nvec))).copy())
+
+
+_SPACES: dict[type, Callable[[Any, Any], Any]] = {
+    Binary: lambda spec, spaces: spaces.MultiBinary(tuple(spec.shape)),
+    Categorical: _choice,
+    OneHot: lambda spec, spaces: _choice(spec.to_categorical_spec(), spaces),
+    MultiCategorical: _choices,
+    MultiOneHot: lambda spec, spaces: _choices(spec.to_categorical_spec(), spaces),
+    Bounded: _box_of,
+    Unbounded: _whole_box,
+    Composite: lambda spec, spaces: spaces.Dict({key: space_from_spec(part) for key, part in spec.items()}),
+}

@@ -1,0 +1,805 @@
+"""What every spec can do, and what all specs of one tensor share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+Self = TypeVar("Self", bound="Spec")
+Device = torch.device | str | int | None
+
+
+def as_device(device: Device) -> torch.device | None:
+    """`device` as torch has it; None stays None."""
+    return None if device is None else torch.device(device)
+
+
+def usable_device(device: Device, name: str) -> torch.device | None:
+    """The device of an argument; None stays None. CUDA is not initialised, so that processes may still be forked.
+
+    Raises:
+        ValueError: this machine, or this build of torch, has no such device.
+        TypeError: it is no device at all.
+    """
+    if device is None:
+        return None
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name}={device!r} is no device; give 'cpu', 'cuda:0' or a torch.device: {error}") from None
+    if wanted.type == "cuda":
+        there = torch.cuda.device_count()
+        if (wanted.index or 0) >= there:
+            built = "" if torch.version.cuda or torch.version.hip else ", and this torch was built without CUDA"
+            raise ValueError(f"{name}={device!r}: this process sees {there} CUDA devices{built}; use device='cpu'")
+    elif wanted.type not in ("cpu", "meta"):
+        try:
+            torch.empty(0, device=wanted)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise ValueError(f"{name}={device!r} cannot be used here: {error}") from error
+    return wanted
+
+
+def changed(shape: Sequence[int], change: Callable[[Tensor], Tensor]) -> torch.Size:
+    """The shape of what `change` makes of a tensor of `shape`."""
+    return change(torch.empty(()).expand(tuple(shape))).shape
+
+
+class Spec(ABC):
+    """What a tensor may be: `shape`, `dtype`, `device` (None: torch's default) and a domain."""
+
+    shape: torch.Size
+    dtype: torch.dtype | None
+    device: torch.device | None
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions, batch dimensions included."""
+        return len(self.shape)
+
+    @abstractmethod
+    def rand(self, shape: Sequence[int] = ()) -> Any:
+        """A draw of shape `[*shape, *self.shape]`."""
+
+    @abstractmethod
+    def zero(self, shape: Sequence[int] = ()) -> Any:
+        """Zeros of shape `[*shape, *self.shape]`; they need not lie in the domain."""
+
+    @abstractmethod
+    def is_in(self, value: Any) -> bool:
+        """Whether `value` has this shape (more leading dimensions are fine), this dtype, and lies in the domain."""
+
+    @abstractmethod
+    def project(self, value: Any) -> Any:
+        """`value` where it lies in the domain, else the nearest that does; dtype as the spec's."""
+
+    @abstractmethod
+    def expand(self: Self, *shape: Any) -> Self:
+        """The same spec with more batch dimensions: `shape` is the whole new shape and ends in the present one."""
+
+    @abstractmethod
+    def to(self: Self, dest: torch.device | torch.dtype | str) -> Self:
+        """The same spec on another device, or with another dtype."""
+
+    @abstractmethod
+    def one(self, shape: Sequence[int] = ()) -> Any:
+        """Ones of shape `[*shape, *self.shape]`; they need not lie in the domain."""
+
+    @abstractmethod
+    def clone(self: Self) -> Self:
+        """A spec of its own, equal to this one."""
+
+    @abstractmethod
+    def encode(self, value: Any) -> Any:
+        """`value`, an array, number or list (for a Composite a mapping), as a tensor of this spec.
+
+        Raises ValueError for what does not lie in the domain.
+        """
+
+    @abstractmethod
+    def to_numpy(self, value: Any) -> Any:
+        """A tensor of this spec as numpy has it: arrays, of one-hot vectors the choices, of a Composite a dict."""
+
+    @property
+    @abstractmethod
+    def batch_ndim(self) -> int:
+        """Number of leading dimensions that can be indexed: all, but for the last of vectors that belong together."""
+
+    @abstractmethod
+    def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
+        """The spec whose first `ndim` dimensions are what `change` makes of a tensor of these dimensions."""
+
+    def sample(self, shape: Sequence[int] = ()) -> Any:
+        """`rand`."""
+        return self.rand(shape)
+
+    def unsqueeze(self: Self, dim: int) -> Self:
+        """One more batch dimension of length 1."""
+        assert isinstance(self, Spec)
+        return self.with_batch(self.batch_ndim, lambda tensor: tensor.unsqueeze(dim))
+
+    def squeeze(self: Self, dim: int) -> Self:
+        """Without batch dimension `dim`, if it has length 1."""
+        assert isinstance(self, Spec)
+        return self.with_batch(self.batch_ndim, lambda tensor: tensor.squeeze(dim))
+
+    def assert_is_in(self, value: Any) -> None:
+        """Raises ValueError that says what was found and what is allowed, unless `is_in(value)`."""
+        if not self.is_in(value):
+            is_tensor = isinstance(value, Tensor)
+            found = f"{value.dtype} {tuple(value.shape)}: {value}" if is_tensor else repr(value)
+            raise ValueError(f"the value does not lie in the spec.\n  found:   {found}\n  allowed: {self}")
+
+
+class TensorSpec(Spec):
+    """A spec of one tensor. Children say what their domain is: `_draw`, `_inside`, `_nearest`.
+
+    `spec[index]` is the spec of `tensor[index]`; the last dimension of one-hot vectors and of `MultiCategorical` is no
+    batch dimension and cannot be indexed.
+    """
+
+    domain_ndim = 0  # trailing dimensions that belong together: batch dimensions are those before
+
+    def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype) -> None:
+        self.shape = torch.Size(shape)
+        self.device = as_device(device)
+        self.dtype: torch.dtype = dtype
+
+    def _draw(self, shape: torch.Size) -> Tensor:
+        raise NotImplementedError
+
+    def _inside(self, value: Tensor) -> Tensor | bool:
+        raise NotImplementedError
+
+    def _nearest(self, value: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _domain(self) -> dict[str, Any]:
+        """Constructor arguments besides shape, device and dtype."""
+        return {}
+
+    def _rebuilt(self: Self, **changes: Any) -> Self:
+        assert isinstance(self, TensorSpec)
+        arguments = {"shape": self.shape, "device": self.device, "dtype": self.dtype, **self._domain(), **changes}
+        return type(self)(**arguments)
+
+    def rand(self, shape: Sequence[int] = ()) -> Tensor:
+        return self._draw(torch.Size((*shape, *self.shape))).to(self.dtype)
+
+    def zero(self, shape: Sequence[int] = ()) -> Tensor:
+        return torch.zeros((*shape, *self.shape), dtype=self.dtype, device=self.device)
+
+    def is_in(self, value: Any) -> bool:
+        fits = isinstance(value, Tensor) and value.dtype == self.dtype and self.has_shape(value)
+        return fits and bool(torch.as_tensor(self._inside(value)).all())
+
+    def has_shape(self, value: Tensor) -> bool:
+        """Whether the last dimensions of `value` are this spec's shape."""
+        return value.ndim >= self.ndim and value.shape[value.ndim - self.ndim :] == self.shape
+
+    def project(self, value: Tensor) -> Tensor:
+        if not self.has_shape(value):
+            raise ValueError(f"cannot project a tensor of shape {tuple(value.shape)} on {self}: the shapes differ")
+        return value if self.is_in(value) else self._nearest(value).to(self.dtype)
+
+    def one(self, shape: Sequence[int] = ()) -> Tensor:
+        return torch.ones((*shape, *self.shape), dtype=self.dtype, device=self.device)
+
+    def clone(self: Self) -> Self:
+        assert isinstance(self, TensorSpec)
+        return self._rebuilt(**{k: v.clone() for k, v in self._domain().items() if isinstance(v, Tensor)})
+
+    def encode(self, value: Any) -> Tensor:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+        encoded = tensor.to(device=self.device, dtype=self.dtype)
+        if not (self.is_in(encoded) and torch.equal(encoded.to(tensor), tensor)):
+            self.assert_is_in(encoded)
+            raise ValueError(f"{value!r} cannot be written as {self.dtype} without loss")
+        return encoded
+
+    def to_numpy(self, value: Tensor) -> Any:
+        self.assert_is_in(value)
+        return value.detach().cpu().numpy()
+
+    def __getitem__(self: Self, index: Any) -> Self:
+        assert isinstance(self, TensorSpec)
+        return self.with_batch(self.batch_ndim, lambda tensor: tensor[index])
+
+    @property
+    def batch_ndim(self) -> int:
+        return self.ndim - self.domain_ndim
+
+    def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
+        assert isinstance(self, TensorSpec)
+        return self._rebuilt(shape=(*changed(self.shape[:ndim], change), *self.shape[ndim:]))
+
+    def expand(self: Self, *shape: Any) -> Self:
+        assert isinstance(self, TensorSpec)
+        new = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        if len(new) < self.ndim or new[len(new) - self.ndim :] != self.shape:
+            raise ValueError(
+                f"cannot expand {tuple(self.shape)} to {tuple(new)}: the new shape must end in the old one"
+            )
+        return self._rebuilt(shape=new)
+
+    def to(self: Self, dest: torch.device | torch.dtype | str) -> Self:
+        assert isinstance(self, TensorSpec)
+        return self._rebuilt(dtype=dest) if isinstance(dest, torch.dtype) else self._rebuilt(device=dest)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        assert isinstance(other, TensorSpec)
+        same = (self.shape, self.dtype, self.device) == (other.shape, other.dtype, other.device)
+        mine, theirs = self._domain(), other._domain()
+        return same and all(bool(torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))) for k in mine)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        domain = "".join(f"{key}={_short(value)}, " for key, value in self._domain().items())
+        return f"{type(self).__name__}({domain}shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _short(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return str(value)
+    numbers = value.detach().cpu().numpy().reshape(-1)
+    if numbers.size == 0:
+        return "[]"
+    low, high = numbers.min().item(), numbers.max().item()
+    return str(low) if low == high else f"[{low} .. {high}]"
+
+
+LOWEST, HIGHEST = -(2**63), 2**63 - 1
+_LARGEST_DOUBLE = 2.0**63 - 1024  # below 2 ** 63
+
+
+def ordered(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` on its way to the integer `dtype`, as int64 of the same order; floats are rounded, NaN is 0.
+
+    What int64 (uint64 for that dtype) cannot hold becomes its nearest value; other dtypes do not limit anything here.
+
+    >>> ordered(torch.tensor([0.6, -1e30, float("nan")]), torch.int64).tolist()
+    [1, -9223372036854775808, 0]
+    """
+    to_unsigned = dtype is torch.uint64
+    if value.dtype.is_floating_point:
+        number = value.double().nan_to_num(0.0).round()
+        number = number.clamp(min=0) - 2.0**63 if to_unsigned else number
+        return torch.where(number >= 2.0**63, HIGHEST, number.clamp(LOWEST, _LARGEST_DOUBLE).long())
+    if value.dtype is torch.uint64:
+        bits = value.view(torch.int64)
+        return bits ^ LOWEST if to_unsigned else torch.where(bits < 0, HIGHEST, bits)
+    number = value.long()
+    return number.clamp(min=0) ^ LOWEST if to_unsigned else number
+
+
+def restored(number: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reverse of `ordered`, for numbers that `dtype` has."""
+    return (number ^ LOWEST).view(torch.uint64) if dtype is torch.uint64 else number.to(dtype)
+
+
+def limits(dtype: torch.dtype) -> tuple[int, int]:
+    """The first and the last integer of `dtype`, as `ordered` gives them."""
+    if dtype is torch.bool:
+        return 0, 1
+    info = torch.iinfo(dtype)
+    return (LOWEST, HIGHEST) if dtype is torch.uint64 else (info.min, info.max)
+
+
+class Unbounded(TensorSpec):
+    """Any value of the dtype; draws are normal for floats, uniform over the dtype for integers and booleans.
+
+    >>> Unbounded(shape=(3,)).rand((2,)).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, shape: Sequence[int] = (1,), device: Device = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(shape, device, dtype)
+
+    def _draw(self, shape: torch.Size) -> Tensor:
+        if self.dtype.is_floating_point:
+            return torch.randn(shape, dtype=self.dtype, device=self.device)
+        low, high = limits(self.dtype)
+        return restored(torch.randint(low, min(high + 1, HIGHEST), shape, device=self.device), self.dtype)
+
+    def _inside(self, value: Tensor) -> bool:
+        return True
+
+    def _nearest(self, value: Tensor) -> Tensor:
+        if self.dtype.is_floating_point:
+            return value
+        return restored(ordered(value, self.dtype).clamp(*limits(self.dtype)), self.dtype)
+
+
+class Bounded(TensorSpec):
+    """Values in `[low, high]`, both ends included; one or both may be infinite.
+
+    `low` and `high` are numbers or tensors that broadcast to `shape` (None: their own shape). Draws are uniform between
+    finite bounds, exponential from a single one, normal where there is none. Raises ValueError where low > high.
+
+    >>> spec = Bounded(low=-1, high=1, shape=(2,))
+    >>> spec.is_in(spec.rand()), spec.project(torch.tensor([-3.0, 0.5]))
+    (True, tensor([-1.0000,  0.5000]))
+    """
+
+    def __init__(
+        self,
+        low: float | Tensor,
+        high: float | Tensor,
+        shape: Sequence[int] | None = None,
+        device: Device = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        lowest = torch.as_tensor(low, dtype=dtype, device=device)
+        highest = torch.as_tensor(high, dtype=dtype, device=device)
+        common = np.broadcast_shapes(lowest.shape, highest.shape) if shape is None else shape
+        super().__init__(common, device, dtype)
+        self.low, self.high = lowest.expand(self.shape), highest.expand(self.shape)
+        # For comparisons: as they are, or as integers that torch can compare.
+        self._ends = (self._comparable(self.low), self._comparable(self.high))
+        if not bool((self._ends[0] <= self._ends[1]).all()):
+            raise ValueError(f"low must be at most high everywhere, got low={low} and high={high}")
+
+    def _comparable(self, value: Tensor) -> Tensor:
+        return value if self.dtype.is_floating_point else ordered(value, self.dtype)
+
+    def _domain(self) -> dict[str, Any]:
+        return {"low": self.low, "high": self.high}
+
+    def _draw(self, shape: torch.Size) -> Tensor:
+        low, high = (end.double() for end in self._ends)
+        uniform = torch.rand(shape, dtype=torch.float64, device=self.device)
+        if not self.dtype.is_floating_point:
+            number = (low + uniform * (high - low + 1)).floor().clamp(LOWEST, 2.0**63 - 1024).long()
+            return restored(self._clamped(number), self.dtype)
+        if bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
+            return self._clamped((low * (1 - uniform) + high * uniform).to(self.dtype))
+        return self._clamped(self._draw_with_infinite_ends(low, high, uniform).to(self.dtype))
+
+    def _draw_with_infinite_ends(self, low: Tensor, high: Tensor, uniform: Tensor) -> Tensor:
+        below, above = torch.isfinite(low), torch.isfinite(high)
+        step = torch.empty_like(uniform).exponential_()
+        between = torch.where(below, low, 0.0) * (1 - uniform) + torch.where(above, high, 0.0) * uniform
+        one_sided = torch.where(below, low + step, torch.where(above, high - step, torch.randn_like(uniform)))
+        return torch.where(below & above, between, one_sided)
+
+    def _clamped(self, value: Tensor) -> Tensor:
+        return torch.maximum(torch.minimum(value, self._ends[1]), self._ends[0])
+
+    def _inside(self, value: Tensor) -> Tensor:
+        found = self._comparable(value)
+        return torch.logical_and(found >= self._ends[0], found <= self._ends[1])
+
+    def _nearest(self, value: Tensor) -> Tensor:
+        if not self.dtype.is_floating_point:
+            return restored(self._clamped(ordered(value, self.dtype)), self.dtype)
+        number = value.to(self.dtype) if value.dtype.is_floating_point else ordered(value, torch.int64).to(self.dtype)
+        return self._clamped(torch.where(number.isnan(), torch.zeros_like(number), number))
+
+    def _rebuilt(self: Self, **changes: Any) -> Self:
+        assert isinstance(self, Bounded)
+        shape = changes.get("shape", self.shape)
+        if "low" in changes:
+            return super()._rebuilt(**changes)
+        return super()._rebuilt(**{"low": self.low.expand(shape), "high": self.high.expand(shape), **changes})
+
+    def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
+        assert isinstance(self, Bounded)
+        batch = self.shape[:ndim]
+        positions = change(torch.arange(batch.numel(), device=self.device).reshape(batch))
+        ends = [end.reshape(batch.numel(), *self.shape[ndim:])[positions] for end in (self.low, self.high)]
+        return self._rebuilt(shape=ends[0].shape, low=ends[0], high=ends[1])
+
+
+def _one_hot_shape(shape: Sequence[int] | None, width: int, name: str) -> torch.Size:
+    shape = torch.Size((width,) if shape is None else shape)
+    if not shape or shape[-1] != width:
+        raise ValueError(f"{name} of width {width} got shape {tuple(shape)}; its last dimension must be {width}")
+    return shape
+
+
+class Categorical(TensorSpec):
+    """Integers in `[0, n)`.
+
+    >>> Categorical(4).is_in(torch.tensor(3)), Categorical(4).is_in(torch.tensor(4))
+    (True, False)
+    """
+
+    def __init__(
+        self, n: int, shape: Sequence[int] = (), device: Device = None, dtype: torch.dtype = torch.int64
+    ) -> None:
+        if n < 1:
+            raise ValueError(f"n must be 1 or more, got {n}")
+        super().__init__(shape, device, dtype)
+        self.n = n
+
+    def _domain(self) -> dict[str, Any]:
+        return {"n": self.n}
+
+    def _draw(self, shape: torch.Size) -> Tensor:
+        return torch.randint(self.n, shape, device=self.device)
+
+    def _inside(self, value: Tensor) -> Tensor:
+        return _is_below(value, torch.tensor(self.n, device=value.device))
+
+    def _nearest(self, value: Tensor) -> Tensor:
+        return ordered(value, torch.int64).clamp(0, self.n - 1)
+
+    def to_one_hot_spec(self) -> OneHot:
+        """The one-hot vectors (bool) of the same choices: shape `[*self.shape, n]`."""
+        return OneHot(self.n, (*self.shape, self.n), self.device)
+
+
+class Binary(Categorical):
+    """Vectors of `n` zeros and ones: shape `[..., n]`.
+
+    >>> Binary(3).rand().shape
+    torch.Size([3])
+    """
+
+    def __init__(
+        self,
+        n: int | None = None,
+        shape: Sequence[int] | None = None,
+        device: Device = None,
+        dtype: torch.dtype = torch.int8,
+    ) -> None:
+        if n is None and shape is None:
+            raise ValueError("Binary needs n or shape")
+        whole = torch.Size(shape or ()) if n is None else _one_hot_shape(shape, n, "Binary")
+        super().__init__(2, whole, device, dtype)
+
+    def _domain(self) -> dict[str, Any]:
+        return {}
+
+
+class MultiCategorical(TensorSpec):
+    """Vectors of integers, the i-th in `[0, nvec[i])`: shape `[..., len(nvec)]`.
+
+    >>> MultiCategorical([2, 3]).project(torch.tensor([5, 1]))
+    tensor([1, 1])
+    """
+
+    domain_ndim = 1
+
+    def __init__(
+        self,
+        nvec: Sequence[int],
+        shape: Sequence[int] | None = None,
+        device: Device = None,
+        dtype: torch.dtype = torch.int64,
+    ) -> None:
+        self.nvec = tuple(int(n) for n in nvec)
+        if not self.nvec or min(self.nvec) < 1:
+            raise ValueError(f"nvec must hold one or more numbers of 1 or more, got {self.nvec}")
+        super().__init__(_one_hot_shape(shape, len(self.nvec), type(self).__name__), device, dtype)
+
+    def _domain(self) -> dict[str, Any]:
+        return {"nvec": self.nvec}
+
+    def _draw(self, shape: torch.Size) -> Tensor:
+        return torch.stack([torch.randint(n, shape[:-1], device=self.device) for n in self.nvec], -1)
+
+    def _inside(self, value: Tensor) -> Tensor:
+        return _is_below(value, torch.tensor(self.nvec, device=value.device))
+
+    def _nearest(self, value: Tensor) -> Tensor:
+        return ordered(value, torch.int64).clamp(min=0).minimum(torch.tensor(self.nvec, device=value.device) - 1)
+
+    def to_one_hot_spec(self) -> MultiOneHot:
+        """The one-hot vectors (bool) of the same choices: shape `[..., sum(nvec)]`."""
+        return MultiOneHot(self.nvec, (*self.shape[:-1], sum(self.nvec)), self.device)
+
+
+class MultiOneHot(TensorSpec):
+    """One-hot vectors of the lengths `nvec`, one after the other: shape `[..., sum(nvec)]`.
+
+    >>> MultiOneHot([2, 3]).rand().sum()
+    tensor(2)
+    """
+
+    domain_ndim = 1
+
+    def __init__(
+        self,
+        nvec: Sequence[int],
+        shape: Sequence[int] | None = None,
+        device: Device = None,
+        dtype: torch.dtype = torch.bool,
+    ) -> None:
+        self.nvec = tuple(int(n) for n in nvec)
+        if not self.nvec or min(self.nvec) < 1:
+            raise ValueError(f"nvec must hold one or more numbers of 1 or more, got {self.nvec}")
+        super().__init__(_one_hot_shape(shape, sum(self.nvec), type(self).__name__), device, dtype)
+
+    def _domain(self) -> dict[str, Any]:
+        return {"nvec": self.nvec}
+
+    def _draw(self, shape: torch.Size) -> Tensor:
+        return self.encode(torch.stack([torch.randint(n, shape[:-1], device=self.device) for n in self.nvec], -1))
+
+    def _inside(self, value: Tensor) -> Tensor:
+        in_part = [
+            ((p == 0) | (p == 1)).all(-1) & (p != 0).sum(-1).eq(1) for p in torch.split(value, list(self.nvec), -1)
+        ]
+        return torch.stack(in_part, -1).all(-1)
+
+    def _nearest(self, value: Tensor) -> Tensor:
+        return self.encode(self.decode(value))
+
+    def encode(self, value: Any) -> Tensor:
+        """One-hot vectors `[..., sum(nvec)]` of the spec's dtype from integers `[..., len(nvec)]`.
+
+        Integers without a one-hot vector are torch's RuntimeError.
+        """
+        choice = torch.as_tensor(value, device=self.device)
+        parts = [one_hot(column, n) for column, n in zip(choice.long().unbind(-1), self.nvec, strict=True)]
+        return torch.cat(parts, -1).to(self.dtype)
+
+    def decode(self, value: Tensor) -> Tensor:
+        """Integers `[..., len(nvec)]`, int64, from one-hot vectors; of other vectors the largest entry wins."""
+        numbers = value if value.dtype.is_floating_point else ordered(value, torch.int64)
+        return torch.stack([part.argmax(-1) for part in torch.split(numbers, list(self.nvec), -1)], -1)
+
+    def to_numpy(self, value: Tensor) -> Any:
+        self.assert_is_in(value)
+        return self.decode(value.detach()).cpu().numpy()
+
+    def to_categorical_spec(self) -> MultiCategorical | Categorical:
+        """The integers of the same choices: shape `[..., len(nvec)]`, int64."""
+        return MultiCategorical(self.nvec, (*self.shape[:-1], len(self.nvec)), self.device)
+
+
+class OneHot(MultiOneHot):
+    """One-hot vectors of length `n`: shape `[..., n]`.
+
+    >>> OneHot(3, dtype=torch.int64).project(torch.tensor([0.1, 0.7, 0.2]))
+    tensor([0, 1, 0])
+    """
+
+    def __init__(
+        self, n: int, shape: Sequence[int] | None = None, device: Device = None, dtype: torch.dtype = torch.bool
+    ) -> None:
+        super().__init__((n,), shape, device, dtype)
+        self.n = n
+
+    def _domain(self) -> dict[str, Any]:
+        return {"n": self.n}
+
+    def _draw(self, shape: torch.Size) -> Tensor:
+        return self.encode(torch.randint(self.n, shape[:-1], device=self.device))
+
+    def encode(self, value: Any) -> Tensor:
+        """One-hot vectors `[..., n]` of the spec's dtype from integers `[...]`; others are torch's RuntimeError."""
+        choice = torch.as_tensor(value, device=self.device)
+        blank = torch.zeros((*choice.shape, self.n), dtype=self.dtype, device=choice.device)
+        return blank.scatter_(-1, choice.long().unsqueeze(-1), 1)
+
+    def decode(self, value: Tensor) -> Tensor:
+        """Integers `[...]`, int64, from one-hot vectors; of other vectors the largest entry wins."""
+        return super().decode(value).squeeze(-1)
+
+    def to_categorical_spec(self) -> Categorical:
+        """The integers of the same choices: shape `[...]`, int64."""
+        return Categorical(self.n, self.shape[:-1], self.device)
+
+
+def _is_below(value: Tensor, end: Tensor) -> Tensor:
+    number = ordered(value, torch.int64)
+    fits = (number >= 0) & (number < end)
+    return fits & (number == value) if value.dtype.is_floating_point else fits
+
+
+Key = str | tuple[str, ...]
+
+
+class Composite(Spec):
+    """Named specs, nested as a TensorDict is; `shape` is the batch shape that every entry's shape starts with.
+
+    Keys are strings, or tuples of them for nested entries; anything else in brackets indexes the batch dimensions.
+
+    >>> from engram.specs import Binary, Unbounded
+    >>> spec = Composite(observation=Unbounded((4,)), inner=Composite(flag=Binary(1)))
+    >>> sorted(spec.rand((2,)).keys(include_nested=True, leaves_only=True), key=str)
+    [('inner', 'flag'), 'observation']
+    >>> spec.expand(3)[0] == spec
+    True
+    """
+
+    dtype = None
+
+    @property
+    def batch_ndim(self) -> int:
+        return self.ndim
+
+    def __init__(
+        self,
+        entries: Mapping[str, Spec] | None = None,
+        *,
+        shape: Sequence[int] = (),
+        device: Device = None,
+        **more: Spec,
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self.device = as_device(device)
+        self._entries: dict[str, Spec] = {}
+        self.update({**(entries or {}), **more})
+
+    def __setitem__(self, key: Key, spec: Spec) -> None:
+        name, *rest = _path(key)
+        if rest:
+            inner = self._entries.setdefault(name, Composite(shape=self.shape, device=self.device))
+            if not isinstance(inner, Composite):
+                raise KeyError(f"{name!r} is {inner}, which has no entries; delete it before you set {key!r}")
+            inner[tuple(rest)] = spec
+            return
+        if not isinstance(spec, Spec):
+            raise TypeError(f"{name!r} must be a spec, got {type(spec).__name__}")
+        if spec.shape[: self.ndim] != self.shape:
+            raise ValueError(
+                f"{name!r} has shape {tuple(spec.shape)}, which does not start with the batch shape "
+                f"{tuple(self.shape)}; expand it first"
+            )
+        self._entries[name] = spec if self.device in (None, spec.device) else spec.to(self.device)
+
+    def __getitem__(self, key: Any) -> Any:
+        if not _is_key(key):
+            return self.with_batch(self.ndim, lambda tensor: tensor[key])
+        found: Any = self
+        for name in _path(key):
+            if not isinstance(found, Composite) or name not in found._entries:
+                raise KeyError(f"there is no entry {key!r}, there are {list(self.leaves())}")
+            found = found._entries[name]
+        return found
+
+    def __delitem__(self, key: Key) -> None:
+        *parents, name = _path(key)
+        self[key]
+        inner = self[tuple(parents)] if parents else self
+        del inner._entries[name]
+
+    def __contains__(self, key: Key) -> bool:
+        return self.get(key, None) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Key, default: Any = None) -> Any:
+        """The entry, or `default`."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def set(self: Self, key: Key, spec: Spec) -> Self:
+        """Adds or replaces an entry; returns the spec itself."""
+        assert isinstance(self, Composite)
+        self[key] = spec
+        return self
+
+    def pop(self, key: Key) -> Any:
+        """Takes an entry out and returns it. Raises KeyError where there is none."""
+        found = self[key]
+        del self[key]
+        return found
+
+    def update(self, entries: Mapping[str, Spec] | Composite) -> None:
+        """Adds or replaces entries."""
+        for key, spec in entries.items():
+            self[key] = spec
+
+    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> list[Any]:
+        """Names of the entries: as in a TensorDict, nested ones on request, Composites unless `leaves_only`."""
+        return [key for key, _ in self.items(include_nested, leaves_only)]
+
+    def values(self, include_nested: bool = False, leaves_only: bool = False) -> list[Spec]:
+        """The entries of `keys`."""
+        return [spec for _, spec in self.items(include_nested, leaves_only)]
+
+    def items(self, include_nested: bool = False, leaves_only: bool = False) -> list[tuple[Any, Spec]]:
+        """The entries of `keys` with their names."""
+        found: list[tuple[Any, Spec]] = []
+        for name, spec in self._entries.items():
+            if not (leaves_only and isinstance(spec, Composite)):
+                found.append((name, spec))
+            if include_nested and isinstance(spec, Composite):
+                found += [((name, *_path(key)), inner) for key, inner in spec.items(True, leaves_only)]
+        return found
+
+    def leaves(self) -> dict[str | tuple[str, ...], Spec]:
+        """Every spec that is not a Composite, under a string at the root and under a tuple below it."""
+        return dict(self.items(include_nested=True, leaves_only=True))
+
+    def empty(self) -> Composite:
+        """A Composite of the same shape and device, without entries."""
+        return Composite(shape=self.shape, device=self.device)
+
+    def is_empty(self) -> bool:
+        """Whether there is no leaf."""
+        return not self.leaves()
+
+    def rand(self, shape: Sequence[int] = ()) -> TensorDictBase:
+        return self._dict({key: spec.rand(shape) for key, spec in self._entries.items()}, shape)
+
+    def zero(self, shape: Sequence[int] = ()) -> TensorDictBase:
+        return self._dict({key: spec.zero(shape) for key, spec in self._entries.items()}, shape)
+
+    def one(self, shape: Sequence[int] = ()) -> TensorDictBase:
+        return self._dict({key: spec.one(shape) for key, spec in self._entries.items()}, shape)
+
+    def _dict(self, entries: dict[str, Any], shape: Sequence[int]) -> TensorDictBase:
+        return TensorDict(entries, batch_size=(*shape, *self.shape), device=self.device)
+
+    def is_in(self, value: Any) -> bool:
+        if not isinstance(value, TensorDictBase):
+            return False
+        return all(spec.is_in(value.get(key, None)) for key, spec in self._entries.items())
+
+    def project(self, value: TensorDictBase) -> TensorDictBase:
+        """As for tensors; entries that have no spec stay. Raises KeyError where an entry is missing."""
+        if missing := [key for key in self._entries if value.get(key, None) is None]:
+            raise KeyError(f"cannot project on {missing}: there are only {list(value.keys())}")
+        return value.copy().update({key: spec.project(value.get(key)) for key, spec in self._entries.items()})
+
+    def encode(self, value: Any) -> TensorDictBase:
+        encoded = {key: spec.encode(value[key]) for key, spec in self._entries.items()}
+        batches = [part.shape[: part.ndim - self._entries[key].ndim] for key, part in encoded.items()]
+        return self._dict(encoded, batches[0] if batches else ())
+
+    def to_numpy(self, value: TensorDictBase) -> dict[str, Any]:
+        return {key: spec.to_numpy(value.get(key)) for key, spec in self._entries.items()}
+
+    def expand(self: Self, *shape: Any) -> Self:
+        assert isinstance(self, Composite)
+        new = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        entries = {k: spec.expand((*new, *spec.shape[self.ndim :])) for k, spec in self._entries.items()}
+        return type(self)(entries, shape=new, device=self.device)
+
+    def to(self: Self, dest: torch.device | torch.dtype | str) -> Self:
+        assert isinstance(self, Composite)
+        device = self.device if isinstance(dest, torch.dtype) else dest
+        entries = {key: spec.to(dest) for key, spec in self._entries.items()}
+        return type(self)(entries, shape=self.shape, device=device)
+
+    def clone(self: Self) -> Self:
+        assert isinstance(self, Composite)
+        entries = {key: spec.clone() for key, spec in self._entries.items()}
+        return type(self)(entries, shape=self.shape, device=self.device)
+
+    def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
+        assert isinstance(self, Composite)
+        shape = (*changed(self.shape[:ndim], change), *self.shape[ndim:])
+        entries = {key: spec.with_batch(ndim, change) for key, spec in self._entries.items()}
+        return type(self)(entries, shape=shape, device=self.device)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Composite):
+            return NotImplemented
+        return (self.shape, self.device, self._entries) == (other.shape, other.device, other._entries)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        inner = "".join(f"\n    {key}: {spec!r}".replace("\n", "\n    ") for key, spec in self._entries.items())
+        return f"Composite(shape={tuple(self.shape)}, device={self.device},{inner})"
+
+
+def _is_key(key: Any) -> bool:
+    return isinstance(key, str) or (isinstance(key, tuple) and bool(key) and all(isinstance(k, str) for k in key))
+
+
+def _path(key: Key) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key

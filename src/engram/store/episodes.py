@@ -1,0 +1,315 @@
+"""Where trajectories start and end: one index for every sampler and checkpointer."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram import _native
+from engram._system import SIGNED, slots_tensor
+from engram.pytree import KeyPath, show
+from engram.store.lanes import Lanes
+from engram.store.layout import LeafSpec
+
+Key = str | tuple[str, ...]
+
+DONE: KeyPath = ("next", "done")
+IDS: tuple[KeyPath, ...] = (("collector", "traj_ids"), ("episode",))  # where trajectory ids are looked for
+_FLAGS = (torch.bool, torch.uint8, torch.int8)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+class Steps(Protocol):
+    """What the index asks of a storage."""
+
+    mutex: Any
+
+    @property
+    def lanes(self) -> Lanes | None: ...
+    def leaf(self, path: KeyPath) -> LeafSpec | None: ...
+    def column(self, path: KeyPath, slots: Tensor) -> Tensor: ...
+
+
+class Trajectories(NamedTuple):
+    """Every stored trajectory, lane by lane, strand by strand, oldest first: int64 [n] each.
+
+    `start` is the write number of the first step that is still stored; its slot is
+    `(lane * lane_capacity + start % lane_capacity) * strands + strand`.
+    """
+
+    lane: Tensor
+    strand: Tensor
+    start: Tensor
+    length: Tensor
+
+
+class _Found(NamedTuple):
+    """The index of one storage."""
+
+    steps: Callable[[], Any]  # the storage, while it lives
+    lanes: Any
+    index: Any
+    fetch: Callable[[int, int, int], Any] | None  # None: flags and ids are read from packed rows
+    guard: Any
+
+
+_NONE = _Found(lambda: None, None, None, None, None)
+
+
+class Episodes:
+    """The trajectories of a storage, per lane and strand; takes in what is new whenever it is asked.
+
+    A done flag ends a trajectory after its step, a change of trajectory id begins one. None reaches over the write
+    cursor, a seam (where another process took over), or from one lane or strand to another. Steps that were overwritten
+    shorten the oldest trajectory; the running, unfinished one counts as one.
+
+    Args:
+        end_key: flags, one a step.
+        traj_key: ids of any integer dtype, one a step. None: `("collector", "traj_ids")` or `"episode"` where there is
+            one of them and `end_key` is not changed; else `end_key` decides.
+        ends, trajectories: flags or ids of a dataset that does not change, in the order of the storage (`[time]`, with
+            ndim=2 `[time, envs]`), instead of keys.
+
+    Raises:
+        ValueError: more than one of `traj_key`, `ends` and `trajectories`.
+
+    Example:
+        >>> storage = LazyTensorStorage(10)
+        >>> _ = ReplayBuffer(storage=storage).extend({"done": torch.tensor([0, 0, 1, 0]).bool()})
+        >>> Episodes(end_key="done").trajectories(storage).length
+        tensor([3, 1])
+    """
+
+    def __init__(
+        self,
+        *,
+        end_key: Key = DONE,
+        traj_key: Key | None = None,
+        ends: Tensor | None = None,
+        trajectories: Tensor | None = None,
+    ) -> None:
+        given = {"traj_key": traj_key, "ends": ends, "trajectories": trajectories}
+        if sum(v is not None for v in given.values()) > 1:
+            raise ValueError(f"give one of {', '.join(given)}: each of them says where trajectories end")
+        self.end_key = path_of(end_key, "end_key")
+        self.traj_key = None if traj_key is None else path_of(traj_key, "traj_key")
+        self._given = _per_step(ends if trajectories is None else trajectories, trajectories is not None)
+        self._given_ids = trajectories is not None
+        self._found = _NONE
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What says where trajectories end; of flags or ids of a dataset only that there are some."""
+        given = None if self._given is None else "trajectories" if self._given_ids else "ends"
+        return {"end_key": self.end_key, "traj_key": self.traj_key, "boundaries": given}
+
+    # ---- what samplers ask; None and empty results where nothing is stored yet ----
+    def draw(self, steps: Steps, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
+        """n slices, uniform over the trajectories that are long enough, then over starts; None: there is none."""
+        found = self._of(steps)
+        if found is None:
+            return None
+        index: _native.Episodes = found.index
+        if found.fetch is None:
+            return index.draw(found.lanes.store, rule, seed, n)
+        with found.guard:
+            return index.draw(found.lanes.store, rule, seed, n, found.fetch)
+
+    def draw_starts(
+        self, steps: Steps, priorities: _native.Priorities, rule: _native.SliceRule, seed: Tensor, n: int
+    ) -> _native.SliceBatch | None:
+        """n slices whose starts are drawn by priority; None: there is no start."""
+        found = self._of(steps)
+        if found is None:
+            return None
+        with found.guard:
+            return priorities.draw_starts(found.lanes.store, found.index, rule, seed, n, found.fetch)
+
+    def starting_at(self, steps: Steps, rule: _native.SliceRule, slots: Tensor) -> tuple[_native.SliceBatch, list[int]]:
+        """Slices that begin at these steps, and positions of slots that hold none."""
+        made: tuple[_native.SliceBatch, list[int]] = self._ask(steps, "starting_at", rule, slots)
+        return made
+
+    def begin_epoch(self, steps: Steps, rule: _native.SliceRule, key: int, shuffle: bool) -> _native.SliceEpoch:
+        """An epoch over the trajectories that are long enough now."""
+        epoch: _native.SliceEpoch = self._ask(steps, "begin_epoch", rule, key, shuffle)
+        return epoch
+
+    def take(
+        self,
+        steps: Steps,
+        rule: _native.SliceRule,
+        epoch: _native.SliceEpoch,
+        position: int,
+        seed: Tensor,
+        n: int,
+        least: int,
+    ) -> tuple[_native.SliceBatch, int, bool]:
+        """Up to n slices from a position of an epoch on, the position after them, whether `least` more are left."""
+        made: tuple[_native.SliceBatch, int, bool] = self._ask(steps, "take", rule, epoch, position, seed, n, least)
+        return made
+
+    def longest(self, steps: Steps) -> int:
+        """Steps of the longest trajectory; 0 where nothing is stored."""
+        return 0 if self._of(steps) is None else int(self._ask(steps, "longest"))
+
+    def bounds(self, steps: Steps, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Write numbers [start, stop) of the trajectory that each step is of: int64 [n]; -1 for slots without one."""
+        start, stop = self._ask(steps, "bounds", slots)
+        return slots_tensor(start), slots_tensor(stop)
+
+    def trajectories(self, steps: Steps) -> Trajectories:
+        """Every trajectory that is stored."""
+        if self._of(steps) is None:
+            return Trajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
+        return Trajectories(*(slots_tensor(t) for t in self._ask(steps, "trajectories")))
+
+    def _ask(self, steps: Steps, what: str, *args: Any) -> Any:
+        found = self._of(steps)
+        if found is None:
+            raise RuntimeError("nothing is stored yet: there are no trajectories")
+        with found.guard:
+            return getattr(found.index, what)(found.lanes.store, *args, fetch=found.fetch)
+
+    # ---- where flags and ids come from ----
+    def _of(self, steps: Steps) -> _Found | None:
+        """The index of a storage, and what it needs; None before the first write."""
+        lanes = steps.lanes
+        if lanes is None:
+            return None
+        if lanes.asleep:
+            lanes.wake()
+        found = self._found
+        if found.steps() is steps and found.lanes is lanes:
+            return found
+        if not len(lanes):
+            return None  # a list storage has no keys yet
+        # Whole or not at all: another thread may ask for another storage meanwhile.
+        self._found = found = self._made(steps, lanes)
+        return found
+
+    def _made(self, steps: Steps, lanes: Lanes) -> _Found:
+        ref = weakref.ref(steps)
+        if self._given is not None:
+            index = _native.Episodes(self._given_ids, None, self._given.itemsize)
+            return _Found(ref, lanes, index, _GivenSteps(self._given, lanes), steps.mutex)
+        by_id, leaf = self._leaf(steps)
+        if lanes.store.payload_bytes > 0:
+            index = _native.Episodes(by_id, leaf.offset, leaf.itemsize)
+            return _Found(ref, lanes, index, None, contextlib.nullcontext())
+        # Storages that are no packed rows count a step before they hold it: under their mutex both agree.
+        index = _native.Episodes(by_id, None, leaf.itemsize)
+        return _Found(ref, lanes, index, _StoredSteps(ref, leaf, lanes.store), _Settled(lanes))
+
+    def _leaf(self, steps: Steps) -> tuple[bool, LeafSpec]:
+        ids = IDS if self.end_key == DONE else ()
+        for path in ids if self.traj_key is None else (self.traj_key,):
+            found = steps.leaf(path)
+            if found is not None:
+                return True, _checked(found, _INTEGERS, "a trajectory id is an integer")
+        if self.traj_key is not None:
+            raise KeyError(f"the stored steps have no trajectory ids {show(self.traj_key)}")
+        found = steps.leaf(self.end_key)
+        if found is None:
+            raise KeyError(
+                f"the stored steps have neither done flags {show(self.end_key)} nor trajectory ids "
+                f"{' or '.join(map(show, IDS))}: say with end_key or traj_key where trajectories end"
+            )
+        return False, _checked(found, _FLAGS, "a flag is a bool")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_found": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._found = _NONE
+
+
+class _Settled:
+    """The lanes' mutex, with every seam known: what a device still works out is waited for."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+
+    def __enter__(self) -> None:
+        self._mutex = self._lanes.mutex
+        self._mutex.acquire()
+        self._lanes.settle_borders()
+
+    def __exit__(self, *_: object) -> None:
+        self._mutex.release()
+
+
+class _StoredSteps:
+    """Fetches flags or ids from a storage that is no table of packed rows."""
+
+    def __init__(self, steps: Callable[[], Any], leaf: LeafSpec, store: _native.Store) -> None:
+        self._steps, self._leaf = steps, leaf
+        self._capacity, self._strands = store.lane_capacity, store.strands
+
+    def __call__(self, lane: int, start: int, stop: int) -> Any:
+        slots = lane * self._capacity + torch.arange(start, stop) % self._capacity
+        values = self._steps().column(self._leaf.path, slots).reshape(stop - start, self._strands)
+        return _as_array(values)
+
+
+class _GivenSteps:
+    """Fetches flags or ids that the user gave."""
+
+    def __init__(self, given: Tensor, lanes: Lanes) -> None:
+        state = lanes.states()
+        steps = sum(lane["published"] - lane["first"] for lane in state)
+        strands = lanes.strands
+        if len(state) > 1 or given.numel() != steps * strands:
+            raise ValueError(
+                f"ends or trajectories have {given.numel()} entries, but {steps * strands} steps are stored in "
+                f"{len(state)} lane(s); they are for a dataset in one lane that does not change"
+            )
+        self._values = _as_array(given.reshape(steps, strands))
+        self._first, self._stop = state[0]["first"], state[0]["published"]
+
+    def __call__(self, lane: int, start: int, stop: int) -> Any:
+        if start < self._first or stop > self._stop:
+            raise RuntimeError(
+                "steps were written after ends or trajectories were given to the sampler; they are for a dataset that "
+                "does not change: use end_key or traj_key"
+            )
+        return self._values[start - self._first : stop - self._first]
+
+
+def path_of(key: Any, name: str) -> KeyPath:
+    """A key as a tuple of strings."""
+    path = (key,) if isinstance(key, str) else key
+    if not isinstance(path, tuple) or not path or not all(isinstance(k, str) for k in path):
+        raise TypeError(f"{name} must be a key, a string or a tuple of strings, got {key!r}")
+    return path
+
+
+def _checked(leaf: LeafSpec, dtypes: tuple[torch.dtype, ...], wanted: str) -> LeafSpec:
+    if leaf.dtype not in dtypes or leaf.nbytes != leaf.itemsize:
+        raise ValueError(
+            f"{show(leaf.path)} is {leaf.dtype} {list(leaf.shape)} a step; {wanted}, and one a step (agents and groups "
+            "have flags of their own: name one for the whole environment)"
+        )
+    return leaf
+
+
+def _per_step(given: Tensor | None, ids: bool) -> Tensor | None:
+    if given is None:
+        return None
+    given = torch.as_tensor(given).detach().cpu()
+    if given.dtype not in (_INTEGERS if ids else _FLAGS):
+        raise ValueError(f"{'trajectories are integers' if ids else 'ends are bools'}, got {given.dtype}")
+    return given.clone()
+
+
+def _as_array(values: Tensor) -> Any:
+    """Contiguous bytes that the native core reads by size."""
+    values = values.detach().cpu().contiguous()
+    return np.ascontiguousarray(values.view(SIGNED.get(values.dtype, values.dtype)).numpy())

@@ -1,0 +1,188 @@
+"""From what users write between brackets to slots: done once, at the public edge."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram import _native
+from engram._system import slots_tensor
+from engram.errors import is_masked
+
+
+class Selection(NamedTuple):
+    """Slots (int64 [n]) and the batch shape in which their rows are wanted; `()` is one row."""
+
+    slots: Tensor
+    shape: tuple[int, ...]
+
+
+def stored_slots(store: _native.Store) -> Tensor:
+    """Every slot that holds a row, in the order of slots: int64 [n]."""
+    lanes = [store.lane(i) for i in range(store.lanes)]
+    ranges = [(s["first"], max(0, s["published"] - s["first"])) for s in lanes]
+    walk = _native.EpochWalk(store, 0, False, ranges)
+    slots, _ = walk.take(store, 0, len(walk))
+    return slots_tensor(slots)
+
+
+def select(store: _native.Store, index: Any, inner: tuple[int, ...]) -> Selection:
+    """The slots that an index means.
+
+    Args:
+        store: the native store, which knows what exists.
+        index: int, slice, range, list, bool mask, tensor or array over the stored time steps; a tuple goes on into
+            the strands.
+        inner: the shape of the strands, `()` for ndim=1.
+
+    Raises:
+        IndexError: a slot that does not exist or has not been written; the message says which.
+    """
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    if isinstance(index, str):
+        raise IndexError(f"{index!r} is a key; steps are indexed by numbers, slices and masks")
+    if not inner:
+        flat = _one_dimension(store, index)
+        if flat is not None:
+            return flat
+    elif isinstance(index, tuple) and len(index) == 1 + len(inner) and all(isinstance(i, Tensor) for i in index):
+        return _points(store, index, inner)
+    grid = stored_slots(store).reshape(-1, *inner)
+    try:
+        found = grid[_torch_index(index)]
+    except (IndexError, TypeError, ValueError, OverflowError) as error:
+        raise IndexError(f"{index!r:.80} does not index the stored steps {list(grid.shape)}: {error}") from error
+    return Selection(found.reshape(-1).contiguous(), tuple(found.shape))
+
+
+def _one_dimension(store: _native.Store, index: Any) -> Selection | None:
+    """The usual cases, without listing what is stored."""
+    if isinstance(index, bool | np.bool_) or _is_single_bool(index):
+        raise IndexError("a single bool is no index; a mask has one entry for each stored step")
+    if hasattr(index, "__index__") and not (isinstance(index, Tensor | np.ndarray) and index.ndim):
+        i = operator.index(index)
+        if i >= 0:
+            _check_written(store, i)
+            return Selection(torch.tensor([i]), ())
+        return None
+    if isinstance(index, range):
+        index = torch.tensor(list(index), dtype=torch.int64)
+    elif isinstance(index, list | np.ndarray):
+        index = _listed(index)
+    if isinstance(index, Tensor) and index.dtype != torch.bool:
+        if index.dtype.is_floating_point or index.dtype.is_complex:
+            if index.numel() == 0:
+                return Selection(torch.empty(0, dtype=torch.int64), tuple(index.shape))
+            raise IndexError(f"indices must be integers or bools, found {index.dtype}")
+        index = index.cpu().to(torch.int64)
+        if index.numel() and int(index.min()) < 0:
+            n = store.rows()
+            if int(index.min()) < -n:
+                raise IndexError(f"index {int(index.min())} is out of range for the {n} stored steps")
+            stored = stored_slots(store)
+            index = torch.where(index < 0, stored[index.clamp(max=-1)], index)
+        return Selection(index.reshape(-1).contiguous(), tuple(index.shape))
+    return None
+
+
+def _is_single_bool(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.ndim == 0 and index.dtype == torch.bool
+
+
+def _listed(index: Any) -> Tensor:
+    """A list or array of indices as a tensor; an empty one is one of integers."""
+    try:
+        array = np.asarray(_whole(index))
+        return torch.as_tensor(array if array.size or array.dtype == np.bool_ else array.astype(np.int64))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise IndexError(f"{index!r:.80} is no list of indices: {error}") from None
+
+
+def _whole(index: Any) -> Any:
+    """The index; an IndexError for a numpy masked array, some of whose entries are none."""
+    if is_masked(index):
+        raise IndexError(f"{index!r:.80} is a masked array, and no index; use index.compressed()")
+    return index
+
+
+def tensor_of(index: Any) -> Tensor:
+    """An index, or one part of it, as a tensor; an empty list is one of integers.
+
+    Raises:
+        IndexError: it is none.
+    """
+    try:
+        return torch.as_tensor(_whole(index), dtype=torch.int64 if type(index) is list and not index else None)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise IndexError(
+            f"an index is an integer, or a tensor, array or list of integers, found a {type(index).__name__}: "
+            f"{index!r:.80}; nothing was changed"
+        ) from None
+
+
+def _check_written(store: _native.Store, slot: int) -> None:
+    if (
+        slot >= store.lanes * store.lane_capacity * store.strands
+        or int(slots_tensor(store.generations(torch.tensor([slot]).numpy()))[0]) < 0
+    ):
+        raise IndexError(f"index {slot} has not been written; {store.rows()} steps are stored")
+
+
+def _points(store: _native.Store, index: tuple[Tensor, ...], inner: tuple[int, ...]) -> Selection:
+    """(time, strand, ...) tensors, as samplers give them."""
+    parts = torch.broadcast_tensors(*(i.cpu().to(torch.int64) for i in index))  # type: ignore[no-untyped-call]
+    sizes = (store.lanes * store.lane_capacity, *inner)
+    slots = torch.zeros_like(parts[0])
+    for part, size in zip(parts, sizes, strict=True):
+        if part.numel() and (int(part.min()) < -size or int(part.max()) >= size):
+            raise IndexError(f"an index lies outside the storage's {list(sizes)}")
+        slots = slots * size + torch.where(part < 0, part + size, part)
+    return Selection(slots.reshape(-1).contiguous(), tuple(slots.shape))
+
+
+def _torch_index(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(_torch_index(i) for i in index)
+    if isinstance(index, range):
+        return torch.tensor(list(index), dtype=torch.int64)
+    if isinstance(index, list | np.ndarray):
+        return _listed(index)
+    return index.cpu() if isinstance(index, Tensor) else index
+
+
+def outward(slots: Tensor, inner: tuple[int, ...]) -> Tensor | tuple[Tensor, ...]:
+    """Slots as users see them: int64 [n], or a tuple (time, strand, ...) of such with several dimensions."""
+    if not inner:
+        return slots
+    parts = []
+    for size in reversed(inner):
+        parts.append(slots % size)
+        slots = slots // size
+    return (slots, *reversed(parts))
+
+
+def inward(index: Any, inner: tuple[int, ...], capacity: int) -> Tensor:
+    """Slots from what a sampler returned or a user hands back as an index: int64 [n].
+
+    Raises:
+        IndexError: an index that lies outside the storage.
+    """
+    if inner:
+        if isinstance(index, Tensor) and index.ndim >= 1 and index.shape[-1] == 1 + len(inner):
+            index = index.unbind(-1)
+        parts = [tensor_of(i).cpu().to(torch.int64).reshape(-1) for i in index]
+        slots = torch.zeros_like(parts[0])
+        for part, size in zip(parts, (capacity, *inner), strict=True):
+            if part.numel() and (int(part.min()) < 0 or int(part.max()) >= size):
+                raise IndexError(f"an index lies outside the storage's {[capacity, *inner]}")
+            slots = slots * size + part
+        return slots
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    slots = tensor_of(index).cpu().to(torch.int64).reshape(-1)
+    return slots.contiguous()

@@ -1,0 +1,419 @@
+"""Where each key sits in a packed row: made from the first batch, immutable, JSON-serialisable."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from engram import _native, pytree
+from engram.pytree import KeyPath, Node
+
+
+def _lazy_mask() -> int:
+    """The bits of a dispatch key set that negative and conjugate views have and other tensors have not."""
+    plain = torch.zeros(1, dtype=torch.complex64)
+    views = (plain.conj(), plain.conj().imag)
+    usual = torch._C._dispatch_keys(plain).raw_repr()
+    return sum({torch._C._dispatch_keys(v).raw_repr() & ~usual for v in views})
+
+
+def is_lazy(t: Tensor) -> bool:
+    """`is_neg() or is_conj()`, without releasing the GIL: beside a busy thread that costs milliseconds."""
+    return torch._C._dispatch_keys(t).raw_repr() & _LAZY_MASK != 0
+
+
+try:
+    _LAZY_MASK = _lazy_mask()
+except AttributeError:  # another torch
+
+    def is_lazy(t: Tensor) -> bool:
+        return t.is_neg() or t.is_conj()
+
+
+_native.use_torch(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), is_lazy)
+
+_CPU = torch.device("cpu")
+
+# DLPack's (type code, bits) of each dtype that a row can hold.
+_DLPACK: dict[torch.dtype, tuple[int, int]] = {
+    torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64),
+    torch.uint8: (1, 8), torch.uint16: (1, 16), torch.uint32: (1, 32), torch.uint64: (1, 64),
+    torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16),
+    torch.complex64: (5, 64), torch.complex128: (5, 128), torch.bool: (6, 8),
+}  # fmt: skip
+_MOST_BYTES = 1 << 40  # of a row; the native core counts in 64 bits
+_NAMES = {str(d).removeprefix("torch."): d for d in _DLPACK}
+# What numpy calls a dtype of the same size that it does not know itself.
+_RAW = {torch.bfloat16: torch.int16}
+
+
+class MalformedLayoutError(ValueError):
+    """What should describe a row does not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """One leaf: its key, its dtype, the shape of one step, and where it starts in the row (bytes)."""
+
+    path: KeyPath
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        n = self.itemsize
+        for d in self.shape:
+            n *= d
+        return n
+
+
+class RowLayout:
+    """The leaves of one stored step, packed: largest items first, so that every one can be viewed in place.
+
+    Example:
+        >>> layout = RowLayout.of(TensorDict({"a": torch.zeros(3, 4), "done": torch.zeros(3, 1).bool()}, [3]), 1)
+        >>> [(leaf.path, leaf.offset) for leaf in layout.leaves], layout.payload_bytes
+        ([(('a',), 0), (('done',), 16)], 17)
+    """
+
+    def __init__(self, root: Node, leaves: list[LeafSpec]) -> None:
+        if not leaves:
+            raise ValueError("nothing to store: the data hold no tensor")
+        self.take_root(root)
+        self.leaves = _packed(leaves)
+        self.paths = frozenset(leaf.path for leaf in self.leaves)  # asked by each write
+        self.payload_bytes = max(1, sum(leaf.nbytes for leaf in self.leaves))
+        self.alignment = max(8, *(leaf.itemsize for leaf in self.leaves))
+        self.plain = root.is_plain() and _builds_tensordicts()
+        self.codec = _codec(self)
+
+    def take_root(self, root: Node) -> None:
+        """Gives batches this form, which has the same leaves."""
+        self.root = root
+        self.within = root.within  # asked for by each read
+
+    @classmethod
+    def of(cls, batch: Any, batch_dims: int) -> RowLayout:
+        """The layout of a batch whose first `batch_dims` dimensions are not part of a step."""
+        root, found = pytree.describe(batch, batch_dims)
+        leaves = []
+        for path, value in found:
+            tensor = pytree.as_tensor(value, path)
+            if tensor.dtype not in _DLPACK:
+                raise TypeError(
+                    f"{pytree.show(path)} has dtype {tensor.dtype}; a row holds {', '.join(sorted(_NAMES))}"
+                )
+            if tensor.ndim < batch_dims:
+                raise ValueError(
+                    f"{pytree.show(path)} has shape {list(tensor.shape)}, but the batch has {batch_dims} dimensions"
+                    + _of_a_list(path)
+                )
+            leaves.append(LeafSpec(path, tensor.dtype, tuple(tensor.shape[batch_dims:])))
+        return cls(root, leaves)
+
+    # ---- batches in ----
+    def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> Any:
+        """Checks every leaf of a batch against the layout; nothing moves yet.
+
+        Args:
+            batch: the data.
+            batch_dims: how many of its first dimensions are not part of a step: 0, 1 or 2.
+            time_dim: which of them is time; the other counts strands.
+            extra: a key of the root and its value, which stands in for what the batch has there.
+
+        Raises:
+            ValueError: a leaf is missing, new, or has another shape or dtype; the message names it.
+            TypeError: a leaf is no plain tensor; the message names it.
+        """
+        plan = self.codec.check(batch, batch_dims, time_dim, extra) if self.plain else None
+        if plan is not None:
+            return plan
+        return self._plan_slowly(batch if extra is None else pytree.with_entry(batch, *extra), batch_dims, time_dim)
+
+    def _plan_slowly(self, batch: Any, batch_dims: int, time_dim: int) -> Any:
+        tensors = [tensor.contiguous() for tensor in self.fitting(batch, batch_dims)]
+        plan = self.codec.check_list(tensors, batch_dims, time_dim)
+        if plan is None:  # a torch without the exchange API: through numpy, by size where numpy lacks the dtype
+            arrays = [_numpy(t) for t in tensors]
+            plan = self.codec.check_list(arrays, batch_dims, time_dim, raw=True)
+        if plan is None:
+            raise TypeError("the native core cannot read this batch; please report it with the batch's printout")
+        return plan
+
+    def fitting(self, batch: Any, batch_dims: int) -> list[Tensor]:
+        """The leaves as plain CPU tensors; errors as `plan`."""
+        tensors: list[Tensor] = []
+        for leaf, value in zip(self.leaves, pytree.flatten(self.root, batch), strict=True):
+            tensor = self._fitting(leaf, value, batch_dims)
+            if tensors and tensor.shape[:batch_dims] != tensors[0].shape[:batch_dims]:
+                raise ValueError(
+                    f"{pytree.show(leaf.path)} has the batch dimensions {list(tensor.shape[:batch_dims])}, "
+                    f"other leaves {list(tensors[0].shape[:batch_dims])}; nothing was written"
+                )
+            tensors.append(tensor)
+        return tensors
+
+    @staticmethod
+    def _fitting(leaf: LeafSpec, value: Any, batch_dims: int) -> Tensor:
+        tensor = pytree.as_tensor(value, leaf.path)
+        if not isinstance(value, Tensor | np.ndarray | np.generic):
+            tensor = _number(value, tensor, leaf)
+        if tensor.dtype != leaf.dtype:
+            raise ValueError(
+                f"{pytree.show(leaf.path)} is {leaf.dtype} in this storage, found {tensor.dtype}; "
+                "convert it. Nothing was written"
+            )
+        if tensor.ndim < batch_dims or tuple(tensor.shape[batch_dims:]) != leaf.shape:
+            raise ValueError(
+                f"{pytree.show(leaf.path)} has the shape {list(leaf.shape)} for one step in this storage, found "
+                f"{list(tensor.shape[batch_dims:])} (of {list(tensor.shape)}){_other_dims(leaf, tensor, batch_dims)}. "
+                "Nothing was written"
+            )
+        return tensor
+
+    # ---- batches out ----
+    def build(self, leaves: list[Tensor], lead: tuple[int, ...]) -> Any:
+        """The batch with these leaves, in the form that the data came in."""
+        return pytree.unflatten(self.root, leaves, lead, _CPU)
+
+    def empty_arrays(self, n: int) -> list[Any]:
+        """Room for n steps: one numpy array a leaf, of its size."""
+        return [np.empty((n, *leaf.shape), dtype=_numpy_dtype(leaf.dtype)) for leaf in self.leaves]
+
+    def tensors_of(self, arrays: list[Any], lead: tuple[int, ...]) -> list[Tensor]:
+        """Tensors over the arrays of `empty_arrays`."""
+        return [
+            torch.from_numpy(a).view(leaf.dtype).reshape(*lead, *leaf.shape)
+            for a, leaf in zip(arrays, self.leaves, strict=True)
+        ]
+
+    def views(
+        self, memory: Any, rows_offset: int, row_stride: int, lead: tuple[int, ...], steps: tuple[int, ...]
+    ) -> Any:
+        """Live views of stored rows: leaf [*lead, ...] with a distance of `steps` rows along each of `lead`."""
+        raw = torch.from_numpy(memory)
+        leaves = []
+        for leaf in self.leaves:
+            strides = [row_stride * s // leaf.itemsize for s in steps] + _contiguous(leaf.shape)
+            at = (rows_offset + leaf.offset) // leaf.itemsize
+            leaves.append(_typed(raw, leaf.dtype).as_strided((*lead, *leaf.shape), strides, at))
+        return self.build(leaves, lead)
+
+    # ---- on disk ----
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "root": self.root.to_json(),
+            "leaves": [
+                {"path": list(x.path), "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
+                for x in self.leaves
+            ],
+            "row_bytes": self.payload_bytes,
+        }
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """Equal for two layouts if their rows are, byte for byte."""
+        return self.to_bytes()
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self.to_json(), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, made: dict[str, Any]) -> RowLayout:
+        """Reads what `to_json` wrote; a ValueError where it is not that."""
+        try:
+            leaves = [LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], _sizes(x["shape"])) for x in made["leaves"]]
+            root = Node.from_json(made["root"])
+            fits = root.paths() == [leaf.path for leaf in leaves] and all(
+                leaf.shape[: len(batch)] == batch
+                for path, batch in root.batches().items()
+                for leaf in leaves
+                if leaf.path[: len(path)] == path
+            )
+            if not fits or sum(leaf.nbytes for leaf in leaves) > _MOST_BYTES:
+                raise MalformedLayoutError("this is no row layout: its form and its leaves do not belong together")
+            layout = cls(root, leaves)
+        except MalformedLayoutError:
+            raise
+        except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
+            raise MalformedLayoutError(f"this is no row layout: {error!r}") from error
+        if made.get("row_bytes") != layout.payload_bytes:
+            raise MalformedLayoutError(
+                f"the layout's leaves need {layout.payload_bytes} bytes, it says {made.get('row_bytes')}"
+            )
+        return layout
+
+    def differences(self, other: RowLayout) -> list[str]:
+        """What differs, a line each; empty: the same rows."""
+        mine, theirs = ({x.path: x for x in layout.leaves} for layout in (self, other))
+        said = [f"{pytree.show(p)} is missing" for p in mine if p not in theirs]
+        said += [f"{pytree.show(p)} is new" for p in theirs if p not in mine]
+        for path in mine.keys() & theirs.keys():
+            a, b = mine[path], theirs[path]
+            if (a.dtype, a.shape) != (b.dtype, b.shape):
+                said.append(f"{pytree.show(path)} is {a.dtype} {list(a.shape)} here, {b.dtype} {list(b.shape)} there")
+        return said + _other_constants(self.root.constants(), other.root.constants())
+
+    def order_in(self, other: RowLayout) -> Any:
+        """int64 [payload_bytes]: where a row of `other`, of the same leaves in another order, has each byte of a row
+        of this one; None where both have the same order.
+        """
+        theirs = {leaf.path: leaf.offset for leaf in other.leaves}
+        if all(theirs[leaf.path] == leaf.offset for leaf in self.leaves):
+            return None
+        order = np.arange(self.payload_bytes)
+        for leaf in self.leaves:
+            order[leaf.offset : leaf.offset + leaf.nbytes] = theirs[leaf.path] + np.arange(leaf.nbytes)
+        return order
+
+    def take_form(self, other: RowLayout) -> None:
+        """Gives batches the form of a layout of the same leaves: its classes, and its order of keys."""
+        numbers = {leaf.path: i for i, leaf in enumerate(self.leaves)}
+        self.take_root(other.root.renumbered([numbers[leaf.path] for leaf in other.leaves]))
+
+
+def _of_a_list(path: KeyPath) -> str:
+    """What to do where an entry of a list or tuple was taken for a leaf."""
+    if not path or not isinstance(path[-1], int):
+        return ""
+    return (
+        f": {pytree.show(path[:-1])} is a list or tuple, and each of its members is an entry of its own; for one entry "
+        "with a value for each step give a tensor or an array"
+    )
+
+
+def _other_dims(leaf: LeafSpec, tensor: Tensor, batch_dims: int) -> str:
+    """What to do with data that fit but for their batch dimensions."""
+    lead = tensor.ndim - len(leaf.shape)
+    if lead < 0 or tuple(tensor.shape[lead:]) != leaf.shape:
+        return ""
+    if lead > batch_dims == 0:
+        return "; a batch of steps is for extend"
+    if lead == 0:
+        return "; one step is for add"
+    advice = f": reshape the batch, or store it with ndim={lead}" if lead > batch_dims else ""
+    return f", which has {lead} batch dimensions instead of {batch_dims}{advice}"
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise MalformedLayoutError(f"this is no row layout: {shape!r} is no shape")
+    return tuple(shape)
+
+
+def _other_constants(mine: dict[KeyPath, Any], theirs: dict[KeyPath, Any]) -> list[str]:
+    said = [f"{pytree.show(p)} is missing" for p in mine if p not in theirs]
+    said += [f"{pytree.show(p)} is new" for p in theirs if p not in mine]
+    both = [p for p in mine if p in theirs and mine[p] != theirs[p]]
+    return said + [f"{pytree.show(p)} is the constant {mine[p]!r} here, {theirs[p]!r} there" for p in both]
+
+
+def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
+    """Offsets in the order of item sizes, leaves in their own order."""
+    offsets: dict[int, int] = {}
+    at = 0
+    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].itemsize):
+        offsets[i] = at
+        at += leaves[i].nbytes
+    return [dataclasses.replace(leaf, offset=offsets[i]) for i, leaf in enumerate(leaves)]
+
+
+def _codec(layout: RowLayout) -> Any:
+    specs = [(*_DLPACK[x.dtype], x.shape, x.offset) for x in layout.leaves]
+    tree = layout.root.native() if layout.plain else None
+    return _native.Codec(specs, tree, TensorDict, _template(), torch.Size, np.ndarray, np.generic)
+
+
+def _template() -> dict[str, Any] | None:
+    """The attributes of a TensorDict as its constructor sets them; None if they are not all plain values."""
+    made = TensorDict({}, batch_size=[0], device=_CPU)
+    template = {sys.intern(k): v for k, v in vars(made).items()}
+    wanted = {"_tensordict": dict, "_batch_size": torch.Size}
+    for name, kind in wanted.items():
+        if type(template.get(name)) is not kind:
+            return None
+    plain = (type(None), bool, torch.device)
+    return template if all(isinstance(v, plain) for k, v in template.items() if k not in wanted) else None
+
+
+_fast_tensordicts: bool | None = None
+
+
+def _builds_tensordicts() -> bool:
+    """Whether a TensorDict that the native core puts together equals one that the constructor makes."""
+    global _fast_tensordicts
+    if _fast_tensordicts is None:
+        _fast_tensordicts = _native.has_exchange() and _template() is not None and _same_as_public()
+    return _fast_tensordicts
+
+
+def _same_as_public() -> bool:
+    leaf = (2, 32, (2,), 0)
+    tree = ("td", (("a", ("leaf", 0)),), ())
+    codec = _native.Codec([leaf], tree, TensorDict, _template(), torch.Size, np.ndarray, np.generic)
+    store = _native.Store.create(-1, 1, 4, 1, 8, 8, False, b"", bytes(16))
+    data = TensorDict({"a": torch.arange(6.0).reshape(3, 2)}, batch_size=[3], device=_CPU)
+    plan = codec.check(data, 1, 0)
+    if plan is None:
+        return False
+    made = store.gather(codec, store.append(0, plan))[0]
+    ours, public = vars(made), vars(data)
+    return (
+        type(made) is TensorDict
+        and ours.keys() == public.keys()
+        and all(type(ours[k]) is type(public[k]) for k in ours)
+        and made.batch_size == data.batch_size
+        and made.device == data.device
+        and bool((made == data).all())
+    )
+
+
+def _contiguous(shape: tuple[int, ...]) -> list[int]:
+    strides: list[int] = []
+    step = 1
+    for d in reversed(shape):
+        strides.insert(0, step)
+        step *= max(d, 1)
+    return strides
+
+
+def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    return raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def _numpy_dtype(dtype: torch.dtype) -> Any:
+    return torch.empty(0, dtype=_RAW.get(dtype, dtype)).numpy().dtype
+
+
+def _numpy(t: Tensor) -> Any:
+    return t.view(_RAW[t.dtype]).numpy() if t.dtype in _RAW else t.numpy()
+
+
+def _number(value: Any, tensor: Tensor, leaf: LeafSpec) -> Tensor:
+    """A Python number takes the dtype of its leaf where it fits: bools to bool, ints to ints and floats."""
+    if isinstance(value, bool) != (leaf.dtype == torch.bool) or tensor.ndim != len(leaf.shape):
+        return tensor
+    if isinstance(value, int) and not leaf.dtype.is_floating_point and not leaf.dtype.is_complex:
+        if leaf.dtype != torch.bool:
+            info = torch.iinfo(leaf.dtype)
+            if not info.min <= value <= info.max:
+                raise ValueError(
+                    f"{pytree.show(leaf.path)} is {leaf.dtype} in this storage, which {value} does not fit"
+                )
+        return torch.tensor(value, dtype=leaf.dtype)
+    if isinstance(value, float | int) and leaf.dtype.is_floating_point:
+        return torch.tensor(value, dtype=leaf.dtype)
+    return tensor

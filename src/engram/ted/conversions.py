@@ -1,0 +1,345 @@
+"""Conversions of episode data (TED) that store every observation once, on TensorDicts: pure functions, exact ones.
+
+In TED the observation of a step stands twice: under `next` in the step before, and at the root. The conversions keep
+the one at the root, and of those under `next` only what is not, byte for byte, the root of the following step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from engram.pytree import KeyPath, show
+from engram.ted import codec as ted_codec
+from engram.ted.codec import (
+    DONE_KEYS,
+    NEXT,
+    REWARD_KEYS,
+    Column,
+    Key,
+    Mask,
+    StepKeys,
+    StepLeaf,
+    as_bytes,
+    as_path,
+    column_of,
+    leaves_of,
+    plain,
+    tensor_of,
+)
+
+EXCEPTIONS = "exceptions"
+BATCH_SIZE = "batch_size"
+TRAJECTORY = "trajectory_"
+
+Entries = dict[KeyPath, Tensor]
+_Columns = dict[KeyPath, tuple[Column, StepLeaf, ted_codec.Positions]]
+
+
+class Conversion:
+    """What the conversions have in common: which keys are which, and the names of what they add.
+
+    Args:
+        done_key: where a trajectory ends, beside the `done_keys` under `next`.
+        shift_key: name of the entry that says how far the ring had turned.
+        is_full_key: name of the entry that says whether it had wrapped.
+        done_keys: flags, which are never taken from the step after.
+        reward_keys: rewards, the same.
+    """
+
+    def __init__(
+        self,
+        done_key: Key = (NEXT, "done"),
+        shift_key: str = "shift",
+        is_full_key: str = "is_full",
+        done_keys: Sequence[Key] = DONE_KEYS,
+        reward_keys: Sequence[Key] = REWARD_KEYS,
+    ) -> None:
+        self.done_key = as_path("done_key", done_key)
+        self.shift_key, self.is_full_key = shift_key, is_full_key
+        self.keys = StepKeys(done_keys, reward_keys)
+        self.added = (shift_key, is_full_key, BATCH_SIZE, EXCEPTIONS)
+        if len(set(self.added)) < len(self.added) or NEXT in self.added:
+            raise ValueError(f"the names {self.added} and 'next' must differ from each other")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(done_key={self.done_key}, shift_key={self.shift_key!r})"
+
+
+class _Taken:
+    """The steps of a TensorDict, oldest first, as columns."""
+
+    def __init__(self, hook: Conversion, td: TensorDictBase, shift: int, is_full: bool) -> None:
+        batch_size = tuple(td.batch_size)
+        if not batch_size:
+            raise ValueError("TED has a time dimension, the last of the batch size; this TensorDict has batch size []")
+        if not 0 <= shift <= batch_size[-1]:
+            raise ValueError(f"shift is a number of steps from 0 to {batch_size[-1]}, got {shift}")
+        found = [(path, plain(value, path)) for path, value in leaves_of(td)]
+        taken = [path for path, _ in found if path[0] in hook.added]
+        if taken:
+            raise ValueError(f"{show(taken[0])} is the name of what a conversion adds; pass another one, or rename it")
+        dims = len(batch_size)
+        self.batch_size = batch_size
+        self.leaves = [StepLeaf(path, value.dtype, tuple(value.shape[dims:])) for path, value in found]
+        self.columns = [column_of(value, dims, shift if is_full else 0) for _, value in found]
+        self.strand_ends = ted_codec.strand_ends(math.prod(batch_size[:-1]), batch_size[-1])
+        self.shared = hook.keys.shared(self.leaves)
+        self.extra: Entries = {
+            (hook.shift_key,): torch.tensor(shift),
+            (hook.is_full_key,): torch.tensor(is_full),
+            (BATCH_SIZE,): torch.tensor(batch_size),
+        }
+
+    def trajectory_ends(self, hook: Conversion) -> Mask:
+        flags = set(hook.keys.flags(self.leaves))
+        flags |= {i for i, leaf in enumerate(self.leaves) if leaf.path == hook.done_key and math.prod(leaf.shape) == 1}
+        columns, ids = self.columns, hook.keys.ids(self.leaves)
+        return ted_codec.trajectory_ends(
+            self.strand_ends, [columns[i] for i in sorted(flags)], [columns[i] for i in ids]
+        )
+
+    def exceptions(self, elsewhere: Mask | None = None) -> Entries:
+        """Steps whose `next` is not the root of the step after, but for those whose `next` is kept elsewhere."""
+        made: Entries = {}
+        for i, root in self.shared.items():
+            mask = ted_codec.broken(self.columns[root], self.columns[i], self.strand_ends)
+            if elsewhere is not None:
+                mask &= ~elsewhere
+            step, value = _exception_keys(self.leaves[root].path)
+            made[step] = torch.from_numpy(np.flatnonzero(mask))
+            made[value] = tensor_of(self.columns[i][mask], self.leaves[i])
+        return made
+
+    def trajectories(self, ends: Mask) -> Iterator[tuple[StepLeaf, Column, bool]]:
+        """Leaves without those under `next` that the root repeats; these roots with one value more a trajectory."""
+        following = {root: i for i, root in self.shared.items()}
+        for i, leaf in enumerate(self.leaves):
+            if i in following:
+                yield leaf, ted_codec.with_last(self.columns[i], self.columns[following[i]], ends), True
+            elif i not in self.shared:
+                yield leaf, self.columns[i], False
+
+
+class _Given:
+    """What a conversion added, taken out of a TensorDict again."""
+
+    def __init__(self, hook: Conversion, entries: Entries) -> None:
+        try:
+            self.batch_size = tuple(int(size) for size in entries.pop((BATCH_SIZE,)))
+            shift, full = int(entries.pop((hook.shift_key,))), bool(entries.pop((hook.is_full_key,)))
+        except KeyError as error:
+            raise ValueError(f"{show(error.args[0])} is missing: this is not what the conversion made") from None
+        self.shift = shift if full else 0
+        self.exceptions: dict[KeyPath, tuple[Tensor, Tensor]] = {}
+        for path in [p for p in entries if p[0] == EXCEPTIONS and p[-1] == "step"]:
+            step, value = _exception_keys(path[1:-1])
+            self.exceptions[path[1:-1]] = (entries.pop(step), entries.pop(value))
+        self.entries = entries
+        self.steps = math.prod(self.batch_size)
+
+    def exceptions_of(self, root: KeyPath, leaf: StepLeaf) -> tuple[ted_codec.Positions, Column]:
+        step, value = self.exceptions[root]
+        at = step.numpy()
+        if len(at) and not 0 <= at.min() <= at.max() < self.steps:
+            raise ValueError(f"the exceptions of {show(root)} name steps that are not there")
+        return at, as_bytes(value, len(at), leaf.nbytes)
+
+    def build(self, columns: dict[KeyPath, tuple[Column, StepLeaf]]) -> TensorDict:
+        return _tensordict(
+            {p: tensor_of(c, leaf, self.batch_size, self.shift) for p, (c, leaf) in columns.items()}, self.batch_size
+        )
+
+
+class TED2Flat(Conversion):
+    """Steps with every key once: `next` keys that the root repeats are left out, but for the exceptions.
+
+    The result has batch size []. Its keys keep the shape [*batch, ...] and come oldest step first. `exceptions` holds
+    for each key that was left out `step` (int64, counted over the flattened batch) and `value`: the last step of each
+    trajectory and of the data, and wherever the rule does not hold. `Flat2TED()` undoes it exactly.
+
+    Raises:
+        TypeError: an entry is no dense tensor; the message names it.
+        ValueError: an entry has the name of what is added.
+
+    Example:
+        >>> x = torch.arange(5.0)
+        >>> ted = TensorDict({"x": x[:4], "next": {"x": x[1:], "done": torch.zeros(4, 1).bool()}}, [4])
+        >>> flat = TED2Flat()(ted)
+        >>> flat["x"], flat["exceptions", "x", "value"]
+        (tensor([0., 1., 2., 3.]), tensor([4.]))
+        >>> bool((Flat2TED()(flat) == ted).all())
+        True
+    """
+
+    def __call__(self, td: TensorDictBase, shift: int = 0, is_full: bool = False) -> TensorDict:
+        """Converts rows in the order of their slots; in a ring that is full the oldest lies at `shift`."""
+        taken = _Taken(self, td, shift, is_full)
+        entries = taken.extra | taken.exceptions()
+        for i, leaf in enumerate(taken.leaves):
+            if i not in taken.shared:
+                entries[leaf.path] = tensor_of(taken.columns[i], leaf, taken.batch_size)
+        return _tensordict(entries, ())
+
+
+class Flat2TED(Conversion):
+    """What `TED2Flat` took: the steps in the order of their slots.
+
+    Raises:
+        ValueError: this is not what `TED2Flat` made.
+    """
+
+    def __call__(self, td: TensorDictBase) -> TensorDict:
+        given = _Given(self, dict(leaves_of(td)))
+        dims = len(given.batch_size)
+        made: dict[KeyPath, tuple[Column, StepLeaf]] = {}
+        for path, value in given.entries.items():
+            leaf = StepLeaf(path, value.dtype, tuple(value.shape[dims:]))
+            made[path] = as_bytes(value, given.steps, leaf.nbytes), leaf
+        for root in given.exceptions:
+            column, leaf = made[root]
+            following = (NEXT, *root)
+            made[following] = ted_codec.followed(column, *given.exceptions_of(root, leaf)), leaf
+        return given.build(made)
+
+
+class TED2Nested(Conversion):
+    """Trajectories as nested (jagged) tensors: keys [trajectories, steps, ...], observations with one step more.
+
+    A trajectory ends where a flag of `done_keys` is set under `next`, where its id changes, and with its strand. The
+    step more is what followed the last one. `exceptions` is as in `TED2Flat`, for steps inside trajectories.
+
+    Raises:
+        TypeError: an entry is no dense tensor; the message names it.
+        ValueError: an entry has the name of what is added, or a step has several done flags.
+
+    Example:
+        >>> x, done = torch.arange(5.0), torch.tensor([[False], [True], [False], [False]])
+        >>> ted = TensorDict({"x": x[:4], "next": {"x": x[1:], "done": done}}, [4])
+        >>> [trajectory.tolist() for trajectory in TED2Nested()(ted)["x"].unbind()]
+        [[0.0, 1.0, 2.0], [2.0, 3.0, 4.0]]
+    """
+
+    def __call__(self, td: TensorDictBase, shift: int = 0, is_full: bool = False) -> TensorDict:
+        """Converts rows in the order of their slots; in a ring that is full the oldest lies at `shift`."""
+        taken = _Taken(self, td, shift, is_full)
+        ends = taken.trajectory_ends(self)
+        starts = _starts(ends)
+        longer = starts + np.arange(len(starts))
+        entries = taken.extra | taken.exceptions(ends)
+        for leaf, column, extended in taken.trajectories(ends):
+            offsets = torch.from_numpy(longer if extended else starts)
+            entries[leaf.path] = torch.nested.nested_tensor_from_jagged(tensor_of(column, leaf), offsets)
+        return _tensordict(entries, ())
+
+
+class Nested2TED(Conversion):
+    """What `TED2Nested` took: the steps in the order of their slots.
+
+    Raises:
+        ValueError: this is not what `TED2Nested` made.
+    """
+
+    def __call__(self, td: TensorDictBase) -> TensorDict:
+        given = _Given(self, dict(leaves_of(td)))
+        columns: _Columns = {}
+        for path, value in given.entries.items():
+            values, offsets = value.values(), value.offsets()  # type: ignore[attr-defined]
+            leaf = StepLeaf(path, values.dtype, tuple(values.shape[1:]))
+            columns[path] = as_bytes(values, len(values), leaf.nbytes), leaf, offsets.numpy()
+        return _of_trajectories(given, columns)
+
+
+class H5Split(Conversion):
+    """One entry a trajectory, `trajectory_00000000` and so on, as an HDF5 file has groups; keys as in `TED2Nested`.
+
+    Raises:
+        TypeError, ValueError: as `TED2Nested`.
+
+    Example:
+        >>> x, done = torch.arange(5.0), torch.tensor([[False], [True], [False], [False]])
+        >>> ted = TensorDict({"x": x[:4], "next": {"x": x[1:], "done": done}}, [4])
+        >>> split = H5Split()(ted)
+        >>> split["trajectory_00000001", "x"]
+        tensor([2., 3., 4.])
+        >>> bool((H5Combine()(split) == ted).all())
+        True
+    """
+
+    def __call__(self, td: TensorDictBase, shift: int = 0, is_full: bool = False) -> TensorDict:
+        """Converts rows in the order of their slots; in a ring that is full the oldest lies at `shift`."""
+        taken = _Taken(self, td, shift, is_full)
+        ends = taken.trajectory_ends(self)
+        if not len(ends):
+            raise ValueError("the data have no steps, so there is no trajectory to hold their keys")
+        starts = _starts(ends)
+        entries = taken.extra | taken.exceptions(ends)
+        for leaf, column, extended in taken.trajectories(ends):
+            lengths = np.diff(starts) + (1 if extended else 0)
+            for number, part in enumerate(torch.split(tensor_of(column, leaf), lengths.tolist())):
+                key = (f"{TRAJECTORY}{number:08d}", *leaf.path)
+                entries[key] = part
+        return _tensordict(entries, ())
+
+
+class H5Combine(Conversion):
+    """What `H5Split` took: the steps in the order of their slots.
+
+    Raises:
+        ValueError: this is not what `H5Split` made.
+    """
+
+    def __call__(self, td: TensorDictBase) -> TensorDict:
+        given = _Given(self, dict(leaves_of(td)))
+        parts: dict[KeyPath, list[tuple[str, Tensor]]] = {}
+        for path, value in given.entries.items():
+            parts.setdefault(path[1:], []).append((path[0], value))
+        columns: _Columns = {}
+        for path, named in parts.items():
+            values = [value for _, value in sorted(named, key=lambda entry: entry[0])]
+            leaf = StepLeaf(path, values[0].dtype, tuple(values[0].shape[1:]))
+            whole = np.concatenate([as_bytes(value, len(value), leaf.nbytes) for value in values])
+            columns[path] = whole, leaf, np.cumsum([0, *map(len, values)])
+        return _of_trajectories(given, columns)
+
+
+def _of_trajectories(given: _Given, columns: _Columns) -> TensorDict:
+    """The steps of trajectories that lie one after the other, each column with its offsets."""
+    made: dict[KeyPath, tuple[Column, StepLeaf]] = {}
+    for path, (column, leaf, offsets) in columns.items():
+        extra = np.arange(len(offsets)) if path in given.exceptions else 0
+        starts = offsets - extra
+        if len(starts) == 0 or starts[0] or starts[-1] != given.steps or (np.diff(starts) <= 0).any():
+            raise ValueError(f"the trajectories of {show(path)} do not have {given.steps} steps together")
+        if path not in given.exceptions:
+            made[path] = column, leaf
+            continue
+        ends = np.zeros(given.steps, np.bool_)
+        ends[starts[1:] - 1] = True
+        now, following = ted_codec.without_last(column, ends)
+        at, values = given.exceptions_of(path, leaf)
+        following[at] = values
+        next_path = (NEXT, *path)
+        made[path], made[next_path] = (now, leaf), (following, leaf)
+    return given.build(made)
+
+
+def _exception_keys(root: KeyPath) -> tuple[KeyPath, KeyPath]:
+    return (EXCEPTIONS, *root, "step"), (EXCEPTIONS, *root, "value")
+
+
+def _starts(ends: Mask) -> ted_codec.Positions:
+    """int64 [trajectories + 1]: where each begins, and where the last one ends."""
+    return np.concatenate(([0], np.flatnonzero(ends) + 1))
+
+
+def _tensordict(entries: Entries, batch_size: tuple[int, ...]) -> TensorDict:
+    made = TensorDict({}, batch_size)
+    for path, value in entries.items():
+        made.set(path, value)
+    return made

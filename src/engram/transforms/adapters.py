@@ -1,0 +1,199 @@
+"""What users give as a transform and is none of ours: callables, and objects in TorchRL's form."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from engram.pytree import Key, as_keys, get, has_batch_dims, put, shallow
+from engram.transforms.base import InvertedTransform, Transform, Writing
+from engram.transforms.env_specs import EnvSpecs, limits_of, tried
+
+_INVERSES = ("inv", "_inv_call", "_inv_apply_transform")
+
+
+class CallableTransform(Transform):
+    """A callable as a transform: on reading, or with `invert` on writing."""
+
+    def __init__(self, fn: Callable[[Any], Any], invert: bool = False) -> None:
+        self.fn = fn
+        self.invert = invert
+
+    def forward(self, batch: Any) -> Any:
+        return batch if self.invert else self.fn(batch)
+
+    def inv(self, batch: Any) -> Any:
+        return self.fn(batch) if self.invert else batch
+
+    def _inverts(self) -> bool:
+        return self.invert
+
+    def __repr__(self) -> str:
+        return f"{getattr(self.fn, '__name__', self.fn)}{' (on writing)' if self.invert else ''}"
+
+
+class ForeignTransform(Transform):
+    """An object with an inverse of its own as a transform: the object on reading, the inverse on writing.
+
+    The inverse is its `inv`, which gets the caller's own batch; else its `_inv_call`, on containers of its own; else
+    its `_inv_apply_transform`, which makes `in_keys_inv` of `out_keys_inv`. It may give back nothing (None), fewer
+    steps or more than it got: it holds them back. `add` gives it a TensorDict as a batch of one step; TensorDicts have
+    time as their last batch dimension.
+
+    Writes follow each other, and one that is refused leaves the object's attributes as they were (also those of modules
+    in a module; not the values in tensors that it changed in place). What the inverse of an object that holds steps
+    back left there is forgotten when the buffer is emptied, or sent to a process, and it is saved with the buffer, as
+    far as it consists of tensors, TensorDicts, numbers and strings.
+
+    In an environment the action goes through the inverse, which must make of actions of the environment such actions.
+
+    Raises:
+        TypeError: there is no way to call its inverse, or to read through it.
+    """
+
+    stream_in_order = True
+    _has_memory = True
+
+    def __init__(self, transform: Any) -> None:
+        name = type(transform).__name__
+        if not callable(transform) and not callable(getattr(transform, "forward", None)):
+            raise TypeError(f"a {name} has an inverse for writing, and for reading neither `forward` nor `__call__`")
+        self.transform = transform
+        self._way = next(way for way in _INVERSES if callable(getattr(transform, way, None)))
+        if self._way == "_inv_apply_transform" and not hasattr(transform, "in_keys_inv"):
+            raise TypeError(
+                f"a {name} has `_inv_apply_transform`, and no `in_keys_inv` that say what it is for: give it these, "
+                "`_inv_call` or `inv`"
+            )
+        self._of_tensordicts = callable(getattr(transform, "_inv_call", None))  # those in TorchRL's form
+
+    # ---- reading ----
+    def forward(self, batch: Any) -> Any:
+        if type(batch) is list and self._of_tensordicts:
+            return [self.forward(item) for item in batch]
+        return self.transform(batch) if callable(self.transform) else self.transform.forward(batch)
+
+    # ---- writing ----
+    def _inverts(self) -> bool:
+        return _has_inverse(self.transform)
+
+    @property
+    def write_in_order(self) -> bool:  # type: ignore[override]
+        return self._inverts()
+
+    @property
+    def can_flush(self) -> bool:  # type: ignore[override]
+        return not self._inverts()
+
+    def inv(self, batch: Any) -> Any:
+        if not self._inverts():
+            return batch
+        if self._of_tensordicts and not has_batch_dims(batch):
+            raise TypeError(
+                f"{self.kind} takes TensorDicts, and a {type(batch).__name__} is written: write TensorDicts, or use a "
+                "transform of engram.envs"
+            )
+        if self._way == "inv":
+            return self.transform.inv(batch)
+        batch = shallow(batch)
+        return self.transform._inv_call(batch) if self._way == "_inv_call" else self._by_key_inv(batch)
+
+    def _by_key_inv(self, batch: Any) -> Any:
+        stored, known = _inverse_keys(self.transform)
+        values = [self.transform._inv_apply_transform(get(batch, key, self.kind)) for key in known]
+        for key, value in zip(stored, values, strict=True):
+            put(batch, key, value)
+        return batch
+
+    def write(self, writing: Writing) -> Writing:
+        return super().write(writing) if self._inverts() else writing
+
+    # ---- state ----
+    @property
+    def _owner(self) -> Any:
+        return self.transform
+
+    def decisive(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def kind(self) -> str:
+        return type(self.transform).__name__
+
+    # ---- environments ----
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        made = tried(self, specs)
+        if self._inverts():
+            self._try_actions(specs)
+        return made
+
+    def _try_actions(self, specs: EnvSpecs) -> None:
+        """Raises TypeError where actions of the environment do not become such actions."""
+        for action in (specs.action.zero(), *(limits_of(specs.action) or ())):
+            try:
+                made = copy.deepcopy(self)._inv_call(specs.blank(stepped=False).set("action", action.clone()))
+            except Exception as error:
+                raise TypeError(f"{self._no_action} ({error!r:.200})") from error
+            inner = made.get("action", None) if isinstance(made, TensorDictBase) else None
+            if inner is None or not specs.action.is_in(inner):
+                raise TypeError(self._no_action)
+
+    @property
+    def _no_action(self) -> str:
+        return (
+            f"{self.kind} does not make actions of the environment of such actions, and what the actions before it are "
+            "cannot be asked of it: use a transform of engram.envs with `in_keys_inv`, or a child of "
+            "engram.envs.Transform with `transform_action_spec`; one for replay buffers is appended to these"
+        )
+
+    def __repr__(self) -> str:
+        return repr(self.transform)
+
+
+def as_transform(transform: Any, invert: bool = False) -> Transform:
+    """A Transform from what a user gave.
+
+    Raises:
+        TypeError: it is not callable, is a class, or has an inverse that cannot be called.
+    """
+    if isinstance(transform, Transform):
+        return InvertedTransform(transform) if invert else transform
+    has_inverse = any(callable(getattr(transform, way, None)) for way in _INVERSES)
+    if isinstance(transform, type) and (has_inverse or issubclass(transform, Transform)):
+        raise TypeError(
+            f"a transform is an object, and {transform.__name__} is a class: give {transform.__name__}(...)"
+        )
+    if has_inverse:
+        return InvertedTransform(ForeignTransform(transform)) if invert else ForeignTransform(transform)
+    if callable(transform):
+        return CallableTransform(transform, invert)
+    raise TypeError(f"a transform is a Transform or a callable, got a {type(transform).__name__}")
+
+
+def _inverse_keys(transform: Any) -> tuple[list[Key], list[Key]]:
+    """The entries that `_inv_apply_transform` makes, and those that it makes them of."""
+    stored = as_keys(transform.in_keys_inv)
+    known = getattr(transform, "out_keys_inv", None)
+    return stored, as_keys(known) or stored
+
+
+def _has_inverse(transform: Any) -> bool:
+    """Whether the inverse can do anything: every transform of TorchRL has one, and of most it does nothing."""
+    kind: Any = type(transform)
+    root = _root_in_torchrl(kind)
+    if root is None:
+        return True
+    if (parts := getattr(transform, "transforms", None)) is not None:
+        return any(_has_inverse(part) for part in parts)
+    return bool(transform.in_keys_inv) or kind.inv is not root.inv or kind._inv_call is not root._inv_call
+
+
+@lru_cache(maxsize=128)
+def _root_in_torchrl(kind: type) -> Any:
+    """The class that TorchRL's transforms have in common; None where `kind` is none of them."""
+    of_torchrl = (c for c in reversed(kind.__mro__) if c.__module__.partition(".")[0] == "torchrl")
+    return next((c for c in of_torchrl if "_inv_call" in vars(c)), None)

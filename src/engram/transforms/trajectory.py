@@ -1,0 +1,635 @@
+"""Time in batches: where trajectories end, and sums along them.
+
+A batch `[*lead, T]` is seen as S strands of T steps. Nothing here loops over rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from engram.pytree import Key, Keys, as_key, find, get, is_class, path_of, put, shallow, stacked, unstacked
+from engram.specs import Categorical, Spec, Unbounded
+from engram.transforms.base import Transform, Writing, on, root_key, root_pairs, where_reset
+from engram.transforms.env_specs import RESULTS, EnvSpecs
+from engram.transforms.values import REWARDS, first_key
+
+DONES: tuple[Key, ...] = (("next", "done"), "done")
+_IDS: tuple[Key, ...] = (("collector", "traj_ids"), "episode")
+
+
+class Strands(NamedTuple):
+    """The batch dimensions: of leaves `[*shape, ...]`, the last one is time."""
+
+    shape: tuple[int, ...]  # () for a single step
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def steps(self) -> int:
+        return self.shape[-1] if self.shape else 1
+
+    def split(self, leaf: Tensor, key: Key) -> Tensor:
+        """A leaf as [S, T, ...].
+
+        Raises:
+            ValueError: it does not have the batch dimensions.
+        """
+        n = len(self.shape)
+        if tuple(leaf.shape[:n]) != tuple(self.shape):
+            raise ValueError(f"{key!r} has shape {list(leaf.shape)} in a batch {list(self.shape)}")
+        return leaf.reshape(self.rows, self.steps, *leaf.shape[n:])
+
+    def join(self, leaf: Tensor) -> Tensor:
+        """[S, T, ...] as it is in the batch."""
+        return leaf.reshape((*self.shape, *leaf.shape[2:]))
+
+
+class Trajectories(NamedTuple):
+    """Where trajectories start and end in a batch; all [S, T]."""
+
+    strands: Strands
+    done: Tensor  # flags at the end of each step
+    ids: Tensor | None
+    starts: Tensor  # whether is_init says that a trajectory starts here
+    ends: Tensor  # the last steps of trajectories, for whatever reason, as far as the batch shows
+
+    @property
+    def position(self) -> Tensor:
+        """int64 [T]."""
+        return torch.arange(self.strands.steps, device=self.ends.device)
+
+    def first(self) -> Tensor:
+        """int64 [S, T]: where in the batch each step's trajectory starts."""
+        begins = torch.zeros_like(self.ends)
+        begins[:, 1:] = self.ends[:, :-1]
+        return torch.where(begins, self.position, 0).cummax(1).values
+
+    def last(self) -> Tensor:
+        """int64 [S, T]: where in the batch each step's trajectory ends, or the batch does."""
+        far = self.strands.steps - 1
+        return torch.where(self.ends, self.position, far).flip(1).cummin(1).values.flip(1)
+
+
+def trajectories_of(
+    batch: Any,
+    who: str,
+    done_key: Key | None = None,
+    traj_key: Key | None = None,
+    mask_key: Key | None = None,
+    dims: int | None = None,
+) -> Trajectories:
+    """Trajectories by flags (`("next", "done")`, or `"done"` without it), ids, `"is_init"`, and the end of a mask.
+
+    `dims` is the number of batch dimensions, for dicts, which do not say it.
+
+    Raises:
+        KeyError: there are no flags, or not those that were named.
+    """
+    done_key = first_key(batch, DONES, who) if done_key is None else done_key
+    flag = get(batch, done_key, who)
+    strands = _strands_of(batch, flag, dims)
+    done = _flags(strands, flag, done_key)
+    found = None if traj_key is None else get(batch, traj_key, who)
+    ids = _ids(strands, batch) if found is None else strands.split(found, str(traj_key)).flatten(1)
+    init = find(batch, "is_init")
+    starts = torch.zeros_like(done) if init is None else _flags(strands, init, "is_init")
+    ends = done.clone()
+    if ids is not None:
+        ends[:, :-1] |= ids[:, 1:] != ids[:, :-1]
+    ends[:, :-1] |= starts[:, 1:]
+    mask = None if mask_key is None else find(batch, mask_key)
+    if mask is not None and mask_key is not None:
+        there = _flags(strands, mask, mask_key)
+        ends |= ~there  # steps of padding stand alone
+        ends[:, :-1] |= ~there[:, 1:]
+    return Trajectories(strands, done, ids, starts, ends)
+
+
+def _strands_of(batch: Any, flag: Tensor, dims: int | None) -> Strands:
+    if isinstance(batch, TensorDictBase) or is_class(batch):
+        return Strands(tuple(batch.batch_size))
+    shape = tuple(flag.shape)
+    if dims is not None:
+        return Strands(shape[:dims])
+    # Flags end in a dimension of 1.
+    return Strands(shape[:-1] if len(shape) > 1 and shape[-1] == 1 else shape)
+
+
+def _flags(strands: Strands, flag: Tensor, key: Key) -> Tensor:
+    split = strands.split(flag, key).to(torch.bool)
+    return split.flatten(2).any(-1) if split.ndim > 2 else split
+
+
+def _ids(strands: Strands, batch: Any) -> Tensor | None:
+    for key in _IDS:
+        ids = find(batch, key)
+        if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel() == strands.rows * strands.steps:
+            return ids.reshape(strands.rows, strands.steps)
+    return None
+
+
+# Doubling: after k rounds each step holds the sum of up to 2**k steps of its trajectory. Differences of prefix sums
+# would cancel, and divisions by powers of gamma overflow.
+def running_sum(x: Tensor, first: Tensor) -> Tensor:
+    """[S, T, F]: sums from the first step of each trajectory up to each step; `first` as `Trajectories.first`."""
+    behind = torch.arange(x.shape[1], device=x.device) - first
+    reach, most = 1, int(behind.max())
+    while reach <= most:
+        there = (behind[:, reach:] >= reach).unsqueeze(-1)
+        x = torch.cat([x[:, :reach], x[:, reach:] + torch.where(there, x[:, :-reach], 0)], 1)
+        reach *= 2
+    return x
+
+
+def discounted_to_go(x: Tensor, last: Tensor, gamma: float) -> Tensor:
+    """[S, T, F]: `x[t] + gamma * x[t + 1] + ...` to the end of each trajectory; `last` as `Trajectories.last`."""
+    ahead = last - torch.arange(x.shape[1], device=x.device)
+    reach, most, weight = 1, int(ahead.max()), gamma
+    while reach <= most:
+        there = (ahead[:, :-reach] >= reach).unsqueeze(-1)
+        x = torch.cat([x[:, :-reach] + weight * torch.where(there, x[:, reach:], 0), x[:, -reach:]], 1)
+        reach, weight = 2 * reach, weight * weight
+    return x
+
+
+def summable(x: Tensor) -> Tensor:
+    """[S, T, F] in a dtype to sum in."""
+    x = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return x.to(torch.float32)
+    return x if x.is_floating_point() else x.to(torch.int64)
+
+
+Self = TypeVar("Self", bound="TimedTransform")
+
+
+class Carried(NamedTuple):
+    """What the last written batch leaves for the next one."""
+
+    done: Tensor  # [S]: whether its last step ended a trajectory
+    ids: Tensor | None  # [S]: that step's trajectory
+    value: Any  # what the transform needs of it
+
+
+class TimedTransform(Transform):
+    """Works along time: on batches `[*, T]` whose last batch dimension is time, never across a trajectory's end.
+
+    Trajectories end at flags (`done_key`; `("next", "done")` if None, or `"done"` in batches without it), where ids
+    change (`traj_key`; `("collector", "traj_ids")` or `"episode"` if None and there), and before `"is_init"`.
+    A plain dict has the batch dimensions of its flags without their last dimension of 1. Batches without steps are left
+    as they are on reading, and an error on writing.
+
+    `forward` takes each batch by itself: rollouts, `rb[:]`, or what slice samplers give. Appended to a buffer with
+    `invert=True` it works on what is written, and goes on in the next `extend` or `add` where the last one stopped,
+    unless that ended a trajectory or the ids say that another one comes.
+
+    In an environment it goes on from step to step and starts anew where a reset does, so that a rollout has what
+    `forward` makes of the rollout of the bare environment. Each environment has a copy of its own.
+    """
+
+    stream_in_order = True
+    _decisive: tuple[str, ...] = ("in_keys", "out_keys", "done_key", "traj_key")
+
+    def __init__(self, *keys: Any, done_key: Key | None = None, traj_key: Key | None = None) -> None:
+        super().__init__(*keys)
+        self.done_key = None if done_key is None else as_key(done_key)
+        self.traj_key = None if traj_key is None else as_key(traj_key)
+        self._carried: Carried | None = None
+
+    def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+        """Sets entries in place; returns what to carry on.
+
+        `before` is what the last batch left, of which strands where `goes_on` (bool [S]) are the continuation; None:
+        no strand goes on.
+        """
+        raise NotImplementedError
+
+    def _trajectories(self, batch: Any, dims: int | None = None) -> Trajectories:
+        return trajectories_of(batch, type(self).__name__, self.done_key, self.traj_key, dims=dims)
+
+    def _alone(self, batch: Any) -> Any:
+        """The batch by itself, in place."""
+        if type(batch) is list:
+            whole = self._alone(stacked(batch))
+            return unstacked(whole, len(batch))
+        trajectories = self._trajectories(batch)
+        if trajectories.done.numel() == 0:
+            return batch
+        self._run(batch, trajectories, torch.zeros_like(trajectories.done[:, 0]), None)
+        return batch
+
+    def forward(self, batch: Any) -> Any:
+        return self._alone(batch)
+
+    # ---- environments ----
+    def for_env(self: Self, specs: EnvSpecs) -> Self:
+        here = copy.copy(self)
+        here._carried = None
+        here._start(specs)
+        return here
+
+    def _start(self, specs: EnvSpecs) -> None:
+        """No episode has begun."""
+        raise NotImplementedError
+
+    def _inverts(self) -> bool:
+        return False
+
+    def stream(self, writing: Writing) -> Writing:
+        return self._next_piece(writing)
+
+    def _next_piece(self, writing: Writing) -> Writing:
+        """Goes on where the last piece stopped; what is only held back elsewhere leaves nothing behind."""
+        if writing.in_place:
+            return writing
+        if writing.rows_are_trajectories:
+            return writing.changed(lambda batch: self._alone(shallow(batch)))
+        ordered = writing.in_order()
+        items, held, carried = ordered.items, ordered.held, self._carried
+        if items is not None:
+            items, carried = self._piece(items, carried, writing.batch_dims)
+        if held is not None:
+            held, _ = self._piece(held, carried, writing.batch_dims)
+        self._carried = carried
+        return ordered._replace(items=items, held=held).in_form_of(writing)
+
+    def _piece(self, batch: Any, carried: Carried | None, dims: int) -> tuple[Any, Carried]:
+        batch = shallow(batch)
+        now = self._trajectories(batch, dims)
+        if now.done.numel() == 0:
+            raise ValueError("nothing to add: the batch has no steps")
+        goes_on = torch.zeros_like(now.done[:, 0])
+        if carried is not None and carried.done.shape == goes_on.shape:
+            goes_on = ~carried.done.to(goes_on.device) & ~now.starts[:, 0]
+            if carried.ids is not None and now.ids is not None:
+                goes_on = goes_on & (carried.ids.to(goes_on.device) == now.ids[:, 0])
+        elif carried is not None:
+            carried = None
+        with torch.no_grad():  # what is carried on would keep the graph of every batch before
+            value = self._run(batch, now, goes_on, None if carried is None else carried.value)
+        ids = None if now.ids is None else now.ids[:, -1].clone()
+        return batch, Carried(now.done[:, -1].clone(), ids, value)
+
+    # ---- state ----
+    def empty(self) -> None:
+        self._carried = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._carried is None else self._carried._asdict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._carried = Carried(**state) if state else None
+
+    def _settings(self) -> dict[str, Any]:
+        settings = {"done_key": self.done_key, "traj_key": self.traj_key}
+        return {k: v for k, v in settings.items() if v is not None}
+
+
+def sibling(key: Key, name: str) -> Key:
+    """`("next", "reward")` and `"sum"`: `("next", "sum")`."""
+    return name if isinstance(key, str) else (*key[:-1], name)
+
+
+class RewardSum(TimedTransform):
+    """The sum of each trajectory's rewards so far, this step's included: `episode_reward` beside each reward.
+
+    Args:
+        in_keys: rewards; `("next", "reward")` if None, or `"reward"` in batches without it.
+        out_keys: their sums; `"episode_reward"` in the place of `"reward"` if None.
+        done_key, traj_key: where trajectories end; see TimedTransform.
+
+    In an environment `in_keys` of None are `"reward"`, and the sums are 0 at resets.
+    Sums of integers are int64. Trajectories, and carrying on between writes: see TimedTransform.
+
+    Example:
+        >>> done = torch.tensor([[False], [True], [False]])
+        >>> batch = {"next": {"reward": torch.ones(3, 1), "done": done}}
+        >>> RewardSum()(batch)["next"]["episode_reward"].flatten()
+        tensor([1., 2., 1.])
+    """
+
+    def __init__(
+        self, in_keys: Keys = None, out_keys: Keys = None, *, done_key: Key | None = None, traj_key: Key | None = None
+    ) -> None:
+        super().__init__(in_keys, [] if in_keys is None else out_keys, done_key=done_key, traj_key=traj_key)
+        if in_keys is not None and out_keys is None:
+            self.out_keys = [sibling(key, f"episode_{path_of(key)[-1]}") for key in self.in_keys]
+        if in_keys is None and out_keys is not None:
+            raise ValueError("RewardSum with out_keys needs in_keys")
+
+    def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
+        if self.in_keys:
+            return super()._pairs(batch)
+        key = first_key(batch, REWARDS, "RewardSum")
+        return [(key, sibling(key, "episode_reward"))]
+
+    # ---- environments ----
+    @cached_property
+    def _env_pairs(self) -> list[tuple[Key, Key]]:
+        return root_pairs(self.in_keys, self.out_keys) if self.in_keys else [("reward", "episode_reward")]
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        if taken := [target for _, target in self._env_pairs if target in RESULTS]:
+            raise ValueError(f"RewardSum would replace {taken}; give it out_keys of its own in an environment")
+        return specs.with_entries({target: self._sum_spec(specs.entry(source)) for source, target in self._env_pairs})
+
+    def _sum_spec(self, spec: Any) -> Spec:
+        return Unbounded(spec.shape, spec.device, spec.dtype if spec.dtype.is_floating_point else torch.int64)
+
+    def _start(self, specs: EnvSpecs) -> None:
+        specs.require([source for source, _ in self._env_pairs], "RewardSum")
+        self._of: list[Any] = [specs.entry(source) for source, _ in self._env_pairs]
+        self._sums = [wide(spec.zero()) for spec in self._of]
+
+    def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        device = fresh.get("done").device
+        self._sums = [where_reset(td, torch.zeros_like(old, device=device), old) for old in self._sums]
+        for (_, target), total, spec in zip(self._env_pairs, self._sums, self._of, strict=True):
+            fresh.set(target, self._shown(total, spec.dtype))
+        return fresh
+
+    @staticmethod
+    def _shown(total: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy: the sum goes on in place, and the caller may write into what it got."""
+        return total.to(dtype, copy=True) if dtype.is_floating_point else total.clone()
+
+    def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        for i, (source, target) in enumerate(self._env_pairs):
+            reward = following.get(source)
+            total = self._sums[i] = on(self._sums[i], reward.device).add_(reward)
+            following.set(target, self._shown(total, reward.dtype))
+        return following
+
+    def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+        first, left = trajectories.first(), []
+        for i, (source, target) in enumerate(self._pairs(batch)):
+            reward = get(batch, source, "RewardSum")
+            split = trajectories.strands.split(reward, source)
+            x = summable(split)
+            if before is not None:
+                x = x.clone()
+                x[:, 0] += torch.where(goes_on.unsqueeze(-1), before[i].to(x.device), 0)
+            total = running_sum(x, first)
+            left.append(total[:, -1].clone())
+            dtype = reward.dtype if reward.is_floating_point() else torch.int64
+            put(batch, target, trajectories.strands.join(total.reshape(split.shape).to(dtype)))
+        return left
+
+
+class StepCounter(TimedTransform):
+    """Counts steps within each trajectory: `step_count` 0, 1, 2, ... and, one higher, `("next", "step_count")`.
+
+    Args:
+        max_steps: steps with this count and above are marked truncated, and with `update_done` done.
+        truncated_key: the flag's name beside the done flag.
+        step_count_key: the count's name, int64 with the shape of the flags.
+        update_done: whether `max_steps` also sets the done flag.
+        done_key, traj_key: where trajectories end; see TimedTransform.
+
+    Trajectories, and carrying on between writes: see TimedTransform.
+
+    Example:
+        >>> done = torch.tensor([[False], [False], [True], [False]])
+        >>> batch = StepCounter()({"next": {"done": done}})
+        >>> batch["step_count"].flatten(), batch["next"]["step_count"].flatten()
+        (tensor([0, 1, 2, 0]), tensor([1, 2, 3, 1]))
+    """
+
+    def __init__(
+        self,
+        max_steps: int | None = None,
+        truncated_key: str = "truncated",
+        step_count_key: str = "step_count",
+        update_done: bool = True,
+        *,
+        done_key: Key | None = None,
+        traj_key: Key | None = None,
+    ) -> None:
+        super().__init__(done_key=done_key, traj_key=traj_key)
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps must be 1 or more, or None, got {max_steps}")
+        self.max_steps = max_steps
+        self.truncated_key, self.step_count_key = truncated_key, step_count_key
+        self.update_done = update_done
+
+    # ---- environments ----
+    def for_env(self, specs: EnvSpecs) -> StepCounter:
+        if self.max_steps is not None and (self.truncated_key != "truncated" or not self.update_done):
+            raise ValueError(
+                "in an environment done is terminated or truncated: max_steps needs truncated_key='truncated' and "
+                f"update_done=True, got {self.truncated_key!r} and {self.update_done}"
+            )
+        return super().for_env(specs)
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        return specs.with_entries({self.step_count_key: Unbounded(specs.done.shape, specs.done.device, torch.int64)})
+
+    def _start(self, specs: EnvSpecs) -> None:
+        self._count: Tensor | None = None
+        self._most = 0  # no count is higher: saves looking at them
+
+    def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        zero = torch.zeros_like(fresh.get("done"), dtype=torch.int64)
+        self._most = 0 if td.get("_reset", None) is None else self._most
+        self._count = where_reset(td, zero, self._count)
+        return fresh.set(self.step_count_key, self._count.clone())
+
+    def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        done = following.get("done")
+        if self._count is None:
+            self._count = torch.zeros_like(done, dtype=torch.int64)
+        self._count = on(self._count, done.device).add_(1)
+        self._most += 1
+        following.set(self.step_count_key, self._count.clone())
+        if self.max_steps is not None and self._most >= self.max_steps:
+            over = self._count >= self.max_steps
+            following.set("truncated", following.get("truncated") | over).set("done", done | over)
+            self._most = int(self._count.max())
+        return following
+
+    def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+        done_key = self.done_key or first_key(batch, DONES, "StepCounter")
+        done = get(batch, done_key, "StepCounter")
+        first = trajectories.first()
+        count = trajectories.position - first
+        if before is not None:
+            offset = torch.where(goes_on, before.to(count.device), 0).unsqueeze(-1)
+            count = count + torch.where(first == 0, offset, 0)
+        shaped = trajectories.strands.join(count)
+        shaped = shaped.reshape(*shaped.shape, *[1] * (done.ndim - shaped.ndim)).expand(done.shape).contiguous()
+        put(batch, self.step_count_key, shaped)
+        if done_key[0] == "next":
+            put(batch, ("next", self.step_count_key), shaped + 1)
+        if self.max_steps is not None:
+            self._truncate(batch, shaped + 1 >= self.max_steps, done_key)
+        return count[:, -1] + 1
+
+    def _truncate(self, batch: Any, over: Tensor, done_key: Key) -> None:
+        truncated_key = sibling(done_key, self.truncated_key)
+        truncated = find(batch, truncated_key)
+        put(batch, truncated_key, over if truncated is None else truncated | over)
+        if self.update_done:
+            put(batch, done_key, get(batch, done_key, "StepCounter") | over)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"max_steps": self.max_steps, **super()._settings()}
+
+
+class InitTracker(TimedTransform):
+    """Marks each trajectory's first step, and the first step of the batch: `is_init`, bool with the shape of the flags.
+
+    Args:
+        init_key: the mark's name.
+        done_key, traj_key: where trajectories end; see TimedTransform.
+
+    On writing (see TimedTransform) the first step of a batch is marked only where a trajectory starts.
+
+    Example:
+        >>> done = torch.tensor([[False], [True], [False]])
+        >>> InitTracker()({"next": {"done": done}})["is_init"].flatten()
+        tensor([ True, False,  True])
+    """
+
+    def __init__(self, init_key: Key = "is_init", *, done_key: Key | None = None, traj_key: Key | None = None) -> None:
+        super().__init__(done_key=done_key, traj_key=traj_key)
+        self.init_key = as_key(init_key)
+
+    # ---- environments ----
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        mark = Categorical(2, specs.done.shape, specs.done.device, torch.bool)
+        return specs.with_entries({root_key(self.init_key): mark})
+
+    def root_entries(self) -> list[Key]:
+        """The mark's name in an environment."""
+        return [root_key(self.init_key)]
+
+    def _start(self, specs: EnvSpecs) -> None:
+        """It keeps nothing."""
+
+    def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        done = fresh.get("done")
+        return fresh.set(root_key(self.init_key), where_reset(td, torch.ones_like(done), torch.zeros_like(done)))
+
+    def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        return following.set(root_key(self.init_key), torch.zeros_like(following.get("done")))
+
+    def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+        done = get(batch, self.done_key or first_key(batch, DONES, "InitTracker"), "InitTracker")
+        init = trajectories.first() == trajectories.position
+        init[:, 0] = ~goes_on if before is not None else True
+        shaped = trajectories.strands.join(init)
+        shaped = shaped.reshape(*shaped.shape, *[1] * (done.ndim - shaped.ndim)).expand(done.shape)
+        put(batch, self.init_key, shaped.contiguous())
+        return True
+
+    def _settings(self) -> dict[str, Any]:
+        return {"init_key": self.init_key, **super()._settings()}
+
+
+def wide(value: Tensor) -> Tensor:
+    """In the dtype to sum in."""
+    if value.dtype in (torch.float16, torch.bfloat16):
+        return value.to(torch.float32)
+    return value if value.is_floating_point() else value.to(torch.int64)
+
+
+class Reward2GoTransform(TimedTransform):
+    """On writing: the discounted sum of rewards from each step to its trajectory's end, as `reward_to_go`.
+
+    Args:
+        gamma: the discount, 0 to 1.
+        in_keys: rewards; `("next", "reward")` if None, or `"reward"` in batches without it.
+        out_keys: where the sums are put; `"reward_to_go"` if None.
+        done_key, traj_key: where trajectories end; see TimedTransform.
+
+    `inv` and writing into a buffer compute it, from one batch alone: extend by whole trajectories. Steps after the
+    last end in a batch count the rewards up to the end of the batch; a batch without any end is an error. Reading
+    leaves batches as they are; appended with `invert=True` it is the other way round, for samplers of slices.
+
+    Raises:
+        ValueError: no trajectory ends in the batch.
+
+    Example:
+        >>> done = torch.tensor([[False], [True]])
+        >>> batch = {"next": {"reward": torch.ones(2, 1), "done": done}}
+        >>> Reward2GoTransform(gamma=0.5).inv(batch)["reward_to_go"].flatten()
+        tensor([1.5000, 1.0000])
+    """
+
+    write_in_order = True
+    stream_in_order = False
+
+    def __init__(
+        self,
+        gamma: float = 1.0,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
+        done_key: Key | None = None,
+        *,
+        traj_key: Key | None = None,
+    ) -> None:
+        if not 0 <= gamma <= 1:
+            raise ValueError(f"gamma must be 0 to 1, got {gamma}")
+        outs = "reward_to_go" if out_keys is None else out_keys
+        super().__init__(["reward"] if in_keys is None else in_keys, outs, done_key=done_key, traj_key=traj_key)
+        self.gamma = float(gamma)
+        self._finds_reward = in_keys is None
+
+    def for_env(self, specs: EnvSpecs) -> Any:
+        raise TypeError(
+            "Reward2GoTransform needs the rewards that come later, which an environment does not have yet: append it "
+            "to the replay buffer, or call its inv on a rollout"
+        )
+
+    def forward(self, batch: Any) -> Any:
+        return batch
+
+    def inv(self, batch: Any) -> Any:
+        return self._alone(batch if type(batch) is list else shallow(batch))
+
+    def write(self, writing: Writing) -> Writing:
+        return self._next_piece(writing)
+
+    def changes_what_is_written(self) -> bool:
+        return True
+
+    def stream(self, writing: Writing) -> Writing:
+        return writing
+
+    def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
+        if not self._finds_reward:
+            return super()._pairs(batch)
+        return [(first_key(batch, REWARDS, "Reward2GoTransform"), self.out_keys[0])]
+
+    def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+        if not bool(trajectories.ends.any()):
+            raise ValueError(
+                "no trajectory ends in this batch, so what its steps still earn is not known; extend by whole "
+                "trajectories, or mark the last step truncated and done"
+            )
+        last = trajectories.last()
+        for source, target in self._pairs(batch):
+            reward = get(batch, source, "Reward2GoTransform")
+            split = trajectories.strands.split(reward, source)
+            x = summable(split)
+            x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+            to_go = discounted_to_go(x, last, self.gamma).reshape(split.shape)
+            dtype = reward.dtype if reward.is_floating_point() else to_go.dtype
+            put(batch, target, trajectories.strands.join(to_go.to(dtype)))
+        return None
+
+    # What is computed from one batch alone leaves nothing behind.
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def _settings(self) -> dict[str, Any]:
+        return {"gamma": self.gamma, **super()._settings()}
