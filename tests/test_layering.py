@@ -12,40 +12,35 @@ BUFFERS = "engram.data.replay_buffers"
 # From the top to the bottom: who stands on a line may import from its own line and from those below. A name stands for
 # the module and everything in it; the longest name that fits counts.
 LAYERS = [
-    ["engram", "engram.cli", "engram.distributed", "engram.testing"],
-    ["engram.data.datasets"],
-    ["engram.collectors"],
+    ["engram", "engram.cli", "engram.compat", "engram.distributed"],
+    ["engram.collectors", "engram.testing"],
+    ["engram.data"],  # the public names
+    [BUFFERS],
     ["engram.envs"],
-    ["engram.processes.lockstep"],
-    ["engram.processes.worker"],
-    ["engram.processes.timeouts"],
-    ["engram.processes.eventfd", "engram.processes.shared_memory"],
-    ["engram.data", BUFFERS],  # the public names
     [f"{BUFFERS}.remote"],
-    [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.prioritized", f"{BUFFERS}.ensemble"],
-    [f"{BUFFERS}.saving"],
-    [f"{BUFFERS}.background", f"{BUFFERS}.adoption"],
-    [f"{BUFFERS}.parts"],
-    [f"{BUFFERS}.prefetch"],
-    [f"{BUFFERS}.reading", f"{BUFFERS}.together"],
-    ["engram.transforms", "engram.transforms.multi_step", f"{BUFFERS}.stacking"],
+    [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.ensemble"],
+    [f"{BUFFERS}.checkpointing", f"{BUFFERS}.prefetch", f"{BUFFERS}.reader"],
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
     [f"{BUFFERS}.storages"],
     [f"{BUFFERS}.checkpointers"],
-    ["engram.specs", f"{BUFFERS}.episodes"],
-    [f"{BUFFERS}.recovery", f"{BUFFERS}.rows", f"{BUFFERS}.columns"],
-    [f"{BUFFERS}.border"],
-    [f"{BUFFERS}.files", f"{BUFFERS}.lanes", f"{BUFFERS}.layout", f"{BUFFERS}.indexing"],
-    [f"{BUFFERS}.locks", f"{BUFFERS}.draws"],
-    [f"{BUFFERS}.utils"],  # re-exports the hooks
-    [f"{BUFFERS}.ted"],
-    [f"{BUFFERS}.trees"],
+    ["engram.interop", "engram.data.datasets"],
+    ["engram.checkpoint"],
+    ["engram.processes"],
+    ["engram.store"],
+    [f"{BUFFERS}.utils"],  # the conversions under their public path
+    ["engram.ted"],
+    ["engram.transforms"],
+    ["engram.data.specs"],
+    ["engram.specs"],
+    ["engram._hdf5"],
+    ["engram.pytree"],
+    ["engram._system"],
     ["engram._native"],
     ["engram.errors"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Optional packages, and the only file that imports each.
-ONE_FILE = {"h5py": "checkpointers/h5.py", "pyarrow": "datasets/parquet_columns.py", "ray": "distributed"}
+ONE_FILE = {"h5py": "_hdf5.py", "pyarrow": "datasets/parquet.py", "ray": "distributed"}
 
 
 def level_of(module: str) -> int | None:
@@ -133,10 +128,20 @@ def test_an_optional_package_is_imported_by_one_file_only(package):
             assert package not in {name.split(".")[0] for name in imports(file)}, module
 
 
+@pytest.mark.parametrize("engine", ["store", "checkpoint", "processes", "ted", "interop"])
+def test_engines_know_no_buffer(engine):
+    for module, file in MODULES.items():
+        if module.startswith(f"engram.{engine}."):
+            above = {
+                name for name in imports(file) if name.startswith(("engram.data", "engram.collectors", "engram.envs"))
+            }
+            assert not above, f"{module} imports {above}"
+
+
 def test_checkpointers_see_no_storage_class():
     for module, file in MODULES.items():
         if module.startswith(f"{BUFFERS}.checkpointers"):
-            assert not any("storages" in name or "rows" in name.split(".")[-1] for name in imports(file)), module
+            assert not any("storages" in name or name == "engram.store.tables" for name in imports(file)), module
 
 
 def test_nobody_imports_torchrl():
