@@ -112,9 +112,10 @@ def computed(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Call) and name_of(node.func)[1] in ("getattr", "setattr", "globals", "vars", "locals"):
             if name_of(node.func)[1] in ("globals", "locals"):
                 yield inside
-            elif len(node.args) > 1 and not isinstance(node.args[1], ast.Constant):
-                if ast.unparse(node.args[1]) not in known:
-                    yield inside
+            elif len(node.args) > 1 and not isinstance(node.args[1], ast.Constant | ast.Name):
+                yield inside
+            elif len(node.args) > 1 and isinstance(node.args[1], ast.Name) and node.args[1].id not in known:
+                yield inside
         for child in ast.iter_child_nodes(node):
             yield from visit(child, inside, known)
 
