@@ -15,7 +15,7 @@ from gymnasium.envs.registration import find_highest_version, get_env_id, parse_
 
 from engram.envs.codecs import flag_of, reward_of
 from engram.envs.engines import leaves_for, repeated
-from engram.processes.timeouts import refuse_timeout
+from engram.processes.timeouts import reject_timeout
 
 NATIVE = "vector_entry_point"
 
@@ -179,12 +179,12 @@ def _told_of_timeout(kwargs: dict[str, Any]) -> Iterator[None]:
         yield
     except TypeError:
         if "timeout" in kwargs:
-            refuse_timeout(kwargs["timeout"], "GymEnv")
+            reject_timeout(kwargs["timeout"], "GymEnv")
         raise
 
 
 def _refuse_settings(kwargs: dict[str, Any]) -> None:
-    refuse_timeout(kwargs.get("timeout"), "GymEnv")
+    reject_timeout(kwargs.get("timeout"), "GymEnv")
     if kwargs:
         raise TypeError(f"{sorted(kwargs)} are for gymnasium.make, and the environment exists already; pass its name")
 
