@@ -1,4 +1,4 @@
-"""Making gymnasium environments. The only file of the environments that imports gymnasium; it is itself loaded late."""
+"""Making gymnasium environments: the one file of the environments that imports gymnasium, when a `GymEnv` is made."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
-from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
+
+try:
+    import gymnasium
+    from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
+except ImportError as error:
+    raise ImportError('GymEnv needs gymnasium: pip install "engram[gym]"') from error
 
 from engram.envs.gym_engine import leaves_for, repeated
 from engram.envs.gym_values import flag_of, reward_of
