@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import io
 import os
+import pickle
 import random
 import select
 import signal
@@ -22,9 +24,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
@@ -55,10 +56,10 @@ class Portable:
         return self.function(*args, **kwargs)
 
     def __getstate__(self) -> bytes:
-        return cloudpickle.dumps(self.function)  # type: ignore[no-any-return]
+        return cast(bytes, _cloudpickle().dumps(self.function))
 
     def __setstate__(self, state: bytes) -> None:
-        self.function = cloudpickle.loads(state)
+        self.function = pickle.loads(state)
 
 
 class Channel:
@@ -109,10 +110,10 @@ class Channel:
         """Sends what went wrong to the owner, as far as it can be sent."""
         text = "".join(traceback.format_exception(error))
         try:
-            said = cloudpickle.dumps((error, text))
-            cloudpickle.loads(said)  # some exceptions can be written and not be read
+            said = _cloudpickle().dumps((error, text))
+            pickle.loads(said)  # some exceptions can be written and not be read
         except Exception:  # a user's exception may do anything here
-            said = cloudpickle.dumps((None, text))
+            said = pickle.dumps((None, text))
         try:
             self._connection.send_bytes(_FAILED + said)
         except OSError:
@@ -134,12 +135,14 @@ class Worker:
 
     Raises:
         ValueError: no such start method.
+        ImportError: cloudpickle is missing: `pip install "engram[workers]"`.
     """
 
     def __init__(
         self, run: Callable[..., None], args: Sequence[Any] = (), *, name: str, start_method: str | None = None
     ) -> None:
         method = checked_start_method(start_method)
+        _cloudpickle()  # before anything is made; a forked worker has it loaded
         context: Any = get_context(method)
         self.name = name
         self._owner = os.getpid()
@@ -249,7 +252,7 @@ class Worker:
 
     def _failure(self, said: bytes) -> WorkerError:
         if self._error is None:
-            cause, text = cloudpickle.loads(said) if said else (None, "")
+            cause, text = pickle.loads(said) if said else (None, "")
             if not text:
                 self._drain(time.monotonic() + PATIENCE)
             self._error = WorkerError(self.name, text, self._process.exitcode if not text else None)
@@ -302,24 +305,37 @@ class Worker:
 def _packed(message: Any) -> tuple[bytes, list[int]]:
     packed = io.BytesIO()
     with carried_by([]) as descriptors:
-        _Pickler(packed).dump(message)
+        _pickler()(packed).dump(message)
     return len(descriptors).to_bytes(1, "little") + packed.getvalue(), descriptors
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Writes the wide unsigned tensors too, which torch's own way does not know."""
+def _cloudpickle() -> Any:
+    """The cloudpickle package; an ImportError says how to get it."""
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ImportError('worker processes need cloudpickle: pip install "engram[workers]"') from error
+    return cloudpickle
 
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Tensor and obj.dtype in SIGNED:
-            return Tensor.view, (obj.view(SIGNED[obj.dtype]), obj.dtype)
-        return super().reducer_override(obj)
+
+@functools.cache
+def _pickler() -> Any:
+    class Pickler(_cloudpickle().Pickler):  # type: ignore[misc]
+        """Writes the wide unsigned tensors too, which torch's own way does not know."""
+
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is Tensor and obj.dtype in SIGNED:
+                return Tensor.view, (obj.view(SIGNED[obj.dtype]), obj.dtype)
+            return super().reducer_override(obj)
+
+    return Pickler
 
 
 def _unpacked(packed: bytes, connection: Connection) -> Any:
     descriptors = [_receive_descriptor(connection) for _ in range(packed[0])]
     try:
         with carried_by(descriptors):
-            return cloudpickle.loads(memoryview(packed)[1:])
+            return pickle.loads(memoryview(packed)[1:])
     finally:
         for fd in descriptors:
             os.close(fd)
