@@ -1,4 +1,4 @@
-"""Making gymnasium environments. The only file of the environments that imports gymnasium; it is itself loaded late."""
+"""Making gymnasium environments: the one file of the environments that imports gymnasium, when a `GymEnv` is made."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
-from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
 
 from engram.envs.codecs import flag_of, reward_of
 from engram.envs.engines import leaves_for, repeated
 from engram.processes.timeouts import reject_timeout
+
+try:
+    import gymnasium
+    from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
+except ImportError as error:
+    raise ImportError('GymEnv needs gymnasium: pip install "engram[gym]"') from error
+
 
 NATIVE = "vector_entry_point"
 

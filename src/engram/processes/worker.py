@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import io
 import os
+import pickle
 import random
 import select
 import signal
@@ -22,9 +24,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
@@ -55,10 +56,10 @@ class CloudpickleWrapper:
         return self.function(*args, **kwargs)
 
     def __getstate__(self) -> bytes:
-        return cloudpickle.dumps(self.function)  # type: ignore[no-any-return]
+        return cast(bytes, _cloudpickle().dumps(self.function))
 
     def __setstate__(self, state: bytes) -> None:
-        self.function = cloudpickle.loads(state)
+        self.function = pickle.loads(state)
 
 
 class Channel:
@@ -109,10 +110,10 @@ class Channel:
         """Sends an exception and its traceback to the owner; only the traceback where it cannot be pickled."""
         text = "".join(traceback.format_exception(error))
         try:
-            failure = cloudpickle.dumps((error, text))
-            cloudpickle.loads(failure)  # some exceptions can be pickled but not unpickled
+            failure = _cloudpickle().dumps((error, text))
+            pickle.loads(failure)  # some exceptions can be pickled but not unpickled
         except Exception:  # a user's exception class may raise anything here
-            failure = cloudpickle.dumps((None, text))
+            failure = pickle.dumps((None, text))
         try:
             self._connection.send_bytes(_FAILURE + failure)
         except OSError:
@@ -134,12 +135,14 @@ class Worker:
 
     Raises:
         ValueError: no such start method.
+        ImportError: cloudpickle is missing: `pip install "engram[workers]"`.
     """
 
     def __init__(
         self, run: Callable[..., None], args: Sequence[Any] = (), *, name: str, start_method: str | None = None
     ) -> None:
         method = validate_start_method(start_method)
+        _cloudpickle()  # raises ImportError before anything is made; a forked worker inherits the module
         context: Any = get_context(method)
         self.name = name
         self._owner = os.getpid()
@@ -256,7 +259,7 @@ class Worker:
 
     def _failure(self, pickled: bytes) -> WorkerError:
         if self._error is None:
-            cause, text = cloudpickle.loads(pickled) if pickled else (None, "")
+            cause, text = pickle.loads(pickled) if pickled else (None, "")
             if not text:
                 self._drain(time.monotonic() + CLOSE_TIMEOUT)
             self._error = WorkerError(self.name, text, self._process.exitcode if not text else None)
@@ -311,24 +314,37 @@ class Worker:
 def _packed(message: Any) -> tuple[bytes, list[int]]:
     packed = io.BytesIO()
     with carried_by([]) as descriptors:
-        _Pickler(packed).dump(message)
+        _pickler()(packed).dump(message)
     return len(descriptors).to_bytes(1, "little") + packed.getvalue(), descriptors
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles uint16, uint32 and uint64 tensors too, which torch does not."""
+def _cloudpickle() -> Any:
+    """The cloudpickle package; an ImportError says how to get it."""
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ImportError('worker processes need cloudpickle: pip install "engram[workers]"') from error
+    return cloudpickle
 
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Tensor and obj.dtype in SIGNED:
-            return Tensor.view, (obj.view(SIGNED[obj.dtype]), obj.dtype)
-        return super().reducer_override(obj)
+
+@functools.cache
+def _pickler() -> Any:
+    class Pickler(_cloudpickle().Pickler):  # type: ignore[misc]
+        """Pickles uint16, uint32 and uint64 tensors too, which torch does not."""
+
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is Tensor and obj.dtype in SIGNED:
+                return Tensor.view, (obj.view(SIGNED[obj.dtype]), obj.dtype)
+            return super().reducer_override(obj)
+
+    return Pickler
 
 
 def _unpacked(packed: bytes, connection: Connection) -> Any:
     descriptors = [_receive_descriptor(connection) for _ in range(packed[0])]
     try:
         with carried_by(descriptors):
-            return cloudpickle.loads(memoryview(packed)[1:])
+            return pickle.loads(memoryview(packed)[1:])
     finally:
         for fd in descriptors:
             os.close(fd)

@@ -33,7 +33,7 @@ H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regio
 NEEDED = {
     "data/datasets/atomic_files.py": ["import ctypes"],
     "envs/gym_make.py": ["import importlib", "importlib.import_module"],
-    "processes/worker.py": ["import cloudpickle"],
+    "processes/worker.py": ["import pickle", "import cloudpickle"],
     "data/replay_buffers/buffer.py": [".__reduce_ex__"],
     "data/replay_buffers/storages/base.py": [".__reduce_ex__", ".__reduce_ex__"],
     "data/replay_buffers/storages/ensemble.py": ["self.__reduce_ex__", "object.__reduce_ex__"],
