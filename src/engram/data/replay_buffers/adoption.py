@@ -40,7 +40,7 @@ def adopt(
             if fill is not None and not fills_first:
                 fill()
                 before.filled = True
-            _join(buffer, wanted, rows_too=fill is not None)
+            _join(buffer, rows_too=fill is not None)
         except BaseException:
             before.bring_back()
             raise
@@ -49,7 +49,7 @@ def adopt(
 def take_over(buffer: Any, wanted: dict[str, Any]) -> None:
     """Brings a new buffer, which has its rows already, to these states of its parts."""
     _load_parts(buffer, wanted)
-    _join(buffer, wanted, rows_too=True)
+    _join(buffer, rows_too=True)
 
 
 def _load_parts(buffer: Any, wanted: dict[str, Any]) -> None:
@@ -70,22 +70,13 @@ def _load_transforms(transform: Compose, state: dict[str, Any] | None) -> None:
         transform.load_state_dict(state)
 
 
-def _join(buffer: Any, wanted: dict[str, Any], rows_too: bool) -> None:
+def _join(buffer: Any, rows_too: bool) -> None:
     """Brings rows and parts together."""
     storage, sampler = buffer.storage, buffer.sampler
-    if "numbers" in wanted:  # states in memory have them with the rows
-        numbers = wanted["numbers"]
-        storage.restore_numbers(_of_earlier_versions(wanted) if numbers is None else numbers, rows_too)
     if rows_too:
         storage.hand_over(sampler)
     if hasattr(sampler, "follow"):
         sampler.follow(storage)
-
-
-def _of_earlier_versions(wanted: dict[str, Any]) -> Any:
-    """Numbers of replaced rows, which are the storage's, as writers that keep the best once saved them."""
-    state = wanted["writer"]["state"] if "writer" in wanted else None
-    return state.get("numbers") if isinstance(state, dict) else None
 
 
 class _Before:

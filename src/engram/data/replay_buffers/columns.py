@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from torch import Tensor
 from engram.data.replay_buffers import trees
 from engram.data.replay_buffers.border import LOOK_BACK, Border, ColumnBorder
 from engram.data.replay_buffers.lanes import Lanes
-from engram.data.replay_buffers.layout import RowLayout
+from engram.data.replay_buffers.layout import SEQUENCE, RowLayout
 
 
 class ColumnTable:
@@ -23,6 +25,9 @@ class ColumnTable:
         self._columns = columns
         self._inner = inner
         self._device = columns[0].device
+        self._sequences: Tensor | None = None
+        if layout.carries_sequence:
+            self.carry_sequences()
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         self._border = ColumnBorder(border, lanes.strands, self._device) if border.says_anything else None
         self._incarnation = lanes.store.incarnation
@@ -36,7 +41,19 @@ class ColumnTable:
 
     @property
     def nbytes(self) -> int:
-        return sum(c.numel() * c.itemsize for c in self._columns)
+        return sum(c.numel() * c.itemsize for c in self._stored())
+
+    def carry_sequences(self) -> None:
+        """Makes room for the rows' own sequences, in a column that no batch shows."""
+        if self._sequences is None:
+            lead = self._columns[0].shape[: 1 + len(self._inner)]
+            self._sequences = torch.zeros(lead, dtype=SEQUENCE.dtype, device=self._device)
+            self.layout = self.layout.with_sequence()
+            self._lanes.own_sequences = functools.partial(_own_sequences, self._sequences)
+
+    def _stored(self) -> list[Tensor]:
+        """The columns of `layout.stored`."""
+        return self._columns if self._sequences is None else [*self._columns, self._sequences]
 
     def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> list[Tensor]:
         """Leaves `[time, *strands, ...]` on the columns' device; errors as `RowLayout.plan`."""
@@ -67,6 +84,8 @@ class ColumnTable:
         where = slots[-capacity:].to(self._device)
         for column, leaf in zip(self._columns, leaves, strict=True):
             column[where] = leaf[-capacity:]
+        if self._sequences is not None:
+            self._sequences[where] = 0
         return slots
 
     def _look_at_border(self, border: ColumnBorder, new: list[Tensor]) -> None:
@@ -89,15 +108,27 @@ class ColumnTable:
         border.learn_all(new, torch.arange(len(new[0]), device=self._device))
         lanes.note_evidence(published + len(new[0]) - 1, border.evidence)
 
-    def overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor | None = None) -> None:
-        """Writes `leaves` ([n, ...]; `rows`: these of them) over rows that exist."""
+    def overwrite(
+        self, slots: Tensor, leaves: list[Tensor], rows: Tensor | None = None, first: int | None = None
+    ) -> None:
+        """Writes `leaves` ([n, ...]; `rows`: these of them) over rows that exist.
+
+        Row i of the leaves gets the sequence `first + i`; None: what is in a slot keeps the one that it has.
+        """
         absent = (self._lanes.generations(slots) < 0).nonzero().flatten()
         if len(absent):
             raise IndexError(f"slot {int(slots[absent[0]])} has not been written")
         where = slots.to(self._device)
         for flat, leaf in zip(self._flat(), leaves, strict=True):
             flat[where] = leaf if rows is None else leaf[rows.to(self._device)]
+        if first is not None:
+            assert rows is not None and self._sequences is not None
+            self._sequences[where] = first + rows.to(self._device)
         self._lanes.store.note_edits(slots)
+
+    def prepare_overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor, first: int) -> Callable[[], None]:
+        """As `overwrite`, which what is returned does."""
+        return functools.partial(self.overwrite, slots, leaves, rows, first)
 
     def read(
         self,
@@ -138,7 +169,7 @@ class ColumnTable:
         """uint8 [strands, stop - start, payload bytes]: packed rows of these write numbers."""
         slots = torch.arange(start, stop) % self._lanes.store.lane_capacity
         out = np.empty((self._lanes.strands, stop - start, self.layout.payload_bytes), np.uint8)
-        for column, x in zip(self._columns, self.layout.leaves, strict=True):
+        for column, x in zip(self._stored(), self.layout.stored, strict=True):
             rows = column[slots.to(self._device)].cpu().reshape(stop - start, self._lanes.strands, *x.shape)
             if x.nbytes and start < stop:
                 raw = rows.contiguous().reshape(stop - start, self._lanes.strands, x.nbytes // x.itemsize)
@@ -149,7 +180,7 @@ class ColumnTable:
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Puts packed rows in their places."""
         slots = (torch.arange(start, start + rows.shape[1]) % self._lanes.store.lane_capacity).to(self._device)
-        for column, x in zip(self._columns, self.layout.leaves, strict=True):
+        for column, x in zip(self._stored(), self.layout.stored, strict=True):
             # A copy with strides of its own: of one row, any strides count as contiguous, and views refuse some.
             part = rows[:, :, x.offset : x.offset + x.nbytes].transpose(1, 0, 2).copy()
             leaf = torch.from_numpy(part).view(x.dtype).reshape(rows.shape[1], *self._inner, *x.shape)
@@ -157,3 +188,8 @@ class ColumnTable:
 
     def _flat(self) -> list[Tensor]:
         return [c.flatten(0, len(self._inner)) for c in self._columns]
+
+
+def _own_sequences(column: Tensor, slots: Tensor) -> Tensor:
+    """The sequences that the rows in these slots carry: int64 [n]."""
+    return column.flatten()[slots.to(column.device)].cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from engram import _native
 from engram.data.replay_buffers import trees
 from engram.data.replay_buffers.border import Border
 from engram.data.replay_buffers.lanes import Lanes
-from engram.data.replay_buffers.layout import RowLayout
+from engram.data.replay_buffers.layout import SEQUENCE, RowLayout
 from engram.data.replay_buffers.utils import slots_tensor
 from engram.errors import StorageError
 
@@ -33,6 +34,8 @@ class RowTable:
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         if border.says_anything:
             self._store.set_border(self._codec, list(border.entries), list(border.done), border.either, border.id)
+        if layout.sequence_offset is not None and self._store.lanes == self._store.strands == 1:
+            lanes.own_sequences = functools.partial(_own_sequences, self._store, layout.sequence_offset)
 
     @property
     def nbytes(self) -> int:
@@ -60,9 +63,19 @@ class RowTable:
         """Writes a checked batch (`rows`: these of its rows, int64 [n]) over rows that exist."""
         self._store.overwrite(slots, plan, rows)
 
-    def prepare_overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor) -> Callable[[], None]:
-        """As `overwrite`; what is returned writes, and needs no memory. The rows may come until then."""
-        return self._store.prepare_overwrite(slots, plan, rows).write
+    def prepare_overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor, first: int) -> Callable[[], None]:
+        """As `overwrite`; what is returned writes, and needs no memory. The rows may come until then.
+
+        Row i of the batch gets the sequence `first + i`, with its bytes.
+        """
+        return self._store.prepare_overwrite(slots, plan, rows, first).write
+
+    def with_sequences(self) -> RowTable:
+        """A copy of the rows in private memory, with room for their own sequences."""
+        layout, leaves = self.layout.with_sequence(), {leaf.path: leaf for leaf in self.layout.leaves}
+        moves = [(leaves[x.path].offset, x.offset, x.nbytes) for x in layout.leaves]
+        store = self._store.widened(layout.payload_bytes, layout.alignment, layout.to_bytes(), moves)
+        return RowTable(self.lanes.widened(store), layout, mapped=False)
 
     def read(
         self,
@@ -89,8 +102,7 @@ class RowTable:
             lead = 1 if shape is None else len(shape)
             extra = {key: trees.spread(value, lead, self.layout.within) for key, value in extra.items()}
         found = None
-        if numbers and self.lanes.numbers is not None:
-            # Before the rows: a row may be newer than its number, which is then one that is gone, but never older.
+        if numbers and self.lanes.own_sequences is not None:
             found, numbers = self.lanes.generations(slots), False
         if self._fast:
             made: _Read = self._store.gather(self._codec, slots, shape, extra, self.mapped, numbers)
@@ -111,12 +123,12 @@ class RowTable:
         numbers: bool,
         parts: list[dict[str, Any] | None] | None,
     ) -> tuple[Any, ...] | None:
-        """As `read`, from tables that are `like` this one; None where some rows have numbers of their own."""
+        """As `read`, from tables that are `like` this one; None where some rows carry sequences of their own."""
         tables = [self, *others]
         for table in tables:
             if table.lanes.asleep:
                 table.lanes.wake()
-            if numbers and table.lanes.numbers is not None:
+            if numbers and table.lanes.own_sequences is not None:
                 return None
         if within := self.layout.within:
             extra = None if extra is None else {k: trees.spread(v, len(shape), within) for k, v in extra.items()}
@@ -185,6 +197,13 @@ class RowTable:
             pieces.append((slice(w - start, w - start + n), memory[:, slot : slot + n, : s.payload_bytes]))
             w += n
         return pieces
+
+
+def _own_sequences(store: _native.Store, offset: int, slots: Tensor) -> Tensor:
+    """The sequences that the rows in these slots carry: int64 [n]. A store of one lane and one strand."""
+    rows = store.memory()[store.rows_offset :][: store.lane_capacity * store.row_stride]
+    own = rows.reshape(store.lane_capacity, store.row_stride)[:, offset : offset + SEQUENCE.nbytes][slots.numpy()]
+    return torch.from_numpy(own.reshape(-1).view(np.int64))
 
 
 def expand_slots(time_slots: Tensor | int, strands: int) -> Tensor | int:

@@ -182,7 +182,6 @@ def _components(buffer: SavedBuffer) -> dict[str, Any]:
         "writer": {"kind": type(buffer.writer).__name__, "state": states["writer"]},
         "transform": {"state": states["transform"]},
         "generator": {"state": states["generator"]},
-        "numbers": buffer.storage.numbers_state(),
     }
 
 
@@ -194,8 +193,6 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
     storage, with_rows = buffer.storage, "storage" in parts
     with open_saved(path, snapshot) as saved:
         wanted, said = saved.wanted(parts, {"sampler": buffer.sampler, "writer": buffer.writer, "storage": storage})
-        if with_rows or "writer" in parts:
-            wanted["numbers"] = saved.numbers()
         said += _differences(buffer, wanted, saved.malformed)
         if not said:
             _check_states(buffer, wanted, saved.malformed)
@@ -228,7 +225,7 @@ def _state_of(buffer: SavedBuffer) -> dict[str, Any]:
 def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     """Takes over what `state_of` gave."""
     wanted = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
-    wanted["transform"] = {"state": state.get("transform")}
+    wanted["transform"] = {"state": state["transform"]}
     said = _differences(buffer, wanted) + _misfits(lambda: buffer.storage.check_state(state["storage"]))
     if said:
         raise CheckpointMisfitError("the state does not fit this buffer", said)
@@ -265,5 +262,4 @@ def _check_states(buffer: SavedBuffer, wanted: dict[str, Any], malformed: Malfor
     with looking_at(None, malformed):
         if "generator" in wanted:
             buffer.check_generator(wanted["generator"]["state"])
-        buffer.storage.check_numbers(wanted.get("numbers"))
     check_sampler(buffer, wanted, malformed)

@@ -34,7 +34,7 @@ class FlatPacking:
     """
 
     def __init__(self, layout: RowLayout, shared: dict[int, int]) -> None:
-        self._leaves, self._payload = layout.leaves, layout.payload_bytes
+        self._leaves, self._payload = layout.stored, layout.payload_bytes
         self._shared = shared
         self.row_bytes = self._payload - sum(self._leaves[i].nbytes for i in shared)
 

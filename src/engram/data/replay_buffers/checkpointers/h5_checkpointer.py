@@ -91,7 +91,7 @@ class H5StorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         if layout is None:
             return 0
         form = self._form(layout)
-        kept = form.layout.payload_bytes - sum(form.layout.leaves[i].nbytes for i in form.shared)
+        kept = form.layout.payload_bytes - sum(form.layout.stored[i].nbytes for i in form.shared)
         return Counters(source.counters()).rows * kept
 
     def dumps(

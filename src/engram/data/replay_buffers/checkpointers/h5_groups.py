@@ -37,7 +37,7 @@ class GroupsOut:
         self._blocks: list[list[int]] = []
 
     def add(self, span: Span, rows: Rows, cuts: Sequence[int]) -> None:
-        flat, leaves = rows.reshape(span.rows, -1), self._form.layout.leaves
+        flat, leaves = rows.reshape(span.rows, -1), self._form.layout.stored
         ends = trajectory_ends(self._form, flat, span, cuts)
         at = np.concatenate(([0], np.flatnonzero(ends) + 1))
         self._file.append(place(self._name, STARTS), span.rows_at(at[:-1]))
@@ -66,7 +66,7 @@ class GroupsOut:
     def _write(self, leaf: LeafSpec, column: Column, at: Positions) -> None:
         values = column.view(dtype_of(leaf)).reshape(-1, *leaf.shape)
         for k, (start, stop) in enumerate(zip(at[:-1].tolist(), at[1:].tolist(), strict=True)):
-            name = place(self._name, TRAJECTORY.format(self._number + k), *leaf.path)
+            name = _trajectory(self._name, self._number + k, leaf)
             self._file.put(name, values[start:stop])
             if leaf.dtype == torch.bfloat16:
                 self._file.describe(name, leaf_attributes(leaf))
@@ -86,16 +86,16 @@ class GroupsIn:
     def expect(self, spans: list[Span], details: list[Details]) -> None:
         if any(not 0 < some[0] <= span.rows for some, span in zip(details, spans, strict=True)):
             raise ValueError("a block has no trajectory, or more of them than steps")
-        counts = totals(details, 1 + len(self._form.layout.leaves))
+        counts = totals(details, 1 + len(self._form.layout.stored))
         self._file.expect(place(self._name, STARTS), (counts[0],), ROWS)
         for i in self._form.shared:
-            leaf = self._form.layout.leaves[i]
+            leaf = self._form.layout.stored[i]
             name = place(self._name, "exceptions", *leaf.path)
             self._file.expect(f"{name}/row", (counts[i + 1],), ROWS)
             self._file.expect(f"{name}/value", (counts[i + 1], *leaf.shape), dtype_of(leaf))
 
     def blocks(self, spans: list[Span], details: list[Details]) -> Iterator[Rows]:
-        at = [0] * (1 + len(self._form.layout.leaves))
+        at = [0] * (1 + len(self._form.layout.stored))
         for span, some in zip(spans, details, strict=True):
             yield self._block(span, some, at)
             at = [before + count for before, count in zip(at, some, strict=True)]
@@ -113,10 +113,10 @@ class GroupsIn:
             column = self._read(leaf, at[0], np.diff(starts) + (copy is not None))
             if copy is not None:
                 column, following = st.without_last(column, ends)
-                put_column(out, self._form.layout.leaves[copy], following)
+                put_column(out, self._form.layout.stored[copy], following)
             put_column(out, leaf, column)
         for i in self._form.shared:
-            leaf, where = self._form.layout.leaves[i], slice(at[i + 1], at[i + 1] + details[i + 1])
+            leaf, where = self._form.layout.stored[i], slice(at[i + 1], at[i + 1] + details[i + 1])
             name = place(self._name, "exceptions", *leaf.path)
             positions = span.positions_at(self._file.read(f"{name}/row", where))
             out[positions, leaf.offset : leaf.offset + leaf.nbytes] = as_column(
@@ -127,6 +127,11 @@ class GroupsIn:
     def _read(self, leaf: LeafSpec, first: int, lengths: Positions) -> Column:
         parts = []
         for k, length in enumerate(lengths.tolist()):
-            name = place(self._name, TRAJECTORY.format(first + k), *leaf.path)
+            name = _trajectory(self._name, first + k, leaf)
             parts.append(as_column(self._file.take(name, (length, *leaf.shape), dtype_of(leaf)), leaf))
         return np.concatenate(parts)
+
+
+def _trajectory(name: str, number: int, leaf: LeafSpec) -> str:
+    """Where the values of one trajectory lie; those of no batch beside the groups of the trajectories."""
+    return place(name, *(["hidden"] if leaf.hidden else []), TRAJECTORY.format(number), *leaf.path)

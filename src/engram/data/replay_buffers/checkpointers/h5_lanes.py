@@ -36,7 +36,7 @@ class Form:
     @property
     def leaves(self) -> list[tuple[int, LeafSpec]]:
         """Those that have bytes, with their numbers."""
-        return [(i, leaf) for i, leaf in enumerate(self.layout.leaves) if leaf.nbytes]
+        return [(i, leaf) for i, leaf in enumerate(self.layout.stored) if leaf.nbytes]
 
     @property
     def copy_of(self) -> dict[int, int]:
@@ -108,12 +108,12 @@ class DatasetsOut:
         flat = rows.reshape(span.rows, -1)
         starts = span.rows_at(np.flatnonzero(self._starts(flat, span, cuts)))
         self._file.append(place(self._name, STARTS), starts)
-        details = [len(starts)] + [WHOLE] * len(self._form.layout.leaves)
+        details = [len(starts)] + [WHOLE] * len(self._form.layout.stored)
         ends = st.strand_ends(span.strands, span.steps)
         for i, leaf in self._form.leaves:
             column, root = column_of(flat, leaf), self._form.shared.get(i)
             if root is not None:
-                at = np.flatnonzero(st.broken(column_of(flat, self._form.layout.leaves[root]), column, ends))
+                at = np.flatnonzero(st.broken(column_of(flat, self._form.layout.stored[root]), column, ends))
             elif self._is_seldom(i, leaf, column):
                 at = _run_starts(column, span)
             else:
@@ -154,7 +154,7 @@ class DatasetsOut:
         """Gives every step a value of the keys that have come to change often."""
         steps = sum(span.rows for span in self._spans)
         for i in sorted(self._seldom):
-            leaf, counts = self._form.layout.leaves[i], [details[i + 1] for details in self._details]
+            leaf, counts = self._form.layout.stored[i], [details[i + 1] for details in self._details]
             if _is_cheaper(sum(counts), leaf, steps):
                 continue
             self._seldom.remove(i)
@@ -180,7 +180,7 @@ class DatasetsOut:
     def _attributes(self, i: int, leaf: LeafSpec) -> dict[str, str]:
         said = leaf_attributes(leaf)
         if i in self._form.shared:
-            root = key_text(self._form.layout.leaves[self._form.shared[i]].path)
+            root = key_text(self._form.layout.stored[self._form.shared[i]].path)
             said["stored"] = "exceptions"
             said["meaning"] = f"the value of {root} one step later, except in the steps `row`, where it is `value`"
         elif i in self._seldom:
@@ -197,7 +197,7 @@ class DatasetsIn:
         self._lead = (steps,) if strands == 1 else (strands, steps)
 
     def expect(self, spans: list[Span], details: list[Details]) -> None:
-        counts = totals(details, 1 + len(self._form.layout.leaves))
+        counts = totals(details, 1 + len(self._form.layout.stored))
         self._file.expect(place(self._name, STARTS), (counts[0],), ROWS)
         for i, leaf in self._form.leaves:
             name, dtype = _steps(self._name, leaf), dtype_of(leaf)
@@ -210,7 +210,7 @@ class DatasetsIn:
                 self._file.expect(f"{name}/value", (counts[i + 1], *leaf.shape), dtype)
 
     def blocks(self, spans: list[Span], details: list[Details]) -> Iterator[Rows]:
-        at = [0] * (1 + len(self._form.layout.leaves))
+        at = [0] * (1 + len(self._form.layout.stored))
         for span, some in zip(spans, details, strict=True):
             yield self._block(span, some, at)
             at = [before + max(0, count) for before, count in zip(at, some, strict=True)]
@@ -234,9 +234,9 @@ class DatasetsIn:
             else:
                 put_column(out, leaf, st.repeat_runs(positions, column, span.rows))
         for i, (positions, column) in exceptions.items():
-            root = column_of(out, self._form.layout.leaves[self._form.shared[i]])
+            root = column_of(out, self._form.layout.stored[self._form.shared[i]])
             check_ends(positions, span)
-            put_column(out, self._form.layout.leaves[i], st.followed(root, positions, column))
+            put_column(out, self._form.layout.stored[i], st.followed(root, positions, column))
         return out.reshape(span.strands, span.steps, -1)
 
 
@@ -245,7 +245,7 @@ def trajectory_ends(form: Form, flat: Rows, span: Span, cuts: Sequence[int]) -> 
     """bool [rows]: the last steps of trajectories, of strands, and before each cut."""
     ends = st.strand_ends(span.strands, span.steps)
     ends.reshape(span.strands, span.steps)[:, [cut - 1 for cut in cuts if cut]] = True
-    flags, ids = ([column_of(flat, form.layout.leaves[i]) for i in some] for some in (form.flags, form.ids))
+    flags, ids = ([column_of(flat, form.layout.stored[i]) for i in some] for some in (form.flags, form.ids))
     return st.trajectory_ends(ends, flags, ids)
 
 
@@ -263,7 +263,7 @@ def as_column(values: npt.NDArray[Any], leaf: LeafSpec) -> Column:
 
 
 def _steps(name: str, leaf: LeafSpec) -> str:
-    return place(name, "steps", *leaf.path)
+    return place(name, "hidden" if leaf.hidden else "steps", *leaf.path)
 
 
 def _values(column: Column, leaf: LeafSpec, span: Span) -> npt.NDArray[Any]:

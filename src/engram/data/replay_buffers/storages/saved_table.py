@@ -37,6 +37,10 @@ class SavedTable(Storage):
         """Makes the table for a layout and strands of this shape."""
 
     @abc.abstractmethod
+    def _make_room(self, layout: RowLayout) -> None:
+        """Before rows of this layout are restored into the table: for the sequences that they carry, if it can."""
+
+    @abc.abstractmethod
     def _unmake(self) -> bool:
         """Gives a table that nobody has seen back; False: it stays."""
 
@@ -131,6 +135,8 @@ class SavedTable(Storage):
         self._made_for_restore = self._table is None and layout is not None
         if self._table is None and layout is not None:
             self._adopt(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
+        elif layout is not None:
+            self._make_room(RowLayout.from_json(layout))
         # From here on rows of before are being lost: whatever may fail comes first.
         self._order = None if layout is None or self._table is None else self._order_in(layout)
         self._restoring = counters
@@ -160,6 +166,7 @@ class SavedTable(Storage):
         assert self._table is not None
         if self._order is not None:
             rows = np.ascontiguousarray(rows[..., self._order])
+            rows[..., self._order < 0] = 0  # sequences, which the saved rows did not carry
         self._table.set_block(lane, start - self._shift(lane), rows)
 
     def end_restore(self) -> None:
@@ -168,10 +175,7 @@ class SavedTable(Storage):
             return
         store = self._lanes.store
         for i, lane in enumerate(self._restoring["lanes"]):
-            shift = self._shift(i)
-            origin = (lane["origin"] - shift) % (1 << 64)
-            store.restore_lane(i, lane["base"] - shift, lane["published"] - shift, origin)
-            self._lanes.restore_border(i, lane, shift)
+            self._lanes.restore_lane(i, lane, self._shift(i))
         store.end_restore()
         self.shifts = [self._shift(i) for i in range(len(self._restoring["lanes"]))]
 
@@ -182,7 +186,7 @@ class SavedTable(Storage):
             counters = source.counters()  # other processes may have overwritten the oldest rows meanwhile
         lost = [now["base"] - then["base"] for now, then in zip(counters["lanes"], lanes, strict=True)]
         rows = [torch.from_numpy(block[:, n:]) for block, n in zip(blocks, lost, strict=True)]
-        return {"layout": self.layout_state(), "counters": counters, "rows": rows, "numbers": self.numbers_state()}
+        return {"layout": self.layout_state(), "counters": counters, "rows": rows}
 
     def check_state(self, state: dict[str, Any]) -> None:
         try:
@@ -190,7 +194,6 @@ class SavedTable(Storage):
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
         self.check_restore(state["layout"], state["counters"])
-        self.check_numbers(state.get("numbers"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state(state)
@@ -200,13 +203,12 @@ class SavedTable(Storage):
                 if lane["published"] > lane["base"]:
                     self.write_block(i, lane["base"], rows.numpy())
             self.end_restore()
-            self.restore_numbers(state.get("numbers"))
 
     def staging(self) -> StagedRows:
         return StagedRows(self, spill=bool(getattr(self.checkpointer, "load_hooks", None)))
 
     def kept(self) -> Callable[[], None] | None:
-        layout, counters, numbers = self.layout_state(), self.counters(), self.numbers_state()
+        layout, counters = self.layout_state(), self.counters()
         if layout is None:
             return self._forget
         rows = StagedRows(self, spill=False)
@@ -218,12 +220,7 @@ class SavedTable(Storage):
             if lane["published"] > lane["base"]:
                 rows.write_block(i, lane["base"], self.read_block(i, lane["base"], lane["published"]))
         rows.end_restore()
-
-        def bring_back() -> None:
-            rows.commit()
-            self.restore_numbers(numbers)
-
-        return bring_back
+        return rows.commit
 
     def _forget(self) -> None:
         """Nothing has been written to this storage."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engram.data.replay_buffers import trees
 from engram.data.replay_buffers.columns import ColumnTable
+from engram.data.replay_buffers.files import StoreSize, refuse_if_memory_is_short
 from engram.data.replay_buffers.indexing import Selection
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import LeafSpec, RowLayout
@@ -22,6 +23,7 @@ from engram.data.replay_buffers.rows import RowTable, expand_slots
 from engram.data.replay_buffers.storages.base import Checked, Rows, flat
 from engram.data.replay_buffers.storages.saved_table import SavedTable
 from engram.data.replay_buffers.trees import Node
+from engram.errors import StorageError
 
 _COPIED_BYTES = 16 << 20
 _NO_STEPS = "nothing to add: the batch has no steps"
@@ -46,6 +48,7 @@ class TableStorage(SavedTable):
         self._lanes: Lanes | None = None
         self._table: RowTable | ColumnTable | None = None
         self._making = threading.Lock()
+        self._expects_sequences = False
 
     def after_fork(self) -> None:
         super().after_fork()
@@ -105,12 +108,12 @@ class TableStorage(SavedTable):
         if self._table is None:
             return None
         layout = self._table.layout  # its classes, too, which a state does not name
-        return layout.root, layout.leaves, self._inner, self._first_inner
+        return layout.root, layout.leaves, layout.carries_sequence, self._inner, self._first_inner
 
     def take_form(self, form: Any) -> None:
         if form is not None and self._table is None:
-            root, leaves, inner, self._first_inner = form
-            self._adopt(RowLayout(root, leaves), inner)
+            root, leaves, carries_sequence, inner, self._first_inner = form
+            self._adopt(RowLayout(root, leaves, carries_sequence), inner)
 
     def copy_rows_into(self, other: Any, memo: dict[int, Any]) -> None:
         # Block by block: there may be more rows than memory.
@@ -124,7 +127,6 @@ class TableStorage(SavedTable):
                     stop = min(start + rows, lane["published"])
                     other.write_block(i, start, source.read_block(i, start, stop))
             other.finish_restore(source.counters())  # other processes may have overwritten the oldest rows meanwhile
-        other.restore_numbers(self.numbers_state())
 
     def finish_restore(self, counters: dict[str, Any]) -> None:
         """Shows the restored rows, as far as these counters say that they were whole."""
@@ -151,6 +153,8 @@ class TableStorage(SavedTable):
             raise ValueError("this storage needs a max_size")
         self._tell_of_copy()
         self._inner = inner
+        if self._expects_sequences:
+            layout = layout.with_sequence()
         try:
             lane_capacity = math.ceil(self._asked_size / (self._n_lanes * math.prod(inner)))
             lanes, table = self._make(layout, lane_capacity)
@@ -160,6 +164,35 @@ class TableStorage(SavedTable):
         lanes.mutex = self.mutex
         self._table, self._lanes = table, lanes
         self._max_size = lanes.capacity
+
+    def expect_sequences(self) -> None:
+        self._expects_sequences = True
+
+    def carry_sequences(self) -> None:
+        table, lanes = self._table, self._lanes
+        if table is None or lanes is None or table.layout.carries_sequence:
+            return
+        if isinstance(table, ColumnTable):
+            table.carry_sequences()
+            return
+        if table.mapped or lanes.locks is not None:
+            raise StorageError(
+                "these rows were made for another writer and have no place for the sequence that a replaced row carries, "
+                "and rows that are shared or in a file keep their layout. Save them (dumps), and load that into a storage "
+                "that is made with a TensorDictMaxValueWriter; nothing was written"
+            )
+        with self.replacing("giving rows their sequences"):
+            layout = table.layout.with_sequence()
+            refuse_if_memory_is_short(StoreSize(layout, self._n_lanes, lanes.store.lane_capacity, lanes.strands, False))
+            self._table = table = table.with_sequences()
+            self._lanes = table.lanes
+
+    def _make_room(self, layout: RowLayout) -> None:
+        can_change = isinstance(self._table, ColumnTable) or (
+            self._table is not None and not self._table.mapped and self._table.lanes.locks is None
+        )
+        if can_change and (self._expects_sequences or layout.carries_sequence):
+            self.carry_sequences()
 
     def _unmake(self) -> bool:
         if self._lanes is not None:
@@ -241,13 +274,12 @@ class TableStorage(SavedTable):
         return expand_slots(self._table.append(checked.data, most), self._lanes.strands)
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
-        assert self._table is not None
-        self._table.overwrite(slots, checked.data, rows)
+        self.prepare_replace(checked, rows, slots)()
 
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        if not isinstance(self._table, RowTable):
-            return super().prepare_replace(checked, rows, slots)
-        return self._table.prepare_overwrite(slots, checked.data, rows)
+        assert self._table is not None and self._lanes is not None
+        first = self._lanes.reserve_sequences(checked.steps)
+        return self._table.prepare_overwrite(slots, checked.data, rows, first)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         assert self._table is not None
@@ -343,11 +375,11 @@ def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
     if key in root.keys:
         node = root.children[root.keys.index(key)]
         leaves[node.leaf] = index
-        return RowLayout(layout.root, leaves)
+        return RowLayout(layout.root, leaves, layout.carries_sequence)
     leaves.append(index)
     node = Node("leaf", leaf=len(leaves) - 1)
     root.keys, root.children = (*root.keys, key), (*root.children, node)
-    return RowLayout(layout.root, leaves)
+    return RowLayout(layout.root, leaves, layout.carries_sequence)
 
 
 def _lead_shape(items: Any, batch_dims: int) -> tuple[int, ...]:
