@@ -2,11 +2,14 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -19,7 +22,6 @@
 #include "draw.hpp"
 #include "recovery.hpp"
 #include "restore.hpp"
-#include "row_numbers.hpp"
 
 namespace engram {
 
@@ -142,9 +144,8 @@ inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<
 
 inline void check_codec(const Store& store, const Codec& codec) {
   store.check_file();
-  for (const Leaf& leaf : codec.leaves())
-    if (leaf.offset + leaf.bytes > store.shape().payload_bytes)
-      throw nb::value_error("the layout does not fit the rows of this store");
+  if (codec.row_end() > store.shape().payload_bytes)
+    throw nb::value_error("the layout does not fit the rows of this store");
 }
 
 inline nb::tuple finish_read(nb::object rows, const Reading& reading, bool numbers) {
@@ -337,9 +338,10 @@ inline nb::tuple gather_into(Store& store, const Codec& codec, nb::handle slots_
 // Rows that are to replace stored ones: made with all the memory that `write` needs. The caller keeps store and plan.
 class Replacement {
  public:
-  // `rows_in`: the row of the plan that each slot takes; None: one after the other.
-  Replacement(Store& store, nb::handle slots_in, const Plan& plan, nb::handle rows_in)
-      : store_(store), plan_(plan), writer_(store) {
+  // `rows_in`: the row of the plan that each slot takes; None: one after the other. `first`: row i of the plan has the
+  // sequence first + i; none: what is in a slot keeps the sequence that it has.
+  Replacement(Store& store, nb::handle slots_in, const Plan& plan, nb::handle rows_in, std::optional<uint64_t> first)
+      : store_(store), writer_(store), leaves_(plan.leaves) {
     store.must_be_writable();
     const SlotsArg given(nb::borrow(slots_in));
     slots_.assign(given.data, given.data + given.n);  // what is checked is what is written
@@ -355,10 +357,18 @@ class Replacement {
       throw nb::value_error("one row for each slot");
     for (const LeafSource& leaf : plan.leaves)
       if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
+    if (first) {
+      if (!plan.carries_sequence) throw nb::value_error("these rows have no place for their sequence");
+      for (uint64_t i = 0; i < plan.steps; ++i) sequences_.push_back(*first + i);
+      leaves_.back().array = reinterpret_cast<const uint8_t*>(sequences_.data());
+      leaves_.back().stride = kSequenceBytes;
+    } else if (plan.carries_sequence) {
+      leaves_.pop_back();
+    }
     for (int64_t slot : slots_)
       if (static_cast<uint64_t>(slot) >= store.slots()) refuse_slots(store);
     numbers_.reserve(s.lanes);
-    writer_.prepare(slots_.data(), slots_.size(), plan.leaves.size());
+    writer_.prepare(slots_.data(), slots_.size(), leaves_.size());
   }
   // Every slot must hold a row by now.
   void write() {
@@ -372,20 +382,55 @@ class Replacement {
       if (!numbers_[time / s.lane_capacity].find(time % s.lane_capacity, number))
         throw nb::index_error(("slot " + std::to_string(slot) + " has not been written").c_str());
     }
-    writer_.write(slots_.data(), slots_.size(), plan_.leaves, chosen_ ? rows_.data() : nullptr);
+    writer_.write(slots_.data(), slots_.size(), leaves_, chosen_ ? rows_.data() : nullptr);
   }
 
  private:
   Store& store_;
-  const Plan& plan_;
   std::vector<int64_t> slots_, rows_;
+  std::vector<uint64_t> sequences_;
   bool chosen_ = false;
   std::vector<SlotNumbers> numbers_;
   InPlaceWriter writer_;
+  std::vector<LeafSource> leaves_;
 };
 
 inline void overwrite(Store& store, nb::handle slots, const Plan& plan, nb::handle rows) {
-  Replacement(store, slots, plan, rows).write();
+  Replacement(store, slots, plan, rows, std::nullopt).write();
+}
+
+// The sequence of the first of n rows that are about to be written over others. Counted before they are: whoever opens the
+// store after a kill must not give their sequences to others.
+inline uint64_t reserve_sequences(const Store& store, uint64_t n) {
+  store.must_be_writable();
+  Counter& replaced = store.header()->replaced;
+  const uint64_t given = std::min(replaced.load(), kFirstReplaced / 2);  // a damaged header
+  replaced.store(given + std::min(n, kFirstReplaced / 4));
+  return kFirstReplaced + given;
+}
+
+// A store in private memory with the same rows, counters and identity, whose rows are longer: `moves` say of bytes of a
+// row where they were, where they go, and how many there are.
+inline std::unique_ptr<Store> widened(const Store& store, uint64_t payload_bytes, uint64_t alignment, nb::bytes layout,
+                                      const std::vector<std::array<uint64_t, 3>>& moves) {
+  const Shape& s = store.shape();
+  if (store.fd() >= 0 || s.payload_bytes == 0) throw nb::value_error("only rows in private memory can be made longer");
+  for (const auto& [from, to, bytes] : moves)
+    if (from > s.payload_bytes || bytes > s.payload_bytes - from || to > payload_bytes || bytes > payload_bytes - to)
+      throw nb::value_error("bytes lie outside the row");
+  const std::string id(reinterpret_cast<const char*>(s.store_id), sizeof s.store_id);
+  auto made = Store::create(-1, {s.lanes, s.lane_capacity, s.strands, payload_bytes, alignment, false, bytes_of(layout), id});
+  made->take_counters(store);
+  for (uint64_t l = 0; l < s.lanes; ++l) {
+    const SlotNumbers numbers(store.lanes.view(l), s.lane_capacity);
+    uint64_t number = 0;
+    for (uint64_t t = 0; t < s.lane_capacity; ++t)
+      for (uint64_t strand = 0; numbers.find(t, number) && strand < s.strands; ++strand) {
+        const uint64_t row = store.physical(l, strand, t);
+        for (const auto& [from, to, bytes] : moves) std::memcpy(made->row(row) + to, store.row(row) + from, bytes);
+      }
+  }
+  return made;
 }
 
 // Changes of rows that are kept elsewhere: followers look at these slots again.
@@ -397,8 +442,8 @@ inline void note_edits(Store& store, nb::handle slots_in) {
   InPlaceWriter(store).note(slots.data, slots.n);
 }
 
-// Generations of slots: write numbers, -1 where a slot holds no row. `replaced` knows of rows replaced out of turn.
-inline nb::object generations(const Store& store, nb::handle slots_in, const RowNumbers* replaced = nullptr) {
+// Generations of slots as the lanes count: write numbers, -1 where a slot holds no row.
+inline nb::object generations(const Store& store, nb::handle slots_in) {
   const SlotsArg slots(nb::borrow(slots_in));
   const Shape& s = store.shape();
   store.check_file();
@@ -411,7 +456,6 @@ inline nb::object generations(const Store& store, nb::handle slots_in, const Row
       const uint64_t time = slot / s.strands;
       uint64_t number = 0;
       const bool there = numbers[time / s.lane_capacity].find(time % s.lane_capacity, number);
-      if (there && replaced) number = replaced->number(store, slot, number);
       out[i] = there ? static_cast<int64_t>(number) : -1;
     }
   });
@@ -507,7 +551,7 @@ inline void set_border(Store& store, const Codec& codec, const std::vector<std::
     return leaves[k];
   };
   BorderRule rule;
-  rule.leaves = leaves.size(), rule.either = either;
+  rule.leaves = codec.sources(), rule.either = either;
   for (auto [root, next] : entries) {
     if (leaf(root).bytes != leaf(next).bytes) throw nb::value_error("an entry has another size under next");
     if (rule.entries.size() < BorderRule::kMostEntries && leaf(root).bytes > 0)

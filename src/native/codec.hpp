@@ -19,6 +19,7 @@ namespace engram {
 constexpr size_t kGilBytes = 256 << 10;  // larger copies release the GIL
 constexpr size_t kBigLeaf = 256 << 10;   // a leaf of a batch of this size has a block of its own
 constexpr size_t kMostLeafBytes = size_t{1} << 40;
+constexpr size_t kSequenceBytes = 8;
 
 struct Leaf {
   DType dtype;
@@ -48,16 +49,19 @@ struct Plan {
   std::vector<Buffer> buffers;
   std::vector<std::array<uint8_t, 16>> scalars;
   size_t bytes = 0;  // of all rows together
+  bool carries_sequence = false;  // the last of `leaves` is the rows' own sequence: 0, which stands for the lane's
 };
 
 class Codec {
  public:
   // leaves: (code, bits, shape, offset); tree: (kind, payload) as RowLayout describes it, or None for lists of leaves.
+  // sequence: where a row has its own sequence (int64), which no batch has.
   Codec(nb::list leaves, nb::object tree, nb::handle td_type, nb::object td_template, nb::object size_type,
-        nb::handle array_type, nb::handle scalar_type)
-      : td_type_(nb::borrow(td_type)), size_type_(std::move(size_type)), array_type_(nb::borrow(array_type)),
+        nb::handle array_type, nb::handle scalar_type, std::optional<size_t> sequence)
+      : sequence_(sequence), td_type_(nb::borrow(td_type)), size_type_(std::move(size_type)), array_type_(nb::borrow(array_type)),
         scalar_type_(nb::borrow(scalar_type)) {
     for (nb::handle h : leaves) add_leaf(tuple_of(h, 4));
+    if (sequence && *sequence > kMostLeafBytes) throw nb::value_error("a leaf lies too far inside the row");
     if (!tree.is_none()) {
       if (!PyType_Check(td_type.ptr())) throw nb::type_error("td_type must be a type");
       std::vector<bool> named(leaves_.size(), false);
@@ -71,6 +75,14 @@ class Codec {
   }
 
   const std::vector<Leaf>& leaves() const { return leaves_; }
+  // Leaves that a plan writes: also the one that no batch has.
+  size_t sources() const { return leaves_.size() + sequence_.has_value(); }
+  // Where the row's last leaf ends.
+  size_t row_end() const {
+    size_t end = sequence_ ? *sequence_ + kSequenceBytes : 0;
+    for (const Leaf& leaf : leaves_) end = std::max(end, leaf.offset + leaf.bytes);
+    return end;
+  }
 
   // batch_dims 0: one step; 1: [time]; 2: [strand, time] or, with time_dim 0, [time, strand].
   // time_dim -1 with batch_dims 1: [strand], one time step. `extra` is a (key, value) of the root that the batch
@@ -86,7 +98,7 @@ class Codec {
     if (!has_tree_ || !flatten(root_, batch.ptr(), found, key, value)) return std::nullopt;
     Plan plan;
     plan.scalars.reserve(scalars_reserved_);
-    plan.leaves.reserve(leaves_.size()), plan.keep.reserve(leaves_.size());
+    plan.leaves.reserve(sources()), plan.keep.reserve(leaves_.size());
     for (size_t k = 0; k < leaves_.size(); ++k)
       if (!take(k, found[k].ptr(), batch_dims, time_dim, false, plan)) return std::nullopt;
     for (nb::object& o : found) plan.keep.push_back(std::move(o));
@@ -335,6 +347,12 @@ class Codec {
     plan.single = batch_dims == 0;
     size_t row = 0;
     for (const Leaf& leaf : leaves_) row += leaf.bytes;
+    if (sequence_) {
+      static constexpr uint8_t none[kSequenceBytes] = {};
+      plan.leaves.push_back({*sequence_, kSequenceBytes, none, 0, 0});
+      plan.carries_sequence = true;
+      row += kSequenceBytes;
+    }
     plan.bytes = row * plan.steps * plan.strands;
   }
 
@@ -365,6 +383,7 @@ class Codec {
   }
 
   std::vector<Leaf> leaves_;
+  std::optional<size_t> sequence_;
   Node root_;
   bool has_tree_ = false;
   nb::object td_type_;

@@ -59,7 +59,7 @@ struct StoreHeader {
   alignas(64) Counter incarnation;  // odd while write numbers start again (empty, loads); raised twice by each
   alignas(64) Counter edits;        // odd while rows are changed in place; raised twice by each change
   Counter log_head;                 // in-place writes ever entered in the log
-  Counter replaced;                 // numbers ever given to rows that were replaced out of turn
+  Counter replaced;                 // sequences ever given to rows that were written over others out of turn
   alignas(64) uint8_t boot_id[16];  // of the machine's last session that wrote
   uint32_t clean;                   // 1: closed by its last user, everything on disk
   uint32_t session_unused;
@@ -103,5 +103,8 @@ struct RedoHeader {
 };
 static_assert(sizeof(RedoHeader) == 32);
 constexpr uint32_t kRedoMarked = 0x52454430;
+
+// Rows that were written over others out of turn carry their own sequence, from this one on: no lane counts so far.
+constexpr uint64_t kFirstReplaced = uint64_t{1} << 62;
 
 }  // namespace engram

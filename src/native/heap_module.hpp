@@ -1,4 +1,4 @@
-// The Python face of the max-value writer's heap and of the numbers of replaced rows.
+// The Python face of the max-value writer's heap.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -136,11 +136,6 @@ inline nb::tuple heap_place(RankHeap& heap, const Store* store, nb::handle value
   }
 }
 
-inline void check_numbers(const RowNumbers& numbers, const Store& store) {
-  if (store.slots() != numbers.slots() || store.shape().lanes != 1)
-    throw nb::value_error("the numbers belong to a store of another size");
-}
-
 inline void bind_heap(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<RankHeap>(m, "RankHeap")
@@ -165,36 +160,6 @@ inline void bind_heap(nb::module_& m) {
   m.def("ranks", [](nb::handle values, const char* reduction) {
     return ranks_of(values, reduction_of(reduction));
   }, "values"_a, "reduction"_a);
-  m.attr("FIRST_REPLACED") = RowNumbers::kFirst;
-  nb::class_<RowNumbers>(m, "RowNumbers")
-      .def(nb::init<const Store&>(), "store"_a)
-      .def("replaced", [](RowNumbers& numbers, const Store& store, nb::handle slots_in) {
-        check_numbers(numbers, store);
-        const SlotsArg slots(nb::borrow(slots_in));
-        for (size_t i = 0; i < slots.n; ++i)
-          if (slots.data[i] >= 0 && static_cast<uint64_t>(slots.data[i]) >= store.slots()) refuse_slots(store);
-        numbers.replaced(store, slots.data, slots.n);
-      }, "store"_a, "slots"_a)
-      .def("generations", [](const RowNumbers& numbers, const Store& store, nb::handle slots) {
-        check_numbers(numbers, store);
-        return generations(store, slots, &numbers);
-      }, "store"_a, "slots"_a)
-      .def("reserve", [](RowNumbers& numbers, const Store& store, nb::handle slots_in) {
-        check_numbers(numbers, store);
-        const SlotsArg slots(nb::borrow(slots_in));
-        numbers.reserve(store, std::count_if(slots.data, slots.data + slots.n, [](int64_t slot) { return slot >= 0; }));
-      }, "store"_a, "slots"_a)
-      .def("renumber", [](RowNumbers& numbers, const Store& store) {
-        check_numbers(numbers, store);
-        numbers.renumber(store);
-      }, "store"_a)
-      .def_prop_ro("next", &RowNumbers::next)
-      .def("restore", [](RowNumbers& numbers, const Store& store, nb::handle found, uint64_t next) {
-        check_numbers(numbers, store);
-        const SlotsArg given(nb::borrow(found));
-        if (given.n > store.slots()) throw nb::value_error("more numbers than slots");
-        numbers.restore(store, given.data, given.n, next);
-      }, "store"_a, "numbers"_a, "next"_a);
 }
 
 }  // namespace engram

@@ -68,8 +68,10 @@ NB_MODULE(_native, m) {
       .def_ro("bytes", &Plan::bytes);
 
   nb::class_<Codec>(m, "Codec")
-      .def(nb::init<nb::list, nb::object, nb::handle, nb::object, nb::object, nb::handle, nb::handle>(), "leaves"_a,
-           "tree"_a.none(), "td_type"_a, "td_template"_a.none(), "size_type"_a, "array_type"_a, "scalar_type"_a)
+      .def(nb::init<nb::list, nb::object, nb::handle, nb::object, nb::object, nb::handle, nb::handle,
+                    std::optional<size_t>>(),
+           "leaves"_a, "tree"_a.none(), "td_type"_a, "td_template"_a.none(), "size_type"_a, "array_type"_a,
+           "scalar_type"_a, "sequence"_a.none() = nb::none())
       .def("check", &Codec::check, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
            "extra"_a.none() = nb::none())
       .def("check_list", &Codec::check_list, "leaves"_a, "batch_dims"_a, "time_dim"_a, "raw"_a = false);
@@ -314,15 +316,23 @@ NB_MODULE(_native, m) {
       .def("end_save", &Store::end_save)
       .def_prop_ro("saving", [](const Store& s) { return s.saving() != nullptr; })
       .def("overwrite", &overwrite, "slots"_a, "plan"_a, "rows"_a.none() = nb::none())
-      .def("prepare_overwrite", [](Store& s, nb::handle slots, const Plan& plan, nb::handle rows) {
-        return std::make_unique<Replacement>(s, slots, plan, rows);
-      }, "slots"_a, "plan"_a, "rows"_a.none() = nb::none(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 3>())
+      .def("prepare_overwrite", [](Store& s, nb::handle slots, const Plan& plan, nb::handle rows,
+                                   std::optional<uint64_t> first) {
+        return std::make_unique<Replacement>(s, slots, plan, rows, first);
+      }, "slots"_a, "plan"_a, "rows"_a.none() = nb::none(), "first"_a.none() = nb::none(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 3>())
       .def("note_edits", &note_edits, "slots"_a)
-      .def("generations", [](const Store& s, nb::handle slots) { return generations(s, slots); }, "slots"_a)
+      .def("generations", &generations, "slots"_a)
+      .def("reserve_sequences", &reserve_sequences, "n"_a)
+      .def("count_replaced", [](const Store& s, uint64_t n) {
+        s.must_be_writable();
+        s.lanes.lane(0).origin.fetch_sub(n, std::memory_order_relaxed);
+      }, "n"_a)
+      .def("widened", &widened, "payload_bytes"_a, "alignment"_a, "layout"_a, "moves"_a)
       .def("uniform", &uniform, "seed"_a, "n"_a);
   bind_episodes(m);
   bind_priorities(m);
 
+  m.attr("FIRST_REPLACED") = kFirstReplaced;
   bind_heap(m);
   bind_cells(m);
   bind_owner_watch(m);

@@ -140,7 +140,7 @@ class InPlaceWriter {
   void stage(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, size_t skip,
              const int64_t* chosen) {
     const Shape& s = store_.shape();
-    staged_.assign(n * s.row_stride, 0), physical_.resize(n);
+    staged_.resize(n * s.row_stride), physical_.resize(n);
     std::vector<uint8_t*>& rows = rows_;
     rows.resize(n);
     for (size_t i = 0; i < n; ++i) {
@@ -151,6 +151,8 @@ class InPlaceWriter {
       const uint8_t* target = store_.row(physical_[i]);
       prefetch_rows<1>(&target, 1, s.row_stride);
     }
+    for (size_t i = 0; i < n; ++i)  // what no leaf of the batch covers stays as it is
+      std::memcpy(rows[i], store_.row(physical_[i]), s.row_stride);
     if (!chosen) scatter(rows.data(), n, leaves, skip);
     for (size_t i = 0; chosen && i < n; ++i) scatter(&rows[i], 1, leaves, static_cast<size_t>(chosen[skip + i]));
     if (!store_.has_trailer()) return;

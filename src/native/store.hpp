@@ -279,6 +279,15 @@ class Store {
     seams_.set_next(l, published > base && n > 0 && at(n - 1) == published);
   }
   void forget_seams() const { seams_.forget(); }
+  // Those of a store with as many lanes and slots, its log and its seams: for rows that are copied here.
+  void take_counters(const Store& other) {
+    const Shape &mine = shape(), &its = other.shape();
+    constexpr size_t session = sizeof(StoreHeader::shape_lines);
+    std::memcpy(at(session), other.at(session), sizeof(StoreHeader) - session);
+    std::memcpy(at(sizeof(StoreHeader)), other.at(sizeof(StoreHeader)), its.lanes * (sizeof(LaneHeader) + its.seams_bytes));
+    std::memcpy(at(mine.log_offset), other.at(its.log_offset), kLogEntries * 8);
+    for (uint64_t l = 0; l < its.lanes; ++l) seams_.set_next(l, other.seams_.next(l));
+  }
   void after_fork() const { seams_.after_fork(); }
 
   // ---- the border between what is stored and what is appended ----

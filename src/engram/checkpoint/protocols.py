@@ -26,11 +26,13 @@ class RowSource(Protocol):
         """The layout of a row as JSON; `row_bytes` is its payload without trailer. None before the first write."""
 
     def counters(self) -> dict[str, Any]:
-        """JSON: `{"lane_capacity": int, "strands": int, "lanes": [{"base", "published", "origin", "seams": [...]}]}`.
+        """JSON: `{"lane_capacity": int, "strands": int, "lanes": [{"base", "published", "origin", "seams": [...],
+        "border": {...}, "replaced": int}]}`.
 
         The rows of a lane that exist have the write numbers `max(base, published - lane_capacity)` to `published`.
-        `published` is a seam where whoever writes next would enter one. `border`, where it is there, is what is known
-        of entries that go on from step to step: `{"looked": write number, "agreed": bits or None}`.
+        `published` is a seam where whoever writes next would enter one. `border` is what is known of entries that go on
+        from step to step: `{"looked": write number, "agreed": bits or None}`. `replaced` is how many sequences rows were
+        given that were written over others out of turn.
         """
 
     def identity(self) -> dict[str, Any]:
@@ -70,6 +72,9 @@ class ItemSource(Protocol):
     def items(self) -> list[Any]:
         """The items that exist, oldest first: the first has write number `max(base, published - lane_capacity)`."""
 
+    def sequences(self) -> list[int]:
+        """The sequences that the items carry, in the same order; 0 where an item has its write number."""
+
     def identity(self) -> dict[str, Any]: ...
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None: ...
 
@@ -83,8 +88,8 @@ class ItemSink(Protocol):
     def check_restore(self, counters: dict[str, Any]) -> None:
         """ValueError that lists every difference when the items do not fit; changes nothing."""
 
-    def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
-        """Replaces what is stored; the items come oldest first, as from `ItemSource.items`."""
+    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
+        """Replaces what is stored; the items come oldest first, as from `ItemSource.items`, and so their sequences."""
 
 
 Source = TypeVar("Source", contravariant=True)

@@ -105,13 +105,9 @@ class Snapshot:
         states: dict[str, Any] = {
             name: self.component(name) for name in ("sampler", "writer", "generator") if name in parts
         }
-        if "writer" in parts:  # checkpoints of earlier versions have no such component
-            states["transform"] = self.components.get("transform", {"state": None})
+        if "writer" in parts:
+            states["transform"] = self.component("transform")
         return states, []
-
-    def numbers(self) -> Any:
-        """The numbers of rows that were replaced out of turn; None in checkpoints without any."""
-        return self.components.get("numbers")
 
     def check_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
         """ValueError when the sink cannot take the storage that was saved; changes nothing."""

@@ -67,6 +67,7 @@ class LeafSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int = 0
+    hidden: bool = False  # it belongs to the row, and to no batch
 
     @property
     def itemsize(self) -> int:
@@ -80,8 +81,14 @@ class LeafSpec:
         return n
 
 
+#: Of a row that was written over another one out of turn its own sequence; 0: the row has the one that its lane counts.
+SEQUENCE = LeafSpec(("sequence",), torch.int64, (), hidden=True)
+
+
 class RowLayout:
     """The leaves of one stored step, packed: largest items first, so that every one can be viewed in place.
+
+    `leaves` are those of a batch. With `carries_sequence` a row has one more, `SEQUENCE`, which no batch shows.
 
     Example:
         >>> layout = RowLayout.of(TensorDict({"a": torch.zeros(3, 4), "done": torch.zeros(3, 1).bool()}, [3]), 1)
@@ -89,14 +96,17 @@ class RowLayout:
         ([(('a',), 0), (('done',), 16)], 17)
     """
 
-    def __init__(self, root: Node, leaves: list[LeafSpec]) -> None:
+    def __init__(self, root: Node, leaves: list[LeafSpec], carries_sequence: bool = False) -> None:
         if not leaves:
             raise ValueError("nothing to store: the data hold no tensor")
         self.take_root(root)
-        self.leaves = _packed(leaves)
+        #: Every leaf of a row: those of a batch, then the hidden one.
+        self.stored = _packed([*leaves, SEQUENCE] if carries_sequence else leaves)
+        self.leaves = [leaf for leaf in self.stored if not leaf.hidden]
+        self.carries_sequence = carries_sequence
         self.paths = frozenset(leaf.path for leaf in self.leaves)  # asked by each write
-        self.payload_bytes = max(1, sum(leaf.nbytes for leaf in self.leaves))
-        self.alignment = max(8, *(leaf.itemsize for leaf in self.leaves))
+        self.payload_bytes = max(1, sum(leaf.nbytes for leaf in self.stored))
+        self.alignment = max(8, *(leaf.itemsize for leaf in self.stored))
         self.plain = root.is_plain() and _builds_tensordicts()
         self.codec = _codec(self)
 
@@ -104,6 +114,15 @@ class RowLayout:
         """Gives batches this form, which has the same leaves."""
         self.root = root
         self.within = root.within  # asked for by each read
+
+    def with_sequence(self) -> RowLayout:
+        """The layout of the same steps, whose rows carry their own sequence."""
+        return self if self.carries_sequence else RowLayout(self.root, self.leaves, carries_sequence=True)
+
+    @property
+    def sequence_offset(self) -> int | None:
+        """Where a row carries its own sequence; None: it does not."""
+        return self.stored[-1].offset if self.carries_sequence else None
 
     @classmethod
     def of(cls, batch: Any, batch_dims: int) -> RowLayout:
@@ -220,6 +239,7 @@ class RowLayout:
                 {"path": list(x.path), "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
                 for x in self.leaves
             ],
+            **({"hidden": [SEQUENCE.path[0]]} if self.carries_sequence else {}),
             "row_bytes": self.payload_bytes,
         }
 
@@ -245,7 +265,7 @@ class RowLayout:
             )
             if not fits or sum(leaf.nbytes for leaf in leaves) > _MOST_BYTES:
                 raise MalformedLayoutError("this is no row layout: its form and its leaves do not belong together")
-            layout = cls(root, leaves)
+            layout = cls(root, leaves, carries_sequence=_is_sequence(made.get("hidden", [])))
         except MalformedLayoutError:
             raise
         except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
@@ -269,14 +289,18 @@ class RowLayout:
 
     def order_in(self, other: RowLayout) -> Any:
         """int64 [payload_bytes]: where a row of `other`, of the same leaves in another order, has each byte of a row
-        of this one; None where both have the same order.
+        of this one, -1 for those of a sequence that only ours carry; None where both have the same order.
         """
-        theirs = {leaf.path: leaf.offset for leaf in other.leaves}
-        if all(theirs[leaf.path] == leaf.offset for leaf in self.leaves):
+        theirs = {(leaf.path, leaf.hidden): leaf.offset for leaf in other.stored}
+        if self.payload_bytes == other.payload_bytes and all(
+            theirs.get((leaf.path, leaf.hidden)) == leaf.offset for leaf in self.stored
+        ):
             return None
-        order = np.arange(self.payload_bytes)
-        for leaf in self.leaves:
-            order[leaf.offset : leaf.offset + leaf.nbytes] = theirs[leaf.path] + np.arange(leaf.nbytes)
+        order = np.full(self.payload_bytes, -1)
+        for leaf in self.stored:
+            at = theirs.get((leaf.path, leaf.hidden))
+            if at is not None:
+                order[leaf.offset : leaf.offset + leaf.nbytes] = at + np.arange(leaf.nbytes)
         return order
 
     def take_form(self, other: RowLayout) -> None:
@@ -308,6 +332,18 @@ def _other_dims(leaf: LeafSpec, tensor: Tensor, batch_dims: int) -> str:
     return f", which has {lead} batch dimensions instead of {batch_dims}{advice}"
 
 
+def _is_sequence(hidden: Any) -> bool:
+    """Whether the hidden leaves that a layout names are the one that there is."""
+    if hidden == []:
+        return False
+    if hidden == [SEQUENCE.path[0]]:
+        return True
+    raise MalformedLayoutError(
+        f"this is no row layout that this engram knows: its rows have the hidden entries {hidden!r:.200}; if a newer "
+        "engram wrote them, read them with that one"
+    )
+
+
 def _sizes(shape: Any) -> tuple[int, ...]:
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise MalformedLayoutError(f"this is no row layout: {shape!r} is no shape")
@@ -334,7 +370,9 @@ def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
 def _codec(layout: RowLayout) -> Any:
     specs = [(*_DLPACK[x.dtype], x.shape, x.offset) for x in layout.leaves]
     tree = layout.root.native() if layout.plain else None
-    return _native.Codec(specs, tree, TensorDict, _template(), torch.Size, np.ndarray, np.generic)
+    return _native.Codec(
+        specs, tree, TensorDict, _template(), torch.Size, np.ndarray, np.generic, layout.sequence_offset
+    )
 
 
 def _template() -> dict[str, Any] | None:

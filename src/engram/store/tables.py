@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from engram._system import slots_tensor
 from engram.errors import StorageError
 from engram.store.border import LOOK_BACK, Border, ColumnBorder
 from engram.store.lanes import Lanes
-from engram.store.layout import RowLayout
+from engram.store.layout import SEQUENCE, RowLayout
 
 _Read = tuple[Any, list[int] | None, list[int] | None, Tensor | None]
 
@@ -32,6 +33,8 @@ class RowTable:
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         if border.says_anything:
             self._store.set_border(self._codec, list(border.entries), list(border.done), border.either, border.id)
+        if layout.sequence_offset is not None and self._store.lanes == self._store.strands == 1:
+            lanes.own_sequences = functools.partial(_own_sequences, self._store, layout.sequence_offset)
 
     @property
     def nbytes(self) -> int:
@@ -59,9 +62,19 @@ class RowTable:
         """Writes a checked batch (`rows`: these of its rows, int64 [n]) over rows that exist."""
         self._store.overwrite(slots, plan, rows)
 
-    def prepare_overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor) -> Callable[[], None]:
-        """As `overwrite`; what is returned writes, and needs no memory. The rows may come until then."""
-        return self._store.prepare_overwrite(slots, plan, rows).write
+    def prepare_overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor, first: int) -> Callable[[], None]:
+        """As `overwrite`; what is returned writes, and needs no memory. The rows may come until then.
+
+        Row i of the batch gets the sequence `first + i`, with its bytes.
+        """
+        return self._store.prepare_overwrite(slots, plan, rows, first).write
+
+    def with_sequences(self) -> RowTable:
+        """A copy of the rows in private memory, with room for their own sequences."""
+        layout, leaves = self.layout.with_sequence(), {leaf.path: leaf for leaf in self.layout.leaves}
+        moves = [(leaves[x.path].offset, x.offset, x.nbytes) for x in layout.leaves]
+        store = self._store.widened(layout.payload_bytes, layout.alignment, layout.to_bytes(), moves)
+        return RowTable(self.lanes.widened(store), layout, mapped=False)
 
     def read(
         self,
@@ -88,8 +101,7 @@ class RowTable:
             lead = 1 if shape is None else len(shape)
             extra = {key: pytree.spread(value, lead, self.layout.within) for key, value in extra.items()}
         found = None
-        if numbers and self.lanes.numbers is not None:
-            # Before the rows: a row may be newer than its number, which is then one that is gone, but never older.
+        if numbers and self.lanes.own_sequences is not None:
             found, numbers = self.lanes.generations(slots), False
         if self._fast:
             made: _Read = self._store.gather(self._codec, slots, shape, extra, self.mapped, numbers)
@@ -110,12 +122,12 @@ class RowTable:
         numbers: bool,
         parts: list[dict[str, Any] | None] | None,
     ) -> tuple[Any, ...] | None:
-        """As `read`, from tables that are `like` this one; None where some rows have numbers of their own."""
+        """As `read`, from tables that are `like` this one; None where some rows carry sequences of their own."""
         tables = [self, *others]
         for table in tables:
             if table.lanes.asleep:
                 table.lanes.wake()
-            if numbers and table.lanes.numbers is not None:
+            if numbers and table.lanes.own_sequences is not None:
                 return None
         if within := self.layout.within:
             extra = None if extra is None else {k: pytree.spread(v, len(shape), within) for k, v in extra.items()}
@@ -186,6 +198,13 @@ class RowTable:
         return pieces
 
 
+def _own_sequences(store: _native.Store, offset: int, slots: Tensor) -> Tensor:
+    """The sequences that the rows in these slots carry: int64 [n]. A store of one lane and one strand."""
+    rows = store.memory()[store.rows_offset :][: store.lane_capacity * store.row_stride]
+    own = rows.reshape(store.lane_capacity, store.row_stride)[:, offset : offset + SEQUENCE.nbytes][slots.numpy()]
+    return torch.from_numpy(own.reshape(-1).view(np.int64))
+
+
 def expand_slots(time_slots: Tensor | int, strands: int) -> Tensor | int:
     """The slots of all strands at these times: int64 [steps * strands], time first."""
     if strands == 1 or isinstance(time_slots, int):
@@ -202,6 +221,9 @@ class ColumnTable:
         self._columns = columns
         self._inner = inner
         self._device = columns[0].device
+        self._sequences: Tensor | None = None
+        if layout.carries_sequence:
+            self.carry_sequences()
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         self._border = ColumnBorder(border, lanes.strands, self._device) if border.says_anything else None
         self._incarnation = lanes.store.incarnation
@@ -215,7 +237,19 @@ class ColumnTable:
 
     @property
     def nbytes(self) -> int:
-        return sum(c.numel() * c.itemsize for c in self._columns)
+        return sum(c.numel() * c.itemsize for c in self._stored())
+
+    def carry_sequences(self) -> None:
+        """Makes room for the rows' own sequences, in a column that no batch shows."""
+        if self._sequences is None:
+            lead = self._columns[0].shape[: 1 + len(self._inner)]
+            self._sequences = torch.zeros(lead, dtype=SEQUENCE.dtype, device=self._device)
+            self.layout = self.layout.with_sequence()
+            self._lanes.own_sequences = functools.partial(_own_sequences, self._sequences)
+
+    def _stored(self) -> list[Tensor]:
+        """The columns of `layout.stored`."""
+        return self._columns if self._sequences is None else [*self._columns, self._sequences]
 
     def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> list[Tensor]:
         """Leaves `[time, *strands, ...]` on the columns' device; errors as `RowLayout.plan`."""
@@ -246,6 +280,8 @@ class ColumnTable:
         where = slots[-capacity:].to(self._device)
         for column, leaf in zip(self._columns, leaves, strict=True):
             column[where] = leaf[-capacity:]
+        if self._sequences is not None:
+            self._sequences[where] = 0
         return slots
 
     def _look_at_border(self, border: ColumnBorder, new: list[Tensor]) -> None:
@@ -268,15 +304,27 @@ class ColumnTable:
         border.learn_all(new, torch.arange(len(new[0]), device=self._device))
         lanes.note_evidence(published + len(new[0]) - 1, border.evidence)
 
-    def overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor | None = None) -> None:
-        """Writes `leaves` ([n, ...]; `rows`: these of them) over rows that exist."""
+    def overwrite(
+        self, slots: Tensor, leaves: list[Tensor], rows: Tensor | None = None, first: int | None = None
+    ) -> None:
+        """Writes `leaves` ([n, ...]; `rows`: these of them) over rows that exist.
+
+        Row i of the leaves gets the sequence `first + i`; None: what is in a slot keeps the one that it has.
+        """
         absent = (self._lanes.generations(slots) < 0).nonzero().flatten()
         if len(absent):
             raise IndexError(f"slot {int(slots[absent[0]])} has not been written")
         where = slots.to(self._device)
         for flat, leaf in zip(self._flat(), leaves, strict=True):
             flat[where] = leaf if rows is None else leaf[rows.to(self._device)]
+        if first is not None:
+            assert rows is not None and self._sequences is not None
+            self._sequences[where] = first + rows.to(self._device)
         self._lanes.store.note_edits(slots)
+
+    def prepare_overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor, first: int) -> Callable[[], None]:
+        """As `overwrite`, which what is returned does."""
+        return functools.partial(self.overwrite, slots, leaves, rows, first)
 
     def read(
         self,
@@ -317,7 +365,7 @@ class ColumnTable:
         """uint8 [strands, stop - start, payload bytes]: packed rows of these write numbers."""
         slots = torch.arange(start, stop) % self._lanes.store.lane_capacity
         out = np.empty((self._lanes.strands, stop - start, self.layout.payload_bytes), np.uint8)
-        for column, x in zip(self._columns, self.layout.leaves, strict=True):
+        for column, x in zip(self._stored(), self.layout.stored, strict=True):
             rows = column[slots.to(self._device)].cpu().reshape(stop - start, self._lanes.strands, *x.shape)
             if x.nbytes and start < stop:
                 raw = rows.contiguous().reshape(stop - start, self._lanes.strands, x.nbytes // x.itemsize)
@@ -328,7 +376,7 @@ class ColumnTable:
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Puts packed rows in their places."""
         slots = (torch.arange(start, start + rows.shape[1]) % self._lanes.store.lane_capacity).to(self._device)
-        for column, x in zip(self._columns, self.layout.leaves, strict=True):
+        for column, x in zip(self._stored(), self.layout.stored, strict=True):
             # A copy with strides of its own: of one row, any strides count as contiguous, and views refuse some.
             part = rows[:, :, x.offset : x.offset + x.nbytes].transpose(1, 0, 2).copy()
             leaf = torch.from_numpy(part).view(x.dtype).reshape(rows.shape[1], *self._inner, *x.shape)
@@ -336,3 +384,8 @@ class ColumnTable:
 
     def _flat(self) -> list[Tensor]:
         return [c.flatten(0, len(self._inner)) for c in self._columns]
+
+
+def _own_sequences(column: Tensor, slots: Tensor) -> Tensor:
+    """The sequences that the rows in these slots carry: int64 [n]."""
+    return column.flatten()[slots.to(column.device)].cpu()

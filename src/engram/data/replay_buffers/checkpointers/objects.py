@@ -14,7 +14,7 @@ from engram.checkpoint.protocols import ItemSink, ItemSource, StorageCheckpointe
 from engram.checkpoint.reader import JSON_AS_OBJECTS, SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.checkpointers.rows import Unchanged
-from engram.store.counters import Counters
+from engram.store.counters import Counters, check_sequences
 
 ITEMS_PER_CHUNK = 4096
 
@@ -59,16 +59,21 @@ class ListStorageCheckpointer(StorageCheckpointerBase[ItemSource, ItemSink]):
     def loads(self, sink: ItemSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
         counters, numbers = _checked(reader, state)
         sink.check_restore(counters)
-        items = [item for number in numbers for item in _read(reader, number)]
+        items: list[Any] = []
+        sequences: list[int] = []
+        for number in numbers:
+            some, own = _read(reader, number)
+            items += some
+            sequences += own
         if len(items) != Counters(counters).rows:
             raise reader.malformed(f"its files hold {len(items)} items, its counters say {Counters(counters).rows}")
-        sink.restore_items([apply_hooks(self.load_hooks, item) for item in items], counters)
+        sink.restore_items([apply_hooks(self.load_hooks, item) for item in items], counters, sequences)
 
     def _chunks(
         self, source: ItemSource, kept: set[int], writer: SnapshotWriter | None = None
     ) -> Iterator[tuple[int, bytes, Blobs | None]]:
         """Number, JSON and arrays of each chunk; no arrays for a chunk that is taken over (by `writer`)."""
-        items, counters = source.items(), Counters(source.counters())
+        items, sequences, counters = source.items(), source.sequences(), Counters(source.counters())
         if counters.lanes != 1 or counters.rows != len(items):
             raise ValueError(
                 f"the storage gave {len(items)} items, its counters say {counters.rows} in {counters.lanes} lanes"
@@ -80,7 +85,8 @@ class ListStorageCheckpointer(StorageCheckpointerBase[ItemSource, ItemSink]):
                 continue
             blobs = Blobs()
             tree = [self._encode(items[w - first], w - first, blobs) for w in range(begin, end)]
-            yield number, to_json(tree), blobs
+            own = sequences[begin - first : end - first]
+            yield number, to_json({"items": tree, "sequences": own if any(own) else None}), blobs
 
     def _encode(self, item: Any, index: int, blobs: Blobs) -> Any:
         return encode(apply_hooks(self.save_hooks, item), blobs, CODECS, place=f"item {index}")
@@ -107,20 +113,23 @@ def _checked(reader: SnapshotReader, state: dict[str, Any]) -> tuple[dict[str, A
     return counters, numbers
 
 
-def _read(reader: SnapshotReader, number: int) -> list[Any]:
+def _read(reader: SnapshotReader, number: int) -> tuple[list[Any], list[int]]:
+    """The items of a chunk, and the sequences that they carry."""
     check_memory(JSON_AS_OBJECTS * reader.nbytes(_text_file(number)), _text_file(number))
     text = np.empty(reader.nbytes(_text_file(number)), np.uint8)
     reader.read_into(_text_file(number), text)
     try:
         tree = from_json(text.tobytes())
         with reader.open(_blob_file(number)) as file:
-            items = decode(tree, file, CODECS)
+            items = decode(tree["items"], file, CODECS)
             file.finish()
-    except ValueError as error:
+        if not isinstance(items, list):
+            raise ValueError("its items are not a list")
+        own = [0] * len(items) if tree["sequences"] is None else tree["sequences"]
+        check_sequences(own, len(items))
+    except (KeyError, TypeError, ValueError) as error:
         raise reader.malformed(f"{_text_file(number)}: {error}") from error
-    if not isinstance(items, list):
-        raise reader.malformed(f"{_text_file(number)} is not a list")
-    return items
+    return items, own
 
 
 def _text_file(number: int) -> str:

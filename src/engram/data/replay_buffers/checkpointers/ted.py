@@ -33,7 +33,7 @@ class FlatPacking:
     """
 
     def __init__(self, layout: RowLayout, shared: dict[int, int]) -> None:
-        self._leaves, self._payload = layout.leaves, layout.payload_bytes
+        self._leaves, self._payload = layout.stored, layout.payload_bytes
         self._shared = shared
         self.row_bytes = self._payload - sum(self._leaves[i].nbytes for i in shared)
 
@@ -146,7 +146,7 @@ class NestedPacking:
     def __init__(
         self, layout: RowLayout, shared: dict[int, int], flags: Sequence[int] = (), ids: Sequence[int] = ()
     ) -> None:
-        self._leaves, self._payload = layout.leaves, layout.payload_bytes
+        self._leaves, self._payload = layout.stored, layout.payload_bytes
         self._shared, self._flags, self._ids = shared, flags, ids
         self._copy_of = {root: i for i, root in shared.items()}
         self.row_bytes = self._payload - sum(self._leaves[i].nbytes for i in shared)

@@ -57,7 +57,7 @@ class Form:
     @property
     def leaves(self) -> list[tuple[int, LeafSpec]]:
         """Those that have bytes, with their numbers."""
-        return [(i, leaf) for i, leaf in enumerate(self.layout.leaves) if leaf.nbytes]
+        return [(i, leaf) for i, leaf in enumerate(self.layout.stored) if leaf.nbytes]
 
     @property
     def copy_of(self) -> dict[int, int]:
@@ -129,12 +129,12 @@ class DatasetsOut:
         flat = rows.reshape(span.rows, -1)
         starts = span.rows_at(np.flatnonzero(self._starts(flat, span, cuts)))
         self._file.append(place(self._name, STARTS), starts)
-        details = [len(starts)] + [WHOLE] * len(self._form.layout.leaves)
+        details = [len(starts)] + [WHOLE] * len(self._form.layout.stored)
         ends = ted_codec.strand_ends(span.strands, span.steps)
         for i, leaf in self._form.leaves:
             column, root = column_of(flat, leaf), self._form.shared.get(i)
             if root is not None:
-                at = np.flatnonzero(ted_codec.broken(column_of(flat, self._form.layout.leaves[root]), column, ends))
+                at = np.flatnonzero(ted_codec.broken(column_of(flat, self._form.layout.stored[root]), column, ends))
             elif self._is_seldom(i, leaf, column):
                 at = _run_starts(column, span)
             else:
@@ -175,7 +175,7 @@ class DatasetsOut:
         """Gives every step a value of the keys that have come to change often."""
         steps = sum(span.rows for span in self._spans)
         for i in sorted(self._seldom):
-            leaf, counts = self._form.layout.leaves[i], [details[i + 1] for details in self._details]
+            leaf, counts = self._form.layout.stored[i], [details[i + 1] for details in self._details]
             if _is_cheaper(sum(counts), leaf, steps):
                 continue
             self._seldom.remove(i)
@@ -201,7 +201,7 @@ class DatasetsOut:
     def _attributes(self, i: int, leaf: LeafSpec) -> dict[str, str]:
         said = leaf_attributes(leaf)
         if i in self._form.shared:
-            root = key_text(self._form.layout.leaves[self._form.shared[i]].path)
+            root = key_text(self._form.layout.stored[self._form.shared[i]].path)
             said["stored"] = "exceptions"
             said["meaning"] = f"the value of {root} one step later, except in the steps `row`, where it is `value`"
         elif i in self._seldom:
@@ -218,7 +218,7 @@ class DatasetsIn:
         self._lead = (steps,) if strands == 1 else (strands, steps)
 
     def expect(self, spans: list[Span], details: list[Details]) -> None:
-        counts = totals(details, 1 + len(self._form.layout.leaves))
+        counts = totals(details, 1 + len(self._form.layout.stored))
         self._file.expect(place(self._name, STARTS), (counts[0],), ROWS)
         for i, leaf in self._form.leaves:
             name, dtype = _steps(self._name, leaf), dtype_of(leaf)
@@ -231,7 +231,7 @@ class DatasetsIn:
                 self._file.expect(f"{name}/value", (counts[i + 1], *leaf.shape), dtype)
 
     def blocks(self, spans: list[Span], details: list[Details]) -> Iterator[Rows]:
-        at = [0] * (1 + len(self._form.layout.leaves))
+        at = [0] * (1 + len(self._form.layout.stored))
         for span, some in zip(spans, details, strict=True):
             yield self._block(span, some, at)
             at = [before + max(0, count) for before, count in zip(at, some, strict=True)]
@@ -255,9 +255,9 @@ class DatasetsIn:
             else:
                 put_column(out, leaf, ted_codec.repeat_runs(positions, column, span.rows))
         for i, (positions, column) in exceptions.items():
-            root = column_of(out, self._form.layout.leaves[self._form.shared[i]])
+            root = column_of(out, self._form.layout.stored[self._form.shared[i]])
             check_ends(positions, span)
-            put_column(out, self._form.layout.leaves[i], ted_codec.followed(root, positions, column))
+            put_column(out, self._form.layout.stored[i], ted_codec.followed(root, positions, column))
         return out.reshape(span.strands, span.steps, -1)
 
 
@@ -266,7 +266,7 @@ def trajectory_ends(form: Form, flat: Rows, span: Span, cuts: Sequence[int]) -> 
     """bool [rows]: the last steps of trajectories, of strands, and before each cut."""
     ends = ted_codec.strand_ends(span.strands, span.steps)
     ends.reshape(span.strands, span.steps)[:, [cut - 1 for cut in cuts if cut]] = True
-    flags, ids = ([column_of(flat, form.layout.leaves[i]) for i in some] for some in (form.flags, form.ids))
+    flags, ids = ([column_of(flat, form.layout.stored[i]) for i in some] for some in (form.flags, form.ids))
     return ted_codec.trajectory_ends(ends, flags, ids)
 
 
@@ -284,7 +284,7 @@ def as_column(values: npt.NDArray[Any], leaf: LeafSpec) -> Column:
 
 
 def _steps(name: str, leaf: LeafSpec) -> str:
-    return place(name, "steps", *leaf.path)
+    return place(name, "hidden" if leaf.hidden else "steps", *leaf.path)
 
 
 def _values(column: Column, leaf: LeafSpec, span: Span) -> npt.NDArray[Any]:
@@ -334,7 +334,7 @@ class GroupsOut:
         self._blocks: list[list[int]] = []
 
     def add(self, span: Span, rows: Rows, cuts: Sequence[int]) -> None:
-        flat, leaves = rows.reshape(span.rows, -1), self._form.layout.leaves
+        flat, leaves = rows.reshape(span.rows, -1), self._form.layout.stored
         ends = trajectory_ends(self._form, flat, span, cuts)
         at = np.concatenate(([0], np.flatnonzero(ends) + 1))
         self._file.append(place(self._name, STARTS), span.rows_at(at[:-1]))
@@ -363,7 +363,7 @@ class GroupsOut:
     def _write(self, leaf: LeafSpec, column: Column, at: Positions) -> None:
         values = column.view(dtype_of(leaf)).reshape(-1, *leaf.shape)
         for k, (start, stop) in enumerate(zip(at[:-1].tolist(), at[1:].tolist(), strict=True)):
-            name = place(self._name, TRAJECTORY.format(self._number + k), *leaf.path)
+            name = _trajectory(self._name, self._number + k, leaf)
             self._file.put(name, values[start:stop])
             if leaf.dtype == torch.bfloat16:
                 self._file.describe(name, leaf_attributes(leaf))
@@ -383,16 +383,16 @@ class GroupsIn:
     def expect(self, spans: list[Span], details: list[Details]) -> None:
         if any(not 0 < some[0] <= span.rows for some, span in zip(details, spans, strict=True)):
             raise ValueError("a block has no trajectory, or more of them than steps")
-        counts = totals(details, 1 + len(self._form.layout.leaves))
+        counts = totals(details, 1 + len(self._form.layout.stored))
         self._file.expect(place(self._name, STARTS), (counts[0],), ROWS)
         for i in self._form.shared:
-            leaf = self._form.layout.leaves[i]
+            leaf = self._form.layout.stored[i]
             name = place(self._name, "exceptions", *leaf.path)
             self._file.expect(f"{name}/row", (counts[i + 1],), ROWS)
             self._file.expect(f"{name}/value", (counts[i + 1], *leaf.shape), dtype_of(leaf))
 
     def blocks(self, spans: list[Span], details: list[Details]) -> Iterator[Rows]:
-        at = [0] * (1 + len(self._form.layout.leaves))
+        at = [0] * (1 + len(self._form.layout.stored))
         for span, some in zip(spans, details, strict=True):
             yield self._block(span, some, at)
             at = [before + count for before, count in zip(at, some, strict=True)]
@@ -410,10 +410,10 @@ class GroupsIn:
             column = self._read(leaf, at[0], np.diff(starts) + (copy is not None))
             if copy is not None:
                 column, following = ted_codec.without_last(column, ends)
-                put_column(out, self._form.layout.leaves[copy], following)
+                put_column(out, self._form.layout.stored[copy], following)
             put_column(out, leaf, column)
         for i in self._form.shared:
-            leaf, where = self._form.layout.leaves[i], slice(at[i + 1], at[i + 1] + details[i + 1])
+            leaf, where = self._form.layout.stored[i], slice(at[i + 1], at[i + 1] + details[i + 1])
             name = place(self._name, "exceptions", *leaf.path)
             positions = span.positions_at(self._file.read(f"{name}/row", where))
             out[positions, leaf.offset : leaf.offset + leaf.nbytes] = as_column(
@@ -424,9 +424,14 @@ class GroupsIn:
     def _read(self, leaf: LeafSpec, first: int, lengths: Positions) -> Column:
         parts = []
         for k, length in enumerate(lengths.tolist()):
-            name = place(self._name, TRAJECTORY.format(first + k), *leaf.path)
+            name = _trajectory(self._name, first + k, leaf)
             parts.append(as_column(self._file.take(name, (length, *leaf.shape), dtype_of(leaf)), leaf))
         return np.concatenate(parts)
+
+
+def _trajectory(name: str, number: int, leaf: LeafSpec) -> str:
+    """Where the values of one trajectory lie; those of no batch beside the groups of the trajectories."""
+    return place(name, *(["hidden"] if leaf.hidden else []), TRAJECTORY.format(number), *leaf.path)
 
 
 _DESCRIPTION = (
@@ -490,7 +495,7 @@ class H5StorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         if layout is None:
             return 0
         form = self._form(layout)
-        kept = form.layout.payload_bytes - sum(form.layout.leaves[i].nbytes for i in form.shared)
+        kept = form.layout.payload_bytes - sum(form.layout.stored[i].nbytes for i in form.shared)
         return Counters(source.counters()).rows * kept
 
     def dumps(

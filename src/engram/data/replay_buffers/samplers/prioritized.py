@@ -169,7 +169,7 @@ class HasPriorities(Sampler):
             mine = self._following(where, lanes)
             if (
                 type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
-                and (generation is None or lanes.numbers is None) and not where.item_shape
+                and (generation is None or lanes.own_sequences is None) and not where.item_shape
                 and mine.set(lanes.store, index, priority, generation)
             ):  # fmt: skip
                 return

@@ -51,6 +51,10 @@ class SavedTable(Storage):
         """Makes the table for a layout and strands of this shape."""
 
     @abc.abstractmethod
+    def _make_room(self, layout: RowLayout) -> None:
+        """Before rows of this layout are restored into the table: for the sequences that they carry, if it can."""
+
+    @abc.abstractmethod
     def _unmake(self) -> bool:
         """Gives a table that nobody has seen back; False: it stays."""
 
@@ -145,6 +149,8 @@ class SavedTable(Storage):
         self._made_for_restore = self._table is None and layout is not None
         if self._table is None and layout is not None:
             self._adopt(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
+        elif layout is not None:
+            self._make_room(RowLayout.from_json(layout))
         # From here on rows of before are being lost: whatever may fail comes first.
         self._order = None if layout is None or self._table is None else self._order_in(layout)
         self._restoring = counters
@@ -174,6 +180,7 @@ class SavedTable(Storage):
         assert self._table is not None
         if self._order is not None:
             rows = np.ascontiguousarray(rows[..., self._order])
+            rows[..., self._order < 0] = 0  # sequences, which the saved rows did not carry
         self._table.set_block(lane, start - self._shift(lane), rows)
 
     def end_restore(self) -> None:
@@ -182,10 +189,7 @@ class SavedTable(Storage):
             return
         store = self._lanes.store
         for i, lane in enumerate(self._restoring["lanes"]):
-            shift = self._shift(i)
-            origin = (lane["origin"] - shift) % (1 << 64)
-            store.restore_lane(i, lane["base"] - shift, lane["published"] - shift, origin)
-            self._lanes.restore_border(i, lane, shift)
+            self._lanes.restore_lane(i, lane, self._shift(i))
         store.end_restore()
         self.shifts = [self._shift(i) for i in range(len(self._restoring["lanes"]))]
 
@@ -196,7 +200,7 @@ class SavedTable(Storage):
             counters = source.counters()  # other processes may have overwritten the oldest rows meanwhile
         lost = [now["base"] - then["base"] for now, then in zip(counters["lanes"], lanes, strict=True)]
         rows = [torch.from_numpy(block[:, n:]) for block, n in zip(blocks, lost, strict=True)]
-        return {"layout": self.layout_state(), "counters": counters, "rows": rows, "numbers": self.numbers_state()}
+        return {"layout": self.layout_state(), "counters": counters, "rows": rows}
 
     def check_state(self, state: dict[str, Any]) -> None:
         try:
@@ -204,7 +208,6 @@ class SavedTable(Storage):
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
         self.check_restore(state["layout"], state["counters"])
-        self.check_numbers(state.get("numbers"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state(state)
@@ -214,13 +217,12 @@ class SavedTable(Storage):
                 if lane["published"] > lane["base"]:
                     self.write_block(i, lane["base"], rows.numpy())
             self.end_restore()
-            self.restore_numbers(state.get("numbers"))
 
     def staging(self) -> StagedRows:
         return StagedRows(self, spill=bool(getattr(self.checkpointer, "load_hooks", None)))
 
     def kept(self) -> Callable[[], None] | None:
-        layout, counters, numbers = self.layout_state(), self.counters(), self.numbers_state()
+        layout, counters = self.layout_state(), self.counters()
         if layout is None:
             return self._forget
         rows = StagedRows(self, spill=False)
@@ -232,12 +234,7 @@ class SavedTable(Storage):
             if lane["published"] > lane["base"]:
                 rows.write_block(i, lane["base"], self.read_block(i, lane["base"], lane["published"]))
         rows.end_restore()
-
-        def bring_back() -> None:
-            rows.commit()
-            self.restore_numbers(numbers)
-
-        return bring_back
+        return rows.commit
 
     def _forget(self) -> None:
         """Nothing has been written to this storage."""
@@ -294,6 +291,7 @@ class TableStorage(SavedTable):
         self._lanes: Lanes | None = None
         self._table: RowTable | ColumnTable | None = None
         self._making = threading.Lock()
+        self._expects_sequences = False
 
     def after_fork(self) -> None:
         super().after_fork()
@@ -353,12 +351,12 @@ class TableStorage(SavedTable):
         if self._table is None:
             return None
         layout = self._table.layout  # its classes, too, which a state does not name
-        return layout.root, layout.leaves, self._inner, self._first_inner
+        return layout.root, layout.leaves, layout.carries_sequence, self._inner, self._first_inner
 
     def take_form(self, form: Any) -> None:
         if form is not None and self._table is None:
-            root, leaves, inner, self._first_inner = form
-            self._adopt(RowLayout(root, leaves), inner)
+            root, leaves, carries_sequence, inner, self._first_inner = form
+            self._adopt(RowLayout(root, leaves, carries_sequence), inner)
 
     def copy_rows_into(self, other: Any, memo: dict[int, Any]) -> None:
         # Block by block: there may be more rows than memory.
@@ -372,7 +370,6 @@ class TableStorage(SavedTable):
                     stop = min(start + rows, lane["published"])
                     other.write_block(i, start, source.read_block(i, start, stop))
             other.finish_restore(source.counters())  # other processes may have overwritten the oldest rows meanwhile
-        other.restore_numbers(self.numbers_state())
 
     def finish_restore(self, counters: dict[str, Any]) -> None:
         """Shows the restored rows, as far as these counters say that they were whole."""
@@ -399,6 +396,8 @@ class TableStorage(SavedTable):
             raise ValueError("this storage needs a max_size")
         self._tell_of_copy()
         self._inner = inner
+        if self._expects_sequences:
+            layout = layout.with_sequence()
         try:
             lane_capacity = math.ceil(self._asked_size / (self._n_lanes * math.prod(inner)))
             lanes, table = self._make(layout, lane_capacity)
@@ -408,6 +407,35 @@ class TableStorage(SavedTable):
         lanes.mutex = self.mutex
         self._table, self._lanes = table, lanes
         self._max_size = lanes.capacity
+
+    def expect_sequences(self) -> None:
+        self._expects_sequences = True
+
+    def carry_sequences(self) -> None:
+        table, lanes = self._table, self._lanes
+        if table is None or lanes is None or table.layout.carries_sequence:
+            return
+        if isinstance(table, ColumnTable):
+            table.carry_sequences()
+            return
+        if table.mapped or lanes.locks is not None:
+            raise StorageError(
+                "these rows were made for another writer and have no place for the sequence that a replaced row carries, "
+                "and rows that are shared or in a file keep their layout. Save them (dumps), and load that into a storage "
+                "that is made with a TensorDictMaxValueWriter; nothing was written"
+            )
+        with self.replacing("giving rows their sequences"):
+            layout = table.layout.with_sequence()
+            refuse_if_memory_is_short(StoreSize(layout, self._n_lanes, lanes.store.lane_capacity, lanes.strands, False))
+            self._table = table = table.with_sequences()
+            self._lanes = table.lanes
+
+    def _make_room(self, layout: RowLayout) -> None:
+        can_change = isinstance(self._table, ColumnTable) or (
+            self._table is not None and not self._table.mapped and self._table.lanes.locks is None
+        )
+        if can_change and (self._expects_sequences or layout.carries_sequence):
+            self.carry_sequences()
 
     def _unmake(self) -> bool:
         if self._lanes is not None:
@@ -489,13 +517,12 @@ class TableStorage(SavedTable):
         return expand_slots(self._table.append(checked.data, most), self._lanes.strands)
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
-        assert self._table is not None
-        self._table.overwrite(slots, checked.data, rows)
+        self.prepare_replace(checked, rows, slots)()
 
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        if not isinstance(self._table, RowTable):
-            return super().prepare_replace(checked, rows, slots)
-        return self._table.prepare_overwrite(slots, checked.data, rows)
+        assert self._table is not None and self._lanes is not None
+        first = self._lanes.reserve_sequences(checked.steps)
+        return self._table.prepare_overwrite(slots, checked.data, rows, first)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         assert self._table is not None
@@ -591,11 +618,11 @@ def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
     if key in root.keys:
         node = root.children[root.keys.index(key)]
         leaves[node.leaf] = index
-        return RowLayout(layout.root, leaves)
+        return RowLayout(layout.root, leaves, layout.carries_sequence)
     leaves.append(index)
     node = Node("leaf", leaf=len(leaves) - 1)
     root.keys, root.children = (*root.keys, key), (*root.children, node)
-    return RowLayout(layout.root, leaves)
+    return RowLayout(layout.root, leaves, layout.carries_sequence)
 
 
 def _lead_shape(items: Any, batch_dims: int) -> tuple[int, ...]:
