@@ -22,7 +22,7 @@ from engram.data.replay_buffers.checkpointers.packing import (
     unpack_values,
 )
 from engram.data.replay_buffers.checkpointers.tensor import ChunkedStorageCheckpointer
-from engram.data.replay_buffers.layout import RowLayout
+from engram.data.replay_buffers.layout import LayoutState, RowLayout
 from engram.data.replay_buffers.ted import steps as st
 from engram.data.replay_buffers.ted.keys import DONE_KEYS, REWARD_KEYS, Key, StepKeys
 from engram.data.replay_buffers.ted.steps import Column
@@ -107,13 +107,13 @@ class FlatStorageCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _packing(self, layout: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _packing(self, layout: LayoutState) -> Packing:
+        made = layout.parse()
         self._keys.flags(made.leaves)  # for its error
         return FlatPacking(made, self._keys.shared(made.leaves))
 
-    def _saved_packing(self, layout: dict[str, Any], state: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
+        made = layout.parse()
         return FlatPacking(made, shared_of(made, state))
 
 

@@ -23,7 +23,7 @@ from engram.data.replay_buffers.checkpointers.packing import (
     unpack_values,
 )
 from engram.data.replay_buffers.checkpointers.tensor import ChunkedStorageCheckpointer
-from engram.data.replay_buffers.layout import RowLayout
+from engram.data.replay_buffers.layout import LayoutState, RowLayout
 from engram.data.replay_buffers.ted import steps as st
 from engram.data.replay_buffers.ted.keys import DONE_KEYS, REWARD_KEYS, Key, StepKeys
 from engram.data.replay_buffers.ted.steps import Column, Mask
@@ -135,11 +135,11 @@ class NestedStorageCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _packing(self, layout: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _packing(self, layout: LayoutState) -> Packing:
+        made = layout.parse()
         keys = self._keys
         return NestedPacking(made, keys.shared(made.leaves), keys.flags(made.leaves), keys.ids(made.leaves))
 
-    def _saved_packing(self, layout: dict[str, Any], state: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
+        made = layout.parse()
         return NestedPacking(made, shared_of(made, state))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from engram.data.replay_buffers.checkpointers.counters import Counters
 from engram.data.replay_buffers.columns import ColumnTable
 from engram.data.replay_buffers.lanes import Lanes
-from engram.data.replay_buffers.layout import RowLayout
+from engram.data.replay_buffers.layout import LayoutState, RowLayout
 from engram.data.replay_buffers.rows import RowTable
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.frozen import Changes, CopiedRows, FrozenRows, NothingYet
@@ -130,7 +131,8 @@ class SavedTable(Storage):
         self.check_restore(layout, counters)
         self._made_for_restore = self._table is None and layout is not None
         if self._table is None and layout is not None:
-            self._adopt(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
+            # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
+            self._adopt(copy.copy(self._saved_layout(layout)), tuple(layout.get("strands", ())))
         # From here on rows of before are being lost: whatever may fail comes first.
         self._order = None if layout is None or self._table is None else self._order_in(layout)
         self._restoring = counters
@@ -145,10 +147,10 @@ class SavedTable(Storage):
 
     def _saved_layout(self, saved: dict[str, Any]) -> RowLayout:
         """What was saved; where it is that of this storage, ours: rows can go back where there is no memory for one."""
-        mine = None if self._table is None else self._table.layout
-        if mine is not None and isinstance(saved, dict) and mine.to_json().items() <= saved.items():
-            return mine
-        return RowLayout.from_json(saved)
+        if not isinstance(saved, dict):
+            return RowLayout.from_json(saved)  # an error that says what is wrong with it
+        state = saved if isinstance(saved, LayoutState) else LayoutState(saved)
+        return state.parse(None if self._table is None else self._table.layout)
 
     def _order_in(self, layout: dict[str, Any]) -> Any:
         """Where a saved row has each byte of ours: the same keys may have been written in another order there."""
