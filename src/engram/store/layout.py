@@ -85,6 +85,20 @@ class LeafSpec:
 SEQUENCE = LeafSpec(("sequence",), torch.int64, (), hidden=True)
 
 
+class LayoutState(dict[str, Any]):
+    """A saved layout as JSON, and the `RowLayout` that it describes: parsed once in a load, whoever asks for it."""
+
+    _parsed: RowLayout | None = None
+
+    def parse(self, like: RowLayout | None = None) -> RowLayout:
+        """The layout; `like` itself where that is the one, which takes no memory. Errors as `RowLayout.from_json`."""
+        if self._parsed is None:
+            same = like is not None and like.to_json().items() <= self.items()
+            self._parsed = like if same else RowLayout.from_json(self)
+        assert self._parsed is not None
+        return self._parsed
+
+
 class RowLayout:
     """The leaves of one stored step, packed: largest items first, so that every one can be viewed in place.
 

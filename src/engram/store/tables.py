@@ -245,7 +245,7 @@ class ColumnTable:
             lead = self._columns[0].shape[: 1 + len(self._inner)]
             self._sequences = torch.zeros(lead, dtype=SEQUENCE.dtype, device=self._device)
             self.layout = self.layout.with_sequence()
-            self._lanes.own_sequences = functools.partial(_own_sequences, self._sequences)
+            self._lanes.own_sequences = functools.partial(_own_sequences_of_column, self._sequences)
 
     def _stored(self) -> list[Tensor]:
         """The columns of `layout.stored`."""
@@ -386,6 +386,6 @@ class ColumnTable:
         return [c.flatten(0, len(self._inner)) for c in self._columns]
 
 
-def _own_sequences(column: Tensor, slots: Tensor) -> Tensor:
+def _own_sequences_of_column(column: Tensor, slots: Tensor) -> Tensor:
     """The sequences that the rows in these slots carry: int64 [n]."""
     return column.flatten()[slots.to(column.device)].cpu()

@@ -22,7 +22,7 @@ from engram.data.replay_buffers.checkpointers.rows import (
     section_bytes,
     unpack_values,
 )
-from engram.store.layout import RowLayout
+from engram.store.layout import LayoutState, RowLayout
 from engram.ted import codec as ted_codec
 from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Key, Mask, StepKeys
 
@@ -108,13 +108,13 @@ class FlatStorageCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _packing(self, layout: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _packing(self, layout: LayoutState) -> Packing:
+        made = layout.parse()
         self._keys.flags(made.leaves)  # for its error
         return FlatPacking(made, self._keys.shared(made.leaves))
 
-    def _saved_packing(self, layout: dict[str, Any], state: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
+        made = layout.parse()
         return FlatPacking(made, shared_of(made, state))
 
 
@@ -244,11 +244,11 @@ class NestedStorageCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _packing(self, layout: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _packing(self, layout: LayoutState) -> Packing:
+        made = layout.parse()
         keys = self._keys
         return NestedPacking(made, keys.shared(made.leaves), keys.flags(made.leaves), keys.ids(made.leaves))
 
-    def _saved_packing(self, layout: dict[str, Any], state: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
+        made = layout.parse()
         return NestedPacking(made, shared_of(made, state))

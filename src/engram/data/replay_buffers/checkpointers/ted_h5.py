@@ -17,7 +17,7 @@ import torch
 from engram import _hdf5 as h5
 from engram._hdf5 import H5Reader, H5Writer, key_text, place
 from engram.checkpoint.directory import is_file_name
-from engram.checkpoint.protocols import Rows, RowSink, RowSource, StorageCheckpointerBase
+from engram.checkpoint.protocols import Hook, RestorePlan, Rows, RowSink, RowSource, SavePlan, StorageCheckpointerBase
 from engram.checkpoint.reader import SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.checkpointers.rows import (
@@ -28,6 +28,7 @@ from engram.data.replay_buffers.checkpointers.rows import (
     cuts_of,
     hooked,
     json_copy,
+    layout_of,
     most_row_bytes,
     natural,
     put_column,
@@ -37,7 +38,7 @@ from engram.data.replay_buffers.checkpointers.rows import (
 from engram.data.replay_buffers.checkpointers.ted import shared_of
 from engram.errors import CorruptCheckpointError
 from engram.store.counters import Counters
-from engram.store.layout import LeafSpec, RowLayout
+from engram.store.layout import LayoutState, LeafSpec, RowLayout
 from engram.ted import codec as ted_codec
 from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Key, Mask, Positions, StepKeys
 
@@ -490,100 +491,111 @@ class H5StorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         self.checkpoint_file, self.group_per_trajectory = checkpoint_file, group_per_trajectory
         self._keys, self._options = StepKeys(done_keys, reward_keys), h5.check_options(h5_kwargs or {})
 
-    def nbytes(self, source: RowSource, previous: dict[str, Any] | None = None) -> int:
-        layout = source.layout_state()
-        if layout is None:
+    def plan_save(self, source: RowSource, previous: dict[str, Any] | None = None) -> SavePlan:
+        return _SavePlan(self, source)
+
+    def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[RowSink]:
+        return _RestorePlan(self.load_hooks, reader, state)
+
+    def _form(self, layout: LayoutState) -> Form:
+        parsed, keys = layout.parse(), self._keys
+        return Form(parsed, keys.shared(parsed.leaves), keys.flags(parsed.leaves), keys.ids(parsed.leaves))
+
+
+class _SavePlan:
+    """One save of rows as an HDF5 file."""
+
+    def __init__(self, checkpointer: H5StorageCheckpointer, source: RowSource) -> None:
+        self._checkpointer, self._source = checkpointer, source
+        self._layout, self._counters = json_copy([source.layout_state(), source.counters()])
+        self._checked = Counters(self._counters)
+        self._form = None if self._layout is None else checkpointer._form(LayoutState(self._layout))
+
+    @property
+    def nbytes(self) -> int:
+        if self._form is None:
             return 0
-        form = self._form(layout)
-        kept = form.layout.payload_bytes - sum(form.layout.stored[i].nbytes for i in form.shared)
-        return Counters(source.counters()).rows * kept
+        layout = self._form.layout
+        return self._checked.rows * (layout.payload_bytes - sum(layout.stored[i].nbytes for i in self._form.shared))
 
-    def dumps(
-        self, source: RowSource, writer: SnapshotWriter, previous: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        layout, counters = json_copy(source.layout_state()), json_copy(source.counters())
-        if layout is None:
-            return {"layout": None, "counters": counters, "lanes": []}
-        form, file = self._form(layout), f"storage/{self.checkpoint_file}"
-        with writer.written_by_path(file) as path, h5.create_checked(path, self._options) as out:
-            description = _GROUPS if self.group_per_trajectory else _DESCRIPTION
+    def write(self, writer: SnapshotWriter) -> dict[str, Any]:
+        form = self._form
+        if form is None:
+            return {"layout": None, "counters": self._counters, "lanes": []}
+        file, grouped = f"storage/{self._checkpointer.checkpoint_file}", self._checkpointer.group_per_trajectory
+        with writer.written_by_path(file) as path, h5.create_checked(path, self._checkpointer._options) as out:
+            description = _GROUPS if grouped else _DESCRIPTION
             out.describe("/", {"format": "engram steps", "version": 1, "description": description})
-            lanes = [self._save(source, out, lane, form, counters) for lane in range(len(counters["lanes"]))]
+            lanes = [self._write_lane(out, lane, form) for lane in range(self._checked.lanes)]
         # Other processes may have overwritten the oldest rows before they were read.
-        counters = json_copy(source.counters())
+        counters = json_copy(self._source.counters())
         shared = [[i, root] for i, root in form.shared.items()]
-        said = {"file": file, "group_per_trajectory": self.group_per_trajectory, "shared": shared, "lanes": lanes}
-        return {"layout": layout, "counters": counters, **said}
+        content = {"file": file, "group_per_trajectory": grouped, "shared": shared, "lanes": lanes}
+        return {"layout": self._layout, "counters": counters, **content}
 
-    def check(self, sink: RowSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        plan = _Plan(reader, state)
-        sink.check_restore(plan.layout, plan.counters)
-
-    def loads(self, sink: RowSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        plan = _Plan(reader, state)
-        sink.check_restore(plan.layout, plan.counters)
-        with plan.opened() as blocks:
-            if len(sink):
-                for _ in blocks():
-                    pass
-            sink.begin_restore(plan.layout, plan.counters)
-            try:
-                for lane, start, rows in blocks():
-                    sink.write_block(lane, start, hooked(self.load_hooks, rows))
-                sink.end_restore()
-            except BaseException:
-                sink.abort_restore()
-                raise
-
-    def _form(self, layout: dict[str, Any]) -> Form:
-        made, keys = RowLayout.from_json(layout), self._keys
-        return Form(made, keys.shared(made.leaves), keys.flags(made.leaves), keys.ids(made.leaves))
-
-    def _save(
-        self, source: RowSource, out: h5.H5Writer, lane: int, form: Form, counters: dict[str, Any]
-    ) -> dict[str, Any]:
-        known, row_bytes = Counters(counters), form.layout.payload_bytes
-        first, steps, strands = known.first(lane), known.stop(lane) - known.first(lane), known.strands
+    def _write_lane(self, out: h5.H5Writer, lane: int, form: Form) -> dict[str, Any]:
+        checked, row_bytes = self._checked, form.layout.payload_bytes
+        first, steps, strands = checked.first(lane), checked.stop(lane) - checked.first(lane), checked.strands
         if not steps:
             return {"start": first, "blocks": []}
-        kind = GroupsOut if self.group_per_trajectory else DatasetsOut
+        kind = GroupsOut if self._checkpointer.group_per_trajectory else DatasetsOut
         written: LaneOut = kind(out, _lane(lane), form, steps, strands)
-        for chunk in cut(known, rows_per_chunk(strands * row_bytes), lane):
-            rows = read_rows(source, chunk, strands, row_bytes, self.save_hooks)
+        for chunk in cut(checked, rows_per_chunk(strands * row_bytes), lane):
+            rows = read_rows(self._source, chunk, strands, row_bytes, self._checkpointer.save_hooks)
             span = Span(chunk.start - first, chunk.stop - chunk.start, strands)
-            written.add(span, rows, cuts_of(counters["lanes"][lane], chunk))
+            written.add(span, rows, cuts_of(self._counters["lanes"][lane], chunk))
         blocks = written.blocks()
         out.describe(_lane(lane), {"first_write_number": first, "steps": steps, "strands": strands})
         return {"start": first, "blocks": blocks}
 
 
-class _Plan:
+class _RestorePlan:
     """What a snapshot says of its HDF5 file, checked to be possible, and the blocks of rows in the file."""
 
-    def __init__(self, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        self._reader = reader
+    def __init__(self, hooks: list[Hook], reader: SnapshotReader, state: dict[str, Any]) -> None:
+        self._hooks, self._reader = hooks, reader
         try:
-            self.layout: dict[str, Any] | None = state["layout"]
+            self.layout = layout_of(state)
             self.counters: dict[str, Any] = state["counters"]
-            self._known = Counters(self.counters)
+            self._checked = Counters(self.counters)
             self._lanes = [(natural(lane["start"]), lane["blocks"]) for lane in state["lanes"]]
             if self.layout is not None:
-                self._known.check_strands(self.layout)
-                layout = RowLayout.from_json(self.layout)
+                self._checked.check_strands(self.layout)
+                layout = self.layout.parse()
                 self._form = Form(layout, shared_of(layout, state))
                 self._file, self._groups = str(state["file"]), bool(state["group_per_trajectory"])
-            if len(self._lanes) != (0 if self.layout is None else self._known.lanes):
-                raise ValueError(f"it describes {len(self._lanes)} lanes, its counters {self._known.lanes}")
+            if len(self._lanes) != (0 if self.layout is None else self._checked.lanes):
+                raise ValueError(f"it describes {len(self._lanes)} lanes, its counters {self._checked.lanes}")
             self._spans = [self._cut(lane, *said) for lane, said in enumerate(self._lanes)]
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise reader.malformed(f"its description of the rows is malformed ({error!r})") from error
-        if self.layout is None and any(self._known.first(i) < self._known.stop(i) for i in range(self._known.lanes)):
+        if self.layout is None and any(
+            self._checked.first(i) < self._checked.stop(i) for i in range(self._checked.lanes)
+        ):
             raise reader.malformed("it has no layout, and its counters say that there are rows")
         if self.layout is not None:
             reader.nbytes(self._file)
 
+    def check(self, sink: RowSink) -> None:
+        sink.check_restore(self.layout, self.counters)
+
+    def load(self, sink: RowSink) -> None:
+        self.check(sink)
+        with self._opened() as blocks:
+            if len(sink):
+                for _ in blocks():
+                    pass
+            sink.begin_restore(self.layout, self.counters)
+            try:
+                for lane, start, rows in blocks():
+                    sink.write_block(lane, start, hooked(self._hooks, rows))
+                sink.end_restore()
+            except BaseException:
+                sink.abort_restore()
+                raise
+
     @contextmanager
-    def opened(self) -> Iterator[Callable[[], Iterator[tuple[int, int, Rows]]]]:
+    def _opened(self) -> Iterator[Callable[[], Iterator[tuple[int, int, Rows]]]]:
         """The verified file: a callable that gives lane, first write number and rows of each block, from the start."""
         if self.layout is None:
             yield lambda: iter(())
@@ -591,9 +603,9 @@ class _Plan:
         with self._reader.verified(self._file) as file, ExitStack() as stack:
             with self._as_damage():
                 opened = stack.enter_context(h5.open_checked(file))
-            yield lambda: self._checked(self._blocks(opened))
+            yield lambda: self._as_damaged_blocks(self._blocks(opened))
 
-    def _checked(self, blocks: Iterator[tuple[int, int, Rows]]) -> Iterator[tuple[int, int, Rows]]:
+    def _as_damaged_blocks(self, blocks: Iterator[tuple[int, int, Rows]]) -> Iterator[tuple[int, int, Rows]]:
         """The blocks; what is wrong with them, not with who takes them, is damage."""
         while True:
             with self._as_damage():
@@ -606,7 +618,7 @@ class _Plan:
         readers = self._readers(file)
         for lane, (start, blocks) in enumerate(self._lanes):
             spans, details = self._spans[lane], [tuple(block[1:]) for block in blocks]
-            read, first = readers[lane].blocks(spans, details), self._known.first(lane)
+            read, first = readers[lane].blocks(spans, details), self._checked.first(lane)
             for span in spans:
                 rows, begin = next(read), start + span.first
                 if begin + span.steps > first:
@@ -619,7 +631,7 @@ class _Plan:
         made: list[LaneIn] = []
         for lane, (_, blocks) in enumerate(self._lanes):
             spans = self._spans[lane]
-            made.append(kind(file, _lane(lane), self._form, sum(span.steps for span in spans), self._known.strands))
+            made.append(kind(file, _lane(lane), self._form, sum(span.steps for span in spans), self._checked.strands))
             if spans:
                 made[-1].expect(spans, [tuple(block[1:]) for block in blocks])
         return made
@@ -631,19 +643,19 @@ class _Plan:
             steps = natural(block[0])
             details: Details = tuple(block[1:])
             # A few bytes can stand for many equal rows: how many there are is limited before memory is taken for them.
-            if not 0 < steps * self._known.strands * self._form.layout.payload_bytes <= self._most():
+            if not 0 < steps * self._checked.strands * self._form.layout.payload_bytes <= self._most():
                 raise ValueError(f"a block cannot have {steps} steps")
             if any(type(detail) is not int for detail in details):
                 raise ValueError(f"{block!r} does not describe a block")
-            spans.append(Span(at, steps, self._known.strands))
+            spans.append(Span(at, steps, self._checked.strands))
             at += steps
-        first, stop = self._known.first(lane), self._known.stop(lane)
+        first, stop = self._checked.first(lane), self._checked.stop(lane)
         if start > first or (first < stop and start + at != stop):
             raise ValueError(f"the blocks of lane {lane} do not hold the rows {first} to {stop}")
         return spans
 
     def _most(self) -> int:
-        return most_row_bytes(self._known.strands * self._form.layout.payload_bytes)
+        return most_row_bytes(self._checked.strands * self._form.layout.payload_bytes)
 
     @contextmanager
     def _as_damage(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import dataclasses
 import math
 import threading
@@ -30,7 +31,7 @@ from engram.store.files import (
 )
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
-from engram.store.layout import LeafSpec, RowLayout
+from engram.store.layout import LayoutState, LeafSpec, RowLayout
 from engram.store.locks import LaneLocks
 from engram.store.tables import ColumnTable, RowTable, expand_slots
 from engram.store.views import Changes, CopiedRows, FrozenRows, NothingYet
@@ -148,9 +149,10 @@ class SavedTable(Storage):
         self.check_restore(layout, counters)
         self._made_for_restore = self._table is None and layout is not None
         if self._table is None and layout is not None:
-            self._adopt(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
+            # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
+            self._adopt(copy.copy(self._saved_layout(layout)), tuple(layout.get("strands", ())))
         elif layout is not None:
-            self._make_room(RowLayout.from_json(layout))
+            self._make_room(self._saved_layout(layout))
         # From here on rows of before are being lost: whatever may fail comes first.
         self._order = None if layout is None or self._table is None else self._order_in(layout)
         self._restoring = counters
@@ -165,10 +167,10 @@ class SavedTable(Storage):
 
     def _saved_layout(self, saved: dict[str, Any]) -> RowLayout:
         """What was saved; where it is that of this storage, ours: rows can go back where there is no memory for one."""
-        mine = None if self._table is None else self._table.layout
-        if mine is not None and isinstance(saved, dict) and mine.to_json().items() <= saved.items():
-            return mine
-        return RowLayout.from_json(saved)
+        if not isinstance(saved, dict):
+            return RowLayout.from_json(saved)  # an error that says what is wrong with it
+        state = saved if isinstance(saved, LayoutState) else LayoutState(saved)
+        return state.parse(None if self._table is None else self._table.layout)
 
     def _order_in(self, layout: dict[str, Any]) -> Any:
         """Where a saved row has each byte of ours: the same keys may have been written in another order there."""
