@@ -12,12 +12,16 @@ from engram import _native
 
 
 def listed_epoch(rows: np.ndarray[Any, Any], strands: int) -> dict[str, Any]:
-    """The epoch as a sampler keeps it: rows of the first lane, write number * strands + strand, in their order."""
+    """The epoch as a sampler keeps it: rows of the first lane, write number * strands + strand, in their order.
+
+    `moved`: by how much the lane's write numbers are lower than when the epoch began, after loads that count anew.
+    """
     first = int(rows.min()) // strands if len(rows) else 0
     count = int(rows.max()) // strands + 1 - first if len(rows) else 0
     listed = torch.from_numpy(rows.copy())
     return {
-        "key": 0, "ranges": [[first, count]], "position": 0, "incarnation": None, "listed": listed, "strands": strands,
+        "key": 0, "ranges": [[first, count]], "position": 0, "incarnation": None, "ring": max(1, count), "moved": [0],
+        "listed": listed, "strands": strands,
     }  # fmt: skip
 
 

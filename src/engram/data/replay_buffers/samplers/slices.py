@@ -209,9 +209,6 @@ class SliceSampler(Sampler):
         mine = {name: getattr(self, name) for name in ("num_slices", "slice_len", "strict_length", "span", "weight")}
         return {**super()._decisive(), **mine, **self.episodes.settings}
 
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        return super().differences({"weight": "trajectories", **state})  # earlier versions had no other
-
     def position(self) -> Any:
         """Nothing: a draw changes the generator alone."""
 
