@@ -367,6 +367,9 @@ def _state_of(buffer: SavedBuffer) -> dict[str, Any]:
 
 def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     """Takes over what `state_of` gave."""
+    missing = [f"it has no {part}" for part in (*PARTS, "transform") if part not in state]
+    if missing:
+        raise CheckpointMisfitError("the state does not fit this buffer", missing)
     wanted = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
     wanted["transform"] = {"state": state["transform"]}
     said = _differences(buffer, wanted) + _misfits(lambda: buffer.storage.check_state(state["storage"]))

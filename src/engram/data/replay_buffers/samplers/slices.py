@@ -268,9 +268,6 @@ class SliceSampler(Sampler):
         mine = {name: getattr(self, name) for name in ("num_slices", "slice_len", "strict_length", "span", "weight")}
         return {**super()._decisive(), **mine, **self.episodes.settings}
 
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        return super().differences({"weight": "trajectories", **state})  # earlier versions had no other
-
     def position(self) -> Any:
         """Nothing: a draw changes the generator alone."""
 
@@ -470,8 +467,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
         if found["remaining"] is not None and len(found["remaining"]) != found["length"]:
             raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
-        state = {"epoch": None, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
-        return state
+        return {**self._decisive(), "epoch": None, "ran_out": found["ran_out"], "drop_last": found["drop_last"]}
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         check_epoch(state, "position", "incarnation", "min_length")

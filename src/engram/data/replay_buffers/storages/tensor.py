@@ -31,7 +31,7 @@ from engram.store.files import (
 )
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
-from engram.store.layout import LayoutState, LeafSpec, RowLayout
+from engram.store.layout import LayoutState, LeafSpec, MalformedLayoutError, RowLayout
 from engram.store.locks import LaneLocks
 from engram.store.tables import ColumnTable, RowTable, expand_slots
 from engram.store.views import Changes, CopiedRows, FrozenRows, NothingYet
@@ -120,15 +120,15 @@ class SavedTable(Storage):
         said = []
         lanes = counters["lanes"]
         if layout is not None:
-            saved = self._saved_layout(layout)
-            if layout.get("ndim", 1) != self.ndim:
-                said.append(f"ndim is {self.ndim} here, {layout.get('ndim', 1)} there")
+            saved, inner = self._saved_layout(layout), _inner(layout)
+            if layout["ndim"] != self.ndim:
+                said.append(f"ndim is {self.ndim} here, {layout['ndim']} there")
             if self._table is not None:
                 said += self._table.layout.differences(saved)
-                if tuple(layout.get("strands", ())) != self._inner:
-                    said.append(f"environments are {list(self._inner)} here, {layout.get('strands')} there")
-            strands = math.prod(layout.get("strands", ()))
-            if counters.get("strands", strands) != strands:
+                if inner != self._inner:
+                    said.append(f"environments are {list(self._inner)} here, {list(inner)} there")
+            strands = math.prod(inner)
+            if counters["strands"] != strands:
                 said.append(f"counters of {counters['strands']} strands stand beside a layout of {strands} there")
             room = self._room(strands)
             rows = [lane["published"] - lane["base"] for lane in lanes]
@@ -150,7 +150,7 @@ class SavedTable(Storage):
         self._made_for_restore = self._table is None and layout is not None
         if self._table is None and layout is not None:
             # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
-            self._adopt(copy.copy(self._saved_layout(layout)), tuple(layout.get("strands", ())))
+            self._adopt(copy.copy(self._saved_layout(layout)), _inner(layout))
         elif layout is not None:
             self._make_room(self._saved_layout(layout))
         # From here on rows of before are being lost: whatever may fail comes first.
@@ -257,6 +257,14 @@ class SavedTable(Storage):
         assert self._lanes is not None
         same = self._restoring["lane_capacity"] == self._lanes.store.lane_capacity
         return 0 if same else int(self._restoring["lanes"][lane]["base"])
+
+
+def _inner(layout: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of the environments that a saved layout is of; MalformedLayoutError where it says none."""
+    strands = layout.get("strands")
+    if not isinstance(strands, list) or not all(type(n) is int for n in strands) or "ndim" not in layout:
+        raise MalformedLayoutError(f"this is no row layout: it is of environments {strands!r:.80}")
+    return tuple(strands)
 
 
 def _check_rows(state: dict[str, Any]) -> None:
@@ -422,9 +430,9 @@ class TableStorage(SavedTable):
             return
         if table.mapped or lanes.locks is not None:
             raise StorageError(
-                "these rows were made for another writer and have no place for the sequence that a replaced row carries, "
-                "and rows that are shared or in a file keep their layout. Save them (dumps), and load that into a storage "
-                "that is made with a TensorDictMaxValueWriter; nothing was written"
+                "these rows were made for another writer: they have no place for the sequence that a replaced row carries, "
+                "and rows in a file or in shared memory keep their layout. Save them with dumps, and take them over with "
+                "loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
             )
         with self.replacing("giving rows their sequences"):
             layout = table.layout.with_sequence()
