@@ -29,22 +29,16 @@ constexpr size_t kWarmBytes = 256 << 10;  // of a batch: what stays in the secon
 // Sizes beyond any memory: refused before they are multiplied.
 constexpr size_t kMostBytes = size_t{1} << 46;
 
-// int64 [n] as a tensor; where torch lacks the exchange API as a bytearray, which Python turns into one.
-inline nb::object slots_out(size_t n, auto fill) {
+// int64 [n].
+inline Tensor slots_out(size_t n, auto fill) {
   if (n > kMostBytes / 8) throw std::bad_alloc();
-  if (!torch_api().api) {
-    nb::object bytes = nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(n * 8)));
-    if (!bytes.is_valid()) throw nb::python_error();
-    fill(reinterpret_cast<int64_t*>(PyByteArray_AsString(bytes.ptr())));
-    return bytes;
-  }
   OutBlock block;
   const int64_t lead = static_cast<int64_t>(n);
   static const std::vector<int64_t> scalar;
   block.plan({kDLInt, 64}, &lead, 1, scalar, n * 8);
   block.take();
   fill(reinterpret_cast<int64_t*>(block.data(0)));
-  return nb::steal(block.make(0));
+  return block.make(0);
 }
 
 inline std::string bytes_of(nb::bytes b) { return {b.c_str(), b.size()}; }
@@ -67,7 +61,7 @@ inline void maybe_without_gil(bool release, F&& work) {
 }
 
 // The time slots that n steps appended at write number `first` take.
-inline nb::object slots_from(const Store& store, uint64_t lane, uint64_t first, size_t n) {
+inline Tensor slots_from(const Store& store, uint64_t lane, uint64_t first, size_t n) {
   const uint64_t capacity = store.shape().lane_capacity;
   return slots_out(n, [&](int64_t* out) {
     uint64_t slot = first % capacity;
@@ -78,7 +72,7 @@ inline nb::object slots_from(const Store& store, uint64_t lane, uint64_t first, 
   });
 }
 
-inline nb::object next_slots(Store& store, uint64_t lane, size_t n) {
+inline Tensor next_slots(Store& store, uint64_t lane, size_t n) {
   check_lane(store, lane);
   return slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
 }
@@ -188,7 +182,6 @@ inline void warm_rows(const Store& store, const SlotRange& slots, size_t part, s
 inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& codec, nb::handle slots_in,
                              std::optional<std::vector<int64_t>> shape, nb::handle extra, bool mapped, bool numbers,
                              nb::handle parts = nb::none()) {
-  if (!torch_api().api) throw nb::type_error("gather needs the exchange API; use gather_into");
   for (const Store* store : stores) check_codec(*store, codec);
   const SlotsArg slots(nb::borrow(slots_in), true);
   if (stores.empty() || slots.n % stores.size() != 0) throw nb::value_error("as many slots for each store");
@@ -237,10 +230,10 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
   tensors.reserve(leaves.size());
   for (size_t k = 0; k < where.size(); ++k) {
     for (size_t p = 0; p < stores.size(); ++p) warm_rows(*stores[p], {slots.data + p * each, each}, k, where.size());
-    tensors.push_back(nb::steal(where[k].first->make(where[k].second)));
+    tensors.push_back(where[k].first->make(where[k].second));
   }
   std::vector<nb::object> part_tensors;
-  for (auto [block, i] : part_where) part_tensors.push_back(nb::steal(block->make(i)));
+  for (auto [block, i] : part_where) part_tensors.push_back(block->make(i));
   // From here to the copy no Python code runs, so that a finaliser that samples cannot use this memory meanwhile.
   static thread_local std::vector<LeafCopy> copies;
   Reading all;
@@ -277,20 +270,19 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
 
 // What the members of an ensemble were drawn for, as int64 [members, rows]: their slots, and which member each is of.
 // None: they are no slots (tuples, masks), or not as many of each.
-inline nb::object joint_index(nb::list drawn, const std::vector<int64_t>& members) {
-  if (!torch_api().api) throw nb::type_error("a joint index needs the exchange API");
+inline std::optional<std::pair<Tensor, Tensor>> joint_index(nb::list drawn, const std::vector<int64_t>& members) {
   if (nb::len(drawn) != members.size() || members.empty()) throw nb::value_error("slots for each member");
   std::vector<const int64_t*> slots;
   std::vector<nb::object> keep;
   size_t n = 0;
   for (nb::handle h : drawn) {
-    DLTensor t{};
+    TensorView t;
     keep.push_back(nb::borrow(h));
-    if (!torch_api().view(h.ptr(), t) || t.ndim != 1 || t.dtype.code != kDLInt || t.dtype.bits != 64) return nb::none();
+    if (!t.of(h.ptr()) || t.ndim != 1 || !(t.dtype == DType{kDLInt, 64})) return std::nullopt;
     if ((t.strides && t.strides[0] != 1 && t.shape[0] > 1) || (slots.size() && static_cast<size_t>(t.shape[0]) != n))
-      return nb::none();
+      return std::nullopt;
     n = static_cast<size_t>(t.shape[0]);
-    slots.push_back(reinterpret_cast<const int64_t*>(static_cast<const uint8_t*>(t.data) + t.byte_offset));
+    slots.push_back(reinterpret_cast<const int64_t*>(t.data));
   }
   if (n > kMostBytes / 8 / members.size()) throw std::bad_alloc();
   const int64_t lead[2] = {static_cast<int64_t>(members.size()), static_cast<int64_t>(n)};
@@ -302,36 +294,13 @@ inline nb::object joint_index(nb::list drawn, const std::vector<int64_t>& member
     std::copy_n(slots[m], n, reinterpret_cast<int64_t*>(block.data(0)) + m * n);
     std::fill_n(reinterpret_cast<int64_t*>(block.data(1)) + m * n, n, members[m]);
   }
-  nb::object index = nb::steal(block.make(0)), ids = nb::steal(block.make(1));
-  return nb::make_tuple(index, ids);
+  Tensor index = block.make(0), ids = block.make(1);
+  return std::pair(std::move(index), std::move(ids));
 }
 
 inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::optional<std::vector<int64_t>> shape,
                         nb::handle extra, bool mapped, bool numbers) {
   return gather_many({&store}, codec, slots_in, std::move(shape), extra, mapped, numbers);
-}
-
-// The same into arrays that exist: one per leaf, [n, ...], writable and contiguous.
-inline nb::tuple gather_into(Store& store, const Codec& codec, nb::handle slots_in, nb::list arrays, bool mapped,
-                      bool numbers) {
-  check_codec(store, codec);
-  const SlotsArg slots(nb::borrow(slots_in));
-  const auto& leaves = codec.leaves();
-  if (nb::len(arrays) != leaves.size()) throw nb::value_error("one array for each leaf");
-  std::vector<Buffer> buffers(leaves.size());
-  std::vector<LeafCopy> copies;
-  for (size_t k = 0; k < leaves.size(); ++k) {
-    if (!buffers[k].get(nb::object(arrays[k]).ptr(), true)) throw nb::type_error("arrays must be writable buffers");
-    const Py_buffer& v = buffers[k].view();
-    if (static_cast<size_t>(v.len) != leaves[k].bytes * slots.n || !PyBuffer_IsContiguous(&v, 'C'))
-      throw nb::value_error("an array has the wrong size or is not contiguous");
-    copies.push_back({leaves[k].offset, leaves[k].bytes, static_cast<uint8_t*>(v.buf),
-                      static_cast<ptrdiff_t>(leaves[k].bytes)});
-  }
-  Reading reading;
-  read_rows(store, slots.data, slots.n, copies, mapped, numbers, reading);
-  if (!reading.inside) refuse_slots(store);
-  return finish_read(nb::none(), reading, numbers);
 }
 
 // Rows that are to replace stored ones: made with all the memory that `write` needs. The caller keeps store and plan.
@@ -398,7 +367,7 @@ inline void note_edits(Store& store, nb::handle slots_in) {
 }
 
 // Generations of slots: write numbers, -1 where a slot holds no row. `replaced` knows of rows replaced out of turn.
-inline nb::object generations(const Store& store, nb::handle slots_in, const RowNumbers* replaced = nullptr) {
+inline Tensor generations(const Store& store, nb::handle slots_in, const RowNumbers* replaced = nullptr) {
   const SlotsArg slots(nb::borrow(slots_in));
   const Shape& s = store.shape();
   store.check_file();
@@ -417,16 +386,16 @@ inline nb::object generations(const Store& store, nb::handle slots_in, const Row
   });
 }
 
-inline nb::object uniform(Store& store, nb::handle seed_in, size_t n) {
+inline std::optional<Tensor> uniform(Store& store, nb::handle seed_in, size_t n) {
   const SlotsArg seed(nb::borrow(seed_in));
   if (seed.n < 1) throw nb::value_error("no seed");
   store.check_file();
-  if (store.lanes.rows() == 0) return nb::none();
+  if (store.lanes.rows() == 0) return std::nullopt;
   bool drawn = false;
-  nb::object slots = slots_out(n, [&](int64_t* out) {
+  Tensor slots = slots_out(n, [&](int64_t* out) {
     drawn = draw_uniform(store.lanes, static_cast<uint64_t>(seed.data[0]), out, n);
   });
-  return drawn ? slots : nb::none();
+  return drawn ? std::optional(std::move(slots)) : std::nullopt;
 }
 
 // One pass over the rows that existed when it was made: in a store whose lanes had `ring` steps (0: as this one's) and
@@ -448,7 +417,7 @@ class EpochWalk {
   }
   uint64_t size() const { return map_.total(); }
   // Up to n slots from `position` on, rows overwritten since skipped; and the position after them.
-  nb::tuple take(const Store& store, uint64_t position, size_t n) const {
+  std::pair<Tensor, uint64_t> take(const Store& store, uint64_t position, size_t n) const {
     if (store.lanes.count() != moved_.size()) throw nb::value_error("the walk was made for another store");
     store.check_file();
     const uint64_t capacity = store.lanes.capacity(), strands = store.lanes.strands();
@@ -462,10 +431,8 @@ class EpochWalk {
       if (number < moved_[lane] || number - moved_[lane] < first[lane]) continue;
       found.push_back(static_cast<int64_t>((lane * capacity + (number - moved_[lane]) % capacity) * strands + strand));
     }
-    nb::object slots = slots_out(found.size(), [&](int64_t* out) {
-      std::copy(found.begin(), found.end(), out);
-    });
-    return nb::make_tuple(slots, position);
+    Tensor slots = slots_out(found.size(), [&](int64_t* out) { std::copy(found.begin(), found.end(), out); });
+    return {std::move(slots), position};
   }
 
  private:

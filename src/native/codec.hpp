@@ -88,19 +88,19 @@ class Codec {
     plan.scalars.reserve(scalars_reserved_);
     plan.leaves.reserve(leaves_.size()), plan.keep.reserve(leaves_.size());
     for (size_t k = 0; k < leaves_.size(); ++k)
-      if (!take(k, found[k].ptr(), batch_dims, time_dim, false, plan)) return std::nullopt;
+      if (!take(k, found[k].ptr(), batch_dims, time_dim, plan)) return std::nullopt;
     for (nb::object& o : found) plan.keep.push_back(std::move(o));
     finish(plan, batch_dims);
     return plan;
   }
-  // A list of leaves in layout order; `raw`: only item sizes are compared (dtypes that buffers cannot name).
-  std::optional<Plan> check_list(nb::list list, int batch_dims, int time_dim, bool raw) const {
+  // A list of leaves in layout order.
+  std::optional<Plan> check_list(nb::list list, int batch_dims, int time_dim) const {
     check_dims(batch_dims, time_dim);
     if (nb::len(list) != leaves_.size()) return std::nullopt;
     Plan plan;
     plan.scalars.reserve(scalars_reserved_);
     for (size_t k = 0; k < leaves_.size(); ++k)
-      if (k >= nb::len(list) || !take(k, plan.keep.emplace_back(list[k]).ptr(), batch_dims, time_dim, raw, plan))
+      if (k >= nb::len(list) || !take(k, plan.keep.emplace_back(list[k]).ptr(), batch_dims, time_dim, plan))
         return std::nullopt;
     finish(plan, batch_dims);
     return plan;
@@ -216,21 +216,17 @@ class Codec {
     return true;
   }
 
-  bool take(size_t k, PyObject* o, int batch_dims, int time_dim, bool raw, Plan& plan) const {
+  bool take(size_t k, PyObject* o, int batch_dims, int time_dim, Plan& plan) const {
     const Leaf& leaf = leaves_[k];
-    DLTensor t{};
-    if (torch_api().view(o, t)) {
+    if (TensorView t; t.of(o)) {
       if (leaf.lazy_bits && lazy(o)) return false;
-      Strided s{static_cast<const uint8_t*>(t.data) + t.byte_offset, {t.dtype.code, t.dtype.bits}, t.ndim, t.shape,
-                t.strides, false};
-      if (place(leaf, s, batch_dims, time_dim, raw, k, plan)) return true;
-      if (!inner_strided(leaf, s, batch_dims)) return false;
+      if (place(leaf, t, batch_dims, time_dim, k, plan)) return true;
+      if (!inner_strided(leaf, t, batch_dims)) return false;
       nb::object tidy = nb::borrow(o).attr("contiguous")();
-      if (!torch_api().view(tidy.ptr(), t)) return false;
-      s = {static_cast<const uint8_t*>(t.data) + t.byte_offset, {t.dtype.code, t.dtype.bits}, t.ndim, t.shape,
-           t.strides, false};
+      TensorView whole;
+      if (!whole.of(tidy.ptr())) return false;
       plan.keep.push_back(tidy);
-      return place(leaf, s, batch_dims, time_dim, raw, k, plan);
+      return place(leaf, whole, batch_dims, time_dim, k, plan);
     }
     const int is_scalar = PyObject_IsInstance(o, scalar_type_.ptr());
     if (is_scalar < 0) PyErr_Clear();
@@ -239,13 +235,11 @@ class Codec {
       DType dtype{};
       if (!buffer.get(o)) return false;
       const Py_buffer& v = buffer.view();
-      if (!raw && !dtype_of_format(v.format, v.itemsize, dtype)) return false;
-      if (v.itemsize > 16 || (!v.buf && v.len > 0)) return false;
-      if (raw) dtype = {0, static_cast<uint8_t>(8 * v.itemsize)};
+      if (!dtype_of_format(v.format, v.itemsize, dtype) || (!v.buf && v.len > 0)) return false;
       Strided s{static_cast<const uint8_t*>(v.buf), dtype, v.ndim, reinterpret_cast<const int64_t*>(v.shape),
                 reinterpret_cast<const int64_t*>(v.strides), true};
       plan.buffers.push_back(std::move(buffer));
-      return place(leaf, s, batch_dims, time_dim, raw, k, plan);
+      return place(leaf, s, batch_dims, time_dim, k, plan);
     }
     return batch_dims == 0 && leaf.shape.empty() && take_number(leaf, o, plan);
   }
@@ -261,7 +255,6 @@ class Codec {
       if (nb::steal(PyObject_GetAttr(o, version)).is_valid()) return false;
     }
     PyErr_Clear();
-    if (!torch_api().lazy_bits) return true;
     nb::object answer = nb::steal(PyObject_CallFunctionObjArgs(torch_api().lazy_bits, o, nullptr));
     if (!answer.is_valid()) return PyErr_Clear(), true;
     return answer.ptr() != Py_False;
@@ -273,10 +266,10 @@ class Codec {
     return s.dtype == leaf.dtype && s.ndim == batch_dims + static_cast<int>(leaf.shape.size());
   }
 
-  static bool place(const Leaf& leaf, const Strided& s, int batch_dims, int time_dim, bool raw, size_t k, Plan& plan) {
+  static bool place(const Leaf& leaf, const Strided& s, int batch_dims, int time_dim, size_t k, Plan& plan) {
     const int inner = static_cast<int>(leaf.shape.size());
     if (s.ndim != batch_dims + inner) return false;
-    if (raw ? s.dtype.bits / 8u != leaf.itemsize : !(s.dtype == leaf.dtype)) return false;
+    if (!(s.dtype == leaf.dtype)) return false;
     auto stride = [&](int d) -> int64_t {
       if (s.strides) return s.in_bytes ? s.strides[d] : s.strides[d] * static_cast<int64_t>(leaf.itemsize);
       int64_t step = static_cast<int64_t>(leaf.itemsize);

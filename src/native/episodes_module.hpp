@@ -113,40 +113,8 @@ class Episodes {
     look(store, fetch);
     return use(index_, empty_batch(store, rule));
   }
-  // Slices whose windows begin at these rows, and positions of slots that hold no row.
-  nb::tuple starting_at(Store& store, const SliceRule& rule, nb::handle slots_in, nb::handle fetch) {
-    const SlotsArg slots(nb::borrow(slots_in));
-    const Turns::Turn turn(turns_);
-    look(store, fetch);
-    SliceBatch batch = empty_batch(store, rule);
-    std::vector<uint64_t> absent;
-    for (size_t i = 0; i < slots.n; ++i) {
-      Trajectory t;
-      uint64_t number = 0;
-      if (find(store, slots.data[i], t, number))
-        batch.slices.push_back(slice_of(rule, t, static_cast<int64_t>(number)));
-      else
-        absent.push_back(i);
-    }
-    return nb::make_tuple(std::move(batch), absent);
-  }
-  // Write numbers [start, stop) of the trajectories that rows are of; -1 where a slot holds no row.
-  nb::tuple bounds(Store& store, nb::handle slots_in, nb::handle fetch) {
-    const SlotsArg slots(nb::borrow(slots_in));
-    std::vector<int64_t> start(slots.n, -1), stop(slots.n, -1);
-    {
-      const Turns::Turn turn(turns_);
-      look(store, fetch);
-      Trajectory t;
-      uint64_t number = 0;
-      for (size_t i = 0; i < slots.n; ++i)
-        if (find(store, slots.data[i], t, number))
-          start[i] = static_cast<int64_t>(t.start), stop[i] = static_cast<int64_t>(t.stop);
-    }
-    return nb::make_tuple(copied_out(start), copied_out(stop));
-  }
   // Every trajectory: lane, strand, first write number, length; lane by lane, strand by strand, oldest first.
-  nb::tuple trajectories(Store& store, nb::handle fetch) {
+  std::tuple<Tensor, Tensor, Tensor, Tensor> trajectories(Store& store, nb::handle fetch) {
     std::vector<int64_t> out[4];
     {
       const Turns::Turn turn(turns_);
@@ -158,7 +126,7 @@ class Episodes {
           for (int c = 0; c < 4; ++c) out[c].push_back(static_cast<int64_t>(values[c]));
         }
     }
-    return nb::make_tuple(copied_out(out[0]), copied_out(out[1]), copied_out(out[2]), copied_out(out[3]));
+    return {copied_out(out[0]), copied_out(out[1]), copied_out(out[2]), copied_out(out[3])};
   }
   uint64_t longest(Store& store, nb::handle fetch) {
     const Turns::Turn turn(turns_);
@@ -173,8 +141,8 @@ class Episodes {
     return SliceEpoch::begin(index_, long_enough(rule), key, shuffle);
   }
   // Up to n slices from a position of the epoch on, the position after them, and whether `least` more are there.
-  nb::tuple take(Store& store, const SliceRule& rule, SliceEpoch& epoch, uint64_t position, nb::handle seed_in, size_t n,
-                 size_t least, nb::handle fetch) {
+  std::tuple<SliceBatch, uint64_t, bool> take(Store& store, const SliceRule& rule, SliceEpoch& epoch, uint64_t position,
+                                              nb::handle seed_in, size_t n, size_t least, nb::handle fetch) {
     const uint64_t seed = seed_of(seed_in);
     const Turns::Turn turn(turns_);
     look(store, fetch);
@@ -187,7 +155,7 @@ class Episodes {
       if (epoch.at(index_, all, position, t)) batch.slices.push_back(draw_slice(rule, t, random_at(seed, position)));
     size_t more = 0;
     for (uint64_t p = position; p < epoch.size() && more < least; ++p) more += epoch.at(index_, all, p, t);
-    return nb::make_tuple(std::move(batch), position, more >= least);
+    return {std::move(batch), position, more >= least};
   }
 
  private:
@@ -196,7 +164,7 @@ class Episodes {
     if (seed.n < 1) throw nb::value_error("no seed");
     return static_cast<uint64_t>(seed.data[0]);
   }
-  static nb::object copied_out(const std::vector<int64_t>& values) {
+  static Tensor copied_out(const std::vector<int64_t>& values) {
     return slots_out(values.size(), [&](int64_t* out) { std::copy(values.begin(), values.end(), out); });
   }
   static SliceBatch empty_batch(const Store& store, const SliceRule& rule) {
@@ -204,14 +172,6 @@ class Episodes {
   }
   Slice any(const LongEnough& all, const SliceRule& rule, uint64_t which, uint64_t where) const {
     return draw_slice(rule, all.at(index_, below(which, all.total())), where);
-  }
-  bool find(const Store& store, int64_t given, Trajectory& t, uint64_t& number) const {
-    const auto slot = static_cast<uint64_t>(given);
-    if (slot >= store.slots()) refuse_slots(store);
-    const Shape& s = store.shape();
-    const uint64_t time = slot / s.strands, lane = time / s.lane_capacity;
-    return SlotNumbers(index_.known(lane), s.lane_capacity).find(time % s.lane_capacity, number) &&
-           index_.find(lane * s.strands + slot % s.strands, number, t);
   }
   void look(Store& store, nb::handle fetch) {
     if (offset_ && (store.shape().payload_bytes < bytes_ || *offset_ > store.shape().payload_bytes - bytes_))
@@ -261,41 +221,35 @@ class Episodes {
   std::vector<std::unique_ptr<LongEnough>> lists_;
 };
 
-// bool [n] or [n, 1] as a tensor; where torch lacks the exchange API as a bytearray.
-inline nb::object flags_out(size_t n, bool column, auto fill) {
-  if (!torch_api().api) {
-    nb::object bytes = nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(n)));
-    if (!bytes.is_valid()) throw nb::python_error();
-    fill(reinterpret_cast<uint8_t*>(PyByteArray_AsString(bytes.ptr())));
-    return bytes;
-  }
+// bool [n] or [n, 1].
+inline Tensor flags_out(size_t n, bool column, auto fill) {
   OutBlock block;
   const int64_t lead = static_cast<int64_t>(n);
   static const std::vector<int64_t> scalar, one = {1};
   block.plan({kDLBool, 8}, &lead, 1, column ? one : scalar, n);
   block.take();
   fill(block.data(0));
-  return nb::steal(block.make(0));
+  return block.make(0);
 }
 
 // True in each slice's last stored row (or its first): of a bool tensor [n, ...] in place; False: not of that kind.
 inline bool mark_rows(const SliceBatch& batch, nb::handle tensor, bool last) {
-  DLTensor t{};
-  if (!torch_api().view(tensor.ptr(), t) || t.dtype.code != kDLBool || t.ndim < 1) return false;
+  TensorView t;
+  if (!t.of(tensor.ptr()) || t.dtype.code != kDLBool || t.ndim < 1) return false;
   int64_t width = 1;
   for (int d = t.ndim - 1; d >= 0; --d) {
     if (t.strides && t.shape[d] > 1 && t.strides[d] != width) return false;
     if (d > 0) width *= t.shape[d];
   }
   if (t.shape[0] < 0 || static_cast<uint64_t>(t.shape[0]) != batch.rows()) return false;
-  auto* data = static_cast<uint8_t*>(t.data) + t.byte_offset;
+  auto* data = const_cast<uint8_t*>(t.data);
   batch.ends([&](uint64_t first, uint64_t end) {
     std::memset(data + (last ? end : first) * static_cast<uint64_t>(width), 1, static_cast<size_t>(width));
   });
   return true;
 }
 
-inline nb::object end_flags(const SliceBatch& batch, bool last) {
+inline Tensor end_flags(const SliceBatch& batch, bool last) {
   const size_t n = batch.rows();
   return flags_out(n, true, [&](uint8_t* out) {
     std::fill_n(out, n, uint8_t{0});
@@ -360,8 +314,6 @@ inline void bind_episodes(nb::module_& m) {
   nb::class_<Episodes>(m, "Episodes")
       .def(nb::init<bool, std::optional<uint64_t>, uint64_t>(), "by_id"_a, "offset"_a.none(), "bytes"_a)
       .def("draw", &Episodes::draw, "store"_a, "rule"_a, "seed"_a, "n"_a, "fetch"_a.none() = nb::none())
-      .def("starting_at", &Episodes::starting_at, "store"_a, "rule"_a, "slots"_a, "fetch"_a.none() = nb::none())
-      .def("bounds", &Episodes::bounds, "store"_a, "slots"_a, "fetch"_a.none() = nb::none())
       .def("trajectories", &Episodes::trajectories, "store"_a, "fetch"_a.none() = nb::none())
       .def("longest", &Episodes::longest, "store"_a, "fetch"_a.none() = nb::none())
       .def("begin_epoch", &Episodes::begin_epoch, "store"_a, "rule"_a, "key"_a, "shuffle"_a,

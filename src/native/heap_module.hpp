@@ -23,23 +23,18 @@ inline Reduction reduction_of(const std::string& name) {
 
 // [rows, ...] values, contiguous, of float32, float64 or int64, as one rank for each row.
 inline std::vector<double> ranks_of(nb::handle values, Reduction reduction) {
-  DLTensor t{};
+  TensorView t;
   Buffer buffer;
   DType dtype{};
   const void* data = nullptr;
   std::vector<int64_t> shape;
-  nb::object array;
-  if (!torch_api().api && Py_TYPE(values.ptr()) == torch_api().tensor) {
-    array = values.attr("numpy")();  // a torch without the exchange API
-    values = array;
-  }
-  if (torch_api().view(values.ptr(), t)) {
+  if (t.of(values.ptr())) {
     int64_t step = 1;
     for (int d = t.ndim - 1; d >= 0; --d) {
       if (t.strides && t.shape[d] > 1 && t.strides[d] != step) throw nb::type_error("values must be contiguous");
       step *= std::max<int64_t>(1, t.shape[d]);
     }
-    data = static_cast<const uint8_t*>(t.data) + t.byte_offset, dtype = {t.dtype.code, t.dtype.bits};
+    data = t.data, dtype = t.dtype;
     shape.assign(t.shape, t.shape + t.ndim);
   } else if (buffer.get(values.ptr())) {
     const Py_buffer& v = buffer.view();
@@ -66,13 +61,13 @@ inline std::vector<double> ranks_of(nb::handle values, Reduction reduction) {
   return ranks;
 }
 
-inline nb::object int64_out(const std::vector<int64_t>& values) {
+inline Tensor int64_out(const std::vector<int64_t>& values) {
   return slots_out(values.size(), [&](int64_t* out) { std::copy(values.begin(), values.end(), out); });
 }
 
 // The rows that a heap has not seen yet or that changed; None where there are none. The heap counts on their ranks
 // being put in next.
-inline nb::object heap_behind(RankHeap& heap, const Store& store) {
+inline std::optional<Tensor> heap_behind(RankHeap& heap, const Store& store) {
   const Shape& s = store.shape();
   if (s.lanes != 1 || s.strands != 1 || s.lane_capacity != heap.capacity())
     throw nb::value_error("the heap was made for a store of another shape");
@@ -96,7 +91,7 @@ inline nb::object heap_behind(RankHeap& heap, const Store& store) {
   } visitor{heap, store, {}};
   try {
     heap.follower().look(store, visitor);
-    return visitor.slots.empty() ? nb::none() : int64_out(visitor.slots);
+    return visitor.slots.empty() ? std::nullopt : std::optional(int64_out(visitor.slots));
   } catch (...) {
     heap.follower().forget();  // what it has seen was not handed out: memory ran out
     throw;
@@ -113,7 +108,8 @@ inline void heap_put(RankHeap& heap, nb::handle slots_in, nb::handle values, con
 }
 
 // Slots of the items, how many of them are appended, and of the rest which items go over which rows (None: none).
-inline nb::tuple heap_place(RankHeap& heap, const Store* store, nb::handle values, const char* reduction) {
+using Placed = std::tuple<Tensor, size_t, std::optional<Tensor>, std::optional<Tensor>>;
+inline Placed heap_place(RankHeap& heap, const Store* store, nb::handle values, const char* reduction) {
   const std::vector<double> ranks = ranks_of(values, reduction_of(reduction));
   for (size_t i = 0; i < ranks.size(); ++i)
     if (std::isnan(ranks[i])) throw nb::value_error(("the rank of item " + std::to_string(i) + " is NaN, which is neither above nor below others; "
@@ -127,9 +123,9 @@ inline nb::tuple heap_place(RankHeap& heap, const Store* store, nb::handle value
   Placement placed;
   heap.place(ranks.data(), ranks.size(), room, next, placed);
   try {
-    nb::object slots = int64_out(placed.slots);
-    if (placed.items.empty()) return nb::make_tuple(slots, placed.appended, nb::none(), nb::none());
-    return nb::make_tuple(slots, placed.appended, int64_out(placed.items), int64_out(placed.targets));
+    Tensor slots = int64_out(placed.slots);
+    if (placed.items.empty()) return {std::move(slots), placed.appended, std::nullopt, std::nullopt};
+    return {std::move(slots), placed.appended, int64_out(placed.items), int64_out(placed.targets)};
   } catch (...) {
     heap.undo();
     throw;

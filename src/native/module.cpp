@@ -44,8 +44,7 @@ NB_MODULE(_native, m) {
 #else
       "";
 #endif
-  m.def("use_torch", &use_torch, "tensor_type"_a, "capsule"_a.none(), "lazy_bits"_a.none() = nb::none());
-  m.def("has_exchange", [] { return torch_api().api != nullptr; });
+  m.def("use_torch", &use_torch, "tensor_type"_a, "exchange_api"_a.none(), "lazy_bits"_a, "describe"_a, "make"_a);
   m.def("crc32c", [](nb::bytes b, uint32_t crc) { return crc32c(crc, b.c_str(), b.size()); }, "data"_a, "crc"_a = 0);
   m.def("crc32c_by_table", [](nb::bytes b) {
     return ~crc32c_table(~uint32_t{0}, reinterpret_cast<const uint8_t*>(b.c_str()), b.size());
@@ -72,7 +71,7 @@ NB_MODULE(_native, m) {
            "tree"_a.none(), "td_type"_a, "td_template"_a.none(), "size_type"_a, "array_type"_a, "scalar_type"_a)
       .def("check", &Codec::check, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
            "extra"_a.none() = nb::none())
-      .def("check_list", &Codec::check_list, "leaves"_a, "batch_dims"_a, "time_dim"_a, "raw"_a = false);
+      .def("check_list", &Codec::check_list, "leaves"_a, "batch_dims"_a, "time_dim"_a);
 
   nb::class_<EpochWalk>(m, "EpochWalk")
       .def(nb::init<const Store&, uint64_t, bool, std::vector<std::pair<uint64_t, uint64_t>>, uint64_t,
@@ -303,10 +302,10 @@ NB_MODULE(_native, m) {
         return l * s.shape().lane_capacity + s.lanes.lane(l).published.load() % s.shape().lane_capacity;
       }, "lane"_a)
       .def("next_slots", &next_slots, "lane"_a, "n"_a)
-      .def("append", &append, "lane"_a, "plan"_a, "most"_a.none() = nb::none())
+      .def("append", &append, "lane"_a, "plan"_a, "most"_a.none() = nb::none(),
+           nb::sig("def append(self, lane: int, plan: Plan, most: int | None = None) -> torch.Tensor | int"))
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
            "mapped"_a = false, "numbers"_a = false)
-      .def("gather_into", &gather_into, "codec"_a, "slots"_a, "arrays"_a, "mapped"_a = false, "numbers"_a = false)
       .def("begin_save", [](Store& s, bool beside_writers) {
         if (s.shape().payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
         return SharedPass{beside_writers ? s.begin_save() : s.watch_save()};

@@ -14,14 +14,13 @@ namespace engram {
 class NumbersArg {
  public:
   explicit NumbersArg(nb::handle o) {
-    DLTensor t{};
+    TensorView t;
     DType d{};
-    if (torch_api().view(o.ptr(), t)) {
+    if (t.of(o.ptr())) {
       if (Codec::lazy(o.ptr())) return;
-      d = {t.dtype.code, t.dtype.bits};
-      fits_ = t.ndim == 1 && (!t.strides || t.strides[0] == 1 || t.shape[0] <= 1) && take(d, static_cast<const uint8_t*>(t.data) + t.byte_offset);
+      fits_ = t.ndim == 1 && (!t.strides || t.strides[0] == 1 || t.shape[0] <= 1) && take(t.dtype, t.data);
       n = t.ndim == 1 ? static_cast<size_t>(t.shape[0]) : 0;
-    } else if (Py_TYPE(o.ptr()) != torch_api().tensor && buffer_.get(o.ptr())) {
+    } else if (!is_tensor(o.ptr()) && buffer_.get(o.ptr())) {
       const Py_buffer& v = buffer_.view();
       fits_ = v.ndim == 1 && dtype_of_format(v.format, v.itemsize, d) && (v.strides[0] == v.itemsize || v.shape[0] <= 1) &&
               take(d, v.buf);
@@ -34,9 +33,10 @@ class NumbersArg {
 
  private:
   bool take(DType d, const void* p) {
-    if (d == DType{kDLFloat, 64} && reinterpret_cast<uintptr_t>(p) % 8 == 0) wide_ = static_cast<const double*>(p);
-    if (d == DType{kDLFloat, 32} && reinterpret_cast<uintptr_t>(p) % 4 == 0) narrow_ = static_cast<const float*>(p);
-    return wide_ || narrow_;
+    const bool wide = d == DType{kDLFloat, 64};
+    if (!(wide || d == DType{kDLFloat, 32}) || reinterpret_cast<uintptr_t>(p) % (d.bits / 8) != 0) return false;
+    wide ? void(wide_ = static_cast<const double*>(p)) : void(narrow_ = static_cast<const float*>(p));
+    return true;
   }
   bool fits_ = false;
   const double* wide_ = nullptr;
@@ -44,8 +44,7 @@ class NumbersArg {
   Buffer buffer_;
 };
 
-// Several 1-D results: tensors, or bytearrays where torch lacks the exchange API. Planned, filled, then made: from the
-// first to the last look at shared state no Python code runs.
+// Several 1-D results. Planned, filled, then made: from the first to the last look at shared state no Python code runs.
 class Results {
  public:
   void add(DType dtype, size_t n) {
@@ -55,23 +54,15 @@ class Results {
     parts_.push_back({dtype, n * bytes});
   }
   void take() {
-    if (!torch_api().api) {
-      for (const Part& part : parts_) {
-        arrays_.push_back(nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(part.bytes))));
-        if (!arrays_.back().is_valid()) throw nb::python_error();
-      }
-      return;
-    }
     static const std::vector<int64_t> scalar;
     for (size_t i = 0; i < parts_.size(); ++i) block_.plan(parts_[i].dtype, &lead_[i], 1, scalar, parts_[i].bytes);
     block_.take();
   }
   template <typename T>
   T* data(size_t i) {
-    if (!torch_api().api) return reinterpret_cast<T*>(PyByteArray_AsString(arrays_[i].ptr()));
     return reinterpret_cast<T*>(block_.data(i));
   }
-  nb::object make(size_t i) { return torch_api().api ? nb::steal(block_.make(i)) : arrays_[i]; }
+  Tensor make(size_t i) { return block_.make(i); }
 
  private:
   struct Part {
@@ -80,7 +71,6 @@ class Results {
   };
   std::vector<int64_t> lead_;
   std::vector<Part> parts_;
-  std::vector<nb::object> arrays_;
   OutBlock block_;
 };
 
@@ -145,8 +135,9 @@ constexpr const char* kAllZero =
     "the sampler an eps above 0";
 
 // Draws n rows: (slots, weights, which rows they are); None where no row is stored.
-inline nb::object draw_by_priority(Priorities& self, const Store& store, nb::handle seed_in, size_t n, double beta,
-                                   bool wide) {
+inline std::optional<std::tuple<Tensor, Tensor, DrawnRows>> draw_by_priority(Priorities& self, const Store& store,
+                                                                              nb::handle seed_in, size_t n, double beta,
+                                                                              bool wide) {
   const SlotsArg seed(nb::borrow(seed_in));
   if (seed.n < 1) throw nb::value_error("no seed");
   Results out;
@@ -154,7 +145,7 @@ inline nb::object draw_by_priority(Priorities& self, const Store& store, nb::han
   out.add({kDLFloat, static_cast<uint8_t>(wide ? 64 : 32)}, n);
   out.take();
   self.look(store);
-  if (self.rows() == 0) return nb::none();
+  if (self.rows() == 0) return std::nullopt;
   if (!(self.total() > 0))
     throw std::runtime_error(kAllZero);
   static thread_local std::vector<double> leaves;
@@ -165,8 +156,8 @@ inline nb::object draw_by_priority(Priorities& self, const Store& store, nb::han
     self.weights(leaves.data(), beta, out.data<double>(1), n);
   else
     self.weights(leaves.data(), beta, out.data<float>(1), n);
-  nb::object slots = out.make(0), weights = out.make(1);
-  return nb::make_tuple(slots, weights, nb::cast(std::move(drawn)));
+  Tensor slots = out.make(0), weights = out.make(1);
+  return std::tuple(std::move(slots), std::move(weights), std::move(drawn));
 }
 
 // Places whose rows are not those that were drawn; None: there are none.
@@ -208,7 +199,7 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
   });
 }
 // The weight of each row of a batch: of its slice's start.
-inline nb::object start_weights(const Priorities& self, const SliceBatch& batch, double beta, bool wide) {
+inline Tensor start_weights(const Priorities& self, const SliceBatch& batch, double beta, bool wide) {
   Results out;
   out.add({kDLFloat, static_cast<uint8_t>(wide ? 64 : 32)}, batch.rows());
   out.take();
@@ -271,7 +262,7 @@ inline void mark_priorities(Priorities& self, const Store& store, nb::handle slo
 }
 
 // Priorities of slots; -1 where a slot holds no row.
-inline nb::object priorities_of(Priorities& self, const Store& store, nb::handle slots_in) {
+inline Tensor priorities_of(Priorities& self, const Store& store, nb::handle slots_in) {
   const SlotsArg slots{nb::borrow(slots_in)};
   Results out;
   out.add({kDLFloat, 64}, slots.n);
@@ -288,7 +279,7 @@ inline nb::object priorities_of(Priorities& self, const Store& store, nb::handle
 using SeenRows = std::vector<std::pair<uint64_t, uint64_t>>;
 
 // Where it stands: (rows seen of each lane, highest, latest, skipped, priorities of these rows in the order of age).
-inline nb::tuple priorities_state(Priorities& self, const Store& store) {
+inline std::tuple<SeenRows, double, double, uint64_t, Tensor> priorities_state(Priorities& self, const Store& store) {
   self.look(store);
   const Priorities::State state = self.state();
   uint64_t rows = 0;
@@ -298,7 +289,7 @@ inline nb::tuple priorities_state(Priorities& self, const Store& store) {
   out.take();
   auto* at = out.data<double>(0);
   Priorities::each_row(store.shape(), state.seen, [&](uint64_t, uint64_t, uint64_t slot) { *at++ = self.priority(slot); });
-  return nb::make_tuple(state.seen, state.highest, state.latest, state.skipped, out.make(0));
+  return {state.seen, state.highest, state.latest, state.skipped, out.make(0)};
 }
 
 inline void resume_priorities(Priorities& self, const Store& store, const SeenRows& seen, double highest, double latest,

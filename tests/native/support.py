@@ -20,7 +20,6 @@ from engram.data.replay_buffers import layout as _layout  # tells the core which
 PAGE = 4096
 HEADER_BYTES, LANE_BYTES = 1024, 512  # docs/store-format.md
 INCARNATION, EDITS, LOG_HEAD, BOOT_ID = 512, 576, 584, 640
-EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 STORE_ID = bytes(range(16))
 del _layout
 

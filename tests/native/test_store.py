@@ -91,7 +91,6 @@ class TestBounds:
         s = store(width, 2, lanes=2, strands=3)
         for use in (
             lambda: s.gather(code, slots(0, bad)), lambda: s.generations(slots(bad)),
-            lambda: s.gather_into(code, slots(0, bad), [np.zeros((2, 1), np.int64)]),
         ):  # fmt: skip
             with pytest.raises(IndexError, match="0 to 11"):
                 use()

@@ -14,7 +14,6 @@ from engram.data.replay_buffers import trees
 from engram.data.replay_buffers.border import Border
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.layout import RowLayout
-from engram.data.replay_buffers.utils import slots_tensor
 from engram.errors import StorageError
 
 _Read = tuple[Any, list[int] | None, list[int] | None, Tensor | None]
@@ -53,8 +52,7 @@ class RowTable:
 
         Returns time slots, int64 [steps]; of a single step without batch dimensions its slot.
         """
-        made: Any = self._store.append(self.lanes.hold(), plan, most)
-        return made if type(made) in (Tensor, int) else slots_tensor(made)
+        return self._store.append(self.lanes.hold(), plan, most)
 
     def overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor | None = None) -> None:
         """Writes a checked batch (`rows`: these of its rows, int64 [n]) over rows that exist."""
@@ -95,7 +93,7 @@ class RowTable:
         if self._fast:
             made: _Read = self._store.gather(self._codec, slots, shape, extra, self.mapped, numbers)
         else:
-            made = self._read_slowly(slots, (len(slots),) if shape is None else shape, extra, numbers)
+            made = self._read_form(slots, (len(slots),) if shape is None else shape, extra, numbers)
         return made if found is None else (*made[:3], found)
 
     def like(self, other: RowTable) -> bool:
@@ -125,18 +123,13 @@ class RowTable:
         mapped = any(table.mapped for table in tables)
         return _native.gather_many(stores, self._codec, slots, shape, extra, mapped, numbers, parts)
 
-    def _read_slowly(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, numbers: bool) -> _Read:
-        if _native.has_exchange():
-            leaves, gone, absent, found = self._store.gather(self._codec, slots, shape, None, self.mapped, numbers)
-            batch = self.layout.build(leaves, shape) if isinstance(leaves, list) else leaves
-        else:
-            arrays = self.layout.empty_arrays(len(slots))
-            where = slots.numpy()
-            _, gone, absent, found = self._store.gather_into(self._codec, where, arrays, self.mapped, numbers)
-            batch = self.layout.build(self.layout.tensors_of(arrays, shape), shape)
+    def _read_form(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, numbers: bool) -> _Read:
+        """As `read`, of a form of batch that the native core does not build."""
+        leaves, gone, absent, found = self._store.gather(self._codec, slots, shape, None, self.mapped, numbers)
+        batch = self.layout.build(leaves, shape)
         for key, value in (extra or {}).items():
             trees.put_entry(batch, key, value)
-        return batch, gone, absent, None if found is None else slots_tensor(found)
+        return batch, gone, absent, found
 
     def column(self, path: trees.Path, slots: Tensor) -> Tensor:
         """One leaf of the steps at time slots: [n, *strands, ...]."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from engram import _native
 from engram.data.replay_buffers.trees import Path, entry, show
-from engram.data.replay_buffers.utils import flags_tensor
 
 
 def has_keys(batch: Any) -> bool:
@@ -29,13 +28,13 @@ def mark_first(batch: Any, path: Path, slices: _native.SliceBatch) -> Tensor:
     return _marked(batch, path, slices.mark_first, slices.first)
 
 
-def _marked(batch: Any, path: Path, mark: Callable[[Any], bool], flags: Callable[[], Any]) -> Tensor:
+def _marked(batch: Any, path: Path, mark: Callable[[Any], bool], flags: Callable[[], Tensor]) -> Tensor:
     leaf: Tensor | None = entry(batch, path)
     if leaf is None:
-        leaf = flags_tensor(flags(), -1, 1)
+        leaf = flags()
         put(batch, path, leaf)
     elif not mark(leaf):
-        leaf[flags_tensor(flags(), -1).to(leaf.device)] = 1
+        leaf[flags().flatten().to(leaf.device)] = 1
     return leaf
 
 

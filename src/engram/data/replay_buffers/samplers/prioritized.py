@@ -11,7 +11,6 @@ from engram import _native
 from engram.data.replay_buffers.indexing import inward
 from engram.data.replay_buffers.samplers.base import EMPTY, Index, put_rows
 from engram.data.replay_buffers.samplers.priorities import HasPriorities
-from engram.data.replay_buffers.utils import slots_tensor, values_tensor
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.lanes import Lanes
@@ -88,14 +87,12 @@ class PrioritizedSampler(HasPriorities):
         self, priorities: _native.Priorities, storage: Storage, lanes: Lanes, n: int
     ) -> tuple[Tensor, Tensor, _native.DrawnRows] | None:
         seed, wide = self.draw_seed(storage), self.dtype is torch.float64
-        drawn: Any = priorities.draw(lanes.store, seed, n, self._beta, wide)
+        drawn = priorities.draw(lanes.store, seed, n, self._beta, wide)
         if drawn is None:
             drawn = lanes.look_again(lambda: priorities.draw(lanes.store, seed, n, self._beta, wide))
             if drawn is None:
                 return None
         slots, weights, rows = drawn
-        if type(slots) is not Tensor:
-            slots, weights = slots_tensor(slots), values_tensor(weights, torch.float64 if wide else torch.float32)
         return slots, weights if weights.dtype is self.dtype else weights.to(self.dtype), rows
 
     # ---- after the read: a row that came in the place of the one that was drawn would have that one's weight ----

@@ -12,7 +12,6 @@ from engram.data.replay_buffers.episodes import DONE, Key
 from engram.data.replay_buffers.samplers.base import Index
 from engram.data.replay_buffers.samplers.priorities import HasPriorities
 from engram.data.replay_buffers.samplers.slices import TRUNCATED, SliceSampler
-from engram.data.replay_buffers.utils import values_tensor
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -85,8 +84,7 @@ class PrioritizedSliceSampler(HasPriorities, SliceSampler):
     def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         index, info = super()._said(storage, slices)
         wide = self.dtype is torch.float64
-        made = self._priorities.start_weights(slices, self.beta, wide)
-        info["priority_weight"] = values_tensor(made, torch.float64 if wide else torch.float32).to(self.dtype)
+        info["priority_weight"] = self._priorities.start_weights(slices, self.beta, wide).to(self.dtype)
         return index, info
 
     def __repr__(self) -> str:

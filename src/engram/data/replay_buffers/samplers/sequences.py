@@ -9,7 +9,6 @@ from engram.data.replay_buffers.episodes import Key, path_of
 from engram.data.replay_buffers.samplers.base import Index
 from engram.data.replay_buffers.samplers.marks import mark_first, put
 from engram.data.replay_buffers.samplers.slices import SliceSampler, Weight
-from engram.data.replay_buffers.utils import flags_tensor
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -97,12 +96,12 @@ class SequenceSampler(SliceSampler):
     def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         index, info = super()._said(storage, slices)
         said: dict[Any, Any] = info
-        said[self.mask_key if len(self.mask_key) > 1 else self.mask_key[0]] = flags_tensor(slices.mask())
+        said[self.mask_key if len(self.mask_key) > 1 else self.mask_key[0]] = slices.mask()
         return index, info
 
     def _mark(self, batch: Any, info: dict[str, Any], slices: _native.SliceBatch) -> None:
         super()._mark(batch, info, slices)
-        put(batch, self.mask_key, flags_tensor(slices.mask()))
+        put(batch, self.mask_key, slices.mask())
         if self.init_key is not None:
             mark_first(batch, self.init_key, slices)
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from engram import _native
 from engram.data.replay_buffers.samplers.base import EpochInfo, Index, check_counts, check_epoch, stored_rows
 from engram.data.replay_buffers.samplers.slices import SliceSampler
-from engram.data.replay_buffers.utils import slots_tensor
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -60,7 +59,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
         """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""
-        slices, ids = info["slices"], info["slice_id"]
+        slices: _native.SliceBatch = info["slices"]
+        ids = info["slice_id"]
         which = sorted({int(ids[place]) for place in places if place < len(ids)})
         epoch = getattr(info, "epoch", None)
         if self.drop_last or epoch is None or len(which) == len(slices):
@@ -72,7 +72,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             slices = slices.replaced(which[:done], fresh)
         slices = slices.without(which[done:])
         info.update(super()._said(storage, slices)[1])
-        return slots_tensor(slices.slots())
+        return slices.slots()
 
     def _more(self, storage: Storage, rule: _native.SliceRule, epoch: int, n: int) -> _native.SliceBatch | None:
         """Up to n more slices of this epoch, such that a last batch remains, which says that it is the last."""

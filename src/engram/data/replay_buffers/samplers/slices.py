@@ -12,7 +12,6 @@ from engram import _native
 from engram.data.replay_buffers.episodes import DONE, Episodes, Key, path_of
 from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler, stored_rows
 from engram.data.replay_buffers.samplers.marks import has_keys, mark_last, put
-from engram.data.replay_buffers.utils import slots_tensor
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -164,8 +163,6 @@ class SliceSampler(Sampler):
 
     def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         slots, ids = slices.slots(), slices.ids()
-        if type(slots) is not Tensor:
-            slots, ids = slots_tensor(slots), slots_tensor(ids)
         # "slices" is for `redraw`, `replaced` and `finish`, which takes it out.
         info = {"slice_id": ids, "slices": slices}
         return (storage.outward(slots) if storage.ndim > 1 else slots), info
@@ -182,13 +179,13 @@ class SliceSampler(Sampler):
         which = sorted({int(ids[place]) for place in places if place < len(ids)})
         if not which:
             return slots
-        slices = info["slices"]
+        slices: _native.SliceBatch = info["slices"]
         while which:  # an epoch's last draw may give fewer
             fresh = self._slices(storage, slices.rule, len(which))
             slices = slices.replaced(which[: len(fresh)], fresh)
             which = which[len(fresh) :]
         info.update(self._said(storage, slices)[1])
-        return slots_tensor(slices.slots())
+        return slices.slots()
 
     def finish(self, batch: Any, info: dict[str, Any]) -> Any:
         slices = info.pop("slices")

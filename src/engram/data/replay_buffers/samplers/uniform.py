@@ -19,7 +19,6 @@ from engram.data.replay_buffers.samplers.base import (
     stored_rows,
 )
 from engram.data.replay_buffers.samplers.listed import ListedWalk, check_list, listed_epoch
-from engram.data.replay_buffers.utils import slots_tensor
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.lanes import Lanes
@@ -90,8 +89,7 @@ class SamplerWithoutReplacement(Sampler):
             assert self._epoch is not None and self._walk is not None
             info = EpochInfo()
             info.epoch = self._number
-            made, position = self._walk.take(lanes.store, self._epoch["position"], batch_size)
-            slots = slots_tensor(made)
+            slots, position = self._walk.take(lanes.store, self._epoch["position"], batch_size)
             self._epoch["position"] = position
             self._ran_out = self._over(lanes, batch_size)
             if self._ran_out:
@@ -123,9 +121,9 @@ class SamplerWithoutReplacement(Sampler):
         if lanes is not None and self._walk is not None and self._epoch is not None and self._number == epoch:
             found, position = self._walk.take(lanes.store, self._epoch["position"], n)
             rest, _ = self._walk.take(lanes.store, position, 1)
-            if len(slots_tensor(rest)):
+            if len(rest):
                 self._epoch["position"] = position
-                return slots_tensor(found)
+                return found
         return torch.empty(0, dtype=torch.int64)
 
     def _begin_if_needed(self, storage: Storage, lanes: Lanes) -> None:
@@ -169,7 +167,7 @@ class SamplerWithoutReplacement(Sampler):
         if left >= batch_size and not self._some_overwritten(lanes):
             return False
         found, _ = self._walk.take(lanes.store, self._epoch["position"], batch_size if self.drop_last else 1)
-        return len(slots_tensor(found)) < (batch_size if self.drop_last else 1)
+        return len(found) < (batch_size if self.drop_last else 1)
 
     def _some_overwritten(self, lanes: Lanes) -> bool:
         assert self._epoch is not None
