@@ -1,10 +1,13 @@
-// Where trajectories start and end: an index that takes in new rows only.
+// Where trajectories start and end, by an index that takes in new rows only; and slices of them.
 #pragma once
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <vector>
 
-#include "follow.hpp"
+#include "draw.hpp"
+#include "follower.hpp"
 
 namespace engram {
 
@@ -293,6 +296,269 @@ class EpisodeIndex {
   uint64_t per_lane_ = 1, version_ = 0, restarts_ = 0, edits_ = 0;
   std::vector<Lane> lanes_;
   std::vector<Strand> strands_;
+};
+
+// ---- slices: which trajectories are long enough, where a slice starts, which slots it is made of ----
+// What a slice is: `length` rows of a trajectory of at least `min_length`. Its window may begin up to `before` rows
+// ahead of the trajectory and reach `after` rows beyond it: what lies outside is cut off or, with `pad`, filled with the
+// trajectory's nearest row. Drawn are a trajectory and then a window in it or, `by_window`, any window of all there are.
+struct SliceRule {
+  uint64_t length = 1, min_length = 1, before = 0, after = 0;
+  bool pad = false, by_window = false;
+  // How many more windows than rows a trajectory has, where one of `min_length` has one at least.
+  int64_t more_windows() const { return static_cast<int64_t>(before + after + 1) - static_cast<int64_t>(length); }
+};
+
+// One drawn slice: `rows` stored rows from `first` on, with padding around them.
+struct Slice {
+  uint64_t lane = 0, strand = 0, first = 0, rows = 0, pad_left = 0, pad_right = 0;
+  uint64_t size() const { return pad_left + rows + pad_right; }
+};
+
+inline Slice slice_of(const SliceRule& rule, const Trajectory& t, int64_t window) {
+  const auto start = static_cast<int64_t>(t.start), stop = static_cast<int64_t>(t.stop);
+  const int64_t end = window + static_cast<int64_t>(rule.length);
+  const int64_t from = std::max(window, start), to = std::min(end, stop);
+  Slice s{t.lane, t.strand, static_cast<uint64_t>(from), static_cast<uint64_t>(to - from), 0, 0};
+  if (rule.pad) s.pad_left = static_cast<uint64_t>(from - window), s.pad_right = static_cast<uint64_t>(end - to);
+  return s;
+}
+
+// The trajectories of at least a length, in the order of strands and age: a function of the stored rows alone, so that
+// the same draws find the same trajectories wherever these rows are. Kept up at O(1) a trajectory.
+//
+// `by_window` the windows in them are counted, too: each trajectory's number among all that its strand ever had. They
+// follow each other without gaps; the oldest trajectory loses them at its begin, the running one gets them at its end.
+class LongEnough {
+ public:
+  explicit LongEnough(const SliceRule& rule)
+      : min_length_(rule.min_length), by_window_(rule.by_window), more_(rule.by_window ? rule.more_windows() : 0) {}
+
+  bool serves(const SliceRule& rule) const {
+    return min_length_ == rule.min_length && by_window_ == rule.by_window &&
+           (!by_window_ || more_ == rule.more_windows());
+  }
+  void follow(const EpisodeIndex& index) {
+    if (version_ == index.version()) return;
+    if (restarts_ != index.restarts()) strands_.assign(index.strands(), {}), restarts_ = index.restarts();
+    before_.resize(strands_.size() + 1);
+    before_[0] = 0;
+    for (uint64_t k = 0; k < strands_.size(); ++k) {
+      const uint64_t now = index.lane_version(k / index.per_lane());
+      if (strands_[k].version != now) update(index, k, now);
+      before_[k + 1] = before_[k] + (by_window_ ? windows(index, k) : strands_[k].which.size());
+    }
+    version_ = index.version();
+  }
+  // Trajectories or, by window, windows.
+  uint64_t total() const { return before_.back(); }
+  uint64_t count(uint64_t k) const { return strands_[k].which.size(); }
+  // The i-th of all.
+  Trajectory at(const EpisodeIndex& index, uint64_t i) const {
+    uint64_t k = 0;
+    if (strands_.size() > 1) k = std::upper_bound(before_.begin(), before_.end(), i) - before_.begin() - 1;
+    return at(index, k, i - before_[k]);
+  }
+  // The i-th of a strand.
+  Trajectory at(const EpisodeIndex& index, uint64_t k, uint64_t i) const {
+    return index.trajectory(k, strands_[k].which[i] - index.strand(k).starts.dropped());
+  }
+  // The i-th window of all.
+  Slice window(const EpisodeIndex& index, const SliceRule& rule, uint64_t i) const {
+    uint64_t k = 0;
+    if (strands_.size() > 1) k = std::upper_bound(before_.begin(), before_.end(), i) - before_.begin() - 1;
+    const uint64_t number = first_window(index, k) + (i - before_[k]);
+    const uint64_t place = strands_[k].windows.up_to(number) - 1;
+    const uint64_t begin = whole_start(index, k, place) + (number - strands_[k].windows[place]);
+    return slice_of(rule, at(index, k, place), static_cast<int64_t>(begin) - static_cast<int64_t>(rule.before));
+  }
+  // How many of a strand start at or before a row.
+  uint64_t up_to(const EpisodeIndex& index, uint64_t k, uint64_t number) const {
+    uint64_t low = 0, high = count(k);
+    while (low < high) {
+      const uint64_t middle = (low + high) / 2;
+      at(index, k, middle).start <= number ? low = middle + 1 : high = middle;
+    }
+    return low;
+  }
+
+ private:
+  struct Strand {
+    Queue which;        // the trajectories' places among all that the strand ever had
+    Queue windows;      // the number of each one's first window, as if all its rows were still there
+    uint64_t next = 0;  // the oldest that nothing is known about: it is still too short and may grow
+    uint64_t version = 0, edits = 0;
+  };
+  void update(const EpisodeIndex& index, uint64_t k, uint64_t version) {
+    Strand& s = strands_[k];
+    const Queue& starts = index.strand(k).starts;
+    const uint64_t oldest = starts.dropped(), end = oldest + starts.size();
+    // A trajectory in the middle was cut or joined.
+    if (s.edits != index.strand(k).edits)
+      s.which.clear(), s.windows.clear(), s.next = 0, s.edits = index.strand(k).edits;
+    uint64_t gone = 0;  // they are overwritten from the oldest on
+    while (gone < s.which.size() && (s.which[gone] < oldest || length(index, k, s.which[gone]) < min_length_)) ++gone;
+    // The running one may grow again.
+    if (gone > 0 && s.which[gone - 1] + 1 == end) s.next = end - 1;
+    s.which.drop(gone);
+    if (by_window_) s.windows.drop(gone);
+    for (s.next = std::max(s.next, oldest); s.next < end; ++s.next) {
+      if (length(index, k, s.next) >= min_length_)
+        add(index, k, s.next);
+      else if (s.next + 1 == end)
+        break;
+    }
+    s.version = version;
+  }
+  void add(const EpisodeIndex& index, uint64_t k, uint64_t place) {
+    Strand& s = strands_[k];
+    if (by_window_) s.windows.push(s.which.empty() ? 0 : end_of_windows(index, k));
+    s.which.push(place);
+  }
+  uint64_t windows(const EpisodeIndex& index, uint64_t k) const {
+    return strands_[k].which.empty() ? 0 : end_of_windows(index, k) - first_window(index, k);
+  }
+  // The first window's number: the oldest trajectory may have lost rows at its begin.
+  uint64_t first_window(const EpisodeIndex& index, uint64_t k) const {
+    return strands_[k].windows[0] + (at(index, k, 0).start - whole_start(index, k, 0));
+  }
+  // The number behind the last window's: the newest trajectory may have grown.
+  uint64_t end_of_windows(const EpisodeIndex& index, uint64_t k) const {
+    const uint64_t last = strands_[k].which.size() - 1;
+    const uint64_t rows = at(index, k, last).stop - whole_start(index, k, last);
+    return strands_[k].windows[last] + rows + static_cast<uint64_t>(more_);
+  }
+  // Where a trajectory of the list began, whether that row is still there or not.
+  uint64_t whole_start(const EpisodeIndex& index, uint64_t k, uint64_t i) const {
+    const Queue& starts = index.strand(k).starts;
+    return starts[strands_[k].which[i] - starts.dropped()];
+  }
+  static uint64_t length(const EpisodeIndex& index, uint64_t k, uint64_t place) {
+    return index.trajectory(k, place - index.strand(k).starts.dropped()).length();
+  }
+
+  uint64_t min_length_;
+  bool by_window_;
+  int64_t more_;
+  uint64_t version_ = 0, restarts_ = 0;
+  std::vector<Strand> strands_;
+  std::vector<uint64_t> before_ = {0};
+};
+
+// A window that is uniform among those that the rule allows in a trajectory.
+inline Slice draw_slice(const SliceRule& rule, const Trajectory& t, uint64_t random) {
+  const auto length = static_cast<int64_t>(rule.length);
+  const int64_t low = static_cast<int64_t>(t.start) - static_cast<int64_t>(rule.before);
+  const int64_t high = std::max(low, static_cast<int64_t>(t.stop) - length + static_cast<int64_t>(rule.after));
+  return slice_of(rule, t, low + static_cast<int64_t>(below(random, static_cast<uint64_t>(high - low + 1))));
+}
+
+// The i-th of the random numbers that come from a seed.
+inline uint64_t random_at(uint64_t seed, uint64_t i) { return mix64(seed + i * 0x9E3779B97F4A7C15ull); }
+
+// The slices of one batch.
+struct SliceBatch {
+  static constexpr uint64_t kMostRows = uint64_t{1} << 43;  // beyond any memory
+  Shape shape{};
+  uint64_t incarnation = 0;
+  SliceRule rule;
+  std::vector<Slice> slices;
+
+  uint64_t rows() const {
+    uint64_t n = 0;
+    for (const Slice& s : slices)
+      if ((n += s.size()) > kMostRows) throw std::bad_alloc();
+    return n;
+  }
+  void slots(int64_t* out) const {
+    const uint64_t capacity = shape.lane_capacity, strands = shape.strands;
+    for (const Slice& s : slices) {
+      const uint64_t lane = s.lane * capacity;
+      uint64_t time = s.first % capacity;
+      auto slot = [&] { return static_cast<int64_t>((lane + time) * strands + s.strand); };
+      out = std::fill_n(out, s.pad_left, slot());
+      for (uint64_t i = 0; i < s.rows; ++i) {
+        *out++ = slot();
+        if (i + 1 < s.rows && ++time == capacity) time = 0;
+      }
+      out = std::fill_n(out, s.pad_right, slot());
+    }
+  }
+  void ids(int64_t* out) const {
+    int64_t id = 0;
+    for (const Slice& s : slices) out = std::fill_n(out, s.size(), id++);
+  }
+  void mask(uint8_t* out) const {
+    for (const Slice& s : slices) {
+      out = std::fill_n(out, s.pad_left, uint8_t{0});
+      out = std::fill_n(out, s.rows, uint8_t{1});
+      out = std::fill_n(out, s.pad_right, uint8_t{0});
+    }
+  }
+  // Places in the batch of each slice's first and last stored row.
+  template <typename F>
+  void ends(F&& take) const {
+    uint64_t at = 0;
+    for (const Slice& s : slices) {
+      take(at + s.pad_left, at + s.pad_left + s.rows - 1);
+      at += s.size();
+    }
+  }
+  // Slices of which a row was overwritten, or is being: a slot may hold a row of the next round by now, which is whole
+  // and not of this trajectory. After the rows were copied, and a fence.
+  std::vector<uint64_t> stale(const Store& store) const {
+    std::atomic_thread_fence(std::memory_order_acquire);
+    const bool other = store.header()->incarnation.load(std::memory_order_relaxed) != incarnation ||
+                       std::memcmp(store.shape().store_id, shape.store_id, sizeof shape.store_id) != 0;
+    std::vector<uint64_t> found;
+    for (uint64_t i = 0; i < slices.size(); ++i)
+      if (other || slices[i].first < store.lanes.first_now(slices[i].lane)) found.push_back(i);
+    return found;
+  }
+};
+
+// An epoch over the trajectories that were long enough when it began: each strand's number of them, and the last row of
+// the newest of them (-1: gone). Which of them are left follows from the rows that are stored.
+struct SliceEpoch {
+  Permutation order{0, 0, false};
+  std::vector<uint64_t> counts, before = {0};
+  std::vector<int64_t> lasts;
+
+  SliceEpoch(uint64_t key, bool shuffle, std::vector<uint64_t> counts_in, std::vector<int64_t> lasts_in)
+      : counts(std::move(counts_in)), lasts(std::move(lasts_in)) {
+    for (uint64_t n : counts) before.push_back(before.back() + n);
+    order = Permutation(key, before.back(), shuffle);
+  }
+  static SliceEpoch begin(const EpisodeIndex& index, const LongEnough& all, uint64_t key, bool shuffle) {
+    std::vector<uint64_t> counts;
+    std::vector<int64_t> lasts;
+    for (uint64_t k = 0; k < index.strands(); ++k) {
+      counts.push_back(all.count(k));
+      lasts.push_back(counts.back() ? static_cast<int64_t>(all.at(index, k, counts.back() - 1).stop) - 1 : -1);
+    }
+    return {key, shuffle, std::move(counts), std::move(lasts)};
+  }
+  uint64_t size() const { return before.back(); }
+  void follow(const EpisodeIndex& index, const LongEnough& all) {
+    if (!left_.empty() && version_ == index.version()) return;
+    left_.resize(counts.size());
+    for (uint64_t k = 0; k < counts.size(); ++k) left_[k] = lasts[k] < 0 ? 0 : all.up_to(index, k, lasts[k]);
+    version_ = index.version();
+  }
+  // The trajectory at a position of the epoch; false: it was overwritten, or is too short by now.
+  bool at(const EpisodeIndex& index, const LongEnough& all, uint64_t position, Trajectory& found) const {
+    const uint64_t i = order.at(position);
+    uint64_t k = 0;
+    if (counts.size() > 1) k = std::upper_bound(before.begin(), before.end(), i) - before.begin() - 1;
+    const uint64_t gone = counts[k] - std::min(counts[k], left_[k]), place = i - before[k];
+    if (place < gone) return false;
+    found = all.at(index, k, left_[k] - (counts[k] - place));
+    return true;
+  }
+
+ private:
+  std::vector<uint64_t> left_;
+  uint64_t version_ = 0;
 };
 
 }  // namespace engram

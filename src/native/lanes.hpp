@@ -10,7 +10,7 @@
 #include "crc32c.hpp"
 #include "header.hpp"
 #include "lane_protocol.hpp"
-#include "region.hpp"
+#include "mapping.hpp"
 
 namespace engram {
 

@@ -10,10 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "copy.hpp"
 #include "lanes.hpp"
-#include "paging.hpp"
-#include "save_pass.hpp"
+#include "readahead.hpp"
+#include "snapshot.hpp"
 
 namespace engram {
 

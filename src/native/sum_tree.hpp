@@ -14,7 +14,7 @@
 #include <memory>
 #include <vector>
 
-#include "region.hpp"
+#include "mapping.hpp"
 
 namespace engram {
 

@@ -129,11 +129,11 @@ def test_the_running_trajectory_is_long_enough_again_when_its_writer_has_written
         return np.zeros(stop - start, np.int64)
 
     for _ in range(3):
-        store.publish(0, store.claim(0, 10), 10)
+        _native.testing.publish(store, 0, _native.testing.claim(store, 0, 10), 10)
         assert index.draw(store, rule, seed, 2, fetch) is not None
-        at = store.claim(0, 5)
+        at = _native.testing.claim(store, 0, 5)
         assert index.draw(store, rule, seed, 2, fetch) is None
-        store.publish(0, at, 5)
+        _native.testing.publish(store, 0, at, 5)
         assert index.draw(store, rule, seed, 2, fetch) is not None
 
 

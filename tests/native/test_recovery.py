@@ -244,16 +244,16 @@ def test_a_row_in_the_wrong_place_or_of_another_store_is_not_whole(tmp_path: Pat
     code, width = words(4)
     with file_store(tmp_path / "s", width, 16) as s:
         append_strands(s, code, 32)
-        assert all(s.whole(i) for i in range(16))
+        assert all(_native.testing.is_whole(s, i) for i in range(16))
         rows = s.memory()[s.rows_offset : s.rows_offset + 16 * s.row_stride].reshape(16, s.row_stride)
         rows[3] = rows[4]
-        assert [i for i in range(16) if not s.whole(i)] == [3]
+        assert [i for i in range(16) if not _native.testing.is_whole(s, i)] == [3]
         rows[5, 0] ^= 1
-        assert not s.whole(5)
+        assert not _native.testing.is_whole(s, 5)
         rows[6, -16] ^= 16  # the number: one ring further
-        assert not s.whole(6)
+        assert not _native.testing.is_whole(s, 6)
         with pytest.raises(IndexError):
-            s.whole(16)
+            _native.testing.is_whole(s, 16)
         assert s.recover() > 0
         assert s.gather(code, slots(15))[2] is None
 

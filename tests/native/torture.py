@@ -268,7 +268,7 @@ def main() -> int:
         start = time.monotonic()
         t.run(a.seconds, a.until_fault)
         took = round(time.monotonic() - start, 2)
-    print(json.dumps({"planted": _native.PLANTED, "seconds": took, **t.done, "faults": t.faults[:20]}))
+    print(json.dumps({"planted": _native.testing.PLANTED, "seconds": took, **t.done, "faults": t.faults[:20]}))
     return 1 if t.faults else 0
 
 

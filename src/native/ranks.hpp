@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "follow.hpp"
-#include "region.hpp"
+#include "follower.hpp"
+#include "mapping.hpp"
 
 namespace engram {
 

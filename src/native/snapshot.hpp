@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "lanes.hpp"
-#include "region.hpp"
+#include "mapping.hpp"
 
 namespace engram {
 
@@ -79,10 +79,6 @@ class SavePass {
     for (uint64_t lane = 0; lane < s.lanes; ++lane) preserve(lane, 0, s.lane_capacity);
   }
   const Shape& shape() const { return lanes_.shape(); }
-  uint64_t preserved_bytes() {
-    const std::lock_guard<std::mutex> guard(mutex_);
-    return copies_.size() * block_rows_ * lanes_.shape().row_stride;
-  }
 
  private:
   enum State : uint8_t { kDone, kPending, kPreserved };

@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
-#include "calls.hpp"
-#include "episodes_module.hpp"
+#include "bind_store.hpp"
+#include "bind_episodes.hpp"
 #include "priorities.hpp"
 
 namespace engram {
@@ -318,42 +318,6 @@ inline void use_exponent(Priorities& self, double alpha, double eps) {
   if (!next.same(self.exponent())) self.use(next);
 }
 
-// A sum tree with its minimum tree by itself, for tests.
-struct BareTree {
-  explicit BareTree(uint64_t n) : size(n), sum(n) {}
-  void check(const SlotsArg& slots) const {
-    for (size_t i = 0; i < slots.n; ++i)
-      if (static_cast<uint64_t>(slots.data[i]) >= size) throw nb::index_error("no such leaf");
-  }
-  void set(nb::handle slots_in, nb::handle values_in) {
-    const SlotsArg slots{nb::borrow(slots_in)};
-    const NumbersArg values(values_in);
-    if (!values.fits() || values.n != slots.n) throw nb::value_error("one value for each leaf");
-    check(slots);
-    Touched touched;
-    for (size_t i = 0; i < slots.n; ++i) {
-      const auto leaf = static_cast<uint64_t>(slots.data[i]);
-      sum.leaf(leaf) = values[i];
-      touched.add(leaf / kWide);
-    }
-    sum.refresh(touched);
-  }
-  void fill(uint64_t from, uint64_t to, double value) {
-    if (from >= to || to > size) throw nb::index_error("no such leaves");
-    for (uint64_t leaf = from; leaf < to; ++leaf) sum.leaf(leaf) = value;
-    sum.refresh(from / kWide, (to - 1) / kWide);
-  }
-  std::vector<uint64_t> find(std::vector<double> prefixes) const {
-    if (!(sum.total() > 0)) throw nb::value_error("the tree holds nothing");
-    std::vector<uint64_t> leaf(prefixes.size());
-    std::vector<double> value(prefixes.size());
-    sum.find(prefixes.data(), leaf.data(), value.data(), prefixes.size());
-    return leaf;
-  }
-  uint64_t size;
-  SumTree sum;
-};
-
 inline void bind_priorities(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<Priorities>(m, "Priorities")
@@ -386,13 +350,6 @@ inline void bind_priorities(nb::module_& m) {
           if (place > kMostPlaces) throw nb::value_error("a place beyond any batch");
         drawn.replace(places, fresh);
       }, "places"_a, "fresh"_a);
-  nb::class_<BareTree>(m, "SumTree")
-      .def(nb::init<uint64_t>(), "size"_a)
-      .def("set", &BareTree::set, "leaves"_a, "values"_a)
-      .def("fill", &BareTree::fill, "start"_a, "stop"_a, "value"_a)
-      .def("find", &BareTree::find, "prefixes"_a)
-      .def_prop_ro("total", [](const BareTree& t) { return t.sum.total(); })
-      .def_prop_ro("lowest", [](const BareTree& t) { return t.sum.lowest(); });
 }
 
 }  // namespace engram

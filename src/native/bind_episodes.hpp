@@ -6,8 +6,8 @@
 #include <atomic>
 #include <thread>
 
-#include "calls.hpp"
-#include "slices.hpp"
+#include "bind_store.hpp"
+#include "episodes.hpp"
 
 namespace engram {
 

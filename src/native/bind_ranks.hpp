@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "calls.hpp"
-#include "heap.hpp"
+#include "bind_store.hpp"
+#include "ranks.hpp"
 
 namespace engram {
 
@@ -137,7 +137,7 @@ inline void check_numbers(const RowNumbers& numbers, const Store& store) {
     throw nb::value_error("the numbers belong to a store of another size");
 }
 
-inline void bind_heap(nb::module_& m) {
+inline void bind_ranks(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<RankHeap>(m, "RankHeap")
       .def(nb::init<uint64_t>(), "capacity"_a)

@@ -88,7 +88,7 @@ class Cells {
   Array array_;
 };
 
-inline void bind_cells(nb::module_& m) {
+inline void bind_atomics(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<Cells>(m, "Cells")
       .def(nb::init<Cells::Array>(), "array"_a.noconvert())
