@@ -11,54 +11,54 @@
 
 namespace engram {
 
-// Flags or ids that Python hands over: `fetch(lane, from, to)` gives an array [time, strand] of them.
+// Flags or ids that Python hands over: `fetch(lane, from, to)` gives an array [time, environment] of them.
 class FetchedSignals {
  public:
-  FetchedSignals(nb::handle fetch, uint64_t strands, uint64_t bytes) : fetch_(fetch), strands_(strands), bytes_(bytes) {}
+  FetchedSignals(nb::handle fetch, uint64_t envs, uint64_t bytes) : fetch_(fetch), envs_(envs), bytes_(bytes) {}
   void expect(uint64_t lane, uint64_t from, uint64_t to) {
     array_ = fetch_(lane, from, to);
     buffer_ = std::make_unique<Buffer>();
     if (!buffer_->get(array_.ptr()) || !PyBuffer_IsContiguous(&buffer_->view(), 'C') ||
-        static_cast<uint64_t>(buffer_->view().len) != (to - from) * strands_ * bytes_)
+        static_cast<uint64_t>(buffer_->view().len) != (to - from) * envs_ * bytes_)
       throw nb::value_error("flags or ids must be a contiguous array [time, strand] of the index's item size");
     lane_ = lane, from_ = from, to_ = to;
   }
-  SignalRun run(uint64_t lane, uint64_t strand, uint64_t from, uint64_t n) const {
+  SignalRun run(uint64_t lane, uint64_t env, uint64_t from, uint64_t n) const {
     if (!buffer_ || lane != lane_ || from < from_ || from + n > to_) throw nb::value_error("rows that were not fetched");
     const auto* data = static_cast<const uint8_t*>(buffer_->view().buf);
-    return {data + ((from - from_) * strands_ + strand) * bytes_, static_cast<ptrdiff_t>(strands_ * bytes_)};
+    return {data + ((from - from_) * envs_ + env) * bytes_, static_cast<ptrdiff_t>(envs_ * bytes_)};
   }
 
  private:
   nb::handle fetch_;
-  uint64_t strands_, bytes_, lane_ = 0, from_ = 0, to_ = 0;
+  uint64_t envs_, bytes_, lane_ = 0, from_ = 0, to_ = 0;
   nb::object array_;
   std::unique_ptr<Buffer> buffer_;
 };
 
 // One thread at a time, whether it holds the GIL or not. A forked child finds it free.
-class Turns {
+class ForkSafeMutex {
  public:
-  class Turn {
+  class Lock {
    public:
-    explicit Turn(Turns& turns) : turns_(turns) {
+    explicit Lock(ForkSafeMutex& mutex) : mutex_(mutex) {
       const std::thread::id me = std::this_thread::get_id();
-      if (turns_.busy_.load() && turns_.pid_ == ::getpid() && turns_.owner_.load() == me)
+      if (mutex_.busy_.load() && mutex_.pid_ == ::getpid() && mutex_.owner_.load() == me)
         throw std::runtime_error("this sampler is drawing already: a finaliser must not sample");
-      if (!turns_.take()) {
+      if (!mutex_.take()) {
         nb::gil_scoped_release unlocked;
-        while (!turns_.take()) ::sched_yield();
+        while (!mutex_.take()) ::sched_yield();
       }
-      turns_.owner_.store(me);
+      mutex_.owner_.store(me);
     }
-    Turn(const Turn&) = delete;
-    ~Turn() {
-      turns_.owner_.store(std::thread::id());
-      turns_.busy_.store(false, std::memory_order_release);
+    Lock(const Lock&) = delete;
+    ~Lock() {
+      mutex_.owner_.store(std::thread::id());
+      mutex_.busy_.store(false, std::memory_order_release);
     }
 
    private:
-    Turns& turns_;
+    ForkSafeMutex& mutex_;
   };
   // Whether the last turn was another process's: it may have ended anywhere.
   bool forked() {
@@ -91,9 +91,9 @@ class Episodes {
   // windows; None: there is none.
   std::optional<SliceBatch> draw(Store& store, const SliceRule& rule, nb::handle seed_in, size_t n, nb::handle fetch) {
     const uint64_t seed = seed_of(seed_in);
-    const Turns::Turn turn(turns_);
-    look(store, fetch);
-    const LongEnough& all = long_enough(rule);
+    const ForkSafeMutex::Lock lock(mutex_);
+    poll(store, fetch);
+    const EligibleTrajectories& all = eligible(rule);
     if (all.total() == 0) return std::nullopt;
     SliceBatch batch = empty_batch(store, rule);
     if (n > kMostBytes / sizeof(Slice)) throw std::bad_alloc();
@@ -109,45 +109,45 @@ class Episodes {
   // What `use` makes of the index, brought up to date, and of an empty batch of slices.
   template <typename Use>
   auto with_index(Store& store, const SliceRule& rule, nb::handle fetch, Use&& use) {
-    const Turns::Turn turn(turns_);
-    look(store, fetch);
+    const ForkSafeMutex::Lock lock(mutex_);
+    poll(store, fetch);
     return use(index_, empty_batch(store, rule));
   }
-  // Every trajectory: lane, strand, first write number, length; lane by lane, strand by strand, oldest first.
+  // Every trajectory: lane, environment, first sequence, length; lane by lane, environment by environment, oldest first.
   std::tuple<Tensor, Tensor, Tensor, Tensor> trajectories(Store& store, nb::handle fetch) {
     std::vector<int64_t> out[4];
     {
-      const Turns::Turn turn(turns_);
-      look(store, fetch);
-      for (uint64_t k = 0; k < index_.strands(); ++k)
+      const ForkSafeMutex::Lock lock(mutex_);
+      poll(store, fetch);
+      for (uint64_t k = 0; k < index_.envs(); ++k)
         for (uint64_t i = 0; i < index_.count(k); ++i) {
           const Trajectory t = index_.trajectory(k, i);
-          const uint64_t values[4] = {t.lane, t.strand, t.start, t.length()};
+          const uint64_t values[4] = {t.lane, t.env, t.start, t.length()};
           for (int c = 0; c < 4; ++c) out[c].push_back(static_cast<int64_t>(values[c]));
         }
     }
     return {copied_out(out[0]), copied_out(out[1]), copied_out(out[2]), copied_out(out[3])};
   }
   uint64_t longest(Store& store, nb::handle fetch) {
-    const Turns::Turn turn(turns_);
-    look(store, fetch);
+    const ForkSafeMutex::Lock lock(mutex_);
+    poll(store, fetch);
     return index_.longest();
   }
 
   // ---- epochs ----
   SliceEpoch begin_epoch(Store& store, const SliceRule& rule, uint64_t key, bool shuffle, nb::handle fetch) {
-    const Turns::Turn turn(turns_);
-    look(store, fetch);
-    return SliceEpoch::begin(index_, long_enough(rule), key, shuffle);
+    const ForkSafeMutex::Lock lock(mutex_);
+    poll(store, fetch);
+    return SliceEpoch::begin(index_, eligible(rule), key, shuffle);
   }
   // Up to n slices from a position of the epoch on, the position after them, and whether `least` more are there.
   std::tuple<SliceBatch, uint64_t, bool> take(Store& store, const SliceRule& rule, SliceEpoch& epoch, uint64_t position,
                                               nb::handle seed_in, size_t n, size_t least, nb::handle fetch) {
     const uint64_t seed = seed_of(seed_in);
-    const Turns::Turn turn(turns_);
-    look(store, fetch);
-    if (epoch.counts.size() != index_.strands()) throw nb::value_error("the epoch was made for another store");
-    const LongEnough& all = long_enough(rule);
+    const ForkSafeMutex::Lock lock(mutex_);
+    poll(store, fetch);
+    if (epoch.counts.size() != index_.envs()) throw nb::value_error("the epoch was made for another store");
+    const EligibleTrajectories& all = eligible(rule);
     epoch.follow(index_, all);
     SliceBatch batch = empty_batch(store, rule);
     Trajectory t;
@@ -168,38 +168,38 @@ class Episodes {
     return slots_out(values.size(), [&](int64_t* out) { std::copy(values.begin(), values.end(), out); });
   }
   static SliceBatch empty_batch(const Store& store, const SliceRule& rule) {
-    return {store.shape(), store.header()->incarnation.load(std::memory_order_acquire), rule, {}};
+    return {store.geometry(), store.header()->incarnation.load(std::memory_order_acquire), rule, {}};
   }
-  Slice any(const LongEnough& all, const SliceRule& rule, uint64_t which, uint64_t where) const {
+  Slice any(const EligibleTrajectories& all, const SliceRule& rule, uint64_t which, uint64_t where) const {
     return draw_slice(rule, all.at(index_, below(which, all.total())), where);
   }
-  void look(Store& store, nb::handle fetch) {
-    if (offset_ && (store.shape().payload_bytes < bytes_ || *offset_ > store.shape().payload_bytes - bytes_))
+  void poll(Store& store, nb::handle fetch) {
+    if (offset_ && (store.geometry().payload_bytes < bytes_ || *offset_ > store.geometry().payload_bytes - bytes_))
       throw nb::value_error("the flag or id lies outside the rows of this store");
     if (!offset_ && fetch.is_none()) throw nb::value_error("flags or ids must be fetched");
-    if (turns_.forked()) index_ = EpisodeIndex(by_id_, bytes_), lists_.clear();
+    if (mutex_.forked()) index_ = EpisodeIndex(by_id_, bytes_), lists_.clear();
     try {
-      for (int looks = 0; looks == 0 || (looks < kLooks && index_.overtaken(store)); ++looks) look_once(store, fetch);
+      for (int looks = 0; looks == 0 || (looks < kLooks && index_.overtaken(store)); ++looks) poll_once(store, fetch);
     } catch (...) {
       index_.forget_all();  // a scan may have ended in its middle: memory ran out, or Python said no
       throw;
     }
   }
-  void look_once(Store& store, nb::handle fetch) {
+  void poll_once(Store& store, nb::handle fetch) {
     if (offset_) {
       PackedSignals signals(store, *offset_);
-      maybe_without_gil(index_.news(store) > kGilRows, [&] { index_.look(store, signals); });
+      maybe_without_gil(index_.news(store) > kGilRows, [&] { index_.poll(store, signals); });
     } else {
-      FetchedSignals signals(fetch, store.shape().strands, bytes_);
-      index_.look(store, signals);
+      FetchedSignals signals(fetch, store.geometry().envs, bytes_);
+      index_.poll(store, signals);
     }
   }
-  LongEnough& long_enough(const SliceRule& rule) {
+  EligibleTrajectories& eligible(const SliceRule& rule) {
     size_t i = 0;
     while (i < lists_.size() && !lists_[i]->serves(rule)) ++i;
     if (i == lists_.size()) {
       if (i == kLists) lists_.erase(lists_.begin()), --i;  // batches of many sizes
-      lists_.push_back(std::make_unique<LongEnough>(rule));
+      lists_.push_back(std::make_unique<EligibleTrajectories>(rule));
     }
     try {
       lists_[i]->follow(index_);
@@ -216,9 +216,9 @@ class Episodes {
   bool by_id_;
   std::optional<uint64_t> offset_;
   uint64_t bytes_;
-  Turns turns_;
+  ForkSafeMutex mutex_;
   EpisodeIndex index_;
-  std::vector<std::unique_ptr<LongEnough>> lists_;
+  std::vector<std::unique_ptr<EligibleTrajectories>> lists_;
 };
 
 // bool [n] or [n, 1].
@@ -266,10 +266,10 @@ inline void bind_episodes(nb::module_& m) {
           throw nb::value_error(("a slice of " + std::to_string(length) + " rows is longer than any memory").c_str());
         if (length < 1 || min_length < 1 || before >= length || after >= length)
           throw nb::value_error("a slice has at least one row, and at least one of its window is a stored one");
-        const SliceRule made{length, min_length, before, after, pad, by_window};
-        if (by_window && min_length <= kMostBytes && static_cast<int64_t>(min_length) + made.more_windows() < 1)
+        const SliceRule checked{length, min_length, before, after, pad, by_window};
+        if (by_window && min_length <= kMostBytes && static_cast<int64_t>(min_length) + checked.more_windows() < 1)
           throw nb::value_error("by_window each trajectory that is long enough has a window");
-        new (rule) SliceRule(made);
+        new (rule) SliceRule(checked);
       }, "length"_a, "min_length"_a, "before"_a = 0, "after"_a = 0, "pad"_a = false, "by_window"_a = false)
       .def_ro("length", &SliceRule::length)
       .def_ro("min_length", &SliceRule::min_length);
@@ -305,7 +305,7 @@ inline void bind_episodes(nb::module_& m) {
         uint64_t total = 0;
         for (uint64_t n : counts)
           if (n > kMostBytes || (total += n) > kMostBytes) throw nb::value_error("an epoch beyond any memory");
-        if (counts.size() != lasts.size()) throw nb::value_error("a last row for each strand");
+        if (counts.size() != lasts.size()) throw nb::value_error("a last row for each environment");
         new (epoch) SliceEpoch(key, shuffle, std::move(counts), std::move(lasts));
       }, "key"_a, "shuffle"_a, "counts"_a, "lasts"_a)
       .def("__len__", &SliceEpoch::size)

@@ -76,7 +76,7 @@ class Results {
 
 constexpr uint32_t kMostPlaces = uint32_t{1} << 30;
 
-inline std::string number(double x) {
+inline std::string text_of(double x) {
   char text[32];
   std::snprintf(text, sizeof text, "%.6g", x);
   return text;
@@ -84,37 +84,37 @@ inline std::string number(double x) {
 
 inline void refuse_priority(double p, size_t at) {
   const bool large = p > 0 && std::isfinite(p);
-  throw nb::value_error(("priority " + number(p) + " at position " + std::to_string(at) +
+  throw nb::value_error(("priority " + text_of(p) + " at position " + std::to_string(at) +
                          (large ? " is too large for this alpha" : ": priorities are finite and 0 or more") +
                          "; nothing was changed").c_str());
 }
 
 inline void check_priorities(const Priorities& self, const NumbersArg& p) {
   for (size_t i = 0; i < p.n; ++i)
-    if (!self.exponent().takes(p[i])) refuse_priority(p[i], i);
+    if (!self.transform().takes(p[i])) refuse_priority(p[i], i);
 }
 
 // Which rows of a store there are, as a follower that has just looked knows it.
-class KnownRows {
+class StoredRows {
  public:
-  KnownRows(const Store& store, const Priorities& p) : shape_(store.shape()), slots_(store.slots()), priorities_(p) {
-    for (uint64_t l = 0; l < shape_.lanes; ++l) {
+  StoredRows(const Store& store, const Priorities& p) : geometry_(store.geometry()), slots_(store.slots()), priorities_(p) {
+    for (uint64_t l = 0; l < geometry_.lanes; ++l) {
       LaneView view;
       view.published = p.seen()[l].published;
       view.first = store.lanes.lane(l).base.load(std::memory_order_relaxed);
-      numbers_.emplace_back(view, shape_.lane_capacity);
+      sequences_.emplace_back(view, geometry_.lane_capacity);
     }
   }
   // Whether the row that a caller means is there: the slot's own, or the one of this generation. An IndexError where
   // nobody can ever have meant one.
-  bool there(int64_t given, const int64_t* generation) const {
+  bool is_stored(int64_t given, const int64_t* generation) const {
     const auto slot = static_cast<uint64_t>(given);
     if (slot >= slots_) refuse(given, " lies outside 0 to " + std::to_string(slots_ - 1));
-    uint64_t time = slot, lane = 0, found = 0;
-    if (shape_.strands > 1) time /= shape_.strands;
-    if (shape_.lanes > 1) lane = time / shape_.lane_capacity, time -= lane * shape_.lane_capacity;
-    const bool written = numbers_[lane].find(time, found);
-    if (generation) return written && priorities_.holds(slot) && *generation >= 0 && static_cast<uint64_t>(*generation) == found;
+    uint64_t time = slot, lane = 0, sequence = 0;
+    if (geometry_.envs > 1) time /= geometry_.envs;
+    if (geometry_.lanes > 1) lane = time / geometry_.lane_capacity, time -= lane * geometry_.lane_capacity;
+    const bool written = sequences_[lane].find(time, sequence);
+    if (generation) return written && priorities_.holds(slot) && *generation >= 0 && static_cast<uint64_t>(*generation) == sequence;
     if (!written) refuse(given, " has not been written");
     return priorities_.holds(slot);
   }
@@ -124,10 +124,10 @@ class KnownRows {
     throw nb::index_error(("index " + std::to_string(given) + why + "; nothing was changed").c_str());
   }
 
-  const Shape& shape_;
+  const StoreGeometry& geometry_;
   uint64_t slots_;
   const Priorities& priorities_;
-  std::vector<SlotNumbers> numbers_;
+  std::vector<SlotSequences> sequences_;
 };
 
 constexpr const char* kAllZero =
@@ -144,7 +144,7 @@ inline std::optional<std::tuple<Tensor, Tensor, DrawnRows>> draw_by_priority(Pri
   out.add({kDLInt, 64}, n);
   out.add({kDLFloat, static_cast<uint8_t>(wide ? 64 : 32)}, n);
   out.take();
-  self.look(store);
+  self.poll(store);
   if (self.rows() == 0) return std::nullopt;
   if (!(self.total() > 0))
     throw std::runtime_error(kAllZero);
@@ -175,7 +175,7 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
   if (n > kMostBytes / 8) throw std::bad_alloc();
   const auto first = static_cast<uint64_t>(seed.data[0]);
   return episodes.with_index(store, rule, fetch, [&](const EpisodeIndex& index, SliceBatch batch) -> std::optional<SliceBatch> {
-    self.look(store);
+    self.poll(store);
     self.open_starts(store, index, rule.length, rule.min_length < rule.length);
     if (!(self.total() > 0)) {
       if (index.longest() < rule.min_length) return std::nullopt;
@@ -184,16 +184,16 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
     std::vector<int64_t> slots(n);
     std::vector<double> leaves(n);
     self.draw(first, slots.data(), leaves.data(), n);
-    const Shape& s = store.shape();
+    const StoreGeometry& s = store.geometry();
     for (int64_t slot : slots) {
-      const uint64_t time = static_cast<uint64_t>(slot) / s.strands, lane = time / s.lane_capacity;
-      const uint64_t strand = static_cast<uint64_t>(slot) % s.strands;
-      uint64_t number = 0;
+      const uint64_t time = static_cast<uint64_t>(slot) / s.envs, lane = time / s.lane_capacity;
+      const uint64_t env = static_cast<uint64_t>(slot) % s.envs;
+      uint64_t sequence = 0;
       Trajectory t;
-      if (!SlotNumbers(index.known(lane), s.lane_capacity).find(time % s.lane_capacity, number) ||
-          !index.find(lane * s.strands + strand, number, t))
+      if (!SlotSequences(index.indexed(lane), s.lane_capacity).find(time % s.lane_capacity, sequence) ||
+          !index.find(lane * s.envs + env, sequence, t))
         return std::nullopt;  // overwritten since the index looked
-      batch.slices.push_back(slice_of(rule, t, static_cast<int64_t>(number)));
+      batch.slices.push_back(slice_of(rule, t, static_cast<int64_t>(sequence)));
     }
     return batch;
   });
@@ -205,7 +205,7 @@ inline Tensor start_weights(const Priorities& self, const SliceBatch& batch, dou
   out.take();
   auto fill = [&](auto* at) {
     for (const Slice& slice : batch.slices) {
-      double leaf = self.leaf(slot_of(batch.shape, slice.lane, slice.first, slice.strand));
+      double leaf = self.leaf(slot_of(batch.geometry, slice.lane, slice.first, slice.env));
       if (leaf == 0) leaf = self.lowest();  // overwritten since
       self.weights(&leaf, beta, at, 1);
       at = std::fill_n(at, slice.size(), *at);
@@ -228,22 +228,22 @@ inline bool set_priorities(Priorities& self, const Store& store, nb::handle slot
     return false;
   }
   if (slots->n != priorities.n || (generations && generations->n != slots->n)) return false;
-  self.look(store);
-  const KnownRows known(store, self);
+  self.poll(store);
+  const StoredRows stored(store, self);
   static thread_local std::vector<Priorities::Change> changes;
   changes.resize(slots->n);
-  self.bring(slots->data, slots->n);
+  self.prefetch(slots->data, slots->n);
   for (size_t i = 0; i < slots->n; ++i) {
     const double p = priorities[i];
     if (!(p >= 0 && std::isfinite(p))) refuse_priority(p, i);
-    changes[i] = {static_cast<uint64_t>(slots->data[i]), p, self.exponent().leaf(std::max(p, kZeroPriority))};
+    changes[i] = {static_cast<uint64_t>(slots->data[i]), p, self.transform().leaf(std::max(p, kZeroPriority))};
     if (!(changes[i].leaf <= kMostLeaf)) refuse_priority(p, i);
   }
-  size_t kept = 0;
+  size_t count = 0;
   for (size_t i = 0; i < slots->n; ++i)
-    if (known.there(static_cast<int64_t>(changes[i].slot), generations ? generations->data + i : nullptr)) changes[kept++] = changes[i];
-  const uint64_t skipped = slots->n - kept;
-  changes.resize(kept);
+    if (stored.is_stored(static_cast<int64_t>(changes[i].slot), generations ? generations->data + i : nullptr)) changes[count++] = changes[i];
+  const uint64_t skipped = slots->n - count;
+  changes.resize(count);
   self.set(changes);
   self.skip(skipped);
   return true;
@@ -252,12 +252,12 @@ inline bool set_priorities(Priorities& self, const Store& store, nb::handle slot
 // Gives rows the priority of new ones.
 inline void mark_priorities(Priorities& self, const Store& store, nb::handle slots_in) {
   const SlotsArg slots{nb::borrow(slots_in)};
-  self.look(store);
-  const KnownRows known(store, self);
-  const double priority = self.new_priority(), leaf = self.exponent().leaf(priority);
+  self.poll(store);
+  const StoredRows stored(store, self);
+  const double priority = self.new_priority(), leaf = self.transform().leaf(priority);
   std::vector<Priorities::Change> changes;
   for (size_t i = 0; i < slots.n; ++i)
-    if (known.there(slots.data[i], nullptr)) changes.push_back({static_cast<uint64_t>(slots.data[i]), priority, leaf});
+    if (stored.is_stored(slots.data[i], nullptr)) changes.push_back({static_cast<uint64_t>(slots.data[i]), priority, leaf});
   self.set(changes);
 }
 
@@ -267,7 +267,7 @@ inline Tensor priorities_of(Priorities& self, const Store& store, nb::handle slo
   Results out;
   out.add({kDLFloat, 64}, slots.n);
   out.take();
-  self.look(store);
+  self.poll(store);
   for (size_t i = 0; i < slots.n; ++i) {
     const auto slot = static_cast<uint64_t>(slots.data[i]);
     if (slot >= store.slots()) refuse_slots(store);
@@ -280,15 +280,15 @@ using SeenRows = std::vector<std::pair<uint64_t, uint64_t>>;
 
 // Where it stands: (rows seen of each lane, highest, latest, skipped, priorities of these rows in the order of age).
 inline std::tuple<SeenRows, double, double, uint64_t, Tensor> priorities_state(Priorities& self, const Store& store) {
-  self.look(store);
+  self.poll(store);
   const Priorities::State state = self.state();
   uint64_t rows = 0;
   for (auto [first, published] : state.seen) rows += published - first;
   Results out;
-  out.add({kDLFloat, 64}, rows * store.shape().strands);
+  out.add({kDLFloat, 64}, rows * store.geometry().envs);
   out.take();
   auto* at = out.data<double>(0);
-  Priorities::each_row(store.shape(), state.seen, [&](uint64_t, uint64_t, uint64_t slot) { *at++ = self.priority(slot); });
+  Priorities::each_row(store.geometry(), state.seen, [&](uint64_t, uint64_t, uint64_t slot) { *at++ = self.priority(slot); });
   return {state.seen, state.highest, state.latest, state.skipped, out.make(0)};
 }
 
@@ -301,21 +301,21 @@ inline void resume_priorities(Priorities& self, const Store& store, const SeenRo
     if (published < first) throw nb::value_error("a saved lane ends before it begins");
     rows += published - first;
   }
-  if (!priorities.fits() || rows * store.shape().strands != priorities.n)
+  if (!priorities.fits() || rows * store.geometry().envs != priorities.n)
     throw nb::value_error("the saved priorities are not one for each row");
   check_priorities(self, priorities);
-  if (!self.exponent().takes(highest) || !self.exponent().takes(latest))
+  if (!self.transform().takes(highest) || !self.transform().takes(latest))
     throw nb::value_error("the saved highest priority is none");
   for (size_t i = 0; i < priorities.n; ++i) own.push_back(priorities[i]);
   self.resume(store, {seen, highest, latest, skipped}, own.data());
 }
 
-inline void use_exponent(Priorities& self, double alpha, double eps) {
-  const Exponent next{alpha, eps};
+inline void use_transform(Priorities& self, double alpha, double eps) {
+  const PriorityTransform next{alpha, eps};
   if (!next.takes(self.highest_seen()))
-    throw nb::value_error(("alpha=" + number(alpha) + " makes the priority " + number(self.highest_seen()) +
+    throw nb::value_error(("alpha=" + text_of(alpha) + " makes the priority " + text_of(self.highest_seen()) +
                            " too large to be summed").c_str());
-  if (!next.same(self.exponent())) self.use(next);
+  if (!next.same(self.transform())) self.use(next);
 }
 
 inline void bind_priorities(nb::module_& m) {
@@ -326,7 +326,7 @@ inline void bind_priorities(nb::module_& m) {
            "fetch"_a.none() = nb::none())
       .def("start_weights", &start_weights, "batch"_a, "beta"_a, "wide"_a)
       .def("draw", &draw_by_priority, "store"_a, "seed"_a, "n"_a, "beta"_a, "wide"_a)
-      .def("look", &Priorities::look, "store"_a)
+      .def("poll", &Priorities::poll, "store"_a)
       .def("set", &set_priorities, "store"_a, "slots"_a, "priorities"_a, "generations"_a.none() = nb::none())
       .def("mark", &mark_priorities, "store"_a, "slots"_a)
       .def("check", [](const Priorities& self, nb::handle priorities) {
@@ -335,7 +335,7 @@ inline void bind_priorities(nb::module_& m) {
         check_priorities(self, given);
       }, "priorities"_a)
       .def("of", &priorities_of, "store"_a, "slots"_a)
-      .def("use", &use_exponent, "alpha"_a, "eps"_a)
+      .def("use", &use_transform, "alpha"_a, "eps"_a)
       .def("forget", &Priorities::forget)
       .def("state", &priorities_state, "store"_a)
       .def("resume", &resume_priorities, "store"_a, "seen"_a, "highest"_a, "latest"_a, "skipped"_a, "priorities"_a)

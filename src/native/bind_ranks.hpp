@@ -68,8 +68,8 @@ inline Tensor int64_out(const std::vector<int64_t>& values) {
 // The rows that a heap has not seen yet or that changed; None where there are none. The heap counts on their ranks
 // being put in next.
 inline std::optional<Tensor> heap_behind(RankHeap& heap, const Store& store) {
-  const Shape& s = store.shape();
-  if (s.lanes != 1 || s.strands != 1 || s.lane_capacity != heap.capacity())
+  const StoreGeometry& s = store.geometry();
+  if (s.lanes != 1 || s.envs != 1 || s.lane_capacity != heap.capacity())
     throw nb::value_error("the heap was made for a store of another shape");
   struct Visitor {
     RankHeap& heap;
@@ -84,13 +84,13 @@ inline std::optional<Tensor> heap_behind(RankHeap& heap, const Store& store) {
       for (uint64_t w = from; w < to; ++w) slots.push_back(static_cast<int64_t>(w % heap.capacity()));
     }
     void edited(uint64_t slot) {
-      uint64_t number = 0;
-      if (SlotNumbers(store.lanes.view(0), heap.capacity()).find(slot, number))
+      uint64_t sequence = 0;
+      if (SlotSequences(store.lanes.view(0), heap.capacity()).find(slot, sequence))
         slots.push_back(static_cast<int64_t>(slot));
     }
   } visitor{heap, store, {}};
   try {
-    heap.follower().look(store, visitor);
+    heap.follower().poll(store, visitor);
     return visitor.slots.empty() ? std::nullopt : std::optional(int64_out(visitor.slots));
   } catch (...) {
     heap.follower().forget();  // what it has seen was not handed out: memory ran out
@@ -133,7 +133,7 @@ inline Placed heap_place(RankHeap& heap, const Store* store, nb::handle values, 
 }
 
 inline void check_numbers(const RowNumbers& numbers, const Store& store) {
-  if (store.slots() != numbers.slots() || store.shape().lanes != 1)
+  if (store.slots() != numbers.slots() || store.geometry().lanes != 1)
     throw nb::value_error("the numbers belong to a store of another size");
 }
 

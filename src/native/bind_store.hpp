@@ -44,8 +44,8 @@ inline std::string bytes_of(nb::bytes b) { return {b.c_str(), b.size()}; }
 
 inline void check_lane(const Store& store, uint64_t lane) {
   store.check_file();
-  if (lane >= store.shape().lanes)
-    throw nb::index_error(("lane " + std::to_string(lane) + " of " + std::to_string(store.shape().lanes)).c_str());
+  if (lane >= store.geometry().lanes)
+    throw nb::index_error(("lane " + std::to_string(lane) + " of " + std::to_string(store.geometry().lanes)).c_str());
 }
 
 // Releases the GIL for the time of a long copy only: getting it back beside a busy thread costs milliseconds.
@@ -59,9 +59,9 @@ inline void maybe_without_gil(bool release, F&& work) {
   }
 }
 
-// The time slots that n steps appended at write number `first` take.
+// The time slots that n steps appended at sequence `first` take.
 inline Tensor slots_from(const Store& store, uint64_t lane, uint64_t first, size_t n) {
-  const uint64_t capacity = store.shape().lane_capacity;
+  const uint64_t capacity = store.geometry().lane_capacity;
   return slots_out(n, [&](int64_t* out) {
     uint64_t slot = first % capacity;
     for (size_t i = 0; i < n; ++i) {
@@ -81,17 +81,17 @@ inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::opt
   store.must_be_writable();
   check_lane(store, lane);
   const size_t steps = most ? std::min(*most, plan.steps) : plan.steps;
-  const Shape& s = store.shape();
-  if (plan.strands != s.strands)
-    throw nb::value_error(("the batch has " + std::to_string(plan.strands) + " strands, the store " +
-                           std::to_string(s.strands)).c_str());
+  const StoreGeometry& s = store.geometry();
+  if (plan.envs != s.envs)
+    throw nb::value_error(("the batch has " + std::to_string(plan.envs) + " environments, the store " +
+                           std::to_string(s.envs)).c_str());
   for (const LeafSource& leaf : plan.leaves)
     if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
   // Before the rows: when they are there nothing may fail any more. The caller keeps other writers of the lane out.
   const uint64_t first = store.lanes.lane(lane).published.load();
   nb::object slots = plan.single ? nb::object(nb::int_(lane * s.lane_capacity + first % s.lane_capacity))
                                  : slots_from(store, lane, first, steps);
-  maybe_without_gil(plan.bytes > kGilBytes || store.pages().on(), [&] {
+  maybe_without_gil(plan.bytes > kGilBytes || store.readahead().on(), [&] {
     RowWriter(store).append(lane, steps, plan.leaves);
   });
   return slots;
@@ -112,7 +112,7 @@ struct Reading {
   // Another store's rows, behind the first n.
   void join(const Reading& other, size_t n) {
     inside = inside && other.inside;
-    result.numbers.insert(result.numbers.end(), other.result.numbers.begin(), other.result.numbers.end());
+    result.sequences.insert(result.sequences.end(), other.result.sequences.begin(), other.result.sequences.end());
     for (uint32_t i : other.result.missing) result.missing.push_back(static_cast<uint32_t>(i + n));
     for (uint32_t i : other.result.unwritten) result.unwritten.push_back(static_cast<uint32_t>(i + n));
   }
@@ -120,31 +120,31 @@ struct Reading {
 
 // A function of its own: inlined, the thread's scratch memory would be looked up again for each row.
 [[gnu::noinline]] inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies,
-                                        bool mapped, bool numbers, Reading& out, ReadScratch& scratch) {
+                                        bool mapped, bool sequences, Reading& out, ReadScratch& scratch) {
   RowReader reader(store, scratch);
   if (!(out.inside = reader.find(slots, n))) return;
   reader.copy(copies.data(), copies.size(), mapped);
-  reader.settle(numbers, out.result);
+  reader.settle(sequences, out.result);
 }
 
 inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies, bool mapped,
-                      bool numbers, Reading& out) {
+                      bool sequences, Reading& out) {
   static thread_local ReadScratch scratch;
-  read_rows(store, slots, n, copies, mapped, numbers, out, scratch);
+  read_rows(store, slots, n, copies, mapped, sequences, out, scratch);
 }
 
 inline void check_codec(const Store& store, const Codec& codec) {
   store.check_file();
   for (const Leaf& leaf : codec.leaves())
-    if (leaf.offset + leaf.bytes > store.shape().payload_bytes)
+    if (leaf.offset + leaf.bytes > store.geometry().payload_bytes)
       throw nb::value_error("the layout does not fit the rows of this store");
 }
 
-inline nb::tuple finish_read(nb::object rows, const Reading& reading, bool numbers) {
+inline nb::tuple finish_read(nb::object rows, const Reading& reading, bool sequences) {
   nb::object generation = nb::none();
-  if (numbers)
-    generation = slots_out(reading.result.numbers.size(), [&](int64_t* out) {
-      std::copy(reading.result.numbers.begin(), reading.result.numbers.end(), out);
+  if (sequences)
+    generation = slots_out(reading.result.sequences.size(), [&](int64_t* out) {
+      std::copy(reading.result.sequences.begin(), reading.result.sequences.end(), out);
     });
   return nb::make_tuple(rows, positions(reading.result.missing), positions(reading.result.unwritten), generation);
 }
@@ -161,16 +161,16 @@ struct SlotRange {
 
 // Asks memory for one of `parts` parts of a batch's rows.
 inline void warm_rows(const Store& store, const SlotRange& slots, size_t part, size_t parts) {
-  const Shape& s = store.shape();
+  const StoreGeometry& s = store.geometry();
   if (s.row_stride > kPrefetchBytes || slots.n * s.row_stride > kWarmBytes) return;
   const uint64_t all = store.slots();
   for (size_t i = slots.n * part / parts; i < slots.n * (part + 1) / parts; ++i) {
     const auto slot = static_cast<uint64_t>(slots.data[i]);
     if (slot >= all) return;  // the read refuses it
-    uint64_t time = slot, strand = 0, lane = 0;
-    if (s.strands > 1) time = slot / s.strands, strand = slot - time * s.strands;
+    uint64_t time = slot, env = 0, lane = 0;
+    if (s.envs > 1) time = slot / s.envs, env = slot - time * s.envs;
     if (s.lanes > 1) lane = time / s.lane_capacity, time -= lane * s.lane_capacity;
-    const uint8_t* row = store.row(store.physical(lane, strand, time));
+    const uint8_t* row = store.row(store.physical(lane, env, time));
     prefetch_rows<0>(&row, 1, s.row_stride);
   }
 }
@@ -179,7 +179,7 @@ inline void warm_rows(const Store& store, const SlotRange& slots, size_t part, s
 // all of them. With `parts` (an extra dict or None for each store) also each store's rows as a batch, in the memory of
 // the whole.
 inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& codec, nb::handle slots_in,
-                             std::optional<std::vector<int64_t>> shape, nb::handle extra, bool mapped, bool numbers,
+                             std::optional<std::vector<int64_t>> shape, nb::handle extra, bool mapped, bool sequences,
                              nb::handle parts = nb::none()) {
   for (const Store* store : stores) check_codec(*store, codec);
   const SlotsArg slots(nb::borrow(slots_in), true);
@@ -237,7 +237,7 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
   static thread_local std::vector<LeafCopy> copies;
   Reading all;
   bool asking = false;
-  for (Store* store : stores) asking |= store->pages().on();
+  for (Store* store : stores) asking |= store->readahead().on();
   maybe_without_gil(bytes > kGilBytes || (mapped && asking), [&] {
     for (size_t p = 0; p < stores.size() && all.inside; ++p) {
       copies.clear();
@@ -246,25 +246,25 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
                           where[k].first->data(where[k].second) + p * each * leaves[k].bytes,
                           static_cast<ptrdiff_t>(leaves[k].bytes)});
       if (p == 0) {
-        read_rows(*stores[p], slots.data, each, copies, mapped, numbers, all);
+        read_rows(*stores[p], slots.data, each, copies, mapped, sequences, all);
       } else {
         Reading one;
-        read_rows(*stores[p], slots.data + p * each, each, copies, mapped, numbers, one);
+        read_rows(*stores[p], slots.data + p * each, each, copies, mapped, sequences, one);
         all.join(one, p * each);
       }
       if (!all.inside) all.outside = p;
     }
   });
   if (!all.inside) refuse_slots(*stores[all.outside]);
-  nb::tuple read = finish_read(codec.build(tensors, lead, extra), all, numbers);
+  nb::tuple read = finish_read(codec.build(tensors, lead, extra), all, sequences);
   if (extras.empty()) return read;
-  nb::list made;
+  nb::list part_batches;
   for (size_t p = 0; p < extras.size(); ++p) {
     std::vector<nb::object> mine;
     for (size_t k = 0; k < leaves.size(); ++k) mine.push_back(std::move(part_tensors[p * leaves.size() + k]));
-    made.append(codec.build(mine, part_lead, extras[p]));
+    part_batches.append(codec.build(mine, part_lead, extras[p]));
   }
-  return nb::make_tuple(read[0], read[1], read[2], read[3], made);
+  return nb::make_tuple(read[0], read[1], read[2], read[3], part_batches);
 }
 
 // What the members of an ensemble were drawn for, as int64 [members, rows]: their slots, and which member each is of.
@@ -298,8 +298,8 @@ inline std::optional<std::pair<Tensor, Tensor>> joint_index(nb::list drawn, cons
 }
 
 inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::optional<std::vector<int64_t>> shape,
-                        nb::handle extra, bool mapped, bool numbers) {
-  return gather_many({&store}, codec, slots_in, std::move(shape), extra, mapped, numbers);
+                        nb::handle extra, bool mapped, bool sequences) {
+  return gather_many({&store}, codec, slots_in, std::move(shape), extra, mapped, sequences);
 }
 
 // Rows that are to replace stored ones: made with all the memory that `write` needs. The caller keeps store and plan.
@@ -318,26 +318,26 @@ class Replacement {
       for (int64_t row : rows_)
         if (static_cast<uint64_t>(row) >= plan.steps) throw nb::index_error("a row lies outside the batch");
     }
-    const Shape& s = store.shape();
-    if (plan.strands != 1 || (chosen_ ? rows_.size() : plan.steps) != slots_.size())
+    const StoreGeometry& s = store.geometry();
+    if (plan.envs != 1 || (chosen_ ? rows_.size() : plan.steps) != slots_.size())
       throw nb::value_error("one row for each slot");
     for (const LeafSource& leaf : plan.leaves)
       if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
     for (int64_t slot : slots_)
       if (static_cast<uint64_t>(slot) >= store.slots()) refuse_slots(store);
-    numbers_.reserve(s.lanes);
+    sequences_.reserve(s.lanes);
     writer_.prepare(slots_.data(), slots_.size(), plan.leaves.size());
   }
   // Every slot must hold a row by now.
   void write() {
     store_.must_be_writable();
-    const Shape& s = store_.shape();
-    numbers_.clear();
-    for (uint64_t l = 0; l < s.lanes; ++l) numbers_.emplace_back(store_.lanes.view(l), s.lane_capacity);
+    const StoreGeometry& s = store_.geometry();
+    sequences_.clear();
+    for (uint64_t l = 0; l < s.lanes; ++l) sequences_.emplace_back(store_.lanes.view(l), s.lane_capacity);
     for (int64_t slot : slots_) {
-      const uint64_t time = static_cast<uint64_t>(slot) / s.strands;
-      uint64_t number = 0;
-      if (!numbers_[time / s.lane_capacity].find(time % s.lane_capacity, number))
+      const uint64_t time = static_cast<uint64_t>(slot) / s.envs;
+      uint64_t sequence = 0;
+      if (!sequences_[time / s.lane_capacity].find(time % s.lane_capacity, sequence))
         throw nb::index_error(("slot " + std::to_string(slot) + " has not been written").c_str());
     }
     writer_.write(slots_.data(), slots_.size(), plan_.leaves, chosen_ ? rows_.data() : nullptr);
@@ -348,7 +348,7 @@ class Replacement {
   const Plan& plan_;
   std::vector<int64_t> slots_, rows_;
   bool chosen_ = false;
-  std::vector<SlotNumbers> numbers_;
+  std::vector<SlotSequences> sequences_;
   InPlaceWriter writer_;
 };
 
@@ -365,22 +365,22 @@ inline void note_edits(Store& store, nb::handle slots_in) {
   InPlaceWriter(store).note(slots.data, slots.n);
 }
 
-// Generations of slots: write numbers, -1 where a slot holds no row. `replaced` knows of rows replaced out of turn.
+// Generations of slots: sequences, -1 where a slot holds no row. `replaced` knows of rows replaced out of turn.
 inline Tensor generations(const Store& store, nb::handle slots_in, const RowNumbers* replaced = nullptr) {
   const SlotsArg slots(nb::borrow(slots_in));
-  const Shape& s = store.shape();
+  const StoreGeometry& s = store.geometry();
   store.check_file();
-  std::vector<SlotNumbers> numbers;
-  for (uint64_t l = 0; l < s.lanes; ++l) numbers.emplace_back(store.lanes.view(l), s.lane_capacity);
+  std::vector<SlotSequences> sequences;
+  for (uint64_t l = 0; l < s.lanes; ++l) sequences.emplace_back(store.lanes.view(l), s.lane_capacity);
   return slots_out(slots.n, [&](int64_t* out) {
     for (size_t i = 0; i < slots.n; ++i) {
       const auto slot = static_cast<uint64_t>(slots.data[i]);
       if (slot >= store.slots()) refuse_slots(store);
-      const uint64_t time = slot / s.strands;
-      uint64_t number = 0;
-      const bool there = numbers[time / s.lane_capacity].find(time % s.lane_capacity, number);
-      if (there && replaced) number = replaced->number(store, slot, number);
-      out[i] = there ? static_cast<int64_t>(number) : -1;
+      const uint64_t time = slot / s.envs;
+      uint64_t sequence = 0;
+      const bool is_stored = sequences[time / s.lane_capacity].find(time % s.lane_capacity, sequence);
+      if (is_stored && replaced) sequence = replaced->number(store, slot, sequence);
+      out[i] = is_stored ? static_cast<int64_t>(sequence) : -1;
     }
   });
 }
@@ -398,12 +398,12 @@ inline std::optional<Tensor> uniform(Store& store, nb::handle seed_in, size_t n)
 }
 
 // One pass over the rows that existed when it was made: in a store whose lanes had `ring` steps (0: as this one's) and
-// whose write numbers were higher by `moved`, one for each lane (empty: as they are). Places keep their rows.
+// whose sequences were higher by `moved`, one for each lane (empty: as they are). Places keep their rows.
 class EpochWalk {
  public:
   EpochWalk(const Store& store, uint64_t key, bool shuffle, std::vector<std::pair<uint64_t, uint64_t>> ranges,
             uint64_t ring, std::vector<uint64_t> moved)
-      : map_(ring ? ring : store.lanes.capacity(), store.lanes.strands()), moved_(std::move(moved)),
+      : map_(ring ? ring : store.lanes.capacity(), store.lanes.envs()), moved_(std::move(moved)),
         permutation_(0, 0, false) {
     if (moved_.empty()) moved_.resize(ranges.size());
     if (ranges.size() != store.lanes.count() || moved_.size() != ranges.size())
@@ -419,18 +419,18 @@ class EpochWalk {
   std::pair<Tensor, uint64_t> take(const Store& store, uint64_t position, size_t n) const {
     if (store.lanes.count() != moved_.size()) throw nb::value_error("the walk was made for another store");
     store.check_file();
-    const uint64_t capacity = store.lanes.capacity(), strands = store.lanes.strands();
+    const uint64_t capacity = store.lanes.capacity(), envs = store.lanes.envs();
     std::vector<uint64_t> first;
     for (uint64_t l = 0; l < store.lanes.count(); ++l) first.push_back(store.lanes.view(l).first);
-    std::vector<int64_t> found;
-    found.reserve(std::min<uint64_t>(n, map_.total()));
-    for (; position < map_.total() && found.size() < n; ++position) {
-      uint64_t lane = 0, number = 0;
-      const uint64_t strand = static_cast<uint64_t>(map_.by_slot(permutation_.at(position), lane, number)) % strands;
-      if (number < moved_[lane] || number - moved_[lane] < first[lane]) continue;
-      found.push_back(static_cast<int64_t>((lane * capacity + (number - moved_[lane]) % capacity) * strands + strand));
+    std::vector<int64_t> drawn;
+    drawn.reserve(std::min<uint64_t>(n, map_.total()));
+    for (; position < map_.total() && drawn.size() < n; ++position) {
+      uint64_t lane = 0, sequence = 0;
+      const uint64_t env = static_cast<uint64_t>(map_.by_slot(permutation_.at(position), lane, sequence)) % envs;
+      if (sequence < moved_[lane] || sequence - moved_[lane] < first[lane]) continue;
+      drawn.push_back(static_cast<int64_t>((lane * capacity + (sequence - moved_[lane]) % capacity) * envs + env));
     }
-    Tensor slots = slots_out(found.size(), [&](int64_t* out) { std::copy(found.begin(), found.end(), out); });
+    Tensor slots = slots_out(drawn.size(), [&](int64_t* out) { std::copy(drawn.begin(), drawn.end(), out); });
     return {std::move(slots), position};
   }
 
@@ -440,17 +440,17 @@ class EpochWalk {
   Permutation permutation_;
 };
 
-// Restored rows [strands, steps, payload bytes] with write numbers from `start` on, which nobody sees yet.
+// Restored rows [environments, steps, payload bytes] with sequences from `start` on, which nobody sees yet.
 inline void put_rows(Store& store, uint64_t lane, uint64_t start,
                      nb::ndarray<const uint8_t, nb::ndim<3>, nb::device::cpu> rows) {
   store.must_be_writable();
   check_lane(store, lane);
-  const Shape& s = store.shape();
+  const StoreGeometry& s = store.geometry();
   if (s.payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
-  if (rows.shape(0) != s.strands || rows.shape(1) > s.lane_capacity || rows.shape(2) != s.payload_bytes)
+  if (rows.shape(0) != s.envs || rows.shape(1) > s.lane_capacity || rows.shape(2) != s.payload_bytes)
     throw nb::value_error("rows must be [strands, steps, payload bytes], no more steps than a lane has room for");
   if (rows.stride(2) != 1 && s.payload_bytes > 1) throw nb::value_error("the bytes of a row must lie side by side");
-  if (start > UINT64_MAX - rows.shape(1)) throw nb::value_error("write numbers end at 2^64");
+  if (start > UINT64_MAX - rows.shape(1)) throw nb::value_error("sequences end at 2^64");
   int error = 0;
   {
     nb::gil_scoped_release unlocked;
@@ -486,15 +486,15 @@ inline void set_border(Store& store, const Codec& codec, const std::vector<std::
 
 // In the middle of a restore, whose rows would be lost if it ended here: takes no memory, as far as bits are set.
 inline void set_seams(const Store& store, uint64_t lane, uint64_t base, uint64_t published, nb::list at) {
-  auto number = [&](uint64_t i) {
+  auto sequence = [&](uint64_t i) {
     uint64_t w = 0;
-    if (!nb::try_cast(at[i], w)) throw nb::type_error("seams are write numbers");
+    if (!nb::try_cast(at[i], w)) throw nb::type_error("seams are sequences");
     return w;
   };
   const uint64_t n = nb::len(at);
   for (uint64_t i = 0; i < n; ++i)
-    if (number(i) < number(i ? i - 1 : 0)) throw nb::value_error("seams do not rise");
-  store.set_seams(lane, base, published, n, number);
+    if (sequence(i) < sequence(i ? i - 1 : 0)) throw nb::value_error("seams do not rise");
+  store.set_seams(lane, base, published, n, sequence);
 }
 
 // How the last user left a store: (no change is half done, cleanly, in which boot of the machine). The caller has looked at
@@ -522,12 +522,12 @@ inline void bind_store(nb::module_& m) {
   m.attr("LOG_ENTRIES") = kLogEntries;
   m.attr("FEATURES") = feature_names(~uint64_t{0});
   m.def("gather_many", &gather_many, "stores"_a, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(),
-        "extra"_a.none() = nb::none(), "mapped"_a = false, "numbers"_a = false, "parts"_a.none() = nb::none());
+        "extra"_a.none() = nb::none(), "mapped"_a = false, "sequences"_a = false, "parts"_a.none() = nb::none());
   m.def("joint_index", &joint_index, "slots"_a, "members"_a);
 
   nb::class_<Plan>(m, "Plan")
       .def_ro("steps", &Plan::steps)
-      .def_ro("strands", &Plan::strands)
+      .def_ro("envs", &Plan::envs)
       .def_ro("bytes", &Plan::bytes);
 
   nb::class_<Codec>(m, "Codec")
@@ -544,54 +544,54 @@ inline void bind_store(nb::module_& m) {
       .def("take", &EpochWalk::take, "store"_a, "position"_a, "n"_a)
       .def("__len__", &EpochWalk::size);
 
-  nb::class_<SharedPass>(m, "SavePass")
-      .def("read", [](SharedPass& shared, uint64_t lane, uint64_t start, uint64_t stop,
+  nb::class_<SharedSnapshot>(m, "CopyOnWriteSnapshot")
+      .def("read", [](SharedSnapshot& shared, uint64_t lane, uint64_t start, uint64_t stop,
                       nb::ndarray<uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu> out) {
-        SavePass& pass = *shared.pass;
-        if (!pass.covers(lane, start, stop)) throw nb::index_error("these rows are not part of the save");
-        const Shape& s = pass.shape();
-        if (out.shape(0) != s.strands || out.shape(1) != stop - start || out.shape(2) != s.payload_bytes)
+        CopyOnWriteSnapshot& snapshot = *shared.snapshot;
+        if (!snapshot.covers(lane, start, stop)) throw nb::index_error("these rows are not part of the save");
+        const StoreGeometry& s = snapshot.geometry();
+        if (out.shape(0) != s.envs || out.shape(1) != stop - start || out.shape(2) != s.payload_bytes)
           throw nb::value_error("room for [strands, rows, payload bytes] is needed");
         uint8_t* to = out.data();
         nb::gil_scoped_release unlocked;
-        pass.read(lane, start, stop, to);
+        snapshot.read(lane, start, stop, to);
       }, "lane"_a, "start"_a, "stop"_a, "out"_a)
-      .def("lost_below", [](SharedPass& shared, uint64_t lane) {
-        SavePass& pass = *shared.pass;
-        if (lane >= pass.shape().lanes) throw nb::index_error("no such lane");
-        return pass.lost_below(lane);
+      .def("lost_below", [](SharedSnapshot& shared, uint64_t lane) {
+        CopyOnWriteSnapshot& snapshot = *shared.snapshot;
+        if (lane >= snapshot.geometry().lanes) throw nb::index_error("no such lane");
+        return snapshot.lost_below(lane);
       }, "lane"_a);
 
   nb::class_<Replacement>(m, "Replacement").def("write", &Replacement::write);
 
   nb::class_<Store>(m, "Store")
-      .def_static("create", [](int fd, uint64_t lanes, uint64_t lane_capacity, uint64_t strands, uint64_t payload_bytes,
+      .def_static("create", [](int fd, uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
                                uint64_t alignment, bool trailer, nb::bytes layout, nb::bytes store_id) {
-        return Store::create(fd, {lanes, lane_capacity, strands, payload_bytes, alignment, trailer, bytes_of(layout),
+        return Store::create(fd, {lanes, lane_capacity, envs, payload_bytes, alignment, trailer, bytes_of(layout),
                                   bytes_of(store_id)});
-      }, "fd"_a, "lanes"_a, "lane_capacity"_a, "strands"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout"_a,
+      }, "fd"_a, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout"_a,
          "store_id"_a)
-      .def_static("size_needed", [](uint64_t lanes, uint64_t lane_capacity, uint64_t strands, uint64_t payload_bytes,
+      .def_static("size_needed", [](uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
                                     uint64_t alignment, bool trailer, size_t layout_bytes) {
-        return shape_of({lanes, lane_capacity, strands, payload_bytes, alignment, trailer,
+        return geometry_of({lanes, lane_capacity, envs, payload_bytes, alignment, trailer,
                          std::string(layout_bytes, ' '), std::string(16, '\0')}).total_bytes;
-      }, "lanes"_a, "lane_capacity"_a, "strands"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout_bytes"_a)
+      }, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout_bytes"_a)
       .def_static("open", &Store::open, "fd"_a, "bytes"_a = nb::none(), "read_only"_a = false)
       .def_prop_ro("read_only", &Store::read_only)
-      .def_prop_ro("lanes", [](const Store& s) { return s.shape().lanes; })
-      .def_prop_ro("lane_capacity", [](const Store& s) { return s.shape().lane_capacity; })
-      .def_prop_ro("strands", [](const Store& s) { return s.shape().strands; })
-      .def_prop_ro("payload_bytes", [](const Store& s) { return s.shape().payload_bytes; })
-      .def_prop_ro("row_stride", [](const Store& s) { return s.shape().row_stride; })
-      .def_prop_ro("rows_offset", [](const Store& s) { return s.shape().rows_offset; })
-      .def_prop_ro("total_bytes", [](const Store& s) { return s.shape().total_bytes; })
+      .def_prop_ro("lanes", [](const Store& s) { return s.geometry().lanes; })
+      .def_prop_ro("lane_capacity", [](const Store& s) { return s.geometry().lane_capacity; })
+      .def_prop_ro("envs", [](const Store& s) { return s.geometry().envs; })
+      .def_prop_ro("payload_bytes", [](const Store& s) { return s.geometry().payload_bytes; })
+      .def_prop_ro("row_stride", [](const Store& s) { return s.geometry().row_stride; })
+      .def_prop_ro("rows_offset", [](const Store& s) { return s.geometry().rows_offset; })
+      .def_prop_ro("total_bytes", [](const Store& s) { return s.geometry().total_bytes; })
       .def_prop_ro("layout", [](const Store& s) { const auto l = s.layout(); return nb::bytes(l.data(), l.size()); })
-      .def_prop_ro("store_id", [](const Store& s) { return nb::bytes(s.shape().store_id, 16); })
+      .def_prop_ro("store_id", [](const Store& s) { return nb::bytes(s.geometry().store_id, 16); })
       .def_prop_ro("incarnation", [](const Store& s) { return s.header()->incarnation.load(); })
       .def("left_as", [](Store& s) { s.check_file(); return left_as(s); })
       .def_prop_ro("unflushed", [](const Store& s) {
         s.check_file();
-        for (uint64_t l = 0; l < s.shape().lanes; ++l)
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l)
           if (s.lanes.lane(l).durable.load() < s.lanes.lane(l).published.load()) return true;
         return false;
       })
@@ -604,7 +604,7 @@ inline void bind_store(nb::module_& m) {
       .def_prop_ro("log_head", [](const Store& s) { return s.header()->log_head.load(); })
       .def("log", [](const Store& s, uint64_t from) {
         const uint64_t head = s.header()->log_head.load(std::memory_order_acquire);
-        const auto* entries = reinterpret_cast<const Counter*>(s.at(s.shape().log_offset));
+        const auto* entries = reinterpret_cast<const Counter*>(s.at(s.geometry().log_offset));
         if (from > head || head - from > kLogEntries) throw nb::index_error("the log does not reach back so far");
         std::vector<uint64_t> slots;
         for (uint64_t i = from; i < head; ++i) slots.push_back(entries[i % kLogEntries].load());
@@ -622,33 +622,33 @@ inline void bind_store(nb::module_& m) {
                    [](Store& s, bool clean) { s.must_be_writable(); s.header()->clean = clean; })
       .def("lane", &lane_state, "lane"_a)
       .def("check_file", &Store::check_file)
-      .def("rows", [](const Store& s) { s.check_file(); return s.lanes.rows() * s.shape().strands; })
+      .def("rows", [](const Store& s) { s.check_file(); return s.lanes.rows() * s.geometry().envs; })
       .def("cursor", [](const Store& s, uint64_t l) {
         check_lane(s, l);
-        return s.lanes.lane(l).published.load() % s.shape().lane_capacity;
+        return s.lanes.lane(l).published.load() % s.geometry().lane_capacity;
       }, "lane"_a)
       .def("steps_written", [](const Store& s) { s.check_file(); return s.lanes.write_count(); })
       .def("advance", [](const Store& s, uint64_t l, uint64_t n, bool begins) {
         s.must_be_writable();
         check_lane(s, l);
-        if (s.shape().payload_bytes != 0) throw nb::value_error("this store has its rows itself: append to it");
+        if (s.geometry().payload_bytes != 0) throw nb::value_error("this store has its rows itself: append to it");
         return s.advance(l, n, begins);
       }, "lane"_a, "n"_a, "begins"_a = false)
       .def("mark_seam", [](const Store& s, uint64_t l) { check_lane(s, l); s.mark_seam(l); }, "lane"_a)
       .def("next_is_seam", [](const Store& s, uint64_t l) { check_lane(s, l); return s.next_is_seam(l); }, "lane"_a)
       .def("seams", [](const Store& s, uint64_t l) { check_lane(s, l); s.check_file(); return s.seams(l); }, "lane"_a)
-      .def("add_seam", [](const Store& s, uint64_t l, uint64_t number) {
+      .def("add_seam", [](const Store& s, uint64_t l, uint64_t sequence) {
         s.must_be_writable();
         check_lane(s, l);
-        if (s.shape().payload_bytes != 0) throw nb::value_error("the seams of stored rows are written with them");
-        s.add_seam(l, number);
-      }, "lane"_a, "number"_a)
+        if (s.geometry().payload_bytes != 0) throw nb::value_error("the seams of stored rows are written with them");
+        s.add_seam(l, sequence);
+      }, "lane"_a, "sequence"_a)
       .def("set_seams", [](const Store& s, uint64_t l, uint64_t base, uint64_t published,
                            nb::typed<nb::list, uint64_t> at) {
         s.must_be_writable();
         check_lane(s, l);
         if (base > published) throw nb::value_error("base lies above published");
-        if (published - base > s.shape().lane_capacity) throw nb::value_error("more rows than the lane has room for");
+        if (published - base > s.geometry().lane_capacity) throw nb::value_error("more rows than the lane has room for");
         set_seams(s, l, base, published, at);
       }, "lane"_a, "base"_a, "published"_a, "at"_a)
       .def("set_border", &set_border, "codec"_a, "entries"_a, "done"_a, "either"_a, "id"_a.none())
@@ -673,23 +673,23 @@ inline void bind_store(nb::module_& m) {
         check_lane(s, l);
         s.lanes.lane(l).term.fetch_add(1);
       }, "lane"_a)
-      .def("mend", [](Store& s) { s.must_be_writable(); s.lanes.mend(); return left_as(s); })
+      .def("repair", [](Store& s) { s.must_be_writable(); s.lanes.repair(); return left_as(s); })
       .def("mark_durable", [](const Store& s, const std::vector<uint64_t>& published) {
         s.must_be_writable();
-        if (published.size() != s.shape().lanes) throw nb::value_error("one number for each lane");
+        if (published.size() != s.geometry().lanes) throw nb::value_error("one sequence for each lane");
         s.check_file();
-        for (uint64_t l = 0; l < s.shape().lanes; ++l) s.lanes.lane(l).durable.store(published[l]);
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l) s.lanes.lane(l).durable.store(published[l]);
       }, "published"_a)
       .def("sync_header", [](const Store& s) {
         s.must_be_writable();
         nb::gil_scoped_release unlocked;
-        if (!s.synced(0, s.shape().rows_offset)) throw SyncFailed("the header");
+        if (!s.synced(0, s.geometry().rows_offset)) throw SyncFailed("the header");
       })
       .def_prop_ro("sync_failures", &Store::sync_failures)
       .def("count_sync_failure", &Store::count_sync_failure)
       .def("dirty_again", [](Store& s, const std::vector<uint64_t>& published) {
         s.must_be_writable();
-        if (published.size() != s.shape().lanes) throw nb::value_error("one number for each lane");
+        if (published.size() != s.geometry().lanes) throw nb::value_error("one sequence for each lane");
         nb::gil_scoped_release unlocked;
         DirtyAgain(s).run(published);
       }, "published"_a)
@@ -704,7 +704,7 @@ inline void bind_store(nb::module_& m) {
         if (s.saving()) s.saving()->settle();
         s.lanes.begin_change();
         s.forget_seams();
-        for (uint64_t l = 0; l < s.shape().lanes; ++l) {
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
           s.lanes.set_counters(l, 0, 0, 0);
           s.lanes.lane(l).term.fetch_add(1);  // so that no row from before is taken for one of the new
         }
@@ -726,34 +726,34 @@ inline void bind_store(nb::module_& m) {
         uint64_t dropped = 0;
         nb::gil_scoped_release unlocked;
         s.header()->incarnation.fetch_add(2);  // odd would say that a kill shall empty the store
-        for (uint64_t l = 0; l < s.shape().lanes; ++l) {
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
           const LaneScan scan = scan_lane(s, l);
           restore_lane(s, l, scan);
-          dropped += scan.dropped * s.shape().strands;
+          dropped += scan.dropped * s.geometry().envs;
         }
         return dropped;
       })
       .def("memory", [](const Store& s) {
         s.check_file();
-        const size_t shape[1] = {s.shape().total_bytes};
-        auto* owner = new std::shared_ptr<Region>(s.region());
-        nb::capsule keep(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<Region>*>(p); });
+        const size_t shape[1] = {s.geometry().total_bytes};
+        auto* owner = new std::shared_ptr<MappedRegion>(s.region());
+        nb::capsule keep(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<MappedRegion>*>(p); });
         if (s.read_only()) return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(s.at(0), 1, shape, keep));
         return nb::cast(nb::ndarray<nb::numpy, uint8_t>(s.at(0), 1, shape, keep));
       }, nb::sig("def memory(self) -> numpy.typing.NDArray[numpy.uint8]"))
-      .def("advise_random", [](const Store& s) { ::madvise(s.at(0), s.shape().total_bytes, MADV_RANDOM); })
+      .def("advise_random", [](const Store& s) { ::madvise(s.at(0), s.geometry().total_bytes, MADV_RANDOM); })
       .def("next_slot", [](const Store& s, uint64_t l) {
         check_lane(s, l);
-        return l * s.shape().lane_capacity + s.lanes.lane(l).published.load() % s.shape().lane_capacity;
+        return l * s.geometry().lane_capacity + s.lanes.lane(l).published.load() % s.geometry().lane_capacity;
       }, "lane"_a)
       .def("next_slots", &next_slots, "lane"_a, "n"_a)
       .def("append", &append, "lane"_a, "plan"_a, "most"_a.none() = nb::none(),
            nb::sig("def append(self, lane: int, plan: Plan, most: int | None = None) -> torch.Tensor | int"))
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
-           "mapped"_a = false, "numbers"_a = false)
+           "mapped"_a = false, "sequences"_a = false)
       .def("begin_save", [](Store& s, bool beside_writers) {
-        if (s.shape().payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
-        return SharedPass{beside_writers ? s.begin_save() : s.watch_save()};
+        if (s.geometry().payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
+        return SharedSnapshot{beside_writers ? s.begin_save() : s.watch_save()};
       }, "beside_writers"_a = true)
       .def("end_save", &Store::end_save)
       .def_prop_ro("saving", [](const Store& s) { return s.saving() != nullptr; })

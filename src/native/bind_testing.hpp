@@ -21,13 +21,13 @@ struct BareTree {
     const NumbersArg values(values_in);
     if (!values.fits() || values.n != slots.n) throw nb::value_error("one value for each leaf");
     check(slots);
-    Touched touched;
+    DirtyNodes dirty;
     for (size_t i = 0; i < slots.n; ++i) {
       const auto leaf = static_cast<uint64_t>(slots.data[i]);
       sum.leaf(leaf) = values[i];
-      touched.add(leaf / kWide);
+      dirty.add(leaf / kWide);
     }
-    sum.refresh(touched);
+    sum.refresh(dirty);
   }
   void fill(uint64_t from, uint64_t to, double value) {
     if (from >= to || to > size) throw nb::index_error("no such leaves");
@@ -69,17 +69,17 @@ inline void bind_testing(nb::module_& m) {
     for (uint64_t i = start; i < n && out.size() < count; ++i) out.push_back(p.at(i));
     return out;
   }, "key"_a, "n"_a, "start"_a, "count"_a);
-  m.def("pool_bytes", [] { return BlockPool::instance().kept(); });
+  m.def("pool_bytes", [] { return BlockPool::instance().free_bytes(); });
   m.def("empty_pool", [] { BlockPool::instance().empty(); });
 
-  m.def("redo_offset", [](const Store& s) { return s.shape().redo_offset; }, "store"_a);
+  m.def("redo_offset", [](const Store& s) { return s.geometry().redo_offset; }, "store"_a);
   m.def("has_trailer", [](const Store& s) { return s.has_trailer(); }, "store"_a);
   m.def("is_whole", [](const Store& s, uint64_t physical_row) {
     if (!s.has_trailer() || physical_row >= s.slots()) throw nb::index_error("no such row with a trailer");
     s.check_file();
     return s.whole(physical_row);
   }, "store"_a, "physical_row"_a);
-  m.def("reads_ahead", [](Store& s) { return s.pages().on(); }, "store"_a);
+  m.def("reads_ahead", [](Store& s) { return s.readahead().on(); }, "store"_a);
   m.def("claim", [](const Store& s, uint64_t l, uint64_t n) {
     s.must_be_writable();
     check_lane(s, l);

@@ -7,13 +7,13 @@
 
 namespace engram {
 
-// Leaves of a batch of steps: element (time, strand) of leaf k lies at array + time * stride + strand * strand_stride.
+// Leaves of a batch of steps: element (time, environment) of leaf k lies at array + time * stride + environment * environment_stride.
 struct LeafSource {
   size_t offset, bytes;
   const uint8_t* array;
-  ptrdiff_t stride, strand_stride;
-  const uint8_t* at(uint64_t time, uint64_t strand) const {
-    return array + static_cast<ptrdiff_t>(time) * stride + static_cast<ptrdiff_t>(strand) * strand_stride;
+  ptrdiff_t stride, env_stride;
+  const uint8_t* at(uint64_t time, uint64_t env) const {
+    return array + static_cast<ptrdiff_t>(time) * stride + static_cast<ptrdiff_t>(env) * env_stride;
   }
 };
 
@@ -33,18 +33,18 @@ class BorderCheck {
     if (rule.leaves != leaves.size()) return false;  // there is none
     const LaneView view = store_.lanes.view(lane);
     if (view.rows() == 0) return false;
-    const uint64_t strands = store_.shape().strands;
+    const uint64_t envs = store_.geometry().envs;
     uint64_t differs = 0;
-    for (uint64_t strand = 0; strand < strands; ++strand) {
-      const uint8_t* newest = row(lane, strand, view.published - 1);
+    for (uint64_t env = 0; env < envs; ++env) {
+      const uint8_t* newest = row(lane, env, view.published - 1);
       const auto [any, all] = done(newest);
       if (any) {
-        if (all && rule.id && same(newest + rule.id->offset, leaves[rule.id->leaf].at(0, strand), rule.id->bytes)) return true;
+        if (all && rule.id && same(newest + rule.id->offset, leaves[rule.id->leaf].at(0, env), rule.id->bytes)) return true;
         continue;
       }
       for (size_t k = 0; k < rule.entries.size(); ++k) {
         const BorderRule::Entry& e = rule.entries[k];
-        if (!same(newest + e.next_offset, leaves[e.leaf].at(0, strand), e.bytes)) differs |= uint64_t{1} << k;
+        if (!same(newest + e.next_offset, leaves[e.leaf].at(0, env), e.bytes)) differs |= uint64_t{1} << k;
       }
     }
     return differs && (differs & evidence(view, lane, n, leaves)) != 0;
@@ -53,8 +53,8 @@ class BorderCheck {
  private:
   static constexpr uint64_t kLookBack = 4096;  // rows, for a pair of joined ones
 
-  const uint8_t* row(uint64_t lane, uint64_t strand, uint64_t number) const {
-    return store_.row(store_.physical(lane, strand, number % store_.shape().lane_capacity));
+  const uint8_t* row(uint64_t lane, uint64_t env, uint64_t sequence) const {
+    return store_.row(store_.physical(lane, env, sequence % store_.geometry().lane_capacity));
   }
   static bool same(const uint8_t* a, const uint8_t* b, size_t bytes) { return std::memcmp(a, b, bytes) == 0; }
   // Whether some, and whether all of a step's flags are set.
@@ -77,23 +77,23 @@ class BorderCheck {
   // The entries, a bit each, that agreed between the last two joined steps, in every environment in which these are joined:
   // of the lane, else of the batch. What was found stays known when the steps are gone.
   uint64_t evidence(const LaneView& view, uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) const {
-    LaneHeader& known = store_.lanes.lane(lane);
+    LaneHeader& header = store_.lanes.lane(lane);
     const uint64_t newest = view.published - 1, floor = newest > kLookBack ? newest - kLookBack : 0;
-    const uint64_t looked = known.border_looked.load(std::memory_order_relaxed);
+    const uint64_t looked = header.border_looked.load(std::memory_order_relaxed);
     for (uint64_t k = newest; k > std::max({view.first, looked, floor}); --k) {
       if (store_.seam(lane, k)) continue;
       Agreed agreed;
-      for (uint64_t strand = 0; strand < store_.shape().strands; ++strand) {
-        const uint8_t* before = row(lane, strand, k - 1);
-        const uint8_t* after = row(lane, strand, k);
+      for (uint64_t env = 0; env < store_.geometry().envs; ++env) {
+        const uint8_t* before = row(lane, env, k - 1);
+        const uint8_t* after = row(lane, env, k);
         if (!done(before).first && !other_ids(before, after)) agreed.add(agreeing(before, after));
       }
       if (!agreed.any) continue;
-      known.border_agreed.store(agreed.entries | kBorderKnown, std::memory_order_relaxed);
+      header.border_agreed.store(agreed.entries | kBorderKnown, std::memory_order_relaxed);
       break;
     }
-    known.border_looked.store(newest, std::memory_order_relaxed);
-    const uint64_t agreed = known.border_agreed.load(std::memory_order_relaxed);
+    header.border_looked.store(newest, std::memory_order_relaxed);
+    const uint64_t agreed = header.border_agreed.load(std::memory_order_relaxed);
     return agreed & kBorderKnown ? agreed & ~kBorderKnown : n < 2 ? 0 : evidence_of(leaves);
   }
   uint64_t agreeing(const uint8_t* before, const uint8_t* after) const {
@@ -107,25 +107,25 @@ class BorderCheck {
   // The same of the first two steps of a batch.
   uint64_t evidence_of(const std::vector<LeafSource>& leaves) const {
     Agreed agreed;
-    for (uint64_t strand = 0; strand < store_.shape().strands; ++strand) {
-      if (first_is_done(leaves, strand)) continue;
+    for (uint64_t env = 0; env < store_.geometry().envs; ++env) {
+      if (first_is_done(leaves, env)) continue;
       if (rule_.id) {
         const LeafSource& ids = leaves[rule_.id->leaf];
-        if (!same(ids.at(0, strand), ids.at(1, strand), rule_.id->bytes)) continue;
+        if (!same(ids.at(0, env), ids.at(1, env), rule_.id->bytes)) continue;
       }
       uint64_t here = 0;
       for (size_t k = 0; k < rule_.entries.size(); ++k) {
         const BorderRule::Entry& e = rule_.entries[k];
-        if (same(leaves[e.next_leaf].at(0, strand), leaves[e.leaf].at(1, strand), e.bytes)) here |= uint64_t{1} << k;
+        if (same(leaves[e.next_leaf].at(0, env), leaves[e.leaf].at(1, env), e.bytes)) here |= uint64_t{1} << k;
       }
       agreed.add(here);
     }
     return agreed.any ? agreed.entries : 0;
   }
-  bool first_is_done(const std::vector<LeafSource>& leaves, uint64_t strand) const {
+  bool first_is_done(const std::vector<LeafSource>& leaves, uint64_t env) const {
     for (const BorderRule::Flag& flag : rule_.done)
       for (uint64_t i = 0; i < flag.bytes; ++i)
-        if (leaves[flag.leaf].at(0, strand)[i]) return true;
+        if (leaves[flag.leaf].at(0, env)[i]) return true;
     return false;
   }
 

@@ -41,8 +41,8 @@ struct Plan {
   Plan() = default;
   Plan(Plan&&) = default;
   Plan(const Plan&) = delete;
-  size_t steps = 0, strands = 1;
-  bool single = false;  // one step of one strand, without batch dimensions
+  size_t steps = 0, envs = 1;
+  bool single = false;  // one step of one environment, without batch dimensions
   std::vector<LeafSource> leaves;
   std::vector<nb::object> keep;
   std::vector<Buffer> buffers;
@@ -72,24 +72,24 @@ class Codec {
 
   const std::vector<Leaf>& leaves() const { return leaves_; }
 
-  // batch_dims 0: one step; 1: [time]; 2: [strand, time] or, with time_dim 0, [time, strand].
-  // time_dim -1 with batch_dims 1: [strand], one time step. `extra` is a (key, value) of the root that the batch
+  // batch_dims 0: one step; 1: [time]; 2: [environment, time] or, with time_dim 0, [time, environment].
+  // time_dim -1 with batch_dims 1: [environment], one time step. `extra` is a (key, value) of the root that the batch
   // need not hold; it goes before what the batch has there. None: not plain, or not of this layout.
   std::optional<Plan> check(nb::handle batch, int batch_dims, int time_dim, nb::handle extra) const {
     check_dims(batch_dims, time_dim);
-    std::vector<nb::object> found(leaves_.size());
+    std::vector<nb::object> values(leaves_.size());
     PyObject *key = nullptr, *value = nullptr;
     if (!extra.is_none()) {
       if (!PyTuple_Check(extra.ptr())) throw nb::type_error("extra must be a tuple of a key and a value");
       if (!PyArg_ParseTuple(extra.ptr(), "OO", &key, &value)) throw nb::python_error();
     }
-    if (!has_tree_ || !flatten(root_, batch.ptr(), found, key, value)) return std::nullopt;
+    if (!has_tree_ || !flatten(root_, batch.ptr(), values, key, value)) return std::nullopt;
     Plan plan;
     plan.scalars.reserve(scalars_reserved_);
     plan.leaves.reserve(leaves_.size()), plan.keep.reserve(leaves_.size());
     for (size_t k = 0; k < leaves_.size(); ++k)
-      if (!take(k, found[k].ptr(), batch_dims, time_dim, plan)) return std::nullopt;
-    for (nb::object& o : found) plan.keep.push_back(std::move(o));
+      if (!take(k, values[k].ptr(), batch_dims, time_dim, plan)) return std::nullopt;
+    for (nb::object& o : values) plan.keep.push_back(std::move(o));
     finish(plan, batch_dims);
     return plan;
   }
@@ -137,7 +137,7 @@ class Codec {
     if (!good) throw nb::value_error("batch_dims must be 0 to 2, time_dim one of them (or -1 with one)");
   }
   // What torch can hold: it must never refuse a tensor that was made over our memory.
-  static bool known(DType d) {
+  static bool is_supported(DType d) {
     switch (d.code) {
       case kDLInt: case kDLUInt: return d.bits == 8 || d.bits == 16 || d.bits == 32 || d.bits == 64;
       case kDLFloat: return d.bits == 16 || d.bits == 32 || d.bits == 64;
@@ -150,7 +150,7 @@ class Codec {
   void add_leaf(nb::tuple spec) {
     Leaf leaf;
     leaf.dtype = {nb::cast<uint8_t>(spec[0]), nb::cast<uint8_t>(spec[1])};
-    if (!known(leaf.dtype)) throw nb::value_error("a leaf has a dtype that tensors do not have");
+    if (!is_supported(leaf.dtype)) throw nb::value_error("a leaf has a dtype that tensors do not have");
     leaf.itemsize = leaf.dtype.bits / 8;
     leaf.bytes = leaf.itemsize;
     size_t span = leaf.itemsize;  // as if no dimension were 0: strides are computed so
@@ -189,10 +189,10 @@ class Codec {
 
   // ---- in ----
   // Leaves are held: looking at one (or comparing keys) can run Python code, which could drop the others.
-  bool flatten(const Node& node, PyObject* o, std::vector<nb::object>& found, PyObject* extra_key = nullptr,
+  bool flatten(const Node& node, PyObject* o, std::vector<nb::object>& values, PyObject* extra_key = nullptr,
                PyObject* extra = nullptr) const {
     if (node.kind == Node::kLeaf) {
-      found[node.leaf] = nb::borrow(o);
+      values[node.leaf] = nb::borrow(o);
       return true;
     }
     nb::object held;
@@ -211,7 +211,7 @@ class Codec {
                             ? extra
                             : PyDict_GetItemWithError(o, key.ptr());
       if (!value) return PyErr_Clear(), false;
-      if (!flatten(child, nb::object(nb::borrow(value)).ptr(), found)) return false;
+      if (!flatten(child, nb::object(nb::borrow(value)).ptr(), values)) return false;
     }
     return true;
   }
@@ -282,15 +282,15 @@ class Codec {
       if (leaf.shape[d] > 1 && stride(batch_dims + d) != expected) return false;
       expected *= leaf.shape[d];
     }
-    size_t steps = 1, strands = 1;
+    size_t steps = 1, envs = 1;
     LeafSource source{leaf.offset, leaf.bytes, s.data, 0, 0};
     for (int d = 0; d < batch_dims; ++d) {
       const bool time = d == time_dim;
-      (time ? steps : strands) = static_cast<size_t>(s.shape[d]);
-      (time ? source.stride : source.strand_stride) = stride(d);
+      (time ? steps : envs) = static_cast<size_t>(s.shape[d]);
+      (time ? source.stride : source.env_stride) = stride(d);
     }
-    if (k > 0 && (plan.steps != steps || plan.strands != strands)) return false;
-    plan.steps = steps, plan.strands = strands;
+    if (k > 0 && (plan.steps != steps || plan.envs != envs)) return false;
+    plan.steps = steps, plan.envs = envs;
     plan.leaves.push_back(source);
     return true;
   }
@@ -317,8 +317,8 @@ class Codec {
     } else {
       return false;
     }
-    if (!plan.leaves.empty() && (plan.steps != 1 || plan.strands != 1)) return false;
-    plan.steps = plan.strands = 1;
+    if (!plan.leaves.empty() && (plan.steps != 1 || plan.envs != 1)) return false;
+    plan.steps = plan.envs = 1;
     plan.scalars.push_back(bytes);  // reserved: never moves
     plan.leaves.push_back({leaf.offset, leaf.bytes, plan.scalars.back().data(), 0, 0});
     return true;
@@ -328,7 +328,7 @@ class Codec {
     plan.single = batch_dims == 0;
     size_t row = 0;
     for (const Leaf& leaf : leaves_) row += leaf.bytes;
-    plan.bytes = row * plan.steps * plan.strands;
+    plan.bytes = row * plan.steps * plan.envs;
   }
 
   // ---- out ----

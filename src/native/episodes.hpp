@@ -12,7 +12,7 @@
 namespace engram {
 
 // Numbers in rising order, added at the end and dropped at the front.
-class Queue {
+class SortedDeque {
  public:
   uint64_t size() const { return items_.size() - head_; }
   bool empty() const { return size() == 0; }
@@ -58,14 +58,14 @@ class PackedSignals {
  public:
   PackedSignals(const Store& store, uint64_t offset) : store_(store), offset_(offset) {}
   void expect(uint64_t, uint64_t, uint64_t) {}
-  // Rows of one strand from a write number on; they do not wrap.
-  SignalRun run(uint64_t lane, uint64_t strand, uint64_t from, uint64_t n) const {
-    const Shape& s = store_.shape();
-    const uint64_t physical = store_.physical(lane, strand, from % s.lane_capacity);
+  // Rows of one environment from a sequence on; they do not wrap.
+  SignalRun run(uint64_t lane, uint64_t env, uint64_t from, uint64_t n) const {
+    const StoreGeometry& s = store_.geometry();
+    const uint64_t physical = store_.physical(lane, env, from % s.lane_capacity);
     // A mapped file is advised that reads are random; a scan asks for what it reads, and for as much after it.
     if (store_.fd() >= 0 && n * s.row_stride >= kAskBytes) {
       const uint64_t start = s.rows_offset + physical * s.row_stride;
-      PageAsker(store_.fd()).ask(start, std::min(2 * n * s.row_stride, s.total_bytes - start));
+      Readahead(store_.fd()).ask(start, std::min(2 * n * s.row_stride, s.total_bytes - start));
     }
     return {store_.row(physical) + offset_, static_cast<ptrdiff_t>(s.row_stride)};
   }
@@ -77,32 +77,32 @@ class PackedSignals {
 };
 
 struct Trajectory {
-  uint64_t lane = 0, strand = 0, start = 0, stop = 0;  // write numbers [start, stop)
+  uint64_t lane = 0, env = 0, start = 0, stop = 0;  // sequences [start, stop)
   uint64_t length() const { return stop - start; }
 };
 
-// The trajectories of a store, strand by strand, oldest first: a function of the stored rows alone, however the index
+// The trajectories of a store, environment by environment, oldest first: a function of the stored rows alone, however the index
 // came to know them. They follow each other without gaps, so that their starts say all.
 //
 // A true flag ends a trajectory after its row; a change of id begins one. So do a seam, and the oldest row that is left.
 class EpisodeIndex {
  public:
   static constexpr uint64_t kBlock = 1 << 14;  // rows that a scan takes at a time
-  static constexpr uint64_t kAhead = 16;       // strands whose first row is brought in ahead
+  static constexpr uint64_t kAhead = 16;       // environments whose first row is brought in ahead
 
   // `bytes` of a flag or id: 1, 2, 4 or 8.
   EpisodeIndex(bool by_id, uint64_t bytes) : by_id_(by_id), bytes_(bytes) {}
 
-  struct Strand {
-    Queue starts;
+  struct Env {
+    SortedDeque starts;
     uint64_t last = 0;  // the newest row's flag or id
     uint64_t edits = 0;
   };
 
   // Takes in what is new. Signals have `expect(lane, from, to)`, called before rows of it are read, and `run`.
   template <typename Signals>
-  void look(const Store& store, Signals& signals) {
-    follower_.look(store, Visitor<Signals>{*this, store, signals});
+  void poll(const Store& store, Signals& signals) {
+    follower_.poll(store, Visitor<Signals>{*this, store, signals});
     // What was read of rows that were overwritten meanwhile says nothing: they go, and their boundaries with them.
     Lanes::Protocol::after_reading();
     for (uint64_t l = 0; l < lanes_.size(); ++l) forget(l, store.lanes.first_now(l));
@@ -111,10 +111,10 @@ class EpisodeIndex {
   void forget_all() { follower_.forget(); }
   // Rows that the next look will take in, about.
   uint64_t news(const Store& store) const {
-    if (!follows(store)) return store.lanes.rows() * store.shape().strands;
+    if (!follows(store)) return store.lanes.rows() * store.geometry().envs;
     uint64_t n = 0;
     for (uint64_t l = 0; l < lanes_.size(); ++l) n += store.lanes.view(l).published - lanes_[l].published;
-    return n * store.shape().strands;
+    return n * store.geometry().envs;
   }
 
   // Whether writers went through a whole ring of rows while the last look was under way: nothing of it is left.
@@ -124,33 +124,33 @@ class EpisodeIndex {
     return false;
   }
 
-  uint64_t strands() const { return strands_.size(); }  // of all lanes, lane by lane
+  uint64_t envs() const { return envs_.size(); }  // of all lanes, lane by lane
   uint64_t version() const { return version_; }         // another one after each change
   uint64_t restarts() const { return restarts_; }       // another one after each restart
   uint64_t edits() const { return edits_; }  // raised where a boundary in the middle came or went
   uint64_t lane_version(uint64_t lane) const { return lanes_[lane].version; }
   uint64_t per_lane() const { return per_lane_; }
-  const Strand& strand(uint64_t k) const { return strands_[k]; }
-  uint64_t count(uint64_t k) const { return strands_[k].starts.size(); }
-  // The i-th oldest trajectory of a strand.
+  const Env& env(uint64_t k) const { return envs_[k]; }
+  uint64_t count(uint64_t k) const { return envs_[k].starts.size(); }
+  // The i-th oldest trajectory of a environment.
   Trajectory trajectory(uint64_t k, uint64_t i) const {
     const uint64_t lane = per_lane_ == 1 ? k : k / per_lane_;
-    const Queue& starts = strands_[k].starts;
+    const SortedDeque& starts = envs_[k].starts;
     return {lane, k - lane * per_lane_, std::max(starts[i], lanes_[lane].first),
             i + 1 < starts.size() ? starts[i + 1] : lanes_[lane].published};
   }
   // The trajectory of a row; false: the row is not there.
-  bool find(uint64_t k, uint64_t number, Trajectory& found) const {
+  bool find(uint64_t k, uint64_t sequence, Trajectory& t) const {
     const uint64_t lane = k / per_lane_;
-    if (number < lanes_[lane].first || number >= lanes_[lane].published) return false;
-    found = trajectory(k, strands_[k].starts.up_to(number) - 1);
+    if (sequence < lanes_[lane].first || sequence >= lanes_[lane].published) return false;
+    t = trajectory(k, envs_[k].starts.up_to(sequence) - 1);
     return true;
   }
   // The rows of a lane that are taken in.
-  LaneView known(uint64_t lane) const { return {lanes_[lane].published, lanes_[lane].published, lanes_[lane].first}; }
+  LaneView indexed(uint64_t lane) const { return {lanes_[lane].published, lanes_[lane].published, lanes_[lane].first}; }
   uint64_t longest() const {
     uint64_t longest = 0;
-    for (uint64_t k = 0; k < strands(); ++k)
+    for (uint64_t k = 0; k < envs(); ++k)
       for (uint64_t i = 0; i < count(k); ++i) longest = std::max(longest, trajectory(k, i).length());
     return longest;
   }
@@ -165,16 +165,16 @@ class EpisodeIndex {
     EpisodeIndex& index;
     const Store& store;
     Signals& signals;
-    void restart(const Store&) { index.restart(store.shape()); }
+    void restart(const Store&) { index.restart(store.geometry()); }
     void vanished(uint64_t lane, uint64_t, uint64_t to) { index.forget(lane, to); }
     void rows(uint64_t lane, uint64_t from, uint64_t to) { index.scan(store, signals, lane, from, to); }
     void edited(uint64_t slot) { index.edited(store, signals, slot); }
   };
 
-  void restart(const Shape& s) {
-    per_lane_ = s.strands;
+  void restart(const StoreGeometry& s) {
+    per_lane_ = s.envs;
     lanes_.assign(s.lanes, {});
-    strands_.assign(s.lanes * s.strands, {});
+    envs_.assign(s.lanes * s.envs, {});
     for (Lane& lane : lanes_) changed(lane);
     restarts_ = version_;
   }
@@ -191,7 +191,7 @@ class EpisodeIndex {
     if (first <= lane.first) return;
     lane.first = first, changed(lane);
     for (uint64_t k = l * per_lane_; k < (l + 1) * per_lane_; ++k) {
-      Queue& starts = strands_[k].starts;
+      SortedDeque& starts = envs_[k].starts;
       if (first >= lane.published) {
         starts.clear();
         continue;
@@ -204,7 +204,7 @@ class EpisodeIndex {
 
   template <typename Signals>
   void scan(const Store& store, Signals& signals, uint64_t l, uint64_t from, uint64_t to) {
-    const Shape& s = store.shape();
+    const StoreGeometry& s = store.geometry();
     Lane& lane = lanes_[l];
     forget(l, std::max(from > lane.published ? from : 0, to > s.lane_capacity ? to - s.lane_capacity : 0));
     if (lane.first >= lane.published) lane.first = std::max(lane.first, from);
@@ -212,14 +212,14 @@ class EpisodeIndex {
     cuts.push_back(to);
     signals.expect(l, from, to);
     for (uint64_t j = 0; j < per_lane_; ++j) {
-      Strand& strand = strands_[l * per_lane_ + j];
-      // Few rows of each of many strands, far from each other.
+      Env& env = envs_[l * per_lane_ + j];
+      // Few rows of each of many environments, far from each other.
       if (j + kAhead < per_lane_) __builtin_prefetch(signals.run(l, j + kAhead, from, 1).at);
-      bool cut = strand.starts.empty();
+      bool cut = env.starts.empty();
       uint64_t at = from;
       for (uint64_t next : cuts) {
         if (next < at) continue;
-        if (next > at) scan_piece(s, signals, l, j, strand, at, next, cut);
+        if (next > at) scan_piece(s, signals, l, j, env, at, next, cut);
         at = next, cut = true;
       }
     }
@@ -227,50 +227,50 @@ class EpisodeIndex {
   }
 
   template <typename Signals>
-  void scan_piece(const Shape& s, Signals& signals, uint64_t l, uint64_t j, Strand& strand, uint64_t from, uint64_t to,
+  void scan_piece(const StoreGeometry& s, Signals& signals, uint64_t l, uint64_t j, Env& env, uint64_t from, uint64_t to,
                   bool cut) {
     while (from < to) {
       const uint64_t n = std::min({to - from, s.lane_capacity - from % s.lane_capacity, kBlock});
       const SignalRun run = signals.run(l, j, from, n);
-      by_id_ ? scan_run<true>(strand, run, from, n, cut) : scan_run<false>(strand, run, from, n, cut);
+      by_id_ ? scan_run<true>(env, run, from, n, cut) : scan_run<false>(env, run, from, n, cut);
       from += n, cut = false;
     }
   }
   template <bool kIds>
-  void scan_run(Strand& strand, SignalRun run, uint64_t from, uint64_t n, bool cut) const {
+  void scan_run(Env& env, SignalRun run, uint64_t from, uint64_t n, bool cut) const {
     switch (bytes_) {
-      case 1: return scan_typed<uint8_t, kIds>(strand, run, from, n, cut);
-      case 2: return scan_typed<uint16_t, kIds>(strand, run, from, n, cut);
-      case 4: return scan_typed<uint32_t, kIds>(strand, run, from, n, cut);
-      default: return scan_typed<uint64_t, kIds>(strand, run, from, n, cut);
+      case 1: return scan_typed<uint8_t, kIds>(env, run, from, n, cut);
+      case 2: return scan_typed<uint16_t, kIds>(env, run, from, n, cut);
+      case 4: return scan_typed<uint32_t, kIds>(env, run, from, n, cut);
+      default: return scan_typed<uint64_t, kIds>(env, run, from, n, cut);
     }
   }
   template <typename T, bool kIds>
-  static void scan_typed(Strand& strand, SignalRun run, uint64_t from, uint64_t n, bool cut) {
-    uint64_t last = strand.last;
+  static void scan_typed(Env& env, SignalRun run, uint64_t from, uint64_t n, bool cut) {
+    uint64_t last = env.last;
     for (uint64_t i = 0; i < n; ++i, run.at += run.stride) {
       T now;
       std::memcpy(&now, run.at, sizeof now);
-      if (cut || (kIds ? now != last : last != 0)) strand.starts.push(from + i);
+      if (cut || (kIds ? now != last : last != 0)) env.starts.push(from + i);
       cut = false, last = now;
     }
-    strand.last = last;
+    env.last = last;
   }
 
   // ---- rows that changed in place ----
   template <typename Signals>
   void edited(const Store& store, Signals& signals, uint64_t slot) {
-    const Shape& s = store.shape();
-    const uint64_t time = slot / s.strands, l = time / s.lane_capacity, j = slot % s.strands;
+    const StoreGeometry& s = store.geometry();
+    const uint64_t time = slot / s.envs, l = time / s.lane_capacity, j = slot % s.envs;
     const Lane& lane = lanes_[l];
-    uint64_t number = 0;
-    if (!SlotNumbers(known(l), s.lane_capacity).find(time % s.lane_capacity, number)) return;
-    const uint64_t from = number > lane.first ? number - 1 : number, to = std::min(number + 2, lane.published);
+    uint64_t sequence = 0;
+    if (!SlotSequences(indexed(l), s.lane_capacity).find(time % s.lane_capacity, sequence)) return;
+    const uint64_t from = sequence > lane.first ? sequence - 1 : sequence, to = std::min(sequence + 2, lane.published);
     signals.expect(l, from, to);
-    Strand& strand = strands_[l * per_lane_ + j];
-    for (uint64_t w = std::max(number, lane.first + 1); w < to; ++w)
-      correct(l, strand, w, starts_at(store, signals, l, j, w));
-    if (number + 1 == lane.published) strand.last = value(signals, l, j, number);
+    Env& env = envs_[l * per_lane_ + j];
+    for (uint64_t w = std::max(sequence, lane.first + 1); w < to; ++w)
+      correct(l, env, w, starts_at(store, signals, l, j, w));
+    if (sequence + 1 == lane.published) env.last = value(signals, l, j, sequence);
   }
   template <typename Signals>
   bool starts_at(const Store& store, Signals& signals, uint64_t l, uint64_t j, uint64_t w) const {
@@ -284,10 +284,10 @@ class EpisodeIndex {
     std::memcpy(&v, signals.run(l, j, w, 1).at, bytes_);
     return v;
   }
-  void correct(uint64_t l, Strand& strand, uint64_t w, bool starts) {
-    if (strand.starts.holds(w) == starts) return;
-    starts ? strand.starts.insert(w) : strand.starts.erase(w);
-    ++strand.edits, ++edits_, changed(lanes_[l]);
+  void correct(uint64_t l, Env& env, uint64_t w, bool starts) {
+    if (env.starts.holds(w) == starts) return;
+    starts ? env.starts.insert(w) : env.starts.erase(w);
+    ++env.edits, ++edits_, changed(lanes_[l]);
   }
 
   bool by_id_;
@@ -295,7 +295,7 @@ class EpisodeIndex {
   Follower follower_;
   uint64_t per_lane_ = 1, version_ = 0, restarts_ = 0, edits_ = 0;
   std::vector<Lane> lanes_;
-  std::vector<Strand> strands_;
+  std::vector<Env> envs_;
 };
 
 // ---- slices: which trajectories are long enough, where a slice starts, which slots it is made of ----
@@ -311,7 +311,7 @@ struct SliceRule {
 
 // One drawn slice: `rows` stored rows from `first` on, with padding around them.
 struct Slice {
-  uint64_t lane = 0, strand = 0, first = 0, rows = 0, pad_left = 0, pad_right = 0;
+  uint64_t lane = 0, env = 0, first = 0, rows = 0, pad_left = 0, pad_right = 0;
   uint64_t size() const { return pad_left + rows + pad_right; }
 };
 
@@ -319,19 +319,19 @@ inline Slice slice_of(const SliceRule& rule, const Trajectory& t, int64_t window
   const auto start = static_cast<int64_t>(t.start), stop = static_cast<int64_t>(t.stop);
   const int64_t end = window + static_cast<int64_t>(rule.length);
   const int64_t from = std::max(window, start), to = std::min(end, stop);
-  Slice s{t.lane, t.strand, static_cast<uint64_t>(from), static_cast<uint64_t>(to - from), 0, 0};
+  Slice s{t.lane, t.env, static_cast<uint64_t>(from), static_cast<uint64_t>(to - from), 0, 0};
   if (rule.pad) s.pad_left = static_cast<uint64_t>(from - window), s.pad_right = static_cast<uint64_t>(end - to);
   return s;
 }
 
-// The trajectories of at least a length, in the order of strands and age: a function of the stored rows alone, so that
+// The trajectories of at least a length, in the order of environments and age: a function of the stored rows alone, so that
 // the same draws find the same trajectories wherever these rows are. Kept up at O(1) a trajectory.
 //
-// `by_window` the windows in them are counted, too: each trajectory's number among all that its strand ever had. They
+// `by_window` the windows in them are counted, too: each trajectory's number among all that its environment ever had. They
 // follow each other without gaps; the oldest trajectory loses them at its begin, the running one gets them at its end.
-class LongEnough {
+class EligibleTrajectories {
  public:
-  explicit LongEnough(const SliceRule& rule)
+  explicit EligibleTrajectories(const SliceRule& rule)
       : min_length_(rule.min_length), by_window_(rule.by_window), more_(rule.by_window ? rule.more_windows() : 0) {}
 
   bool serves(const SliceRule& rule) const {
@@ -340,62 +340,62 @@ class LongEnough {
   }
   void follow(const EpisodeIndex& index) {
     if (version_ == index.version()) return;
-    if (restarts_ != index.restarts()) strands_.assign(index.strands(), {}), restarts_ = index.restarts();
-    before_.resize(strands_.size() + 1);
+    if (restarts_ != index.restarts()) envs_.assign(index.envs(), {}), restarts_ = index.restarts();
+    before_.resize(envs_.size() + 1);
     before_[0] = 0;
-    for (uint64_t k = 0; k < strands_.size(); ++k) {
+    for (uint64_t k = 0; k < envs_.size(); ++k) {
       const uint64_t now = index.lane_version(k / index.per_lane());
-      if (strands_[k].version != now) update(index, k, now);
-      before_[k + 1] = before_[k] + (by_window_ ? windows(index, k) : strands_[k].which.size());
+      if (envs_[k].version != now) update(index, k, now);
+      before_[k + 1] = before_[k] + (by_window_ ? windows(index, k) : envs_[k].which.size());
     }
     version_ = index.version();
   }
   // Trajectories or, by window, windows.
   uint64_t total() const { return before_.back(); }
-  uint64_t count(uint64_t k) const { return strands_[k].which.size(); }
+  uint64_t count(uint64_t k) const { return envs_[k].which.size(); }
   // The i-th of all.
   Trajectory at(const EpisodeIndex& index, uint64_t i) const {
     uint64_t k = 0;
-    if (strands_.size() > 1) k = std::upper_bound(before_.begin(), before_.end(), i) - before_.begin() - 1;
+    if (envs_.size() > 1) k = std::upper_bound(before_.begin(), before_.end(), i) - before_.begin() - 1;
     return at(index, k, i - before_[k]);
   }
-  // The i-th of a strand.
+  // The i-th of a environment.
   Trajectory at(const EpisodeIndex& index, uint64_t k, uint64_t i) const {
-    return index.trajectory(k, strands_[k].which[i] - index.strand(k).starts.dropped());
+    return index.trajectory(k, envs_[k].which[i] - index.env(k).starts.dropped());
   }
   // The i-th window of all.
   Slice window(const EpisodeIndex& index, const SliceRule& rule, uint64_t i) const {
     uint64_t k = 0;
-    if (strands_.size() > 1) k = std::upper_bound(before_.begin(), before_.end(), i) - before_.begin() - 1;
-    const uint64_t number = first_window(index, k) + (i - before_[k]);
-    const uint64_t place = strands_[k].windows.up_to(number) - 1;
-    const uint64_t begin = whole_start(index, k, place) + (number - strands_[k].windows[place]);
+    if (envs_.size() > 1) k = std::upper_bound(before_.begin(), before_.end(), i) - before_.begin() - 1;
+    const uint64_t sequence = first_window(index, k) + (i - before_[k]);
+    const uint64_t place = envs_[k].windows.up_to(sequence) - 1;
+    const uint64_t begin = whole_start(index, k, place) + (sequence - envs_[k].windows[place]);
     return slice_of(rule, at(index, k, place), static_cast<int64_t>(begin) - static_cast<int64_t>(rule.before));
   }
-  // How many of a strand start at or before a row.
-  uint64_t up_to(const EpisodeIndex& index, uint64_t k, uint64_t number) const {
+  // How many of a environment start at or before a row.
+  uint64_t up_to(const EpisodeIndex& index, uint64_t k, uint64_t sequence) const {
     uint64_t low = 0, high = count(k);
     while (low < high) {
       const uint64_t middle = (low + high) / 2;
-      at(index, k, middle).start <= number ? low = middle + 1 : high = middle;
+      at(index, k, middle).start <= sequence ? low = middle + 1 : high = middle;
     }
     return low;
   }
 
  private:
-  struct Strand {
-    Queue which;        // the trajectories' places among all that the strand ever had
-    Queue windows;      // the number of each one's first window, as if all its rows were still there
+  struct Env {
+    SortedDeque which;        // the trajectories' places among all that the environment ever had
+    SortedDeque windows;      // the number of each one's first window, as if all its rows were still there
     uint64_t next = 0;  // the oldest that nothing is known about: it is still too short and may grow
     uint64_t version = 0, edits = 0;
   };
   void update(const EpisodeIndex& index, uint64_t k, uint64_t version) {
-    Strand& s = strands_[k];
-    const Queue& starts = index.strand(k).starts;
+    Env& s = envs_[k];
+    const SortedDeque& starts = index.env(k).starts;
     const uint64_t oldest = starts.dropped(), end = oldest + starts.size();
     // A trajectory in the middle was cut or joined.
-    if (s.edits != index.strand(k).edits)
-      s.which.clear(), s.windows.clear(), s.next = 0, s.edits = index.strand(k).edits;
+    if (s.edits != index.env(k).edits)
+      s.which.clear(), s.windows.clear(), s.next = 0, s.edits = index.env(k).edits;
     uint64_t gone = 0;  // they are overwritten from the oldest on
     while (gone < s.which.size() && (s.which[gone] < oldest || length(index, k, s.which[gone]) < min_length_)) ++gone;
     // The running one may grow again.
@@ -411,37 +411,37 @@ class LongEnough {
     s.version = version;
   }
   void add(const EpisodeIndex& index, uint64_t k, uint64_t place) {
-    Strand& s = strands_[k];
+    Env& s = envs_[k];
     if (by_window_) s.windows.push(s.which.empty() ? 0 : end_of_windows(index, k));
     s.which.push(place);
   }
   uint64_t windows(const EpisodeIndex& index, uint64_t k) const {
-    return strands_[k].which.empty() ? 0 : end_of_windows(index, k) - first_window(index, k);
+    return envs_[k].which.empty() ? 0 : end_of_windows(index, k) - first_window(index, k);
   }
   // The first window's number: the oldest trajectory may have lost rows at its begin.
   uint64_t first_window(const EpisodeIndex& index, uint64_t k) const {
-    return strands_[k].windows[0] + (at(index, k, 0).start - whole_start(index, k, 0));
+    return envs_[k].windows[0] + (at(index, k, 0).start - whole_start(index, k, 0));
   }
   // The number behind the last window's: the newest trajectory may have grown.
   uint64_t end_of_windows(const EpisodeIndex& index, uint64_t k) const {
-    const uint64_t last = strands_[k].which.size() - 1;
+    const uint64_t last = envs_[k].which.size() - 1;
     const uint64_t rows = at(index, k, last).stop - whole_start(index, k, last);
-    return strands_[k].windows[last] + rows + static_cast<uint64_t>(more_);
+    return envs_[k].windows[last] + rows + static_cast<uint64_t>(more_);
   }
   // Where a trajectory of the list began, whether that row is still there or not.
   uint64_t whole_start(const EpisodeIndex& index, uint64_t k, uint64_t i) const {
-    const Queue& starts = index.strand(k).starts;
-    return starts[strands_[k].which[i] - starts.dropped()];
+    const SortedDeque& starts = index.env(k).starts;
+    return starts[envs_[k].which[i] - starts.dropped()];
   }
   static uint64_t length(const EpisodeIndex& index, uint64_t k, uint64_t place) {
-    return index.trajectory(k, place - index.strand(k).starts.dropped()).length();
+    return index.trajectory(k, place - index.env(k).starts.dropped()).length();
   }
 
   uint64_t min_length_;
   bool by_window_;
   int64_t more_;
   uint64_t version_ = 0, restarts_ = 0;
-  std::vector<Strand> strands_;
+  std::vector<Env> envs_;
   std::vector<uint64_t> before_ = {0};
 };
 
@@ -459,7 +459,7 @@ inline uint64_t random_at(uint64_t seed, uint64_t i) { return mix64(seed + i * 0
 // The slices of one batch.
 struct SliceBatch {
   static constexpr uint64_t kMostRows = uint64_t{1} << 43;  // beyond any memory
-  Shape shape{};
+  StoreGeometry geometry{};
   uint64_t incarnation = 0;
   SliceRule rule;
   std::vector<Slice> slices;
@@ -471,11 +471,11 @@ struct SliceBatch {
     return n;
   }
   void slots(int64_t* out) const {
-    const uint64_t capacity = shape.lane_capacity, strands = shape.strands;
+    const uint64_t capacity = geometry.lane_capacity, envs = geometry.envs;
     for (const Slice& s : slices) {
       const uint64_t lane = s.lane * capacity;
       uint64_t time = s.first % capacity;
-      auto slot = [&] { return static_cast<int64_t>((lane + time) * strands + s.strand); };
+      auto slot = [&] { return static_cast<int64_t>((lane + time) * envs + s.env); };
       out = std::fill_n(out, s.pad_left, slot());
       for (uint64_t i = 0; i < s.rows; ++i) {
         *out++ = slot();
@@ -509,15 +509,15 @@ struct SliceBatch {
   std::vector<uint64_t> stale(const Store& store) const {
     std::atomic_thread_fence(std::memory_order_acquire);
     const bool other = store.header()->incarnation.load(std::memory_order_relaxed) != incarnation ||
-                       std::memcmp(store.shape().store_id, shape.store_id, sizeof shape.store_id) != 0;
-    std::vector<uint64_t> found;
+                       std::memcmp(store.geometry().store_id, geometry.store_id, sizeof geometry.store_id) != 0;
+    std::vector<uint64_t> places;
     for (uint64_t i = 0; i < slices.size(); ++i)
-      if (other || slices[i].first < store.lanes.first_now(slices[i].lane)) found.push_back(i);
-    return found;
+      if (other || slices[i].first < store.lanes.first_now(slices[i].lane)) places.push_back(i);
+    return places;
   }
 };
 
-// An epoch over the trajectories that were long enough when it began: each strand's number of them, and the last row of
+// An epoch over the trajectories that were long enough when it began: each environment's number of them, and the last row of
 // the newest of them (-1: gone). Which of them are left follows from the rows that are stored.
 struct SliceEpoch {
   Permutation order{0, 0, false};
@@ -529,30 +529,30 @@ struct SliceEpoch {
     for (uint64_t n : counts) before.push_back(before.back() + n);
     order = Permutation(key, before.back(), shuffle);
   }
-  static SliceEpoch begin(const EpisodeIndex& index, const LongEnough& all, uint64_t key, bool shuffle) {
+  static SliceEpoch begin(const EpisodeIndex& index, const EligibleTrajectories& all, uint64_t key, bool shuffle) {
     std::vector<uint64_t> counts;
     std::vector<int64_t> lasts;
-    for (uint64_t k = 0; k < index.strands(); ++k) {
+    for (uint64_t k = 0; k < index.envs(); ++k) {
       counts.push_back(all.count(k));
       lasts.push_back(counts.back() ? static_cast<int64_t>(all.at(index, k, counts.back() - 1).stop) - 1 : -1);
     }
     return {key, shuffle, std::move(counts), std::move(lasts)};
   }
   uint64_t size() const { return before.back(); }
-  void follow(const EpisodeIndex& index, const LongEnough& all) {
+  void follow(const EpisodeIndex& index, const EligibleTrajectories& all) {
     if (!left_.empty() && version_ == index.version()) return;
     left_.resize(counts.size());
     for (uint64_t k = 0; k < counts.size(); ++k) left_[k] = lasts[k] < 0 ? 0 : all.up_to(index, k, lasts[k]);
     version_ = index.version();
   }
   // The trajectory at a position of the epoch; false: it was overwritten, or is too short by now.
-  bool at(const EpisodeIndex& index, const LongEnough& all, uint64_t position, Trajectory& found) const {
+  bool at(const EpisodeIndex& index, const EligibleTrajectories& all, uint64_t position, Trajectory& t) const {
     const uint64_t i = order.at(position);
     uint64_t k = 0;
     if (counts.size() > 1) k = std::upper_bound(before.begin(), before.end(), i) - before.begin() - 1;
     const uint64_t gone = counts[k] - std::min(counts[k], left_[k]), place = i - before[k];
     if (place < gone) return false;
-    found = all.at(index, k, left_[k] - (counts[k] - place));
+    t = all.at(index, k, left_[k] - (counts[k] - place));
     return true;
   }
 

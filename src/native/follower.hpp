@@ -8,25 +8,25 @@
 
 namespace engram {
 
-// The slot of a row as samplers know it: (lane * lane_capacity + write number mod lane_capacity) * strands + strand.
-inline uint64_t slot_of(const Shape& s, uint64_t lane, uint64_t number, uint64_t strand = 0) {
-  return (lane * s.lane_capacity + number % s.lane_capacity) * s.strands + strand;
+// The slot of a row as samplers know it: (lane * lane_capacity + sequence mod lane_capacity) * environments + environment.
+inline uint64_t slot_of(const StoreGeometry& s, uint64_t lane, uint64_t sequence, uint64_t env = 0) {
+  return (lane * s.lane_capacity + sequence % s.lane_capacity) * s.envs + env;
 }
 
 // Where a follower stands in a store. One thread at a time looks.
 //
 // A visitor has
 //   restart(store)             forget everything: another store, numbers that started again, or a log that is too short;
-//   vanished(lane, from, to)   rows with these write numbers are gone or being overwritten, and no new row is in their
+//   vanished(lane, from, to)   rows with these sequences are gone or being overwritten, and no new row is in their
 //                              slots yet; the visitor may never have seen them;
 //   rows(lane, from, to)       these rows are new; `from` is the last call's `to` unless rows in between came and went;
 //   edited(slot)               a row changed in place; it may have vanished since.
 class Follower {
  public:
   template <typename Visitor>
-  void look(const Store& store, Visitor&& visitor) {
+  void poll(const Store& store, Visitor&& visitor) {
     const StoreHeader& h = *store.header();
-    const Shape& s = store.shape();
+    const StoreGeometry& s = store.geometry();
     const uint64_t incarnation = h.incarnation.load(std::memory_order_acquire);
     // Before the counters: an edit that comes after this is seen next time, and of a row that was taken in by then.
     const uint64_t log_head = h.log_head.load(std::memory_order_acquire);
@@ -75,16 +75,16 @@ class Follower {
   // Goes on as one that has seen these rows of this store, and its log up to now.
   void resume(const Store& store, std::vector<Seen> seen) {
     seen_ = std::move(seen);
-    std::memcpy(id_, store.shape().store_id, sizeof id_);
+    std::memcpy(id_, store.geometry().store_id, sizeof id_);
     incarnation_ = store.header()->incarnation.load(std::memory_order_acquire);
     log_ = store.header()->log_head.load(std::memory_order_acquire);
-    started_ = seen_.size() == store.shape().lanes;
+    started_ = seen_.size() == store.geometry().lanes;
   }
 
  private:
   bool follows(const Store& store, uint64_t incarnation) const {
-    return started_ && incarnation == incarnation_ && seen_.size() == store.shape().lanes &&
-           std::memcmp(id_, store.shape().store_id, sizeof id_) == 0;
+    return started_ && incarnation == incarnation_ && seen_.size() == store.geometry().lanes &&
+           std::memcmp(id_, store.geometry().store_id, sizeof id_) == 0;
   }
 
   std::vector<Seen> seen_;

@@ -23,7 +23,7 @@ constexpr const char* kFeatures[] = {"trailers"};
 constexpr uint64_t kHasTrailer = 1;
 
 // What never changes after the store was made; `crc` covers the bytes before it.
-struct Shape {
+struct StoreGeometry {
   char magic[8];
   uint32_t version;
   uint32_t lane_version;    // of each lane's block, which carries it as well
@@ -31,7 +31,7 @@ struct Shape {
   char feature_names[128];  // of the bits that are set, lowest first, with commas between
   uint64_t lanes;
   uint64_t lane_capacity;   // time steps
-  uint64_t strands;         // environments that share a lane's counters
+  uint64_t envs;         // environments that share a lane's counters
   uint64_t payload_bytes;   // of one row, without its trailer
   uint64_t row_stride;      // payload and trailer, a multiple of the alignment
   uint64_t seams_offset;    // a bit for each time slot
@@ -49,14 +49,14 @@ struct Shape {
   uint32_t layout_crc;      // of the layout's JSON
   uint32_t crc;
 };
-static_assert(sizeof(Shape) == 304);
+static_assert(sizeof(StoreGeometry) == 304);
 
 struct StoreHeader {
   union {
-    Shape shape;
-    uint8_t shape_lines[512];
+    StoreGeometry geometry;
+    uint8_t geometry_lines[512];
   };
-  alignas(64) Counter incarnation;  // odd while write numbers start again (empty, loads); raised twice by each
+  alignas(64) Counter incarnation;  // odd while sequences start again (empty, loads); raised twice by each
   alignas(64) Counter edits;        // odd while rows are changed in place; raised twice by each change
   Counter log_head;                 // in-place writes ever entered in the log
   Counter replaced;                 // numbers ever given to rows that were replaced out of turn
@@ -86,11 +86,11 @@ constexpr uint64_t kBorderKnown = uint64_t{1} << 63;
 // The end of each row of a store that outlives its processes.
 struct Trailer {
   static constexpr uint64_t kSeam = uint64_t{1} << 63;
-  uint64_t number_and_seam;  // the row's write number; the highest bit: a trajectory begins here
+  uint64_t sequence_and_seam;  // the row's sequence; the highest bit: a trajectory begins here
   uint32_t term;
   uint32_t crc;              // CRC32C over store id, physical row, payload, number and seam, term
-  uint64_t number() const { return number_and_seam & ~kSeam; }
-  bool seam() const { return number_and_seam & kSeam; }
+  uint64_t sequence() const { return sequence_and_seam & ~kSeam; }
+  bool seam() const { return sequence_and_seam & kSeam; }
 };
 static_assert(sizeof(Trailer) == 16);
 

@@ -20,21 +20,21 @@ enum class Reduction { kSum, kMean, kMax, kMedian, kMin };
 template <typename T>
 double rank_of(const T* values, size_t n, Reduction reduction, std::vector<double>& scratch) {
   auto value = [&](size_t i) { return static_cast<double>(values[i]); };
-  double found = value(0);
-  if (n == 1) return found;
+  double rank = value(0);
+  if (n == 1) return rank;
   switch (reduction) {
     case Reduction::kSum:
     case Reduction::kMean:
-      for (size_t i = 1; i < n; ++i) found += value(i);
-      return reduction == Reduction::kSum ? found : found / static_cast<double>(n);
+      for (size_t i = 1; i < n; ++i) rank += value(i);
+      return reduction == Reduction::kSum ? rank : rank / static_cast<double>(n);
     case Reduction::kMax:
     case Reduction::kMin:
       for (size_t i = 1; i < n; ++i) {
         const double v = value(i);
-        if (std::isnan(v) || (reduction == Reduction::kMax ? v > found : v < found)) found = v;
-        if (std::isnan(found)) break;
+        if (std::isnan(v) || (reduction == Reduction::kMax ? v > rank : v < rank)) rank = v;
+        if (std::isnan(rank)) break;
       }
-      return found;
+      return rank;
     case Reduction::kMedian:
       scratch.resize(n);
       for (size_t i = 0; i < n; ++i) {
@@ -44,7 +44,7 @@ double rank_of(const T* values, size_t n, Reduction reduction, std::vector<doubl
       std::nth_element(scratch.begin(), scratch.begin() + static_cast<ptrdiff_t>((n - 1) / 2), scratch.end());
       return scratch[(n - 1) / 2];  // of an even number the lower of the middle two
   }
-  return found;
+  return rank;
 }
 
 // Where a batch goes, as if its items came one by one.
@@ -77,7 +77,7 @@ class RankHeap {
   Follower& follower() { return follower_; }
 
   void clear() {
-    memory_ = Region::map(-1, bytes_);
+    memory_ = MappedRegion::map(-1, bytes_);
     journal_.clear();
   }
   void set_rank(uint64_t slot, double rank) { set(slot, key_of(rank)); }
@@ -164,7 +164,7 @@ class RankHeap {
   uint64_t capacity_;
   size_t bytes_ = 0;
   std::vector<uint64_t> offsets_;  // of each level, ranks first
-  std::shared_ptr<Region> memory_;
+  std::shared_ptr<MappedRegion> memory_;
   std::vector<std::pair<uint64_t, uint64_t>> journal_;  // slot and key before
   std::vector<std::pair<int64_t, int64_t>> events_;     // slot and item of each replacement
   Follower follower_;

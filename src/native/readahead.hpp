@@ -13,14 +13,14 @@ namespace engram {
 // Off: 16 rows are read as they are; two major faults of this thread among them switch asking on.
 // On: it goes off again after some batches whose rows were all in memory already (no major fault needs
 // asking to be seen: the batch then costs no more per row than memory does).
-class PageAsker {
+class Readahead {
  public:
   static constexpr size_t kProbeRows = 16;
   static constexpr long kFaults = 2;
   static constexpr int kQuietBatches = 8;
   static constexpr uint64_t kMemoryNsPerRow = 1500;  // a row that came from disk costs at least ten times this
 
-  explicit PageAsker(int fd) : fd_(fd) {}
+  explicit Readahead(int fd) : fd_(fd) {}
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
   void saw_faults(long faults) {

@@ -108,13 +108,13 @@ class RowWriter {
  public:
   explicit RowWriter(Store& store) : store_(store) {}
 
-  // Appends n time steps to a lane, a piece at a time; returns the first one's write number.
+  // Appends n time steps to a lane, a piece at a time; returns the first one's sequence.
   uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
     const Lanes::Protocol protocol = store_.lanes.protocol(lane);
     const uint64_t start = StdMemory::load(protocol.published), piece = store_.lanes.piece();
     // All memory first: a failure after a claim would cost the rows that it was to replace, one after a piece a part.
     copies_.reserve(leaves.size());
-    if (SavePass* pass = store_.saving(); pass && n > 0) pass->preserve(lane, start % protocol.capacity, n);
+    if (CopyOnWriteSnapshot* snapshot = store_.saving(); snapshot && n > 0) snapshot->preserve(lane, start % protocol.capacity, n);
     bool begins = n > 0 && (store_.next_is_seam(lane) || BorderCheck(store_).begins(lane, n, leaves));
     for (uint64_t done = 0; done < n; begins = false) {
       const uint64_t take = std::min(piece, n - done);
@@ -128,31 +128,31 @@ class RowWriter {
  private:
   void write(uint64_t lane, uint64_t first, uint64_t n, const std::vector<LeafSource>& leaves, uint64_t skip,
              bool begins) {
-    const Shape& s = store_.shape();
+    const StoreGeometry& s = store_.geometry();
     const auto term = static_cast<uint32_t>(store_.lanes.lane(lane).term.load(std::memory_order_relaxed));
     uint8_t* rows[kBlockRows];
     std::vector<LeafCopy>& copies = copies_;
-    for (uint64_t strand = 0; strand < s.strands; ++strand) {
+    for (uint64_t env = 0; env < s.envs; ++env) {
       uint64_t slot = first % s.lane_capacity;
       for (uint64_t done = 0; done < n;) {
         const uint64_t take = std::min<uint64_t>(kBlockRows, n - done);
         const uint64_t first_slot = slot;
         for (uint64_t i = 0; i < take; ++i) {
-          rows[i] = store_.row(store_.physical(lane, strand, slot));
+          rows[i] = store_.row(store_.physical(lane, env, slot));
           if (++slot == s.lane_capacity) slot = 0;
         }
         copies.clear();
         for (const LeafSource& leaf : leaves)
           copies.push_back({leaf.offset, leaf.bytes,
                             const_cast<uint8_t*>(leaf.array) + static_cast<ptrdiff_t>(skip + done) * leaf.stride +
-                                static_cast<ptrdiff_t>(strand) * leaf.strand_stride,
+                                static_cast<ptrdiff_t>(env) * leaf.env_stride,
                             leaf.stride});
         scatter_rows(rows, take, copies.data(), copies.size());
         if (store_.has_trailer()) {
           uint64_t at = first_slot;
           for (uint64_t i = 0; i < take; ++i) {
             const uint64_t seam = begins && done + i == 0 ? Trailer::kSeam : 0;
-            store_.seal(rows[i], store_.physical(lane, strand, at), (first + done + i) | seam, term);
+            store_.seal(rows[i], store_.physical(lane, env, at), (first + done + i) | seam, term);
             if (++at == s.lane_capacity) at = 0;
           }
         }
@@ -169,9 +169,9 @@ class RowWriter {
 // Memory of a reader, kept from call to call.
 struct ReadScratch {
   std::vector<LaneView> views;
-  std::vector<SlotNumbers> numbers;
+  std::vector<SlotSequences> sequences;
   std::vector<const uint8_t*> rows;
-  std::vector<uint64_t> physical, slot, number, first;
+  std::vector<uint64_t> physical, slot, sequence, first;
   std::vector<uint32_t> lane;
 };
 
@@ -179,13 +179,13 @@ struct ReadScratch {
 class RowReader {
  public:
   RowReader(Store& store, ReadScratch& scratch)
-      : store_(store), views_(scratch.views), numbers_(scratch.numbers), rows_(scratch.rows),
+      : store_(store), views_(scratch.views), sequences_(scratch.sequences), rows_(scratch.rows),
         physical_(scratch.physical), slot_(scratch.slot), first_(scratch.first), lane_(scratch.lane) {}
 
   // Looks every slot up. False: some are outside the store (nothing may be read then).
   bool find(const int64_t* slots, size_t n) {
-    const Shape& s = store_.shape();
-    const uint64_t strands = s.strands, capacity = s.lane_capacity, lanes = s.lanes, all = store_.slots();
+    const StoreGeometry& s = store_.geometry();
+    const uint64_t envs = s.envs, capacity = s.lane_capacity, lanes = s.lanes, all = store_.slots();
 #ifndef ENGRAM_PLANT_ROWS_BEFORE_PUBLISHED
     look();
 #endif
@@ -193,18 +193,18 @@ class RowReader {
     for (size_t i = 0; i < n; ++i) {
       const auto slot = static_cast<uint64_t>(slots[i]);
       if (slot >= all) return false;
-      uint64_t time = slot, strand = 0, lane = 0;
-      if (strands > 1) time = slot / strands, strand = slot - time * strands;
+      uint64_t time = slot, env = 0, lane = 0;
+      if (envs > 1) time = slot / envs, env = slot - time * envs;
       if (lanes > 1) lane = time / capacity, time -= lane * capacity;
       lane_[i] = static_cast<uint32_t>(lane), slot_[i] = time;
-      physical_[i] = store_.physical(lane, strand, time);
+      physical_[i] = store_.physical(lane, env, time);
       rows_[i] = store_.row(physical_[i]);
     }
     return true;
   }
 
   void copy(LeafCopy* leaves, size_t n_leaves, bool mapped_file) {
-    const size_t n = rows_.size(), bytes = store_.shape().row_stride;
+    const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
 #ifdef ENGRAM_PLANT_ROWS_BEFORE_PUBLISHED
     gather_rows(rows_.data(), n, bytes, leaves, n_leaves);
     look();
@@ -219,19 +219,19 @@ class RowReader {
       gather_rows(rows_.data(), n, bytes, leaves, n_leaves);
       return;
     }
-    PageAsker& pages = store_.pages();
+    Readahead& pages = store_.readahead();
     size_t done = 0;
     if (!pages.on()) {
-      done = std::min(n, PageAsker::kProbeRows);
-      const long before = PageAsker::faults_of_this_thread();
+      done = std::min(n, Readahead::kProbeRows);
+      const long before = Readahead::faults_of_this_thread();
       gather_rows(rows_.data(), done, bytes, leaves, n_leaves);
-      pages.saw_faults(PageAsker::faults_of_this_thread() - before);
+      pages.saw_faults(Readahead::faults_of_this_thread() - before);
       if (!pages.on()) {
         gather_rows(rows_.data() + done, n - done, bytes, leaves, n_leaves);
         return;
       }
     }
-    for (size_t i = done; i < n; ++i) pages.ask(store_.shape().rows_offset + physical_[i] * bytes, bytes);
+    for (size_t i = done; i < n; ++i) pages.ask(store_.geometry().rows_offset + physical_[i] * bytes, bytes);
     const auto start = std::chrono::steady_clock::now();
     gather_rows(rows_.data() + done, n - done, bytes, leaves, n_leaves);
     const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start);
@@ -239,7 +239,7 @@ class RowReader {
   }
 
   // After the copy: which of the rows were there from its start to its end.
-  void settle(bool want_numbers, ReadResult& result) const {
+  void settle(bool want_sequences, ReadResult& result) const {
     Lanes::Protocol::after_reading();
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
     const Epoch now = plant_epoch_;
@@ -250,31 +250,31 @@ class RowReader {
     for (uint64_t l = 0; l < views_.size(); ++l) first_.push_back(store_.lanes.first_now(l));
 #endif
     const bool undisturbed = epoch_ == now && epoch_.quiet();
-    if (want_numbers) result.numbers.resize(rows_.size());
+    if (want_sequences) result.sequences.resize(rows_.size());
     for (size_t i = 0; i < rows_.size(); ++i) {
-      uint64_t number = 0;
-      if (!numbers_[lane_[i]].find(slot_[i], number))
+      uint64_t sequence = 0;
+      if (!sequences_[lane_[i]].find(slot_[i], sequence))
         result.unwritten.push_back(static_cast<uint32_t>(i));
-      else if (!undisturbed || number < first_[lane_[i]])
+      else if (!undisturbed || sequence < first_[lane_[i]])
         result.missing.push_back(static_cast<uint32_t>(i));
-      if (want_numbers) result.numbers[i] = number;
+      if (want_sequences) result.sequences[i] = sequence;
     }
   }
 
  private:
   void look() {
     epoch_ = store_.lanes.epoch();
-    views_.clear(), numbers_.clear();
-    for (uint64_t l = 0; l < store_.shape().lanes; ++l) {
+    views_.clear(), sequences_.clear();
+    for (uint64_t l = 0; l < store_.geometry().lanes; ++l) {
       views_.push_back(store_.lanes.view(l));
-      numbers_.emplace_back(views_.back(), store_.shape().lane_capacity);
+      sequences_.emplace_back(views_.back(), store_.geometry().lane_capacity);
     }
   }
 
   Store& store_;
   Epoch epoch_;
   std::vector<LaneView>& views_;
-  std::vector<SlotNumbers>& numbers_;
+  std::vector<SlotSequences>& sequences_;
   std::vector<const uint8_t*>& rows_;
   std::vector<uint64_t>&physical_, &slot_, &first_;
   std::vector<uint32_t>& lane_;
@@ -285,11 +285,11 @@ class RowReader {
 };
 
 // ---- restored rows: put in their places while nobody sees them ----
-// Payloads [strands, steps], with any distance between two strands and between two steps.
+// Payloads [environments, steps], with any distance between two environments and between two steps.
 struct RowBlock {
   const uint8_t* data;
   uint64_t steps;
-  ptrdiff_t per_strand, per_step;
+  ptrdiff_t per_env, per_step;
 };
 
 // Rows of a file are made in a small buffer and written to it. Stores through the map would take a fault for each page
@@ -299,7 +299,7 @@ class RowRestorer {
  public:
   static constexpr size_t kPieceBytes = 1 << 20;  // still cached when written; smaller ones cost the file system more
 
-  explicit RowRestorer(Store& store) : store_(store), stride_(store.shape().row_stride) {
+  explicit RowRestorer(Store& store) : store_(store), stride_(store.geometry().row_stride) {
     per_piece_ = std::max<uint64_t>(1, kPieceBytes / stride_);
     const uint64_t whole_pages = kPage / std::gcd(stride_, uint64_t{kPage});  // so many rows end where a page ends
     if (per_piece_ > whole_pages) per_piece_ -= per_piece_ % whole_pages;
@@ -308,19 +308,19 @@ class RowRestorer {
     if (store.file_is_there()) piece_.reset(new (std::nothrow) uint8_t[per_piece_ * stride_]());
   }
 
-  // Rows with write numbers from `start` on, whose seams have been set, at most as many as the lane has room for. Returns 0, or the error number
+  // Rows with sequences from `start` on, whose seams have been set, at most as many as the lane has room for. Returns 0, or the error number
   // of a write that failed.
   int put(uint64_t lane, uint64_t start, const RowBlock& block) {
-    const Shape& s = store_.shape();
+    const StoreGeometry& s = store_.geometry();
     term_ = static_cast<uint32_t>(store_.lanes.lane(lane).term.load());
     lane_ = lane;
-    for (uint64_t strand = 0; strand < s.strands; ++strand) {
-      const uint8_t* from = block.data + static_cast<ptrdiff_t>(strand) * block.per_strand;
+    for (uint64_t env = 0; env < s.envs; ++env) {
+      const uint8_t* from = block.data + static_cast<ptrdiff_t>(env) * block.per_env;
       for (uint64_t done = 0; done < block.steps;) {
-        const uint64_t number = start + done, slot = number % s.lane_capacity;
-        const uint64_t at = store_.physical(lane, strand, slot);
+        const uint64_t sequence = start + done, slot = sequence % s.lane_capacity;
+        const uint64_t at = store_.physical(lane, env, slot);
         const uint64_t n = std::min({block.steps - done, s.lane_capacity - slot, per_piece_ - at % per_piece_});
-        if (const int error = put_piece(at, number, n, from, block.per_step)) return error;
+        if (const int error = put_piece(at, sequence, n, from, block.per_step)) return error;
         from += static_cast<ptrdiff_t>(n) * block.per_step, done += n;
       }
     }
@@ -329,16 +329,16 @@ class RowRestorer {
 
  private:
   // Consecutive rows from the physical row `at` on.
-  int put_piece(uint64_t at, uint64_t number, uint64_t n, const uint8_t* from, ptrdiff_t per_step) {
+  int put_piece(uint64_t at, uint64_t sequence, uint64_t n, const uint8_t* from, ptrdiff_t per_step) {
     uint8_t* const rows = piece_ ? piece_.get() : store_.row(at);
     for (uint64_t i = 0; i < n; ++i) {
       uint8_t* row = rows + i * stride_;
-      std::memcpy(row, from + static_cast<ptrdiff_t>(i) * per_step, store_.shape().payload_bytes);
+      std::memcpy(row, from + static_cast<ptrdiff_t>(i) * per_step, store_.geometry().payload_bytes);
       if (!store_.has_trailer()) continue;
-      const uint64_t seam = store_.seam(lane_, number + i) ? Trailer::kSeam : 0;
-      store_.seal(row, at + i, (number + i) | seam, term_);
+      const uint64_t seam = store_.seam(lane_, sequence + i) ? Trailer::kSeam : 0;
+      store_.seal(row, at + i, (sequence + i) | seam, term_);
     }
-    return piece_ ? write(rows, n * stride_, store_.shape().rows_offset + at * stride_) : 0;
+    return piece_ ? write(rows, n * stride_, store_.geometry().rows_offset + at * stride_) : 0;
   }
   int write(const uint8_t* from, size_t bytes, uint64_t offset) const {
     while (bytes > 0) {

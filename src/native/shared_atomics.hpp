@@ -20,13 +20,13 @@ namespace engram {
 
 // Loads and stores are sequentially consistent: of two processes that each write a number and then read the other's,
 // at least one sees what the other wrote. That is what a flag "I sleep, ring for me" needs.
-class Cells {
+class AtomicInts {
  public:
   using Array = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-  explicit Cells(Array array) : array_(std::move(array)) {
+  explicit AtomicInts(Array array) : array_(std::move(array)) {
     if (reinterpret_cast<uintptr_t>(array_.data()) % std::atomic_ref<int64_t>::required_alignment != 0)
-      throw nb::value_error("cells must be aligned to 8 bytes");
+      throw nb::value_error("the integers must be aligned to 8 bytes");
   }
 
   size_t size() const { return array_.size(); }
@@ -75,7 +75,7 @@ class Cells {
 
  private:
   std::atomic_ref<int64_t> cell(int64_t i) const {
-    if (static_cast<uint64_t>(i) >= array_.size()) throw nb::index_error("no such cell");
+    if (static_cast<uint64_t>(i) >= array_.size()) throw nb::index_error("no such integer");
     return std::atomic_ref<int64_t>(array_.data()[i]);
   }
 
@@ -90,14 +90,14 @@ class Cells {
 
 inline void bind_atomics(nb::module_& m) {
   using namespace nb::literals;
-  nb::class_<Cells>(m, "Cells")
-      .def(nb::init<Cells::Array>(), "array"_a.noconvert())
-      .def("__len__", &Cells::size)
-      .def("__getitem__", &Cells::get, "index"_a)
-      .def("__setitem__", &Cells::set, "index"_a, "value"_a)
-      .def("exchange", &Cells::exchange, "index"_a, "value"_a, "other"_a)
-      .def("shares_core", &Cells::shares_core, "mine"_a, "first"_a, "stride"_a, "count"_a)
-      .def("reaches", &Cells::reaches, "index"_a, "value"_a, "seconds"_a);
+  nb::class_<AtomicInts>(m, "AtomicInts")
+      .def(nb::init<AtomicInts::Array>(), "array"_a.noconvert())
+      .def("__len__", &AtomicInts::size)
+      .def("__getitem__", &AtomicInts::get, "index"_a)
+      .def("__setitem__", &AtomicInts::set, "index"_a, "value"_a)
+      .def("exchange", &AtomicInts::exchange, "index"_a, "value"_a, "other"_a)
+      .def("shares_core", &AtomicInts::shares_core, "mine"_a, "first"_a, "stride"_a, "count"_a)
+      .def("reaches", &AtomicInts::reaches, "index"_a, "value"_a, "seconds"_a);
 }
 
 }  // namespace engram

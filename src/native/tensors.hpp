@@ -51,7 +51,7 @@ class BlockPool {
     Block* b = nullptr;
     if (c < kClasses) {
       lock();
-      if ((b = free_[c])) free_[c] = b->next, kept_ -= class_bytes(c);
+      if ((b = free_[c])) free_[c] = b->next, free_bytes_ -= class_bytes(c);
       unlock();
     }
     if (!b) {
@@ -69,8 +69,8 @@ class BlockPool {
     const uint32_t c = b->size_class;
     if (c < kClasses) {
       lock();
-      if (kept_ + class_bytes(c) <= kCap) {
-        b->next = free_[c], free_[c] = b, kept_ += class_bytes(c);
+      if (free_bytes_ + class_bytes(c) <= kCap) {
+        b->next = free_[c], free_[c] = b, free_bytes_ += class_bytes(c);
         unlock();
         return;
       }
@@ -78,14 +78,14 @@ class BlockPool {
     }
     std::free(b);
   }
-  size_t kept() const { return kept_; }
+  size_t free_bytes() const { return free_bytes_; }
   // Gives what is kept back to the system.
   void empty() {
     for (Block*& list : free_) {
       lock();
       Block* b = list;
       list = nullptr;
-      for (Block* one = b; one; one = one->next) kept_ -= class_bytes(one->size_class);
+      for (Block* one = b; one; one = one->next) free_bytes_ -= class_bytes(one->size_class);
       unlock();
       while (b) std::free(std::exchange(b, b->next));
     }
@@ -108,13 +108,13 @@ class BlockPool {
   void unlock() { busy_.clear(std::memory_order_release); }
   void forget() {
     for (auto& f : free_) f = nullptr;
-    kept_ = 0;
+    free_bytes_ = 0;
     unlock();
   }
 
   std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
   Block* free_[kClasses] = {};
-  size_t kept_ = 0;
+  size_t free_bytes_ = 0;
 };
 
 inline uint8_t* block_data(Block* b) { return reinterpret_cast<uint8_t*>(b) + kBlockAlign; }
@@ -197,9 +197,9 @@ class TensorView : public Strided {
     return t.data != nullptr || is_empty();  // a tensor of zeros may have no memory behind it
   }
   bool described(PyObject* o) {
-    const nb::object said = nb::handle(torch_api().describe)(nb::handle(o));
-    if (said.is_none()) return false;
-    const auto fields = nb::cast<nb::tuple>(said);
+    const nb::object answer = nb::handle(torch_api().describe)(nb::handle(o));
+    if (answer.is_none()) return false;
+    const auto fields = nb::cast<nb::tuple>(answer);
     data = reinterpret_cast<const uint8_t*>(nb::cast<uintptr_t>(fields[0]));
     dtype = {nb::cast<uint8_t>(fields[1]), nb::cast<uint8_t>(fields[2])};
     for (nb::handle d : nb::cast<nb::tuple>(fields[3])) dims_.push_back(nb::cast<int64_t>(d));

@@ -25,9 +25,9 @@ def kept(data: Any, batch_dims: int = 1, time_dim: int = 0, form: Any = None) ->
     """What a store gives back for a batch of one lane, through the layout of `form` or of the batch itself."""
     layout = RowLayout.of(data if form is None else form, batch_dims)
     plan = layout.plan(data, batch_dims, time_dim)
-    s = store(layout.payload_bytes, max(plan.steps, 1), strands=plan.strands, alignment=layout.alignment)
+    s = store(layout.payload_bytes, max(plan.steps, 1), strands=plan.envs, alignment=layout.alignment)
     s.append(0, plan)
-    where = torch.arange(plan.steps * plan.strands)
+    where = torch.arange(plan.steps * plan.envs)
     rows = s.gather(layout.codec, where)[0]
     return rows if layout.plain else layout.build(rows, (len(where),))
 
@@ -264,7 +264,7 @@ class TestStrands:
     def test_another_number_of_envs_is_refused(self) -> None:
         code, width = codec((torch.int64, ()))
         s = store(width, 4, strands=3)
-        with pytest.raises(ValueError, match="strands"):
+        with pytest.raises(ValueError, match="environments"):
             s.append(0, code.check_list([torch.zeros(2, 4, dtype=torch.int64)], 2, 1))
         assert s.rows() == 0
 

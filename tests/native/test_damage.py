@@ -56,7 +56,7 @@ def use(s: _native.Store) -> None:
     """Everything that one does with a store; errors are answers, crashes are not."""
     code, _ = words(3)
     with contextlib.suppress(*REFUSED):
-        s.mend()
+        s.repair()
     for lane in range(min(s.lanes, 4)):
         for step in (lambda lane=lane: s.lane(lane), lambda lane=lane: s.mark_seam(lane)):
             with contextlib.suppress(*REFUSED):
@@ -65,7 +65,7 @@ def use(s: _native.Store) -> None:
         with contextlib.suppress(*REFUSED):
             drawn = s.uniform(slots(3), 50)
             if drawn is not None:
-                s.gather(code, drawn, numbers=True)
+                s.gather(code, drawn, sequences=True)
                 s.generations(drawn)
         with contextlib.suppress(*REFUSED):
             ranges = [(st["first"], min(st["published"] - st["first"], s.lane_capacity)) for st in

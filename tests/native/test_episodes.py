@@ -109,7 +109,7 @@ def test_an_epoch_of_another_store_is_refused():
     for counts, lasts, said in (
         ([1, 1], [0, 0], "another store"),
         ([2**60], [1], "beyond"),
-        ([1], [1, 2], "each strand"),
+        ([1], [1, 2], "each environment"),
     ):
         with pytest.raises(ValueError, match=said):
             epoch = _native.SliceEpoch(1, True, counts, lasts)

@@ -42,7 +42,7 @@ class TestOverwriting:
         s = store(width, 8)
         append_words(s, code, 12)
         s.overwrite(slots(1, 7), code.check_list([edition_rows([9, 7], 4, 5)], 1, 0))
-        rows, _, _, numbers = s.gather(code, slots(*range(8)), numbers=True)
+        rows, _, _, numbers = s.gather(code, slots(*range(8)), sequences=True)
         assert numbers.tolist() == [8, 9, 10, 11, 4, 5, 6, 7]
         assert (rows[0][:, 0] // (1 << 50)).tolist() == [0, 5, 0, 0, 0, 0, 0, 5]
         assert numbers_of(rows[0])[1].all()

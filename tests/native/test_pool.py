@@ -28,7 +28,7 @@ def test_a_kept_leaf_keeps_its_memory_when_the_batch_and_the_other_leaves_are_go
     draw, kept = random.Random(0), []
     for _ in range(500):
         where = torch.randint(0, 64, (draw.choice((1, 7, 64, 300)),))
-        leaves, _, _, numbers = s.gather(code, where, numbers=True)
+        leaves, _, _, numbers = s.gather(code, where, sequences=True)
         kept.append((where, draw.randrange(3), draw.choice([leaves, [*leaves]])))
         kept[-1] = (where, kept[-1][1], kept[-1][2][kept[-1][1]])
         assert torch.equal(numbers, where)

@@ -32,7 +32,7 @@ def made(seed: int, *shape: int) -> Rows:
 
 def table(s: _native.Store) -> Rows:
     """The rows as they lie in the store: [lanes, strands, lane capacity, row stride]."""
-    shape = (s.lanes, s.strands, s.lane_capacity, s.row_stride)
+    shape = (s.lanes, s.envs, s.lane_capacity, s.row_stride)
     return s.memory()[s.rows_offset : s.rows_offset + int(np.prod(shape))].reshape(shape)
 
 

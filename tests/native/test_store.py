@@ -53,7 +53,7 @@ class TestTheRing:
                 generations += [held[0] if held else -1] * strands
                 expected += [held[0] * strands + e if held else None for e in range(strands)]
         every = torch.arange(capacity * lanes * strands)
-        rows, missing, unwritten, numbers = s.gather(code, every, numbers=True)
+        rows, missing, unwritten, numbers = s.gather(code, every, sequences=True)
         assert missing is None
         assert (unwritten or []) == [i for i, w in enumerate(expected) if w is None]
         assert s.generations(every).tolist() == generations
@@ -247,7 +247,7 @@ class TestCounters:
                     image[at : at + 8] = after[at : at + 8] if value is None else value.to_bytes(8, "little")
                 s, fd = open_image(tmp_path / "s", image)
                 assert len(s.uniform(slots(0), 4) if s.rows() else ()) in (0, 4)
-                s.mend()
+                s.repair()
                 assert s.rows() == 0 and [s.cursor(0), s.cursor(1)] == [0, 0]
                 assert s.steps_written() in {0, 11, 22} and s.incarnation % 2 == 0
                 assert reset or s.steps_written() == 22
@@ -262,7 +262,7 @@ class TestCounters:
         append_words(s, code, 8)
         s.begin_restore()
         s.restore_lane(0, 0, 5, 0)
-        s.mend()
+        s.repair()
         assert s.rows() == 0 and s.incarnation % 2 == 0
         append_words(s, code, 2)
         assert s.rows() == 2
@@ -273,7 +273,7 @@ class TestCounters:
         append_words(s, code, 11, 1)
         s.mark_seam(1)
         before = s.memory().tobytes()
-        s.mend()
+        s.repair()
         assert s.memory().tobytes() == before
 
 

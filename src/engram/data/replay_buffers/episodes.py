@@ -241,7 +241,7 @@ class _StoredSteps:
 
     def __init__(self, steps: Callable[[], Any], leaf: LeafSpec, store: _native.Store) -> None:
         self._steps, self._leaf = steps, leaf
-        self._capacity, self._strands = store.lane_capacity, store.strands
+        self._capacity, self._strands = store.lane_capacity, store.envs
 
     def __call__(self, lane: int, start: int, stop: int) -> Any:
         slots = lane * self._capacity + torch.arange(start, stop) % self._capacity

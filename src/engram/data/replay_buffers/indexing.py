@@ -125,7 +125,7 @@ def tensor_of(index: Any) -> Tensor:
 
 
 def _check_written(store: _native.Store, slot: int) -> None:
-    if slot >= store.lanes * store.lane_capacity * store.strands or int(store.generations(torch.tensor([slot]))[0]) < 0:
+    if slot >= store.lanes * store.lane_capacity * store.envs or int(store.generations(torch.tensor([slot]))[0]) < 0:
         raise IndexError(f"index {slot} has not been written; {store.rows()} steps are stored")
 
 

@@ -57,7 +57,7 @@ class Lanes:
         self._held_there: int | None = None  # and the lane that the copy goes on in
         self.numbers: _native.RowNumbers | None = None  # of rows that were replaced out of turn
         self._replaced_before = store.replaced  # by whoever used the store before; they alone knew which rows
-        if self._replaced_before and store.lanes == store.strands == 1 and not store.read_only:
+        if self._replaced_before and store.lanes == store.envs == 1 and not store.read_only:
             self.numbers = _native.RowNumbers(store)
             self.numbers.renumber(store)
         self._alone = 0
@@ -66,8 +66,8 @@ class Lanes:
         self._evidence: tuple[int, Tensor] | None = None
         self._noted_in = store.incarnation
         self._left: dict[int, tuple[int, int]] = {}  # lanes that this process gave back: incarnation and end, then
-        self.capacity: int = store.lanes * store.lane_capacity * store.strands
-        self.strands: int = store.strands
+        self.capacity: int = store.lanes * store.lane_capacity * store.envs
+        self.strands: int = store.envs
         _live.add(self)
 
     @classmethod
@@ -378,7 +378,7 @@ class Lanes:
         """After a load: takes over what `numbers_state` gave of these rows, whose write numbers were `shift` higher."""
         self.numbers, self._replaced_before = None, 0
         self.store.replaced = 0
-        if state is None or self.store.lanes * self.store.strands > 1 or self.capacity > _MOST_NUMBERED:
+        if state is None or self.store.lanes * self.store.envs > 1 or self.capacity > _MOST_NUMBERED:
             return
         lane = self.store.lane(0)
         rows = torch.arange(lane["first"], lane["published"])

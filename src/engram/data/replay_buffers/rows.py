@@ -41,9 +41,9 @@ class RowTable:
     def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> _native.Plan:
         """Checks a batch leaf by leaf, as `RowLayout.plan`."""
         plan: _native.Plan = self.layout.plan(batch, batch_dims, time_dim, extra)
-        if plan.strands != self._store.strands:
+        if plan.envs != self._store.envs:
             raise ValueError(
-                f"the batch has {plan.strands} environments, this storage {self._store.strands}; nothing was written"
+                f"the batch has {plan.envs} environments, this storage {self._store.envs}; nothing was written"
             )
         return plan
 
@@ -144,15 +144,15 @@ class RowTable:
         s = self._store
         lead: tuple[int, ...] = (stop - start,)
         steps: tuple[int, ...] = (1,)
-        if s.strands > 1:
-            lead, steps = (*lead, s.strands), (*steps, s.lane_capacity)
+        if s.envs > 1:
+            lead, steps = (*lead, s.envs), (*steps, s.lane_capacity)
         offset = s.rows_offset + start * s.row_stride
         return self.layout.views(s.memory(), offset, s.row_stride, lead, steps)
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         """uint8 [strands, stop - start, payload bytes]: the rows with these write numbers, copied."""
-        out = np.empty((self._store.strands, stop - start, self._store.payload_bytes), np.uint8)
+        out = np.empty((self._store.envs, stop - start, self._store.payload_bytes), np.uint8)
         for at, there in self._pieces(lane, start, stop):
             out[:, at] = there
         return out
@@ -168,8 +168,8 @@ class RowTable:
 
     def _pieces(self, lane: int, start: int, stop: int) -> list[tuple[slice, np.ndarray[Any, Any]]]:
         s = self._store
-        shape = (s.lanes, s.strands, s.lane_capacity, s.row_stride)
-        size = s.lanes * s.strands * s.lane_capacity * s.row_stride
+        shape = (s.lanes, s.envs, s.lane_capacity, s.row_stride)
+        size = s.lanes * s.envs * s.lane_capacity * s.row_stride
         memory = s.memory()[s.rows_offset : s.rows_offset + size].reshape(shape)[lane]
         pieces, w = [], start
         while w < stop:

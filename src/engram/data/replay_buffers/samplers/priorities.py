@@ -109,7 +109,7 @@ class HasPriorities(Sampler):
     def follow(self, storage: Storage) -> None:
         with self.lock:
             if storage.lanes is not None:
-                self._following(storage, storage.lanes).look(storage.lanes.store)
+                self._following(storage, storage.lanes).poll(storage.lanes.store)
 
     def _following(self, storage: Storage, lanes: Lanes) -> _native.Priorities:
         """The priorities of this storage's steps. The caller holds the lock as long as it uses them."""

@@ -133,7 +133,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         if self._walk is None:
             self._check_epoch(store, epoch)
             # A store with more lanes than the one that was saved: they are not in the epoch.
-            rest = store.lanes * store.strands - len(epoch["counts"])
+            rest = store.lanes * store.envs - len(epoch["counts"])
             counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
             self._walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
             self._number = next(EpochInfo.numbers)
@@ -196,7 +196,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def _check_epoch(store: _native.Store, epoch: dict[str, Any]) -> None:
         if any(count > store.lane_capacity for count in epoch["counts"]):
             raise ValueError(f"an epoch of {max(epoch['counts'])} trajectories is not one of this storage")
-        if len(epoch["counts"]) > store.lanes * store.strands:
+        if len(epoch["counts"]) > store.lanes * store.envs:
             raise ValueError(f"an epoch of {len(epoch['counts'])} strands is not one of this storage")
 
     def position(self) -> Any:
