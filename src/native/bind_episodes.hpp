@@ -1,4 +1,4 @@
-// The Python face of the episode index and of slices.
+// Python bindings of the episode index and of slices.
 #pragma once
 #include <sched.h>
 #include <unistd.h>
@@ -11,7 +11,7 @@
 
 namespace engram {
 
-// Flags or ids that Python hands over: `fetch(lane, from, to)` gives an array [time, environment] of them.
+// Flags or ids from Python: `fetch(lane, from, to)` returns an array [time, env] of them.
 class FetchedSignals {
  public:
   FetchedSignals(nb::handle fetch, uint64_t envs, uint64_t bytes) : fetch_(fetch), envs_(envs), bytes_(bytes) {}
@@ -36,7 +36,7 @@ class FetchedSignals {
   std::unique_ptr<Buffer> buffer_;
 };
 
-// One thread at a time, whether it holds the GIL or not. A forked child finds it free.
+// A mutex for threads with and without the GIL, which is free in a forked child.
 class ForkSafeMutex {
  public:
   class Lock {
@@ -60,7 +60,7 @@ class ForkSafeMutex {
    private:
     ForkSafeMutex& mutex_;
   };
-  // Whether the last turn was another process's: it may have ended anywhere.
+  // Whether another process (the parent) held it last: it may have stopped in the middle.
   bool forked() {
     const bool other = pid_ != ::getpid();
     pid_ = ::getpid();
@@ -69,7 +69,7 @@ class ForkSafeMutex {
 
  private:
   bool take() {
-    if (pid_ != ::getpid()) busy_.store(true);  // whoever had it is in the parent
+    if (pid_ != ::getpid()) busy_.store(true);  // its holder is a thread of the parent
     else if (busy_.exchange(true, std::memory_order_acquire)) return false;
     return true;
   }
@@ -78,17 +78,17 @@ class ForkSafeMutex {
   pid_t pid_ = ::getpid();
 };
 
-// The index of one storage, and the slices drawn with it.
+// The episode index of one storage, and slices drawn from it.
 class Episodes {
  public:
-  // offset: of the flag or id in a packed row; None: it is fetched. bytes: its size.
+  // offset: of the flag or id in a packed row; none: it is fetched. bytes: its size.
   Episodes(bool by_id, std::optional<uint64_t> offset, uint64_t bytes)
       : by_id_(by_id), offset_(offset), bytes_(bytes), index_(by_id, bytes) {
     if (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) throw nb::value_error("a flag or id has 1, 2, 4 or 8 bytes");
   }
 
-  // Slices of trajectories that are long enough, uniform over these and then over starts or, by window, over all their
-  // windows; None: there is none.
+  // Draws n slices: a trajectory that is long enough, uniformly, then a start or, by window, uniformly over all windows.
+  // None: no trajectory is long enough.
   std::optional<SliceBatch> draw(Store& store, const SliceRule& rule, nb::handle seed_in, size_t n, nb::handle fetch) {
     const uint64_t seed = seed_of(seed_in);
     const ForkSafeMutex::Lock lock(mutex_);
@@ -106,14 +106,14 @@ class Episodes {
         batch.slices.push_back(any(all, rule, random_at(seed, 2 * i), random_at(seed, 2 * i + 1)));
     return batch;
   }
-  // What `use` makes of the index, brought up to date, and of an empty batch of slices.
+  // Calls `use` with the updated index and an empty batch of slices.
   template <typename Use>
   auto with_index(Store& store, const SliceRule& rule, nb::handle fetch, Use&& use) {
     const ForkSafeMutex::Lock lock(mutex_);
     poll(store, fetch);
     return use(index_, empty_batch(store, rule));
   }
-  // Every trajectory: lane, environment, first sequence, length; lane by lane, environment by environment, oldest first.
+  // Every trajectory as (lane, env, first sequence, length), lane by lane, environment by environment, oldest first.
   std::tuple<Tensor, Tensor, Tensor, Tensor> trajectories(Store& store, nb::handle fetch) {
     std::vector<int64_t> out[4];
     {
@@ -140,7 +140,7 @@ class Episodes {
     poll(store, fetch);
     return SliceEpoch::begin(index_, eligible(rule), key, shuffle);
   }
-  // Up to n slices from a position of the epoch on, the position after them, and whether `least` more are there.
+  // Up to n slices from a position of the epoch on, the position after them, and whether at least `least` more follow.
   std::tuple<SliceBatch, uint64_t, bool> take(Store& store, const SliceRule& rule, SliceEpoch& epoch, uint64_t position,
                                               nb::handle seed_in, size_t n, size_t least, nb::handle fetch) {
     const uint64_t seed = seed_of(seed_in);
@@ -181,7 +181,7 @@ class Episodes {
     try {
       for (int looks = 0; looks == 0 || (looks < kLooks && index_.overtaken(store)); ++looks) poll_once(store, fetch);
     } catch (...) {
-      index_.forget_all();  // a scan may have ended in its middle: memory ran out, or Python said no
+      index_.forget_all();  // a scan stopped in the middle: memory ran out, or Python raised
       throw;
     }
   }
@@ -198,13 +198,13 @@ class Episodes {
     size_t i = 0;
     while (i < lists_.size() && !lists_[i]->serves(rule)) ++i;
     if (i == lists_.size()) {
-      if (i == kLists) lists_.erase(lists_.begin()), --i;  // batches of many sizes
+      if (i == kLists) lists_.erase(lists_.begin()), --i;  // the oldest of too many rules
       lists_.push_back(std::make_unique<EligibleTrajectories>(rule));
     }
     try {
       lists_[i]->follow(index_);
     } catch (...) {
-      lists_.erase(lists_.begin() + static_cast<ptrdiff_t>(i));  // memory ran out in its middle
+      lists_.erase(lists_.begin() + static_cast<ptrdiff_t>(i));  // memory ran out in the middle
       throw;
     }
     return *lists_[i];
@@ -232,7 +232,7 @@ inline Tensor flags_out(size_t n, bool column, auto fill) {
   return block.make(0);
 }
 
-// True in each slice's last stored row (or its first): of a bool tensor [n, ...] in place; False: not of that kind.
+// Sets a bool tensor [n, ...] to true in each slice's last (or first) stored row, in place. False: it is no such tensor.
 inline bool mark_rows(const SliceBatch& batch, nb::handle tensor, bool last) {
   TensorView t;
   if (!t.of(tensor.ptr()) || t.dtype.code != kDLBool || t.ndim < 1) return false;
@@ -265,7 +265,7 @@ inline void bind_episodes(nb::module_& m) {
         if (length > kMostBytes)
           throw nb::value_error(("a slice of " + std::to_string(length) + " rows is longer than any memory").c_str());
         if (length < 1 || min_length < 1 || before >= length || after >= length)
-          throw nb::value_error("a slice has at least one row, and at least one of its window is a stored one");
+          throw nb::value_error("a slice has at least one row, and its window at least one stored row");
         const SliceRule checked{length, min_length, before, after, pad, by_window};
         if (by_window && min_length <= kMostBytes && static_cast<int64_t>(min_length) + checked.more_windows() < 1)
           throw nb::value_error("by_window each trajectory that is long enough has a window");

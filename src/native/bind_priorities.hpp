@@ -1,4 +1,4 @@
-// Priorities for Python: arguments are checked here, before anything changes.
+// Python bindings of priorities: arguments are checked here, before anything changes.
 #pragma once
 #include <string>
 #include <utility>
@@ -10,7 +10,7 @@
 
 namespace engram {
 
-// Numbers that a caller hands in: a 1-D float32 or float64 tensor or array, contiguous.
+// Numbers as an argument: a contiguous 1-D float32 or float64 tensor or array.
 class NumbersArg {
  public:
   explicit NumbersArg(nb::handle o) {
@@ -44,7 +44,7 @@ class NumbersArg {
   Buffer buffer_;
 };
 
-// Several 1-D results. Planned, filled, then made: from the first to the last look at shared state no Python code runs.
+// Several 1-D results: planned, filled, then made into tensors, so that no Python code runs while shared state is read.
 class Results {
  public:
   void add(DType dtype, size_t n) {
@@ -94,7 +94,7 @@ inline void check_priorities(const Priorities& self, const NumbersArg& p) {
     if (!self.transform().takes(p[i])) refuse_priority(p[i], i);
 }
 
-// Which rows of a store there are, as a follower that has just looked knows it.
+// Which rows of a store exist, according to a follower that has just polled it.
 class StoredRows {
  public:
   StoredRows(const Store& store, const Priorities& p) : geometry_(store.geometry()), slots_(store.slots()), priorities_(p) {
@@ -105,8 +105,8 @@ class StoredRows {
       sequences_.emplace_back(view, geometry_.lane_capacity);
     }
   }
-  // Whether the row that a caller means is there: the slot's own, or the one of this generation. An IndexError where
-  // nobody can ever have meant one.
+  // Whether the row that a caller means is stored: the slot's current one, or the one of this generation. An IndexError for
+  // slots that can never have held a row.
   bool is_stored(int64_t given, const int64_t* generation) const {
     const auto slot = static_cast<uint64_t>(given);
     if (slot >= slots_) refuse(given, " lies outside 0 to " + std::to_string(slots_ - 1));
@@ -114,7 +114,8 @@ class StoredRows {
     if (geometry_.envs > 1) time /= geometry_.envs;
     if (geometry_.lanes > 1) lane = time / geometry_.lane_capacity, time -= lane * geometry_.lane_capacity;
     const bool written = sequences_[lane].find(time, sequence);
-    if (generation) return written && priorities_.holds(slot) && *generation >= 0 && static_cast<uint64_t>(*generation) == sequence;
+    if (generation)
+      return written && priorities_.holds(slot) && *generation >= 0 && static_cast<uint64_t>(*generation) == sequence;
     if (!written) refuse(given, " has not been written");
     return priorities_.holds(slot);
   }
@@ -134,7 +135,7 @@ constexpr const char* kAllZero =
     "the priorities of all stored steps are 0, so that none can be drawn; give one a priority with update_priority, or "
     "the sampler an eps above 0";
 
-// Draws n rows: (slots, weights, which rows they are); None where no row is stored.
+// Draws n rows: (slots, weights, drawn rows); None where no row is stored.
 inline std::optional<std::tuple<Tensor, Tensor, DrawnRows>> draw_by_priority(Priorities& self, const Store& store,
                                                                               nb::handle seed_in, size_t n, double beta,
                                                                               bool wide) {
@@ -160,14 +161,14 @@ inline std::optional<std::tuple<Tensor, Tensor, DrawnRows>> draw_by_priority(Pri
   return std::tuple(std::move(slots), std::move(weights), std::move(drawn));
 }
 
-// Places whose rows are not those that were drawn; None: there are none.
+// Positions in the batch whose rows are no longer those that were drawn; None: there are none.
 inline nb::object stale_places(const DrawnRows& drawn, const Store& store, nb::handle slots_in) {
   if (drawn.lasts(store)) return nb::none();
   const SlotsArg slots(nb::borrow(slots_in));
   return positions(drawn.stale(store, slots.data, slots.n));
 }
 
-// Slices whose starts are drawn by priority; None: there is no start.
+// Draws slices whose starts are drawn by priority; None: no row can be a start.
 inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Episodes& episodes, const SliceRule& rule,
                                              nb::handle seed_in, size_t n, nb::handle fetch) {
   const SlotsArg seed(nb::borrow(seed_in));
@@ -192,13 +193,13 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
       Trajectory t;
       if (!SlotSequences(index.indexed(lane), s.lane_capacity).find(time % s.lane_capacity, sequence) ||
           !index.find(lane * s.envs + env, sequence, t))
-        return std::nullopt;  // overwritten since the index looked
+        return std::nullopt;  // overwritten after the index was updated
       batch.slices.push_back(slice_of(rule, t, static_cast<int64_t>(sequence)));
     }
     return batch;
   });
 }
-// The weight of each row of a batch: of its slice's start.
+// The weight of each row of a batch, which is that of its slice's start.
 inline Tensor start_weights(const Priorities& self, const SliceBatch& batch, double beta, bool wide) {
   Results out;
   out.add({kDLFloat, static_cast<uint8_t>(wide ? 64 : 32)}, batch.rows());
@@ -241,7 +242,8 @@ inline bool set_priorities(Priorities& self, const Store& store, nb::handle slot
   }
   size_t count = 0;
   for (size_t i = 0; i < slots->n; ++i)
-    if (stored.is_stored(static_cast<int64_t>(changes[i].slot), generations ? generations->data + i : nullptr)) changes[count++] = changes[i];
+    if (stored.is_stored(static_cast<int64_t>(changes[i].slot), generations ? generations->data + i : nullptr))
+      changes[count++] = changes[i];
   const uint64_t skipped = slots->n - count;
   changes.resize(count);
   self.set(changes);
@@ -278,7 +280,7 @@ inline Tensor priorities_of(Priorities& self, const Store& store, nb::handle slo
 
 using SeenRows = std::vector<std::pair<uint64_t, uint64_t>>;
 
-// Where it stands: (rows seen of each lane, highest, latest, skipped, priorities of these rows in the order of age).
+// The state: (rows seen of each lane, highest, latest, skipped, priorities of these rows in the order of age).
 inline std::tuple<SeenRows, double, double, uint64_t, Tensor> priorities_state(Priorities& self, const Store& store) {
   self.poll(store);
   const Priorities::State state = self.state();
@@ -288,7 +290,8 @@ inline std::tuple<SeenRows, double, double, uint64_t, Tensor> priorities_state(P
   out.add({kDLFloat, 64}, rows * store.geometry().envs);
   out.take();
   auto* at = out.data<double>(0);
-  Priorities::each_row(store.geometry(), state.seen, [&](uint64_t, uint64_t, uint64_t slot) { *at++ = self.priority(slot); });
+  Priorities::each_row(store.geometry(), state.seen,
+                       [&](uint64_t, uint64_t, uint64_t slot) { *at++ = self.priority(slot); });
   return {state.seen, state.highest, state.latest, state.skipped, out.make(0)};
 }
 
@@ -302,10 +305,10 @@ inline void resume_priorities(Priorities& self, const Store& store, const SeenRo
     rows += published - first;
   }
   if (!priorities.fits() || rows * store.geometry().envs != priorities.n)
-    throw nb::value_error("the saved priorities are not one for each row");
+    throw nb::value_error("the saved state must have one priority for each row");
   check_priorities(self, priorities);
   if (!self.transform().takes(highest) || !self.transform().takes(latest))
-    throw nb::value_error("the saved highest priority is none");
+    throw nb::value_error("the saved highest priority is not a priority");
   for (size_t i = 0; i < priorities.n; ++i) own.push_back(priorities[i]);
   self.resume(store, {seen, highest, latest, skipped}, own.data());
 }

@@ -21,7 +21,7 @@ inline Reduction reduction_of(const std::string& name) {
   throw nb::value_error(("unknown reduction " + name).c_str());
 }
 
-// [rows, ...] values, contiguous, of float32, float64 or int64, as one rank for each row.
+// Reduces contiguous values [rows, ...] of float32, float64 or int64 to one rank for each row.
 inline std::vector<double> ranks_of(nb::handle values, Reduction reduction) {
   TensorView t;
   Buffer buffer;
@@ -65,8 +65,7 @@ inline Tensor int64_out(const std::vector<int64_t>& values) {
   return slots_out(values.size(), [&](int64_t* out) { std::copy(values.begin(), values.end(), out); });
 }
 
-// The rows that a heap has not seen yet or that changed; None where there are none. The heap counts on their ranks
-// being put in next.
+// Slots of rows that are new to the heap or were changed; None: there are none. The caller must pass their ranks to `put`.
 inline std::optional<Tensor> heap_behind(RankHeap& heap, const Store& store) {
   const StoreGeometry& s = store.geometry();
   if (s.lanes != 1 || s.envs != 1 || s.lane_capacity != heap.capacity())
@@ -93,7 +92,7 @@ inline std::optional<Tensor> heap_behind(RankHeap& heap, const Store& store) {
     heap.follower().poll(store, visitor);
     return visitor.slots.empty() ? std::nullopt : std::optional(int64_out(visitor.slots));
   } catch (...) {
-    heap.follower().forget();  // what it has seen was not handed out: memory ran out
+    heap.follower().forget();  // memory ran out before these rows were returned
     throw;
   }
 }
@@ -107,12 +106,13 @@ inline void heap_put(RankHeap& heap, nb::handle slots_in, nb::handle values, con
   for (size_t i = 0; i < slots.n; ++i) heap.set_rank(static_cast<uint64_t>(slots.data[i]), ranks[i]);
 }
 
-// Slots of the items, how many of them are appended, and of the rest which items go over which rows (None: none).
+// Slots of the items, how many are appended, and which other items replace which rows (None: none).
 using Placed = std::tuple<Tensor, size_t, std::optional<Tensor>, std::optional<Tensor>>;
 inline Placed heap_place(RankHeap& heap, const Store* store, nb::handle values, const char* reduction) {
   const std::vector<double> ranks = ranks_of(values, reduction_of(reduction));
   for (size_t i = 0; i < ranks.size(); ++i)
-    if (std::isnan(ranks[i])) throw nb::value_error(("the rank of item " + std::to_string(i) + " is NaN, which is neither above nor below others; "
+    if (std::isnan(ranks[i]))
+      throw nb::value_error(("the rank of item " + std::to_string(i) + " is NaN, which is neither above nor below others; "
                              "nothing was written").c_str());
   uint64_t room = heap.capacity(), next = 0;
   if (store) {
@@ -151,7 +151,7 @@ inline void bind_ranks(nb::module_& m) {
         try {
           heap.follower().resume(store, {{view.first, view.published}});
         } catch (const std::bad_alloc&) {
-          heap.follower().forget();  // the rows are written: the next look takes all of them in anew
+          heap.follower().forget();  // the rows are written: the next poll reads all ranks again
         }
       }, "store"_a)
       .def("forget", [](RankHeap& heap) {

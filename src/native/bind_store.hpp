@@ -1,4 +1,4 @@
-// What the module's functions do: arguments are checked here, before memory is touched.
+// Python bindings of stores, codecs, plans and saves: arguments are checked here, before memory is touched.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -22,7 +22,7 @@
 
 namespace engram {
 
-constexpr size_t kWarmBytes = 256 << 10;  // of a batch: what stays in the second-level cache until it is copied
+constexpr size_t kWarmBytes = 256 << 10;  // of a batch: prefetched rows stay in the second-level cache until they are copied
 
 
 // Sizes beyond any memory: refused before they are multiplied.
@@ -48,7 +48,7 @@ inline void check_lane(const Store& store, uint64_t lane) {
     throw nb::index_error(("lane " + std::to_string(lane) + " of " + std::to_string(store.geometry().lanes)).c_str());
 }
 
-// Releases the GIL for the time of a long copy only: getting it back beside a busy thread costs milliseconds.
+// Releases the GIL for long copies only: getting it back beside a busy thread costs milliseconds.
 template <typename F>
 inline void maybe_without_gil(bool release, F&& work) {
   if (release) {
@@ -183,7 +183,7 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
                              nb::handle parts = nb::none()) {
   for (const Store* store : stores) check_codec(*store, codec);
   const SlotsArg slots(nb::borrow(slots_in), true);
-  if (stores.empty() || slots.n % stores.size() != 0) throw nb::value_error("as many slots for each store");
+  if (stores.empty() || slots.n % stores.size() != 0) throw nb::value_error("as many slots are needed for each store");
   const size_t each = slots.n / stores.size();
   std::vector<int64_t> lead(1, static_cast<int64_t>(slots.n));
   if (shape) {
@@ -199,7 +199,7 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
   std::vector<nb::object> extras;
   if (!parts.is_none())
     for (nb::handle one : nb::cast<nb::list>(parts)) extras.push_back(nb::borrow(one));
-  if (!extras.empty() && extras.size() != stores.size()) throw nb::value_error("one extra for each store");
+  if (!extras.empty() && extras.size() != stores.size()) throw nb::value_error("parts needs one entry for each store");
   const std::vector<int64_t> part_lead(1, static_cast<int64_t>(each));
   OutBlock shared(leaves.size() * (1 + extras.size()));
   std::vector<std::unique_ptr<OutBlock>> own;
@@ -224,7 +224,7 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
                               where[k].first->alias(where[k].second, part_lead.data(), 1, p * each * leaves[k].bytes));
   if (any_shared) shared.take();
   for (auto& block : own) block->take();
-  // The tensors first, while the rows come in from memory behind them; then the copy into the tensors' memory.
+  // Make the tensors while the rows are being prefetched; then copy the rows into the tensors' memory.
   std::vector<nb::object> tensors;
   tensors.reserve(leaves.size());
   for (size_t k = 0; k < where.size(); ++k) {
@@ -233,7 +233,7 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
   }
   std::vector<nb::object> part_tensors;
   for (auto [block, i] : part_where) part_tensors.push_back(block->make(i));
-  // From here to the copy no Python code runs, so that a finaliser that samples cannot use this memory meanwhile.
+  // From here to the end of the copy no Python code runs: a finaliser that samples would use the same scratch memory.
   static thread_local std::vector<LeafCopy> copies;
   Reading all;
   bool asking = false;
@@ -267,10 +267,10 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
   return nb::make_tuple(read[0], read[1], read[2], read[3], part_batches);
 }
 
-// What the members of an ensemble were drawn for, as int64 [members, rows]: their slots, and which member each is of.
-// None: they are no slots (tuples, masks), or not as many of each.
+// The members' draws of an ensemble as int64 [members, rows]: slots, and the id of each slot's member. None: they are no
+// slots (but tuples or masks), or the members have different numbers of them.
 inline std::optional<std::pair<Tensor, Tensor>> joint_index(nb::list drawn, const std::vector<int64_t>& members) {
-  if (nb::len(drawn) != members.size() || members.empty()) throw nb::value_error("slots for each member");
+  if (nb::len(drawn) != members.size() || members.empty()) throw nb::value_error("slots are needed for each member");
   std::vector<const int64_t*> slots;
   std::vector<nb::object> keep;
   size_t n = 0;
@@ -302,7 +302,7 @@ inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, s
   return gather_many({&store}, codec, slots_in, std::move(shape), extra, mapped, sequences);
 }
 
-// Rows that are to replace stored ones: made with all the memory that `write` needs. The caller keeps store and plan.
+// Rows that will replace stored ones; all memory that `write` needs is allocated here. The caller keeps store and plan.
 class Replacement {
  public:
   // `rows_in`: the row of the plan that each slot takes; None: one after the other.
@@ -310,7 +310,7 @@ class Replacement {
       : store_(store), plan_(plan), writer_(store) {
     store.must_be_writable();
     const SlotsArg given(nb::borrow(slots_in));
-    slots_.assign(given.data, given.data + given.n);  // what is checked is what is written
+    slots_.assign(given.data, given.data + given.n);  // a copy, so that what is checked is what is written
     if (!rows_in.is_none()) {
       const SlotsArg chosen(nb::borrow(rows_in));
       rows_.assign(chosen.data, chosen.data + chosen.n);
@@ -356,7 +356,7 @@ inline void overwrite(Store& store, nb::handle slots, const Plan& plan, nb::hand
   Replacement(store, slots, plan, rows).write();
 }
 
-// Changes of rows that are kept elsewhere: followers look at these slots again.
+// Enters changed slots in the log, for rows that are kept elsewhere: followers read them again.
 inline void note_edits(Store& store, nb::handle slots_in) {
   store.must_be_writable();
   const SlotsArg slots(nb::borrow(slots_in));
@@ -397,8 +397,8 @@ inline std::optional<Tensor> uniform(Store& store, nb::handle seed_in, size_t n)
   return drawn ? std::optional(std::move(slots)) : std::nullopt;
 }
 
-// One pass over the rows that existed when it was made: in a store whose lanes had `ring` steps (0: as this one's) and
-// whose sequences were higher by `moved`, one for each lane (empty: as they are). Places keep their rows.
+// One pass over the rows that existed when an epoch began, in a store whose lanes had `ring` steps (0: as this one's) and
+// whose sequences were higher by `moved[lane]` (empty: by 0). A position of the epoch always means the same row.
 class EpochWalk {
  public:
   EpochWalk(const Store& store, uint64_t key, bool shuffle, std::vector<std::pair<uint64_t, uint64_t>> ranges,
@@ -415,7 +415,7 @@ class EpochWalk {
     permutation_ = Permutation(key, map_.total(), shuffle);
   }
   uint64_t size() const { return map_.total(); }
-  // Up to n slots from `position` on, rows overwritten since skipped; and the position after them.
+  // Up to n slots from `position` on, without rows that were overwritten since, and the position after them.
   std::pair<Tensor, uint64_t> take(const Store& store, uint64_t position, size_t n) const {
     if (store.lanes.count() != moved_.size()) throw nb::value_error("the walk was made for another store");
     store.check_file();
@@ -440,7 +440,7 @@ class EpochWalk {
   Permutation permutation_;
 };
 
-// Restored rows [environments, steps, payload bytes] with sequences from `start` on, which nobody sees yet.
+// Writes restored rows [envs, steps, payload bytes] with sequences from `start` on, which readers do not see yet.
 inline void put_rows(Store& store, uint64_t lane, uint64_t start,
                      nb::ndarray<const uint8_t, nb::ndim<3>, nb::device::cpu> rows) {
   store.must_be_writable();
@@ -448,7 +448,7 @@ inline void put_rows(Store& store, uint64_t lane, uint64_t start,
   const StoreGeometry& s = store.geometry();
   if (s.payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
   if (rows.shape(0) != s.envs || rows.shape(1) > s.lane_capacity || rows.shape(2) != s.payload_bytes)
-    throw nb::value_error("rows must be [strands, steps, payload bytes], no more steps than a lane has room for");
+    throw nb::value_error("rows must be [envs, steps, payload bytes], with no more steps than a lane holds");
   if (rows.stride(2) != 1 && s.payload_bytes > 1) throw nb::value_error("the bytes of a row must lie side by side");
   if (start > UINT64_MAX - rows.shape(1)) throw nb::value_error("sequences end at 2^64");
   int error = 0;
@@ -462,8 +462,8 @@ inline void put_rows(Store& store, uint64_t lane, uint64_t start,
   throw nb::python_error();
 }
 
-// Which entries of a row tell whether the next one belongs behind it: leaf numbers of a codec, entries as pairs (at the
-// root, under `next`).
+// Sets which leaves of a row tell whether the next row continues it, as indices of a codec's leaves; entries are pairs (at
+// the root, under `next`).
 inline void set_border(Store& store, const Codec& codec, const std::vector<std::pair<size_t, size_t>>& entries,
                        const std::vector<size_t>& done, bool either, std::optional<size_t> id) {
   check_codec(store, codec);
@@ -484,7 +484,7 @@ inline void set_border(Store& store, const Codec& codec, const std::vector<std::
   store.set_border(std::move(rule));
 }
 
-// In the middle of a restore, whose rows would be lost if it ended here: takes no memory, as far as bits are set.
+// Called during a restore, which must not fail any more: allocates nothing for stores that hold their rows.
 inline void set_seams(const Store& store, uint64_t lane, uint64_t base, uint64_t published, nb::list at) {
   auto sequence = [&](uint64_t i) {
     uint64_t w = 0;
@@ -493,11 +493,11 @@ inline void set_seams(const Store& store, uint64_t lane, uint64_t base, uint64_t
   };
   const uint64_t n = nb::len(at);
   for (uint64_t i = 0; i < n; ++i)
-    if (sequence(i) < sequence(i ? i - 1 : 0)) throw nb::value_error("seams do not rise");
+    if (sequence(i) < sequence(i ? i - 1 : 0)) throw nb::value_error("seams must be ascending");
   store.set_seams(lane, base, published, n, sequence);
 }
 
-// How the last user left a store: (no change is half done, cleanly, in which boot of the machine). The caller has looked at
+// How the last user left a store: (no change is half done, closed cleanly, boot id of the machine). The caller has checked
 // the file.
 inline std::tuple<bool, bool, nb::bytes> left_as(Store& store) {
   const StoreHeader& h = store.lanes.header();
@@ -551,7 +551,7 @@ inline void bind_store(nb::module_& m) {
         if (!snapshot.covers(lane, start, stop)) throw nb::index_error("these rows are not part of the save");
         const StoreGeometry& s = snapshot.geometry();
         if (out.shape(0) != s.envs || out.shape(1) != stop - start || out.shape(2) != s.payload_bytes)
-          throw nb::value_error("room for [strands, rows, payload bytes] is needed");
+          throw nb::value_error("out must be [envs, rows, payload bytes]");
         uint8_t* to = out.data();
         nb::gil_scoped_release unlocked;
         snapshot.read(lane, start, stop, to);
@@ -597,7 +597,7 @@ inline void bind_store(nb::module_& m) {
       })
       .def("epoch", [](const Store& s) {
         s.check_file();
-        Lanes::Protocol::after_reading();  // what was read before this was read before the numbers
+        Lanes::Protocol::after_reading();  // reads before this happened before the epoch is read
         const Epoch e = s.lanes.epoch();
         return std::pair(e.incarnation, e.edits);
       })
@@ -631,7 +631,7 @@ inline void bind_store(nb::module_& m) {
       .def("advance", [](const Store& s, uint64_t l, uint64_t n, bool begins) {
         s.must_be_writable();
         check_lane(s, l);
-        if (s.geometry().payload_bytes != 0) throw nb::value_error("this store has its rows itself: append to it");
+        if (s.geometry().payload_bytes != 0) throw nb::value_error("this store holds its rows itself: use append");
         return s.advance(l, n, begins);
       }, "lane"_a, "n"_a, "begins"_a = false)
       .def("mark_seam", [](const Store& s, uint64_t l) { check_lane(s, l); s.mark_seam(l); }, "lane"_a)
@@ -706,7 +706,7 @@ inline void bind_store(nb::module_& m) {
         s.forget_seams();
         for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
           s.lanes.set_counters(l, 0, 0, 0);
-          s.lanes.lane(l).term.fetch_add(1);  // so that no row from before is taken for one of the new
+          s.lanes.lane(l).term.fetch_add(1);  // so that no old row is taken for a new one
         }
       })
       .def("restore_lane", [](const Store& s, uint64_t l, uint64_t base, uint64_t published, uint64_t origin) {
@@ -725,7 +725,7 @@ inline void bind_store(nb::module_& m) {
         if (!s.has_trailer()) throw nb::value_error("rows without trailers cannot be recovered");
         uint64_t dropped = 0;
         nb::gil_scoped_release unlocked;
-        s.header()->incarnation.fetch_add(2);  // odd would say that a kill shall empty the store
+        s.header()->incarnation.fetch_add(2);  // by 2: an odd one would make a kill empty the store
         for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
           const LaneScan scan = scan_lane(s, l);
           restore_lane(s, l, scan);

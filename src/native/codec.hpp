@@ -1,6 +1,5 @@
-// Between Python's batches and leaves: which leaf of a TensorDict or dict goes where in a row, and back.
-// This is the fast path: it takes what it knows to be plain and says no to all else; Python then names the fault
-// or makes the batch plain.
+// Converts between Python's batches and packed rows: where each leaf of a TensorDict or dict lies in a row, and back.
+// This is the fast path: it takes plain data and rejects all else; Python then converts the batch or names what is wrong.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -17,7 +16,7 @@
 namespace engram {
 
 constexpr size_t kGilBytes = 256 << 10;  // larger copies release the GIL
-constexpr size_t kBigLeaf = 256 << 10;   // a leaf of a batch of this size has a block of its own
+constexpr size_t kBigLeaf = 256 << 10;   // a leaf of this size in a batch gets a block of its own
 constexpr size_t kMostLeafBytes = size_t{1} << 40;
 
 struct Leaf {
@@ -36,7 +35,7 @@ struct Node {
   mutable std::vector<int64_t> size_lead;
 };
 
-// A checked batch: where its leaves lie, and everything that must live until they are copied.
+// A checked batch: where its leaves lie, and all objects that must live until they are copied.
 struct Plan {
   Plan() = default;
   Plan(Plan&&) = default;
@@ -73,8 +72,8 @@ class Codec {
   const std::vector<Leaf>& leaves() const { return leaves_; }
 
   // batch_dims 0: one step; 1: [time]; 2: [environment, time] or, with time_dim 0, [time, environment].
-  // time_dim -1 with batch_dims 1: [environment], one time step. `extra` is a (key, value) of the root that the batch
-  // need not hold; it goes before what the batch has there. None: not plain, or not of this layout.
+  // time_dim -1 with batch_dims 1: [environment], one time step. `extra` is a (key, value) of the root, which
+  // replaces the batch's own entry if it has one. None: not plain, or not of this layout.
   std::optional<Plan> check(nb::handle batch, int batch_dims, int time_dim, nb::handle extra) const {
     check_dims(batch_dims, time_dim);
     std::vector<nb::object> values(leaves_.size());
@@ -136,7 +135,7 @@ class Codec {
                       (batch_dims == 2 && (time_dim == 0 || time_dim == 1));
     if (!good) throw nb::value_error("batch_dims must be 0 to 2, time_dim one of them (or -1 with one)");
   }
-  // What torch can hold: it must never refuse a tensor that was made over our memory.
+  // Dtypes of torch: it must never refuse a tensor that is made over our memory.
   static bool is_supported(DType d) {
     switch (d.code) {
       case kDLInt: case kDLUInt: return d.bits == 8 || d.bits == 16 || d.bits == 32 || d.bits == 64;
@@ -153,7 +152,7 @@ class Codec {
     if (!is_supported(leaf.dtype)) throw nb::value_error("a leaf has a dtype that tensors do not have");
     leaf.itemsize = leaf.dtype.bits / 8;
     leaf.bytes = leaf.itemsize;
-    size_t span = leaf.itemsize;  // as if no dimension were 0: strides are computed so
+    size_t span = leaf.itemsize;  // as if no dimension were 0, as for strides
     for (nb::handle d : nb::cast<nb::tuple>(spec[2])) {
       const auto size = nb::cast<int64_t>(d);
       if (size < 0 || (size > 0 && span > kMostLeafBytes / static_cast<size_t>(size)))
@@ -188,7 +187,7 @@ class Codec {
   }
 
   // ---- in ----
-  // Leaves are held: looking at one (or comparing keys) can run Python code, which could drop the others.
+  // Holds references: looking at a leaf (or comparing keys) can run Python code, which could drop other leaves.
   bool flatten(const Node& node, PyObject* o, std::vector<nb::object>& values, PyObject* extra_key = nullptr,
                PyObject* extra = nullptr) const {
     if (node.kind == Node::kLeaf) {
@@ -261,7 +260,7 @@ class Codec {
   }
 
  private:
-  // The right leaf but for gaps between the elements of one step.
+  // Whether a leaf fits except for gaps between the elements of one step.
   static bool inner_strided(const Leaf& leaf, const Strided& s, int batch_dims) {
     return s.dtype == leaf.dtype && s.ndim == batch_dims + static_cast<int>(leaf.shape.size());
   }
@@ -319,7 +318,7 @@ class Codec {
     }
     if (!plan.leaves.empty() && (plan.steps != 1 || plan.envs != 1)) return false;
     plan.steps = plan.envs = 1;
-    plan.scalars.push_back(bytes);  // reserved: never moves
+    plan.scalars.push_back(bytes);  // never moves, as room is reserved
     plan.leaves.push_back({leaf.offset, leaf.bytes, plan.scalars.back().data(), 0, 0});
     return true;
   }

@@ -11,14 +11,14 @@
 
 namespace engram {
 
-// Numbers in rising order, added at the end and dropped at the front.
+// Ascending numbers, added at the end and dropped at the front.
 class SortedDeque {
  public:
   uint64_t size() const { return items_.size() - head_; }
   bool empty() const { return size() == 0; }
   uint64_t operator[](uint64_t i) const { return items_[head_ + i]; }
   uint64_t back() const { return items_.back(); }
-  uint64_t dropped() const { return dropped_; }  // how many ever left at the front
+  uint64_t dropped() const { return dropped_; }  // how many were ever dropped
   void push(uint64_t x) { items_.push_back(x); }
   void pop_back() { items_.pop_back(); }
   void drop(uint64_t n) {
@@ -58,11 +58,11 @@ class PackedSignals {
  public:
   PackedSignals(const Store& store, uint64_t offset) : store_(store), offset_(offset) {}
   void expect(uint64_t, uint64_t, uint64_t) {}
-  // Rows of one environment from a sequence on; they do not wrap.
+  // Rows of one environment from a sequence on; they do not wrap around the ring.
   SignalRun run(uint64_t lane, uint64_t env, uint64_t from, uint64_t n) const {
     const StoreGeometry& s = store_.geometry();
     const uint64_t physical = store_.physical(lane, env, from % s.lane_capacity);
-    // A mapped file is advised that reads are random; a scan asks for what it reads, and for as much after it.
+    // A mapped file is advised as randomly read: a scan asks for its pages, and for as many after them.
     if (store_.fd() >= 0 && n * s.row_stride >= kAskBytes) {
       const uint64_t start = s.rows_offset + physical * s.row_stride;
       Readahead(store_.fd()).ask(start, std::min(2 * n * s.row_stride, s.total_bytes - start));
@@ -81,14 +81,14 @@ struct Trajectory {
   uint64_t length() const { return stop - start; }
 };
 
-// The trajectories of a store, environment by environment, oldest first: a function of the stored rows alone, however the index
-// came to know them. They follow each other without gaps, so that their starts say all.
+// The trajectories of a store, environment by environment, oldest first: a function of the stored rows alone, however the
+// index was built. They follow each other without gaps, so that their starts are enough.
 //
-// A true flag ends a trajectory after its row; a change of id begins one. So do a seam, and the oldest row that is left.
+// A true flag ends a trajectory after its row. A change of id, a seam, and the oldest stored row begin one.
 class EpisodeIndex {
  public:
   static constexpr uint64_t kBlock = 1 << 14;  // rows that a scan takes at a time
-  static constexpr uint64_t kAhead = 16;       // environments whose first row is brought in ahead
+  static constexpr uint64_t kAhead = 16;       // environments whose first row is prefetched
 
   // `bytes` of a flag or id: 1, 2, 4 or 8.
   EpisodeIndex(bool by_id, uint64_t bytes) : by_id_(by_id), bytes_(bytes) {}
@@ -99,17 +99,17 @@ class EpisodeIndex {
     uint64_t edits = 0;
   };
 
-  // Takes in what is new. Signals have `expect(lane, from, to)`, called before rows of it are read, and `run`.
+  // Takes in new rows. Signals have `expect(lane, from, to)`, called before rows of a lane are read, and `run`.
   template <typename Signals>
   void poll(const Store& store, Signals& signals) {
     follower_.poll(store, Visitor<Signals>{*this, store, signals});
-    // What was read of rows that were overwritten meanwhile says nothing: they go, and their boundaries with them.
+    // What was read of rows that were overwritten meanwhile is invalid: these rows are dropped with their boundaries.
     Lanes::Protocol::after_reading();
     for (uint64_t l = 0; l < lanes_.size(); ++l) forget(l, store.lanes.first_now(l));
   }
   bool follows(const Store& store) const { return follower_.follows(store); }
   void forget_all() { follower_.forget(); }
-  // Rows that the next look will take in, about.
+  // About how many rows the next poll will take in.
   uint64_t news(const Store& store) const {
     if (!follows(store)) return store.lanes.rows() * store.geometry().envs;
     uint64_t n = 0;
@@ -117,7 +117,7 @@ class EpisodeIndex {
     return n * store.geometry().envs;
   }
 
-  // Whether writers went through a whole ring of rows while the last look was under way: nothing of it is left.
+  // Whether writers replaced a whole ring of rows during the last poll, so that nothing of it is left.
   bool overtaken(const Store& store) const {
     for (uint64_t l = 0; l < lanes_.size(); ++l)
       if (lanes_[l].first >= lanes_[l].published && store.lanes.view(l).published > lanes_[l].published) return true;
@@ -125,21 +125,21 @@ class EpisodeIndex {
   }
 
   uint64_t envs() const { return envs_.size(); }  // of all lanes, lane by lane
-  uint64_t version() const { return version_; }         // another one after each change
-  uint64_t restarts() const { return restarts_; }       // another one after each restart
-  uint64_t edits() const { return edits_; }  // raised where a boundary in the middle came or went
+  uint64_t version() const { return version_; }         // changes with the index
+  uint64_t restarts() const { return restarts_; }       // changes with each restart
+  uint64_t edits() const { return edits_; }  // counts boundaries that in-place changes made or removed
   uint64_t lane_version(uint64_t lane) const { return lanes_[lane].version; }
   uint64_t per_lane() const { return per_lane_; }
   const Env& env(uint64_t k) const { return envs_[k]; }
   uint64_t count(uint64_t k) const { return envs_[k].starts.size(); }
-  // The i-th oldest trajectory of a environment.
+  // The i-th oldest trajectory of an environment.
   Trajectory trajectory(uint64_t k, uint64_t i) const {
     const uint64_t lane = per_lane_ == 1 ? k : k / per_lane_;
     const SortedDeque& starts = envs_[k].starts;
     return {lane, k - lane * per_lane_, std::max(starts[i], lanes_[lane].first),
             i + 1 < starts.size() ? starts[i + 1] : lanes_[lane].published};
   }
-  // The trajectory of a row; false: the row is not there.
+  // The trajectory of a row; false: the row is not stored.
   bool find(uint64_t k, uint64_t sequence, Trajectory& t) const {
     const uint64_t lane = k / per_lane_;
     if (sequence < lanes_[lane].first || sequence >= lanes_[lane].published) return false;
@@ -179,7 +179,7 @@ class EpisodeIndex {
     restarts_ = version_;
   }
 
-  // No two states of any index of the process have one number, whatever they are of.
+  // Versions are unique within the process, over all indexes.
   void changed(Lane& lane) {
     static std::atomic<uint64_t> last{0};
     lane.version = version_ = ++last;
@@ -213,7 +213,7 @@ class EpisodeIndex {
     signals.expect(l, from, to);
     for (uint64_t j = 0; j < per_lane_; ++j) {
       Env& env = envs_[l * per_lane_ + j];
-      // Few rows of each of many environments, far from each other.
+      // With many environments, a few rows of each lie far apart.
       if (j + kAhead < per_lane_) __builtin_prefetch(signals.run(l, j + kAhead, from, 1).at);
       bool cut = env.starts.empty();
       uint64_t at = from;
@@ -280,7 +280,7 @@ class EpisodeIndex {
   }
   template <typename Signals>
   uint64_t value(Signals& signals, uint64_t l, uint64_t j, uint64_t w) const {
-    uint64_t v = 0;  // a little-endian machine's first bytes
+    uint64_t v = 0;  // little-endian: the low bytes come first
     std::memcpy(&v, signals.run(l, j, w, 1).at, bytes_);
     return v;
   }
@@ -299,17 +299,17 @@ class EpisodeIndex {
 };
 
 // ---- slices: which trajectories are long enough, where a slice starts, which slots it is made of ----
-// What a slice is: `length` rows of a trajectory of at least `min_length`. Its window may begin up to `before` rows
-// ahead of the trajectory and reach `after` rows beyond it: what lies outside is cut off or, with `pad`, filled with the
-// trajectory's nearest row. Drawn are a trajectory and then a window in it or, `by_window`, any window of all there are.
+// How slices are drawn: `length` rows of a trajectory of at least `min_length`. A window may begin up to `before` rows ahead
+// of the trajectory and end up to `after` rows behind it: what lies outside is cut off or, with `pad`, filled with the
+// nearest row. A trajectory is drawn and then a window in it or, with `by_window`, a window among those of all trajectories.
 struct SliceRule {
   uint64_t length = 1, min_length = 1, before = 0, after = 0;
   bool pad = false, by_window = false;
-  // How many more windows than rows a trajectory has, where one of `min_length` has one at least.
+  // How many more windows than rows a trajectory has (below 0: fewer), if one of `min_length` has at least one.
   int64_t more_windows() const { return static_cast<int64_t>(before + after + 1) - static_cast<int64_t>(length); }
 };
 
-// One drawn slice: `rows` stored rows from `first` on, with padding around them.
+// One drawn slice: `rows` stored rows from sequence `first` on, with padding around them.
 struct Slice {
   uint64_t lane = 0, env = 0, first = 0, rows = 0, pad_left = 0, pad_right = 0;
   uint64_t size() const { return pad_left + rows + pad_right; }
@@ -324,11 +324,11 @@ inline Slice slice_of(const SliceRule& rule, const Trajectory& t, int64_t window
   return s;
 }
 
-// The trajectories of at least a length, in the order of environments and age: a function of the stored rows alone, so that
-// the same draws find the same trajectories wherever these rows are. Kept up at O(1) a trajectory.
+// The trajectories of at least a length, ordered by environment and age: a function of the stored rows alone, so that the
+// same draws give the same trajectories wherever these rows lie. Kept up to date at O(1) a trajectory.
 //
-// `by_window` the windows in them are counted, too: each trajectory's number among all that its environment ever had. They
-// follow each other without gaps; the oldest trajectory loses them at its begin, the running one gets them at its end.
+// With `by_window` their windows are numbered as well, over all that an environment ever had. The numbers have no gaps; the
+// oldest trajectory loses windows at its begin, the running one gets new ones at its end.
 class EligibleTrajectories {
  public:
   explicit EligibleTrajectories(const SliceRule& rule)
@@ -350,7 +350,7 @@ class EligibleTrajectories {
     }
     version_ = index.version();
   }
-  // Trajectories or, by window, windows.
+  // How many trajectories or, by window, windows.
   uint64_t total() const { return before_.back(); }
   uint64_t count(uint64_t k) const { return envs_[k].which.size(); }
   // The i-th of all.
@@ -359,7 +359,7 @@ class EligibleTrajectories {
     if (envs_.size() > 1) k = std::upper_bound(before_.begin(), before_.end(), i) - before_.begin() - 1;
     return at(index, k, i - before_[k]);
   }
-  // The i-th of a environment.
+  // The i-th of an environment.
   Trajectory at(const EpisodeIndex& index, uint64_t k, uint64_t i) const {
     return index.trajectory(k, envs_[k].which[i] - index.env(k).starts.dropped());
   }
@@ -372,7 +372,7 @@ class EligibleTrajectories {
     const uint64_t begin = whole_start(index, k, place) + (sequence - envs_[k].windows[place]);
     return slice_of(rule, at(index, k, place), static_cast<int64_t>(begin) - static_cast<int64_t>(rule.before));
   }
-  // How many of a environment start at or before a row.
+  // How many of an environment start at or before a row.
   uint64_t up_to(const EpisodeIndex& index, uint64_t k, uint64_t sequence) const {
     uint64_t low = 0, high = count(k);
     while (low < high) {
@@ -384,21 +384,21 @@ class EligibleTrajectories {
 
  private:
   struct Env {
-    SortedDeque which;        // the trajectories' places among all that the environment ever had
+    SortedDeque which;        // positions of the trajectories among all that the environment ever had
     SortedDeque windows;      // the number of each one's first window, as if all its rows were still there
-    uint64_t next = 0;  // the oldest that nothing is known about: it is still too short and may grow
+    uint64_t next = 0;  // the first that is not decided yet: it is too short so far and may grow
     uint64_t version = 0, edits = 0;
   };
   void update(const EpisodeIndex& index, uint64_t k, uint64_t version) {
     Env& s = envs_[k];
     const SortedDeque& starts = index.env(k).starts;
     const uint64_t oldest = starts.dropped(), end = oldest + starts.size();
-    // A trajectory in the middle was cut or joined.
+    // An in-place change split or joined trajectories.
     if (s.edits != index.env(k).edits)
       s.which.clear(), s.windows.clear(), s.next = 0, s.edits = index.env(k).edits;
-    uint64_t gone = 0;  // they are overwritten from the oldest on
+    uint64_t gone = 0;  // rows are overwritten from the oldest on
     while (gone < s.which.size() && (s.which[gone] < oldest || length(index, k, s.which[gone]) < min_length_)) ++gone;
-    // The running one may grow again.
+    // The running trajectory may grow again.
     if (gone > 0 && s.which[gone - 1] + 1 == end) s.next = end - 1;
     s.which.drop(gone);
     if (by_window_) s.windows.drop(gone);
@@ -422,7 +422,7 @@ class EligibleTrajectories {
   uint64_t first_window(const EpisodeIndex& index, uint64_t k) const {
     return envs_[k].windows[0] + (at(index, k, 0).start - whole_start(index, k, 0));
   }
-  // The number behind the last window's: the newest trajectory may have grown.
+  // One more than the last window's number: the newest trajectory may have grown.
   uint64_t end_of_windows(const EpisodeIndex& index, uint64_t k) const {
     const uint64_t last = envs_[k].which.size() - 1;
     const uint64_t rows = at(index, k, last).stop - whole_start(index, k, last);
@@ -445,7 +445,7 @@ class EligibleTrajectories {
   std::vector<uint64_t> before_ = {0};
 };
 
-// A window that is uniform among those that the rule allows in a trajectory.
+// A window drawn uniformly among those that the rule allows in a trajectory.
 inline Slice draw_slice(const SliceRule& rule, const Trajectory& t, uint64_t random) {
   const auto length = static_cast<int64_t>(rule.length);
   const int64_t low = static_cast<int64_t>(t.start) - static_cast<int64_t>(rule.before);
@@ -453,7 +453,7 @@ inline Slice draw_slice(const SliceRule& rule, const Trajectory& t, uint64_t ran
   return slice_of(rule, t, low + static_cast<int64_t>(below(random, static_cast<uint64_t>(high - low + 1))));
 }
 
-// The i-th of the random numbers that come from a seed.
+// The i-th random number of a seed.
 inline uint64_t random_at(uint64_t seed, uint64_t i) { return mix64(seed + i * 0x9E3779B97F4A7C15ull); }
 
 // The slices of one batch.
@@ -504,8 +504,8 @@ struct SliceBatch {
       at += s.size();
     }
   }
-  // Slices of which a row was overwritten, or is being: a slot may hold a row of the next round by now, which is whole
-  // and not of this trajectory. After the rows were copied, and a fence.
+  // Positions of slices that lost a row: a slot may hold a whole row of another trajectory by now. Call after the rows were
+  // copied.
   std::vector<uint64_t> stale(const Store& store) const {
     std::atomic_thread_fence(std::memory_order_acquire);
     const bool other = store.header()->incarnation.load(std::memory_order_relaxed) != incarnation ||
@@ -517,8 +517,8 @@ struct SliceBatch {
   }
 };
 
-// An epoch over the trajectories that were long enough when it began: each environment's number of them, and the last row of
-// the newest of them (-1: gone). Which of them are left follows from the rows that are stored.
+// An epoch over the trajectories that were long enough when it began: for each environment their count, and the last row of
+// the newest one (-1: gone). Which of them are left follows from the stored rows.
 struct SliceEpoch {
   Permutation order{0, 0, false};
   std::vector<uint64_t> counts, before = {0};

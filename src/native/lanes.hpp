@@ -1,5 +1,5 @@
-// Lanes: who may believe which rows. One process appends to a lane; anybody reads at any time.
-// Each fence is explained in docs/memory-model.md; ENGRAM_PLANT_* builds put in its place the reordering that it forbids.
+// Lanes: which rows exist and which of them a reader may trust. One process appends to a lane; any process reads.
+// Each fence is explained in docs/memory-model.md; ENGRAM_PLANT_* builds replace it by the reordering that it forbids.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace engram {
 
-// The sequence that a slot of a lane holds, without dividing by the capacity once a row.
+// The sequence of the row in a slot of a lane, without a division for each row.
 struct SlotSequences {
   uint64_t newest = 0, newest_slot = 0, capacity = 1, first = 0;
   bool any = false;
@@ -33,7 +33,7 @@ struct SlotSequences {
   }
 };
 
-// Read at the start and the end of a read: equal means that nothing but appends went on between.
+// Compared before and after a read: where both are equal, only appends happened in between.
 struct Epoch {
   uint64_t incarnation = 0, edits = 0;
   bool operator==(const Epoch& o) const { return incarnation == o.incarnation && edits == o.edits; }
@@ -45,7 +45,7 @@ class Lanes {
   using Protocol = LaneProtocol<StdMemory>;
 
   Lanes() = default;
-  // `shape` was checked; the copy in the store may change under us (a damaged disk, another process).
+  // `geometry` is a checked copy: the one in the store may change at any time (a damaged disk, another process).
   Lanes(StoreHeader* header, LaneHeader* lanes, Counter* seams, const StoreGeometry& geometry, bool others_see_it)
       : header_(header), lanes_(lanes), seams_(geometry.seams_bytes ? seams : nullptr), geometry_(geometry),
         piece_(claim_steps(geometry.lane_capacity, geometry.row_stride, others_see_it)) {}
@@ -90,22 +90,22 @@ class Lanes {
     return total;
   }
 
-  // ---- alone ----
-  // Sequences start again. The incarnation is odd meanwhile, so that `mend` notices a kill.
+  // ---- for a process that has the store to itself ----
+  // Before and after sequences are reset. The incarnation is odd in between, so that `repair` notices a kill.
   void begin_change() const {
     if (header_->incarnation.load() % 2 == 0) header_->incarnation.fetch_add(1);
   }
   void end_change() const {
     if (header_->incarnation.load() % 2 == 1) header_->incarnation.fetch_add(1);
   }
-  // Every row is gone, the cursor is 0. Numbers never go back, so that a reader's old number finds nothing.
+  // Drops every row and sets the cursor to 0. Sequences never go back, so that a reader's old sequence finds no row.
   void empty(bool reset_count) const {
     begin_change();
     for (uint64_t l = 0; l < count(); ++l) empty_lane(l, reset_count);
     end_change();
   }
-  // Whoever is killed inside leaves a lane that shows nothing, and what `mend` needs to finish emptying it: `base`
-  // says where the numbers go on, `durable` how many rows were ever written.
+  // A kill in here leaves a lane without rows, and what `repair` needs to finish emptying it: `base` says where sequences
+  // continue, `durable` how many rows were ever written.
   void set_counters(uint64_t l, uint64_t base, uint64_t published, uint64_t origin) const {
     LaneHeader& h = lanes_[l];
     h.durable.store(published - origin);
@@ -119,7 +119,7 @@ class Lanes {
     h.base.store(base);
     h.durable.store(base);
   }
-  // Trajectories begin at those of the rows [base, published) that at(0), ..., at(n - 1) say, and at no others.
+  // Sets the seams of rows [base, published) to at(0), ..., at(n - 1), and clears all others.
   template <typename At>
   void set_seams(uint64_t l, uint64_t base, uint64_t published, uint64_t n, At&& at) const {
     const Protocol lane = protocol(l);
@@ -127,7 +127,7 @@ class Lanes {
     for (uint64_t i = 0; i < n; ++i)
       if (const uint64_t w = at(i); w >= base && w < published) lane.mark(w, 1, true);
   }
-  // Finishes an `empty` that a kill interrupted, and empties what an interrupted `loads` left.
+  // Finishes an `empty` that was killed, and empties lanes that a killed `loads` left half filled.
   void repair() const {
     const bool interrupted = header_->incarnation.load() % 2 == 1;
     for (uint64_t l = 0; l < count(); ++l) {

@@ -1,4 +1,4 @@
-// Priorities of stored rows: taken in from what was written, changed by learners, drawn by.
+// Priorities of stored rows: new rows are followed, learners set priorities, rows are drawn in proportion to them.
 #pragma once
 #include <cmath>
 #include <optional>
@@ -9,19 +9,19 @@
 
 namespace engram {
 
-// A stored row whose priority is 0: the smallest normal number, because 0 says that a slot holds no row. (Not a subnormal
-// number, which threads may be told to take for 0.)
+// Stands for a stored row of priority 0, because 0 means that a slot holds no row. The smallest normal number: threads may
+// be set to treat subnormal ones as 0.
 constexpr double kZeroPriority = std::numeric_limits<double>::min();
-// Sums of as many leaves as there can be rows stay finite.
+// Sums of as many leaves as a store can have rows stay finite.
 constexpr double kMostLeaf = 1e280;
 
-// x to the power y, for x of 0 or more: to the precision of a float, three times as fast as `std::pow`.
+// x to the power y for x >= 0, to float precision, three times as fast as `std::pow`.
 inline double quick_power(double x, float y) {
   if (x > 1e-30 && x < 1e30 && std::fabs(y) <= 1) return powf(static_cast<float>(x), y);
   return std::pow(x, static_cast<double>(y));
 }
 
-// What a priority p is drawn by: (p + eps)^alpha.
+// The transform of priorities before they are summed: (p + eps)^alpha.
 struct PriorityTransform {
   double alpha = 0.6, eps = 1e-8;
   double leaf(double p) const {
@@ -34,20 +34,20 @@ struct PriorityTransform {
   bool same(const PriorityTransform& o) const { return alpha == o.alpha && eps == o.eps; }
 };
 
-// Which rows the slots of a draw meant. A slot may hold another row by the time it is read, whole, for which the weight of
-// the one that was drawn is wrong.
+// The rows that the slots of a draw referred to. A slot may hold another whole row by the time it is read, for which the
+// weight of the drawn one would be wrong.
 class DrawnRows {
  public:
-  // Of a follower that has looked just before the draw.
+  // `follower` has polled just before the draw.
   explicit DrawnRows(const Follower& follower) : first_(follower) {}
 
-  // Whether all rows still are as they were drawn: call after the rows were copied.
+  // Whether no row has changed since the draw: call after the rows were copied.
   bool lasts(const Store& store) const {
     std::atomic_thread_fence(std::memory_order_acquire);
     return later_.empty() && first_.lasts(store);
   }
-  // Places in the batch whose slots hold other rows than those that were drawn, or rows that were changed in place: call
-  // after the rows were copied.
+  // Positions in the batch whose slots hold other rows than the drawn ones, or rows that were changed in place: call after
+  // the rows were copied.
   std::vector<uint32_t> stale(const Store& store, const int64_t* slots, size_t n) const {
     std::atomic_thread_fence(std::memory_order_acquire);
     std::vector<uint32_t> places;
@@ -61,7 +61,7 @@ class DrawnRows {
     }
     return places;
   }
-  // These places of the batch were drawn anew.
+  // These positions of the batch were drawn again.
   void replace(const std::vector<uint32_t>& places, const DrawnRows& fresh) {
     later_.push_back(fresh.first_);
     for (uint32_t place : places) {
@@ -80,7 +80,7 @@ class DrawnRows {
       return store.header()->incarnation.load(std::memory_order_relaxed) == incarnation &&
              seen.size() == store.geometry().lanes;
     }
-    // Whether every row that was there still is, as it was.
+    // Whether every row of that moment is still stored and unchanged.
     bool lasts(const Store& store) const {
       if (!same_sequences(store) || store.header()->log_head.load(std::memory_order_relaxed) != log) return false;
       for (uint64_t l = 0; l < seen.size(); ++l)
@@ -88,7 +88,7 @@ class DrawnRows {
       return true;
     }
   };
-  // What has happened since.
+  // What changed since a moment.
   class Changes {
    public:
     Changes(const Moment& moment, const Store& store) : geometry_(store.geometry()) {
@@ -110,7 +110,8 @@ class DrawnRows {
       if (all_ || std::binary_search(edited_.begin(), edited_.end(), slot)) return true;
       const uint64_t time = slot / geometry_.envs, lane = time / geometry_.lane_capacity;
       uint64_t sequence = 0;
-      return lane < geometry_.lanes && sequences_[lane].find(time % geometry_.lane_capacity, sequence) && sequence < first_[lane];
+      return lane < geometry_.lanes && sequences_[lane].find(time % geometry_.lane_capacity, sequence) &&
+             sequence < first_[lane];
     }
 
    private:
@@ -121,15 +122,15 @@ class DrawnRows {
   };
 
   Moment first_;                 // of the draw
-  std::vector<Moment> later_;    // of draws of some places anew
-  std::vector<uint32_t> which_;  // of each place: 0: the first, i: of later_[i - 1]; places beyond its end: the first
+  std::vector<Moment> later_;    // of later draws of some positions
+  std::vector<uint32_t> which_;  // for each position: 0: first_, i: later_[i - 1]; positions beyond its end: first_
 };
 
-// Priorities by slot. A row that comes gets the highest priority seen (`within`: the highest among the rows stored then);
-// one that goes has none. Follows one store at a time and starts anew with another.
+// Priorities by slot. A new row gets the highest priority ever set (`max_within_buffer`: the highest among the stored rows);
+// an overwritten one has none. Follows one store at a time and restarts with another.
 class Priorities {
  public:
-  // With `starts` only rows that `open_starts` has opened can be drawn.
+  // With `starts` only rows that `open_starts` has opened are drawn.
   Priorities(double alpha, double eps, bool max_within_buffer, bool starts = false)
       : transform_{alpha, eps}, max_within_buffer_(max_within_buffer), starts_(starts) {}
 
@@ -143,7 +144,7 @@ class Priorities {
     for (uint64_t slot : edited_)
       if (holds(slot)) batch_.push_back({slot, priority, leaf});
     apply();
-    edited_.clear();  // only now: where memory ran out the next look goes on with them
+    edited_.clear();  // only now: if memory ran out, the next poll continues with them
   }
   void forget() {
     follower_.forget();
@@ -157,7 +158,7 @@ class Priorities {
   }
   double total() const { return tree_ ? tree_->total() : 0; }
   double lowest() const { return tree_ ? tree_->lowest() : 0; }
-  // The priority that a row gets when it comes.
+  // The priority of new rows.
   double new_priority() const {
     if (!max_within_buffer_) return seen_;
     const double best = tree_ ? tree_->highest() : 0;
@@ -165,8 +166,8 @@ class Priorities {
     return best > 0 ? best : latest_;
   }
 
-  // Opens the rows at which slices can start, as far as the index knows them: it has looked, and then this has. A slice
-  // has `length` rows of one trajectory; with `cut` it may end with it, and every row is a start. O(1) a new row.
+  // Opens the rows at which slices can start, as far as the index has them (it polls first, then this). A slice has `length`
+  // rows of one trajectory; with `cut` it may be shorter, and every row is a start. O(1) for each new row.
   void open_starts(const Store& store, const EpisodeIndex& index, uint64_t length, bool cut) {
     if (cut) length = 1;
     if (reopen_ || length_ != length || restarts_ != index.restarts() || edits_ != index.edits()) {
@@ -191,7 +192,7 @@ class Priorities {
     }
   }
 
-  // ---- drawing; `look` comes first, and total() is above 0 ----
+  // ---- drawing: after `poll`, where total() is above 0 ----
   void draw(uint64_t seed, int64_t* slots, double* leaves, size_t n) const {
     constexpr size_t kBlock = 256;  // their nodes stay in the first-level cache
     double prefix[kBlock];
@@ -221,13 +222,13 @@ class Priorities {
     }
   }
 
-  // ---- changing; `look` comes first ----
+  // ---- changing: after `poll` ----
   struct Change {
     uint64_t slot;
     double priority, leaf;
   };
   bool holds(uint64_t slot) const { return slot < capacity_ && tree_->beside(slot) > 0; }
-  // Sets the priorities of rows that are stored: of one slot named twice the last one stays.
+  // Sets the priorities of stored rows; of a slot that is named twice the last one counts.
   void set(std::vector<Change>& changes) {
     batch_.swap(changes);
     apply();
@@ -236,11 +237,13 @@ class Priorities {
   void skip(uint64_t n) { skipped_ += n; }
   uint64_t skipped() const { return skipped_; }
   const PriorityTransform& transform() const { return transform_; }
-  // Has what changes of these slots need brought from memory.
+  // Brings what changes of these slots touch into the cache.
   void prefetch(const int64_t* slots, size_t n) const {
     if (tree_) tree_->prefetch(slots, n);
   }
-  double priority(uint64_t slot) const { return holds(slot) && tree_->beside(slot) > kZeroPriority ? tree_->beside(slot) : 0; }
+  double priority(uint64_t slot) const {
+    return holds(slot) && tree_->beside(slot) > kZeroPriority ? tree_->beside(slot) : 0;
+  }
   double highest_seen() const { return std::max(seen_, latest_); }
   void use(PriorityTransform transform) {
     transform_ = transform;
@@ -249,7 +252,7 @@ class Priorities {
     for (uint64_t slot = 0; slot < capacity_; ++slot) {
       if (raw(slot) != last) last = raw(slot), leaf = last > 0 ? transform_.leaf(last) : 0;
       const double now = drawable(slot) ? leaf : 0;
-      if (tree_->leaf(slot) != now) tree_->leaf(slot) = now;  // pages that hold no row stay untouched
+      if (tree_->leaf(slot) != now) tree_->leaf(slot) = now;  // pages without rows stay untouched
     }
     rebuild();
   }
@@ -265,14 +268,14 @@ class Priorities {
     for (const auto& lane : follower_.seen()) s.seen.push_back({lane.first, std::max(lane.first, lane.published)});
     return s;
   }
-  // Calls with each known row's slot: lane after lane, oldest first.
+  // Calls visit(lane, sequence, slot) for each row: lane after lane, oldest first.
   template <typename Visit>
   static void each_row(const StoreGeometry& geometry, const std::vector<std::pair<uint64_t, uint64_t>>& seen, Visit&& visit) {
     for (uint64_t l = 0; l < seen.size(); ++l)
       for (uint64_t w = seen[l].first; w < seen[l].second; ++w)
         for (uint64_t env = 0; env < geometry.envs; ++env) visit(l, w, slot_of(geometry, l, w, env));
   }
-  // Goes on with what `state` and the priorities of its rows say, as far as these rows are stored; others are new.
+  // Continues with a state and the priorities of its rows, as far as these rows are stored; other rows are new.
   void resume(const Store& store, const State& state, const double* priorities) {
     start(store);
     seen_ = state.highest, latest_ = state.latest, skipped_ = state.skipped;
@@ -282,7 +285,7 @@ class Priorities {
       const LaneView view = store.lanes.view(l);
       stored[l].published = std::min(state.seen[l].second, view.published);
       stored[l].first = std::min(view.first, stored[l].published);
-      // Rows that were gone when the state was taken, though not yet when the rows were saved.
+      // Rows that the state does not have any more, but that the saved rows still had.
       const uint64_t old = std::clamp(state.seen[l].first, stored[l].first, stored[l].published);
       if (old > stored[l].first) fill(s, l, stored[l].first, old, new_priority());
     }
@@ -298,7 +301,7 @@ class Priorities {
     rebuild();
   }
   const std::vector<Follower::Seen>& seen() const { return follower_.seen(); }
-  // Which rows the slots mean that are drawn until the next look.
+  // The rows that slots refer to which are drawn before the next poll.
   DrawnRows drawn() const { return DrawnRows(follower_); }
 
  private:
@@ -313,8 +316,8 @@ class Priorities {
     void vanished(uint64_t lane, uint64_t from, uint64_t to) { self.fill(store.geometry(), lane, from, to, {}); }
     void rows(uint64_t lane, uint64_t from, uint64_t to) {
       if (self.max_within_buffer_) {
-        // All new rows get what the first of them got, whether it is still stored or not: from then on there was always
-        // one as high.
+        // All new rows get what the first of them gets, whether that is still stored or not: from then on a row of that
+        // priority was always stored.
         const uint64_t first = self.follower_.seen()[lane].published;
         self.fill(store.geometry(), lane, first, first + 1, {});
         self.latest_ = self.new_priority();
@@ -327,7 +330,7 @@ class Priorities {
   // The priority of a slot as it was given; 0 where it holds no row.
   double& raw(uint64_t slot) { return tree_->beside(slot); }
 
-  // A storage without limit says 2^40: trees grow with what is in it.
+  // The capacity of a storage without limit is 2^40: its tree grows with its rows.
   static constexpr uint64_t kAtOnce = uint64_t{1} << 32;
   void start(const Store& store) { make(store.slots() <= kAtOnce ? store.slots() : 1024); }
   void reserve(uint64_t slots) {
@@ -371,12 +374,12 @@ class Priorities {
   void close_all() {
     std::memset(open_->data(), 0, capacity_);
     for (uint64_t slot = 0; slot < capacity_; ++slot)
-      if (tree_->leaf(slot) != 0) tree_->leaf(slot) = 0;  // pages that hold no row stay untouched
+      if (tree_->leaf(slot) != 0) tree_->leaf(slot) = 0;  // pages without rows stay untouched
     rebuild();
   }
   void open(const StoreGeometry& s, uint64_t lane, uint64_t env, uint64_t from, uint64_t to) {
     dirty_.clear();
-    dirty_.reserve(to - from);  // all memory before the first change
+    dirty_.reserve(to - from);  // allocate before the first change
     double last = 0, leaf = 0;
     for (uint64_t w = from; w < to; ++w) {
       const uint64_t slot = slot_of(s, lane, w, env);
@@ -392,7 +395,7 @@ class Priorities {
   // Enters the changes in `batch_`.
   void apply() {
     dirty_.clear();
-    dirty_.reserve(batch_.size());  // all memory before the first change
+    dirty_.reserve(batch_.size());  // allocate before the first change
     for (const Change& c : batch_) {
       raw(c.slot) = std::max(c.priority, kZeroPriority);
       tree_->leaf(c.slot) = drawable(c.slot) ? c.leaf : 0;
@@ -406,11 +409,11 @@ class Priorities {
   Follower follower_;
   uint64_t capacity_ = 0, skipped_ = 0;
   double seen_ = 1;    // the highest priority ever set
-  double latest_ = 1;  // with `within_`: what the last new rows got
-  std::optional<SumTree> tree_;   // beside each leaf the priority as it was given
+  double latest_ = 1;  // with `max_within_buffer_`: the priority of the last new rows
+  std::optional<SumTree> tree_;   // beside each leaf the priority as it was set
   std::shared_ptr<MappedRegion> open_;  // with `starts_`: a byte a slot, 1 where a slice may start
-  std::vector<uint64_t> opened_;  // of each environment: rows below this number were decided
-  uint64_t length_ = 0, restarts_ = 0, edits_ = 0;  // what they were decided by
+  std::vector<uint64_t> opened_;  // for each environment: rows below this sequence are decided
+  uint64_t length_ = 0, restarts_ = 0, edits_ = 0;  // by these settings
   bool reopen_ = true;
   std::vector<uint64_t> edited_;
   std::vector<Change> batch_;

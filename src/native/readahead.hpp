@@ -1,4 +1,4 @@
-// Asks the kernel for all pages of a batch before the first is touched, but only while that pays.
+// Asks the kernel for all pages of a batch before the first is touched, as long as that saves time.
 #pragma once
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -10,9 +10,8 @@
 
 namespace engram {
 
-// Off: 16 rows are read as they are; two major faults of this thread among them switch asking on.
-// On: it goes off again after some batches whose rows were all in memory already (no major fault needs
-// asking to be seen: the batch then costs no more per row than memory does).
+// Off: 16 rows of a batch are read directly; two major faults of this thread among them switch it on.
+// On: it is switched off after some batches whose rows were all in memory, which shows in their time per row.
 class Readahead {
  public:
   static constexpr size_t kProbeRows = 16;

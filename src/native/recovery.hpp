@@ -1,4 +1,4 @@
-// Changing rows in place so that a kill cannot tear them, and finding what a power cut left.
+// In-place changes that a kill cannot tear, and finding the rows that a power cut left.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -8,15 +8,15 @@
 
 namespace engram {
 
-// In-place writes. The caller is alone with the store; readers in this process see an odd `edits` and look again.
+// In-place writes. The caller has the store to itself; readers of this process see an odd `edits` and read again.
 class InPlaceWriter {
  public:
   explicit InPlaceWriter(Store& store) : store_(store) {}
 
-  // Writes plan row i (rows[i], where `rows` are given) over slot slots[i]. Every slot holds a row (the caller has
-  // looked).
-  // A power cut in the middle of an edit of a flushed row must not tear it: it would cut the lane's block of whole rows
-  // in two. Such edits wait for the disk, once for the redo area and once for the rows.
+  // Writes plan row i (rows[i], where `rows` are given) over slot slots[i]. Every slot holds a row (checked by
+  // the caller).
+  // A power cut during the edit of a flushed row must not tear it, which would split the lane's block of whole rows. Such
+  // edits sync twice: the redo area, then the rows.
   void write(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, const int64_t* rows = nullptr) {
     prepare(slots, n, leaves.size());
     const StoreGeometry& s = store_.geometry();
@@ -35,7 +35,7 @@ class InPlaceWriter {
           log(slots + done, take, store_.header()->log_head.load(std::memory_order_relaxed));
         }
         applied = !sync || (marked && rows_synced(take));
-        // Rows that may be torn on the disk need the mark there: it stays until they are synced.
+        // Rows that may be torn on disk need the mark on disk: it stays until they are synced.
         if (redo && (applied || !marked)) redo_header()->state.store(0, std::memory_order_release);
       });
       if (!applied)
@@ -44,7 +44,7 @@ class InPlaceWriter {
     }
   }
 
-  // Takes all the memory that `write` will need: nothing of a change may be made when a part of it cannot be.
+  // Allocates all that `write` will need: a change is made whole or not at all.
   void prepare(const int64_t* slots, size_t n, size_t leaves) {
     const size_t rows = std::min(batch_rows(), n);
     staged_.reserve(rows * store_.geometry().row_stride);
@@ -52,15 +52,15 @@ class InPlaceWriter {
     for (size_t i = 0; i < n && store_.saving(); ++i) preserve(*store_.saving(), static_cast<uint64_t>(slots[i]));
   }
 
-  // Enters changes of rows that are kept elsewhere in the log.
+  // Enters changes in the log, for rows that are kept elsewhere.
   void note(const int64_t* slots, size_t n) { log(slots, n, store_.header()->log_head.load(std::memory_order_relaxed)); }
 
   bool interrupted() const {
     return store_.geometry().redo_bytes > 0 && redo_header()->state.load(std::memory_order_acquire) == kRedoMarked;
   }
 
-  // Finishes a change that a kill, or a disk that failed, interrupted. True: there was one. Observers may read meanwhile, and `edits` of after a
-  // power cut may be even, or be seen by them later than our rows: so this is an edit of its own.
+  // Finishes a change that a kill or a failing disk interrupted. True: there was one. It is an edit of its own, because
+  // observers may read meanwhile, and after a power cut `edits` may be even, or may become visible later than the rows.
   bool finish_interrupted() {
     bool finished = false;
     Counter& edits = store_.header()->edits;
@@ -76,7 +76,7 @@ class InPlaceWriter {
     const RedoHeader* h = redo_header();
     return crc32c(crc32c(0, &h->rows, sizeof(RedoHeader) - 8), entry, rows * (8 + store_.geometry().row_stride));
   }
-  // A disk that does not take the rows: they are whole in memory, and the mark stays.
+  // Where the disk does not take the rows they are whole in memory, and the mark stays.
   bool finish_marked(bool& on_disk) {
     if (!interrupted()) return false;
     const StoreGeometry& s = store_.geometry();
@@ -84,13 +84,13 @@ class InPlaceWriter {
     RedoHeader* h = redo_header();
     const uint64_t rows = h->rows, most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
     if (rows >= 1 && rows <= most && h->row_stride == s.row_stride) {
-      // A copy: what is checked is what is applied.
+      // A copy, so that what is checked is what is applied.
       std::vector<uint64_t> entry(rows * (8 + s.row_stride) / 8);
       std::memcpy(entry.data(), h + 1, entry.size() * 8);
       valid = h->crc == redo_crc(entry.data(), rows);
       for (uint64_t i = 0; i < rows; ++i) valid &= entry[i] < store_.slots();
       if (valid) finish(entry, rows, h->log_head);
-      // Flushed rows are changed: if the mark went from the disk before they were there, a power cut could tear them.
+      // Flushed rows change: if the mark left the disk before they reached it, a power cut could tear them.
       on_disk = !valid || store_.fd() < 0 || store_.synced(s.rows_offset, s.total_bytes - s.rows_offset);
       if (!on_disk) return valid;
     }
@@ -105,12 +105,12 @@ class InPlaceWriter {
       const uint64_t p = entry[i], env = p / s.lane_capacity % s.envs;
       const uint64_t time = p / (s.lane_capacity * s.envs) * s.lane_capacity + p % s.lane_capacity;
       slots.push_back(static_cast<int64_t>(time * s.envs + env));
-      // After a power cut the mark may be older than the row: a newer row stays.
+      // After a power cut the entry may be older than the row: a newer row stays.
       const Trailer mine = *reinterpret_cast<const Trailer*>(staged + (i + 1) * s.row_stride - sizeof(Trailer));
       if (store_.whole(p) && store_.trailer(store_.row(p))->sequence() > mine.sequence()) continue;
       apply(staged + i * s.row_stride, &p, 1);
     }
-    // Not where the slots are entered already, and others behind them by now.
+    // Only where these slots were not entered yet: others may follow them by now.
     if (store_.header()->log_head.load() < log_head) log(slots.data(), rows, log_head - rows);
   }
   // How many rows are changed at a time.
@@ -136,7 +136,7 @@ class InPlaceWriter {
     const uint64_t stride = store_.geometry().row_stride;
     return store_.synced(store_.geometry().rows_offset + *low * stride, (*high - *low + 1) * stride);
   }
-  // The new rows, whole, with the trailers they will have.
+  // Builds the new rows with their trailers.
   void stage(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, size_t skip,
              const int64_t* chosen) {
     const StoreGeometry& s = store_.geometry();
@@ -175,7 +175,7 @@ class InPlaceWriter {
     std::memcpy(physical + n, staged_.data(), staged_.size());
     h->crc = redo_crc(physical, n);
     h->state.store(kRedoMarked, std::memory_order_release);
-    std::atomic_thread_fence(std::memory_order_release);  // no row changes before the mark
+    std::atomic_thread_fence(std::memory_order_release);  // the mark is written before any row changes
   }
   void apply(const uint8_t* rows, const uint64_t* physical, size_t n) {
     const size_t stride = store_.geometry().row_stride;
@@ -196,9 +196,9 @@ class InPlaceWriter {
   std::vector<LeafCopy> copies_;
 };
 
-// After a sync that failed the kernel may take pages for clean that never reached the disk: another sync would succeed
-// and mean nothing. Makes the pages of the header and of every row in [durable, published[lane]) dirty again, as they are.
-// Throws where a row is not there any more: its page was dropped from memory and read again from the disk.
+// After a failed sync the kernel may regard pages as clean that never reached the disk: another sync would succeed without
+// writing them. Marks the pages of the header and of every row in [durable, published[lane]) dirty again, unchanged. Throws
+// where a row is lost: its page was dropped from memory and read again from the disk.
 class DirtyAgain {
  public:
   explicit DirtyAgain(Store& store) : store_(store) {}
@@ -216,7 +216,7 @@ class DirtyAgain {
     for (uint64_t w = first; w < published; ++w) {
       const uint64_t p = store_.physical(l, env, w % s.lane_capacity);
       if (store_.has_trailer() && !(store_.whole(p) && store_.trailer(store_.row(p))->sequence() == w)) {
-        if (w < store_.lanes.view(l).first) continue;  // its writer replaces it at this moment
+        if (w < store_.lanes.view(l).first) continue;  // its writer overwrites it right now
         throw std::runtime_error("row " + std::to_string(w) + " of lane " + std::to_string(l) +
                                  " is lost: the disk failed, and did not keep it");
       }
@@ -228,7 +228,7 @@ class DirtyAgain {
     for (uintptr_t page = from / kPage * kPage; page < to; page += kPage) {
       if (page == last_) continue;
       last_ = page;
-      // Another process may be writing there: an exchange of what is there for itself takes nothing back.
+      // Another process may be writing there: exchanging a value for itself overwrites nothing.
       auto* word = reinterpret_cast<uint64_t*>(page);
       uint64_t value = __atomic_load_n(word, __ATOMIC_RELAXED);
       while (!__atomic_compare_exchange_n(word, &value, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
@@ -243,7 +243,7 @@ struct LaneScan {
   std::vector<uint64_t> seams;
 };
 
-// What of a lane is whole after a power cut (docs/memory-model.md, "Power loss"). Reads every row of the lane.
+// Finds the whole rows of a lane after a power cut (docs/memory-model.md, "Power loss"). Reads every row of the lane.
 inline LaneScan scan_lane(Store& store, uint64_t l) {
   const StoreGeometry& s = store.geometry();
   const uint64_t capacity = s.lane_capacity;
@@ -252,7 +252,7 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   std::vector<uint32_t> term(capacity, 0);
   std::vector<bool> seam(capacity, false);
   LaneScan scan;
-  uint64_t newest = kNone;  // of the highest term: numbers of lower terms may be left over from before a recovery
+  uint64_t newest = kNone;  // of the highest term: rows of lower terms may be left over from before a recovery
   for (uint64_t slot = 0; slot < capacity; ++slot) {
     const Trailer first = *store.trailer(store.row(store.physical(l, 0, slot)));
     bool whole = true;
@@ -271,13 +271,13 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   const uint64_t base = h.base.load(), durable = h.durable.load();
   const uint64_t had = before > first_before ? before - first_before : 0;
   scan.base = scan.published = std::max({before, base, newest == kNone ? 0 : newest + 1});
-  if (newest == kNone || newest < base) {  // rows from before an `empty` are not rows
+  if (newest == kNone || newest < base) {  // rows from before an `empty` do not count
     scan.dropped = had;
     return scan;
   }
   const uint64_t low = std::max(base, newest + 1 > capacity ? newest + 1 - capacity : 0);
   auto whole = [&](uint64_t w) { return sequence[w % capacity] == w; };
-  // The block must not let terms fall: rows beyond the fall are left over from before a recovery.
+  // Terms must not fall within the block: rows after a fall are left over from before a recovery.
   auto joined = [&](uint64_t w) { return whole(w) && whole(w + 1) && term[w % capacity] <= term[(w + 1) % capacity]; };
   uint64_t seed = newest;
   if (durable > low && durable - 1 <= newest && whole(durable - 1)) seed = durable - 1;
@@ -285,7 +285,7 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   while (from > low && joined(from - 1)) --from;
   while (to < newest && joined(to)) ++to;
   scan.base = from, scan.published = to + 1;
-  // A new term is a new writer; its rows' seams stand in their trailers, too.
+  // A new term is a new writer. Other seams are in the rows' trailers.
   for (uint64_t w = from + 1; w <= to; ++w)
     if (seam[w % capacity] || term[w % capacity] != term[(w - 1) % capacity]) scan.seams.push_back(w);
   const uint64_t rows = to + 1 - from;
@@ -293,14 +293,14 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   return scan;
 }
 
-// A kill in here is no harm: the next `open` scans again and finds the same block.
+// A kill in here does no harm: the next `open` scans again and finds the same block.
 inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
   LaneHeader& h = store.lanes.lane(l);
   store.set_seams(l, scan.base, scan.published, scan.seams.size(), [&](uint64_t i) { return scan.seams[i]; });
   h.claimed.store(scan.published), h.published.store(scan.published);
   h.base.store(scan.base);
   h.durable.store(scan.published);
-  h.border_looked.store(0);  // rows that are gone have numbers that come again
+  h.border_looked.store(0);  // the sequences of dropped rows are used again
   h.term.store(std::max(h.term.load(), scan.term) + 1);
 }
 

@@ -22,7 +22,7 @@ namespace engram {
 
 // ---- leaves between packed rows and arrays: all leaves of a block of rows while its cache lines are warm ----
 constexpr size_t kBlockRows = 32;
-constexpr size_t kPrefetchBytes = 1024;  // of each row; the processor follows longer ones by itself
+constexpr size_t kPrefetchBytes = 1024;  // of each row; the hardware prefetcher continues by itself
 
 // One leaf: where it sits in a row, and an array with a stride for each row.
 struct LeafCopy {
@@ -53,7 +53,7 @@ template <size_t... N>
 constexpr std::array<ScatterLoop, sizeof...(N)> scatter_loops(std::index_sequence<N...>) {
   return {&scatter_fixed<N + 1>...};
 }
-constexpr size_t kFixedSizes = 32;  // leaves of 1 to 32 bytes have a loop of their own
+constexpr size_t kFixedSizes = 32;  // leaves of 1 to 32 bytes are copied by a loop of fixed size
 inline constexpr auto kGatherLoops = gather_loops(std::make_index_sequence<kFixedSizes>{});
 inline constexpr auto kScatterLoops = scatter_loops(std::make_index_sequence<kFixedSizes>{});
 
@@ -112,9 +112,10 @@ class RowWriter {
   uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
     const Lanes::Protocol protocol = store_.lanes.protocol(lane);
     const uint64_t start = StdMemory::load(protocol.published), piece = store_.lanes.piece();
-    // All memory first: a failure after a claim would cost the rows that it was to replace, one after a piece a part.
+    // Allocate first: a failure after a claim would lose the rows to be overwritten, one between two pieces a part of them.
     copies_.reserve(leaves.size());
-    if (CopyOnWriteSnapshot* snapshot = store_.saving(); snapshot && n > 0) snapshot->preserve(lane, start % protocol.capacity, n);
+    if (CopyOnWriteSnapshot* snapshot = store_.saving(); snapshot && n > 0)
+      snapshot->preserve(lane, start % protocol.capacity, n);
     bool begins = n > 0 && (store_.next_is_seam(lane) || BorderCheck(store_).begins(lane, n, leaves));
     for (uint64_t done = 0; done < n; begins = false) {
       const uint64_t take = std::min(piece, n - done);
@@ -166,7 +167,7 @@ class RowWriter {
 };
 
 // ---- reading ----
-// Memory of a reader, kept from call to call.
+// A reader's buffers, reused from call to call.
 struct ReadScratch {
   std::vector<LaneView> views;
   std::vector<SlotSequences> sequences;
@@ -175,14 +176,14 @@ struct ReadScratch {
   std::vector<uint32_t> lane;
 };
 
-// Finds the rows of a batch of slots, copies them, and says which of them still exist.
+// Looks up the rows of a batch of slots, copies them, and tells which of them were still there after the copy.
 class RowReader {
  public:
   RowReader(Store& store, ReadScratch& scratch)
       : store_(store), views_(scratch.views), sequences_(scratch.sequences), rows_(scratch.rows),
         physical_(scratch.physical), slot_(scratch.slot), first_(scratch.first), lane_(scratch.lane) {}
 
-  // Looks every slot up. False: some are outside the store (nothing may be read then).
+  // Looks up every slot. False: a slot lies outside the store, and nothing may be read.
   bool find(const int64_t* slots, size_t n) {
     const StoreGeometry& s = store_.geometry();
     const uint64_t envs = s.envs, capacity = s.lane_capacity, lanes = s.lanes, all = store_.slots();
@@ -238,7 +239,7 @@ class RowReader {
     if (n > done) pages.saw_batch(static_cast<uint64_t>(ns.count()), n - done);
   }
 
-  // After the copy: which of the rows were there from its start to its end.
+  // After the copy: which rows existed from its start to its end.
   void settle(bool want_sequences, ReadResult& result) const {
     Lanes::Protocol::after_reading();
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
@@ -284,32 +285,31 @@ class RowReader {
 #endif
 };
 
-// ---- restored rows: put in their places while nobody sees them ----
-// Payloads [environments, steps], with any distance between two environments and between two steps.
+// ---- restoring: rows are written to their places before readers can see them ----
+// Payloads [envs, steps], with any stride along both.
 struct RowBlock {
   const uint8_t* data;
   uint64_t steps;
   ptrdiff_t per_env, per_step;
 };
 
-// Rows of a file are made in a small buffer and written to it. Stores through the map would take a fault for each page
-// and have its old bytes read or zeroed first; a write of whole pages needs neither. On Linux what is written to a file
-// and what its maps show are the same pages.
+// Rows of a file are assembled in a small buffer and written with pwrite. Stores through the map would fault on every page
+// and read or zero its old bytes first; writing whole pages needs neither. On Linux a file and its maps share their pages.
 class RowRestorer {
  public:
-  static constexpr size_t kPieceBytes = 1 << 20;  // still cached when written; smaller ones cost the file system more
+  static constexpr size_t kPieceBytes = 1 << 20;  // still in the cache when written; smaller writes cost the file system more
 
   explicit RowRestorer(Store& store) : store_(store), stride_(store.geometry().row_stride) {
     per_piece_ = std::max<uint64_t>(1, kPieceBytes / stride_);
-    const uint64_t whole_pages = kPage / std::gcd(stride_, uint64_t{kPage});  // so many rows end where a page ends
+    const uint64_t whole_pages = kPage / std::gcd(stride_, uint64_t{kPage});  // this many rows end at a page's end
     if (per_piece_ > whole_pages) per_piece_ -= per_piece_ % whole_pages;
-    // Zeros once: rows lie at the same places in each piece, and nothing is ever put between them.
-    // Without memory for them rows go through the map: a restore that ended here would have cost those of before.
+    // Zeroed once: rows lie at the same places in each piece, and the gaps between them are never written. Without memory
+    // for the buffer rows go through the map: to fail here would lose the rows from before the restore.
     if (store.file_is_there()) piece_.reset(new (std::nothrow) uint8_t[per_piece_ * stride_]());
   }
 
-  // Rows with sequences from `start` on, whose seams have been set, at most as many as the lane has room for. Returns 0, or the error number
-  // of a write that failed.
+  // Writes rows with sequences from `start` on, at most as many as the lane holds; their seams are set already. Returns 0,
+  // or the errno of a write that failed.
   int put(uint64_t lane, uint64_t start, const RowBlock& block) {
     const StoreGeometry& s = store_.geometry();
     term_ = static_cast<uint32_t>(store_.lanes.lane(lane).term.load());
@@ -353,7 +353,7 @@ class RowRestorer {
   Store& store_;
   uint64_t stride_, per_piece_, lane_ = 0;
   uint32_t term_ = 0;
-  std::unique_ptr<uint8_t[]> piece_;  // none: rows are stored where they belong
+  std::unique_ptr<uint8_t[]> piece_;  // none: rows are written through the map
 };
 
 }  // namespace engram

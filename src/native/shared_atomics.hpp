@@ -1,4 +1,4 @@
-// Numbers that several processes share, and short waits for one of them to change.
+// Integers that several processes share, and short waits until one of them changes.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -19,7 +19,7 @@ namespace nb = nanobind;
 namespace engram {
 
 // Loads and stores are sequentially consistent: of two processes that each write a number and then read the other's,
-// at least one sees what the other wrote. That is what a flag "I sleep, ring for me" needs.
+// at least one sees what the other wrote. A flag that asks to be woken up needs this.
 class AtomicInts {
  public:
   using Array = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -40,8 +40,8 @@ class AtomicInts {
     return from.load();
   }
 
-  // Whether cell i is `value` or more within so many seconds. The core goes to whoever else wants it; the GIL is kept,
-  // so a wait is a tenth of a millisecond at most.
+  // Whether integer i reaches `value` within so many seconds. The thread yields its core but keeps the GIL, so it waits for
+  // a tenth of a millisecond at most.
   bool reaches(int64_t i, int64_t value, double seconds) const {
     const auto it = cell(i);
     if (it.load() >= value) return true;
@@ -58,8 +58,8 @@ class AtomicInts {
     return false;
   }
 
-  // Writes the core that this thread runs on into cell `mine`, and says whether one of `count` cells, from `first` in
-  // steps of `stride`, holds the same one. False where the system does not tell.
+  // Writes the core that this thread runs on into integer `mine`, and tells whether one of `count` integers, from `first` on
+  // in steps of `stride`, holds the same core. False where the system does not tell.
   bool shares_core(int64_t mine, int64_t first, int64_t stride, int64_t count) {
 #if defined(__linux__)
     const int64_t core = sched_getcpu();
@@ -79,7 +79,7 @@ class AtomicInts {
     return std::atomic_ref<int64_t>(array_.data()[i]);
   }
 
-  // Steps that leave the range of numbers lead to a cell that there is not.
+  // An index that overflows becomes one that does not exist.
   static int64_t next(int64_t i, int64_t stride) {
     int64_t sum;
     return __builtin_add_overflow(i, stride, &sum) ? -1 : sum;

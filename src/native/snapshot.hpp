@@ -1,4 +1,4 @@
-// Saving rows while they are overwritten: who is about to overwrite a block that is not saved yet copies it first.
+// Saving rows while they are overwritten: a writer copies a block that is not saved yet before it overwrites it.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -13,11 +13,11 @@
 
 namespace engram {
 
-// The rows that existed at one moment, to be read once each, by sequence, in any order.
+// The rows of one moment, each of which is read once, by sequence, in any order.
 //
-// Works on slots, so that it does not matter what becomes of the counters meanwhile. Writers of this process call
-// `preserve` before they claim. Rows that other processes overwrite are found out by the lane's counters, while the
-// mutex keeps this process's writers from claiming rows of a block that has not been preserved.
+// It works on slots, so that it does not depend on counters that change meanwhile. Writers of this process call `preserve`
+// before they claim. Rows that other processes overwrite are detected by the lane's counters, while the mutex keeps this
+// process's writers from claiming rows of a block that is not copied.
 class CopyOnWriteSnapshot {
  public:
   static constexpr uint64_t kBlockBytes = 1 << 20;
@@ -27,7 +27,7 @@ class CopyOnWriteSnapshot {
 
   CopyOnWriteSnapshot(std::shared_ptr<MappedRegion> region, const Lanes& lanes, const uint8_t* rows, std::vector<Range> ranges)
       : region_(std::move(region)), lanes_(lanes), rows_(rows), ranges_(std::move(ranges)) {
-    for (const Range& r : ranges_) lost_.push_back(r.first);  // what went after the counters were read, and before this
+    for (const Range& r : ranges_) lost_.push_back(r.first);  // rows overwritten between reading the counters and this
     const StoreGeometry& s = lanes.geometry();
     block_rows_ = std::clamp<uint64_t>(kBlockBytes / std::max<uint64_t>(1, s.row_stride), 1, s.lane_capacity);
     per_line_ = (s.lane_capacity + block_rows_ - 1) / block_rows_;
@@ -44,7 +44,7 @@ class CopyOnWriteSnapshot {
       }
   }
 
-  // Before rows of these slots of a lane change, in all environments.
+  // Called before rows in these slots of a lane change, in all environments.
   void preserve(uint64_t lane, uint64_t slot, uint64_t n) {
     const uint64_t envs = lanes_.envs(), capacity = lanes_.capacity();
     for (n = std::min(n, capacity); n > 0;) {
@@ -54,7 +54,7 @@ class CopyOnWriteSnapshot {
     }
   }
 
-  // Payloads of rows [start, stop) of a lane: environment after environment. Each row is read once.
+  // Copies the payloads of rows [start, stop) of a lane, environment after environment. Each row is read once.
   void read(uint64_t lane, uint64_t start, uint64_t stop, uint8_t* out) {
     const StoreGeometry& s = lanes_.geometry();
     for (uint64_t env = 0; env < s.envs; ++env)
@@ -65,7 +65,7 @@ class CopyOnWriteSnapshot {
       }
   }
 
-  // Rows of a lane below this number were overwritten by another process before they were read.
+  // Rows of a lane below this sequence were overwritten by another process before they were read.
   uint64_t lost_below(uint64_t lane) {
     const std::lock_guard<std::mutex> guard(mutex_);
     return lost_[lane];
@@ -73,7 +73,7 @@ class CopyOnWriteSnapshot {
   bool covers(uint64_t lane, uint64_t start, uint64_t stop) const {
     return lane < ranges_.size() && ranges_[lane].first <= start && start <= stop && stop <= ranges_[lane].stop;
   }
-  // Before all rows are replaced and the counters start anew, which this process does alone: copies what is left.
+  // Called before this process replaces all rows and resets the counters: copies what is not read yet.
   void settle() {
     const StoreGeometry& s = lanes_.geometry();
     for (uint64_t lane = 0; lane < s.lanes; ++lane) preserve(lane, 0, s.lane_capacity);
@@ -137,7 +137,7 @@ class CopyOnWriteSnapshot {
     const uint64_t first = lanes_.first_now(lane);
     if (start < first) lost_[lane] = std::max(lost_[lane], std::min(first, stop));
   }
-  // The number of the row that is to be saved from a slot.
+  // Whether the row in a slot is part of the save, and its sequence.
   bool saves(uint64_t lane, uint64_t slot, uint64_t& sequence) const {
     const Range& r = ranges_[lane];
     if (r.first == r.stop) return false;

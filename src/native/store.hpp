@@ -38,7 +38,7 @@ inline StoreGeometry geometry_of(const StoreSpec& s) {
   const unsigned __int128 limit = uint64_t{1} << 56;
   if (s.lane_capacity < 1) refuse("a lane needs room for at least one row");
   if (s.envs < 1) refuse("a store needs at least one environment");
-  // Each alone first: products and roundings below must not wrap around.
+  // Each value by itself first: the products and roundings below must not overflow.
   if (s.lane_capacity > limit || s.envs > limit || s.payload_bytes > limit || s.layout.size() > limit)
     refuse("the store would be larger than 2^56");
   if (s.trailer && s.payload_bytes == 0) refuse("rows without bytes have no trailer");
@@ -73,7 +73,7 @@ inline StoreGeometry geometry_of(const StoreSpec& s) {
   return h;
 }
 
-// What the maker of a store called the feature of bit i.
+// The name that the store's creator gave to the feature of bit i.
 inline std::string named_feature(const StoreGeometry& h, uint64_t i) {
   std::string names(h.feature_names, strnlen(h.feature_names, sizeof h.feature_names));
   for (uint64_t bit = 0; bit < i; ++bit)
@@ -84,8 +84,8 @@ inline std::string named_feature(const StoreGeometry& h, uint64_t i) {
   return (names.empty() ? "without a name" : "'" + names + "'") + " (bit " + std::to_string(i) + ")";
 }
 
-// The shape of a store that came from a file, or what is wrong with it. Afterwards every address computed from it lies
-// inside the file: it equals, byte for byte, the one that this code would make.
+// The geometry of a store in a file; an error says what is wrong with it. Every address computed from it lies inside the
+// file: it equals, byte for byte, the geometry that this code would make.
 inline StoreGeometry checked_geometry(const uint8_t* file, size_t bytes) {
   auto refuse = [](const std::string& why) { throw std::runtime_error(why); };
   if (bytes < sizeof(StoreHeader)) refuse("the file is shorter than a header");
@@ -121,7 +121,7 @@ inline StoreGeometry checked_geometry(const uint8_t* file, size_t bytes) {
   return h;
 }
 
-// The disk did not take what was to be on it. After that nothing is known of any page that had not been synced before.
+// A sync failed. Nothing is known any more of pages that were not synced before.
 struct SyncFailed : std::runtime_error {
   explicit SyncFailed(const std::string& what) : std::runtime_error("cannot sync " + what + ": " + std::strerror(errno)) {}
 };
@@ -129,20 +129,20 @@ struct SyncFailed : std::runtime_error {
 struct ReadResult {
   std::vector<uint64_t> sequences;    // each row's sequence, if asked for
   std::vector<uint32_t> missing;    // positions of rows that were overwritten while they were read
-  std::vector<uint32_t> unwritten;  // positions of slots that held no row to begin with
+  std::vector<uint32_t> unwritten;  // positions of slots that held no row when the read began
 };
 
-// Somebody else has cut the file of a store short: to touch what it lacks would be a bus error.
+// Another process has truncated the store's file: touching the missing part would be a bus error.
 struct FileCutShort : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What this process knows of seams beside the bits in the store: whether its next row in a lane will be one; and, where
-// rows are kept elsewhere, all of them, which leave with their rows.
+// What this process knows of seams besides the bits in the store: whether its next row in a lane will have one; and, for
+// stores whose rows are kept elsewhere, all seams, which are dropped with their rows.
 class SeamNotes {
  public:
   void use(uint64_t lanes) { next_ = std::make_unique<std::atomic<bool>[]>(lanes), listed_.resize(lanes); }
-  // Takes no memory: who forgets them is in the middle of a change.
+  // Allocates nothing: the caller is in the middle of a change.
   void forget() {
     const std::lock_guard<std::mutex> guard(mutex_);
     for (uint64_t l = 0; l < listed_.size(); ++l) next_[l].store(false, std::memory_order_relaxed), listed_[l].clear();
@@ -157,7 +157,8 @@ class SeamNotes {
     const auto place = std::lower_bound(seams.begin(), seams.end(), at);
     if (place == seams.end() || *place != at) seams.insert(place, at);
   }
-  // Those of n rising numbers at(i) that lie below `published`. As many as there ever were take no memory.
+  // Replaces a lane's seams by those of n ascending sequences at(i) that are below `published`. Allocates nothing where the
+  // list was as long before.
   template <typename At>
   void replace(uint64_t l, uint64_t n, At&& at, uint64_t published) {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -170,7 +171,7 @@ class SeamNotes {
     const auto begin = std::lower_bound(seams.begin(), seams.end(), from);
     return {begin, std::lower_bound(begin, seams.end(), std::max(from, to))};
   }
-  // In a forked child: another thread of the parent may have held the mutex.
+  // In a forked child: a thread of the parent may have held the mutex.
   void after_fork() { new (&mutex_) std::mutex; }
 
  private:
@@ -179,9 +180,9 @@ class SeamNotes {
   std::vector<std::vector<uint64_t>> listed_;
 };
 
-// What of a row says whether the next one belongs behind it: see BorderCheck.
+// Which parts of a row tell whether the next row continues it: see BorderCheck.
 struct BorderRule {
-  struct Entry {  // stands at the root and under `next`
+  struct Entry {  // exists at the root and under `next`
     uint64_t offset, next_offset, bytes;
     size_t leaf, next_leaf;
   };
@@ -192,19 +193,19 @@ struct BorderRule {
   static constexpr size_t kMostEntries = 63;  // bits of LaneHeader::border_agreed
   std::vector<Entry> entries;
   std::vector<Flag> done;
-  bool either = false;     // one set flag is enough
+  bool either = false;     // one set flag is enough; else all must be set
   std::optional<Flag> id;
   size_t leaves = 0;       // of a row
 };
 
-// A save as Python holds it: the store forgets it when it ends.
+// A snapshot as Python holds it: the store drops its own reference when the save ends.
 struct SharedSnapshot {
   std::shared_ptr<CopyOnWriteSnapshot> snapshot;
 };
 
 class Store {
  public:
-  // fd < 0: private memory. A file must have the store's size already: touching what it lacks is a bus error.
+  // fd < 0: private memory. A file must already have the store's size: touching a missing part is a bus error.
   static std::unique_ptr<Store> create(int fd, const StoreSpec& spec) {
     const StoreGeometry geometry = geometry_of(spec);
     struct stat file{};
@@ -218,7 +219,7 @@ class Store {
     for (uint64_t l = 0; l < geometry.lanes; ++l) store->lanes.lane(l).version = kLaneVersion;
     return store;
   }
-  // Maps a store that exists: `size` is that of the file; none: as the system says.
+  // Maps an existing store. `size` is the file's; none: as the system reports it.
   static std::unique_ptr<Store> open(int fd, std::optional<size_t> size = std::nullopt, bool read_only = false) {
     const struct stat file = file_of(fd);
     const size_t bytes = size.value_or(static_cast<size_t>(file.st_size));
@@ -234,32 +235,32 @@ class Store {
   Lanes lanes;
 
   // ---- seams: rows at which a trajectory begins, whatever flags and ids say ----
-  // The next row that this process writes to a lane will be one; unless it is the lane's first.
+  // The next row that this process writes to a lane will have a seam, unless it is the lane's first row.
   void mark_seam(uint64_t l) const {
     if (lanes.view(l).rows() > 0) seams_.set_next(l, true);
   }
-  // Whether the next row is one. It has been written, if `written`.
+  // Whether the next row will have a seam.
   bool next_is_seam(uint64_t l) const { return seams_.next(l); }
   void note_written(uint64_t l) const { seams_.set_next(l, false); }
-  // Rows are kept elsewhere: counts n as written, which are there or about to be; returns the first one's number.
+  // For rows that are kept elsewhere: counts n rows as written; returns the first one's sequence.
   uint64_t advance(uint64_t l, uint64_t n, bool begins = false) const {
-    // Before the claim: it needs memory.
+    // Before the claim, because it may allocate.
     if (begins || seams_.next(l)) seams_.add(l, lanes.lane(l).published.load(), lanes.first_now(l));
     const uint64_t at = lanes.claim(l, n);
     seams_.set_next(l, false);
     lanes.publish(l, at, n);
     return at;
   }
-  // Rows are kept elsewhere: a seam that was found out later.
+  // For rows that are kept elsewhere: adds a seam at a row that is already written.
   void add_seam(uint64_t l, uint64_t sequence) const { seams_.add(l, sequence, lanes.first_now(l)); }
-  // Those of rows [from, to) of a lane, rising. Of rows that were overwritten meanwhile what is said is not to be believed.
+  // The seams of rows [from, to) of a lane, ascending. The caller discards those of rows that were overwritten meanwhile.
   std::vector<uint64_t> seams_of(uint64_t l, uint64_t from, uint64_t to) const {
     return geometry().seams_bytes ? lanes.protocol(l).seams_of(from, to) : seams_.of(l, from, to);
   }
   bool seam(uint64_t l, uint64_t w) const {
     return geometry().seams_bytes ? lanes.protocol(l).seam(w) : !seams_.of(l, w, w + 1).empty();
   }
-  // All that part two stored rows, and `published` where the next row of this process will be one.
+  // All seams between two stored rows, and `published` where this process's next row will have one.
   std::vector<uint64_t> seams(uint64_t l) const {
     const LaneView v = lanes.view(l);
     std::vector<uint64_t> at = seams_of(l, v.first + 1, std::max(v.first + 1, v.published));
@@ -269,8 +270,8 @@ class Store {
     if (seams_.next(l) && v.published > first) at.push_back(v.published);
     return at;
   }
-  // Before the rows of a load are put: trailers carry their seams. One at `published` is that of the next row.
-  // They are at(0), ..., at(n - 1), rising.
+  // Before restored rows are written, because their trailers carry the seams: at(0), ..., at(n - 1), ascending. A seam at
+  // `published` is that of the next row.
   template <typename At>
   void set_seams(uint64_t l, uint64_t base, uint64_t published, uint64_t n, At&& at) const {
     lanes.set_seams(l, base, published, n, at);
@@ -280,13 +281,13 @@ class Store {
   void forget_seams() const { seams_.forget(); }
   void after_fork() const { seams_.after_fork(); }
 
-  // ---- the border between what is stored and what is appended ----
+  // ---- the border between stored and appended rows ----
   void set_border(BorderRule rule) { border_ = std::move(rule); }
   const BorderRule& border() const { return border_; }
 
-  // The save that is going on; rows are preserved for it before they change.
+  // The running save; rows are copied for it before they change.
   std::shared_ptr<CopyOnWriteSnapshot> begin_save() { return snapshot_ = watch_save(); }
-  // A save during which no writer of this process runs, so that nothing has to be preserved for it.
+  // A save during which no writer of this process runs, so that rows need not be copied for it.
   std::shared_ptr<CopyOnWriteSnapshot> watch_save() {
     std::vector<CopyOnWriteSnapshot::Range> ranges;
     for (uint64_t l = 0; l < geometry().lanes; ++l) {
@@ -302,8 +303,8 @@ class Store {
     check_file();
     return reinterpret_cast<StoreHeader*>(region_->data());
   }
-  // Before a call touches the map: a FileCutShort where its file is shorter than the store by now. Private memory, and
-  // shared memory that is sealed against it, cost a branch; a file one fstat, which is no promise for the call's length.
+  // Called before the map is touched: throws FileCutShort where the file is now shorter than the store. This costs a branch
+  // for private memory and sealed shared memory, and one fstat for a file, which may still be truncated during the call.
   void check_file() const {
     if (watched_ && is_cut_short()) refuse_file();
   }
@@ -311,12 +312,12 @@ class Store {
   std::shared_ptr<MappedRegion> region() const { return region_; }
   int fd() const { return fd_; }
   bool read_only() const { return read_only_; }
-  // Before anything is stored: the map of an observer takes none.
+  // Called before anything is written: an observer's map is read-only.
   void must_be_writable() const {
     if (read_only_) throw std::invalid_argument("this store was opened to be observed: nothing can be written to it");
     check_file();
   }
-  // Whether the descriptor, which is the caller's, still is that of the mapped file, as long as the store.
+  // Whether the caller's descriptor still refers to the mapped file, and the file is as long as the store.
   bool file_is_there() const {
     struct stat file;
     return fd_ >= 0 && ::fstat(fd_, &file) == 0 && file.st_dev == device_ && file.st_ino == inode_ &&
@@ -326,14 +327,14 @@ class Store {
   std::string layout() const {
     return {reinterpret_cast<const char*>(at(geometry().layout_offset)), geometry().layout_bytes};
   }
-  // Waits until these bytes are on the disk.
+  // Waits until these bytes are on disk.
   bool synced(uint64_t offset, uint64_t bytes) const {
     const uint64_t from = offset / kPage * kPage;
     if (::msync(at(from), offset + bytes - from, MS_SYNC) == 0) return true;
     sync_failures_.fetch_add(1);
     return false;
   }
-  // Syncs that failed in this process.
+  // Number of failed syncs in this process.
   uint64_t sync_failures() const { return sync_failures_.load(); }
   void count_sync_failure() const { sync_failures_.fetch_add(1); }
 
@@ -360,7 +361,7 @@ class Store {
     Trailer* t = trailer(row);
     t->sequence_and_seam = sequence_and_seam, t->term = term, t->crc = row_crc(row, physical_row, sequence_and_seam, term);
   }
-  // A row that was written whole, in this place.
+  // Whether a row was completely written, and belongs in this place.
   bool whole(uint64_t physical_row) const {
     uint8_t* r = row(physical_row);
     const Trailer t = *trailer(r);
@@ -377,7 +378,7 @@ class Store {
                   reinterpret_cast<Counter*>(at(geometry.seams_offset)), geometry, fd_ >= 0);
     seams_.use(geometry.lanes);
     id_crc_ = crc32c(0, geometry.store_id, 16);
-    watched_ = fd_ >= 0 && (named_ || !cannot_shrink(fd_));  // what can be sealed has no name
+    watched_ = fd_ >= 0 && (named_ || !cannot_shrink(fd_));  // only files without a name can be sealed
   }
   static bool cannot_shrink(int fd) {
 #if defined(F_GET_SEALS) && defined(F_SEAL_SHRINK)
@@ -387,7 +388,7 @@ class Store {
     return false;
 #endif
   }
-  // The descriptor is the caller's, and may be closed, or another file's, by now: then nothing is known.
+  // The descriptor belongs to the caller. If it is closed or refers to another file by now, the answer is no.
   [[gnu::noinline]] bool is_cut_short() const {
     struct stat file;
     return ::fstat(fd_, &file) == 0 && file.st_dev == device_ && file.st_ino == inode_ &&
@@ -400,7 +401,7 @@ class Store {
   }
   static struct stat file_of(int fd) {
     struct stat file;
-    if (::fstat(fd, &file) != 0) throw std::runtime_error(std::string("cannot look at the file: ") + std::strerror(errno));
+    if (::fstat(fd, &file) != 0) throw std::runtime_error(std::string("cannot stat the file: ") + std::strerror(errno));
     return file;
   }
 
@@ -408,7 +409,7 @@ class Store {
   int fd_;
   bool named_;
   bool read_only_ = false;
-  bool watched_ = false;  // a file that others can shorten
+  bool watched_ = false;  // a file that others can truncate
   dev_t device_ = 0;
   ino_t inode_ = 0;
   Readahead readahead_;

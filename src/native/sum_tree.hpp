@@ -20,7 +20,7 @@ namespace engram {
 
 constexpr uint64_t kWide = 8;
 
-// Numbers of nodes of one level, then of the level above, and so on. A repetition is harmless.
+// The changed nodes of one level, then of the level above, and so on. Repetitions are harmless.
 class DirtyNodes {
  public:
   void clear() { nodes_.clear(); }
@@ -47,7 +47,7 @@ class DirtyNodes {
 // Leaves are 0 or more; those of 0 have no part in the lowest.
 class SumTree {
  public:
-  // With `highest` the highest of the numbers beside the leaves is kept, too.
+  // With `highest` also the highest of the numbers beside the leaves is kept.
   explicit SumTree(uint64_t leaves, bool highest = false) {
     uint64_t all = 0, highs = 0;
     for (uint64_t n = nodes_over(leaves);; n = nodes_over(n)) {

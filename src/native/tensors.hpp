@@ -1,4 +1,4 @@
-// Tensors in and out through the DLPack C exchange API (no torch headers, no torch ABI), and the memory of those that go out.
+// Tensors in and out through the DLPack C exchange API (no torch headers, no torch ABI), and the memory of output batches.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -31,7 +31,7 @@ struct Block {
 };
 static_assert(sizeof(Block) <= kBlockAlign);
 
-// Blocks go back from any thread, with or without the GIL: a spin lock guards lists that are touched for nanoseconds.
+// Blocks are returned by any thread, with or without the GIL: a spin lock guards lists that are held for nanoseconds.
 // The pool is never destroyed, because a tensor may outlive every other object of the process.
 class BlockPool {
  public:
@@ -39,7 +39,7 @@ class BlockPool {
   static BlockPool& instance() {
     static BlockPool* pool = [] {
       auto* p = new BlockPool;
-      // A child that was forked while another thread held the lock starts with an empty pool.
+      // A child may be forked while another thread holds the lock: it starts with an empty pool.
       ::pthread_atfork(nullptr, nullptr, [] { instance().forget(); });
       return p;
     }();
@@ -79,7 +79,7 @@ class BlockPool {
     std::free(b);
   }
   size_t free_bytes() const { return free_bytes_; }
-  // Gives what is kept back to the system.
+  // Returns the free blocks to the system.
   void empty() {
     for (Block*& list : free_) {
       lock();
@@ -134,8 +134,8 @@ struct Strided {
   bool in_bytes = false;             // strides count bytes
 };
 
-// What torch offers. A torch without the exchange API reads and makes tensors in Python (`describe`, `make`): some 20 times
-// slower, and nothing above this file needs to know.
+// What torch offers. Without the exchange API, tensors are read and made in Python (`describe`, `make`), which is slower;
+// nothing above this file needs to know.
 struct Torch {
   PyTypeObject* tensor = nullptr;
   const DLPackExchangeAPI* api = nullptr;  // null: a torch without it
@@ -149,7 +149,7 @@ inline Torch& torch_api() {
   return torch;
 }
 
-// Errors change nothing.
+// An error changes nothing.
 inline void use_torch(nb::handle tensor_type, nb::handle exchange_api, nb::callable lazy_bits, nb::callable describe,
                       nb::callable make) {
   const DLPackExchangeAPI* api = nullptr;
@@ -290,13 +290,13 @@ class OutBlock {
     m.dl_tensor.shape = shape, m.dl_tensor.strides = strides;
     out->block = block_;
     void* tensor = nullptr;
-    // Where torch refuses (a dtype that it does not know: `Codec` lets none through; no memory) it may have taken
-    // the record or not: leaking the block is the harmless side.
+    // If torch refuses (no memory; unknown dtypes do not get here) it may or may not have taken the record: leaking the
+    // block is harmless.
     --left_;
     if (torch_api().api->managed_tensor_to_py_object_no_sync(&m, &tensor) != 0) throw nb::python_error();
     return static_cast<PyObject*>(tensor);
   }
-  // Without the exchange API: over an array that has this tensor's share of the block.
+  // Without the exchange API: a tensor over an array that owns this tensor's share of the block.
   PyObject* wrap(const Entry& e) {
     size_t bytes = e.dtype.bits / 8;
     nb::list shape;
@@ -332,7 +332,7 @@ inline bool dtype_of_format(const char* f, Py_ssize_t itemsize, DType& out) {
   return f[1] == 0;
 }
 
-// A buffer view that is released in time.
+// A buffer view that releases itself.
 class Buffer {
  public:
   Buffer() = default;
@@ -353,10 +353,10 @@ class Buffer {
   bool held_ = false;
 };
 
-// Slots that a caller hands in: a 1-D int64 tensor or array, contiguous.
+// Slots as an argument: a contiguous 1-D int64 tensor or array.
 class SlotsArg {
  public:
-  // `any_shape`: of any number of dimensions, one after the other.
+  // `any_shape`: of any number of dimensions, flattened.
   explicit SlotsArg(nb::handle o, bool any_shape = false) {
     TensorView t;
     if (t.of(o.ptr())) {
