@@ -21,7 +21,7 @@ class RowNumbers {
   static constexpr uint64_t kFirst = uint64_t{1} << 62;
 
   explicit RowNumbers(const Store& store) : slots_(store.slots()) {
-    if (store.shape().lanes != 1 || store.shape().strands != 1)
+    if (store.geometry().lanes != 1 || store.geometry().envs != 1)
       throw std::invalid_argument("rows are replaced one by one in stores of one lane and one strand");
     start(store);
     next_ = kFirst + std::min(store.header()->replaced.load(), kFirst / 2);  // a damaged header
@@ -76,7 +76,7 @@ class RowNumbers {
   // Takes memory at the first time only: rows may have been replaced already.
   void start(const Store& store) {
     if (!memory_)
-      memory_ = Region::map(-1, slots_ * sizeof(Number));  // zeros; pages are taken when rows are replaced
+      memory_ = MappedRegion::map(-1, slots_ * sizeof(Number));  // zeros; pages are taken when rows are replaced
     else if (::madvise(memory_->data(), memory_->bytes(), MADV_DONTNEED) != 0)
       std::memset(memory_->data(), 0, slots_ * sizeof(Number));
     block_ = 0;
@@ -94,7 +94,7 @@ class RowNumbers {
   }
 
   uint64_t slots_;
-  std::shared_ptr<Region> memory_;
+  std::shared_ptr<MappedRegion> memory_;
   uint64_t incarnation_ = 0;
   uint64_t known_ = 0;  // of rows below this write number is known what was replaced
   uint64_t next_ = kFirst;

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import slots_tensor
 from engram.errors import NoFreeLaneError
 from engram.store.locks import LaneLocks
 
@@ -58,7 +57,7 @@ class Lanes:
         self._held_there: int | None = None  # and the lane that the copy goes on in
         self.numbers: _native.RowNumbers | None = None  # of rows that were replaced out of turn
         self._replaced_before = store.replaced  # by whoever used the store before; they alone knew which rows
-        if self._replaced_before and store.lanes == store.strands == 1 and not store.read_only:
+        if self._replaced_before and store.lanes == store.envs == 1 and not store.read_only:
             self.numbers = _native.RowNumbers(store)
             self.numbers.renumber(store)
         self._alone = 0
@@ -67,8 +66,8 @@ class Lanes:
         self._evidence: tuple[int, Tensor] | None = None
         self._noted_in = store.incarnation
         self._left: dict[int, tuple[int, int]] = {}  # lanes that this process gave back: incarnation and end, then
-        self.capacity: int = store.lanes * store.lane_capacity * store.strands
-        self.strands: int = store.strands
+        self.capacity: int = store.lanes * store.lane_capacity * store.envs
+        self.strands: int = store.envs
         _live.add(self)
 
     @classmethod
@@ -145,7 +144,7 @@ class Lanes:
         head = self.store.log_head
         slots = torch.tensor(self.store.log(max(0, head - _native.LOG_ENTRIES)), dtype=torch.int64)
         lane_slots = self.store.lane_capacity * self.strands
-        numbers = slots_tensor(self.store.generations(slots)).tolist()
+        numbers = self.store.generations(slots).tolist()
         return [(slot // lane_slots, w) if w >= 0 else None for slot, w in zip(slots.tolist(), numbers, strict=True)]
 
     # ---- writing ----
@@ -190,7 +189,7 @@ class Lanes:
 
     def next_slots(self, steps: int) -> Tensor:
         """The time slots that the next steps of this process go to: int64 [steps]."""
-        return slots_tensor(self.store.next_slots(self.hold(), steps))
+        return self.store.next_slots(self.hold(), steps)
 
     def next_slot(self) -> int:
         """The time slot that the next step of this process goes to."""
@@ -202,7 +201,7 @@ class Lanes:
         `begins`: a trajectory begins at the first of them, whatever flags and ids say.
         """
         lane = self.hold()
-        slots = slots_tensor(self.store.next_slots(lane, steps))
+        slots = self.store.next_slots(lane, steps)
         self.store.advance(lane, steps, begins)
         return slots
 
@@ -307,7 +306,7 @@ class Lanes:
         slots = self.store.uniform(seed, n)
         if slots is None:
             slots = self.look_again(lambda: self.store.uniform(seed, n))
-        return slots if slots is None or type(slots) is Tensor else slots_tensor(slots)
+        return slots
 
     def look_again(self, draw: Callable[[], Any]) -> Any:
         """What `draw` gives, which was None; still None if nothing is stored.
@@ -328,8 +327,8 @@ class Lanes:
     def generations(self, slots: Tensor) -> Tensor:
         """The write number that each slot holds; -1 where it holds none."""
         if self.numbers is not None:
-            return slots_tensor(self.numbers.generations(self.store, slots))
-        return slots_tensor(self.store.generations(slots))
+            return self.numbers.generations(self.store, slots)
+        return self.store.generations(slots)
 
     # ---- rows that were replaced out of turn, by a max-value writer ----
     def note_replaced(self, slots: Tensor) -> None:
@@ -346,7 +345,7 @@ class Lanes:
         if self.numbers is None:
             return generation
         there = self.generations(slots) == generation
-        return torch.where(there, slots_tensor(self.store.generations(slots)), -1)
+        return torch.where(there, self.store.generations(slots), -1)
 
     def will_replace(self, slots: Tensor) -> None:
         """Before `note_replaced`, and the write: the numbers are taken, whatever happens to this process."""
@@ -364,7 +363,7 @@ class Lanes:
             if lane["first"] // self.capacity < lane["published"] // self.capacity
             else (lane["published"] % self.capacity)
         )
-        found = slots_tensor(self.numbers.generations(self.store, torch.arange(stop)))
+        found = self.numbers.generations(self.store, torch.arange(stop))
         return {
             "capacity": self.capacity,
             "next": self.numbers.next,
@@ -379,7 +378,7 @@ class Lanes:
         """After a load: takes over what `numbers_state` gave of these rows, whose write numbers were `shift` higher."""
         self.numbers, self._replaced_before = None, 0
         self.store.replaced = 0
-        if state is None or self.store.lanes * self.store.strands > 1 or self.capacity > _MOST_NUMBERED:
+        if state is None or self.store.lanes * self.store.envs > 1 or self.capacity > _MOST_NUMBERED:
             return
         lane = self.store.lane(0)
         rows = torch.arange(lane["first"], lane["published"])
