@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import slots_tensor
 from engram.errors import NoFreeLaneError
 from engram.store.locks import LaneLocks
 
@@ -56,8 +55,8 @@ class Lanes:
         self.asleep = False  # a forked child that has not used the store yet
         self._copied_from = 0  # the process whose private memory this is a copy of, until that was told
         self._held_there: int | None = None  # and the lane that the copy goes on in
-        #: The sequences that rows carry themselves (int64 [n] of slots), 0 where a row has the one that its lane counts.
-        #: None: they carry none. Whoever holds the rows sets it.
+        #: The sequences that rows carry themselves (int64 [n] of slots); 0 where a row has the one that its lane counts.
+        #: None: they carry none. Set by the table that holds the rows.
         self.own_sequences: Callable[[Tensor], Tensor] | None = None
         self._alone = 0
         self._session = os.urandom(8).hex()
@@ -65,8 +64,8 @@ class Lanes:
         self._evidence: tuple[int, Tensor] | None = None
         self._noted_in = store.incarnation
         self._left: dict[int, tuple[int, int]] = {}  # lanes that this process gave back: incarnation and end, then
-        self.capacity: int = store.lanes * store.lane_capacity * store.strands
-        self.strands: int = store.strands
+        self.capacity: int = store.lanes * store.lane_capacity * store.envs
+        self.strands: int = store.envs
         _live.add(self)
 
     @classmethod
@@ -153,7 +152,7 @@ class Lanes:
         head = self.store.log_head
         slots = torch.tensor(self.store.log(max(0, head - _native.LOG_ENTRIES)), dtype=torch.int64)
         lane_slots = self.store.lane_capacity * self.strands
-        numbers = slots_tensor(self.store.generations(slots)).tolist()
+        numbers = self.store.generations(slots).tolist()
         return [(slot // lane_slots, w) if w >= 0 else None for slot, w in zip(slots.tolist(), numbers, strict=True)]
 
     # ---- writing ----
@@ -198,7 +197,7 @@ class Lanes:
 
     def next_slots(self, steps: int) -> Tensor:
         """The time slots that the next steps of this process go to: int64 [steps]."""
-        return slots_tensor(self.store.next_slots(self.hold(), steps))
+        return self.store.next_slots(self.hold(), steps)
 
     def next_slot(self) -> int:
         """The time slot that the next step of this process goes to."""
@@ -210,7 +209,7 @@ class Lanes:
         `begins`: a trajectory begins at the first of them, whatever flags and ids say.
         """
         lane = self.hold()
-        slots = slots_tensor(self.store.next_slots(lane, steps))
+        slots = self.store.next_slots(lane, steps)
         self.store.advance(lane, steps, begins)
         return slots
 
@@ -315,7 +314,7 @@ class Lanes:
         slots = self.store.uniform(seed, n)
         if slots is None:
             slots = self.look_again(lambda: self.store.uniform(seed, n))
-        return slots if slots is None or type(slots) is Tensor else slots_tensor(slots)
+        return slots
 
     def look_again(self, draw: Callable[[], Any]) -> Any:
         """What `draw` gives, which was None; still None if nothing is stored.
@@ -335,11 +334,11 @@ class Lanes:
 
     def generations(self, slots: Tensor) -> Tensor:
         """The sequence of the row that each slot holds; -1 where it holds none."""
-        counted = slots_tensor(self.store.generations(slots))
+        counted = self.store.generations(slots)
         if self.own_sequences is None:
             return counted
-        # After the counters, and before the rows where they are read next: a row may be newer than its sequence, which is
-        # then one that is gone, but never older.
+        # After the counters, and before the rows where they are read next: a row may be newer than its sequence, which
+        # is then one that is gone, but never older.
         own = self.own_sequences(slots)
         return torch.where((counted >= 0) & (own >= _native.FIRST_REPLACED), own, counted)
 
@@ -360,7 +359,7 @@ class Lanes:
         if self.own_sequences is None:
             return generation
         there = self.generations(slots) == generation
-        return torch.where(there, slots_tensor(self.store.generations(slots)), -1)
+        return torch.where(there, self.store.generations(slots), -1)
 
     def wake(self) -> None:
         """At the first use in a forked child; warns where the rows are a copy that the parent does not see."""

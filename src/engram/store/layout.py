@@ -38,8 +38,6 @@ except AttributeError:  # another torch
         return t.is_neg() or t.is_conj()
 
 
-_native.use_torch(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), is_lazy)
-
 _CPU = torch.device("cpu")
 
 # DLPack's (type code, bits) of each dtype that a row can hold.
@@ -49,10 +47,36 @@ _DLPACK: dict[torch.dtype, tuple[int, int]] = {
     torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16),
     torch.complex64: (5, 64), torch.complex128: (5, 128), torch.bool: (6, 8),
 }  # fmt: skip
+_DTYPES = {code: dtype for dtype, code in _DLPACK.items()}
 _MOST_BYTES = 1 << 40  # of a row; the native core counts in 64 bits
 _NAMES = {str(d).removeprefix("torch."): d for d in _DLPACK}
-# What numpy calls a dtype of the same size that it does not know itself.
-_RAW = {torch.bfloat16: torch.int16}
+
+
+_EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # an older torch has none
+
+
+def use_torch(exchange_api: Any = _EXCHANGE_API) -> None:
+    """Tells the native core how to read and make tensors: through the DLPack C exchange API, or (None) in Python."""
+    _native.use_torch(Tensor, exchange_api, is_lazy, _describe, _over)
+
+
+def _describe(t: Tensor) -> tuple[int, int, int, tuple[int, ...]] | None:
+    """Address, DLPack dtype code and bits, shape and strides of a plain CPU tensor; None for any other."""
+    code = _DLPACK.get(t.dtype)
+    if code is None or t.layout is not torch.strided or t.device != _CPU:
+        return None
+    try:
+        return t.data_ptr(), *code, (*t.shape, *t.stride())
+    except RuntimeError:  # of functorch: it has no memory of its own
+        return None
+
+
+def _over(memory: np.ndarray[Any, Any], code: int, bits: int, shape: list[int]) -> Tensor:
+    """A tensor over the bytes of an array."""
+    return torch.from_numpy(memory).view(_DTYPES[code, bits]).reshape(shape)
+
+
+use_torch()
 
 
 class MalformedLayoutError(ValueError):
@@ -179,9 +203,6 @@ class RowLayout:
     def _plan_slowly(self, batch: Any, batch_dims: int, time_dim: int) -> Any:
         tensors = [tensor.contiguous() for tensor in self.fitting(batch, batch_dims)]
         plan = self.codec.check_list(tensors, batch_dims, time_dim)
-        if plan is None:  # a torch without the exchange API: through numpy, by size where numpy lacks the dtype
-            arrays = [_numpy(t) for t in tensors]
-            plan = self.codec.check_list(arrays, batch_dims, time_dim, raw=True)
         if plan is None:
             raise TypeError("the native core cannot read this batch; please report it with the batch's printout")
         return plan
@@ -221,17 +242,6 @@ class RowLayout:
     def build(self, leaves: list[Tensor], lead: tuple[int, ...]) -> Any:
         """The batch with these leaves, in the form that the data came in."""
         return pytree.unflatten(self.root, leaves, lead, _CPU)
-
-    def empty_arrays(self, n: int) -> list[Any]:
-        """Room for n steps: one numpy array a leaf, of its size."""
-        return [np.empty((n, *leaf.shape), dtype=_numpy_dtype(leaf.dtype)) for leaf in self.leaves]
-
-    def tensors_of(self, arrays: list[Any], lead: tuple[int, ...]) -> list[Tensor]:
-        """Tensors over the arrays of `empty_arrays`."""
-        return [
-            torch.from_numpy(a).view(leaf.dtype).reshape(*lead, *leaf.shape)
-            for a, leaf in zip(arrays, self.leaves, strict=True)
-        ]
 
     def views(
         self, memory: Any, rows_offset: int, row_stride: int, lead: tuple[int, ...], steps: tuple[int, ...]
@@ -408,7 +418,7 @@ def _builds_tensordicts() -> bool:
     """Whether a TensorDict that the native core puts together equals one that the constructor makes."""
     global _fast_tensordicts
     if _fast_tensordicts is None:
-        _fast_tensordicts = _native.has_exchange() and _template() is not None and _same_as_public()
+        _fast_tensordicts = _template() is not None and _same_as_public()
     return _fast_tensordicts
 
 
@@ -444,14 +454,6 @@ def _contiguous(shape: tuple[int, ...]) -> list[int]:
 
 def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
     return raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-
-
-def _numpy_dtype(dtype: torch.dtype) -> Any:
-    return torch.empty(0, dtype=_RAW.get(dtype, dtype)).numpy().dtype
-
-
-def _numpy(t: Tensor) -> Any:
-    return t.view(_RAW[t.dtype]).numpy() if t.dtype in _RAW else t.numpy()
 
 
 def _number(value: Any, tensor: Tensor, leaf: LeafSpec) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from engram import _native, pytree
-from engram._system import slots_tensor
 from engram.errors import StorageError
 from engram.store.border import LOOK_BACK, Border, ColumnBorder
 from engram.store.lanes import Lanes
@@ -33,7 +32,7 @@ class RowTable:
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         if border.says_anything:
             self._store.set_border(self._codec, list(border.entries), list(border.done), border.either, border.id)
-        if layout.sequence_offset is not None and self._store.lanes == self._store.strands == 1:
+        if layout.sequence_offset is not None and self._store.lanes == self._store.envs == 1:
             lanes.own_sequences = functools.partial(_own_sequences, self._store, layout.sequence_offset)
 
     @property
@@ -44,9 +43,9 @@ class RowTable:
     def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> _native.Plan:
         """Checks a batch leaf by leaf, as `RowLayout.plan`."""
         plan: _native.Plan = self.layout.plan(batch, batch_dims, time_dim, extra)
-        if plan.strands != self._store.strands:
+        if plan.envs != self._store.envs:
             raise ValueError(
-                f"the batch has {plan.strands} environments, this storage {self._store.strands}; nothing was written"
+                f"the batch has {plan.envs} environments, this storage {self._store.envs}; nothing was written"
             )
         return plan
 
@@ -55,8 +54,7 @@ class RowTable:
 
         Returns time slots, int64 [steps]; of a single step without batch dimensions its slot.
         """
-        made: Any = self._store.append(self.lanes.hold(), plan, most)
-        return made if type(made) in (Tensor, int) else slots_tensor(made)
+        return self._store.append(self.lanes.hold(), plan, most)
 
     def overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor | None = None) -> None:
         """Writes a checked batch (`rows`: these of its rows, int64 [n]) over rows that exist."""
@@ -106,7 +104,7 @@ class RowTable:
         if self._fast:
             made: _Read = self._store.gather(self._codec, slots, shape, extra, self.mapped, numbers)
         else:
-            made = self._read_slowly(slots, (len(slots),) if shape is None else shape, extra, numbers)
+            made = self._read_form(slots, (len(slots),) if shape is None else shape, extra, numbers)
         return made if found is None else (*made[:3], found)
 
     def like(self, other: RowTable) -> bool:
@@ -136,18 +134,13 @@ class RowTable:
         mapped = any(table.mapped for table in tables)
         return _native.gather_many(stores, self._codec, slots, shape, extra, mapped, numbers, parts)
 
-    def _read_slowly(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, numbers: bool) -> _Read:
-        if _native.has_exchange():
-            leaves, gone, absent, found = self._store.gather(self._codec, slots, shape, None, self.mapped, numbers)
-            batch = self.layout.build(leaves, shape) if isinstance(leaves, list) else leaves
-        else:
-            arrays = self.layout.empty_arrays(len(slots))
-            where = slots.numpy()
-            _, gone, absent, found = self._store.gather_into(self._codec, where, arrays, self.mapped, numbers)
-            batch = self.layout.build(self.layout.tensors_of(arrays, shape), shape)
+    def _read_form(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, numbers: bool) -> _Read:
+        """As `read`, of a form of batch that the native core does not build."""
+        leaves, gone, absent, found = self._store.gather(self._codec, slots, shape, None, self.mapped, numbers)
+        batch = self.layout.build(leaves, shape)
         for key, value in (extra or {}).items():
             pytree.put_entry(batch, key, value)
-        return batch, gone, absent, None if found is None else slots_tensor(found)
+        return batch, gone, absent, found
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
         """One leaf of the steps at time slots: [n, *strands, ...]."""
@@ -162,15 +155,15 @@ class RowTable:
         s = self._store
         lead: tuple[int, ...] = (stop - start,)
         steps: tuple[int, ...] = (1,)
-        if s.strands > 1:
-            lead, steps = (*lead, s.strands), (*steps, s.lane_capacity)
+        if s.envs > 1:
+            lead, steps = (*lead, s.envs), (*steps, s.lane_capacity)
         offset = s.rows_offset + start * s.row_stride
         return self.layout.views(s.memory(), offset, s.row_stride, lead, steps)
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         """uint8 [strands, stop - start, payload bytes]: the rows with these write numbers, copied."""
-        out = np.empty((self._store.strands, stop - start, self._store.payload_bytes), np.uint8)
+        out = np.empty((self._store.envs, stop - start, self._store.payload_bytes), np.uint8)
         for at, there in self._pieces(lane, start, stop):
             out[:, at] = there
         return out
@@ -186,8 +179,8 @@ class RowTable:
 
     def _pieces(self, lane: int, start: int, stop: int) -> list[tuple[slice, np.ndarray[Any, Any]]]:
         s = self._store
-        shape = (s.lanes, s.strands, s.lane_capacity, s.row_stride)
-        size = s.lanes * s.strands * s.lane_capacity * s.row_stride
+        shape = (s.lanes, s.envs, s.lane_capacity, s.row_stride)
+        size = s.lanes * s.envs * s.lane_capacity * s.row_stride
         memory = s.memory()[s.rows_offset : s.rows_offset + size].reshape(shape)[lane]
         pieces, w = [], start
         while w < stop:

@@ -300,7 +300,7 @@ class StoredSteps:
     def _read(self, lane: int, strand: int, start: int, stop: int) -> Any:
         store = self._storage.lanes.store
         times = lane * store.lane_capacity + torch.arange(start, stop) % store.lane_capacity
-        rows, gone, absent, _ = self._storage.read(times * store.strands + strand)
+        rows, gone, absent, _ = self._storage.read(times * store.envs + strand)
         if gone is not None or absent is not None:
             raise RuntimeError(
                 "another process overwrote steps before they were written to the dataset; let it pause, or write from "

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import slots_tensor
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     EpochInfo,
@@ -133,8 +132,7 @@ class SamplerWithoutReplacement(Sampler):
             assert self._epoch is not None and self._walk is not None
             info = EpochInfo()
             info.epoch = self._number
-            made, position = self._walk.take(lanes.store, self._epoch["position"], batch_size)
-            slots = slots_tensor(made)
+            slots, position = self._walk.take(lanes.store, self._epoch["position"], batch_size)
             self._epoch["position"] = position
             self._ran_out = self._over(lanes, batch_size)
             if self._ran_out:
@@ -166,9 +164,9 @@ class SamplerWithoutReplacement(Sampler):
         if lanes is not None and self._walk is not None and self._epoch is not None and self._number == epoch:
             found, position = self._walk.take(lanes.store, self._epoch["position"], n)
             rest, _ = self._walk.take(lanes.store, position, 1)
-            if len(slots_tensor(rest)):
+            if len(rest):
                 self._epoch["position"] = position
-                return slots_tensor(found)
+                return found
         return torch.empty(0, dtype=torch.int64)
 
     def _begin_if_needed(self, storage: Storage, lanes: Lanes) -> None:
@@ -212,7 +210,7 @@ class SamplerWithoutReplacement(Sampler):
         if left >= batch_size and not self._some_overwritten(lanes):
             return False
         found, _ = self._walk.take(lanes.store, self._epoch["position"], batch_size if self.drop_last else 1)
-        return len(slots_tensor(found)) < (batch_size if self.drop_last else 1)
+        return len(found) < (batch_size if self.drop_last else 1)
 
     def _some_overwritten(self, lanes: Lanes) -> bool:
         assert self._epoch is not None

@@ -75,7 +75,7 @@ class SavedTable(Storage):
         if self._lanes is None:
             return {"lane_capacity": 0, "strands": 1, "lanes": []}
         store, lanes = self._lanes.store, self._lanes.saved_states()
-        return {"lane_capacity": store.lane_capacity, "strands": store.strands, "lanes": lanes}
+        return {"lane_capacity": store.lane_capacity, "strands": store.envs, "lanes": lanes}
 
     def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         """uint8 [strands, stop - start, row bytes]."""
@@ -249,7 +249,7 @@ class SavedTable(Storage):
             return
         if self._lanes is not None:
             self._lanes.store.begin_restore()
-            self._lanes.store.mend()
+            self._lanes.store.repair()
             self._lanes.store.end_restore()
 
     def _shift(self, lane: int) -> int:

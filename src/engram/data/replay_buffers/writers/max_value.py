@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engram import _native, pytree
-from engram._system import slots_tensor
 from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.store.layout import is_lazy
 
@@ -82,8 +81,7 @@ class TensorDictMaxValueWriter(Writer):
             return storage.append(storage.check(items, single, time_dim, self.index_key))
         heap = self._following(storage)
         store = None if storage.lanes is None else storage.lanes.store
-        made, appended, rows, targets = heap.place(store, values, self.reduction)
-        slots = slots_tensor(made)
+        slots, appended, rows, targets = heap.place(store, values, self.reduction)
         with contextlib.ExitStack() as alone:
             try:
                 if rows is not None:
@@ -107,7 +105,7 @@ class TensorDictMaxValueWriter(Writer):
         assert lanes is not None and self._heap is not None
         replace = None
         if rows is not None:  # all memory first: a batch is written whole or not at all
-            replace = storage.prepare_replace(checked, slots_tensor(rows), slots_tensor(targets))
+            replace = storage.prepare_replace(checked, rows, targets)
         if appended:
             storage.append(checked, appended)
         if replace is not None:
@@ -135,7 +133,7 @@ class TensorDictMaxValueWriter(Writer):
         behind = heap.behind(storage.lanes.store)
         if behind is not None:
             try:
-                for slots in torch.split(slots_tensor(behind), _PIECE):
+                for slots in torch.split(behind, _PIECE):
                     heap.put(slots, self._stored(storage, slots), self.reduction)
                     storage.lanes.note_sequences(slots)
             except BaseException:

@@ -1,4 +1,4 @@
-// Followers: samplers that take in what was written since they last looked. Nobody notifies anybody.
+// Followers: samplers poll a store for what was written since they last did. Writers notify nobody.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -8,31 +8,31 @@
 
 namespace engram {
 
-// The slot of a row as samplers know it: (lane * lane_capacity + write number mod lane_capacity) * strands + strand.
-inline uint64_t slot_of(const Shape& s, uint64_t lane, uint64_t number, uint64_t strand = 0) {
-  return (lane * s.lane_capacity + number % s.lane_capacity) * s.strands + strand;
+// The slot of a row as samplers know it: (lane * lane_capacity + sequence mod lane_capacity) * envs + env.
+inline uint64_t slot_of(const StoreGeometry& s, uint64_t lane, uint64_t sequence, uint64_t env = 0) {
+  return (lane * s.lane_capacity + sequence % s.lane_capacity) * s.envs + env;
 }
 
-// Where a follower stands in a store. One thread at a time looks.
+// A follower's position in a store. One thread polls at a time.
 //
 // A visitor has
-//   restart(store)             forget everything: another store, numbers that started again, or a log that is too short;
-//   vanished(lane, from, to)   rows with these write numbers are gone or being overwritten, and no new row is in their
-//                              slots yet; the visitor may never have seen them;
-//   rows(lane, from, to)       these rows are new; `from` is the last call's `to` unless rows in between came and went;
-//   edited(slot)               a row changed in place; it may have vanished since.
+//   restart(store)             forget everything: another store, sequences were reset, or the log is too short;
+//   vanished(lane, from, to)   rows with these sequences are gone or being overwritten, and their slots hold no new
+//                              rows yet; the visitor may never have seen them;
+//   rows(lane, from, to)       these rows are new; `from` is the last call's `to`, unless rows in between are gone again;
+//   edited(slot)               a row changed in place; it may be gone since.
 class Follower {
  public:
   template <typename Visitor>
-  void look(const Store& store, Visitor&& visitor) {
+  void poll(const Store& store, Visitor&& visitor) {
     const StoreHeader& h = *store.header();
-    const Shape& s = store.shape();
+    const StoreGeometry& s = store.geometry();
     const uint64_t incarnation = h.incarnation.load(std::memory_order_acquire);
-    // Before the counters: an edit that comes after this is seen next time, and of a row that was taken in by then.
+    // Before the counters: a later edit is seen by the next poll, when its row has been visited.
     const uint64_t log_head = h.log_head.load(std::memory_order_acquire);
     if (!follows(store, incarnation) || log_head < log_ || log_head - log_ > kLogEntries) {
       std::vector<Seen> none(s.lanes);
-      visitor.restart(store);  // where it has no memory, the next look begins with it again
+      visitor.restart(store);  // if memory runs out here, the next poll restarts again
       seen_.swap(none);
       std::memcpy(id_, s.store_id, sizeof id_);
       incarnation_ = incarnation, log_ = log_head, started_ = true;
@@ -53,8 +53,8 @@ class Follower {
       const uint64_t slot = entries[log_ % kLogEntries].load(std::memory_order_relaxed);
       if (slot < store.slots()) visitor.edited(slot);
     }
-    // An observer is beside whoever changes rows: entries may have been written over while they were read. They are
-    // stored before the head, at most kLogBatch of them at a time.
+    // An observer reads while another process changes rows: log entries may have been overwritten while they were read. They
+    // are stored before the head, at most kLogBatch at a time.
     Lanes::Protocol::after_reading();
     if (h.log_head.load(std::memory_order_relaxed) - from > kLogEntries - kLogBatch) started_ = false;
   }
@@ -62,7 +62,7 @@ class Follower {
   bool follows(const Store& store) const {
     return follows(store, store.header()->incarnation.load(std::memory_order_acquire));
   }
-  // Everything is taken in anew at the next look.
+  // The next poll restarts.
   void forget() { started_ = false; }
 
   // ---- state, for checkpoints ----
@@ -72,19 +72,19 @@ class Follower {
   const std::vector<Seen>& seen() const { return seen_; }
   uint64_t log() const { return log_; }
   uint64_t incarnation() const { return incarnation_; }
-  // Goes on as one that has seen these rows of this store, and its log up to now.
+  // Continues as a follower that has seen these rows of this store, and its log up to now.
   void resume(const Store& store, std::vector<Seen> seen) {
     seen_ = std::move(seen);
-    std::memcpy(id_, store.shape().store_id, sizeof id_);
+    std::memcpy(id_, store.geometry().store_id, sizeof id_);
     incarnation_ = store.header()->incarnation.load(std::memory_order_acquire);
     log_ = store.header()->log_head.load(std::memory_order_acquire);
-    started_ = seen_.size() == store.shape().lanes;
+    started_ = seen_.size() == store.geometry().lanes;
   }
 
  private:
   bool follows(const Store& store, uint64_t incarnation) const {
-    return started_ && incarnation == incarnation_ && seen_.size() == store.shape().lanes &&
-           std::memcmp(id_, store.shape().store_id, sizeof id_) == 0;
+    return started_ && incarnation == incarnation_ && seen_.size() == store.geometry().lanes &&
+           std::memcmp(id_, store.geometry().store_id, sizeof id_) == 0;
   }
 
   std::vector<Seen> seen_;

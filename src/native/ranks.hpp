@@ -1,4 +1,4 @@
-// Which row of a full store has the lowest rank: ties go to the lowest slot, so that the stored rows alone decide.
+// The row of the lowest rank in a full store; ties go to the lowest slot, so that the stored rows alone decide.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -8,33 +8,33 @@
 #include <utility>
 #include <vector>
 
-#include "follow.hpp"
-#include "region.hpp"
+#include "follower.hpp"
+#include "mapping.hpp"
 
 namespace engram {
 
-// One number of a rank for each row: contiguous [rows, values] in, doubles out. The values of a row are taken one after
-// the other, so that a row's rank does not depend on the batch that it came in.
+// Reduces the values of a row to its rank. They are added one after the other, so that a row's rank does not depend on the
+// batch that it came in.
 enum class Reduction { kSum, kMean, kMax, kMedian, kMin };
 
 template <typename T>
 double rank_of(const T* values, size_t n, Reduction reduction, std::vector<double>& scratch) {
   auto value = [&](size_t i) { return static_cast<double>(values[i]); };
-  double found = value(0);
-  if (n == 1) return found;
+  double rank = value(0);
+  if (n == 1) return rank;
   switch (reduction) {
     case Reduction::kSum:
     case Reduction::kMean:
-      for (size_t i = 1; i < n; ++i) found += value(i);
-      return reduction == Reduction::kSum ? found : found / static_cast<double>(n);
+      for (size_t i = 1; i < n; ++i) rank += value(i);
+      return reduction == Reduction::kSum ? rank : rank / static_cast<double>(n);
     case Reduction::kMax:
     case Reduction::kMin:
       for (size_t i = 1; i < n; ++i) {
         const double v = value(i);
-        if (std::isnan(v) || (reduction == Reduction::kMax ? v > found : v < found)) found = v;
-        if (std::isnan(found)) break;
+        if (std::isnan(v) || (reduction == Reduction::kMax ? v > rank : v < rank)) rank = v;
+        if (std::isnan(rank)) break;
       }
-      return found;
+      return rank;
     case Reduction::kMedian:
       scratch.resize(n);
       for (size_t i = 0; i < n; ++i) {
@@ -42,22 +42,22 @@ double rank_of(const T* values, size_t n, Reduction reduction, std::vector<doubl
         if (std::isnan(scratch[i])) return scratch[i];
       }
       std::nth_element(scratch.begin(), scratch.begin() + static_cast<ptrdiff_t>((n - 1) / 2), scratch.end());
-      return scratch[(n - 1) / 2];  // of an even number the lower of the middle two
+      return scratch[(n - 1) / 2];  // of an even count the lower of the two in the middle
   }
-  return found;
+  return rank;
 }
 
-// Where a batch goes, as if its items came one by one.
+// Where the items of a batch go, as if they were written one by one.
 struct Placement {
-  size_t appended = 0;             // the first items go behind the newest row
+  size_t appended = 0;             // this many of the first items are appended
   std::vector<int64_t> slots;      // of each item; -1: refused
-  std::vector<int64_t> items;      // what in-place writes remain when items replaced each other: item items[i] ...
+  std::vector<int64_t> items;      // the in-place writes, without items that later ones replace: item items[i] ...
   std::vector<int64_t> targets;    // ... over slot targets[i], each slot once
 };
 
-// A min-heap of (rank, slot) in the form of a tournament: a rank has its place by slot, and each node above has the
-// winner of its eight. So a row whose rank changes is found without looking, and a replacement touches one cache line
-// a level. Zeroed memory is an empty heap: pages are taken when rows come.
+// A tournament tree of (rank, slot): ranks lie by slot, and each node above holds the winner of its eight children. So the
+// rank of a row is found by its slot, and a replacement touches one cache line a level. Zeroed memory is an empty heap:
+// pages are allocated when rows come.
 class RankHeap {
  public:
   explicit RankHeap(uint64_t capacity) : capacity_(capacity) {
@@ -77,7 +77,7 @@ class RankHeap {
   Follower& follower() { return follower_; }
 
   void clear() {
-    memory_ = Region::map(-1, bytes_);
+    memory_ = MappedRegion::map(-1, bytes_);
     journal_.clear();
   }
   void set_rank(uint64_t slot, double rank) { set(slot, key_of(rank)); }
@@ -85,10 +85,10 @@ class RankHeap {
   // Whether a slot has a rank.
   bool holds(uint64_t slot) const { return level(0)[slot] != 0; }
 
-  // Takes n items: those that find `room` behind the newest row, the next of which is slot `next`; then each replaces
-  // the lowest row, or is refused. `undo` takes it back.
+  // Places n items: the first `room` are appended from slot `next` on; then each one replaces the lowest row, or is refused.
+  // `undo` reverts it.
   void place(const double* ranks, size_t n, uint64_t room, uint64_t next, Placement& out) {
-    // All memory before the first change.
+    // Allocate before the first change.
     journal_.clear(), events_.clear();
     journal_.reserve(n), events_.reserve(n);
     out.slots.resize(n), out.items.reserve(n), out.targets.reserve(n);
@@ -110,13 +110,13 @@ class RankHeap {
     }
     keep_last(out);
   }
-  // Takes the last `place` back.
+  // Reverts the last `place`.
   void undo() {
     for (size_t i = journal_.size(); i-- > 0;) set(journal_[i].first, journal_[i].second);
     journal_.clear();
   }
 
-  // The lowest rank's slot; there is one.
+  // The slot of the lowest rank; the heap is not empty.
   uint64_t lowest() const {
     uint64_t at = 0;
     const uint64_t key = top();
@@ -133,10 +133,10 @@ class RankHeap {
   static constexpr uint64_t kFan = 8;  // a cache line
   static constexpr uint64_t kMostSlots = uint64_t{1} << 40;
 
-  // Ranks as integers in falling order; 0: no rank. A NaN that got in by an in-place write counts as the lowest.
+  // Ranks as integers in descending order; 0: no rank. A NaN (from an in-place write) counts as the lowest rank.
   static uint64_t key_of(double rank) {
     if (std::isnan(rank)) rank = -HUGE_VAL;
-    const auto bits = std::bit_cast<uint64_t>(rank + 0.0);  // -0.0 and 0.0 are one rank
+    const auto bits = std::bit_cast<uint64_t>(rank + 0.0);  // -0.0 and 0.0 are the same rank
     return ~(bits ^ (bits >> 63 ? ~uint64_t{0} : uint64_t{1} << 63));
   }
   uint64_t* level(size_t k) const { return reinterpret_cast<uint64_t*>(memory_->data()) + offsets_[k]; }
@@ -164,7 +164,7 @@ class RankHeap {
   uint64_t capacity_;
   size_t bytes_ = 0;
   std::vector<uint64_t> offsets_;  // of each level, ranks first
-  std::shared_ptr<Region> memory_;
+  std::shared_ptr<MappedRegion> memory_;
   std::vector<std::pair<uint64_t, uint64_t>> journal_;  // slot and key before
   std::vector<std::pair<int64_t, int64_t>> events_;     // slot and item of each replacement
   Follower follower_;

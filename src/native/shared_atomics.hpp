@@ -1,4 +1,4 @@
-// Numbers that several processes share, and short waits for one of them to change.
+// Integers that several processes share, and short waits until one of them changes.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -19,14 +19,14 @@ namespace nb = nanobind;
 namespace engram {
 
 // Loads and stores are sequentially consistent: of two processes that each write a number and then read the other's,
-// at least one sees what the other wrote. That is what a flag "I sleep, ring for me" needs.
-class Cells {
+// at least one sees what the other wrote. A flag that asks to be woken up needs this.
+class AtomicInts {
  public:
   using Array = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-  explicit Cells(Array array) : array_(std::move(array)) {
+  explicit AtomicInts(Array array) : array_(std::move(array)) {
     if (reinterpret_cast<uintptr_t>(array_.data()) % std::atomic_ref<int64_t>::required_alignment != 0)
-      throw nb::value_error("cells must be aligned to 8 bytes");
+      throw nb::value_error("the integers must be aligned to 8 bytes");
   }
 
   size_t size() const { return array_.size(); }
@@ -40,8 +40,8 @@ class Cells {
     return from.load();
   }
 
-  // Whether cell i is `value` or more within so many seconds. The core goes to whoever else wants it; the GIL is kept,
-  // so a wait is a tenth of a millisecond at most.
+  // Whether integer i reaches `value` within so many seconds. The thread yields its core but keeps the GIL, so it waits for
+  // a tenth of a millisecond at most.
   bool reaches(int64_t i, int64_t value, double seconds) const {
     const auto it = cell(i);
     if (it.load() >= value) return true;
@@ -58,8 +58,8 @@ class Cells {
     return false;
   }
 
-  // Writes the core that this thread runs on into cell `mine`, and says whether one of `count` cells, from `first` in
-  // steps of `stride`, holds the same one. False where the system does not tell.
+  // Writes the core that this thread runs on into integer `mine`, and tells whether one of `count` integers, from `first` on
+  // in steps of `stride`, holds the same core. False where the system does not tell.
   bool shares_core(int64_t mine, int64_t first, int64_t stride, int64_t count) {
 #if defined(__linux__)
     const int64_t core = sched_getcpu();
@@ -75,11 +75,11 @@ class Cells {
 
  private:
   std::atomic_ref<int64_t> cell(int64_t i) const {
-    if (static_cast<uint64_t>(i) >= array_.size()) throw nb::index_error("no such cell");
+    if (static_cast<uint64_t>(i) >= array_.size()) throw nb::index_error("no such integer");
     return std::atomic_ref<int64_t>(array_.data()[i]);
   }
 
-  // Steps that leave the range of numbers lead to a cell that there is not.
+  // An index that overflows becomes one that does not exist.
   static int64_t next(int64_t i, int64_t stride) {
     int64_t sum;
     return __builtin_add_overflow(i, stride, &sum) ? -1 : sum;
@@ -88,16 +88,16 @@ class Cells {
   Array array_;
 };
 
-inline void bind_cells(nb::module_& m) {
+inline void bind_atomics(nb::module_& m) {
   using namespace nb::literals;
-  nb::class_<Cells>(m, "Cells")
-      .def(nb::init<Cells::Array>(), "array"_a.noconvert())
-      .def("__len__", &Cells::size)
-      .def("__getitem__", &Cells::get, "index"_a)
-      .def("__setitem__", &Cells::set, "index"_a, "value"_a)
-      .def("exchange", &Cells::exchange, "index"_a, "value"_a, "other"_a)
-      .def("shares_core", &Cells::shares_core, "mine"_a, "first"_a, "stride"_a, "count"_a)
-      .def("reaches", &Cells::reaches, "index"_a, "value"_a, "seconds"_a);
+  nb::class_<AtomicInts>(m, "AtomicInts")
+      .def(nb::init<AtomicInts::Array>(), "array"_a.noconvert())
+      .def("__len__", &AtomicInts::size)
+      .def("__getitem__", &AtomicInts::get, "index"_a)
+      .def("__setitem__", &AtomicInts::set, "index"_a, "value"_a)
+      .def("exchange", &AtomicInts::exchange, "index"_a, "value"_a, "other"_a)
+      .def("shares_core", &AtomicInts::shares_core, "mine"_a, "first"_a, "stride"_a, "count"_a)
+      .def("reaches", &AtomicInts::reaches, "index"_a, "value"_a, "seconds"_a);
 }
 
 }  // namespace engram

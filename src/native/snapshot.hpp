@@ -1,4 +1,4 @@
-// Saving rows while they are overwritten: who is about to overwrite a block that is not saved yet copies it first.
+// Saving rows while they are overwritten: a writer copies a block that is not saved yet before it overwrites it.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -9,34 +9,34 @@
 #include <vector>
 
 #include "lanes.hpp"
-#include "region.hpp"
+#include "mapping.hpp"
 
 namespace engram {
 
-// The rows that existed at one moment, to be read once each, by write number, in any order.
+// The rows of one moment, each of which is read once, by sequence, in any order.
 //
-// Works on slots, so that it does not matter what becomes of the counters meanwhile. Writers of this process call
-// `preserve` before they claim. Rows that other processes overwrite are found out by the lane's counters, while the
-// mutex keeps this process's writers from claiming rows of a block that has not been preserved.
-class SavePass {
+// It works on slots, so that it does not depend on counters that change meanwhile. Writers of this process call `preserve`
+// before they claim. Rows that other processes overwrite are detected by the lane's counters, while the mutex keeps this
+// process's writers from claiming rows of a block that is not copied.
+class CopyOnWriteSnapshot {
  public:
   static constexpr uint64_t kBlockBytes = 1 << 20;
   struct Range {
-    uint64_t first, stop;  // write numbers
+    uint64_t first, stop;  // sequences
   };
 
-  SavePass(std::shared_ptr<Region> region, const Lanes& lanes, const uint8_t* rows, std::vector<Range> ranges)
+  CopyOnWriteSnapshot(std::shared_ptr<MappedRegion> region, const Lanes& lanes, const uint8_t* rows, std::vector<Range> ranges)
       : region_(std::move(region)), lanes_(lanes), rows_(rows), ranges_(std::move(ranges)) {
-    for (const Range& r : ranges_) lost_.push_back(r.first);  // what went after the counters were read, and before this
-    const Shape& s = lanes.shape();
+    for (const Range& r : ranges_) lost_.push_back(r.first);  // rows overwritten between reading the counters and this
+    const StoreGeometry& s = lanes.geometry();
     block_rows_ = std::clamp<uint64_t>(kBlockBytes / std::max<uint64_t>(1, s.row_stride), 1, s.lane_capacity);
     per_line_ = (s.lane_capacity + block_rows_ - 1) / block_rows_;
-    blocks_ = std::vector<Block>(s.lanes * s.strands * per_line_);
+    blocks_ = std::vector<Block>(s.lanes * s.envs * per_line_);
     for (uint64_t l = 0; l < ranges_.size(); ++l)
       for (uint64_t w = ranges_[l].first; w < ranges_[l].stop;) {
         const uint64_t slot = w % s.lane_capacity, n = std::min(ranges_[l].stop - w, left_in_block(slot));
-        for (uint64_t strand = 0; strand < s.strands; ++strand) {
-          Block& b = block(l * s.strands + strand, slot);
+        for (uint64_t env = 0; env < s.envs; ++env) {
+          Block& b = block(l * s.envs + env, slot);
           b.unread += n;
           b.state.store(kPending, std::memory_order_relaxed);
         }
@@ -44,28 +44,28 @@ class SavePass {
       }
   }
 
-  // Before rows of these slots of a lane change, in all strands.
+  // Called before rows in these slots of a lane change, in all environments.
   void preserve(uint64_t lane, uint64_t slot, uint64_t n) {
-    const uint64_t strands = lanes_.strands(), capacity = lanes_.capacity();
+    const uint64_t envs = lanes_.envs(), capacity = lanes_.capacity();
     for (n = std::min(n, capacity); n > 0;) {
       const uint64_t take = std::min({n, left_in_block(slot), capacity - slot});
-      for (uint64_t strand = 0; strand < strands; ++strand) preserve_block(lane * strands + strand, slot);
+      for (uint64_t env = 0; env < envs; ++env) preserve_block(lane * envs + env, slot);
       slot = (slot + take) % capacity, n -= take;
     }
   }
 
-  // Payloads of rows [start, stop) of a lane: strand after strand. Each row is read once.
+  // Copies the payloads of rows [start, stop) of a lane, environment after environment. Each row is read once.
   void read(uint64_t lane, uint64_t start, uint64_t stop, uint8_t* out) {
-    const Shape& s = lanes_.shape();
-    for (uint64_t strand = 0; strand < s.strands; ++strand)
+    const StoreGeometry& s = lanes_.geometry();
+    for (uint64_t env = 0; env < s.envs; ++env)
       for (uint64_t w = start; w < stop;) {
         const uint64_t slot = w % s.lane_capacity, n = std::min(stop - w, left_in_block(slot));
-        read_piece(lane, strand, w, slot, n, out);
+        read_piece(lane, env, w, slot, n, out);
         out += n * s.payload_bytes, w += n;
       }
   }
 
-  // Rows of a lane below this number were overwritten by another process before they were read.
+  // Rows of a lane below this sequence were overwritten by another process before they were read.
   uint64_t lost_below(uint64_t lane) {
     const std::lock_guard<std::mutex> guard(mutex_);
     return lost_[lane];
@@ -73,16 +73,12 @@ class SavePass {
   bool covers(uint64_t lane, uint64_t start, uint64_t stop) const {
     return lane < ranges_.size() && ranges_[lane].first <= start && start <= stop && stop <= ranges_[lane].stop;
   }
-  // Before all rows are replaced and the counters start anew, which this process does alone: copies what is left.
+  // Called before this process replaces all rows and resets the counters: copies what is not read yet.
   void settle() {
-    const Shape& s = lanes_.shape();
+    const StoreGeometry& s = lanes_.geometry();
     for (uint64_t lane = 0; lane < s.lanes; ++lane) preserve(lane, 0, s.lane_capacity);
   }
-  const Shape& shape() const { return lanes_.shape(); }
-  uint64_t preserved_bytes() {
-    const std::lock_guard<std::mutex> guard(mutex_);
-    return copies_.size() * block_rows_ * lanes_.shape().row_stride;
-  }
+  const StoreGeometry& geometry() const { return lanes_.geometry(); }
 
  private:
   enum State : uint8_t { kDone, kPending, kPreserved };
@@ -99,7 +95,7 @@ class SavePass {
   uint64_t index(uint64_t line, uint64_t slot) const { return line * per_line_ + slot / block_rows_; }
   Block& block(uint64_t line, uint64_t slot) { return blocks_[index(line, slot)]; }
   const uint8_t* row(uint64_t line, uint64_t slot) const {
-    return rows_ + (line * lanes_.capacity() + slot) * lanes_.shape().row_stride;
+    return rows_ + (line * lanes_.capacity() + slot) * lanes_.geometry().row_stride;
   }
 
   void preserve_block(uint64_t line, uint64_t slot) {
@@ -109,19 +105,19 @@ class SavePass {
     if (b.state.load(std::memory_order_relaxed) == kPending) keep(b, line, slot);
   }
   void keep(Block& b, uint64_t line, uint64_t slot) {
-    const uint64_t first = slot / block_rows_ * block_rows_, stride = lanes_.shape().row_stride;
+    const uint64_t first = slot / block_rows_ * block_rows_, stride = lanes_.geometry().row_stride;
     const uint64_t n = std::min(block_rows_, lanes_.capacity() - first);
     auto copy = std::make_unique<uint8_t[]>(n * stride);
     std::memcpy(copy.get(), row(line, first), n * stride);
-    const uint64_t lane = line / lanes_.strands();
+    const uint64_t lane = line / lanes_.envs();
     for (uint64_t i = 0, w = 0; i < n; ++i)
-      if (wanted(lane, first + i, w)) note_lost(lane, w, w + 1);
+      if (saves(lane, first + i, w)) note_lost(lane, w, w + 1);
     copies_[index(line, slot)] = std::move(copy);
     b.state.store(kPreserved, std::memory_order_release);
   }
-  void read_piece(uint64_t lane, uint64_t strand, uint64_t number, uint64_t slot, uint64_t n, uint8_t* out) {
-    const Shape& s = lanes_.shape();
-    const uint64_t line = lane * s.strands + strand;
+  void read_piece(uint64_t lane, uint64_t env, uint64_t sequence, uint64_t slot, uint64_t n, uint8_t* out) {
+    const StoreGeometry& s = lanes_.geometry();
+    const uint64_t line = lane * s.envs + env;
     Block& b = block(line, slot);
     const std::lock_guard<std::mutex> guard(mutex_);
     if (b.state.load(std::memory_order_relaxed) == kPending && n < b.unread) keep(b, line, slot);
@@ -129,7 +125,7 @@ class SavePass {
     const uint8_t* from = preserved ? copies_[index(line, slot)].get() + slot % block_rows_ * s.row_stride
                                     : row(line, slot);
     for (uint64_t i = 0; i < n; ++i) std::memcpy(out + i * s.payload_bytes, from + i * s.row_stride, s.payload_bytes);
-    if (!preserved) note_lost(lane, number, number + n);
+    if (!preserved) note_lost(lane, sequence, sequence + n);
     b.unread -= std::min(n, b.unread);
     if (b.unread > 0) return;
     b.state.store(kDone, std::memory_order_release);
@@ -141,17 +137,17 @@ class SavePass {
     const uint64_t first = lanes_.first_now(lane);
     if (start < first) lost_[lane] = std::max(lost_[lane], std::min(first, stop));
   }
-  // The number of the row that is to be saved from a slot.
-  bool wanted(uint64_t lane, uint64_t slot, uint64_t& number) const {
+  // Whether the row in a slot is part of the save, and its sequence.
+  bool saves(uint64_t lane, uint64_t slot, uint64_t& sequence) const {
     const Range& r = ranges_[lane];
     if (r.first == r.stop) return false;
     const uint64_t newest = r.stop - 1, capacity = lanes_.capacity();
     const uint64_t back = (newest % capacity + capacity - slot) % capacity;
-    number = newest - back;
-    return back <= newest && number >= r.first;
+    sequence = newest - back;
+    return back <= newest && sequence >= r.first;
   }
 
-  std::shared_ptr<Region> region_;
+  std::shared_ptr<MappedRegion> region_;
   Lanes lanes_;
   const uint8_t* rows_;
   std::vector<Range> ranges_;

@@ -1,4 +1,4 @@
-// Asks the kernel for all pages of a batch before the first is touched, but only while that pays.
+// Asks the kernel for all pages of a batch before the first is touched, as long as that saves time.
 #pragma once
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -10,17 +10,16 @@
 
 namespace engram {
 
-// Off: 16 rows are read as they are; two major faults of this thread among them switch asking on.
-// On: it goes off again after some batches whose rows were all in memory already (no major fault needs
-// asking to be seen: the batch then costs no more per row than memory does).
-class PageAsker {
+// Off: 16 rows of a batch are read directly; two major faults of this thread among them switch it on.
+// On: it is switched off after some batches whose rows were all in memory, which shows in their time per row.
+class Readahead {
  public:
   static constexpr size_t kProbeRows = 16;
   static constexpr long kFaults = 2;
   static constexpr int kQuietBatches = 8;
   static constexpr uint64_t kMemoryNsPerRow = 1500;  // a row that came from disk costs at least ten times this
 
-  explicit PageAsker(int fd) : fd_(fd) {}
+  explicit Readahead(int fd) : fd_(fd) {}
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
   void saw_faults(long faults) {

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "calls.hpp"
-#include "heap.hpp"
+#include "bind_store.hpp"
+#include "ranks.hpp"
 
 namespace engram {
 
@@ -21,25 +21,20 @@ inline Reduction reduction_of(const std::string& name) {
   throw nb::value_error(("unknown reduction " + name).c_str());
 }
 
-// [rows, ...] values, contiguous, of float32, float64 or int64, as one rank for each row.
+// Reduces contiguous values [rows, ...] of float32, float64 or int64 to one rank for each row.
 inline std::vector<double> ranks_of(nb::handle values, Reduction reduction) {
-  DLTensor t{};
+  TensorView t;
   Buffer buffer;
   DType dtype{};
   const void* data = nullptr;
   std::vector<int64_t> shape;
-  nb::object array;
-  if (!torch_api().api && Py_TYPE(values.ptr()) == torch_api().tensor) {
-    array = values.attr("numpy")();  // a torch without the exchange API
-    values = array;
-  }
-  if (torch_api().view(values.ptr(), t)) {
+  if (t.of(values.ptr())) {
     int64_t step = 1;
     for (int d = t.ndim - 1; d >= 0; --d) {
       if (t.strides && t.shape[d] > 1 && t.strides[d] != step) throw nb::type_error("values must be contiguous");
       step *= std::max<int64_t>(1, t.shape[d]);
     }
-    data = static_cast<const uint8_t*>(t.data) + t.byte_offset, dtype = {t.dtype.code, t.dtype.bits};
+    data = t.data, dtype = t.dtype;
     shape.assign(t.shape, t.shape + t.ndim);
   } else if (buffer.get(values.ptr())) {
     const Py_buffer& v = buffer.view();
@@ -66,15 +61,14 @@ inline std::vector<double> ranks_of(nb::handle values, Reduction reduction) {
   return ranks;
 }
 
-inline nb::object int64_out(const std::vector<int64_t>& values) {
+inline Tensor int64_out(const std::vector<int64_t>& values) {
   return slots_out(values.size(), [&](int64_t* out) { std::copy(values.begin(), values.end(), out); });
 }
 
-// The rows that a heap has not seen yet or that changed; None where there are none. The heap counts on their ranks
-// being put in next.
-inline nb::object heap_behind(RankHeap& heap, const Store& store) {
-  const Shape& s = store.shape();
-  if (s.lanes != 1 || s.strands != 1 || s.lane_capacity != heap.capacity())
+// Slots of rows that are new to the heap or were changed; None: there are none. The caller must pass their ranks to `put`.
+inline std::optional<Tensor> heap_behind(RankHeap& heap, const Store& store) {
+  const StoreGeometry& s = store.geometry();
+  if (s.lanes != 1 || s.envs != 1 || s.lane_capacity != heap.capacity())
     throw nb::value_error("the heap was made for a store of another shape");
   struct Visitor {
     RankHeap& heap;
@@ -89,16 +83,16 @@ inline nb::object heap_behind(RankHeap& heap, const Store& store) {
       for (uint64_t w = from; w < to; ++w) slots.push_back(static_cast<int64_t>(w % heap.capacity()));
     }
     void edited(uint64_t slot) {
-      uint64_t number = 0;
-      if (SlotNumbers(store.lanes.view(0), heap.capacity()).find(slot, number))
+      uint64_t sequence = 0;
+      if (SlotSequences(store.lanes.view(0), heap.capacity()).find(slot, sequence))
         slots.push_back(static_cast<int64_t>(slot));
     }
   } visitor{heap, store, {}};
   try {
-    heap.follower().look(store, visitor);
-    return visitor.slots.empty() ? nb::none() : int64_out(visitor.slots);
+    heap.follower().poll(store, visitor);
+    return visitor.slots.empty() ? std::nullopt : std::optional(int64_out(visitor.slots));
   } catch (...) {
-    heap.follower().forget();  // what it has seen was not handed out: memory ran out
+    heap.follower().forget();  // memory ran out before these rows were returned
     throw;
   }
 }
@@ -112,11 +106,13 @@ inline void heap_put(RankHeap& heap, nb::handle slots_in, nb::handle values, con
   for (size_t i = 0; i < slots.n; ++i) heap.set_rank(static_cast<uint64_t>(slots.data[i]), ranks[i]);
 }
 
-// Slots of the items, how many of them are appended, and of the rest which items go over which rows (None: none).
-inline nb::tuple heap_place(RankHeap& heap, const Store* store, nb::handle values, const char* reduction) {
+// Slots of the items, how many are appended, and which other items replace which rows (None: none).
+using Placed = std::tuple<Tensor, size_t, std::optional<Tensor>, std::optional<Tensor>>;
+inline Placed heap_place(RankHeap& heap, const Store* store, nb::handle values, const char* reduction) {
   const std::vector<double> ranks = ranks_of(values, reduction_of(reduction));
   for (size_t i = 0; i < ranks.size(); ++i)
-    if (std::isnan(ranks[i])) throw nb::value_error(("the rank of item " + std::to_string(i) + " is NaN, which is neither above nor below others; "
+    if (std::isnan(ranks[i]))
+      throw nb::value_error(("the rank of item " + std::to_string(i) + " is NaN, which is neither above nor below others; "
                              "nothing was written").c_str());
   uint64_t room = heap.capacity(), next = 0;
   if (store) {
@@ -127,16 +123,16 @@ inline nb::tuple heap_place(RankHeap& heap, const Store* store, nb::handle value
   Placement placed;
   heap.place(ranks.data(), ranks.size(), room, next, placed);
   try {
-    nb::object slots = int64_out(placed.slots);
-    if (placed.items.empty()) return nb::make_tuple(slots, placed.appended, nb::none(), nb::none());
-    return nb::make_tuple(slots, placed.appended, int64_out(placed.items), int64_out(placed.targets));
+    Tensor slots = int64_out(placed.slots);
+    if (placed.items.empty()) return {std::move(slots), placed.appended, std::nullopt, std::nullopt};
+    return {std::move(slots), placed.appended, int64_out(placed.items), int64_out(placed.targets)};
   } catch (...) {
     heap.undo();
     throw;
   }
 }
 
-inline void bind_heap(nb::module_& m) {
+inline void bind_ranks(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<RankHeap>(m, "RankHeap")
       .def(nb::init<uint64_t>(), "capacity"_a)
@@ -150,7 +146,7 @@ inline void bind_heap(nb::module_& m) {
         try {
           heap.follower().resume(store, {{view.first, view.published}});
         } catch (const std::bad_alloc&) {
-          heap.follower().forget();  // the rows are written: the next look takes all of them in anew
+          heap.follower().forget();  // the rows are written: the next poll reads all ranks again
         }
       }, "store"_a)
       .def("forget", [](RankHeap& heap) {

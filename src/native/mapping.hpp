@@ -30,11 +30,11 @@ class NoMemoryToMap : public std::bad_alloc {
   char text_[64];
 };
 
-class Region {
+class MappedRegion {
  public:
   // fd < 0: private memory. The caller has made the file at least `bytes` long. `read_only`: any store is a signal.
-  static std::shared_ptr<Region> map(int fd, size_t bytes, bool read_only = false) {
-    auto region = std::shared_ptr<Region>(new Region);  // before the map, which it is to end
+  static std::shared_ptr<MappedRegion> map(int fd, size_t bytes, bool read_only = false) {
+    auto region = std::shared_ptr<MappedRegion>(new MappedRegion);  // before the map, which it is to end
     const bool is_private = fd < 0;
     // Private memory starts on a huge page, so that the kernel can back a big table with huge pages.
     const size_t slack = is_private && bytes >= kHugePage ? kHugePage : 0;
@@ -52,9 +52,9 @@ class Region {
     }
     return region;
   }
-  Region(const Region&) = delete;
-  Region& operator=(const Region&) = delete;
-  ~Region() {
+  MappedRegion(const MappedRegion&) = delete;
+  MappedRegion& operator=(const MappedRegion&) = delete;
+  ~MappedRegion() {
     if (mapped_) ::munmap(mapped_, mapped_bytes_);
   }
 
@@ -62,7 +62,7 @@ class Region {
   size_t bytes() const { return mapped_bytes_ - static_cast<size_t>(start_ - mapped_); }
 
  private:
-  Region() = default;
+  MappedRegion() = default;
   uint8_t* mapped_ = nullptr;
   uint8_t* start_ = nullptr;
   size_t mapped_bytes_ = 0;
