@@ -22,8 +22,8 @@ from engram.collectors import (
     MultiSyncDataCollector,
     SyncDataCollector,
 )
-from engram.collectors.numbering import Numbering, SharedCount
 from engram.collectors.shared_weights import SharedWeights
+from engram.collectors.trajectories import Numbering, SharedCount
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,

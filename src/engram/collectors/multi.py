@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 import time
+import warnings
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from engram.collectors.devices import Device, first_device
-from engram.collectors.multi_settings import can_be_shared, makers_of, on_cpu, warn_of_remainder
-from engram.collectors.multi_state import refuse_bad_states
-from engram.collectors.multi_worker import (
+from engram.collectors.shared_weights import SharedWeights, tensors_of
+from engram.collectors.stats import CollectorStats, Episodes, Speed, stats_of
+from engram.collectors.sync import BufferWriter, Device, first_device, refuse_bad_counts, refuse_bad_state
+from engram.collectors.trajectories import Numbering, SharedCount
+from engram.collectors.utils import split_trajectories
+from engram.collectors.worker import (
     Attach,
     Collect,
     Collected,
     Load,
     Ready,
     Seed,
+    ShelfReader,
     State,
+    Stop,
     Task,
     Try,
     Wrote,
     work,
 )
-from engram.collectors.numbering import Numbering, SharedCount
-from engram.collectors.settings import refuse_bad_counts
-from engram.collectors.shared_weights import SharedWeights, tensors_of
-from engram.collectors.shelf import ShelfReader
-from engram.collectors.stats import CollectorStats, Episodes, Speed, stats_of
-from engram.collectors.utils import split_trajectories
-from engram.collectors.writing import BufferWriter
 from engram.envs.exploration import ExplorationType
 from engram.errors import WorkerError
 from engram.step_clocks import StepClock, Timeout, checked_timeout
@@ -409,3 +410,260 @@ class MultiCollector:
             f"{type(self).__name__}(num_workers={self.num_workers}, frames_per_batch={self.frames_per_batch}, "
             f"total_frames={self.total_frames}, frames={self.frames})"
         )
+
+
+class MultiSyncDataCollector(MultiCollector):
+    """Worker processes that collect at the same time; each batch has the frames of all, with the same weights.
+
+    Workers wait while the caller has the batch, as on-policy learning needs it. A batch is `[workers, *]` where `*` is
+    the shape of one worker's: `[time]`, or `[envs, time]`; `frames_per_batch` counts all workers and is rounded up to
+    whole rows. Trajectory ids count over all workers in the order of the steps. Batches come through shared memory.
+
+    Args:
+        create_env_fn: a callable for each worker that makes its environment (lambdas too), or one and `num_workers`.
+        policy: as in `SyncDataCollector`. Each worker has a copy; `update_policy_weights_` brings them up to date.
+        frames_per_batch, total_frames: over all workers.
+        num_workers: how many, where a single callable is given.
+        device, storing_device, policy_device, env_device: as in `SyncDataCollector`.
+        max_frames_per_traj, reset_at_each_iter, exploration_type, postproc, split_trajs: as in `SyncDataCollector`.
+        init_random_frames: over all workers.
+        replay_buffer: gets each batch; iterating then yields None. Workers write into it themselves where its storage
+            is shared (`shared=True`, or mapped) and has a lane for each; else the batches come here first.
+        update_at_each_batch: calls `update_policy_weights_()` before each batch.
+        track_policy_version: int64 `("collector", "policy_version")` says which weights acted.
+        preemptive_threshold: a fraction of the workers, in (0, 1]: when so many have their batch, the others hand out
+            what they have. Missing steps are zeros, and `("collector", "mask")` says which are steps. None: all wait.
+        cat_results: "stack", or the dimension along which the workers' batches are put one after the other.
+        start_method: "fork", "spawn" or "forkserver"; None: fork unless CUDA is in use.
+        timeout: seconds that one step or one reset of an environment may last, making it apart; of environments that
+            step together, one of all. Then its worker is killed, whatever it does, and the WorkerError names the
+            worker, the environment in it and the step, counted from 1. None: any time.
+
+    Raises:
+        ValueError, TypeError: arguments that cannot work.
+        WorkerError: a worker failed, with its traceback, or hung; all are ended then. What workers had handed over, the
+            rows that the failing one had stepped before included, is handed out first, `[1, *]` for one worker at a
+            time, or written; what others were in the middle of is lost.
+
+    >>> from engram.envs import GymEnv
+    >>> make = lambda: GymEnv("CartPole-v1")
+    >>> with MultiSyncDataCollector([make, make], frames_per_batch=200, total_frames=400) as collector:
+    ...     for batch in collector:
+    ...         print(batch.shape)
+    torch.Size([2, 100])
+    torch.Size([2, 100])
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
+        policy: Any = None,
+        *,
+        frames_per_batch: int,
+        preemptive_threshold: float | None = None,
+        cat_results: str | int = "stack",
+        **kwargs: Any,
+    ) -> None:
+        if cat_results != "stack" and (not isinstance(cat_results, int) or isinstance(cat_results, bool)):
+            raise ValueError(f'cat_results must be "stack" or a dimension, got {cat_results!r}')
+        if preemptive_threshold is not None and not 0 < preemptive_threshold <= 1:
+            raise ValueError(f"preemptive_threshold must be in (0, 1], or None, got {preemptive_threshold}")
+        self._cat_results = cat_results
+        self._threshold = preemptive_threshold
+        self._can_be_stopped = preemptive_threshold is not None
+        super().__init__(create_env_fn, policy, frames_per_batch=frames_per_batch, **kwargs)
+
+    def _frames_of_worker(self, frames_per_batch: int) -> int:
+        return -(-frames_per_batch // self.num_workers)
+
+    def _frames_of_batch(self) -> int:
+        return sum(self._frames)
+
+    def _next(self) -> TensorDictBase | None:
+        if self._is_to_be_attached():
+            self._attach()
+        for k in range(self.num_workers):
+            self._ask(k)
+        enough = self.num_workers if self._threshold is None else math.ceil(self._threshold * self.num_workers)
+        is_stopped = False
+        while any(self._owed):
+            self._wait()
+            if len(self._arrived) >= enough and not is_stopped:
+                self._tell_the_others()
+                is_stopped = True
+        results = sorted(self._arrived, key=lambda result: result[0])
+        self._arrived.clear()
+        return self._together(results)
+
+    def _tell_the_others(self) -> None:
+        for worker, owed in zip(self._workers, self._owed, strict=True):
+            if owed:
+                worker.post(Stop())
+
+    def _together(self, results: list[Any]) -> TensorDictBase | None:
+        batches = [(k, batch) for k, batch in results if not isinstance(batch, Wrote)]
+        self.frames += sum(x.frames if isinstance(x, Wrote) else x.numel() for _, x in results)
+        self._numbering.number(batches)
+        found = [batch for _, batch in batches]
+        if self._replay_buffer is not None:
+            same = len({batch.shape for batch in found}) == 1
+            for batch in [torch.stack(found).flatten(0, -2)] if same else found:  # [workers * envs, time]
+                self._store(batch)
+            return None
+        return self._joined(found)
+
+    def _joined(self, batches: list[TensorDictBase]) -> TensorDictBase:
+        if self._threshold is not None:
+            longest = max(batch.shape[-1] for batch in batches)
+            batches = [_padded(batch, longest) for batch in batches]
+        return torch.stack(batches) if self._cat_results == "stack" else torch.cat(batches, int(self._cat_results))
+
+    def _as_whole(self, batch: TensorDictBase) -> TensorDictBase:
+        return self._joined([batch])
+
+
+def _padded(batch: TensorDictBase, length: int) -> TensorDictBase:
+    """`[*, time]` as `[*, length]`, with a mask of what there was."""
+    time, ndim = batch.shape[-1], batch.ndim
+    mask = torch.zeros((*batch.shape[:-1], length), dtype=torch.bool)
+    mask[..., :time] = True
+    if time < length:
+
+        def pad(leaf: torch.Tensor) -> torch.Tensor:
+            rest = leaf.new_zeros((*batch.shape[:-1], length - time, *leaf.shape[ndim:]))
+            return torch.cat([leaf, rest], ndim - 1)
+
+        batch = batch.apply(pad, batch_size=[*batch.shape[:-1], length])
+    return batch.set(("collector", "mask"), mask)
+
+
+class MultiaSyncDataCollector(MultiCollector):
+    """Worker processes that collect all the time; each batch is one worker's, in the order in which they are ready.
+
+    A worker goes on while its batch waits and while the caller learns, up to two batches ahead: a batch may have been
+    made with weights that are two updates old. Batches are `[time]`, or `[envs, time]`, of
+    `frames_per_batch` frames, rounded up to whole rows. Trajectory ids count in the order in which batches are handed
+    out. What is collected at the end and was not handed out is lost.
+
+    Args:
+        create_env_fn: a callable for each worker that makes its environment (lambdas too), or one and `num_workers`.
+        policy: as in `SyncDataCollector`. Each worker has a copy; `update_policy_weights_` brings them up to date.
+        frames_per_batch: of one worker's batch.
+        total_frames: over all workers.
+        num_workers, device, storing_device, policy_device, env_device, max_frames_per_traj, init_random_frames,
+        reset_at_each_iter, exploration_type, postproc, split_trajs, replay_buffer, update_at_each_batch,
+        track_policy_version, start_method, timeout:
+            as in `MultiSyncDataCollector`.
+
+    Raises:
+        ValueError, TypeError: arguments that cannot work.
+        WorkerError: a worker failed, with its traceback, or hung; all are ended then. What workers had handed over, the
+            rows that the failing one had stepped before included, is handed out first, or written.
+
+    >>> from engram.envs import GymEnv
+    >>> make = lambda: GymEnv("CartPole-v1")
+    >>> with MultiaSyncDataCollector([make, make], frames_per_batch=200, total_frames=400) as collector:
+    ...     for batch in collector:
+    ...         print(batch.shape)
+    torch.Size([200])
+    torch.Size([200])
+    """
+
+    _ahead = 2
+
+    def _frames_of_batch(self) -> int:
+        return max(self._frames)
+
+    def _next(self) -> TensorDictBase | None:
+        if self._is_to_be_attached() and not self._arrived and not any(self._owed):
+            self._attach()
+        if not self._is_to_be_attached():  # else nothing new is begun before all is written
+            self._ask_for_more()
+        while not self._arrived:
+            self._wait()
+        k, batch = self._arrived.popleft()
+        if isinstance(batch, Wrote):
+            self.frames += batch.frames
+            return None
+        self.frames += batch.numel()
+        self._numbering.number([(k, batch)])
+        if self._replay_buffer is None:
+            return batch
+        self._store(batch)
+        return None
+
+    def _ask_for_more(self) -> None:
+        for k, owed in enumerate(self._owed):
+            waiting = sum(1 for worker, _ in self._arrived if worker == k)
+            self._ask(k, self._ahead - owed - waiting)
+
+
+def makers_of(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
+    """A callable for each worker. Raises ValueError and TypeError for what cannot give one."""
+    makers = [create_env_fn] * (num_workers or 1) if callable(create_env_fn) else list(create_env_fn)
+    if not makers or (num_workers is not None and len(makers) != num_workers):
+        raise ValueError(
+            f"{len(makers)} environments to make and num_workers={num_workers}; give a callable for each worker, or "
+            "a single one and num_workers of 1 or more"
+        )
+    for maker in makers:
+        if not callable(maker) or hasattr(maker, "step"):
+            raise TypeError(
+                f"each worker makes its own environment: give callables that do, got a {type(maker).__name__}"
+            )
+    return makers
+
+
+def on_cpu(policy: Any) -> Any:
+    """What may be sent to a process that has not begun to use a GPU."""
+    is_elsewhere = isinstance(policy, nn.Module) and any(p.device.type != "cpu" for p in tensors_of(policy).values())
+    return copy.deepcopy(policy).to("cpu") if is_elsewhere else policy
+
+
+def can_be_shared(storage: Any, num_workers: int) -> bool:
+    """Whether workers can write there; ValueError where only the number of lanes is in the way."""
+    lanes = getattr(storage, "lanes", None)
+    if lanes is None or getattr(lanes, "locks", None) is None:
+        return False  # not made yet, or in this process's own memory
+    if storage.ndim > 1 and num_workers > 1:
+        return False  # such a storage has one lane
+    if lanes.store.lanes < num_workers:
+        raise ValueError(
+            f"{num_workers} workers write to the replay buffer, and its storage has lanes={lanes.store.lanes}; make it "
+            f"with lanes={num_workers}, one for each"
+        )
+    return True
+
+
+def warn_of_remainder(total_frames: int, frames_per_batch: int) -> None:
+    """Says so where the last batch has more frames than are wanted."""
+    if total_frames > 0 and total_frames % frames_per_batch:
+        whole = -(-total_frames // frames_per_batch) * frames_per_batch
+        warnings.warn(
+            f"total_frames={total_frames} is not a multiple of the {frames_per_batch} frames of a batch; "
+            f"{whole} frames will be collected",
+            stacklevel=5,
+        )
+
+
+def refuse_bad_states(state: Any, num_workers: int, policy_state: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for what is no state of a collector with so many workers, or of another policy.
+
+    Whether the environments can go on from the random numbers in it, only the workers can tell.
+    """
+    if isinstance(state, Mapping) and not isinstance(state.get("workers"), (list, tuple)):
+        raise ValueError(
+            "the state of a collector with worker processes has 'workers', a list with a state of each; found "
+            f"{sorted(map(str, state))}. Load it into a collector of the class that it was saved by"
+        )
+    refuse_bad_state({"stepped": 0, "policy_version": 0, **state} if isinstance(state, Mapping) else state, None)
+    if len(state["workers"]) != num_workers:
+        raise ValueError(
+            f"the state is of {len(state['workers'])} workers, and this collector has {num_workers}; "
+            "make it with as many"
+        )
+    for k, part in enumerate(state["workers"]):
+        try:
+            refuse_bad_state(part, policy_state)
+        except ValueError as error:
+            raise ValueError(f"the state of worker {k}: {error}") from None

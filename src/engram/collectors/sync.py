@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor, nn
 
-from engram.collectors.asking import ask
-from engram.collectors.devices import Device, first_device, on_device, stored
-from engram.collectors.rolled import Rolled
-from engram.collectors.rollers import Roller, roller_for
-from engram.collectors.settings import refuse_bad_settings, refuse_bad_state
+from engram.collectors.choose_rollout import roller_for
+from engram.collectors.rollout import Rolled, Roller, ask, is_cpu
 from engram.collectors.stats import CollectorStats, Episodes, Speed, stats_of
-from engram.collectors.trajectories import FrameMarks
+from engram.collectors.trajectories import FrameMarks, WholeTrajectories
 from engram.collectors.utils import split_trajectories
-from engram.collectors.weights import PolicyWeights
-from engram.collectors.whole import WholeTrajectories
-from engram.collectors.writing import BufferWriter
+from engram.data.specs.base import usable_device
 from engram.envs.exploration import ExplorationType, set_exploration_type
-from engram.envs.policies import as_policy
+from engram.envs.policies import CallablePolicy, RandomPolicy, TensorDictPolicy, as_policy
 from engram.step_clocks import StepClock, refuse_timeout
 
 ROWS_IN_SEARCH = 32  # at a time, while whole trajectories are looked for
+COUNTERS = ("frames", "stepped", "batches", "trajectories", "policy_version")
+Device = torch.device | str | int | None
 
 
 class SyncDataCollector:
@@ -396,3 +396,210 @@ def as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> np.ndarra
     """`[*shape, ...]` as an array `[envs, time]`; further dimensions, of agents, are merged."""
     rows = leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
     return rows[..., 0] if rows.shape[-1] == 1 else np.asarray(merge.reduce(rows, -1))
+
+
+def refuse_bad_settings(
+    *,
+    frames_per_batch: int | None,
+    total_frames: int,
+    max_frames_per_traj: int | None,
+    init_random_frames: int | None,
+    trajs_per_batch: int | None,
+    split_trajs: bool,
+    return_same_td: bool,
+    set_truncated: bool,
+    reset_at_each_iter: bool,
+    reset_when_done: bool,
+    replay_buffer: Any,
+) -> None:
+    """Raises ValueError for the first setting that cannot work."""
+    refuse_bad_counts(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames, trajs_per_batch)
+    has_whole = trajs_per_batch is not None
+    if split_trajs and replay_buffer is not None:
+        raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
+    if return_same_td and (split_trajs or has_whole or replay_buffer is not None):
+        raise ValueError(
+            "return_same_td=True needs batches of one shape that are handed out; leave out split_trajs, "
+            "trajs_per_batch and replay_buffer"
+        )
+    if max_frames_per_traj is not None and not reset_when_done:
+        raise ValueError("max_frames_per_traj ends episodes by resets; leave out reset_when_done=False")
+    if has_whole and (split_trajs or set_truncated or reset_at_each_iter or not reset_when_done):
+        raise ValueError(
+            "trajs_per_batch gives whole trajectories, one a row, and goes on where it stopped; leave out split_trajs, "
+            "set_truncated, reset_at_each_iter and reset_when_done"
+        )
+    if has_whole and getattr(getattr(replay_buffer, "storage", None), "ndim", 1) > 1:
+        raise ValueError("trajs_per_batch writes steps one after the other; give a storage with ndim=1")
+
+
+def refuse_bad_counts(
+    frames_per_batch: int | None,
+    total_frames: int,
+    max_frames_per_traj: int | None,
+    init_random_frames: int | None,
+    trajs_per_batch: int | None = None,
+) -> None:
+    """Raises ValueError for a number that is too small."""
+    if frames_per_batch is None and trajs_per_batch is None:
+        raise ValueError("frames_per_batch says how many frames a batch has; give it, or trajs_per_batch")
+    if frames_per_batch is not None and frames_per_batch < 1:
+        raise ValueError(f"frames_per_batch must be 1 or more, got {frames_per_batch}")
+    if total_frames < 1 and total_frames != -1:
+        raise ValueError(f"total_frames must be 1 or more, or -1 for no end, got {total_frames}")
+    if max_frames_per_traj is not None and max_frames_per_traj < 1:
+        raise ValueError(f"max_frames_per_traj must be 1 or more, or None, got {max_frames_per_traj}")
+    if init_random_frames is not None and init_random_frames < 0:
+        raise ValueError(f"init_random_frames must be 0 or more, or None, got {init_random_frames}")
+    if trajs_per_batch is not None and trajs_per_batch < 1:
+        raise ValueError(f"trajs_per_batch must be 1 or more, or None, got {trajs_per_batch}")
+
+
+def refuse_bad_state(state: Any, policy_state: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for what is no collector's state, or holds the weights of a policy unlike `policy_state`'s."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a collector's state is a dict, got {type(state).__name__}")
+    for key in COUNTERS:
+        if not isinstance(state.get(key), int) or state[key] < 0:
+            raise ValueError(f"a collector's state has a number {key!r} of 0 or more, got {state.get(key)!r}")
+    if not isinstance(state.get("episodes"), Mapping) or state["episodes"].keys() != {"count", "returns", "lengths"}:
+        raise ValueError(
+            f"a collector's state has 'episodes' with count, returns, lengths, got {state.get('episodes')!r}"
+        )
+    ended = state["episodes"]
+    numbers = [ended["count"], *_listed(ended, "returns"), *_listed(ended, "lengths")]
+    if wrong := [number for number in numbers if not isinstance(number, int | float)]:
+        raise ValueError(f"a collector's state has numbers in 'episodes', got {wrong[0]!r:.80}")
+    found, allowed = _shapes(state.get("policy_state_dict")), _shapes(policy_state)
+    if found != allowed:
+        raise ValueError(
+            f"the state's policy is not this collector's.\n  found:   {found}\n  allowed: {allowed}\n"
+            "  Make the collector with a policy of the same parameters."
+        )
+    for name, value in (state.get("policy_state_dict") or {}).items():
+        if policy_state and isinstance(policy_state[name], Tensor) and not isinstance(value, Tensor):
+            raise ValueError(f"the policy's {name!r} is a tensor, got a {type(value).__name__}")
+
+
+def _listed(episodes: Mapping[str, Any], name: str) -> list[Any]:
+    if not isinstance(episodes[name], list | tuple):
+        raise ValueError(
+            f"a collector's state has lists 'returns' and 'lengths' in 'episodes', got {episodes[name]!r:.80}"
+        )
+    return list(episodes[name])
+
+
+def _shapes(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if state is None else {key: tuple(getattr(value, "shape", ())) for key, value in state.items()}
+
+
+class PolicyWeights:
+    """A user's policy, and the copy on another device that collects, if there has to be one.
+
+    `policy` is the user's own object unless its parameters live elsewhere than `device`.
+    """
+
+    def __init__(self, original: Any, device: torch.device | None) -> None:
+        self._original = original
+        self.policy = original
+        if device is not None and isinstance(original, nn.Module) and not _lives_on(original, device):
+            self.policy = copy.deepcopy(original).to(device)
+
+    def update(self, weights: Any = None) -> None:
+        """Copies weights into the collecting policy: the original's, or a state dict or TensorDict of parameters.
+
+        Raises TypeError for a policy without weights.
+        """
+        if weights is None and self.policy is self._original:
+            return
+        if not isinstance(self.policy, nn.Module):
+            raise TypeError(f"the policy is a {type(self.policy).__name__} and has no weights; give an nn.Module")
+        self.policy.load_state_dict(self._original.state_dict() if weights is None else _state_dict(weights))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The collecting policy's state; None if it has none."""
+        return self.policy.state_dict() if isinstance(self.policy, nn.Module) else None
+
+
+def _lives_on(module: nn.Module, device: torch.device) -> bool:
+    places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    return all(p.type == device.type and device.index in (None, p.index) for p in places)
+
+
+def _state_dict(weights: Any) -> Mapping[str, Any]:
+    if isinstance(weights, TensorDictBase):
+        return {key: value.detach() for key, value in weights.flatten_keys(".").items()}
+    if isinstance(weights, nn.Module):
+        return weights.state_dict()
+    return weights  # type: ignore[no-any-return]
+
+
+class BufferWriter:
+    """Writes batches into `replay_buffer`, in the shape that its storage has.
+
+    Where its trajectories begin anew there is a seam before the next row: whoever wrote before, no slice joins rows of
+    both. Steps that the buffer's transforms hold back are written before that.
+    """
+
+    def __init__(self, replay_buffer: Any) -> None:
+        self.replay_buffer = replay_buffer
+        self._begins = True
+
+    def restart(self) -> None:
+        """The next batch continues nothing that was written before."""
+        self._begins = True
+
+    def write(self, batch: TensorDictBase) -> None:
+        """Adds a batch `[*envs, time]`; where the storage has one dimension, one environment after the other."""
+        storage = getattr(self.replay_buffer, "storage", None)
+        batch = _in_the_shape_of(storage, batch)
+        if not self._begins:
+            self.replay_buffer.extend(batch)
+            return
+        with getattr(storage, "mutex", contextlib.nullcontext()):  # no other thread's row gets in between
+            flush = getattr(type(self.replay_buffer), "flush_transforms", None)
+            if flush is not None:
+                flush(self.replay_buffer)
+            mark = getattr(type(storage), "mark_seam", None)  # a buffer of somebody else's may have no such thing
+            if mark is not None:
+                mark(storage)
+            self.replay_buffer.extend(batch)
+        self._begins = False
+
+
+def _in_the_shape_of(storage: Any, batch: TensorDictBase) -> TensorDictBase:
+    ndim = getattr(storage, "ndim", None)
+    if ndim == 1 and batch.ndim > 1:
+        return batch.reshape(-1)
+    return batch.reshape(-1, batch.shape[-1]) if ndim == 2 and batch.ndim != 2 else batch
+
+
+def first_device(name: str, device: Device, fallback: Device) -> torch.device | None:
+    """The device of an argument, or, where it is None, that of `device`.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    return usable_device(fallback, "device") if device is None else usable_device(device, name)
+
+
+def on_device(policy: TensorDictPolicy, policy_device: torch.device | None, env: Any) -> TensorDictPolicy:
+    """`policy` for TensorDicts of `env`, called with copies on `policy_device`; its results are brought back."""
+    theirs = env.device
+    same = policy_device is None or policy_device == theirs or (is_cpu(policy_device) and is_cpu(theirs))
+    if same or isinstance(policy, RandomPolicy):
+        return policy
+    home = theirs or torch.device("cpu")
+
+    def call(td: TensorDictBase) -> TensorDictBase:
+        out = policy(td.to(policy_device)).to(home)
+        return out if theirs is not None else out.clear_device_()
+
+    return CallablePolicy(call)
+
+
+def stored(batch: TensorDictBase, device: torch.device | None, *, waits: bool) -> TensorDictBase:
+    """`batch` on `device` (None: where it is); without waiting, a copy to or from a GPU may still be under way."""
+    if device is None:
+        return batch
+    return batch.to(device) if waits else batch.to(device, non_blocking=True)

@@ -1,15 +1,24 @@
-"""Numbers for trajectories."""
+"""Trajectories of collected batches: their ids, and whole ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram.data.replay_buffers.storages.sharing import share_descriptor
+
 Array = np.ndarray[Any, Any]
+IDS = ("collector", "traj_ids")
+Worker = int
 
 
 class TrajectoryIds:
@@ -73,3 +82,158 @@ class FrameMarks:
             now = torch.full(shape, self.version, dtype=torch.int64)
             marks["policy_version"] = now if versions is None else torch.from_numpy(versions()).reshape(shape)
         return marks
+
+
+class SharedCount:
+    """A number that several processes count up; a process that is killed while it does blocks nobody.
+
+    >>> count = SharedCount()
+    >>> count.take(3), count.take(1)
+    (0, 3)
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._fd = os.memfd_create("engram-count", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, 8)
+        self._map()
+        self._value[0] = first
+
+    def _map(self) -> None:
+        self._value: Any = np.frombuffer(mmap.mmap(self._fd, 8), np.int64)
+
+    def take(self, n: int) -> int:
+        """Counts up by n; the first of the n numbers that are now the caller's."""
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)  # the kernel gives it back when a holder dies
+        try:
+            first = int(self._value[0])
+            self._value[0] = first + n
+            return first
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    @property
+    def value(self) -> int:
+        """The next number."""
+        return int(self._value[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"descriptor": share_descriptor(self._fd)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._fd = state["descriptor"].detach()
+        self._map()
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)
+
+
+class Numbering:
+    """Gives the trajectories of several workers, each of which counts its own, numbers in the order of their steps.
+
+    `take(n)` reserves n numbers and returns the first. Batches that are numbered together began together: of their new
+    trajectories the earlier gets the smaller number; of equal ones that of the worker, then environment, before.
+    """
+
+    def __init__(self, take: Callable[[int], int]) -> None:
+        self._take = take
+        self._known: dict[Worker, dict[int, int]] = {}
+
+    def forget(self) -> None:
+        """The workers' next trajectories are new ones, whatever numbers they have."""
+        self._known.clear()
+
+    def number(self, batches: Sequence[tuple[Worker, TensorDictBase]]) -> None:
+        """Replaces the ids, int64 `[*, time]`, of each worker's batch, in the batch."""
+        found = [(worker, batch, *_seen(batch)) for worker, batch in batches]
+        new = [
+            (time, place, int(own), worker)
+            for place, (worker, _, ids, times, _) in enumerate(found)
+            for own, time in zip(ids, times, strict=True)
+            if int(own) not in self._known.get(worker, {})
+        ]
+        first = self._take(len(new))
+        given = {(worker, own): first + k for k, (_, _, own, worker) in enumerate(sorted(new))}
+        for worker, batch, ids, _, inverse in found:
+            known = self._known.get(worker, {})
+            # what is not in this batch has ended: an environment that goes on is in every batch
+            self._known[worker] = {int(i): given.get((worker, int(i)), known.get(int(i), -1)) for i in ids}
+            numbers = np.array([self._known[worker][int(i)] for i in ids], np.int64)
+            batch.set(IDS, torch.from_numpy(numbers[inverse.reshape(-1)]).reshape(batch.shape))
+
+
+def _seen(batch: TensorDictBase) -> tuple[Any, Any, Any]:
+    ids, first, inverse = np.unique(batch.get(IDS).cpu().numpy(), return_index=True, return_inverse=True)
+    return ids, first % batch.shape[-1], inverse
+
+
+class WholeTrajectories:
+    """Takes batches `[*, time]` with trajectory ids, and gives whole trajectories in the order in which they ended.
+
+    Of those that ended at one step, the first environment's comes first.
+
+    >>> from tensordict import TensorDict
+    >>> def batch(ids, done):
+    ...     marks = {"collector": {"traj_ids": torch.tensor(ids)}, "next": {"done": torch.tensor(done).unsqueeze(-1)}}
+    ...     return TensorDict(marks, batch_size=[2, 2])
+    >>> whole = WholeTrajectories()
+    >>> whole.add(batch([[0, 0], [1, 2]], [[False, False], [True, False]]))
+    >>> whole.add(batch([[0, 3], [2, 2]], [[True, False], [False, True]]))
+    >>> whole.count, whole.take(2)["collector", "traj_ids"].tolist()
+    (3, [1, 0, 0, 0])
+    """
+
+    def __init__(self) -> None:
+        self._steps: TensorDictBase | None = None
+        self._ids = np.zeros(0, np.int64)
+        self._ended: deque[int] = deque()
+        self._taken: list[int] = []  # dropped at the next batch: to move the rest for each would cost more
+        self._sort()
+
+    @property
+    def count(self) -> int:
+        """How many have ended and wait."""
+        return len(self._ended)
+
+    def restart(self) -> None:
+        """Those that have not ended never will: they are dropped."""
+        self._keep(np.isin(self._ids, list(self._ended)))
+
+    def clear(self) -> None:
+        """Drops everything."""
+        self._ended.clear()
+        self.restart()
+
+    def add(self, batch: TensorDictBase) -> None:
+        """Takes in a batch."""
+        if self._taken:
+            self._keep(~np.isin(self._ids, self._taken))
+        ids = batch.get(("collector", "traj_ids")).reshape(-1, batch.shape[-1]).cpu().numpy()
+        done = batch.get(("next", "done")).reshape(*ids.shape, -1).any(-1).cpu().numpy()
+        steps = batch.reshape(-1)
+        self._steps = steps if self._steps is None else torch.cat([self._steps, steps])
+        self._ids = np.concatenate([self._ids, ids.reshape(-1)])
+        self._ended.extend(ids.T[done.T].tolist())
+        self._sort()
+
+    def take(self, count: int) -> TensorDictBase:
+        """The next `count`, one after the other, `[steps]`. Raises ValueError where so many have not ended."""
+        if count > self.count or self._steps is None:
+            raise ValueError(f"{count} trajectories were asked for, and {self.count} have ended")
+        chosen = [self._ended.popleft() for _ in range(count)]
+        self._taken.extend(chosen)
+        starts, stops = self._sorted.searchsorted(chosen), self._sorted.searchsorted(chosen, "right")
+        index = np.concatenate([self._order[a:b] for a, b in zip(starts, stops, strict=True)])
+        return self._steps[torch.from_numpy(index)]
+
+    def _keep(self, mask: np.ndarray[Any, Any]) -> None:
+        if self._steps is not None:
+            self._steps = self._steps[torch.from_numpy(mask)] if mask.any() else None
+        self._ids = self._ids[mask]
+        self._taken.clear()
+        self._sort()
+
+    def _sort(self) -> None:
+        # The steps of one trajectory come in the order of time: one environment made them.
+        self._order = self._ids.argsort(kind="stable")
+        self._sorted = self._ids[self._order]

@@ -1,25 +1,73 @@
-"""Transforms of an environment that follow a whole batch, where nobody looks at what they make any sooner."""
+"""Which loop an environment gets, and transforms that follow whole batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from engram.collectors.asking import ask
-from engram.collectors.devices import is_cpu
-from engram.collectors.rolled import Rolled
-from engram.collectors.stepped import TensorDictRoller
+from engram.collectors.gym_rollout import GymRoller
+from engram.collectors.rollout import Rolled, Roller, TensorDictRoller, ask, is_cpu
 from engram.collectors.trajectories import FrameMarks
+from engram.collectors.vector_rollout import BatchRoller
+from engram.envs.batched import Autoreset
 from engram.envs.modules import is_hooked
 from engram.envs.policies import CallablePolicy, ObservationPolicy, RandomPolicy, TensorDictPolicy
+from engram.step_clocks import StepClock, Timed
 from engram.transforms.afterwards import Afterwards, afterwards_of
 
 RawRollers = Callable[[Any, TensorDictPolicy, "int | None", FrameMarks], Any]
 StepRollers = Callable[[Any, "int | None"], TensorDictRoller]
+
+
+def roller_for(
+    env: Any,
+    policy: TensorDictPolicy,
+    max_frames_per_traj: int | None,
+    marks: FrameMarks,
+    *,
+    reset_when_done: bool = True,
+    clock: StepClock | None = None,
+) -> Roller:
+    """The fastest roller that `env` allows: stepped together, one by one, with transforms that follow, or through its
+    TensorDict interface.
+
+    Steps and resets are entered in `clock`. Raises ValueError where environments that reset themselves are asked not
+    to, or cannot be cut one by one.
+    """
+
+    def by_steps(env: Any, limit: int | None) -> TensorDictRoller:
+        timed = env if clock is None else Timed(env, clock, 0)
+        return TensorDictRoller(timed, policy, limit, marks, reset_when_done=reset_when_done)
+
+    engine = ask(env, "batch_engine")
+    if not reset_when_done:
+        if engine is not None and engine.autoreset is not Autoreset.DISABLED:
+            raise ValueError("reset_when_done=False: these environments reset themselves; make them without autoreset")
+        return by_steps(env, max_frames_per_traj)
+    raw = partial(_raw_roller, clock)
+    fast = raw(env, policy, max_frames_per_traj, marks)
+    if fast is None:
+        fast = later_roller(env, policy, max_frames_per_traj, marks, raw, by_steps)
+    return by_steps(env, max_frames_per_traj) if fast is None else fast
+
+
+def _raw_roller(
+    clock: StepClock | None, env: Any, policy: TensorDictPolicy, limit: int | None, marks: FrameMarks
+) -> Roller | None:
+    engine, engines = ask(env, "batch_engine"), ask(env, "engines")
+    if engine is not None and is_cpu(env.device):
+        timed: Any = engine if clock is None else Timed(engine, clock, 0)
+        return BatchRoller(env, timed, policy, limit, marks)
+    if engines is not None and is_cpu(env.device):
+        if clock is not None:
+            engines = [Timed(engine, clock, i) for i, engine in enumerate(engines)]
+        return GymRoller(env, engines, policy, limit, marks)
+    return None
 
 
 class LaterRoller:
