@@ -1,168 +1,163 @@
-"""Which loop an environment gets, and transforms that follow whole batches."""
+"""Which loop steps an environment: the fastest that it allows. Transforms are applied to whole batches where they can.
+
+The choice stands above the loops, and what they have in common stands below them, in `rollout`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from engram.collectors.gym_rollout import GymRoller
-from engram.collectors.rollout import Rolled, Roller, TensorDictRoller, ask, is_cpu
-from engram.collectors.trajectories import FrameMarks
-from engram.collectors.vector_rollout import BatchRoller
+from engram.collectors.gym_rollout import GymRollout
+from engram.collectors.rollout import Rollout, RolloutResult, TensorDictRollout, call_if_present, is_cpu
+from engram.collectors.trajectories import StepTags
+from engram.collectors.vector_rollout import VectorRollout
 from engram.envs.batched import Autoreset
 from engram.envs.modules import is_hooked
 from engram.envs.policies import CallablePolicy, ObservationPolicy, RandomPolicy, TensorDictPolicy
 from engram.step_clocks import StepClock, Timed
-from engram.transforms.afterwards import Afterwards, afterwards_of
-
-RawRollers = Callable[[Any, TensorDictPolicy, "int | None", FrameMarks], Any]
-StepRollers = Callable[[Any, "int | None"], TensorDictRoller]
+from engram.transforms.in_env import Deferred
 
 
-def roller_for(
+def make_rollout(
     env: Any,
     policy: TensorDictPolicy,
-    max_frames_per_traj: int | None,
-    marks: FrameMarks,
+    tags: StepTags,
     *,
+    max_frames_per_traj: int | None,
     reset_when_done: bool = True,
     clock: StepClock | None = None,
-) -> Roller:
-    """The fastest roller that `env` allows: stepped together, one by one, with transforms that follow, or through its
-    TensorDict interface.
+) -> Rollout:
+    """The fastest rollout that `env` allows.
 
-    Steps and resets are entered in `clock`. Raises ValueError where environments that reset themselves are asked not
-    to, or cannot be cut one by one.
+    That is with raw values, as a vector or one environment after the other; the same below transforms that can be
+    applied to whole batches; or through its TensorDict interface. Steps and resets are entered in `clock`.
+
+    Raises ValueError where environments that reset themselves are to go without resets, or cannot be cut one by one.
     """
-
-    def by_steps(env: Any, limit: int | None) -> TensorDictRoller:
-        timed = env if clock is None else Timed(env, clock, 0)
-        return TensorDictRoller(timed, policy, limit, marks, reset_when_done=reset_when_done)
-
-    engine = ask(env, "batch_engine")
+    choice = _Choice(policy, tags, clock, reset_when_done)
     if not reset_when_done:
+        engine = call_if_present(env, "batch_engine")
         if engine is not None and engine.autoreset is not Autoreset.DISABLED:
             raise ValueError("reset_when_done=False: these environments reset themselves; make them without autoreset")
-        return by_steps(env, max_frames_per_traj)
-    raw = partial(_raw_roller, clock)
-    fast = raw(env, policy, max_frames_per_traj, marks)
+        return choice.by_tensordicts(env, max_frames_per_traj)
+    fast = choice.by_raw_values(env, max_frames_per_traj)
     if fast is None:
-        fast = later_roller(env, policy, max_frames_per_traj, marks, raw, by_steps)
-    return by_steps(env, max_frames_per_traj) if fast is None else fast
+        fast = choice.with_deferred_transforms(env, max_frames_per_traj)
+    return choice.by_tensordicts(env, max_frames_per_traj) if fast is None else fast
 
 
-def _raw_roller(
-    clock: StepClock | None, env: Any, policy: TensorDictPolicy, limit: int | None, marks: FrameMarks
-) -> Roller | None:
-    engine, engines = ask(env, "batch_engine"), ask(env, "engines")
-    if engine is not None and is_cpu(env.device):
-        timed: Any = engine if clock is None else Timed(engine, clock, 0)
-        return BatchRoller(env, timed, policy, limit, marks)
-    if engines is not None and is_cpu(env.device):
-        if clock is not None:
-            engines = [Timed(engine, clock, i) for i, engine in enumerate(engines)]
-        return GymRoller(env, engines, policy, limit, marks)
-    return None
+class _Choice(NamedTuple):
+    """The kinds of rollouts, each for an environment that allows it."""
+
+    policy: TensorDictPolicy
+    tags: StepTags
+    clock: StepClock | None
+    resets: bool
+
+    def by_tensordicts(self, env: Any, max_frames: int | None) -> Rollout:
+        timed = env if self.clock is None else Timed(env, self.clock, 0)
+        return TensorDictRollout(
+            timed, self.policy, self.tags, max_frames_per_traj=max_frames, reset_when_done=self.resets
+        )
+
+    def by_raw_values(self, env: Any, max_frames: int | None) -> Rollout | None:
+        """None where the environment has no raw values, or is not in main memory."""
+        engine, engines = call_if_present(env, "batch_engine"), call_if_present(env, "engines")
+        clock = self.clock
+        if engine is not None and is_cpu(env.device):
+            timed: Any = engine if clock is None else Timed(engine, clock, 0)
+            return VectorRollout(env, timed, self.policy, self.tags, max_frames_per_traj=max_frames)
+        if engines is not None and is_cpu(env.device):
+            if clock is not None:
+                engines = [Timed(engine, clock, i) for i, engine in enumerate(engines)]
+            return GymRollout(env, engines, self.policy, self.tags, max_frames_per_traj=max_frames)
+        return None
+
+    def with_deferred_transforms(self, env: Any, max_frames: int | None) -> Rollout | None:
+        """None where a transform, or the policy, needs every step."""
+        transforms = call_if_present(env, "deferrable_transforms")
+        if transforms is None or not is_cpu(env.device):
+            return None
+        plan = [deferred for one in transforms if (deferred := one.deferred()) is not None]
+        used = _keys_used_by(self.policy)
+        if len(plan) < len(transforms) or used is None or used & {key for deferred in plan for key in deferred.writes}:
+            return None
+        limits = [n for n in (max_frames, *(deferred.limit for deferred in plan)) if n is not None]
+        base, least = env.base_env, min(limits, default=None)
+        if call_if_present(base, "deferrable_transforms") is not None:
+            below = self.with_deferred_transforms(base, least)
+        else:
+            try:
+                below = self.by_raw_values(base, least)
+            except ValueError:  # it cannot be cut one by one: the TensorDict interface raises that where it has to
+                return None
+        if below is None:
+            return None
+        return DeferredTransformRollout(env, below, plan, self.tags, lambda: self.by_tensordicts(env, max_frames))
 
 
-class LaterRoller:
-    """Steps the environment below with raw values, and lets the transforms change its batches.
+class DeferredTransformRollout:
+    """Steps the environment below with raw values, and applies the transforms to its batches.
 
-    Key by key what `TensorDictRoller` gives, which takes over for good, with new trajectories, once the environment has
-    got other transforms.
+    Key by key the same as `TensorDictRollout`, which takes over for good, with new trajectories, once the environment
+    has other transforms.
     """
 
     def __init__(
-        self,
-        env: Any,
-        limit: int | None,
-        marks: FrameMarks,
-        below: Any,
-        plan: list[Afterwards],
-        by_steps: StepRollers,
+        self, env: Any, below: Rollout, plan: list[Deferred], tags: StepTags, make_fallback: Callable[[], Rollout]
     ) -> None:
-        self._env, self._limit, self._marks, self._make_by_steps = env, limit, marks, by_steps
-        self._below, self._plan, self._made_for = below, plan, _signature(env)
-        self._by_steps: TensorDictRoller | None = None
+        self._env, self._below, self._plan, self._tags = env, below, plan, tags
+        self._make_fallback = make_fallback
+        self._fallback: Rollout | None = None
+        self._transforms = _transforms_of(env)
         self.is_random = below.is_random
         self.restart()
 
     def restart(self) -> None:
-        """Every environment is reset before its next step."""
         self._below.restart()
         self._begins: Tensor | None = None  # bool [N]: whose next frame follows a reset; None: all
-        if self._by_steps is not None:
-            self._by_steps.restart()
+        if self._fallback is not None:
+            self._fallback.restart()
 
-    def roll(self, steps: int, random_steps: int) -> Rolled:
-        """`[*batch_size, steps]` in TED, the first `random_steps` with random actions."""
-        if self._by_steps is None and _signature(self._env) != self._made_for:
-            self._marks.ids.restart()
-            self._by_steps = self._make_by_steps(self._env, self._limit)
-        if self._by_steps is not None:
-            return self._by_steps.roll(steps, random_steps)
+    def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
+        if self._fallback is None and _transforms_of(self._env) != self._transforms:
+            self._tags.ids.restart()
+            self._fallback = self._make_fallback()
+        if self._fallback is not None:
+            return self._fallback.collect(steps, random_steps=random_steps)
         try:
-            batch, error = self._below.roll(steps, random_steps)
+            batch, error = self._below.collect(steps, random_steps=random_steps)
             done = batch.get(("next", "done")).reshape(-1, batch.shape[-1])
             starts = torch.ones_like(done)
             starts[:, 1:] = done[:, :-1]
             if self._begins is not None:
                 starts[:, 0] = self._begins
             self._begins = done[:, -1].clone()
-            for part in self._plan:
-                part.apply(batch, starts)
+            for deferred in self._plan:
+                deferred.apply(batch, starts)
         except BaseException:
             self.restart()
             raise
         if error is not None:
             self.restart()
-        return Rolled(batch, error)
+        return RolloutResult(batch, error)
 
 
-def _signature(env: Any) -> list[Any]:
-    parts = ask(env, "later_parts")
-    return [] if parts is None else [[(id(p), getattr(p, "max_steps", None)) for p in parts], *_signature(env.base_env)]
+def _transforms_of(env: Any) -> list[Any]:
+    """What tells the transforms of an environment, and of those below it, from others."""
+    transforms = call_if_present(env, "deferrable_transforms")
+    if transforms is None:
+        return []
+    return [[(id(one), getattr(one, "max_steps", None)) for one in transforms], *_transforms_of(env.base_env)]
 
 
-def later_roller(
-    env: Any,
-    policy: TensorDictPolicy,
-    limit: int | None,
-    marks: FrameMarks,
-    raw: RawRollers,
-    by_steps: StepRollers,
-) -> LaterRoller | None:
-    """A roller for an environment with transforms that can wait; None where one of them, or the policy, cannot.
-
-    `raw` makes rollers that step an environment with raw values, or None where it has none; `by_steps` those that take
-    over where the transforms have changed.
-    """
-    parts = ask(env, "later_parts")
-    if parts is None or not is_cpu(env.device):
-        return None
-    plan = [later for part in parts if (later := afterwards_of(part)) is not None]
-    used = _used_by(policy)
-    if len(plan) < len(parts) or used is None or used & {key for part in plan for key in part.writes}:
-        return None
-    limits = [n for n in (limit, *(part.limit for part in plan)) if n is not None]
-    base, least = env.base_env, min(limits, default=None)
-    if ask(base, "later_parts") is not None:
-        below = later_roller(base, policy, least, marks, raw, by_steps)
-    else:
-        try:
-            below = raw(base, policy, least, marks)
-        except ValueError:  # it cannot be cut one by one, and tells so where it is asked to
-            return None
-    return None if below is None else LaterRoller(env, limit, marks, below, plan, by_steps)
-
-
-def _used_by(policy: TensorDictPolicy) -> set[Any] | None:
-    """The entries that a policy reads or writes; None: nobody knows."""
+def _keys_used_by(policy: TensorDictPolicy) -> set[Any] | None:
+    """The entries that a policy reads or writes; None where they are not known."""
     if isinstance(policy, RandomPolicy):
         return set()
     if isinstance(policy, ObservationPolicy):
@@ -172,5 +167,5 @@ def _used_by(policy: TensorDictPolicy) -> set[Any] | None:
         return None
     members = [m for m in module.modules() if isinstance(m, TensorDictModuleBase)]
     if any(type(m).__module__.split(".")[0] != "tensordict" or is_hooked(m) for m in members):
-        return None  # a class of somebody else's may read more than its keys
+        return None  # a class of another package may read more than its keys
     return {*module.in_keys, *module.out_keys}

@@ -11,27 +11,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.collectors.rollout import Rolled, extras_of
-from engram.collectors.trajectories import FrameMarks
-from engram.envs.gym_codecs import Codec, Leaf
-from engram.envs.gym_engine import GymEngine, check_action
+from engram.collectors.action_sources import ActionSource, ModuleActions, RandomActions, TensorDictActions, skipping
+from engram.collectors.rollout import RolloutResult, ted_batch
+from engram.collectors.trajectories import StepTags
+from engram.envs.gym_codecs import Leaf
+from engram.envs.gym_engine import GymEngine
 from engram.envs.gym_values import Array, Rewards, flag_of, rewards_of
-from engram.envs.mdp import stack_steps, zero_where
-from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, direct_module
+from engram.envs.mdp import stack_steps
+from engram.envs.policies import RandomPolicy, TensorDictPolicy, direct_module
 
 Rows = list[np.ndarray[Any, Any]]
-LARGEST = 1024  # bytes of one observation: above, the second copy costs more than one write into an array
+LARGEST_AS_BYTES = 1024  # bytes of one observation: above, the second copy costs more than one write into an array
 
 
-class GymRoller:
-    """Does what `TensorDictRoller` does, for one or several gymnasium environments, key by key the same.
+class GymRollout:
+    """Steps one or several gymnasium environments; key by key the same as `TensorDictRollout`.
 
-    Per step there are the environment, the policy, a copy of the observation and a list append or two. A slot is
-    `t * width + env`. Where no policy reads the observations and they are small, they are kept as bytes.
-    `is_random` says that only random actions are taken.
+    A step costs the environment, the policy, a copy of the observation and a list append or two. A slot is
+    `t * environments + env`.
+
+    There are two loops over steps. `_step_as_bytes` is for one environment with random actions and small observations,
+    which it keeps as bytes: without it each frame of CartPole costs 3 % more instructions.
     """
 
     def __init__(
@@ -39,106 +42,115 @@ class GymRoller:
         env: Any,
         engines: list[GymEngine],
         policy: TensorDictPolicy,
+        tags: StepTags,
+        *,
         max_frames_per_traj: int | None,
-        marks: FrameMarks,
     ) -> None:
         self._engines = engines
         self._policy = policy
-        self._limit = max_frames_per_traj
-        self._marks = marks
+        self._max_frames = max_frames_per_traj
+        self._tags = tags
         self._batch_size: torch.Size = env.batch_size
         self._device = env.device
         self._codec = engines[0].action
         self.is_random = isinstance(policy, RandomPolicy)
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
         self._random = RandomActions(random, self._codec, self._batch_size)
-        self._packs = self.is_random and not self._batch_size and can_pack(engines[0].leaves)
-        self._on_tensordicts = TensorDictActions(policy, self._codec, self._batch_size, self._device)
+        self._keeps_bytes = self.is_random and not self._batch_size and can_keep_bytes(engines[0].leaves)
+        self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, self._device)
         self.restart()
 
     def restart(self) -> None:
-        """Every environment is reset before its next step."""
         self._to_reset = list(range(len(self._engines)))
-        self._last_slots: dict[int, int] = {}  # by environment: where its last allowed state goes
+        self._last_slots: dict[int, int] = {}  # by environment: the slot of its last state before it is truncated
         self._first_row: Rows | None = None
 
-    def roll(self, steps: int, random_steps: int) -> Rolled:
-        """`[*batch_size, steps]` in TED, the first `random_steps` with random actions."""
-        batch = _RawBatch(self._empty_observations(steps))
-        source = self._source(batch.observations)
+    def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
+        batch = _StepBuffer(self._empty_observations(steps))
+        source = self._source(batch)
         try:
-            self._run_all(batch, steps, steps if self.is_random else min(steps, random_steps), source)
+            self._run_all(batch, source, steps, steps if self.is_random else min(steps, random_steps))
         except BaseException as error:
-            return self._cut_short(batch, rewards_of(batch.rewards), error, source)
-        made = rewards_of(batch.rewards)
-        if made.error is not None:
-            return self._cut_short(batch, made, made.error, source)
+            return self._cut_short(batch, rewards_of(batch.rewards), error)
+        rewards = rewards_of(batch.rewards)
+        if rewards.error is not None:
+            return self._cut_short(batch, rewards, rewards.error)
         self._first_row = batch.observations.last_row()
         self._last_slots = {env: slot - steps * len(self._engines) for env, slot in self._last_slots.items()}
-        return Rolled(self._assembled(batch, made.values, steps, source.extras(steps)))
+        return RolloutResult(self._batch_of(batch, rewards.values, steps))
 
-    def _cut_short(self, batch: _RawBatch, made: Rewards, error: BaseException, source: Source) -> Rolled:
-        """What was stepped before an error, in whole rows: no trajectory goes on after it."""
+    def _cut_short(self, batch: _StepBuffer, rewards: Rewards, error: BaseException) -> RolloutResult:
+        """The whole rows that were stepped before an error; no trajectory goes on after it."""
         self.restart()
-        error = error if made.error is None else made.error  # the earlier one
-        steps = len(made.values) // len(self._engines)
+        error = error if rewards.error is None else rewards.error  # the earlier one
+        steps = len(rewards.values) // len(self._engines)
         if steps == 0:
             raise error
         batch.observations.cut(steps)
-        rewards = made.values[: steps * len(self._engines)]
-        return Rolled(self._assembled(batch, rewards, steps, source.extras(steps)), error)
+        return RolloutResult(self._batch_of(batch, rewards.values[: steps * len(self._engines)], steps), error)
 
-    def _empty_observations(self, steps: int) -> Observations | PackedObservations:
+    def _empty_observations(self, steps: int) -> Observations | ByteObservations:
         leaves = self._engines[0].leaves
-        if self._packs:
-            return PackedObservations(leaves[0], self._first_row)
+        if self._keeps_bytes:
+            return ByteObservations(leaves[0], self._first_row)
         return Observations(leaves, steps, self._batch_size, self._first_row)
 
-    def _source(self, observations: Observations | PackedObservations) -> Source:
-        if isinstance(observations, PackedObservations) or self.is_random:
+    def _source(self, batch: _StepBuffer) -> ActionSource:
+        if isinstance(batch.observations, ByteObservations) or self.is_random:
             return self._random
-        direct = direct_module(self._policy)  # looked at again for each batch: hooks come and go
+        direct = direct_module(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None:
-            return ModuleActions(direct, self._codec, observations)
-        return self._on_tensordicts.begin(observations)
+            return ModuleActions(direct, self._codec, self._batch_size, batch.observations)
+        return self._tensordict_actions.start(batch.observations, batch.policy_outputs.append)
 
-    def _run_all(self, batch: _RawBatch, steps: int, random_steps: int, source: Source) -> None:
+    def _run_all(self, batch: _StepBuffer, source: ActionSource, steps: int, random_steps: int) -> None:
         if random_steps:
-            encoded, raws = self._random.draw(random_steps, source)
+            encoded, raws = self._random.draw_rows(random_steps)
             batch.actions.append(encoded)
-            self._run(batch, raws, range(random_steps), source)
+            replaced = raws if source is self._random else skipping(source, raws, per_step=len(self._engines))
+            self._run(batch, replaced, range(random_steps), source)
         if random_steps < steps:
-            record: list[Any] = []
+            chosen: list[Any] = []
             times = range(random_steps, steps)
             try:
-                self._run(batch, source.raws(times, record), times, source)
+                self._run(batch, self._chosen(source, times, chosen), times, source)
             finally:
-                if record:
-                    batch.actions.append(self._codec.encode_rows(record))
+                if chosen:
+                    batch.actions.append(self._codec.encode_rows(chosen))
 
-    def _run(self, batch: _RawBatch, raws: Iterable[Any], times: range, source: Source) -> None:
+    def _chosen(self, source: ActionSource, times: range, record: list[Any]) -> Iterator[Any]:
+        """The raw actions of the policy, one by one; each is also added to `record`, where nobody else changes it."""
+        codec, add, extend = self._codec, record.append, record.extend
+        if self._batch_size:
+            keep_rows = codec.keep_rows
+            rows = source.raw_actions(times, codec.decode_rows, lambda raws: extend(keep_rows(raws)))
+            return chain.from_iterable(rows)
+        keep = codec.keep
+        return source.raw_actions(times, codec.decode_one, lambda raw: add(keep(raw)))
+
+    def _run(self, batch: _StepBuffer, raws: Iterable[Any], times: range, source: ActionSource) -> None:
         width, end = len(self._engines), times.stop * len(self._engines)
         for env in self._to_reset:
             self._reset(batch, times.start * width + env, env, source)
         self._to_reset.clear()
-        if isinstance(batch.observations, PackedObservations):
-            return self._step_packed(batch, batch.observations, raws, end)
+        if isinstance(batch.observations, ByteObservations):
+            return self._step_as_bytes(batch, batch.observations, raws, end)
         steps, step = [engine.step for engine in self._engines], self._engines[0].step
-        put, only, ndarray = batch.observations.put, batch.observations.only, np.ndarray
+        put, array, ndarray = batch.observations.put, batch.observations.first_array, np.ndarray
         dtype, shape = batch.observations.dtype, batch.observations.shape
-        keep_reward, limits = batch.rewards.append, self._last_slots
+        keep_reward, last_slots = batch.rewards.append, self._last_slots
         for slot, raw in enumerate(raws, (times.start + 1) * width):  # the slot of the state that follows
             if width > 1:
                 step = steps[slot % width]
             observation, reward, terminated, truncated, _ = step(raw)
             if type(observation) is ndarray and observation.dtype is dtype and observation.shape == shape:
-                only[slot] = observation
+                array[slot] = observation
             else:
                 put(slot, observation)
-            is_cut = bool(limits) and limits[slot % width] == slot
+            is_cut = bool(last_slots) and last_slots[slot % width] == slot
             is_over = is_cut or terminated is not False or truncated is not False
             if is_over:
-                is_over = batch.end(slot - width, terminated, truncated, is_cut)
+                is_over = batch.end(slot - width, terminated, truncated, is_cut=is_cut)
             keep_reward(reward)  # last: a step with a reward is whole
             if is_over:
                 env = slot % width
@@ -147,22 +159,22 @@ class GymRoller:
                 else:
                     self._to_reset.append(env)  # when it is needed: the last state must stay, and a restart may come
 
-    def _step_packed(self, batch: _RawBatch, observations: PackedObservations, raws: Iterable[Any], end: int) -> None:
-        step, reset, limit = self._engines[0].step, self._engines[0].reset, self._limit
-        keep, pack = observations.rows.extend, observations.pack
+    def _step_as_bytes(self, batch: _StepBuffer, observations: ByteObservations, raws: Iterable[Any], end: int) -> None:
+        step, reset, max_frames = self._engines[0].step, self._engines[0].reset, self._max_frames
+        keep, to_bytes = observations.rows.extend, observations.to_bytes
         ndarray, dtype, shape = np.ndarray, observations.dtype, observations.shape
-        rewards, limits = batch.rewards, self._last_slots
+        rewards, last_slots = batch.rewards, self._last_slots
         keep_reward = rewards.append
         for raw in raws:
             observation, reward, terminated, truncated, _ = step(raw)
             if type(observation) is ndarray and observation.dtype is dtype and observation.shape == shape:
                 keep(observation.tobytes())  # bytes say nothing of dtype and shape: any other goes through numpy
             else:
-                keep(pack(observation))
-            is_cut = bool(limits) and limits[0] == len(rewards) + 1
+                keep(to_bytes(observation))
+            is_cut = bool(last_slots) and last_slots[0] == len(rewards) + 1
             is_over = is_cut or terminated is not False or truncated is not False
             if is_over:
-                is_over = batch.end(len(rewards), terminated, truncated, is_cut)
+                is_over = batch.end(len(rewards), terminated, truncated, is_cut=is_cut)
             keep_reward(reward)  # last: a step with a reward is whole
             if is_over:
                 slot = len(rewards)
@@ -170,87 +182,91 @@ class GymRoller:
                     self._to_reset.append(0)
                     continue
                 observations.put_first(slot, reset())
-                if limit is not None:
-                    limits[0] = slot + limit
+                if max_frames is not None:
+                    last_slots[0] = slot + max_frames
 
-    def _reset(self, batch: _RawBatch, slot: int, env: int, source: Source) -> None:
+    def _reset(self, batch: _StepBuffer, slot: int, env: int, source: ActionSource) -> None:
         batch.observations.put_first(slot, self._engines[env].reset())
-        source.forget(env)
-        if self._limit is not None:
-            self._last_slots[env] = slot + self._limit * len(self._engines)
+        source.reset_envs([env])
+        if self._max_frames is not None:
+            self._last_slots[env] = slot + self._max_frames * len(self._engines)
 
-    def _assembled(self, batch: _RawBatch, rewards: Array, steps: int, extras: TensorDictBase | None) -> TensorDictBase:
-        def of_batch(entries: dict[Any, Any]) -> TensorDict:
-            return TensorDict(entries, batch_size=shape, device=self._device)
-
-        shape = torch.Size((*self._batch_size, steps))
+    def _batch_of(self, batch: _StepBuffer, rewards: Array, steps: int) -> TensorDictBase:
         outcomes = batch.outcomes(rewards, self._batch_size)
-        marks = self._marks.entries(outcomes["done"].reshape(-1, steps), shape)
+        shape = torch.Size((*self._batch_size, steps))
         actions = batch.actions[0] if len(batch.actions) == 1 else torch.cat(batch.actions)
         actions = actions if len(actions) == len(rewards) else actions[: len(rewards)]
-        before = {
-            **batch.observations.before(),
-            "action": in_time(actions, self._batch_size),
-            **{key: torch.from_numpy(np.zeros((*shape, 1), dtype=np.bool_)) for key in FLAGS},
-            "collector": of_batch(marks),
-        }
-        columns = {key: torch.from_numpy(column) for key, column in outcomes.items()}
-        td = of_batch({**before, "next": of_batch({**batch.observations.after(), **columns})})
-        return td if extras is None else extras.update(td)
+        return ted_batch(
+            {**batch.observations.before(), "action": in_time(actions, self._batch_size)},
+            batch.observations.after(),
+            outcomes,
+            self._tags.tag(outcomes["done"].reshape(-1, steps), shape),
+            batch.stacked_outputs(steps, len(self._batch_size)),
+            shape=shape,
+            device=self._device,
+        )
 
 
-class _RawBatch:
-    """What grows while a batch is collected."""
+class _StepBuffer:
+    """The steps of one batch, while it is collected."""
 
-    def __init__(self, observations: Observations | PackedObservations) -> None:
+    def __init__(self, observations: Observations | ByteObservations) -> None:
         self.observations = observations
         self.actions: list[Any] = []  # encoded, in blocks
         self.rewards: list[Any] = []
-        self.ends: list[tuple[int, bool, bool]] = []  # slot, terminated, truncated
+        self.policy_outputs: list[TensorDictBase] = []  # by step, of a policy that writes more than the action
+        self._ends: list[tuple[int, bool, bool]] = []  # slot, terminated, truncated
 
-    def end(self, slot: int, terminated: Any, truncated: Any, is_cut: bool) -> bool:
-        """Notes whether an episode ends with a step. Raises ValueError for flags that are neither true nor false."""
+    def end(self, slot: int, terminated: Any, truncated: Any, *, is_cut: bool) -> bool:
+        """Whether an episode ends with a step, which is noted. Raises ValueError for flags that are no booleans."""
         is_terminated, is_truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated") or is_cut
         if is_terminated or is_truncated:
-            self.ends.append((slot, is_terminated, is_truncated))
+            self._ends.append((slot, is_terminated, is_truncated))
         return is_terminated or is_truncated
 
     def outcomes(self, rewards: Array, batch_size: torch.Size) -> dict[str, Array]:
         """Reward and flags of the first steps, `[*batch_size, steps, 1]`, each with memory of its own."""
         slots = len(rewards)
         terminated, truncated, done = (np.zeros((slots, 1), dtype=np.bool_) for _ in range(3))
-        for slot, is_terminated, is_truncated in self.ends:  # few: most flags stay zero
+        for slot, is_terminated, is_truncated in self._ends:  # few: most flags stay zero
             if slot < slots:
                 terminated[slot], truncated[slot], done[slot] = is_terminated, is_truncated, True
         columns = {"reward": rewards.reshape(slots, 1), "done": done, "terminated": terminated, "truncated": truncated}
         return {key: in_time(column, batch_size) for key, column in columns.items()} if batch_size else columns
 
+    def stacked_outputs(self, steps: int, time_dim: int) -> TensorDictBase | None:
+        """What the policy wrote besides the action in the first steps, `[*batch_size, steps]`; None where nothing."""
+        if not self.policy_outputs:
+            return None
+        stacked = stack_steps(self.policy_outputs[:steps], time_dim)
+        return None if stacked.is_empty() else stacked
+
 
 class Observations:
-    """Raw observations of `width` environments over `steps` steps.
+    """The raw observations of one batch of `n` environments and `steps` steps, in one array for each leaf.
 
-    Slot `t * width + e` holds what environment e shows before step t; what follows step t is in the same place of row
-    t + 1. `put(slot, raw)` takes an observation; it is copied at once, because environments may go on writing into the
-    arrays that they gave. Where an observation is one array, whoever has looked at its `dtype` and `shape` may write it
-    to `only` himself. A reset moves the last observation of the old episode aside.
+    Slot `t * n + env` holds the observation of `env` before step t; the one after it is in slot `(t + 1) * n + env`.
+    An observation is copied at once, because environments may go on writing into the arrays that they gave. A caller
+    that has compared `dtype` and `shape` may write an observation to `first_array` without `put`. A reset takes the
+    slot of the last observation of the old episode, which is kept apart.
     """
 
     def __init__(self, leaves: list[Leaf], steps: int, batch_size: torch.Size, first_row: Rows | None) -> None:
         self._leaves = leaves
         self._steps = steps
         self.batch_size = batch_size
-        self._width = batch_size.numel()
-        slots = (steps + 1) * self._width
+        self._n = batch_size.numel()
+        slots = (steps + 1) * self._n
         self._arrays = [np.empty((slots, *leaf.codec.raw_shape), leaf.codec.raw_dtype) for leaf in leaves]
-        self._moved_slots: list[int] = []
-        self._moved: list[Rows] = [[] for _ in leaves]
+        self._last_slots: list[int] = []
+        self._last_of_episodes: list[Rows] = [[] for _ in leaves]
         for array, row in zip(self._arrays, first_row or (), strict=first_row is not None):
-            array[: self._width] = row
+            array[: self._n] = row
         is_single = len(leaves) == 1 and not leaves[0].path
-        self.only = self._arrays[0]
+        self.first_array = self._arrays[0]
         codec = leaves[0].codec
-        is_free = is_single and codec.limits is None
-        self.dtype = codec.raw_dtype if is_free else None  # None: several arrays, or `put` looks at the values
+        takes_any_value = is_single and codec.limits is None
+        self.dtype = codec.raw_dtype if takes_any_value else None  # None: several arrays, or `put` compares values
         self.shape = codec.raw_shape
         self._scalars = _scalars_of(codec.raw_dtype) if is_single and not self.shape else frozenset()
         self._low: Any = -math.inf
@@ -264,39 +280,39 @@ class Observations:
         return [leaf.key for leaf in self._leaves]
 
     def put(self, slot: int, raw: Any) -> None:
-        """An observation. Raises ValueError where it is not of the space, and changes nothing then."""
+        """Stores an observation. Raises ValueError where it is not of the space; nothing is changed then."""
         if type(raw) in self._scalars and self._low <= raw <= self._high:
-            with contextlib.suppress(OverflowError):  # an int beyond 64 bits is told of below
-                self.only[slot] = raw
+            with contextlib.suppress(OverflowError):  # an int beyond 64 bits is refused below
+                self.first_array[slot] = raw
                 return
         values = [leaf.value(raw) for leaf in self._leaves]
         for array, value in zip(self._arrays, values, strict=True):
             array[slot] = value
 
     def put_first(self, slot: int, raw: Any) -> None:
-        """The first observation of an episode. Raises ValueError as `put`."""
+        """Stores the first observation of an episode. Raises ValueError as `put`."""
         values = [leaf.value(raw) for leaf in self._leaves]
-        if slot >= self._width:
-            self._moved_slots.append(slot - self._width)
-            for array, moved in zip(self._arrays, self._moved, strict=True):
-                moved.append(array[slot].copy())
+        if slot >= self._n:
+            self._last_slots.append(slot - self._n)
+            for array, last in zip(self._arrays, self._last_of_episodes, strict=True):
+                last.append(array[slot].copy())
         for array, value in zip(self._arrays, values, strict=True):
             array[slot] = value
 
     def cut(self, steps: int) -> None:
-        """Only the first `steps` steps were made."""
-        slots = (steps + 1) * self._width
+        """Drops all but the first `steps` steps."""
+        slots = (steps + 1) * self._n
         self._steps, self._arrays = steps, [array[:slots] for array in self._arrays]
-        kept = [k for k, slot in enumerate(self._moved_slots) if slot < steps * self._width]
-        self._moved_slots = [self._moved_slots[k] for k in kept]
-        self._moved = [[moved[k] for k in kept] for moved in self._moved]
+        inside = [k for k, slot in enumerate(self._last_slots) if slot < steps * self._n]
+        self._last_slots = [self._last_slots[k] for k in inside]
+        self._last_of_episodes = [[last[k] for k in inside] for last in self._last_of_episodes]
 
     def last_row(self) -> Rows:
-        """What the environments show after the last step."""
-        return [array[-self._width :].copy() for array in self._arrays]
+        """The observations after the last step, for the next batch."""
+        return [array[-self._n :].copy() for array in self._arrays]
 
     def rows(self, key: Any) -> Callable[[int], Tensor]:
-        """A function from t to the observation `[*batch_size, *shape]` before step t, once it is there."""
+        """A function from t to the observation `[*batch_size, *shape]` before step t, once that is stored."""
         index = self.keys.index(key)
         codec, array = self._leaves[index].codec, self._arrays[index]
         by_row = array.reshape(self._steps + 1, *self.batch_size, *codec.raw_shape)
@@ -306,14 +322,14 @@ class Observations:
 
     def before(self) -> dict[Any, Tensor]:
         """All observations before the steps, `[*batch_size, steps, *shape]` by key."""
-        return self._tensors([array[: -self._width] for array in self._arrays])
+        return self._tensors([array[: -self._n] for array in self._arrays])
 
     def after(self) -> dict[Any, Tensor]:
-        """All observations after the steps, the last ones of episodes included; own memory."""
-        columns = [array[self._width :].copy() for array in self._arrays]
-        if self._moved_slots:
-            for column, moved in zip(columns, self._moved, strict=True):
-                column[self._moved_slots] = moved
+        """All observations after the steps, the last ones of episodes included, in memory of their own."""
+        columns = [array[self._n :].copy() for array in self._arrays]
+        if self._last_slots:
+            for column, last in zip(columns, self._last_of_episodes, strict=True):
+                column[self._last_slots] = last
         return self._tensors(columns)
 
     def _tensors(self, columns: Rows) -> dict[Any, Tensor]:
@@ -337,21 +353,21 @@ def in_time(rows: Any, batch_size: torch.Size) -> Any:
     return by_time.transpose(0, 1).contiguous()
 
 
-def can_pack(leaves: list[Leaf]) -> bool:
-    """Whether an environment's observation is one small array, of whose values nothing is asked."""
+def can_keep_bytes(leaves: list[Leaf]) -> bool:
+    """Whether an environment's observation is one small array that may have any values of its dtype."""
     is_single = len(leaves) == 1 and not leaves[0].path and leaves[0].codec.limits is None
-    return is_single and len(leaves[0].codec.raw_shape) > 0 and 0 < _size(leaves[0]) <= LARGEST
+    return is_single and len(leaves[0].codec.raw_shape) > 0 and 0 < _size(leaves[0]) <= LARGEST_AS_BYTES
 
 
 def _size(leaf: Leaf) -> int:
     return int(math.prod(leaf.codec.raw_shape) * leaf.codec.raw_dtype.itemsize)
 
 
-class PackedObservations:
-    """What `Observations` is, for one environment, while nobody reads the observations.
+class ByteObservations:
+    """The raw observations of one batch of one environment, as bytes, for policies that read none of them.
 
-    `rows` grows by the bytes of one observation a step. Who extends it has looked at the array's `dtype` and `shape`,
-    which bytes do not have; `pack` makes bytes of anything else that the space allows.
+    `rows` grows by the bytes of one observation a step. A caller that extends it has compared the `dtype` and `shape`
+    of the array, which bytes do not have; `to_bytes` takes anything else that the space allows.
     """
 
     def __init__(self, leaf: Leaf, first_row: Rows | None) -> None:
@@ -360,26 +376,26 @@ class PackedObservations:
         self.shape = leaf.codec.raw_shape
         self._size = _size(leaf)
         self.rows = bytearray() if first_row is None else bytearray(first_row[0].tobytes())
-        self._moved: dict[int, bytearray] = {}  # by step: the last observation of an episode
+        self._last_of_episodes: dict[int, bytearray] = {}  # by step
 
-    def pack(self, raw: Any) -> bytes:
+    def to_bytes(self, raw: Any) -> bytes:
         """The bytes of one observation. Raises ValueError where it is not of the space."""
         return self._leaf.value(raw).tobytes()
 
     def put_first(self, slot: int, raw: Any) -> None:
-        """The first observation of an episode. Raises ValueError as `pack`."""
-        first = self.pack(raw)
+        """Stores the first observation of an episode. Raises ValueError as `to_bytes`."""
+        first = self.to_bytes(raw)
         if slot:
-            self._moved[slot - 1] = self.rows[-self._size :]
+            self._last_of_episodes[slot - 1] = self.rows[-self._size :]
         self.rows[slot * self._size :] = first
 
     def cut(self, steps: int) -> None:
-        """Only the first `steps` steps were made."""
+        """Drops all but the first `steps` steps."""
         del self.rows[(steps + 1) * self._size :]
-        self._moved = {step: last for step, last in self._moved.items() if step < steps}
+        self._last_of_episodes = {step: last for step, last in self._last_of_episodes.items() if step < steps}
 
     def last_row(self) -> Rows:
-        """What the environment shows after the last step."""
+        """The observation after the last step, for the next batch."""
         return [self._array[-1:].copy()]
 
     def before(self) -> dict[Any, Tensor]:
@@ -387,11 +403,11 @@ class PackedObservations:
         return self._tensor(self._array[:-1])
 
     def after(self) -> dict[Any, Tensor]:
-        """The observations after the steps, the last ones of episodes included; own memory."""
+        """The observations after the steps, the last ones of episodes included, in memory of their own."""
         following = self._array[1:].copy()
-        if self._moved:
-            moved = np.frombuffer(b"".join(self._moved.values()), self.dtype)
-            following[list(self._moved)] = moved.reshape((-1, *self.shape))
+        if self._last_of_episodes:
+            last = np.frombuffer(b"".join(self._last_of_episodes.values()), self.dtype)
+            following[list(self._last_of_episodes)] = last.reshape((-1, *self.shape))
         return self._tensor(following)
 
     @cached_property
@@ -400,156 +416,3 @@ class PackedObservations:
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> dict[Any, Tensor]:
         return {self._leaf.key: self._leaf.codec.encode(array)}
-
-
-class ActionSource:
-    """A source that keeps nothing from step to step and writes nothing but the action."""
-
-    def __init__(self, codec: Codec, batch_size: torch.Size) -> None:
-        self._codec = codec
-        self._batch_size = batch_size
-
-    def act(self, t: int) -> Any:
-        """The action `[*batch_size, *spec.shape]` for step t."""
-        raise NotImplementedError
-
-    def actions(self, times: range) -> Iterator[Any]:
-        """`act` for each step, when its turn comes."""
-        return map(self.act, times)
-
-    def raws(self, times: range, record: list[Any]) -> Iterator[Any]:
-        """One raw action per environment for each step, when its turn comes; each is also added to `record`."""
-        return self._of_several(times, record) if self._batch_size else self._of_one(times, record)
-
-    def _checked(self, times: range) -> Iterator[Any]:
-        actions = self.actions(times)
-        for first in actions:  # one look a batch: a wrong shape or a score instead of a choice shows at once
-            check_action(self._codec, first, self._batch_size)
-            return chain((first,), actions)
-        return actions
-
-    def _of_one(self, times: range, record: list[Any]) -> Iterator[Any]:
-        decode, keep, add = self._codec.decode_one, self._codec.keep, record.append
-        for action in self._checked(times):
-            try:
-                raw = decode(action)
-            except Exception:
-                check_action(self._codec, action, self._batch_size)  # says what came and what is allowed
-                raise
-            add(keep(raw))
-            yield raw
-
-    def _of_several(self, times: range, record: list[Any]) -> Iterator[Any]:
-        decode, keep, add = self._codec.decode_rows, self._codec.keep_rows, record.extend
-        for action in self._checked(times):
-            try:
-                raws = decode(action)
-            except Exception:
-                check_action(self._codec, action, self._batch_size)
-                raise
-            add(keep(raws))
-            yield from raws
-
-    def forget(self, env: int) -> None:
-        """Environment `env` starts anew: nothing of its last episode goes on."""
-
-    def skip(self, t: int) -> None:
-        """Step t has a random action from elsewhere."""
-
-    def extras(self, steps: int) -> TensorDictBase | None:
-        """What the policy wrote in the first steps of this batch besides the action, `[*batch_size, steps]`."""
-        return None
-
-
-class RandomActions(ActionSource):
-    """Random actions, drawn for many steps at once."""
-
-    def __init__(self, policy: RandomPolicy, codec: Codec, batch_size: torch.Size) -> None:
-        super().__init__(codec, batch_size)
-        self._spec = policy.action_spec
-        self._is_codec_spec = self._spec == codec.spec.expand(*batch_size, *codec.spec.shape)
-
-    def draw(self, steps: int, source: ActionSource) -> tuple[Any, Any]:
-        """Actions `[steps * environments, ...]`, and an iterable of the raw ones; `source` skips the steps."""
-        encoded, raws = self._drawn(steps)
-        return encoded, raws if source is self else _skipping(raws, source, self._batch_size.numel())
-
-    def _drawn(self, steps: int) -> tuple[Any, list[Any]]:
-        if self._is_codec_spec:
-            return self._codec.random_rows(steps * self._batch_size.numel())
-        drawn = self._spec.rand((steps,))
-        check_action(self._codec, drawn, (steps, *self._batch_size))
-        rows = drawn.flatten(0, 1) if self._batch_size else drawn
-        raws = self._codec.decode_rows(rows)
-        return self._codec.encode_rows(raws), raws
-
-
-def _skipping(raws: list[Any], source: ActionSource, width: int) -> Any:
-    for slot, raw in enumerate(raws):
-        if slot % width == 0:
-            source.skip(slot // width)
-        yield raw
-
-
-class ModuleActions(ActionSource):
-    """A module from one observation tensor to the action, called with nothing in between."""
-
-    def __init__(self, policy: ObservationPolicy, codec: Codec, observations: Observations) -> None:
-        super().__init__(codec, observations.batch_size)
-        self._module, self._row = policy.module, observations.rows(policy.in_key)
-
-    def actions(self, times: range) -> Iterator[Any]:
-        return map(self._module, map(self._row, times))
-
-
-class TensorDictActions(ActionSource):
-    """A policy on TensorDicts. What it writes besides the action is kept, stored, and handed to it at the next step."""
-
-    def __init__(self, policy: TensorDictPolicy, codec: Codec, batch_size: torch.Size, device: Any) -> None:
-        super().__init__(codec, batch_size)
-        self._policy = policy
-        self._kept = TensorDict(batch_size=batch_size, device=device)
-        self._flag = torch.zeros(*batch_size, 1, dtype=torch.bool)
-        self._blank: TensorDictBase | None = None
-
-    def begin(self, observations: Observations) -> TensorDictActions:
-        """Makes ready for one batch."""
-        self._rows = {key: observations.rows(key) for key in observations.keys}
-        self._steps: list[TensorDictBase] = []
-        return self
-
-    def act(self, t: int) -> Any:
-        out = self._policy(self._state(t))
-        self._note(out)
-        return out.get("action")
-
-    def skip(self, t: int) -> None:
-        state = self._state(t)
-        if self._blank is None:
-            self._blank = extras_of(self._policy, state)
-        self._note(state.update(self._blank.clone()))
-
-    def forget(self, env: int) -> None:
-        mask = torch.zeros_like(self._flag)
-        mask.view(-1)[env] = True
-        self._kept = zero_where(mask, self._kept)
-
-    def extras(self, steps: int) -> TensorDictBase | None:
-        stacked = stack_steps(self._steps[:steps], self._flag.ndim - 1)
-        return None if stacked.is_empty() else stacked
-
-    def _state(self, t: int) -> TensorDictBase:
-        td = self._kept.copy()
-        for key, row in self._rows.items():
-            td.set(key, row(t))
-        return td.update(dict.fromkeys(FLAGS, self._flag))
-
-    def _note(self, out: TensorDictBase) -> None:
-        extras = out.exclude("action", *FLAGS, *self._rows)
-        self._steps.append(extras)
-        following = extras.get("next", None)
-        kept = extras.exclude("next").copy()
-        self._kept = kept if following is None else kept.update(following.copy())
-
-
-Source = ModuleActions | RandomActions | TensorDictActions

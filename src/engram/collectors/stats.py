@@ -30,7 +30,7 @@ class CollectorStats(NamedTuple):
     last_length: float
 
 
-class Speed:
+class Throughput:
     """Steps a second, lately and altogether."""
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class Speed:
         return _rate(self._steps, self._seconds)
 
 
-class Episodes:
+class EpisodeStats:
     """Returns and lengths of the last `window` episodes of several environments, from batch to batch.
 
-    >>> episodes = Episodes(1)
+    >>> episodes = EpisodeStats(1)
     >>> episodes.add(np.array([[1.0, 2.0, 3.0]]), np.array([[False, True, False]]))
     >>> episodes.add(np.array([[4.0]]), np.array([[True]]))
     >>> episodes.count, list(episodes.returns), list(episodes.lengths)
@@ -131,7 +131,7 @@ class Episodes:
         return list(self.returns)[len(self.returns) - new :], list(self.lengths)[len(self.lengths) - new :]
 
     def take(self, returns: list[float], lengths: list[int]) -> None:
-        """Episodes that ended elsewhere."""
+        """EpisodeStats that ended elsewhere."""
         self.count += len(returns)
         self.returns.extend(returns)
         self.lengths.extend(lengths)
@@ -149,7 +149,7 @@ class Episodes:
             mine.extend(theirs)
 
 
-def stats_of(frames: int, batches: int, episodes: Episodes, speed: Speed) -> CollectorStats:
+def stats_of(frames: int, batches: int, episodes: EpisodeStats, speed: Throughput) -> CollectorStats:
     """All figures together."""
     return CollectorStats(
         frames=frames,

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.collectors.rollout import Rolled, extras_of
-from engram.collectors.trajectories import FrameMarks
+from engram.collectors.action_sources import (
+    ActionSource,
+    MaskedRandom,
+    ModuleActions,
+    RandomActions,
+    TensorDictActions,
+    skipping,
+)
+from engram.collectors.rollout import RolloutResult, ted_batch
+from engram.collectors.trajectories import StepTags
 from engram.envs.batched import Autoreset, BatchEngine, BatchStep
 from engram.envs.gym_codecs import Leaf, leaves_of
-from engram.envs.gym_engine import check_action
 from engram.envs.gym_values import BOOL, DOUBLE, SINGLE, flag_row, narrow_rewards, reward_row
-from engram.envs.mdp import merge_where, stack_steps, zero_where
-from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, direct_module
+from engram.envs.mdp import stack_steps
+from engram.envs.policies import RandomPolicy, TensorDictPolicy, direct_module
+from engram.envs.steps import FrameIndex
 
 Array = np.ndarray[Any, Any]
 
 
-class BatchRoller:
-    """Does what `TensorDictRoller` does, for a `BatchEngine`, key by key the same.
+class VectorRollout:
+    """Steps environments of a `BatchEngine` together; key by key the same as `TensorDictRollout`.
 
     A call that only resets an environment (NEXT_STEP) is no frame of it: environments whose episodes are long then have
-    more frames than others, and a batch is there when each has its steps. **Frames beyond those open the next batch, in
-    their order**; `restart` drops them.
+    more frames than others, and a batch is complete when each has its steps. **Frames beyond those open the next batch,
+    in their order**; `restart` drops them.
     """
 
     def __init__(
@@ -35,8 +43,9 @@ class BatchRoller:
         env: Any,
         engine: BatchEngine,
         policy: TensorDictPolicy,
+        tags: StepTags,
+        *,
         max_frames_per_traj: int | None,
-        marks: FrameMarks,
     ) -> None:
         if max_frames_per_traj is not None and not engine.can_reset_some:
             raise ValueError(
@@ -44,36 +53,35 @@ class BatchRoller:
                 "be reset all together; use a time limit of their own (gymnasium.make_vec(..., "
                 f"max_episode_steps={max_frames_per_traj})), or SerialEnv"
             )
-        self._engine, self._policy, self._limit, self._marks = engine, policy, max_frames_per_traj, marks
-        self._device = env.device
+        self._engine, self._policy, self._tags = engine, policy, tags
+        self._max_frames = max_frames_per_traj
+        self._codec, self._batch_size, self._device = engine.action, torch.Size((engine.n,)), env.device
         self.is_random = isinstance(policy, RandomPolicy)
-        self._random = BatchRandom(
-            policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec), engine
-        )
-        self._on_tensordicts = BatchTensorDicts(policy, engine, self._device)
-        self._log = CallLog(engine.n, engine.leaves, leaves_of(engine.action, ("action",)))
+        random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
+        self._random = RandomActions(random, self._codec, self._batch_size)
+        self._log = StepLog(engine.n, engine.leaves, leaves_of(engine.action, ("action",)))
+        self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, self._device)
+        self._tensordict_actions.start(self._log, self._log.store_outputs)
         self.restart()
 
     def restart(self) -> None:
-        """Every environment is reset before its next step; frames that wait for the next batch are dropped."""
         self._log.clear()
-        self._over = np.zeros(self._engine.n, np.bool_)
-        self._ages = np.zeros(self._engine.n, np.int64)
+        self._to_reset = np.zeros(self._engine.n, np.bool_)
+        self._lengths = np.zeros(self._engine.n, np.int64)
 
-    def roll(self, steps: int, random_steps: int) -> Rolled:
-        """`[n, steps]` in TED, the first `random_steps` of each environment with random actions."""
+    def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
         try:
-            self._fill(steps, random_steps)
+            self._run_all(steps, random_steps)
         except BaseException as error:
             return self._cut_short(steps, error)
         try:
-            return Rolled(self._assembled(self._log.take(steps), steps))
+            return RolloutResult(self._batch_of(self._log.take(steps), steps))
         except BaseException:
             self.restart()  # half a batch is lost: no trajectory may go on across the gap
             raise
 
-    def _cut_short(self, steps: int, error: BaseException) -> Rolled:
-        """What every environment has stepped before an error: no trajectory goes on after it."""
+    def _cut_short(self, steps: int, error: BaseException) -> RolloutResult:
+        """The steps that every environment made before an error; no trajectory goes on after it."""
         try:
             try:
                 self._log.count()
@@ -82,104 +90,112 @@ class BatchRoller:
             steps = min(steps, int(self._log.waiting.min()))
             if steps == 0:
                 raise error
-            return Rolled(self._assembled(self._log.take(steps), steps), error)
+            return RolloutResult(self._batch_of(self._log.take(steps), steps), error)
         finally:
             self.restart()
 
-    def _fill(self, steps: int, random_steps: int) -> None:
+    def _run_all(self, steps: int, random_steps: int) -> None:
         source = self._source()
         if self._log.is_empty:
             self._log.begin(self._engine.reset())
-            source.forget(np.ones(self._engine.n, np.bool_))
+            source.reset_envs(range(self._engine.n))
         waiting = self._log.waiting
         while (missing := steps - int(waiting.min())) > 0:
+            if self._to_reset.any():  # only now: the last state of a batch must stay, and a restart may come
+                self._reset(source)
             if self.is_random:
-                self._run(source, missing)
+                self._run(self._random_actions(missing), source, missing)
             elif (surely_random := random_steps - int(waiting.max())) > 0:
-                self._run(RandomInstead(self._random, source), min(missing, surely_random))
+                calls = min(missing, surely_random)
+                self._run(skipping(source, self._random_actions(calls)), source, calls)
             elif int(waiting.min()) < random_steps:  # some have had their random steps, others not
-                self._run(RandomWhere(waiting < random_steps, self._random, source), 1)
+                mixed = MaskedRandom(waiting < random_steps, self._random, source, self._codec, self._batch_size)
+                self._run(self._chosen(mixed, 1), mixed, 1)
             else:
-                self._run(source, missing)
+                self._run(self._chosen(source, missing), source, missing)
 
-    def _source(self) -> BatchSource:
+    def _source(self) -> ActionSource:
         if self.is_random:
             return self._random
-        direct = direct_module(self._policy)  # looked at again for each batch: hooks come and go
+        direct = direct_module(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None:
-            return BatchModule(direct, self._engine)
-        return self._on_tensordicts
+            return ModuleActions(direct, self._codec, self._batch_size, self._log)
+        return self._tensordict_actions
 
-    def _run(self, source: BatchSource, calls: int) -> None:
-        log, step, version = self._log, self._engine.step, self._marks.version
-        has_ends = self._engine.autoreset is Autoreset.DISABLED or self._limit is not None
-        if self._over.any():  # only now: the last state of a batch must stay, and a restart may come
-            self._reset_over(source)
-        for left, action in enumerate(source.actions(calls, log), 1 - calls):
-            out = step(action)
+    def _chosen(self, source: ActionSource, calls: int) -> Iterator[Any]:
+        return source.raw_actions(range(calls), self._codec.decode_batch, self._log.add_action)
+
+    def _random_actions(self, calls: int) -> Iterator[Any]:
+        if not self._random.is_one_array:
+            return self._chosen(self._random, calls)
+        raws = self._random.draw_batches(calls)
+        self._log.add_actions(raws)
+        return iter(raws)
+
+    def _run(self, raws: Iterator[Any], source: ActionSource, calls: int) -> None:
+        log, step, version = self._log, self._engine.step, self._tags.version
+        ends_matter = self._engine.autoreset is Autoreset.DISABLED or self._max_frames is not None
+        for number, raw in enumerate(raws, 1):
+            out = step(raw)
             log.add(out, version)
             if out.idle is not None:
-                source.forget(out.idle)
+                source.reset_envs(out.idle)
             elif out.last:
-                source.forget(self._mask_of([env for env, _ in out.last]))
-            if has_ends and self._ends(out) and left:
-                self._reset_over(source)
+                source.reset_envs([env for env, _ in out.last])
+            if ends_matter and self._note_ends(out) and number < calls:
+                self._reset(source)
         log.count()
 
-    def _ends(self, out: BatchStep) -> bool:
-        """Takes in which episodes end with this call; says whether environments have to be reset."""
+    def _note_ends(self, out: BatchStep) -> bool:
+        """Notes which episodes end with this call; returns whether environments have to be reset."""
         natural = self._log.last_ends()
-        self._over = natural
-        if self._limit is not None:
-            self._ages += 1 if out.idle is None else ~out.idle
-            cut = self._ages >= self._limit
-            self._log.cut(cut)
-            self._ages[natural | cut] = 0
-            self._over = natural | cut if self._engine.autoreset is Autoreset.DISABLED else cut & ~natural
-        return bool(np.count_nonzero(self._over))
+        self._to_reset = natural
+        if self._max_frames is not None:
+            self._lengths += 1 if out.idle is None else ~out.idle
+            too_long = self._lengths >= self._max_frames
+            self._log.truncate(too_long)
+            ended = natural | too_long
+            self._lengths[ended] = 0
+            self._to_reset = ended if self._engine.autoreset is Autoreset.DISABLED else too_long & ~natural
+        return bool(np.count_nonzero(self._to_reset))
 
-    def _reset_over(self, source: BatchSource) -> None:
-        envs = self._over.copy()
-        self._log.restart(envs, self._engine.reset(None if envs.all() else envs))
-        self._over[:] = False
-        source.forget(envs)
+    def _reset(self, source: ActionSource) -> None:
+        envs = self._to_reset.copy()
+        self._log.reset_envs(envs, self._engine.reset(None if envs.all() else envs))
+        self._to_reset[:] = False
+        source.reset_envs(envs)
 
-    def _mask_of(self, envs: list[int]) -> Array:
-        mask = np.zeros(self._engine.n, np.bool_)
-        mask[envs] = True
-        return mask
-
-    def _assembled(self, frames: Frames, steps: int) -> TensorDictBase:
-        def of_batch(entries: dict[Any, Any]) -> TensorDict:
-            return TensorDict(entries, batch_size=shape, device=self._device)
-
+    def _batch_of(self, window: StepWindow, steps: int) -> TensorDictBase:
         shape = torch.Size((self._engine.n, steps))
+        done = window.terminated | window.truncated
         outcomes = {
-            "reward": frames.reward,
-            "done": frames.terminated | frames.truncated,
-            "terminated": frames.terminated,
-            "truncated": frames.truncated,
+            "reward": window.reward,
+            "done": done,
+            "terminated": window.terminated,
+            "truncated": window.truncated,
         }
-        marks = self._marks.entries(outcomes["done"][..., 0], shape, frames.versions)
-        flags = {key: torch.from_numpy(np.zeros((*shape, 1), dtype=np.bool_)) for key in FLAGS}
-        columns = {key: torch.from_numpy(column) for key, column in outcomes.items()}
-        following = of_batch({**columns, **frames.after})
-        td = of_batch({**flags, "collector": of_batch(marks), "next": following, **frames.before, **frames.action})
-        return td if frames.extras is None else frames.extras.update(td)
+        tags = self._tags.tag(done[..., 0], shape, window.versions)
+        return ted_batch(
+            {**window.before, **window.action},
+            window.after,
+            outcomes,
+            tags,
+            window.policy_outputs,
+            shape=shape,
+            device=self._device,
+        )
 
 
-class CallLog:
-    """The calls of `n` environments that step together, and which of them are frames nobody has taken yet.
+class StepLog:
+    """What each call of `BatchEngine.step` gave, until its frames are in a batch.
 
-    A *frame* is a step of one environment. Calls that only reset an environment are none for it. What an environment
-    showed before call c is row c of the observations, what it showed after is row c + 1; where a reset wrote over the
-    latter, the old value is kept aside. All arrays are copied when they come.
+    A *frame* is a step of one environment; a call that only resets an environment is no frame of it. Row c of the
+    observations is what the environments showed before call c, row c + 1 what they showed after it; where a reset wrote
+    over the latter, the last observation of the episode is kept apart. All arrays are copied at once.
     """
 
     def __init__(self, n: int, leaves: list[Leaf], actions: list[Leaf]) -> None:
         self._n, self._leaves, self._action_leaves = n, leaves, actions
-        self._none = bytes(n)
-        self._numbers = np.arange(n)[:, None]
         codec, is_single = leaves[0].codec, len(leaves) == 1 and not leaves[0].path
         self._dtype = codec.raw_dtype if is_single else None  # None: several arrays
         self._shape, self._flat = (n, *codec.raw_shape), (n,)
@@ -187,7 +203,7 @@ class CallLog:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything, the frames that wait for a batch too."""
+        """Drops everything, frames that wait for a batch included."""
         self._shown: list[list[Array]] = [[] for _ in self._leaves]
         self._actions: list[list[Array]] = [[] for _ in self._action_leaves]
         self._rewards: list[bytes] = []  # bytes: a tenth of the cost of small arrays, to make and to join
@@ -195,26 +211,36 @@ class CallLog:
         self._reward_dtype: np.dtype[Any] = SINGLE
         self._terminated: list[bytes] = []
         self._truncated: list[bytes] = []
-        self._idle: list[bytes] = []  # those which the call has only reset
-        self._moved: list[tuple[int, Any, list[Array]]] = []  # by call: which environments, what they showed at last
-        self._extras: list[TensorDictBase | None] = []
-        self._noted: TensorDictBase | None = None
+        self._last_of_episodes: list[tuple[int, Any, list[Array]]] = []  # call, environments, their observations
+        self._outputs: list[TensorDictBase | None] = []  # of the policy, besides the action
+        self._next_outputs: TensorDictBase | None = None
         self._versions: list[int] = []
         self._dropped = 0
-        self.waiting = np.zeros(self._n, dtype=np.int64)
-        self._taken = np.zeros(self._n, dtype=np.int64)  # frames of this log, each environment's first ones
+        self._frames = FrameIndex(self._n)
+
+    @property
+    def waiting(self) -> Array:
+        """Frames of each environment that no batch has taken, int64 `[n]`."""
+        return self._frames.waiting
 
     @property
     def is_empty(self) -> bool:
         """Whether the environments have not been reset yet."""
         return not self._shown[0]
 
-    def row(self, leaf: int) -> Array:
-        """What the environments show now, `[n, *raw_shape]` of that leaf."""
-        return self._shown[leaf][-1]
+    @property
+    def keys(self) -> list[Any]:
+        """The keys of the observations."""
+        return [leaf.key for leaf in self._leaves]
+
+    def rows(self, key: Any) -> Callable[[int], Tensor]:
+        """A function that gives the newest observation `[n, *shape]`, whatever its argument."""
+        index = self.keys.index(key)
+        encode = self._leaves[index].codec.encode
+        return lambda t: encode(self._shown[index][-1])
 
     def begin(self, observation: Any) -> None:
-        """What the environments show after the first reset. Raises ValueError where it is not of their spaces."""
+        """Adds the observation after the first reset. Raises ValueError where it is not of the spaces."""
         for rows, shown in zip(self._rows_of(observation), self._shown, strict=True):
             shown.append(rows)
 
@@ -224,26 +250,26 @@ class CallLog:
             return [observation.copy()]
         return [np.array(leaf.rows(observation, self._n), order="C") for leaf in self._leaves]
 
-    def act(self, action: Any) -> None:
-        """Keeps the raw action of the next call."""
-        for leaf, kept in zip(self._action_leaves, self._actions, strict=True):
-            kept.append(np.array(leaf.pick(action), leaf.codec.raw_dtype, order="C"))
+    def add_action(self, action: Any) -> None:
+        """Adds the raw action of the next call."""
+        for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
+            actions.append(np.array(leaf.pick(action), leaf.codec.raw_dtype, order="C"))
 
-    def act_often(self, actions: Array) -> None:
-        """Keeps the raw actions `[calls, n, ...]` of the next calls, where an action is one array."""
+    def add_actions(self, actions: Array) -> None:
+        """Adds the raw actions `[calls, n, ...]` of the next calls, where an action is one array."""
         self._actions[0].extend(np.array(actions, self._action_leaves[0].codec.raw_dtype, order="C"))
 
-    def note(self, extras: TensorDictBase) -> None:
-        """Keeps what the policy writes besides the action of the next call, in the place of what was noted for it."""
-        self._noted = extras
+    def store_outputs(self, outputs: TensorDictBase) -> None:
+        """Stores what the policy writes besides the action of the next call; a second time replaces the first."""
+        self._next_outputs = outputs
 
     def add(self, out: BatchStep, version: int) -> None:
-        """Keeps one call. Raises ValueError where something of it is not what it should be, and keeps nothing then.
+        """Adds one call. Raises ValueError where a value is not of the spaces, and adds nothing then.
 
-        Rewards beyond float32 are told of by `count`.
+        Rewards beyond float32 are an error of `count`.
         """
         rows, reward, terminated, truncated = self._rows_of(out.observation), out.reward, out.terminated, out.truncated
-        flat, ndarray = self._flat, np.ndarray  # rows of their dtype are not handed to a function: that costs as much
+        flat, ndarray = self._flat, np.ndarray  # no function call for rows of the right dtype: it costs as much
         if type(reward) is not ndarray or reward.dtype is not self._reward_dtype or reward.shape != flat:
             reward = self._widened(reward_row(reward, self._n))
         if type(terminated) is not ndarray or terminated.dtype is not BOOL or terminated.shape != flat:
@@ -253,18 +279,18 @@ class CallLog:
         lasts = out.last and [(env, [leaf.value(last).copy() for leaf in self._leaves]) for env, last in out.last]
         for row, shown in zip(rows, self._shown, strict=True):
             shown.append(row)
-        self._idle.append(self._none if out.idle is None else out.idle.tobytes())
+        self._frames.add(out.idle)
         self._terminated.append(terminated.tobytes())
         self._truncated.append(truncated.tobytes())
         self._versions.append(version)
-        self._extras.append(self._noted)
-        self._noted = None
+        self._outputs.append(self._next_outputs)
+        self._next_outputs = None
         for env, last in lasts:
-            self._moved.append((self._last_call + 1, env, last))
+            self._last_of_episodes.append((self._last_call + 1, env, last))
         self._uncounted.append(reward.tobytes())  # last: a call with rewards is whole
 
     def _widened(self, reward: Array) -> Array:
-        """Rewards that are not of the dtype of those before them, in one that fits all which are not counted yet."""
+        """Rewards of another dtype than those before them, in a dtype that fits all that are not counted yet."""
         if not self._uncounted:
             self._reward_dtype = SINGLE if reward.dtype == SINGLE else DOUBLE
         elif self._reward_dtype is SINGLE:
@@ -277,265 +303,92 @@ class CallLog:
         return self._dropped + len(self._rewards) + len(self._uncounted) - 1
 
     def last_ends(self) -> Array:
-        """Where the last call ended an episode, bool `[n]`."""
+        """Which environments the last call ended an episode of, bool `[n]`."""
         terminated, truncated = self._terminated[-1], self._truncated[-1]
         return np.frombuffer(terminated, np.bool_) | np.frombuffer(truncated, np.bool_)
 
-    def cut(self, envs: Array) -> None:
-        """The episodes of `envs` (bool `[n]`) end with the last call, by truncation."""
+    def truncate(self, envs: Array) -> None:
+        """Marks the last call as truncating the episodes of `envs` (bool `[n]`)."""
         self._truncated[-1] = (np.frombuffer(self._truncated[-1], np.bool_) | envs).tobytes()
 
-    def restart(self, envs: Array, observation: Any) -> None:
-        """`envs` (bool `[n]`) were reset after the last call, and show `observation`."""
+    def reset_envs(self, envs: Array, observation: Any) -> None:
+        """Takes the `observation` of a reset of `envs` (bool `[n]`) after the last call."""
         begun = self._rows_of(observation)
-        self._moved.append((self._last_call, envs, [shown[-1][envs] for shown in self._shown]))
+        self._last_of_episodes.append((self._last_call, envs, [shown[-1][envs] for shown in self._shown]))
         for rows, shown in zip(begun, self._shown, strict=True):
             shown[-1][envs] = rows[envs]
 
     def count(self) -> None:
-        """The calls since the last count become waiting frames.
+        """Makes waiting frames of the calls since the last count.
 
-        Raises ValueError for rewards beyond float32; the calls before count, that one and those after it are dropped.
+        Raises ValueError for rewards beyond float32; the calls before become frames, that one and those after it not.
         """
-        made = narrow_rewards(_rows(self._uncounted, self._reward_dtype, self._n))
+        rewards = narrow_rewards(_rows(self._uncounted, self._reward_dtype, self._n))
         self._uncounted.clear()
-        counted, calls = len(self._rewards), len(made.values)
-        self._rewards.extend(made.values.view(self._reward_row)[:, 0].tolist())  # bytes of each call
-        self.waiting += calls - _rows(self._idle[counted : counted + calls], np.bool_, self._n).sum(0)
-        if made.error is not None:
-            raise made.error
+        self._rewards.extend(rewards.values.view(self._reward_row)[:, 0].tolist())  # bytes of each call
+        self._frames.count(len(rewards.values))
+        if rewards.error is not None:
+            raise rewards.error
 
-    def take(self, steps: int) -> Frames:
-        """The first `steps` waiting frames of each environment, oldest first; they wait no more."""
-        n, total = self._n, len(self._rewards)
-        are_frames = ~_rows(self._idle[:total], np.bool_, n).T
-        found, counts = np.flatnonzero(are_frames), self._taken + self.waiting
-        starts = counts.cumsum() - counts + self._taken  # where in `found` the first waiting frame of each stands
-        slots = found[starts[:, None] + np.arange(steps)]
-        calls = slots - self._numbers * total
-        slots = calls * n + self._numbers
-        frames = Frames(slots, calls, self._versions)
-        self._fill(frames)
-        self.waiting -= steps
-        self._taken += steps
-        following = found.take((starts + steps)[self.waiting > 0]) % total
-        self._drop_before(int(following.min()) if len(following) else total, are_frames)
-        return frames
+    def take(self, steps: int) -> StepWindow:
+        """Takes the first `steps` waiting frames of each environment, oldest first."""
+        calls, dropped = self._frames.take(steps)
+        window = StepWindow(calls, self._versions)
+        self._fill(window)
+        self._drop(dropped)
+        return window
 
-    def _fill(self, frames: Frames) -> None:
-        slots, n = frames.slots, self._n
+    def _fill(self, window: StepWindow) -> None:
+        slots, n = window.slots, self._n
         for leaf_number, (leaf, shown) in enumerate(zip(self._leaves, self._shown, strict=True)):
             rows = _rows(shown, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
-            frames.before[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
-            for call, envs, last in self._moved:  # a call before the first of this log has nobody who reads it
+            window.before[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
+            for call, envs, last in self._last_of_episodes:  # no frame reads a call before the first of this log
                 rows[(call + 1 - self._dropped) * n :][:n][envs] = last[leaf_number]
-            frames.after[leaf.key] = leaf.codec.encode(rows.take(slots + n, 0))
+            window.after[leaf.key] = leaf.codec.encode(rows.take(slots + n, 0))
         for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
             rows = _rows(actions, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
-            frames.action[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
-        frames.reward = _rows(self._rewards, np.float32, 1).take(slots, 0)
-        frames.terminated = _rows(self._terminated, np.bool_, 1).take(slots, 0)
-        frames.truncated = _rows(self._truncated, np.bool_, 1).take(slots, 0)
-        noted = next((extras for extras in self._extras if extras is not None), None)
-        if noted is not None:
-            by_call = [noted.empty() if extras is None else extras for extras in self._extras]
-            frames.extras = stack_steps(by_call, 0).reshape(-1)[torch.from_numpy(slots)]
+            window.action[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
+        window.reward = _rows(self._rewards, np.float32, 1).take(slots, 0)
+        window.terminated = _rows(self._terminated, np.bool_, 1).take(slots, 0)
+        window.truncated = _rows(self._truncated, np.bool_, 1).take(slots, 0)
+        some = next((outputs for outputs in self._outputs if outputs is not None), None)
+        if some is not None:
+            by_call = [some.empty() if outputs is None else outputs for outputs in self._outputs]
+            window.policy_outputs = stack_steps(by_call, 0).reshape(-1)[torch.from_numpy(slots)]
 
-    def _drop_before(self, calls: int, are_frames: Array) -> None:
-        flat: list[list[Any]] = [self._rewards, self._terminated, self._truncated, self._idle, self._extras]
+    def _drop(self, calls: int) -> None:
+        flat: list[list[Any]] = [self._rewards, self._terminated, self._truncated, self._outputs]
         for column in (*self._shown, *self._actions, *flat):
             del column[:calls]
-        self._versions = self._versions[calls:]  # the last frames have the old ones
-        self._taken -= are_frames[:, :calls].sum(1)
+        self._versions = self._versions[calls:]  # the window has the old list
         self._dropped += calls
-        self._moved = [entry for entry in self._moved if entry[0] >= self._dropped]
+        self._last_of_episodes = [entry for entry in self._last_of_episodes if entry[0] >= self._dropped]
 
 
-def _rows(chunks: Sequence[Any], dtype: Any, *shape: int) -> Array:
-    """Arrays, or bytes, of one dtype as the rows `[-1, *shape]` of a new one: a third of the cost of `concatenate`."""
-    return np.frombuffer(bytearray().join(chunks), dtype).reshape(-1, *shape)
-
-
-class Frames:
+class StepWindow:
     """A batch `[n, time]` cut out of a log: tensors by key, and arrays `[n, time, 1]`.
 
-    `calls` `[n, time]` says which call of the log each frame is, `slots` where in its flat rows; `versions` of the
-    policy go by call.
+    `calls` `[n, time]` says which call of the log each frame is of, `slots` which of its rows `call * n + env`.
     """
 
     reward: Array
     terminated: Array
     truncated: Array
 
-    def __init__(self, slots: Array, calls: Array, versions: list[int]) -> None:
-        self.slots, self._calls, self._versions = slots, calls, versions
+    def __init__(self, calls: Array, versions: list[int]) -> None:
+        self._calls, self._versions = calls, versions
+        self.slots = calls * len(calls) + np.arange(len(calls))[:, None]
         self.before: dict[Any, Tensor] = {}
         self.after: dict[Any, Tensor] = {}
         self.action: dict[Any, Tensor] = {}
-        self.extras: TensorDictBase | None = None
+        self.policy_outputs: TensorDictBase | None = None
 
     def versions(self) -> Array:
-        """Of the policy, int64 `[n, time]`."""
+        """The versions of the policy that acted, int64 `[n, time]`."""
         return np.array(self._versions, np.int64).take(self._calls)
 
 
-class BatchSource:
-    """A source that keeps nothing from call to call and writes nothing but the action."""
-
-    def __init__(self, engine: BatchEngine) -> None:
-        self.engine, self._codec = engine, engine.action
-
-    def act(self, log: CallLog) -> Any:
-        """The action `[n, *spec.shape]` in the state that the log shows."""
-        raise NotImplementedError
-
-    def actions(self, calls: int, log: CallLog) -> Iterator[Any]:
-        """One raw batched action for each of so many calls, when its turn comes."""
-        decode = self._codec.decode_batch
-        for call in range(calls):
-            action = self.act(log)
-            if call == 0:  # one look a stretch: a wrong shape or a score instead of a choice shows at once
-                check_action(self._codec, action, (self.engine.n,))
-            try:
-                raw = decode(action)
-            except Exception:
-                check_action(self._codec, action, (self.engine.n,))  # says what came and what is allowed
-                raise
-            log.act(raw)
-            yield raw
-
-    def forget(self, envs: Array) -> None:
-        """Environments `envs` (bool `[n]`) start anew: nothing of their last episodes goes on."""
-
-    def skip(self, log: CallLog) -> None:
-        """All actions of the next call are random ones from elsewhere."""
-
-    def disown(self, envs: Array, log: CallLog) -> None:
-        """For `envs` (bool `[n]`) the action that `act` gave last was replaced by a random one."""
-
-
-class BatchRandom(BatchSource):
-    """Random actions, drawn for many calls at once."""
-
-    def __init__(self, policy: RandomPolicy, engine: BatchEngine) -> None:
-        super().__init__(engine)
-        self._spec = policy.action_spec
-        self._is_codec_spec = self._spec == self._codec.spec.expand(engine.n, *self._codec.spec.shape)
-        self._is_one_array = not leaves_of(self._codec, ("action",))[0].path
-
-    def act(self, log: CallLog) -> Any:
-        return self._spec.rand(())
-
-    def actions(self, calls: int, log: CallLog) -> Iterator[Any]:
-        if not self._is_one_array:
-            return super().actions(calls, log)
-        raws = self._drawn(calls)
-        log.act_often(raws)
-        return iter(raws)
-
-    def _drawn(self, calls: int) -> Array:
-        if self._is_codec_spec:
-            return np.asarray(self._codec.random_batch((calls, self.engine.n)))
-        drawn = self._spec.rand((calls,))
-        check_action(self._codec, drawn, (calls, self.engine.n))
-        return np.asarray(self._codec.decode_batch(drawn))
-
-
-class BatchModule(BatchSource):
-    """A module from one observation tensor to the action, called with nothing in between."""
-
-    def __init__(self, policy: ObservationPolicy, engine: BatchEngine) -> None:
-        super().__init__(engine)
-        self._module = policy.module
-        self._leaf = [leaf.key for leaf in engine.leaves].index(policy.in_key)
-        self._encode = engine.leaves[self._leaf].codec.encode
-
-    def act(self, log: CallLog) -> Any:
-        return self._module(self._encode(log.row(self._leaf)))
-
-
-class BatchTensorDicts(BatchSource):
-    """A policy on TensorDicts. What it writes besides the action is kept, stored, and handed to it at the next step."""
-
-    def __init__(self, policy: TensorDictPolicy, engine: BatchEngine, device: Any) -> None:
-        super().__init__(engine)
-        self._policy = policy
-        self._kept = TensorDict(batch_size=[engine.n], device=device)
-        self._flag = torch.zeros(engine.n, 1, dtype=torch.bool)
-        self._keys = [leaf.key for leaf in engine.leaves]
-        self._blank: TensorDictBase | None = None
-        self._last: TensorDictBase = self._kept
-
-    def act(self, log: CallLog) -> Any:
-        out = self._policy(self._state(log))
-        self._note(out, log)
-        return out.get("action")
-
-    def skip(self, log: CallLog) -> None:
-        state = self._state(log)
-        self._note(state.update(self._blanks(state)), log)
-
-    def disown(self, envs: Array, log: CallLog) -> None:
-        log.note(zero_where(_as_mask(envs), self._last))
-        self._kept = zero_where(_as_mask(envs), self._kept)
-
-    def forget(self, envs: Array) -> None:
-        if not self._kept.is_empty() and envs.any():
-            self._kept = zero_where(_as_mask(envs), self._kept)
-
-    def _blanks(self, state: TensorDictBase) -> TensorDictBase:
-        if self._blank is None:
-            self._blank = extras_of(self._policy, state)
-        return self._blank.clone()
-
-    def _state(self, log: CallLog) -> TensorDictBase:
-        td = self._kept.copy()
-        for index, leaf in enumerate(self.engine.leaves):
-            td.set(leaf.key, leaf.codec.encode(log.row(index)))
-        return td.update(dict.fromkeys(FLAGS, self._flag))
-
-    def _note(self, out: TensorDictBase, log: CallLog) -> None:
-        self._last = extras = out.exclude("action", *FLAGS, *self._keys)
-        log.note(extras)
-        following = extras.get("next", None)
-        kept = extras.exclude("next").copy()
-        self._kept = kept if following is None else kept.update(following.copy())
-
-
-class RandomInstead(BatchSource):
-    """Random actions; the source that they stand in for skips the steps."""
-
-    def __init__(self, random: BatchRandom, source: BatchSource) -> None:
-        super().__init__(random.engine)
-        self._random, self._source = random, source
-
-    def forget(self, envs: Array) -> None:
-        self._source.forget(envs)
-
-    def actions(self, calls: int, log: CallLog) -> Iterator[Any]:
-        for raw in self._random.actions(calls, log):
-            self._source.skip(log)
-            yield raw
-
-
-class RandomWhere(BatchSource):
-    """Random actions for `envs` (bool `[n]`), those of a source for the others."""
-
-    def __init__(self, envs: Array, random: BatchRandom, source: BatchSource) -> None:
-        super().__init__(random.engine)
-        self._envs, self._random, self._source = envs, random, source
-
-    def forget(self, envs: Array) -> None:
-        self._source.forget(envs)
-
-    def act(self, log: CallLog) -> Any:
-        chosen = self._source.act(log)
-        self._source.disown(self._envs, log)
-        random, mask = self._random.act(log), _as_mask(self._envs)
-        if isinstance(chosen, Tensor):
-            return torch.where(mask.reshape(-1, *(1,) * (chosen.ndim - 1)), random.to(chosen.dtype), chosen)
-        return merge_where(mask, random, chosen)
-
-
-def _as_mask(envs: Array) -> Tensor:
-    return torch.from_numpy(envs).unsqueeze(1)
+def _rows(chunks: Sequence[Any], dtype: Any, *shape: int) -> Array:
+    """Arrays, or bytes, of one dtype as the rows `[-1, *shape]` of a new one: a third of the cost of `concatenate`."""
+    return np.frombuffer(bytearray().join(chunks), dtype).reshape(-1, *shape)

@@ -1,4 +1,4 @@
-"""What a worker process of a collector does."""
+"""A worker process of a collector: its messages, its loop, and batches that go to the owner in shared memory."""
 
 from __future__ import annotations
 
@@ -11,155 +11,159 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from engram.collectors.rollout import ask
+from engram.collectors.rollout import call_if_present
 from engram.collectors.shared_weights import SharedWeights
-from engram.collectors.stats import Episodes
+from engram.collectors.stats import EpisodeStats
 from engram.collectors.sync import BufferWriter, SyncDataCollector, as_rows
-from engram.collectors.trajectories import Numbering, SharedCount
+from engram.collectors.trajectories import GlobalTrajectoryIds, SharedCounter
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.step_clocks import StepClock
 from engram.workers import Channel, Portable
 
-MOST_PIECES = 32  # of a batch that can be stopped between two
+MAX_PIECES = 32  # a batch that can be stopped is collected in so many pieces at most
 
 
-class Ready(NamedTuple):
-    """The collector stands; so many frames are in one of its batches, over so many environments."""
+class Hello(NamedTuple):
+    """The worker is ready: its batches have `frames` frames, over `envs` environments."""
 
     frames: int
     envs: int
 
 
 class Collect(NamedTuple):
-    """Wanted: one more batch."""
+    """Asks for one more batch; the answer is a `BatchReady`."""
 
 
 class Stop(NamedTuple):
-    """The batch that is being collected is long enough."""
+    """Ends the batch that is being collected with the steps that it has."""
 
 
-class Seed(NamedTuple):
-    """The environments' next reset starts from this seed; the answer is the first that is free."""
+class SetSeed(NamedTuple):
+    """Seeds the next reset of the environments; the answer is the first seed that is free."""
 
     seed: int
 
 
-class State(NamedTuple):
-    """Wanted: the collector's state."""
+class GetState(NamedTuple):
+    """Asks for the state of the collector."""
 
 
-class Try(NamedTuple):
-    """Could the environments go on from these random numbers? The answer says why not; None: they could."""
+class ValidateState(NamedTuple):
+    """Asks whether the environments could load this random state; the answer says why not, or is None."""
 
     random_state: Any
 
 
-class Load(NamedTuple):
-    """The state to go on from; the answer is None."""
+class LoadState(NamedTuple):
+    """Loads a state of the collector; the answer is None."""
 
     state: dict[str, Any]
 
 
-class Attach(NamedTuple):
-    """From now on batches go into this buffer, with ids from this count."""
+class AttachBuffer(NamedTuple):
+    """Writes batches into this buffer from now on, with trajectory ids from this counter; there is no answer."""
 
     replay_buffer: Any
-    ids: SharedCount
+    ids: SharedCounter
 
 
-class Wrote(NamedTuple):
-    """So many frames went into the replay buffer."""
+class WroteFrames(NamedTuple):
+    """The number of frames that the worker wrote into the replay buffer."""
 
     frames: int
 
 
-class Collected(NamedTuple):
-    """A batch, and returns and lengths of the episodes that ended in it; the last one of a worker that then fails."""
+class BatchReady(NamedTuple):
+    """A batch, and returns and lengths of the episodes that ended in it.
 
-    batch: Shelved | Wrote
+    `is_last`: the next message is the error that cut the batch short.
+    """
+
+    batch: SharedBatchRef | WroteFrames
     returns: list[float]
     lengths: list[int]
     is_last: bool
 
 
-class Task(NamedTuple):
-    """All that a worker is made from."""
+class WorkerConfig(NamedTuple):
+    """What a worker process is made from."""
 
     make_env: Portable
     policy: Portable | None
     weights: SharedWeights | None
     settings: dict[str, Any]
     can_be_stopped: bool
-    shelf_batches: int
+    batches_in_memory: int
     clock: StepClock | None
 
 
-def work(channel: Channel, task: Task) -> None:
-    """The worker's whole life."""
-    _CollectorProcess(channel, task).run()
+def run_worker(channel: Channel, config: WorkerConfig) -> None:
+    """Runs a worker process until its owner closes the channel."""
+    _CollectorProcess(channel, config).run()
 
 
 class _CollectorProcess:
-    """A collector that does what its owner's messages say."""
+    """A collector that carries out the messages of its owner."""
 
-    def __init__(self, channel: Channel, task: Task) -> None:
-        self._channel, self._weights = channel, task.weights
-        policy = None if task.policy is None else task.policy.function
-        # A copy of its own: after a fork parameters in shared memory would still be the owner's.
+    def __init__(self, channel: Channel, config: WorkerConfig) -> None:
+        self._channel, self._weights = channel, config.weights
+        policy = None if config.policy is None else config.policy.function
+        # A copy: after a fork, parameters in shared memory would still be the owner's.
         policy = copy.deepcopy(policy) if isinstance(policy, nn.Module) else policy
-        self._env = task.make_env.function()
+        self._env = config.make_env.function()
         self._envs = self._env.batch_size.numel()
-        steps = -(-task.settings["frames_per_batch"] // self._envs)
-        self._pieces = _divisor(steps) if task.can_be_stopped else 1
-        settings = {**task.settings, "frames_per_batch": steps // self._pieces * self._envs}
+        steps = -(-config.settings["frames_per_batch"] // self._envs)
+        self._pieces = _number_of_pieces(steps) if config.can_be_stopped else 1
+        settings = {**config.settings, "frames_per_batch": steps // self._pieces * self._envs}
         self._collector = SyncDataCollector(self._env, policy, **settings)
-        if task.clock is not None:
-            self._collector._enter_steps_in(task.clock)
-        self._resets_each = bool(task.settings["reset_at_each_iter"])
-        self._shelf = Shelf(task.shelf_batches)
+        if config.clock is not None:
+            self._collector._time_steps(config.clock)
+        self._resets_each = bool(config.settings["reset_at_each_iter"])
+        self._shared_batches = SharedBatchWriter(config.batches_in_memory)
         self._writer: BufferWriter | None = None
-        self._numbering: Numbering | None = None
+        self._global_ids: GlobalTrajectoryIds | None = None
         self._version = 0
         self._failure: BaseException | None = None  # of the environment or the policy, after a batch's first steps
-        self._episodes = Episodes(self._envs)
+        self._episodes = EpisodeStats(self._envs)
 
     def run(self) -> None:
         collector = self._collector
         answers: dict[type, Callable[[Any], Any]] = {
-            Collect: lambda message: self._collected(),
-            Seed: lambda message: collector.set_seed(message.seed),
-            State: lambda message: self._state(),
-            Try: lambda message: self._refusal_of(message.random_state),
-            Load: lambda message: self._load(message.state),
+            Collect: lambda message: self._collect(),
+            SetSeed: lambda message: collector.set_seed(message.seed),
+            GetState: lambda message: self._get_state(),
+            ValidateState: lambda message: self._validate(message.random_state),
+            LoadState: lambda message: self._load_state(message.state),
         }
         try:
-            self._channel.say(Ready(collector.frames_per_batch * self._pieces, self._envs))
+            self._channel.say(Hello(collector.frames_per_batch * self._pieces, self._envs))
             while True:
                 message = self._channel.receive()
-                if isinstance(message, Attach):
-                    self._writer, self._numbering = BufferWriter(message.replay_buffer), Numbering(message.ids.take)
-                elif not isinstance(message, Stop):  # one that came after the batch had ended says nothing
+                if isinstance(message, AttachBuffer):
+                    self._writer = BufferWriter(message.replay_buffer)
+                    self._global_ids = GlobalTrajectoryIds(message.ids.take)
+                elif not isinstance(message, Stop):  # a Stop that comes after the batch has ended is ignored
                     self._channel.say(answers[type(message)](message))
                     if self._failure is not None:
                         raise self._failure
         finally:
             if self._writer is not None:
-                self._writer.replay_buffer.flush_transforms()  # steps that waited for those that would follow
+                self._writer.replay_buffer.flush_transforms()  # steps that transforms hold back
             self._env.close()
 
-    def _take_weights(self) -> None:
-        """Takes in what the owner wrote since the last time."""
+    def _load_weights(self) -> None:
+        """Loads the weights if the owner has written new ones."""
         if self._weights is not None and self._weights.version != self._version:
             weights = self._weights.read()
             self._version = self._weights.read_version
             self._collector.update_policy_weights_(weights, version=self._version)
 
-    def _state(self) -> dict[str, Any]:
-        self._take_weights()  # an update holds from when it was made, whether or not there was a batch since
+    def _get_state(self) -> dict[str, Any]:
+        self._load_weights()  # an update counts as soon as it is made, also before the next batch
         return self._collector.state_dict()
 
-    def _refusal_of(self, random_state: Any) -> str | None:
-        before = ask(self._env, "random_state")
+    def _validate(self, random_state: Any) -> str | None:
+        before = call_if_present(self._env, "random_state")
         try:
             self._env.set_random_state(random_state)
         except Exception as error:  # a user's environment may do anything here
@@ -169,34 +173,35 @@ class _CollectorProcess:
                 self._env.set_random_state(before)
         return None
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load_state(self, state: dict[str, Any]) -> None:
         self._collector.load_state_dict(state)
-        self._version = state["policy_version"]  # its weights are the shared ones; an update of before is void
+        self._version = state["policy_version"]  # its weights are the shared ones: an earlier update is void
         self._episodes.restart()
-        if self._numbering is not None:
-            self._numbering.forget()
+        if self._global_ids is not None:
+            self._global_ids.forget()
         if self._writer is not None:
             self._writer.restart()
 
-    def _collected(self) -> Collected:
-        self._take_weights()
-        batch = self._rolled()
+    def _collect(self) -> BatchReady:
+        self._load_weights()
+        batch = self._collect_steps()
         since = self._episodes.count
         reward, done = batch.get(("next", "reward"), None), batch.get(("next", "done"), None)
-        if reward is not None and done is not None:  # others keep theirs in groups of agents
+        if reward is not None and done is not None:  # multi-agent ones have both in groups
             self._episodes.add(as_rows(reward, batch.shape, np.add), as_rows(done, batch.shape, np.logical_or))
-        return Collected(self._handed_over(batch), *self._episodes.latest(since), self._failure is not None)
+        returns, lengths = self._episodes.latest(since)
+        return BatchReady(self._hand_over(batch), returns, lengths, is_last=self._failure is not None)
 
-    def _handed_over(self, batch: TensorDictBase) -> Shelved | Wrote:
-        if self._writer is None or self._numbering is None:
-            return self._shelf.put(batch)
-        self._numbering.number([(0, batch)])
+    def _hand_over(self, batch: TensorDictBase) -> SharedBatchRef | WroteFrames:
+        if self._writer is None or self._global_ids is None:
+            return self._shared_batches.put(batch)
+        self._global_ids.number([(0, batch)])
         if self._resets_each:
             self._writer.restart()
         self._writer.write(batch)
-        return Wrote(batch.numel())
+        return WroteFrames(batch.numel())
 
-    def _rolled(self) -> TensorDictBase:
+    def _collect_steps(self) -> TensorDictBase:
         pieces: list[TensorDictBase] = []
         while len(pieces) < self._pieces and self._failure is None:
             try:
@@ -210,27 +215,27 @@ class _CollectorProcess:
             pieces.append(piece)
             self._failure = self._collector.failure
             if self._pieces > 1 and self._channel.has_message():
-                break  # a Stop: while a batch is being collected nothing else is sent, but the end, which comes next
+                break  # a Stop: nothing else is sent while a batch is collected, but the end, which is received next
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
-def _divisor(steps: int) -> int:
-    return max(k for k in range(1, MOST_PIECES + 1) if steps % k == 0)
+def _number_of_pieces(steps: int) -> int:
+    return max(k for k in range(1, MAX_PIECES + 1) if steps % k == 0)
 
 
-class Shelved(NamedTuple):
-    """Where a batch lies: `storage` is the shelf itself where it is a new one."""
+class SharedBatchRef(NamedTuple):
+    """Where a batch is in shared memory; `storage` is sent where it is a new one."""
 
     shape: tuple[int, ...]
-    first: int  # write number of its first row
+    first: int  #: sequence of the first row
     storage: LazyTensorStorage | None
 
 
-class Shelf:
-    """The worker's side: a ring of rows with room for `batches` batches that nobody has taken yet.
+class SharedBatchWriter:
+    """Puts batches as packed rows into a shared storage with room for `batches` batches that were not read yet.
 
-    The first batch decides the layout. A batch of another layout, or one too long for the ring, gets a new shelf; the
-    old one's memory goes when the owner has taken what lies there.
+    The first batch decides the layout. A batch of another layout, or one too long for the storage, gets a new storage;
+    the memory of the old one is freed when the owner has read its batches.
     """
 
     def __init__(self, batches: int) -> None:
@@ -238,38 +243,40 @@ class Shelf:
         self._buffer: ReplayBuffer | None = None
         self._capacity = 0
 
-    def put(self, batch: TensorDictBase) -> Shelved:
-        """Copies a batch into shared memory; what was put `batches` batches ago may be overwritten."""
+    def put(self, batch: TensorDictBase) -> SharedBatchRef:
+        """Copies a batch into shared memory; the one put `batches` batches ago may be overwritten."""
         rows = batch.reshape(-1)
         is_new = self._buffer is None or rows.numel() * self._batches > self._capacity
         if not is_new:
             try:
-                return self._put(rows, batch.shape, None)
+                return self._put(rows, batch.shape)
             except (KeyError, ValueError):  # other keys, shapes or dtypes than before; nothing was written
                 pass
         self._capacity = rows.numel() * self._batches
         storage = LazyTensorStorage(self._capacity, shared=True)
         self._buffer = ReplayBuffer(storage=storage, batch_size=1)
-        return self._put(rows, batch.shape, storage)
+        return self._put(rows, batch.shape, new_storage=storage)
 
-    def _put(self, rows: TensorDictBase, shape: torch.Size, storage: LazyTensorStorage | None) -> Shelved:
+    def _put(
+        self, rows: TensorDictBase, shape: torch.Size, *, new_storage: LazyTensorStorage | None = None
+    ) -> SharedBatchRef:
         assert self._buffer is not None
         first = self._buffer.write_count
         self._buffer.extend(rows)
-        return Shelved(tuple(shape), first, storage)
+        return SharedBatchRef(tuple(shape), first, new_storage)
 
 
-class ShelfReader:
-    """The owner's side."""
+class SharedBatchReader:
+    """Reads the batches that a `SharedBatchWriter` in a worker process has put into shared memory."""
 
     def __init__(self) -> None:
         self._storage: Any = None
 
-    def take(self, shelved: Shelved) -> TensorDictBase:
+    def take(self, ref: SharedBatchRef) -> TensorDictBase:
         """A copy of a batch, in memory of its own."""
-        if shelved.storage is not None:
-            self._storage = shelved.storage
-        n, capacity = torch.Size(shelved.shape).numel(), self._storage.max_size
-        slots = torch.arange(shelved.first, shelved.first + n).remainder_(capacity)
+        if ref.storage is not None:
+            self._storage = ref.storage
+        n, capacity = torch.Size(ref.shape).numel(), self._storage.max_size
+        slots = torch.arange(ref.first, ref.first + n).remainder_(capacity)
         batch: TensorDictBase = self._storage.get(slots)
-        return batch.reshape(shelved.shape).clear_device_()
+        return batch.reshape(ref.shape).clear_device_()

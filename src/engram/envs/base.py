@@ -15,7 +15,8 @@ from engram.data.specs.base import usable_device
 from engram.envs.batched import BatchEngine
 from engram.envs.mdp import merge_where, reset_where, step_mdp
 from engram.envs.policies import FLAGS, as_policy
-from engram.envs.steps import Steps
+from engram.envs.steps import FrameQueue
+from engram.transforms.in_env import IDLE
 
 Self = TypeVar("Self", bound="EnvBase")
 
@@ -158,12 +159,15 @@ class EnvBase(ABC):
             raise ValueError(f"max_steps must be 1 or more, got {max_steps}")
         if not auto_reset and tensordict is None:
             raise ValueError("auto_reset=False needs the state to start from: pass tensordict=env.reset()")
-        act, steps = as_policy(policy, self), Steps(self.batch_size, max_steps, break_when_any_done)
+        act, frames = as_policy(policy, self), FrameQueue(self.batch_size)
         td = self.reset() if auto_reset or tensordict is None else tensordict
         while True:
             stepped = self.step(act(td.copy()))
-            if steps.add(stepped):
-                return steps.stacked()
+            frames.add(stepped)
+            if break_when_any_done:
+                max_steps = min(max_steps, _frames_of_ended(stepped, frames, default=max_steps))
+            if frames.least >= max_steps:
+                return frames.take(max_steps)[0]
             td = self.maybe_reset(step_mdp(stepped))
 
     def fake_tensordict(self) -> TensorDictBase:
@@ -210,6 +214,17 @@ class EnvBase(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(batch_size={tuple(self.batch_size)}, device={self.device})"
+
+
+def _frames_of_ended(td: TensorDictBase, frames: FrameQueue, *, default: int) -> int:
+    """The fewest frames of an environment whose episode ends with the stepped `td`; `default` where none ends."""
+    done = td.get(("next", "done"))
+    if not bool(done.any()):
+        return default
+    idle, ends = td.get(IDLE, None), done.reshape(len(frames.waiting), -1).any(1)
+    if idle is not None:
+        ends = ends & ~idle.reshape(-1)
+    return min(frames.waiting[ends.cpu().numpy()].tolist(), default=default)
 
 
 def _refuse_misfit(key: Any, value: Any, spec: Any) -> None:

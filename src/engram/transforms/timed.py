@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.transforms.base import Transform
 from engram.transforms.entries import Key, as_key, shallow, stacked, unstacked
+from engram.transforms.in_env import Deferred
 from engram.transforms.specs import EnvSpecs
-from engram.transforms.strands import Trajectories, trajectories_of
+from engram.transforms.strands import Strands, Trajectories, trajectories_of
 from engram.transforms.writing import Writing
 
 Self = TypeVar("Self", bound="TimedTransform")
@@ -85,6 +88,24 @@ class TimedTransform(Transform):
     def _start(self, specs: EnvSpecs) -> None:
         """No episode has begun."""
         raise NotImplementedError
+
+    def _deferred(self, writes: Sequence[Key], *, limit: int | None = None, **settings: Any) -> Deferred:
+        """This transform with other `settings`, for whole batches of an environment."""
+        of_batches, before = copy.copy(self), None
+        vars(of_batches).update(settings, done_key=("next", "done"), traj_key=None)
+
+        def apply(batch: TensorDictBase, starts: Tensor) -> None:
+            nonlocal before
+            ends = torch.zeros_like(starts)
+            ends[:, :-1] = starts[:, 1:]
+            trajectories = Trajectories(Strands(tuple(batch.batch_size)), ends, None, starts, ends)
+            before = of_batches._run_in_env(batch, trajectories, ~starts[:, 0], before)
+
+        return Deferred(tuple(writes), limit, apply)
+
+    def _run_in_env(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+        """`_run` on a batch in TED, with every root entry that the transform makes in an environment."""
+        return self._run(batch, trajectories, goes_on, before)
 
     def _inverts(self) -> bool:
         return False
