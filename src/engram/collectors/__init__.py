@@ -1,4 +1,4 @@
-"""Collectors: environments and policies in, batches out."""
+"""Collectors step environments with a policy and hand out batches, or write them into a replay buffer."""
 
 from engram.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
 from engram.collectors.sync import Collector, SyncDataCollector

@@ -25,7 +25,7 @@ Envs = Array | list[int] | range
 
 
 class ObservedSteps(Protocol):
-    """The observations that a loop has collected, for the sources."""
+    """The observations that a rollout has collected so far, as action sources read them."""
 
     @property
     def keys(self) -> list[Any]:
@@ -36,7 +36,7 @@ class ObservedSteps(Protocol):
 
 
 class ActionSource:
-    """A source that keeps nothing from step to step, and whose policy writes nothing but the action."""
+    """Chooses the actions of a rollout. This one has no state, and its policy writes nothing but the action."""
 
     def __init__(self, codec: Codec, batch_size: torch.Size) -> None:
         self._codec, self._batch_size = codec, batch_size
@@ -48,7 +48,7 @@ class ActionSource:
     def raw_actions(
         self, times: Iterable[int], decode: Callable[[Any], Any], record: Callable[[Any], object]
     ) -> Iterator[Any]:
-        """The action of each step as `decode` makes it of the chosen one, when its turn comes; `record` gets it first.
+        """Yields the raw action of each step, as `decode` makes it of the chosen one; `record` gets it before.
 
         Raises ValueError for an action that is not of the environments' space.
         """
@@ -70,13 +70,13 @@ class ActionSource:
         check_action(self._codec, action, self._batch_size)
 
     def reset_envs(self, envs: Envs) -> None:
-        """Nothing that the policy kept of the last episodes of `envs` goes on: they start new ones."""
+        """Drops the state that the policy has of the last episodes of `envs`, which start new ones."""
 
     def skip_step(self, t: int) -> None:
-        """All actions of step t are random ones from elsewhere."""
+        """Leaves out step t, whose actions are random ones of another source."""
 
     def discard(self, envs: Envs) -> None:
-        """For `envs`, the action that `choose` gave last is replaced by a random one."""
+        """Drops the state and outputs of the last `choose` for `envs`, whose actions are replaced by random ones."""
 
 
 class RandomActions(ActionSource):
@@ -111,7 +111,7 @@ class RandomActions(ActionSource):
 
 
 class ModuleActions(ActionSource):
-    """The actions of a module on one observation tensor, which is called with nothing in between."""
+    """Actions of a module on one observation tensor, which is called directly."""
 
     def __init__(
         self, policy: ObservationPolicy, codec: Codec, batch_size: torch.Size, observed: ObservedSteps
@@ -124,7 +124,7 @@ class ModuleActions(ActionSource):
 
 
 class TensorDictActions(ActionSource):
-    """The actions of a policy on TensorDicts. What else it writes is stored, and handed to it at the next step."""
+    """Actions of a policy on TensorDicts. What else it writes is stored, and is in its input at the next step."""
 
     def __init__(self, policy: TensorDictPolicy, codec: Codec, batch_size: torch.Size, device: Any) -> None:
         super().__init__(codec, batch_size)
@@ -135,9 +135,9 @@ class TensorDictActions(ActionSource):
         self._last_outputs: TensorDictBase = self._carried
 
     def start(self, observed: ObservedSteps, store_outputs: Callable[[TensorDictBase], object]) -> TensorDictActions:
-        """Reads these observations from now on; `store_outputs` gets what the policy writes besides the action.
+        """Reads `observed` from now on; `store_outputs` gets what the policy writes besides the action.
 
-        Outputs that follow `discard` replace the last ones.
+        After `discard` it gets outputs that replace the last ones.
         """
         self._rows = {key: observed.rows(key) for key in observed.keys}
         self._store_outputs = store_outputs
@@ -183,7 +183,7 @@ class TensorDictActions(ActionSource):
 
 
 class MaskedRandom(ActionSource):
-    """Random actions for `envs` (bool `[n]`), those of a source for the others."""
+    """Random actions for `envs` (bool `[n]`), and those of another source for the rest."""
 
     def __init__(
         self, envs: Array, random: RandomActions, source: ActionSource, codec: Codec, batch_size: torch.Size
@@ -204,7 +204,7 @@ class MaskedRandom(ActionSource):
 
 
 def skipping(source: ActionSource, raws: Iterable[Any], *, per_step: int = 1) -> Iterator[Any]:
-    """Random `raws` in the place of the actions of `source`, which skips each step; a step has `per_step` of them."""
+    """Yields random raw actions, `per_step` for each step, and lets `source` skip these steps."""
     for number, raw in enumerate(raws):
         if number % per_step == 0:
             source.skip_step(number // per_step)

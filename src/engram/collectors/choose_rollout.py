@@ -1,6 +1,6 @@
-"""Which loop steps an environment: the fastest that it allows. Transforms are applied to whole batches where they can.
+"""The choice of the fastest loop that an environment allows, and transforms that are applied to whole batches.
 
-The choice stands above the loops, and what they have in common stands below them, in `rollout`.
+It imports all loops, each of which imports what they share from `rollout`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_rollout(
 
 
 class _Choice(NamedTuple):
-    """The kinds of rollouts, each for an environment that allows it."""
+    """Makes each kind of rollout, with the settings that they share."""
 
     policy: TensorDictPolicy
     tags: StepTags
@@ -60,13 +60,14 @@ class _Choice(NamedTuple):
     resets: bool
 
     def by_tensordicts(self, env: Any, max_frames: int | None) -> Rollout:
+        """A rollout through the TensorDict interface, which every environment has."""
         timed = env if self.clock is None else Timed(env, self.clock, 0)
         return TensorDictRollout(
             timed, self.policy, self.tags, max_frames_per_traj=max_frames, reset_when_done=self.resets
         )
 
     def by_raw_values(self, env: Any, max_frames: int | None) -> Rollout | None:
-        """None where the environment has no raw values, or is not in main memory."""
+        """A rollout with raw values; None where the environment has none, or is not in main memory."""
         engine, engines = call_if_present(env, "batch_engine"), call_if_present(env, "engines")
         clock = self.clock
         if engine is not None and is_cpu(env.device):
@@ -79,7 +80,7 @@ class _Choice(NamedTuple):
         return None
 
     def with_deferred_transforms(self, env: Any, max_frames: int | None) -> Rollout | None:
-        """None where a transform, or the policy, needs every step."""
+        """A rollout with transforms of whole batches; None where a transform, or the policy, needs every step."""
         transforms = call_if_present(env, "deferrable_transforms")
         if transforms is None or not is_cpu(env.device):
             return None
@@ -149,7 +150,7 @@ class DeferredTransformRollout:
 
 
 def _transforms_of(env: Any) -> list[Any]:
-    """What tells the transforms of an environment, and of those below it, from others."""
+    """The identities and limits of the transforms of an environment and of those below it, to notice changes."""
     transforms = call_if_present(env, "deferrable_transforms")
     if transforms is None:
         return []

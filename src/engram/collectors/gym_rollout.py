@@ -80,7 +80,7 @@ class GymRollout:
         return RolloutResult(self._batch_of(batch, rewards.values, steps))
 
     def _cut_short(self, batch: _StepBuffer, rewards: Rewards, error: BaseException) -> RolloutResult:
-        """The whole rows that were stepped before an error; no trajectory goes on after it."""
+        """Makes a batch of the whole rows before an error, and restarts: no trajectory goes on after it."""
         self.restart()
         error = error if rewards.error is None else rewards.error  # the earlier one
         steps = len(rewards.values) // len(self._engines)
@@ -119,7 +119,7 @@ class GymRollout:
                     batch.actions.append(self._codec.encode_rows(chosen))
 
     def _chosen(self, source: ActionSource, times: range, record: list[Any]) -> Iterator[Any]:
-        """The raw actions of the policy, one by one; each is also added to `record`, where nobody else changes it."""
+        """Yields the raw actions of the policy, one environment after the other; adds a copy of each to `record`."""
         codec, add, extend = self._codec, record.append, record.extend
         if self._batch_size:
             keep_rows = codec.keep_rows
@@ -218,7 +218,7 @@ class _StepBuffer:
         self._ends: list[tuple[int, bool, bool]] = []  # slot, terminated, truncated
 
     def end(self, slot: int, terminated: Any, truncated: Any, *, is_cut: bool) -> bool:
-        """Whether an episode ends with a step, which is noted. Raises ValueError for flags that are no booleans."""
+        """Records and returns whether an episode ends with a step. Raises ValueError for flags that are no bools."""
         is_terminated, is_truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated") or is_cut
         if is_terminated or is_truncated:
             self._ends.append((slot, is_terminated, is_truncated))
@@ -235,7 +235,7 @@ class _StepBuffer:
         return {key: in_time(column, batch_size) for key, column in columns.items()} if batch_size else columns
 
     def stacked_outputs(self, steps: int, time_dim: int) -> TensorDictBase | None:
-        """What the policy wrote besides the action in the first steps, `[*batch_size, steps]`; None where nothing."""
+        """The other outputs of the policy in the first steps, `[*batch_size, steps]`; None where there are none."""
         if not self.policy_outputs:
             return None
         stacked = stack_steps(self.policy_outputs[:steps], time_dim)
@@ -338,13 +338,13 @@ class Observations:
 
 
 def _scalars_of(dtype: Any) -> frozenset[type]:
-    """The types of single numbers that `dtype` holds whatever their value."""
+    """The types of Python and NumPy numbers that `dtype` holds exactly."""
     python: dict[str, type] = {"int64": int, "float64": float}
     return frozenset({dtype.type} | ({python[dtype.name]} if dtype.name in python else set()))
 
 
 def in_time(rows: Any, batch_size: torch.Size) -> Any:
-    """`[time * envs, ...]`, tensor, array or TensorDict, as `[*batch_size, time, ...]`."""
+    """Reshapes a tensor, array or TensorDict `[time * envs, ...]` to `[*batch_size, time, ...]`."""
     if not batch_size:
         return rows
     by_time = rows.reshape(-1, batch_size.numel(), *rows.shape[1:])

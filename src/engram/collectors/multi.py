@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from engram.collectors.shared_weights import SharedWeights, tensors_of
-from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, stats_of
+from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.collectors.sync import (
     BufferWriter,
     Device,
@@ -53,7 +53,7 @@ Arrived = tuple[int, "TensorDictBase | WroteFrames"]
 
 
 class MultiCollector:
-    """What the collectors with worker processes have in common; see `MultiSyncDataCollector`."""
+    """Base of the collectors with worker processes; see `MultiSyncDataCollector`."""
 
     _ahead = 1  # batches that a worker may have collected or begun before they are handed out
     _can_be_stopped = False  # whether a batch is collected in pieces
@@ -84,7 +84,12 @@ class MultiCollector:
     ) -> None:
         checked_timeout(timeout)
         makers = env_makers(create_env_fn, num_workers)
-        validate_counts(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames)
+        validate_counts(
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            max_frames_per_traj=max_frames_per_traj,
+            init_random_frames=init_random_frames,
+        )
         if split_trajs and replay_buffer is not None:
             raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
         self.num_workers = len(makers)
@@ -99,7 +104,7 @@ class MultiCollector:
         self._writer = None if replay_buffer is None else BufferWriter(replay_buffer)
         self._failure: WorkerError | None = None  # to be raised once the batches that came before it are handed out
         self._is_attached = False
-        self._can_attach()  # raises its errors before there are processes
+        self._should_attach()  # raises its errors before there are processes
         self.total_frames = total_frames
         self.requested_frames_per_batch = frames_per_batch
         self.frames = self.batches = 0
@@ -277,8 +282,8 @@ class MultiCollector:
         assert self._writer is not None
         self._writer.write(batch if self._postproc is None else self._postproc(batch))
 
-    def _can_attach(self) -> bool:
-        """Whether the workers do not write into the buffer yet, and can: it has its layout from the first batch."""
+    def _should_attach(self) -> bool:
+        """Whether to give the buffer to the workers now: they do not have it yet, and its storage can be shared."""
         storage = getattr(self._replay_buffer, "storage", None)
         if self._is_attached or self._postproc is not None or storage is None:
             return False
@@ -306,10 +311,10 @@ class MultiCollector:
 
         Speeds count the time in which the caller waits for a batch.
         """
-        return stats_of(self.frames, self.batches, self._episodes, self._throughput)
+        return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
 
     def update_policy_weights_(self, policy_weights: Any = None) -> None:
-        """Brings the workers' weights up to date, from their next batch on.
+        """Updates the weights of the workers, from their next batch on.
 
         None takes them from the policy that the collector was made with; otherwise a state dict, a module, or a
         TensorDict of parameters. Nothing is pickled: they are copied into shared memory. Raises TypeError without
@@ -390,7 +395,7 @@ class MultiCollector:
 
     @property
     def is_shut_down(self) -> bool:
-        """Whether `shutdown` was called, or a worker has failed."""
+        """True after `shutdown`, and after a worker has failed."""
         return not self._finalizer.alive
 
     def shutdown(self) -> None:
@@ -498,7 +503,7 @@ class MultiSyncDataCollector(MultiCollector):
         return sum(self._frames)
 
     def _next(self) -> TensorDictBase | None:
-        if self._can_attach():
+        if self._should_attach():
             self._attach()
         for k in range(self.num_workers):
             self._post_collect(k)
@@ -595,9 +600,9 @@ class MultiaSyncDataCollector(MultiCollector):
         return max(self._frames)
 
     def _next(self) -> TensorDictBase | None:
-        if self._can_attach() and not self._arrived and not any(self._pending):
+        if self._should_attach() and not self._arrived and not any(self._pending):
             self._attach()
-        if not self._can_attach():  # else all batches are written before new ones are begun
+        if not self._should_attach():  # else all batches are written before new ones are begun
             self._request_batches()
         while not self._arrived:
             self._wait()
@@ -619,7 +624,7 @@ class MultiaSyncDataCollector(MultiCollector):
 
 
 def env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
-    """A callable for each worker. Raises ValueError and TypeError for what cannot give one."""
+    """Returns a callable for each worker. Raises ValueError for a wrong number of them, TypeError for no callables."""
     makers = [create_env_fn] * (num_workers or 1) if callable(create_env_fn) else list(create_env_fn)
     if not makers or (num_workers is not None and len(makers) != num_workers):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Stepping any environment forward, batch after batch, through its TensorDict interface; and what a rollout is."""
+"""What a rollout is, the rollout of any environment through its TensorDict interface, and what the others share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RolloutResult(NamedTuple):
 
 
 class Rollout(Protocol):
-    """Steps environments forward, batch after batch; `is_random` tells that all actions are random."""
+    """Steps environments forward, batch after batch; `is_random` says that all actions are random."""
 
     is_random: bool
 
@@ -149,7 +149,7 @@ def ted_batch(
     shape: torch.Size,
     device: torch.device | None,
 ) -> TensorDictBase:
-    """A batch in TED of entries `[*shape, ...]`.
+    """Puts entries `[*shape, ...]` together into a batch in TED.
 
     `before` is what stands at the root (observations, action), `after` the observations under `"next"`, `outcomes` the
     reward and the flags, `tags` what goes under `"collector"`. `policy_outputs` has what the policy wrote besides.
@@ -175,5 +175,5 @@ def call_if_present(env: Any, name: str) -> Any:
 
 
 def is_cpu(device: torch.device | None) -> bool:
-    """Whether tensors there are in main memory; None means no device at all, which is main memory too."""
+    """Whether tensors on `device` are in main memory, as those without a device (None) are."""
     return device is None or device.type == "cpu"

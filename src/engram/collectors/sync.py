@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engram.collectors.choose_rollout import make_rollout
 from engram.collectors.rollout import Rollout, RolloutResult, call_if_present, is_cpu
-from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, stats_of
+from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.collectors.trajectories import StepTags, TrajectoryAssembler
 from engram.collectors.utils import split_trajectories
 from engram.data.specs.base import usable_device
@@ -200,7 +200,7 @@ class SyncDataCollector:
     @property
     def stats(self) -> CollectorStats:
         """Frames, speed, and returns and lengths of the last episodes, for a progress bar."""
-        return stats_of(self.frames, self.batches, self._episodes, self._throughput)
+        return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         while self._failure is not None or self.total_frames < 0 or self.frames < self.total_frames:
@@ -306,7 +306,7 @@ class SyncDataCollector:
             self._writer.restart()
 
     def update_policy_weights_(self, policy_weights: Any = None, *, version: int | None = None) -> None:
-        """Brings the weights of the collecting policy up to date, and raises `policy_version` (to `version`, if given).
+        """Updates the weights of the policy that acts, and raises `policy_version` (to `version`, if given).
 
         None takes them from the policy that the collector was made with, where it collects with a copy on another
         device. Otherwise a state dict, a module, or a TensorDict of parameters. Raises TypeError without weights.
@@ -415,7 +415,13 @@ def validate_settings(
     replay_buffer: Any,
 ) -> None:
     """Raises ValueError for the first setting that cannot work."""
-    validate_counts(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames, trajs_per_batch)
+    validate_counts(
+        frames_per_batch=frames_per_batch,
+        total_frames=total_frames,
+        max_frames_per_traj=max_frames_per_traj,
+        init_random_frames=init_random_frames,
+        trajs_per_batch=trajs_per_batch,
+    )
     by_trajectories = trajs_per_batch is not None
     if split_trajs and replay_buffer is not None:
         raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
@@ -436,13 +442,14 @@ def validate_settings(
 
 
 def validate_counts(
+    *,
     frames_per_batch: int | None,
     total_frames: int,
     max_frames_per_traj: int | None,
     init_random_frames: int | None,
     trajs_per_batch: int | None = None,
 ) -> None:
-    """Raises ValueError for a number that is too small."""
+    """Raises ValueError for the first number that is too small."""
     if frames_per_batch is None and trajs_per_batch is None:
         raise ValueError("frames_per_batch says how many frames a batch has; give it, or trajs_per_batch")
     if frames_per_batch is not None and frames_per_batch < 1:
@@ -519,7 +526,7 @@ class PolicyWeights:
             self.policy = copy.deepcopy(original).to(device)
 
     def update(self, weights: Any = None) -> None:
-        """Copies weights into the collecting policy: the original's, or a state dict or TensorDict of parameters.
+        """Copies weights into the policy that acts: the original's, or a state dict or TensorDict of parameters.
 
         Raises TypeError for a policy without weights.
         """
@@ -530,7 +537,7 @@ class PolicyWeights:
         self.policy.load_state_dict(self._original.state_dict() if weights is None else _state_dict(weights))
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The collecting policy's state; None if it has none."""
+        """The state of the policy that acts; None for a policy that is no module."""
         return self.policy.state_dict() if isinstance(self.policy, nn.Module) else None
 
 

@@ -140,7 +140,7 @@ class GlobalTrajectoryIds:
         self._global_ids: dict[Worker, dict[int, int]] = {}  # by the worker's own id
 
     def forget(self) -> None:
-        """Takes the workers' next trajectories for new ones, whatever ids they have."""
+        """Forgets the workers' ids: their next trajectories are new ones."""
         self._global_ids.clear()
 
     def number(self, batches: Sequence[tuple[Worker, TensorDictBase]]) -> None:
@@ -197,7 +197,7 @@ class TrajectoryAssembler:
         return len(self._ended)
 
     def restart(self) -> None:
-        """Drops the trajectories that have not ended: they never will."""
+        """Drops the trajectories that have not ended."""
         self._select(np.isin(self._ids, list(self._ended)))
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Stepping environments together with raw values: tensors are made once a batch."""
+"""Stepping vectorised environments with raw values: tensors are made once a batch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class VectorRollout:
             raise
 
     def _cut_short(self, steps: int, error: BaseException) -> RolloutResult:
-        """The steps that every environment made before an error; no trajectory goes on after it."""
+        """Makes a batch of the steps before an error that every environment has, and restarts."""
         try:
             try:
                 self._log.count()
@@ -234,7 +234,7 @@ class StepLog:
         return [leaf.key for leaf in self._leaves]
 
     def rows(self, key: Any) -> Callable[[int], Tensor]:
-        """A function that gives the newest observation `[n, *shape]`, whatever its argument."""
+        """A function that returns the newest observation `[n, *shape]`; it ignores its argument."""
         index = self.keys.index(key)
         encode = self._leaves[index].codec.encode
         return lambda t: encode(self._shown[index][-1])
@@ -303,7 +303,7 @@ class StepLog:
         return self._dropped + len(self._rewards) + len(self._uncounted) - 1
 
     def last_ends(self) -> Array:
-        """Which environments the last call ended an episode of, bool `[n]`."""
+        """Whether the last call ended the episode of each environment, bool `[n]`."""
         terminated, truncated = self._terminated[-1], self._truncated[-1]
         return np.frombuffer(terminated, np.bool_) | np.frombuffer(truncated, np.bool_)
 
@@ -319,9 +319,9 @@ class StepLog:
             shown[-1][envs] = rows[envs]
 
     def count(self) -> None:
-        """Makes waiting frames of the calls since the last count.
+        """Counts the calls since the last count as waiting frames.
 
-        Raises ValueError for rewards beyond float32; the calls before become frames, that one and those after it not.
+        Raises ValueError for a reward beyond float32; only the calls before it are counted, the others are dropped.
         """
         rewards = narrow_rewards(_rows(self._uncounted, self._reward_dtype, self._n))
         self._uncounted.clear()
@@ -367,7 +367,7 @@ class StepLog:
 
 
 class StepWindow:
-    """A batch `[n, time]` cut out of a log: tensors by key, and arrays `[n, time, 1]`.
+    """The frames of a batch `[n, time]`: tensors by key, and arrays `[n, time, 1]`.
 
     `calls` `[n, time]` says which call of the log each frame is of, `slots` which of its rows `call * n + env`.
     """
@@ -390,5 +390,5 @@ class StepWindow:
 
 
 def _rows(chunks: Sequence[Any], dtype: Any, *shape: int) -> Array:
-    """Arrays, or bytes, of one dtype as the rows `[-1, *shape]` of a new one: a third of the cost of `concatenate`."""
+    """Joins arrays, or bytes, of one dtype to a new array `[-1, *shape]`, at a third of the cost of `concatenate`."""
     return np.frombuffer(bytearray().join(chunks), dtype).reshape(-1, *shape)
