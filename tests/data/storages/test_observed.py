@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
+from engram import _native
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,

@@ -10,9 +10,9 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
 from contracts.vector_worlds import Native
-from engram.collectors import SyncDataCollector, rollers
-from engram.collectors.later import LaterRoller
-from engram.collectors.stepped import TensorDictRoller
+from engram.collectors import SyncDataCollector, choose_rollout
+from engram.collectors.choose_rollout import DeferredTransformRollout
+from engram.collectors.rollout import TensorDictRollout
 from engram.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv
 from engram.envs.transforms import Compose, InitTracker, RewardScaling, RewardSum, StepCounter
 
@@ -59,12 +59,12 @@ def batches(monkeypatch, env, parts, *, later, n=5, frames=21, policy=None, **kw
     """Of a collector that may let transforms follow, or may not."""
     with monkeypatch.context() as patch:
         if not later:
-            patch.setattr(rollers, "later_roller", lambda *_: None)
+            patch.setattr(choose_rollout._Choice, "with_deferred_transforms", lambda *_: None)
         torch.manual_seed(0)
         with SyncDataCollector(
             lambda: TransformedEnv(env(), Compose(*parts)), policy, frames_per_batch=frames, **kwargs
         ) as collector:
-            assert type(collector._roller) is (LaterRoller if later else TensorDictRoller)
+            assert type(collector._rollout) is (DeferredTransformRollout if later else TensorDictRollout)
             collector.set_seed(4)
             return [collector.rollout() for _ in range(n)]
 
@@ -125,7 +125,7 @@ def hooked():
 def test_a_policy_that_may_look_sees_every_step(policy):
     env = TransformedEnv(GymEnv(Walk()), Compose(StepCounter(), RewardSum()))
     collector = SyncDataCollector(env, policy, frames_per_batch=10)
-    assert type(collector._roller) is TensorDictRoller
+    assert type(collector._rollout) is TensorDictRollout
     if not isinstance(policy, TensorDictModule):
         batch = collector.rollout()
         assert (batch["action"].argmax(-1) == batch["step_count"].squeeze(-1) % 3).all()
@@ -154,7 +154,7 @@ class Counted(TransformedEnv):
     ],
 )
 def test_what_cannot_wait_is_done_step_by_step(env):
-    assert type(SyncDataCollector(env, frames_per_batch=10)._roller) is TensorDictRoller
+    assert type(SyncDataCollector(env, frames_per_batch=10)._rollout) is TensorDictRollout
 
 
 def test_transforms_that_come_later_are_seen_in_the_next_batch():
