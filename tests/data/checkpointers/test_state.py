@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
-from engram.data.replay_buffers.checkpointers.state import Blobs, encode
+from engram.data.replay_buffers.checkpointers.state import Blobs, Encoder, encode
 from engram.errors import CorruptCheckpointError
 
 TORCH_DTYPES = [
@@ -184,16 +184,17 @@ def test_a_component_name_that_is_no_file_name_is_refused(tmp_path, name):
 def test_a_forged_description_is_an_error_before_anything_is_allocated(tmp_path, monkeypatch, edit, value):
     from engram.data.replay_buffers.checkpointers import snapshot
 
-    def forge(*arguments, **options):
-        tree = encode(*arguments, **options)
-        edit(*tree.values())
-        return tree
+    class Forging(Encoder):
+        def encode(self, value, blobs, place):
+            tree = super().encode(value, blobs, place)
+            edit(*tree.values())
+            return tree
 
     def allocate(size, *arguments, **options):
         assert size <= value.nbytes
         return empty(size, *arguments, **options)
 
-    monkeypatch.setattr(snapshot, "encode", forge)
+    monkeypatch.setattr(snapshot, "Encoder", Forging)
     save_snapshot(tmp_path, {"state": value})
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", allocate)
@@ -210,7 +211,7 @@ def test_a_forged_description_is_an_error_before_anything_is_allocated(tmp_path,
 def test_a_forged_tree_is_an_error(tmp_path, monkeypatch, tree):
     from engram.data.replay_buffers.checkpointers import snapshot
 
-    monkeypatch.setattr(snapshot, "encode", lambda *arguments, **options: tree)
+    monkeypatch.setattr(snapshot.Encoder, "encode", lambda *arguments: tree)
     save_snapshot(tmp_path, {"state": 1})
     with (
         pytest.raises(CorruptCheckpointError, match=r"manifest\.json is damaged: component state"),

@@ -14,7 +14,7 @@ from typing import Any
 
 from engram import _native
 from engram.data.replay_buffers.layout import RowLayout
-from engram.data.replay_buffers.utils import free_memory, human_bytes, open_regular, stat_regular
+from engram.data.replay_buffers.utils import free_memory, human_bytes, open_regular
 from engram.errors import StorageError
 
 FILE_NAME = "rows.engram"
@@ -46,7 +46,7 @@ class StoreSize:
             os.close(fd)
             raise
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Size and shape of each key, as it is logged and put into errors."""
         rows = self.lanes * self.lane_capacity * self.strands
         keys = ", ".join(
@@ -63,7 +63,7 @@ def refuse_if_memory_is_short(size: StoreSize) -> None:
         raise StorageError(
             f"not enough memory: the storage needs {human_bytes(size.total_bytes)}, {human_bytes(free)} are free. "
             "Use a smaller max_size or LazyMemmapStorage, which keeps its rows in a file. "
-            f"It would hold {size.describe()}"
+            f"It would hold {size}"
         )
 
 
@@ -127,7 +127,7 @@ def _disk_full(size: StoreSize, folder: Any, available: int) -> StorageError:
     return StorageError(
         f"not enough disk space: the storage needs {human_bytes(size.total_bytes)}, {os.fspath(folder)} has "
         f"{human_bytes(available)} free. Free some, use a smaller max_size, or another scratch_dir (TMPDIR for "
-        f"temporary files). It would hold {size.describe()}"
+        f"temporary files). It would hold {size}"
     )
 
 
@@ -175,7 +175,8 @@ def open_store(folder: Path, flags: int = os.O_RDWR) -> tuple[int, os.stat_resul
     """
     path = folder / FILE_NAME
     try:
-        return stat_regular(path, flags)
+        fd = open_regular(path, flags)
+        return fd, os.fstat(fd)
     except FileNotFoundError:
         raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})") from None
     except OSError as error:

@@ -154,9 +154,9 @@ def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any
 
 def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
     """Saves every part as one snapshot. The caller holds the buffer still."""
-    components = _components(buffer)
-    with buffer.storage.still() as source:
-        save_snapshot(path, components, (buffer.storage.checkpointer, source), keep_last=keep_last)
+    components, storage = _components(buffer), buffer.storage
+    with storage.still() as source:
+        save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
 
 
 def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:

@@ -78,13 +78,17 @@ def saving(path: str | os.PathLike[str], *, keep_last: int = 1) -> Iterator[Snap
     with _as_checkpoint_errors(directory.root) as needs:
         _make_directories(directory.root)
         with _only_saver(directory):
-            directory.refuse_foreign()
-            directory.clean(keep_last)
+            listing = directory.listing()
+            directory.refuse_foreign(listing)
+            older = directory.clean(listing, keep_last)
             name = directory.next_name()
-            with _in_force(directory) as previous, SnapshotWriter(directory, name, previous, needs) as writer:
+            with (
+                _in_force(directory, listing.pointer) as previous,
+                SnapshotWriter(directory, name, previous, needs) as writer,
+            ):
                 yield writer
                 writer.commit()
-            _prune(directory, keep_last, name)
+            _prune(directory, older, keep_last)
 
 
 class SnapshotWriter:
@@ -120,7 +124,7 @@ class SnapshotWriter:
 
         False: one is not there, or is not as it was saved; all of them must be written.
         """
-        if self._in_force is None or not all(name in self._in_force.files for name in names):
+        if self._in_force is None or not self._in_force.files.keys() >= {*names}:
             return False
         for name in names:
             self._check_name(name)
@@ -216,9 +220,10 @@ class SnapshotWriter:
         return os.open(self._directory.path(self.name, name), flags, 0o644)
 
     def _make_folder(self, name: str) -> None:
-        folder = self._directory.path(self.name, name) if name else self._folders[0]
-        if folder not in self._folders:
-            self._make_folder(os.path.dirname(name))
+        folder = os.path.join(self._folders[0], name)
+        if name and folder not in self._folders:
+            if "/" in name:
+                self._make_folder(os.path.dirname(name))
             os.mkdir(folder)
             self._folders.append(folder)
 
@@ -261,8 +266,10 @@ def _only_saver(directory: CheckpointDirectory) -> Iterator[None]:
         raise CheckpointError(
             f"another save to {directory.root} is running (it holds {path}); wait for it, or save to another directory"
         ) from None
-    with lock:
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _open_lock(path: str) -> int:
@@ -277,10 +284,9 @@ def _open_lock(path: str) -> int:
 
 
 @contextmanager
-def _in_force(directory: CheckpointDirectory) -> Iterator[SnapshotReader | None]:
+def _in_force(directory: CheckpointDirectory, pointer: Pointer | None) -> Iterator[SnapshotReader | None]:
     """The snapshot in force, if there is one that is whole as far as its manifest and sizes say."""
     try:
-        pointer = directory.current()
         reader = None if pointer is None else SnapshotReader(directory, pointer.snapshot, pointer.manifest)
     except CheckpointError:
         reader = None
@@ -342,9 +348,11 @@ def _make_directories(root: str) -> None:
         raise
 
 
-def _prune(directory: CheckpointDirectory, keep_last: int, in_force: str) -> None:
+def _prune(directory: CheckpointDirectory, older: list[str], keep_last: int) -> None:
+    """Removes all but the newest snapshots; those being read stay until a later save."""
     try:
-        directory.prune(keep_last, in_force)
+        for name in older[keep_last - 1 :]:
+            directory.remove(name)
     except OSError as error:  # the save itself has succeeded
         warnings.warn(f"{directory.root}: older snapshots could not be removed ({error}); the next save tries again")
 

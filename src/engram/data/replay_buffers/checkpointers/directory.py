@@ -36,6 +36,23 @@ class Pointer:
     manifest: str
 
 
+@dataclass(frozen=True)
+class Listing:
+    """What a save finds in a checkpoint's directory; while it holds the lock, nobody else changes that.
+
+    Attributes:
+        numbered: directories that have the name of a snapshot, whoever made them.
+        snapshots: those of them that carry our marker, newest first; unfinished ones included.
+        pointer: what CURRENT says; None when it is not there, or not whole.
+        damage: why it is not whole.
+    """
+
+    numbered: list[str]
+    snapshots: list[str]
+    pointer: Pointer | None
+    damage: CorruptCheckpointError | None
+
+
 def is_snapshot_name(name: object) -> bool:
     return isinstance(name, str) and _SNAPSHOT_NAME.fullmatch(name) is not None
 
@@ -91,11 +108,23 @@ class CheckpointDirectory:
 
     def snapshots(self) -> list[str]:
         """Names of the directories that carry our name and our marker, newest first; unfinished ones included."""
-        return sorted((name for name in self._numbered() if self._is_marked(name)), key=_number, reverse=True)
+        return self._marked(self._numbered())
+
+    def listing(self) -> Listing:
+        """Everything that a save must know before it changes something."""
+        numbered = self._numbered()
+        snapshots = self._marked(numbered)
+        try:
+            return Listing(numbered, snapshots, self.current(), None)
+        except CorruptCheckpointError as error:
+            return Listing(numbered, snapshots, None, error)
+
+    def _marked(self, numbered: list[str]) -> list[str]:
+        return sorted(filter(self._is_marked, numbered), key=_number, reverse=True)
 
     def next_name(self) -> str:
         # Also above directories that only look like ours: we neither write into them nor remove them.
-        return f"g-{max((_number(name) for name in self._numbered()), default=0) + 1:06d}"
+        return f"g-{max(map(_number, self._numbered()), default=0) + 1:06d}"
 
     def current(self) -> Pointer | None:
         """What CURRENT says; None when there is no such file, CorruptCheckpointError when it is not whole."""
@@ -122,48 +151,44 @@ class CheckpointDirectory:
             raise
         sync_directory(self.root)
 
-    def refuse_foreign(self) -> None:
+    def refuse_foreign(self, listing: Listing) -> None:
         """CheckpointError when CURRENT is there and nothing says that it is ours to replace."""
-        if self.snapshots():
-            return
-        try:
-            self.current()
-        except CorruptCheckpointError as error:
+        if listing.damage is not None and not listing.snapshots:
             raise CheckpointError(
                 f"{self.path(CURRENT)} was not written by engram and would be replaced; save to another directory"
-            ) from error
+            ) from listing.damage
 
-    def clean(self, keep_last: int) -> None:
+    def clean(self, listing: Listing, keep_last: int) -> list[str]:
         """Removes what killed saves left: snapshots without a manifest, those that CURRENT never pointed to, and
         those that should have been pruned. Were that left to the end, saves that are all killed would fill the disk.
+
+        Returns the names of the snapshots that stay, newest first.
         """
-        leftovers = self._leftovers(keep_last)
+        leftovers = self._leftovers(listing, keep_last)
         if leftovers:
             # A save that was killed just after it moved CURRENT has not synced the move, and a sync that failed there
             # may make the next one believe that it has: after a power cut CURRENT may still name what is removed here.
-            self._move_again()
+            self._move_again(listing.pointer)
+        stay = list(listing.snapshots)
         for name in leftovers:
-            self.remove(name)
-        for name in self._numbered():
-            self._remove_if_empty(name)
+            if self.remove(name):
+                stay.remove(name)
+        for name in listing.numbered:
+            if name not in listing.snapshots:
+                self._remove_if_empty(name)
+        return stay
 
-    def _move_again(self) -> None:
+    def _move_again(self, pointer: Pointer | None) -> None:
         """Makes what CURRENT says now certain."""
-        try:
-            pointer = self.current()
-        except CorruptCheckpointError:
-            pointer = None
         if pointer is None:
             sync_directory(self.root)
         else:
             self.point_to(pointer)
 
-    def _leftovers(self, keep_last: int) -> list[str]:
-        names = self.snapshots()
+    def _leftovers(self, listing: Listing, keep_last: int) -> list[str]:
+        names, pointer = listing.snapshots, listing.pointer
         unfinished = {name for name in names if not _exists(self.path(name, MANIFEST))}
-        try:
-            pointer = self.current()
-        except CorruptCheckpointError:
+        if listing.damage is not None:
             return list(unfinished)  # any finished snapshot may be the one in force: keep them all
         if pointer is not None:
             older = [name for name in names if _number(name) < _number(pointer.snapshot) and name not in unfinished]
@@ -172,26 +197,22 @@ class CheckpointDirectory:
         rescue = next((name for name in names if self._is_finished(name)), None)
         return [name for name in names if name != rescue]
 
-    def prune(self, keep_last: int, in_force: str) -> None:
-        """Removes all but the one in force and the newest others, `keep_last` in all; those being read stay until a
-        later save.
-        """
-        others = [name for name in self.snapshots() if name != in_force]
-        for name in others[keep_last - 1 :]:
-            self.remove(name)
-
     def remove(self, name: str) -> bool:
         """Removes a marked snapshot that nobody reads. Killed half-way, it is not a whole one and still marked."""
+        folder = self.path(name)
+        marker, manifest = os.path.join(folder, MARKER), os.path.join(folder, MANIFEST)
         try:
-            lock = FileLock(open_regular(self.path(name, MARKER), os.O_RDWR), exclusive=True)
+            lock = FileLock(open_regular(marker, os.O_RDWR), exclusive=True)
         except BlockingIOError:
             return False
-        with lock:
-            if _exists(self.path(name, MANIFEST)) and not self._is_folder(name, MANIFEST):
-                os.unlink(self.path(name, MANIFEST))
-            _remove_content(self.path(name), except_for=MARKER)
-            os.unlink(self.path(name, MARKER))
-            os.rmdir(self.path(name))
+        try:
+            if _exists(manifest) and not stat.S_ISDIR(os.lstat(manifest).st_mode):
+                os.unlink(manifest)
+            _remove_content(folder, except_for=MARKER)
+            os.unlink(marker)
+            os.rmdir(folder)
+        finally:
+            lock.release()
         return True
 
     def _read(self, *names: str, most: int) -> bytes:
@@ -213,7 +234,7 @@ class CheckpointDirectory:
         try:
             # A disk that does not say what is there is an error: a number given twice would cost a snapshot.
             with os.scandir(self.root) as entries:
-                return [e.name for e in entries if is_snapshot_name(e.name) and e.is_dir(follow_symlinks=False)]
+                return [e.name for e in entries if _SNAPSHOT_NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -232,9 +253,6 @@ class CheckpointDirectory:
         except (FileNotFoundError, ValueError):
             return False
         return True
-
-    def _is_folder(self, *names: str) -> bool:
-        return stat.S_ISDIR(os.lstat(self.path(*names)).st_mode)
 
     def _remove_if_empty(self, name: str) -> None:
         try:

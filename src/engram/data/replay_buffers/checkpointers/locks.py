@@ -29,18 +29,13 @@ class FileLock:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
             finally:
-                self.forget()
+                os.close(self._fd)
+                self._fd = -1
 
     def forget(self) -> None:
         """Closes our side only. Where a forked process shares the lock, it stays in force there."""
         os.close(self._fd)
         self._fd = -1
-
-    def __enter__(self) -> FileLock:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.release()
 
 
 _held: set[FileLock] = set()

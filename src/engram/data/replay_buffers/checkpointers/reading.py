@@ -25,13 +25,12 @@ from engram.data.replay_buffers.checkpointers.directory import (
     CheckpointDirectory,
     is_file_name,
     is_snapshot_name,
-    open_below,
     open_folder_below,
 )
 from engram.data.replay_buffers.checkpointers.locks import FileLock
 from engram.data.replay_buffers.checkpointers.sealed import digest, unseal
 from engram.data.replay_buffers.checkpointers.verified import PIECE, Bytes, FileRecord, VerifiedFile
-from engram.data.replay_buffers.utils import check_memory
+from engram.data.replay_buffers.utils import check_memory, open_regular
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 THREADS = 2  # that read, hash and copy: a disk answers several faster than one
@@ -227,7 +226,10 @@ class SnapshotReader:
                 f"{self._path} has format version {document.get('version')}, this engram reads version {VERSION}; "
                 "load it with the engram that wrote it, or a newer one"
             )
-        self.files, self.body = self._records(document.get("files")), self._body(document.get("body"))
+        if not isinstance(document.get("body"), dict):
+            raise self.malformed("it has no body")
+        self.files = self._records(document.get("files"))
+        self.body: dict[str, Any] = document["body"]
         for name in self.files:
             self._check_file(name)
 
@@ -244,15 +246,13 @@ class SnapshotReader:
             records[name] = FileRecord(nbytes, checksum)
         return records
 
-    def _body(self, body: Any) -> dict[str, Any]:
-        if not isinstance(body, dict):
-            raise self.malformed("it has no body")
-        return body
-
     def _open_file(self, name: str) -> int:
         """An open file whose size is the manifest's, so that a size in the manifest can be trusted to allocate."""
-        with self._as_damage(name):
-            fd = open_below(*self._place(name))
+        try:
+            folder, last = self._place(name)
+            fd = open_regular(last, os.O_RDONLY, folder)
+        except OSError as error:
+            raise self._cannot_open(name, error) from error
         try:
             self._compare_size(name, os.fstat(fd).st_size)
         except BaseException:
@@ -262,11 +262,13 @@ class SnapshotReader:
 
     def _check_file(self, name: str) -> None:
         """The same without opening it, for snapshots of very many files."""
-        with self._as_damage(name):
+        try:
             folder, last = self._place(name)
             found = os.stat(last, dir_fd=folder, follow_symlinks=False)
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(f"{name} is not a regular file")
+        except OSError as error:
+            raise self._cannot_open(name, error) from error
         self._compare_size(name, found.st_size)
 
     def _compare_size(self, name: str, found: int) -> None:
@@ -274,12 +276,8 @@ class SnapshotReader:
         if record is not None and found != record.nbytes:
             raise CorruptCheckpointError(self.path(name), f"it has {found} bytes, {record.nbytes} were saved")
 
-    @contextmanager
-    def _as_damage(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CorruptCheckpointError(self.path(name), f"it cannot be opened ({error.strerror or error})") from error
+    def _cannot_open(self, name: str, error: OSError) -> CorruptCheckpointError:
+        return CorruptCheckpointError(self.path(name), f"it cannot be opened ({error.strerror or error})")
 
     def _place(self, name: str) -> tuple[int, str]:
         """The folder that holds a file, opened once, and the file's name in it."""

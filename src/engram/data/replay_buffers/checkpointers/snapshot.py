@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from engram.data.replay_buffers.checkpointers.base import RestorePlan, StorageCheckpointerBase
 from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter, saving
-from engram.data.replay_buffers.checkpointers.directory import is_file_name
 from engram.data.replay_buffers.checkpointers.reading import SnapshotReader, reading
 from engram.data.replay_buffers.checkpointers.sealed import to_json
-from engram.data.replay_buffers.checkpointers.state import Blobs, decode, encode
+from engram.data.replay_buffers.checkpointers.state import Blobs, Encoder, decode
 from engram.data.replay_buffers.checkpointers.tensordicts import CODECS
 from engram.data.replay_buffers.layout import MalformedLayoutError
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
+
+_COMPONENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,239}", re.ASCII)  # that can be a file's
 
 
 def save_snapshot(
@@ -39,17 +41,16 @@ def save_snapshot(
     ...         print(snapshot.name, snapshot.components["writer"])
     g-000001 {'cursor': 5}
     """
-    encoded = {name: _encode_component(name, state) for name, state in components.items()}
-    trees = {name: tree for name, (tree, _) in encoded.items()}
-    nbytes = len(to_json(trees)) + sum(blobs.nbytes for _, blobs in encoded.values())
+    trees, blobs = _encode_components(components)
+    nbytes = len(to_json(trees)) + sum([some.nbytes for some in blobs.values()])
     with saving(path, keep_last=keep_last) as writer:
         if began is not None:
             began(writer)
         plan = None if storage is None else storage[0].plan_save(storage[1], _previous(writer, storage[0]))
         writer.need(nbytes if plan is None else nbytes + plan.nbytes)
-        for name, (_, blobs) in encoded.items():
-            if blobs:
-                writer.write_file(_blob_file(name), blobs.blocks())
+        for name, some in blobs.items():
+            if not some.empty:
+                writer.write_file(_blob_file(name), some.blocks())
         state = None
         if storage is not None and plan is not None:
             state = {"format": storage[0].format, "state": plan.write(writer)}
@@ -170,8 +171,11 @@ class _Components(Mapping[str, Any]):
     def __init__(self, reader: SnapshotReader) -> None:
         self._reader = reader
         self._trees: dict[str, Any] = reader.body.get("components", {})
-        if not isinstance(self._trees, dict) or not all(map(_is_component_name, self._trees)):
+        if not isinstance(self._trees, dict):
             raise reader.malformed("its components are not named states")
+        for name in self._trees:
+            if not _COMPONENT_NAME.fullmatch(name):
+                raise reader.malformed("its components are not named states")
         self._decoded: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -186,11 +190,15 @@ class _Components(Mapping[str, Any]):
         return len(self._trees)
 
 
-def _encode_component(name: str, state: Any) -> tuple[Any, Blobs]:
-    if not _is_component_name(name):
-        raise ValueError(f"{name!r} is no name for a component; use letters, digits, '_', '-' and '.'")
-    blobs = Blobs()
-    return encode(state, blobs, CODECS, place=name), blobs
+def _encode_components(components: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Blobs]]:
+    """Each component's state as JSON, and its arrays."""
+    encoder, trees, blobs = Encoder(CODECS), {}, {}
+    for name, state in components.items():
+        if not isinstance(name, str) or not _COMPONENT_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name for a component; use letters, digits, '_', '-' and '.'")
+        blobs[name] = Blobs()
+        trees[name] = encoder.encode(state, blobs[name], name)
+    return trees, blobs
 
 
 def _read_component(reader: SnapshotReader, name: str, tree: Any) -> Any:
@@ -204,10 +212,6 @@ def _read_component(reader: SnapshotReader, name: str, tree: Any) -> Any:
             return state
     except ValueError as error:
         raise reader.malformed(f"component {name}: {error}") from error
-
-
-def _is_component_name(name: str) -> bool:
-    return is_file_name(name) and "/" not in name
 
 
 def _blob_file(name: str) -> str:

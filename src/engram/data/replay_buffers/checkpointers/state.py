@@ -63,15 +63,14 @@ class Blobs:
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.empty = True
         self._arrays: list[Array] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._arrays)
 
     def add(self, array: Array, nbytes: int) -> dict[str, int]:
         """Place of the array in the file. Only refers to it: its bytes are taken when `blocks` comes to it."""
         at = _aligned(self.nbytes)
         self._arrays.append(array)
+        self.empty = False
         self.nbytes = at + nbytes
         return {"at": at, "nbytes": nbytes}
 
@@ -104,7 +103,7 @@ def encode(value: Any, blobs: Blobs, codecs: tuple[Codec, ...] = (), place: str 
     >>> encode({"epoch": 3, "rate": (0.5, float("inf"))}, Blobs())
     {'epoch': 3, 'rate': {'$tuple': [0.5, {'$float': '7ff0000000000000'}]}}
     """
-    return _Encoder(blobs, codecs).encode(value, place, 0)
+    return Encoder(codecs).encode(value, blobs, place)
 
 
 def decode(tree: Any, file: VerifiedFile | None, codecs: tuple[Codec, ...] = ()) -> Any:
@@ -120,13 +119,12 @@ def decode(tree: Any, file: VerifiedFile | None, codecs: tuple[Codec, ...] = ())
         raise ValueError(f"a state in it is malformed ({error!r})") from error
 
 
-class _Encoder:
-    def __init__(self, blobs: Blobs, codecs: tuple[Codec, ...]) -> None:
-        self._blobs = blobs
+class Encoder:
+    """Encodes any number of values, as `encode`."""
+
+    def __init__(self, codecs: tuple[Codec, ...]) -> None:
         self._codecs = codecs
         self._by_type: dict[type, Callable[[Any, str, int], Any]] = {
-            type(None): self._plain,
-            bool: self._plain,
             int: self._int,
             float: self._float,
             str: self._str,
@@ -140,9 +138,16 @@ class _Encoder:
             np.ndarray: self._array,
         }
 
-    def encode(self, value: Any, place: str, depth: int) -> Any:
+    def encode(self, value: Any, blobs: Blobs, place: str) -> Any:
+        """`value` as JSON, its arrays in `blobs`."""
+        self._blobs = blobs
+        return self._encode(value, place, 0)
+
+    def _encode(self, value: Any, place: str, depth: int) -> Any:
         if depth > _DEEPEST:
             raise TypeError(f"{place[:80]}...: nested more than {_DEEPEST} deep, or a container that contains itself")
+        if value is None or type(value) is bool or (type(value) is str and value.isascii()):
+            return value
         encoder = self._by_type.get(type(value))
         if encoder is not None:
             return encoder(value, place, depth)
@@ -150,14 +155,11 @@ class _Encoder:
             return self._scalar(value, place)
         for codec in self._codecs:
             if codec.owns(value):
-                return {f"${codec.tag}": self.encode(codec.pack(value), place, depth + 1)}
+                return {f"${codec.tag}": self._encode(codec.pack(value), place, depth + 1)}
         raise TypeError(
             f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved; "
             "use tensors, numpy arrays, numbers, strings, bytes, None, and dicts, lists and tuples of these"
         )
-
-    def _plain(self, value: Any, place: str, depth: int) -> Any:
-        return value
 
     def _int(self, value: int, place: str, depth: int) -> Any:
         return value if -_WORD <= value < _WORD else {"$int": hex(value)}
@@ -176,12 +178,16 @@ class _Encoder:
         return {"$bytes": self._blobs.add(value, len(value))}
 
     def _list(self, value: list[Any] | tuple[Any, ...], place: str, depth: int) -> list[Any]:
-        return [self.encode(member, f"{place}[{i}]", depth + 1) for i, member in enumerate(value)]
+        return [self._encode(member, f"{place}[{i}]", depth + 1) for i, member in enumerate(value)]
 
     def _dict(self, value: dict[Any, Any], place: str, depth: int) -> Any:
-        if all(type(key) is str and key.isprintable() and not key.startswith("$") for key in value):
-            return {key: self.encode(member, f"{place}[{key!r}]", depth + 1) for key, member in value.items()}
-        return {"$dict": self._pairs(value, place, depth)}
+        for key in value:
+            if type(key) is not str or not key.isprintable() or key.startswith("$"):
+                return {"$dict": self._pairs(value, place, depth)}
+        encoded = {}
+        for key, member in value.items():
+            encoded[key] = self._encode(member, f"{place}[{key!r}]", depth + 1)
+        return encoded
 
     def _pairs(self, value: dict[Any, Any], place: str, depth: int) -> list[Any]:
         pairs = []
@@ -189,7 +195,7 @@ class _Encoder:
             if not _is_key(key):
                 raise TypeError(f"{place} has the key {key!r}; keys are str, int, float, bool, None, bytes and tuples")
             within = f"{place}[{key!r}]"
-            pairs.append([self.encode(key, within, depth + 1), self.encode(member, within, depth + 1)])
+            pairs.append([self._encode(key, within, depth + 1), self._encode(member, within, depth + 1)])
         return pairs
 
     def _tensor(self, value: torch.Tensor, place: str, depth: int) -> Any:
@@ -216,7 +222,7 @@ class _Encoder:
 
 class _Decoder:
     def __init__(self, file: VerifiedFile | None, codecs: tuple[Codec, ...]) -> None:
-        self._file = file
+        self._file, self._codecs = file, codecs
         self._depth = 0
         self._by_tag: dict[str, Callable[[Any], Any]] = {
             "$int": lambda body: int(body, 16),
@@ -231,7 +237,6 @@ class _Decoder:
             "$array": self._array,
             "$scalar": lambda body: self._array(body)[()],
         }
-        self._by_tag.update({f"${codec.tag}": self._unpacker(codec) for codec in codecs})
 
     def decode(self, tree: Any) -> Any:
         if not isinstance(tree, dict | list):
@@ -245,13 +250,19 @@ class _Decoder:
             if len(tree) == 1:
                 ((tag, body),) = tree.items()
                 if tag.startswith("$"):
-                    return self._by_tag[tag](body)
-            return {key: self.decode(member) for key, member in tree.items()}
+                    return self._by_tag[tag](body) if tag in self._by_tag else self._unpack(tag, body)
+            decoded = {}
+            for key, member in tree.items():
+                decoded[key] = self.decode(member)
+            return decoded
         finally:
             self._depth -= 1
 
-    def _unpacker(self, codec: Codec) -> Callable[[Any], Any]:
-        return lambda body: codec.unpack(self.decode(body))
+    def _unpack(self, tag: str, body: Any) -> Any:
+        for codec in self._codecs:
+            if tag == f"${codec.tag}":
+                return codec.unpack(self.decode(body))
+        raise KeyError(tag)
 
     def _pairs(self, body: Any) -> list[tuple[Any, Any]]:
         return [(self.decode(key), self.decode(member)) for key, member in _a_list(body)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import threading
 from abc import abstractmethod
@@ -26,7 +27,7 @@ from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter
 from engram.data.replay_buffers.checkpointers.counters import Counters
 from engram.data.replay_buffers.checkpointers.packing import Details, Packing, RawPacking
 from engram.data.replay_buffers.checkpointers.reading import THREADS, SnapshotReader, in_parallel
-from engram.data.replay_buffers.checkpointers.sealed import from_json, to_json
+from engram.data.replay_buffers.checkpointers.sealed import to_json
 from engram.data.replay_buffers.checkpointers.unchanged import ReusableChunks
 from engram.data.replay_buffers.layout import LayoutState
 from engram.errors import CorruptCheckpointError
@@ -49,9 +50,9 @@ class Chunk:
     @classmethod
     def read(cls, entry: list[Any]) -> Chunk:
         """What `entry` gave; ValueError or TypeError where it is not that."""
-        if any(type(detail) is not int for detail in entry[4:]):
-            raise ValueError(f"{entry!r} does not describe a chunk")
-        lane, number, start, stop = map(natural, entry[:4])
+        lane, number, start, stop = entry[:4]
+        if {*map(type, entry)} != {int} or min(entry[:4]) < 0:
+            raise ValueError(f"{entry!r:.80} does not describe a chunk")
         return cls(lane, number, start, stop, tuple(entry[4:]))
 
     @property
@@ -142,8 +143,10 @@ class _RowSavePlan:
             "rows_per_chunk": rows_per_chunk(self._checked.strands * self._row_bytes),
         }
         self._description = {**same, "identity": identity}
-        self._chunks = list(cut(self._checked, same["rows_per_chunk"]))
+        self._chunks = cut(self._checked, same["rows_per_chunk"])
         self._reusable = {} if identity is None or previous is None else self._find_reusable(previous, same)
+        steps = sum([c.stop - c.start for c in self._chunks if c not in self._reusable])
+        self.nbytes = steps * self._checked.strands * self._packing.row_bytes
 
     def _find_reusable(self, previous: dict[str, Any], same: dict[str, Any]) -> dict[Chunk, Chunk]:
         """Of each chunk the one of the snapshot in force that holds, unchanged, all its rows."""
@@ -161,16 +164,13 @@ class _RowSavePlan:
             if old is not None and old.stop == chunk.stop and reusable.unchanged(chunk.lane, chunk.start, chunk.stop)
         }
 
-    @property
-    def nbytes(self) -> int:
-        steps = sum([c.stop - c.start for c in self._chunks if c not in self._reusable])
-        return steps * self._checked.strands * self._packing.row_bytes
-
     def write(self, writer: SnapshotWriter) -> dict[str, Any]:
         written = [self._write(chunk, writer) for chunk in self._chunks]
         # Other processes may have overwritten the oldest rows before they were read.
-        counters = json_copy(self._source.counters())
-        left = Counters(counters)
+        counters, left = self._source.counters(), self._checked
+        if counters != self._counters:
+            counters = json_copy(counters)
+            left = Counters(counters)
         chunks = [chunk.entry for chunk in written if chunk.stop > left.first(chunk.lane)]
         return {**self._description, "counters": counters, "chunks": chunks}
 
@@ -328,13 +328,15 @@ def most_row_bytes(bytes_per_number: int) -> int:
     return _LARGEST_CHUNK + bytes_per_number
 
 
-def cut(counters: Counters, rows_per_chunk: int, only: int | None = None) -> Iterator[Chunk]:
+def cut(counters: Counters, rows_per_chunk: int, only: int | None = None) -> list[Chunk]:
     """The chunks that hold every row, of all lanes or of one."""
+    chunks = []
     for lane in range(counters.lanes) if only is None else [only]:
         first, stop = counters.first(lane), counters.stop(lane)
         for number in range(first // rows_per_chunk, -(-stop // rows_per_chunk) if stop > first else 0):
             begin = number * rows_per_chunk
-            yield Chunk(lane, number, max(first, begin), min(stop, begin + rows_per_chunk))
+            chunks.append(Chunk(lane, number, max(first, begin), min(stop, begin + rows_per_chunk)))
+    return chunks
 
 
 def natural(value: Any) -> int:
@@ -353,4 +355,4 @@ def layout_of(state: dict[str, Any]) -> LayoutState | None:
 
 def json_copy(value: Any) -> Any:
     # a copy: the storage's own objects may change before the manifest is written
-    return from_json(to_json(value))
+    return json.loads(to_json(value))

@@ -25,7 +25,7 @@ class ReusableChunks:
 
     def __init__(self, source: TracksChanges, previous: dict[str, Any] | None, same: dict[str, Any]) -> None:
         since = None if previous is None else previous.get("identity")
-        comparable = previous is not None and isinstance(since, dict) and same == {k: previous.get(k) for k in same}
+        comparable = previous is not None and isinstance(since, dict) and same.items() <= previous.items()
         edited = source.edited(since) if comparable and since is not None else None
         self.any = edited is not None
         self._edited = set(edited or ())

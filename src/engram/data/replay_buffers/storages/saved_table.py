@@ -66,14 +66,11 @@ class SavedTable(Storage):
 
     def identity(self) -> dict[str, Any]:
         """What names these rows, as `Lanes.identity`."""
-        return self._changes().identity()
+        return {} if self._lanes is None else self._lanes.identity()
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
         """Rows changed in place since `identity()` was `since`; None if that is not known."""
-        return self._changes().edited(since)
-
-    def _changes(self) -> Changes | NothingYet:
-        return NothingYet() if self._lanes is None else Changes(self._lanes)
+        return None if self._lanes is None else Changes(self._lanes).edited(since)
 
     def freeze(self) -> Any:
         """The rows as they are now, for a save in the background; the caller holds the mutex, here and to close it."""

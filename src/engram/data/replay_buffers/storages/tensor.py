@@ -66,9 +66,9 @@ class LazyTensorStorage(TableStorage):
         size = StoreSize(layout, self._n_lanes, lane_capacity, _count(self._inner), trailer=False)
         if self.device.type != "cpu":
             lanes = Lanes.in_memory(lane_capacity, _count(self._inner))
-            log.info("storage on %s: %s", self.device, size.describe())
+            log.info("storage on %s: %s", self.device, size)
             return lanes, ColumnTable.empty(lanes, layout, self._inner, self.device)
-        log.info("storage in %smemory: %s", "shared " if self.shared else "", size.describe())
+        log.info("storage in %smemory: %s", "shared " if self.shared else "", size)
         if self.shared:
             fd = open_shared_memory(size)
             lanes = Lanes(size.create_in(fd), LaneLocks(fd))
