@@ -31,6 +31,7 @@ LAYERS = [
     ["engram.transforms", "engram.data.postprocs", f"{BUFFERS}.stacking"],
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
     [f"{BUFFERS}.storages"],
+    ["engram.interop"],
     [f"{BUFFERS}.checkpointers"],
     ["engram.data.specs", f"{BUFFERS}.episodes"],
     [f"{BUFFERS}.recovery", f"{BUFFERS}.rows", f"{BUFFERS}.columns"],

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from engram.data.replay_buffers.checkpointers.opening import as_damage
+from engram.interop.open import as_damage
 from engram.transforms.compose import Compose
 
 log = logging.getLogger("engram")

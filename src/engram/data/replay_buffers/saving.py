@@ -13,12 +13,12 @@ import torch
 
 from engram.data.replay_buffers.adoption import Malformed, adopt, check_sampler, looking_at, take_over
 from engram.data.replay_buffers.background import SaveHandle
-from engram.data.replay_buffers.checkpointers.opening import open_saved
 from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.draws import set_state, state_of
 from engram.data.replay_buffers.parts import BufferParts
 from engram.data.replay_buffers.storages.sharing import is_sent, sends
 from engram.errors import CheckpointMisfitError, differences_of
+from engram.interop.open import Part, Receiver, open_saved
 from engram.transforms.compose import Compose
 
 PARTS = ("storage", "sampler", "writer", "generator")
@@ -192,8 +192,8 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
     storage, with_rows = buffer.storage, "storage" in parts
-    with open_saved(path, snapshot) as saved:
-        wanted, said = saved.wanted(parts, {"sampler": buffer.sampler, "writer": buffer.writer, "storage": storage})
+    with open_saved(path, snapshot, _receiver(buffer)) as saved:
+        wanted, said = saved.part_states(parts)
         if with_rows or "writer" in parts:
             wanted["numbers"] = saved.numbers()
         said += _differences(buffer, wanted, saved.malformed)
@@ -206,6 +206,17 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
         with storage.alone("loads") if with_rows else storage.mutex:
             fill = storage.read_aside(saved) if with_rows else None
             adopt(buffer, wanted, fill, saved.malformed)
+
+
+def _receiver(buffer: SavedBuffer) -> Receiver:
+    """The buffer, as another library's directory is read for it."""
+
+    def part(name: str) -> Part:
+        owner = {"sampler": buffer.sampler, "writer": buffer.writer}[name]
+        state = owner.state_dict() if hasattr(owner, "state_dict") else {}
+        return Part(tuple(kind.__name__ for kind in type(owner).__mro__), state)
+
+    return Receiver(buffer.storage, getattr(buffer.writer, "index_key", None), part)
 
 
 def _misfits(check: Callable[[], None]) -> list[str]:

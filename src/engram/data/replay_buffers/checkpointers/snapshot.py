@@ -104,8 +104,8 @@ class Snapshot:
         """The error for a snapshot whose bytes are whole, and that says what cannot be."""
         return self._reader.malformed(reason)
 
-    def wanted(self, parts: tuple[str, ...], owners: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """States of a buffer's parts as they were saved, and what cannot be taken over: nothing."""
+    def part_states(self, parts: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+        """States of a buffer's parts as they were saved, and why some cannot be taken over: no reasons."""
         states: dict[str, Any] = {
             name: self.component(name) for name in ("sampler", "writer", "generator") if name in parts
         }

@@ -11,16 +11,6 @@ from torch import Tensor
 from engram import _native
 
 
-def listed_epoch(rows: np.ndarray[Any, Any], strands: int) -> dict[str, Any]:
-    """The epoch as a sampler keeps it: rows of the first lane, write number * strands + strand, in their order."""
-    first = int(rows.min()) // strands if len(rows) else 0
-    count = int(rows.max()) // strands + 1 - first if len(rows) else 0
-    listed = torch.from_numpy(rows.copy())
-    return {
-        "key": 0, "ranges": [[first, count]], "position": 0, "incarnation": None, "listed": listed, "strands": strands,
-    }  # fmt: skip
-
-
 def check_list(rows: Any) -> None:
     """ValueError where a saved list of rows is none."""
     if not isinstance(rows, Tensor) or rows.dtype is not torch.int64 or rows.ndim != 1:

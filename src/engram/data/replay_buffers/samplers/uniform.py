@@ -18,7 +18,7 @@ from engram.data.replay_buffers.samplers.base import (
     redrawn,
     stored_rows,
 )
-from engram.data.replay_buffers.samplers.listed import ListedWalk, check_list, listed_epoch
+from engram.data.replay_buffers.samplers.listed import ListedWalk, check_list
 from engram.data.replay_buffers.utils import slots_tensor
 
 if TYPE_CHECKING:
@@ -198,17 +198,6 @@ class SamplerWithoutReplacement(Sampler):
             super().load_state_dict(state)
             self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
             self._ran_out = bool(state["ran_out"])
-
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        if found is None:
-            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
-        epoch = None
-        # Elsewhere rows that came during an epoch end it.
-        if found["remaining"] is not None and found["length"] == found["stored"]:
-            if found["rows"] is None:
-                raise ValueError("the epoch there names rows that are not stored, or one of them twice")
-            epoch = listed_epoch(found["rows"], found["strands"])
-        return {"epoch": epoch, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
 
     def position(self) -> Any:
         epoch = self._epoch

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.checkpointers.opening import as_damage, open_saved
 from engram.data.replay_buffers.checkpointers.snapshot import save_snapshot
 from engram.data.replay_buffers.indexing import Selection, outward, select, stored_slots
 from engram.data.replay_buffers.lanes import Lanes, check_numbers, tell_of_copy
@@ -28,6 +27,7 @@ from engram.data.replay_buffers.storages.sharing import is_sent, sends
 from engram.data.replay_buffers.storages.staging import TooManyRowsError
 from engram.data.replay_buffers.trees import Path, entry, show
 from engram.errors import StorageError
+from engram.interop.open import as_damage, open_saved
 
 log = logging.getLogger("engram")
 
