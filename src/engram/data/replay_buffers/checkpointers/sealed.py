@@ -46,8 +46,9 @@ def from_json(data: bytes) -> Any:
     """What `to_json` wrote; anything that is not JSON is a ValueError."""
     try:
         value = json.loads(data, parse_constant=_no_constant)
-        if to_json(value) == data:  # it has no key twice; what is written by hand may be laid out otherwise
+        if to_json(value) == data:  # so it has no key twice
             return value
+        del value  # before the memory for it is taken again: JSON of another's hand, with spaces perhaps
         return json.loads(data, parse_constant=_no_constant, object_pairs_hook=_once)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
