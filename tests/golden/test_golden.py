@@ -16,7 +16,7 @@ import engram.data
 import engram.envs.transforms
 from engram import verify
 from engram.data import LazyTensorStorage, ReplayBuffer, Sampler, StorageCheckpointerBase, Writer
-from engram.data.replay_buffers.checkpointers.sealed import unseal
+from engram.data.replay_buffers.checkpointers.sealed import from_checksummed_json
 from engram.transforms.base import Transform
 from golden.make import DATA, INCREMENTAL, STORE
 from golden.observed import observed, read, unlike
@@ -119,7 +119,7 @@ def covered() -> tuple[set[str], set[str]]:
     kinds: set[str] = set()
     formats: set[str] = set()
     for manifest in DATA.glob("*/checkpoint/g-*/manifest.json"):
-        body = unseal(manifest.read_bytes())["body"]
+        body = from_checksummed_json(manifest.read_bytes())["body"]
         kinds |= set(kinds_in(body["components"]))
         formats |= set(formats_in(body["storage"]))
     return kinds, formats

@@ -17,8 +17,8 @@ from engram.data import (
     SliceSamplerWithoutReplacement,
 )
 from engram.data.replay_buffers import adoption, saving
-from engram.data.replay_buffers.checkpointers.flat import FlatPacking
-from engram.data.replay_buffers.checkpointers.nested import NestedPacking
+from engram.data.replay_buffers.checkpointers.flat import FlatChunkCodec
+from engram.data.replay_buffers.checkpointers.nested import NestedChunkCodec
 from engram.data.replay_buffers.lanes import Lanes
 from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.storages.frozen import Changes
@@ -250,9 +250,9 @@ MUTANTS = {
         instead(Changes, "edited", lambda self, since: []), Combo(way="incremental")
     ),
     "observations that do not follow (flat)": Mutant(
-        around(FlatPacking, "pack", _no_values), Combo(checkpointer="flat")
+        around(FlatChunkCodec, "pack", _no_values), Combo(checkpointer="flat")
     ),
     "observations that do not follow (nested)": Mutant(
-        around(NestedPacking, "pack", _no_values), Combo(checkpointer="nested")
+        around(NestedChunkCodec, "pack", _no_values), Combo(checkpointer="nested")
     ),
 }  # fmt: skip

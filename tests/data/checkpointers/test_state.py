@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
-from engram.data.replay_buffers.checkpointers.state import Blobs, Encoder, encode
+from engram.data.replay_buffers.checkpointers.state import EncodedArrays, Encoder, encode
 from engram.errors import CorruptCheckpointError
 
 TORCH_DTYPES = [
@@ -149,14 +149,14 @@ class Int(int):
 @pytest.mark.parametrize("value", [Int(3), {1}, bytearray(b"a"), 1j, torch.float32, np.zeros(1, "i4,i4")])
 def test_what_would_come_back_as_something_else_is_refused_with_its_place(value):
     with pytest.raises(TypeError, match=r"sampler\['a'\]\[1\] is a .* cannot be saved"):
-        encode({"a": [0, value]}, Blobs(), place="sampler")
+        encode({"a": [0, value]}, EncodedArrays(), place="sampler")
 
 
 def test_a_state_that_contains_itself_is_refused():
     state: list = []
     state.append(state)
     with pytest.raises(TypeError, match="contains itself"):
-        encode(state, Blobs())
+        encode(state, EncodedArrays())
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/a", ".hidden", "a\n"])

@@ -1,4 +1,4 @@
-"""The directory of a checkpoint: the names in it, the pointer to the snapshot in force, and what may be removed."""
+"""The directory of a checkpoint: the names of its files, the pointer to the current snapshot, and cleaning up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass
 
 from engram.data.replay_buffers.checkpointers.locks import FileLock
-from engram.data.replay_buffers.checkpointers.sealed import seal, unseal
+from engram.data.replay_buffers.checkpointers.sealed import from_checksummed_json, to_checksummed_json
 from engram.data.replay_buffers.utils import open_regular
 from engram.errors import CheckpointError, CorruptCheckpointError
 
@@ -30,7 +30,7 @@ _POINTER_FORMAT = "engram checkpoint"
 
 @dataclass(frozen=True)
 class Pointer:
-    """What CURRENT says: the snapshot in force and the XXH3-128 of its manifest file."""
+    """The content of CURRENT: the name of the current snapshot and the XXH3-128 of its manifest file."""
 
     snapshot: str
     manifest: str
@@ -38,13 +38,13 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a save finds in a checkpoint's directory; while it holds the lock, nobody else changes that.
+    """The content of a checkpoint's directory, read by a save that holds the lock: nobody else changes it.
 
     Attributes:
         numbered: directories that have the name of a snapshot, whoever made them.
         snapshots: those of them that carry our marker, newest first; unfinished ones included.
-        pointer: what CURRENT says; None when it is not there, or not whole.
-        damage: why it is not whole.
+        pointer: the content of CURRENT; None where that is missing or damaged.
+        damage: why CURRENT is damaged; None where it is not.
     """
 
     numbered: list[str]
@@ -58,7 +58,7 @@ def is_snapshot_name(name: object) -> bool:
 
 
 def is_file_name(name: object) -> bool:
-    """Whether `name` can only mean a file below its snapshot: no `..`, nothing absolute, nothing hidden."""
+    """Whether this is a relative name of a file below a snapshot: without `..`, not hidden."""
     return isinstance(name, str) and len(name) < 256 and _FILE_NAME.fullmatch(name) is not None
 
 
@@ -98,7 +98,7 @@ def sync_directory(path: str) -> None:
 
 
 class CheckpointDirectory:
-    """`<path>` of a checkpoint: CURRENT, LOCK and snapshots `g-000001`, ..., beside whatever else is there."""
+    """The directory of a checkpoint: CURRENT, LOCK and snapshots `g-000001`, ...; it may hold other files too."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -111,7 +111,7 @@ class CheckpointDirectory:
         return self._marked(self._numbered())
 
     def listing(self) -> Listing:
-        """Everything that a save must know before it changes something."""
+        """What a save must know of the directory before it changes something."""
         numbered = self._numbered()
         snapshots = self._marked(numbered)
         try:
@@ -127,7 +127,7 @@ class CheckpointDirectory:
         return f"g-{max(map(_number, self._numbered()), default=0) + 1:06d}"
 
     def current(self) -> Pointer | None:
-        """What CURRENT says; None when there is no such file, CorruptCheckpointError when it is not whole."""
+        """The content of CURRENT; None where there is no such file, a CorruptCheckpointError where it is damaged."""
         try:
             return self._pointer(self._read(CURRENT, most=1 << 16))
         except FileNotFoundError:
@@ -136,14 +136,14 @@ class CheckpointDirectory:
             raise CorruptCheckpointError(self.path(CURRENT), f"it cannot be opened ({error.strerror})") from error
 
     def point_to(self, pointer: Pointer) -> None:
-        """Moves CURRENT: everything that `pointer` names must be on disk before this is called."""
+        """Replaces CURRENT. Everything that `pointer` names must be on disk before this is called."""
         aside = self.path(CURRENT + ".new")
         document = {"format": _POINTER_FORMAT, "version": 1, "snapshot": pointer.snapshot, "manifest": pointer.manifest}
-        # Whatever has this name, of a killed save or put there: to open it could write to a file outside, or wait.
+        # A file of this name may be a link or a pipe: opening it could write to a file elsewhere, or block.
         if _exists(aside):
             os.unlink(aside)
         try:
-            _write_synced(aside, seal(document))
+            _write_synced(aside, to_checksummed_json(document))
             os.replace(aside, self.path(CURRENT))
         except BaseException:
             if os.path.lexists(aside):
@@ -152,7 +152,7 @@ class CheckpointDirectory:
         sync_directory(self.root)
 
     def refuse_foreign(self, listing: Listing) -> None:
-        """CheckpointError when CURRENT is there and nothing says that it is ours to replace."""
+        """CheckpointError where CURRENT was not written by engram, and would be replaced."""
         if listing.damage is not None and not listing.snapshots:
             raise CheckpointError(
                 f"{self.path(CURRENT)} was not written by engram and would be replaced; save to another directory"
@@ -160,7 +160,7 @@ class CheckpointDirectory:
 
     def clean(self, listing: Listing, keep_last: int) -> list[str]:
         """Removes what killed saves left: snapshots without a manifest, those that CURRENT never pointed to, and
-        those that should have been pruned. Were that left to the end, saves that are all killed would fill the disk.
+        those that should have been pruned. Done first: saves that are killed again and again do not fill the disk.
 
         Returns the names of the snapshots that stay, newest first.
         """
@@ -179,7 +179,7 @@ class CheckpointDirectory:
         return stay
 
     def _move_again(self, pointer: Pointer | None) -> None:
-        """Makes what CURRENT says now certain."""
+        """Makes sure that CURRENT, as it is now, survives a power cut."""
         if pointer is None:
             sync_directory(self.root)
         else:
@@ -189,7 +189,7 @@ class CheckpointDirectory:
         names, pointer = listing.snapshots, listing.pointer
         unfinished = {name for name in names if not _exists(self.path(name, MANIFEST))}
         if listing.damage is not None:
-            return list(unfinished)  # any finished snapshot may be the one in force: keep them all
+            return list(unfinished)  # any finished snapshot may be the current one: keep them all
         if pointer is not None:
             older = [name for name in names if _number(name) < _number(pointer.snapshot) and name not in unfinished]
             return [name for name in names if name not in [pointer.snapshot, *older[: keep_last - 1]]]
@@ -198,7 +198,7 @@ class CheckpointDirectory:
         return [name for name in names if name != rescue]
 
     def remove(self, name: str) -> bool:
-        """Removes a marked snapshot that nobody reads. Killed half-way, it is not a whole one and still marked."""
+        """Removes a marked snapshot; False where somebody reads it. Killed half-way, it is marked and unfinished."""
         folder = self.path(name)
         marker, manifest = os.path.join(folder, MARKER), os.path.join(folder, MANIFEST)
         try:
@@ -216,13 +216,13 @@ class CheckpointDirectory:
         return True
 
     def _read(self, *names: str, most: int) -> bytes:
-        """The beginning of a file; OSError when it is none."""
+        """The first bytes of a regular file; OSError where there is none."""
         with open(open_regular(self.path(*names), os.O_RDONLY), "rb") as file:
             return file.read(most)
 
     def _pointer(self, data: bytes) -> Pointer:
         try:
-            document = unseal(data)
+            document = from_checksummed_json(data)
         except ValueError as error:
             raise CorruptCheckpointError(self.path(CURRENT), str(error)) from None
         snapshot, manifest = document.get("snapshot"), document.get("manifest")
@@ -232,7 +232,7 @@ class CheckpointDirectory:
 
     def _numbered(self) -> list[str]:
         try:
-            # A disk that does not say what is there is an error: a number given twice would cost a snapshot.
+            # A disk that cannot list it is an error: a number given twice would cost a snapshot.
             with os.scandir(self.root) as entries:
                 return [e.name for e in entries if _SNAPSHOT_NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
         except (FileNotFoundError, NotADirectoryError):
@@ -249,7 +249,7 @@ class CheckpointDirectory:
         try:
             if not stat.S_ISREG(os.lstat(self.path(name, MANIFEST)).st_mode):
                 return False
-            unseal(self._read(name, MANIFEST, most=LARGEST_MANIFEST + 1))
+            from_checksummed_json(self._read(name, MANIFEST, most=LARGEST_MANIFEST + 1))
         except (FileNotFoundError, ValueError):
             return False
         return True
@@ -262,7 +262,7 @@ class CheckpointDirectory:
 
 
 def _exists(path: str) -> bool:
-    """Unlike `os.path.lexists`, raises when the disk does not say: what is not known to be a leftover stays."""
+    """As `os.path.lexists`, but raises the disk's errors: only what is certainly a leftover is removed."""
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -286,8 +286,8 @@ def _write_synced(path: str, data: bytes) -> None:
 
 def _remove_content(path: str, except_for: str) -> None:
     with os.scandir(path) as entries:
-        found = list(entries)
-    for entry in found:
+        content = list(entries)
+    for entry in content:
         if entry.is_dir(follow_symlinks=False):
             _remove_content(entry.path, except_for="")
             os.rmdir(entry.path)

@@ -11,9 +11,9 @@ from engram.data.replay_buffers.checkpointers.base import Rows
 from engram.data.replay_buffers.checkpointers.commit import Block
 from engram.data.replay_buffers.checkpointers.packing import (
     WHOLE,
+    ChunkCodec,
     Details,
-    Packing,
-    Sections,
+    SectionReader,
     column_of,
     pack_values,
     positions_block,
@@ -28,7 +28,7 @@ from engram.data.replay_buffers.ted.keys import DONE_KEYS, REWARD_KEYS, Key, Ste
 from engram.data.replay_buffers.ted.steps import Column
 
 
-class FlatPacking:
+class FlatChunkCodec:
     """One section a leaf. A leaf under `next` that its root repeats a step later: the steps where it does not, and
     their values. Any other: its values, or where they change and the new values, whichever is shorter.
     """
@@ -67,7 +67,7 @@ class FlatPacking:
         return sum(section_bytes(leaf.nbytes, x, n) for leaf, x in zip(self._leaves, details, strict=True))
 
     def unpack(self, content: Rows, details: Details, strands: int, steps: int) -> Rows:
-        n, sections = strands * steps, Sections(content)
+        n, sections = strands * steps, SectionReader(content)
         out = np.zeros((n, self._payload), np.uint8)
         exceptions: dict[int, tuple[st.Positions, Column]] = {}
         for i, leaf in enumerate(self._leaves):
@@ -107,14 +107,14 @@ class FlatStorageCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _packing(self, layout: LayoutState) -> Packing:
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
         made = layout.parse()
         self._keys.flags(made.leaves)  # for its error
-        return FlatPacking(made, self._keys.shared(made.leaves))
+        return FlatChunkCodec(made, self._keys.shared(made.leaves))
 
-    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
         made = layout.parse()
-        return FlatPacking(made, shared_of(made, state))
+        return FlatChunkCodec(made, shared_of(made, state))
 
 
 def shared_of(layout: RowLayout, state: dict[str, Any]) -> dict[int, int]:

@@ -12,9 +12,9 @@ from engram.data.replay_buffers.checkpointers.commit import Block
 from engram.data.replay_buffers.checkpointers.flat import shared_of
 from engram.data.replay_buffers.checkpointers.packing import (
     WHOLE,
+    ChunkCodec,
     Details,
-    Packing,
-    Sections,
+    SectionReader,
     column_of,
     pack_values,
     positions_block,
@@ -29,7 +29,7 @@ from engram.data.replay_buffers.ted.keys import DONE_KEYS, REWARD_KEYS, Key, Ste
 from engram.data.replay_buffers.ted.steps import Column, Mask
 
 
-class NestedPacking:
+class NestedChunkCodec:
     """The last steps of the trajectories, then one section a leaf. A leaf that `next` repeats has one value more a
     trajectory, what followed its last step; its copy under `next` only the steps inside a trajectory that differ.
     """
@@ -86,7 +86,7 @@ class NestedPacking:
         return 4 * details[0] + longer + sum(section_bytes(leaf.nbytes, count, n) for leaf, count in sections)
 
     def unpack(self, content: Rows, details: Details, strands: int, steps: int) -> Rows:
-        n, sections = strands * steps, Sections(content)
+        n, sections = strands * steps, SectionReader(content)
         ends = np.zeros(n, np.bool_)
         ends[sections.positions(details[0], n)] = True
         if not ends[st.strand_ends(strands, steps)].all():
@@ -135,11 +135,11 @@ class NestedStorageCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _packing(self, layout: LayoutState) -> Packing:
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
         made = layout.parse()
         keys = self._keys
-        return NestedPacking(made, keys.shared(made.leaves), keys.flags(made.leaves), keys.ids(made.leaves))
+        return NestedChunkCodec(made, keys.shared(made.leaves), keys.flags(made.leaves), keys.ids(made.leaves))
 
-    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
         made = layout.parse()
-        return NestedPacking(made, shared_of(made, state))
+        return NestedChunkCodec(made, shared_of(made, state))

@@ -1,4 +1,4 @@
-"""How the rows of a chunk lie in its file: as they are, or every observation once (`flat`, `nested`)."""
+"""Codecs for the rows of a chunk: as they are, or every observation once (`flat`, `nested`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Details = tuple[int, ...]
 WHOLE = -1  # in place of a number of values: every value is there
 
 
-class Packing(Protocol):
-    """Makes the content of a chunk's file of its rows, and the rows of the content.
+class ChunkCodec(Protocol):
+    """Encodes the rows of a chunk as the content of its file, and decodes them.
 
-    `details` are numbers that stand beside a chunk in the manifest; with them the size of its file is known.
+    `details` are numbers that the manifest has for a chunk; the size of its file follows from them.
     """
 
     @property
@@ -40,7 +40,7 @@ class Packing(Protocol):
         """Rows `[strands, steps, row_bytes]`, valid as long as `content` is; ValueError when they cannot be."""
 
 
-class RawPacking:
+class RawChunkCodec:
     """Rows as they are."""
 
     def __init__(self, row_bytes: int) -> None:
@@ -61,8 +61,8 @@ class RawPacking:
         return content.reshape(strands, steps, self.row_bytes)
 
 
-class Sections:
-    """Takes the content of a file apart, front to back."""
+class SectionReader:
+    """Reads the sections of a file's content, from start to end."""
 
     def __init__(self, content: Rows) -> None:
         self._content, self._at = content, 0
@@ -73,17 +73,17 @@ class Sections:
 
     def positions(self, count: int, below: int) -> Positions:
         """int64 [count]: rising positions of steps; a ValueError says that they are not."""
-        found = self._take(4 * count).view("<u4").astype(np.int64)
-        if count and (found[-1] >= below or (np.diff(found) <= 0).any()):
+        positions = self._take(4 * count).view("<u4").astype(np.int64)
+        if count and (positions[-1] >= below or (np.diff(positions) <= 0).any()):
             raise ValueError("positions of steps do not rise, or go beyond the last step")
-        return found
+        return positions
 
     def _take(self, nbytes: int) -> Rows:
-        taken = self._content[self._at : self._at + nbytes]
-        if len(taken) != nbytes:
+        section = self._content[self._at : self._at + nbytes]
+        if len(section) != nbytes:
             raise ValueError("its content is shorter than its details say")
         self._at += nbytes
-        return taken
+        return section
 
 
 def positions_block(positions: Positions) -> Block:
@@ -108,7 +108,7 @@ def pack_values(column: Column) -> tuple[int, list[Block]]:
     return len(starts), [positions_block(starts), column[starts]]
 
 
-def unpack_values(sections: Sections, nbytes: int, count: int, n: int) -> Column:
+def unpack_values(sections: SectionReader, nbytes: int, count: int, n: int) -> Column:
     """The column of n steps that `pack_values` packed."""
     if count == WHOLE:
         return sections.values(n, nbytes)

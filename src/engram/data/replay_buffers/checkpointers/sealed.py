@@ -1,4 +1,4 @@
-"""Sealed JSON: a document that ends in the hash of everything before it, so that no changed byte goes unnoticed."""
+"""JSON that ends in a checksum of itself, so that no changed byte goes unnoticed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def digest(data: bytes) -> str:
     return str(xxhash.xxh3_128(data).hexdigest())
 
 
-def seal(document: dict[str, Any]) -> bytes:
+def to_checksummed_json(document: dict[str, Any]) -> bytes:
     """`document` as one line of JSON whose last key, `xxh3_128`, is the hash of all bytes before that key."""
     head = to_json(document)[:-1]
     return head + _BEFORE_HASH + digest(head).encode() + _AFTER_HASH
 
 
-def unseal(data: bytes) -> dict[str, Any]:
-    """The document in `data`; ValueError says why it is not the one that was sealed."""
+def from_checksummed_json(data: bytes) -> dict[str, Any]:
+    """The document that `to_checksummed_json` wrote; a ValueError says why it is none."""
     if len(data) <= _TAIL_LENGTH:
-        raise ValueError(f"it has {len(data)} bytes, too few for a sealed document")
+        raise ValueError(f"it has {len(data)} bytes, too few for a document with a checksum")
     head = data[:-_TAIL_LENGTH]
     if data[-_TAIL_LENGTH:] != _BEFORE_HASH + digest(head).encode() + _AFTER_HASH:
         raise ValueError("its bytes do not match the hash at its end")
@@ -48,17 +48,17 @@ def from_json(data: bytes) -> Any:
         value = json.loads(data, parse_constant=_no_constant)
         if to_json(value) == data:  # so it has no key twice
             return value
-        del value  # before the memory for it is taken again: JSON of another's hand, with spaces perhaps
+        del value  # frees its memory before the text, which has another layout, is parsed a second time
         return json.loads(data, parse_constant=_no_constant, object_pairs_hook=_once)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):  # readers could differ in which of them counts
+    value = dict(pairs)
+    if len(value) < len(pairs):  # readers could differ in which of them counts
         raise ValueError("its JSON has a key twice")
-    return made
+    return value
 
 
 def _no_constant(name: str) -> NoReturn:

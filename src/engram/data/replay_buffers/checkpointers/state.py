@@ -1,8 +1,8 @@
-"""Component states <-> JSON and raw bytes, exactly: every value comes back with the type and the bits that it had.
+"""Encodes states of components as JSON and raw bytes, exactly: a value comes back with its type and its bits.
 
 Plain JSON stands for itself; every other value is an object with one key that begins with `$` (`docs/format.md`).
-Arrays lie in a binary file beside, in the order in which they are met. Nothing here can make an object of a class
-that a file names.
+Arrays are written to a binary file, in the order in which they are encoded. No file can name a class of which an
+object is made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engram.data.replay_buffers.checkpointers.verified import VerifiedFile
+from engram.data.replay_buffers.checkpointers.verified import ChecksummedFile
 from engram.data.replay_buffers.utils import check_memory
 from engram.errors import CheckpointError
 
@@ -48,8 +48,8 @@ _NOT_PORTABLE = ("f16", "c32", "f12", "c24")
 Array = Union[torch.Tensor, npt.NDArray[Any], bytes]
 
 
-class Codec(Protocol):
-    """How one more class is written: as a value that `encode` knows, under a tag of its own."""
+class ClassCodec(Protocol):
+    """Encodes one more class: as a value that `encode` knows, under a tag of its own."""
 
     tag: str
 
@@ -58,8 +58,8 @@ class Codec(Protocol):
     def unpack(self, packed: Any) -> Any: ...
 
 
-class Blobs:
-    """The binary side of encoded values: each array at a multiple of 64 bytes, little-endian, C order."""
+class EncodedArrays:
+    """The arrays of encoded values, for the binary file: each at a multiple of 64 bytes, little-endian, C order."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -67,7 +67,7 @@ class Blobs:
         self._arrays: list[Array] = []
 
     def add(self, array: Array, nbytes: int) -> dict[str, int]:
-        """Place of the array in the file. Only refers to it: its bytes are taken when `blocks` comes to it."""
+        """Adds an array; returns its place in the file. Its bytes are read when `blocks` yields them, not here."""
         at = _aligned(self.nbytes)
         self._arrays.append(array)
         self.empty = False
@@ -75,7 +75,7 @@ class Blobs:
         return {"at": at, "nbytes": nbytes}
 
     def blocks(self) -> Iterator[bytes | npt.NDArray[Any]]:
-        """The file's bytes, one array after the other; small ones together."""
+        """The bytes of the file, one array after the other; small arrays are joined."""
         position, small = 0, bytearray()
         for array in self._arrays:
             small += bytes(_aligned(position) - position)
@@ -93,23 +93,23 @@ class Blobs:
             yield bytes(small)
 
 
-def encode(value: Any, blobs: Blobs, codecs: tuple[Codec, ...] = (), place: str = "state") -> Any:
-    """`value` as JSON, its arrays in `blobs`. TypeError names the place of what cannot be written.
+def encode(value: Any, arrays: EncodedArrays, codecs: tuple[ClassCodec, ...] = (), place: str = "state") -> Any:
+    """Encodes a value as JSON and adds its arrays to `arrays`. A TypeError names the place of what cannot be saved.
 
     dict, OrderedDict, list, tuple, str, int, float, bool, None, bytes, `torch.Size`, tensors of any dense dtype and
     device, numpy arrays and scalars, and what `codecs` add; subclasses of these are refused, as they would come back
     as something else. Gradients are not kept.
 
-    >>> encode({"epoch": 3, "rate": (0.5, float("inf"))}, Blobs())
+    >>> encode({"epoch": 3, "rate": (0.5, float("inf"))}, EncodedArrays())
     {'epoch': 3, 'rate': {'$tuple': [0.5, {'$float': '7ff0000000000000'}]}}
     """
-    return Encoder(codecs).encode(value, blobs, place)
+    return Encoder(codecs).encode(value, arrays, place)
 
 
-def decode(tree: Any, file: VerifiedFile | None, codecs: tuple[Codec, ...] = ()) -> Any:
-    """What `encode` was given; tensors and arrays are writable copies of their own. ValueError: no such encoding.
+def decode(tree: Any, file: ChecksummedFile | None, codecs: tuple[ClassCodec, ...] = ()) -> Any:
+    """Decodes what `encode` returned; tensors and arrays are new and writable. A ValueError says what is malformed.
 
-    `file` is read from front to back; the caller compares its hash at the end, before it hands the value on.
+    `file` is read from start to end; the caller compares its checksum then, before the value is used.
     """
     try:
         return _Decoder(file, codecs).decode(tree)
@@ -122,7 +122,7 @@ def decode(tree: Any, file: VerifiedFile | None, codecs: tuple[Codec, ...] = ())
 class Encoder:
     """Encodes any number of values, as `encode`."""
 
-    def __init__(self, codecs: tuple[Codec, ...]) -> None:
+    def __init__(self, codecs: tuple[ClassCodec, ...]) -> None:
         self._codecs = codecs
         self._by_type: dict[type, Callable[[Any, str, int], Any]] = {
             int: self._int,
@@ -138,9 +138,9 @@ class Encoder:
             np.ndarray: self._array,
         }
 
-    def encode(self, value: Any, blobs: Blobs, place: str) -> Any:
-        """`value` as JSON, its arrays in `blobs`."""
-        self._blobs = blobs
+    def encode(self, value: Any, arrays: EncodedArrays, place: str) -> Any:
+        """Encodes a value as JSON and adds its arrays to `arrays`."""
+        self._encoded_arrays = arrays
         return self._encode(value, place, 0)
 
     def _encode(self, value: Any, place: str, depth: int) -> Any:
@@ -175,7 +175,7 @@ class Encoder:
         return value
 
     def _bytes(self, value: bytes, place: str, depth: int) -> Any:
-        return {"$bytes": self._blobs.add(value, len(value))}
+        return {"$bytes": self._encoded_arrays.add(value, len(value))}
 
     def _list(self, value: list[Any] | tuple[Any, ...], place: str, depth: int) -> list[Any]:
         return [self._encode(member, f"{place}[{i}]", depth + 1) for i, member in enumerate(value)]
@@ -204,14 +204,14 @@ class Encoder:
                 f"{place} is a {value.dtype} tensor with layout {value.layout} on {value.device}, "
                 "which cannot be saved; only dense tensors with memory of their own can"
             )
-        blob = self._blobs.add(value, value.numel() * value.element_size())
+        blob = self._encoded_arrays.add(value, value.numel() * value.element_size())
         return {"$tensor": {"dtype": _TORCH_NAMES[value.dtype], "shape": list(value.shape), **blob}}
 
     def _array(self, value: npt.NDArray[Any], place: str, depth: int) -> Any:
         dtype = value.dtype.str
         if _NUMPY_DTYPE.fullmatch(dtype) is None or dtype[1:] in _NOT_PORTABLE or value.dtype.fields is not None:
             raise TypeError(f"{place} is a numpy array of {value.dtype}, which cannot be saved; use numbers or text")
-        return {"$array": {"dtype": dtype, "shape": list(value.shape), **self._blobs.add(value, value.nbytes)}}
+        return {"$array": {"dtype": dtype, "shape": list(value.shape), **self._encoded_arrays.add(value, value.nbytes)}}
 
     def _scalar(self, value: np.generic, place: str) -> Any:
         array = np.asarray(value)
@@ -221,7 +221,7 @@ class Encoder:
 
 
 class _Decoder:
-    def __init__(self, file: VerifiedFile | None, codecs: tuple[Codec, ...]) -> None:
+    def __init__(self, file: ChecksummedFile | None, codecs: tuple[ClassCodec, ...]) -> None:
         self._file, self._codecs = file, codecs
         self._depth = 0
         self._by_tag: dict[str, Callable[[Any], Any]] = {
@@ -280,11 +280,11 @@ class _Decoder:
         if not dtype.itemsize:  # numpy would make it larger, whatever the shape
             raise ValueError(f"a state in it has the dtype {name!r}, whose items have no bytes")
         _check_size(shape, dtype.itemsize, body["nbytes"])
-        taken: npt.NDArray[Any] = self._take(body).numpy()
-        return taken.view(dtype).reshape(shape) if len(taken) else np.empty(shape, dtype)
+        content: npt.NDArray[Any] = self._take(body).numpy()
+        return content.view(dtype).reshape(shape) if len(content) else np.empty(shape, dtype)
 
     def _take(self, body: dict[str, Any]) -> torch.Tensor:
-        """The next bytes of the file, in memory of their own; only as many as the file is known to have."""
+        """Reads the next bytes of the file into new memory, after it was checked that the file has as many."""
         at, nbytes = body["at"], body["nbytes"]
         if self._file is None or at != _aligned(self._file.position):
             raise ValueError("a state in it refers to bytes that are not the next ones of its file")
@@ -293,9 +293,9 @@ class _Decoder:
             raise ValueError(f"a state in it has {nbytes} bytes, more than are left in its file")
         check_memory(nbytes, "a state in it")
         self._file.skip(padding)
-        taken = torch.empty(nbytes, dtype=torch.uint8)
-        self._file.take(taken.numpy())
-        return taken
+        content = torch.empty(nbytes, dtype=torch.uint8)
+        self._file.take(content.numpy())
+        return content
 
 
 def _raw(array: Array) -> bytes | npt.NDArray[Any]:

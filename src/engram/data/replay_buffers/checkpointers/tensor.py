@@ -25,7 +25,7 @@ from engram.data.replay_buffers.checkpointers.base import (
 )
 from engram.data.replay_buffers.checkpointers.commit import SnapshotWriter
 from engram.data.replay_buffers.checkpointers.counters import Counters
-from engram.data.replay_buffers.checkpointers.packing import Details, Packing, RawPacking
+from engram.data.replay_buffers.checkpointers.packing import ChunkCodec, Details, RawChunkCodec
 from engram.data.replay_buffers.checkpointers.reading import THREADS, SnapshotReader, in_parallel
 from engram.data.replay_buffers.checkpointers.sealed import to_json
 from engram.data.replay_buffers.checkpointers.unchanged import ReusableChunks
@@ -78,11 +78,11 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
     needs = "read_block"
 
     @abstractmethod
-    def _packing(self, layout: LayoutState) -> Packing:
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
         """How rows of this layout are written; ValueError when they cannot be."""
 
     @abstractmethod
-    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
         """How they were written; KeyError, TypeError or ValueError when `state` does not say it."""
 
     def plan_save(self, source: RowSource, previous: dict[str, Any] | None = None) -> SavePlan:
@@ -100,11 +100,11 @@ class TensorStorageCheckpointer(ChunkedStorageCheckpointer):
 
     format = "rows"
 
-    def _packing(self, layout: LayoutState) -> Packing:
-        return RawPacking(layout["row_bytes"])
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
+        return RawChunkCodec(layout["row_bytes"])
 
-    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
-        return RawPacking(natural(layout["row_bytes"]))
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
+        return RawChunkCodec(natural(layout["row_bytes"]))
 
 
 class _NothingToSave:
@@ -120,7 +120,7 @@ class _NothingToSave:
 
 
 class _RowSavePlan:
-    """One save of packed rows: which chunks hold them, and which of these the snapshot in force has already."""
+    """One save of packed rows: which chunks hold them, and which of these the current snapshot has already."""
 
     def __init__(
         self,
@@ -134,11 +134,11 @@ class _RowSavePlan:
         # A hook may change any byte: what was written with one cannot be told from what would be written now.
         identity = None if self._hooks else source.identity()
         layout, self._counters, identity = json_copy([layout, counters, identity])
-        self._packing = checkpointer._packing(LayoutState(layout))
+        self._codec = checkpointer._codec(LayoutState(layout))
         self._checked = Counters(self._counters)
         self._row_bytes = layout["row_bytes"]
         same = {
-            **self._packing.state(),
+            **self._codec.state(),
             "layout": layout,
             "rows_per_chunk": rows_per_chunk(self._checked.strands * self._row_bytes),
         }
@@ -146,10 +146,10 @@ class _RowSavePlan:
         self._chunks = cut(self._checked, same["rows_per_chunk"])
         self._reusable = {} if identity is None or previous is None else self._find_reusable(previous, same)
         steps = sum([c.stop - c.start for c in self._chunks if c not in self._reusable])
-        self.nbytes = steps * self._checked.strands * self._packing.row_bytes
+        self.nbytes = steps * self._checked.strands * self._codec.row_bytes
 
     def _find_reusable(self, previous: dict[str, Any], same: dict[str, Any]) -> dict[Chunk, Chunk]:
-        """Of each chunk the one of the snapshot in force that holds, unchanged, all its rows."""
+        """Of each chunk the one of the current snapshot that holds, unchanged, all its rows."""
         reusable = ReusableChunks(self._source, previous, same)
         if not reusable.any:
             return {}
@@ -180,7 +180,7 @@ class _RowSavePlan:
         if old is not None and writer.reuse(old.file):
             return old  # it may begin with rows that exist no longer
         rows = read_rows(self._source, chunk, self._checked.strands, self._row_bytes, self._hooks)
-        details, blocks = self._packing.pack(rows, cuts_of(self._counters["lanes"][chunk.lane], chunk))
+        details, blocks = self._codec.pack(rows, cuts_of(self._counters["lanes"][chunk.lane], chunk))
         writer.write_file(chunk.file, blocks)
         return replace(chunk, details=details)
 
@@ -199,7 +199,7 @@ class _RowRestorePlan:
             if self.layout is not None:
                 self._checked.check_strands(self.layout)
             self._row_bytes = 0 if self.layout is None else natural(self.layout["row_bytes"])
-            self._packing = RawPacking(0) if self.layout is None else checkpointer._saved_packing(self.layout, state)
+            self._codec = RawChunkCodec(0) if self.layout is None else checkpointer._saved_codec(self.layout, state)
             self._most = max(1, natural(state["rows_per_chunk"]))
             self._sizes = {chunk: self._nbytes(chunk) for chunk in self.chunks}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -236,7 +236,7 @@ class _RowRestorePlan:
         """The chunks, each handed out when the disk has been made to read those after it."""
         for i, chunk in enumerate(self.chunks):
             for later in self.chunks[i + _CHUNKS_AHEAD : i + _CHUNKS_AHEAD + 1]:
-                self._reader.ask_for(later.file)
+                self._reader.read_ahead(later.file)
             yield chunk
 
     def _rows(self, chunk: Chunk) -> tuple[int, Rows]:
@@ -253,7 +253,7 @@ class _RowRestorePlan:
 
     def _unpack(self, chunk: Chunk, content: Rows) -> Rows:
         try:
-            return self._packing.unpack(content, chunk.details, self._checked.strands, chunk.stop - chunk.start)
+            return self._codec.unpack(content, chunk.details, self._checked.strands, chunk.stop - chunk.start)
         except ValueError as error:
             raise CorruptCheckpointError(self._reader.path(chunk.file), str(error)) from error
 
@@ -263,7 +263,7 @@ class _RowRestorePlan:
         per_step = self._checked.strands * self._row_bytes
         if not 0 < steps <= self._most or steps * per_step > most_row_bytes(per_step):
             raise ValueError(f"{chunk.file} cannot hold rows {chunk.start} to {chunk.stop}")
-        return self._packing.nbytes(chunk.details, self._checked.strands, steps)
+        return self._codec.nbytes(chunk.details, self._checked.strands, steps)
 
     def _check_sizes(self) -> None:
         for chunk in self.chunks:

@@ -1,4 +1,4 @@
-"""TensorDicts in states and lists: written as the dict of their entries, their batch size, device and names."""
+"""Encodes TensorDicts in states and lists: their entries as a dict, their batch size, device and names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tensordict import NonTensorData, TensorDict
 
 
 class TensorDictCodec:
-    """Plain TensorDicts, nested ones included. On loading they lie on the CPU; a device set there comes back as cpu."""
+    """Plain TensorDicts, nested ones too. They are loaded on the CPU; one that had a device set has the CPU set."""
 
     tag = "tensordict"
 
@@ -19,7 +19,7 @@ class TensorDictCodec:
         return type(value) is TensorDict
 
     def pack(self, value: Any) -> Any:
-        if _more_than_it_holds(value.values(), value.batch_size):
+        if _exceeds_content(value.values(), value.batch_size):
             raise TypeError(f"a TensorDict of batch size {tuple(value.batch_size)} that holds nothing of it")
         return {
             "batch_size": value.batch_size,
@@ -29,7 +29,7 @@ class TensorDictCodec:
         }
 
     def unpack(self, packed: Any) -> Any:
-        if _more_than_it_holds(packed["items"].values(), packed["batch_size"]):
+        if _exceeds_content(packed["items"].values(), packed["batch_size"]):
             raise ValueError(f"a TensorDict of batch size {tuple(packed['batch_size'])} holds nothing of it")
         device = torch.device("cpu") if packed["device"] else None
         return TensorDict(packed["items"], packed["batch_size"], device=device, names=packed["names"])
@@ -50,11 +50,11 @@ class NonTensorCodec:
         return NonTensorData(packed["data"], batch_size=packed["batch_size"])
 
 
-# A batch size costs nothing to write; whoever goes over such a TensorDict makes an object for each step.
+# A large batch size costs nothing to write, but code that iterates over the TensorDict makes an object for each step.
 _MOST_EMPTY = 1 << 24
 
 
-def _more_than_it_holds(values: Iterable[Any], batch_size: Iterable[int]) -> bool:
+def _exceeds_content(values: Iterable[Any], batch_size: Iterable[int]) -> bool:
     return math.prod(batch_size) > max(_MOST_EMPTY, _nbytes(values))
 
 

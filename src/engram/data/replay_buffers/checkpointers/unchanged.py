@@ -1,4 +1,4 @@
-"""Incremental saves: which chunks of the snapshot in force hold, byte for byte, what a save would write again."""
+"""Incremental saves: which chunks of the current snapshot hold, byte for byte, what a save would write again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ReusableChunks:
 
     Args:
         source: the storage that is being saved.
-        previous: what its checkpointer returned for the snapshot in force.
+        previous: what its checkpointer returned for the current snapshot.
         same: entries of `previous` that must be as they are now: the layout, how rows are cut, the hooks.
     """
 

@@ -1,4 +1,4 @@
-"""`verify(path)`: reads every byte of a checkpoint and says which snapshots are whole."""
+"""`verify(path)`: compares every file of a checkpoint with its checksum and reports damage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engram.errors import CheckpointError, CorruptCheckpointError
 
 @dataclass(frozen=True)
 class SnapshotReport:
-    """One snapshot: how many files and bytes were compared, and what is wrong with it."""
+    """The result for one snapshot: how many files and bytes were compared, and what is damaged."""
 
     name: str
     in_force: bool
@@ -33,7 +33,7 @@ class SnapshotReport:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """What `verify` found: the snapshots, newest first, and what is wrong with the directory itself."""
+    """The result of `verify`: a report for each snapshot, newest first, and problems of the directory itself."""
 
     path: str
     snapshots: tuple[SnapshotReport, ...]
@@ -41,7 +41,7 @@ class VerificationReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the snapshot in force can be loaded."""
+        """Whether the current snapshot can be loaded."""
         return not self.problems and any(report.in_force and report.ok for report in self.snapshots)
 
     @property
@@ -55,9 +55,12 @@ class VerificationReport:
 
 
 def verify(path: str | os.PathLike[str]) -> VerificationReport:
-    """Compares every file of every snapshot below `path` with its hash; damage is reported, not raised.
+    """Compares every file of every snapshot at `path` with its checksum; damage is reported, not raised.
 
-    CheckpointError when there is no checkpoint at `path`. Changes nothing; savers may run meanwhile.
+    Changes nothing; saves may run at the same time.
+
+    Raises:
+        CheckpointError: there is no checkpoint at `path`.
     """
     directory = CheckpointDirectory(os.path.abspath(os.fspath(path)))
     if not os.path.isdir(directory.root):
@@ -68,8 +71,8 @@ def verify(path: str | os.PathLike[str]) -> VerificationReport:
     names = directory.snapshots()
     if pointer is not None and pointer.snapshot not in names and os.path.isdir(directory.path(pointer.snapshot)):
         names = [pointer.snapshot, *names]  # its marker is damaged, which the report says
-    found = [_report(directory, name, pointer) for name in names]
-    reports = tuple(report for report in found if report is not None)
+    every = [_report(directory, name, pointer) for name in names]
+    reports = tuple(report for report in every if report is not None)
     if pointer is not None and not any(report.in_force for report in reports) and directory.current() == pointer:
         problems = (*problems, f"{directory.path(CURRENT)} names {pointer.snapshot}, which is not there")
     return VerificationReport(directory.root, reports, problems)
@@ -83,7 +86,7 @@ def _pointer(directory: CheckpointDirectory) -> tuple[Pointer | None, tuple[str,
 
 
 def _report(directory: CheckpointDirectory, name: str, pointer: Pointer | None) -> SnapshotReport | None:
-    """None for a snapshot that a save removed, or has not finished."""
+    """The report for one snapshot; None where a save removed it, or has not finished it."""
     in_force = pointer is not None and pointer.snapshot == name
     if not in_force and not os.path.lexists(directory.path(name, MANIFEST)):
         return None

@@ -1,4 +1,4 @@
-"""Files that are read once, from front to back, and believed when their hash is that of what was saved."""
+"""Files that are read from start to end while their checksum is computed."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says of one file."""
+    """Size and checksum of a file, as the manifest lists them."""
 
     nbytes: int
     xxh3_128: str
 
 
-class VerifiedFile:
-    """A file read once from front to back, with a hash of all that passed."""
+class ChecksummedFile:
+    """A file that is read once, from start to end, and compared with its checksum at the end."""
 
     def __init__(self, fd: int, path: str, record: FileRecord) -> None:
         self._fd = fd
         self._path = path
         self._record = record
         self._hasher = xxhash.xxh3_128()
-        self._ahead = memoryview(b"")  # hashed, and not taken yet
+        self._ahead = memoryview(b"")  # read and hashed, not yet handed out
         self.position = 0
 
     @property
@@ -42,7 +42,7 @@ class VerifiedFile:
         return self._record.nbytes - self.position
 
     def take(self, buffer: Bytes) -> None:
-        """Fills `buffer` with the bytes that come next."""
+        """Fills `buffer` with the next bytes."""
         view = buffer.data
         while len(view):
             if not self._ahead and len(view) < _SMALL:
@@ -53,19 +53,19 @@ class VerifiedFile:
             view = view[got:]
 
     def skip(self, nbytes: int) -> None:
-        """Passes over bytes that nobody needs; they count for the hash."""
+        """Skips bytes that are not needed; they are part of the checksum."""
         block = np.empty(min(nbytes, _BLOCK), np.uint8)
         while nbytes > 0:
             self.take(block[:nbytes])
             nbytes -= min(nbytes, len(block))
 
     def finish(self) -> None:
-        """Passes over the rest; CorruptCheckpointError when the whole is not what was saved."""
+        """Reads the rest; CorruptCheckpointError where the checksum of the whole file is not the saved one."""
         self.skip(self.remaining)
         if self._hasher.hexdigest() != self._record.xxh3_128:
             raise CorruptCheckpointError(self._path, "its checksum is not that of the bytes that were saved")
 
-    def __enter__(self) -> VerifiedFile:
+    def __enter__(self) -> ChecksummedFile:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
