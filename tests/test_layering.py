@@ -31,6 +31,7 @@ LAYERS = [
     ["engram.transforms", "engram.transforms.multi_step", f"{BUFFERS}.stacking"],
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
     [f"{BUFFERS}.storages"],
+    ["engram.interop"],
     [f"{BUFFERS}.checkpointers"],
     ["engram.specs", f"{BUFFERS}.episodes"],
     [f"{BUFFERS}.recovery", f"{BUFFERS}.rows", f"{BUFFERS}.columns"],

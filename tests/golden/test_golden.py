@@ -15,7 +15,7 @@ import pytest
 import engram.data
 import engram.envs.transforms
 from engram import verify
-from engram.checkpoint.directory import unseal
+from engram.checkpoint.directory import from_checksummed_json
 from engram.data import LazyTensorStorage, ReplayBuffer, Sampler, StorageCheckpointerBase, Writer
 from engram.transforms.base import Transform
 from golden.make import DATA, INCREMENTAL, STORE
@@ -119,7 +119,7 @@ def covered() -> tuple[set[str], set[str]]:
     kinds: set[str] = set()
     formats: set[str] = set()
     for manifest in DATA.glob("*/checkpoint/g-*/manifest.json"):
-        body = unseal(manifest.read_bytes())["body"]
+        body = from_checksummed_json(manifest.read_bytes())["body"]
         kinds |= set(kinds_in(body["components"]))
         formats |= set(formats_in(body["storage"]))
     return kinds, formats

@@ -15,15 +15,17 @@ class Counters:
     """
 
     def __init__(self, counters: dict[str, Any]) -> None:
-        capacity = counters["lane_capacity"]
-        self._capacity = None if capacity is None else _count(capacity)
-        self.strands = _count(counters["strands"])
+        self._capacity: int | None = counters["lane_capacity"]
+        self.strands: int = counters["strands"]
+        _check_counts(self.strands, 0 if self._capacity is None else self._capacity)
         self._lanes = [_checked(lane) for lane in counters["lanes"]]
 
     def check_strands(self, layout: dict[str, Any]) -> None:
         """ValueError when a layout, where it says how many environments there are, contradicts the counters."""
         strands = layout.get("strands", [self.strands])
-        if not isinstance(strands, list) or math.prod(map(_count, strands)) != self.strands or not self.strands:
+        if isinstance(strands, list):
+            _check_counts(*strands)
+        if not isinstance(strands, list) or math.prod(strands) != self.strands or not self.strands:
             raise ValueError(f"the layout is of environments {strands!r}, the counters of {self.strands}")
 
     @property
@@ -46,23 +48,25 @@ class Counters:
 
 def _checked(lane: dict[str, Any]) -> tuple[int, int]:
     """Base and published of a lane whose counters can all be."""
-    base, published = _count(lane["base"]), _count(lane["published"])
+    base, published = lane["base"], lane["published"]
+    _check_counts(base, published, *lane["seams"])
     if base > published:
         raise ValueError(f"a lane's base, {base}, is beyond what it has published, {published}")
     if type(lane["origin"]) is not int or not 0 <= lane["origin"] < 1 << 64:
         raise ValueError(f"{lane['origin']!r} is no origin of a lane")
-    seams = [_count(seam) for seam in lane["seams"]]
+    seams = list(lane["seams"])
     if seams != sorted(seams) or seams[-1:] > [published]:
         raise ValueError(f"the seams of a lane do not rise up to {published}: {seams}")
     border = lane.get("border")
     if border is not None:
-        looked, agreed = _count(border["looked"]), border["agreed"]
+        looked, agreed = border["looked"], border["agreed"]
+        _check_counts(looked)
         if looked > published or (agreed is not None and (type(agreed) is not int or not 0 <= agreed < 1 << 63)):
             raise ValueError(f"{border!r:.80} is nothing that is known of the border of a lane")
     return base, published
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _END:
-        raise ValueError(f"{value!r} is not a count")
-    return value
+def _check_counts(*values: Any) -> None:
+    for value in values:
+        if type(value) is not int or not 0 <= value < _END:
+            raise ValueError(f"{value!r} is not a count")
