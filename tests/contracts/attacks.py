@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.checkpointer import overwrite
-from engram.checkpoint.directory import digest, seal, unseal
+from engram.checkpoint.directory import digest, from_checksummed_json, to_checksummed_json
 
 Place = tuple[Any, ...]
 
@@ -67,16 +67,16 @@ class Forger:
         self._pointer = _unsealed(self._current)
 
     def write(self, document: dict[str, Any]) -> None:
-        self.write_bytes(seal(document))
+        self.write_bytes(to_checksummed_json(document))
 
     def write_text(self, edit: Callable[[bytes], bytes]) -> None:
         """Changes the text of the manifest, which need not be JSON then."""
-        head = edit(seal(self.document)[:-48])
+        head = edit(to_checksummed_json(self.document)[:-48])
         self.write_bytes(head + b',"xxh3_128":"' + digest(head).encode() + b'"}\n')
 
     def write_bytes(self, manifest: bytes) -> None:
         overwrite(self._manifest, manifest)
-        overwrite(self._current, seal({**self._pointer, "manifest": digest(manifest)}))
+        overwrite(self._current, to_checksummed_json({**self._pointer, "manifest": digest(manifest)}))
 
     def write_file(self, name: str, content: bytes) -> None:
         """Gives one of the snapshot's files another content."""
@@ -87,7 +87,7 @@ class Forger:
 
 
 def _unsealed(file: Path) -> dict[str, Any]:
-    return {key: value for key, value in unseal(file.read_bytes()).items() if key != "xxh3_128"}
+    return {key: value for key, value in from_checksummed_json(file.read_bytes()).items() if key != "xxh3_128"}
 
 
 def limit_memory(nbytes: int) -> None:

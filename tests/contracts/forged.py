@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.checkpointer import overwrite
-from engram.checkpoint.directory import digest, seal, unseal
+from engram.checkpoint.directory import digest, from_checksummed_json, to_checksummed_json
 
 NEWEST = "g-000001"
 
@@ -26,11 +26,13 @@ def forge_state(path: Path, edit: Callable[[Any], Any]) -> None:
 
 def forge_manifest(path: Path, edit: Callable[[Any], Any]) -> None:
     manifest, current = path / NEWEST / "manifest.json", path / "CURRENT"
-    document = unseal(manifest.read_bytes())
+    document = from_checksummed_json(manifest.read_bytes())
     edit(document)
     overwrite(manifest, _resealed(document))
-    overwrite(current, _resealed({**unseal(current.read_bytes()), "manifest": digest(manifest.read_bytes())}))
+    overwrite(
+        current, _resealed({**from_checksummed_json(current.read_bytes()), "manifest": digest(manifest.read_bytes())})
+    )
 
 
 def _resealed(document: dict[str, Any]) -> bytes:
-    return seal({key: value for key, value in document.items() if key != "xxh3_128"})
+    return to_checksummed_json({key: value for key, value in document.items() if key != "xxh3_128"})

@@ -17,7 +17,7 @@ import pytest
 
 from contracts.attacks import NASTY, Forger, exchanged, limit_memory, places, without
 from contracts.children import Child
-from engram.checkpoint.directory import seal
+from engram.checkpoint.directory import to_checksummed_json
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.errors import CheckpointError, CorruptCheckpointError, EngramError
 from golden.make import DATA
@@ -231,7 +231,7 @@ def test_a_sealed_file_that_is_no_document_is_an_error(forger: Forger, text: byt
     ],
 )  # fmt: skip
 def test_a_pointer_that_is_none_is_an_error(forger: Forger, pointer: dict[str, Any]) -> None:
-    (forger.path / "CURRENT").write_bytes(seal(pointer))
+    (forger.path / "CURRENT").write_bytes(to_checksummed_json(pointer))
     refused(forger.path, "rows", "CURRENT is damaged")
 
 

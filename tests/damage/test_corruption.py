@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from contracts.checkpointer import RowRings, flip, overwrite
-from engram.checkpoint.directory import MARKER, digest, open_below, seal, unseal
+from engram.checkpoint.directory import MARKER, digest, from_checksummed_json, open_below, to_checksummed_json
 from engram.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
     open_snapshot,
@@ -194,8 +194,8 @@ def test_snapshots_with_each_others_names_are_noticed(checkpoint):
 
 def test_current_pointed_to_another_snapshot_is_noticed(checkpoint):
     file = checkpoint / "CURRENT"
-    document = {**unseal(file.read_bytes()), "snapshot": "g-000001"}
-    overwrite(file, seal(document))
+    document = {**from_checksummed_json(file.read_bytes()), "snapshot": "g-000001"}
+    overwrite(file, to_checksummed_json(document))
     with pytest.raises(CorruptCheckpointError, match=r"g-000001/manifest.json.*CURRENT"):
         load(checkpoint)
 
@@ -203,18 +203,21 @@ def test_current_pointed_to_another_snapshot_is_noticed(checkpoint):
 @pytest.mark.parametrize("name", ["../g-000001", "/etc", "g-000009", "g-1", "", None, 3])
 def test_current_pointed_out_of_the_checkpoint_is_noticed(checkpoint, name):
     file = checkpoint / "CURRENT"
-    overwrite(file, seal({**unseal(file.read_bytes()), "snapshot": name}))
+    overwrite(file, to_checksummed_json({**from_checksummed_json(file.read_bytes()), "snapshot": name}))
     assert_refused(checkpoint, file, whole="g-000002")
 
 
 def forge_manifest(checkpoint, edit):
     """Changes the manifest in force and every hash that covers it, as an attacker can."""
     manifest = checkpoint / "g-000002" / "manifest.json"
-    document = unseal(manifest.read_bytes())
+    document = from_checksummed_json(manifest.read_bytes())
     edit(document)
-    overwrite(manifest, seal(document))
+    overwrite(manifest, to_checksummed_json(document))
     current = checkpoint / "CURRENT"
-    overwrite(current, seal({**unseal(current.read_bytes()), "manifest": digest(manifest.read_bytes())}))
+    overwrite(
+        current,
+        to_checksummed_json({**from_checksummed_json(current.read_bytes()), "manifest": digest(manifest.read_bytes())}),
+    )
     return manifest
 
 

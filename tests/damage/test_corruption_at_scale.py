@@ -12,7 +12,7 @@ import pytest
 
 from contracts.checkpointer import flip, overwrite
 from engram import verify
-from engram.checkpoint.directory import MARKER, seal, unseal
+from engram.checkpoint.directory import MARKER, from_checksummed_json, to_checksummed_json
 from engram.errors import CorruptCheckpointError
 from golden.observed import held, unlike
 from golden.recipes import RECIPES
@@ -167,9 +167,9 @@ def exchanged_files(damaged: Damaged, deep: bool) -> None:
 def other_snapshots(damaged: Damaged, deep: bool) -> None:
     current, first, second = (damaged.path / name for name in ("CURRENT", "g-000001", "g-000002"))
     with changed(current) as content:
-        document = {key: value for key, value in unseal(content).items() if key != "xxh3_128"}
+        document = {key: value for key, value in from_checksummed_json(content).items() if key != "xxh3_128"}
         for name in ("g-000001", "g-000003", "g-999999"):
-            overwrite(current, seal({**document, "snapshot": name}))
+            overwrite(current, to_checksummed_json({**document, "snapshot": name}))
             damaged.refused(current, first / "manifest.json")
     aside = damaged.path / "aside"
     shutil.move(first, aside)

@@ -148,7 +148,7 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
     def plan_save(self, source: Source, previous: dict[str, Any] | None = None) -> SavePlan:
         """What a save of `source` will write. The source does not change until it is written.
 
-        `previous` is what `SavePlan.write` returned for the snapshot in force, whose files `writer.reuse` takes over.
+        `previous` is what `SavePlan.write` returned for the current snapshot, whose files `writer.reuse` takes over.
         """
 
     @abstractmethod

@@ -42,7 +42,7 @@ NEEDED = {
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.
 COMPUTED = {
     ("checkpoint/encoding.py", ""): "dtypes that stand there, at import",
-    ("data/replay_buffers/checkpointers/torchrl/folders.py", ""): "dtypes that stand there, at import",
+    ("interop/torchrl/files.py", ""): "dtypes that stand there, at import",
     ("store/episodes.py", "_ask"): "the two methods that call it",
     ("data/replay_buffers/reader.py", "_own"): "the constructor that calls it",
     ("data/replay_buffers/storages/staging.py", "__getattr__"): "whoever asks the table that it stands for",

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from engram.checkpoint.snapshot import save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
-from engram.data.replay_buffers.checkpointers.opening import as_damage, open_saved
 from engram.errors import CheckpointMisfitError, differences_of
+from engram.interop.open import Part, Receiver, as_damage, open_saved
 from engram.transforms.compose import Compose
 
 if TYPE_CHECKING:
@@ -297,9 +297,9 @@ def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any
 
 def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
     """Saves every part as one snapshot. The caller holds the buffer still."""
-    components = _components(buffer)
-    with buffer.storage.still() as source:
-        save_snapshot(path, components, (buffer.storage.checkpointer, source), keep_last=keep_last)
+    components, storage = _components(buffer), buffer.storage
+    with storage.still() as source:
+        save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
 
 
 def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
@@ -334,8 +334,8 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
     storage, with_rows = buffer.storage, "storage" in parts
-    with open_saved(path, snapshot) as saved:
-        wanted, said = saved.wanted(parts, {"sampler": buffer.sampler, "writer": buffer.writer, "storage": storage})
+    with open_saved(path, snapshot, _receiver(buffer)) as saved:
+        wanted, said = saved.part_states(parts)
         said += _differences(buffer, wanted, saved.malformed)
         if not said:
             _check_states(buffer, wanted, saved.malformed)
@@ -346,6 +346,17 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
         with storage.alone("loads") if with_rows else storage.mutex:
             fill = storage.read_aside(saved) if with_rows else None
             adopt(buffer, wanted, fill, saved.malformed)
+
+
+def _receiver(buffer: SavedBuffer) -> Receiver:
+    """The buffer, as another library's directory is read for it."""
+
+    def part(name: str) -> Part:
+        owner = {"sampler": buffer.sampler, "writer": buffer.writer}[name]
+        state = owner.state_dict() if hasattr(owner, "state_dict") else {}
+        return Part(tuple(kind.__name__ for kind in type(owner).__mro__), state)
+
+    return Receiver(buffer.storage, getattr(buffer.writer, "index_key", None), part)
 
 
 def _misfits(check: Callable[[], None]) -> list[str]:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from engram.checkpoint.snapshot import save_snapshot
-from engram.data.replay_buffers.checkpointers.opening import open_saved
 from engram.data.replay_buffers.storages.staging import TooManyRowsError
 from engram.errors import StorageError
+from engram.interop.open import open_saved
 from engram.pytree import KeyPath, entry, show
 from engram.store.files import is_sent, sends
 from engram.store.indexing import Selection, outward, select, stored_slots

@@ -84,14 +84,11 @@ class SavedTable(Storage):
 
     def identity(self) -> dict[str, Any]:
         """What names these rows, as `Lanes.identity`."""
-        return self._changes().identity()
+        return {} if self._lanes is None else self._lanes.identity()
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
         """Rows changed in place since `identity()` was `since`; None if that is not known."""
-        return self._changes().edited(since)
-
-    def _changes(self) -> Changes | NothingYet:
-        return NothingYet() if self._lanes is None else Changes(self._lanes)
+        return None if self._lanes is None else Changes(self._lanes).edited(since)
 
     def freeze(self) -> Any:
         """The rows as they are now, for a save in the background; the caller holds the mutex, here and to close it."""
@@ -726,9 +723,9 @@ class LazyTensorStorage(TableStorage):
         size = StoreSize(layout, self._n_lanes, lane_capacity, _count(self._inner), trailer=False)
         if self.device.type != "cpu":
             lanes = Lanes.in_memory(lane_capacity, _count(self._inner))
-            log.info("storage on %s: %s", self.device, size.describe())
+            log.info("storage on %s: %s", self.device, size)
             return lanes, ColumnTable.empty(lanes, layout, self._inner, self.device)
-        log.info("storage in %smemory: %s", "shared " if self.shared else "", size.describe())
+        log.info("storage in %smemory: %s", "shared " if self.shared else "", size)
         if self.shared:
             fd = open_shared_memory(size)
             lanes = Lanes(size.create_in(fd), LaneLocks(fd))

@@ -199,13 +199,6 @@ class TensorDictMaxValueWriter(Writer):
         if different:
             raise ValueError("; ".join(different))
 
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        if found is None or "rank_key" not in found:
-            raise ValueError(f"the writer is a {type(self).__name__} here, one that keeps the newest was saved")
-        key = found["rank_key"]
-        path = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, list) else key
-        return {"rank_key": path, "reduction": self.reduction}  # the order follows from the rows
-
     def differences(self, state: dict[str, Any]) -> list[str]:
         """What of a saved state does not fit this writer."""
         mine = {"rank_key": self._path, "reduction": self.reduction}
