@@ -31,8 +31,8 @@ class RowSource(Protocol):
 
         The rows of a lane that exist have the write numbers `max(base, published - lane_capacity)` to `published`.
         `published` is a seam where whoever writes next would enter one. `border` is what is known of entries that go on
-        from step to step: `{"looked": write number, "agreed": bits or None}`. `replaced` is how many sequences rows were
-        given that were written over others out of turn.
+        from step to step: `{"looked": write number, "agreed": bits or None}`. `replaced` counts the
+        sequences given to rows that were written over others out of turn.
         """
 
     def identity(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Lanes:
         self.asleep = False  # a forked child that has not used the store yet
         self._copied_from = 0  # the process whose private memory this is a copy of, until that was told
         self._held_there: int | None = None  # and the lane that the copy goes on in
-        #: The sequences that rows carry themselves (int64 [n] of slots); 0 where a row has the one that its lane counts.
+        #: The sequences that rows carry (int64 [n] of slots); 0 where a row has the one that its lane counts.
         #: None: they carry none. Set by the table that holds the rows.
         self.own_sequences: Callable[[Tensor], Tensor] | None = None
         self._alone = 0

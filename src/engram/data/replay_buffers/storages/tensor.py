@@ -427,9 +427,9 @@ class TableStorage(SavedTable):
             return
         if table.mapped or lanes.locks is not None:
             raise StorageError(
-                "these rows were made for another writer: they have no place for the sequence that a replaced row carries, "
-                "and rows in a file or in shared memory keep their layout. Save them with dumps, and take them over with "
-                "loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
+                "these rows were made for another writer: they have no place for the sequence that a replaced row "
+                "carries, and rows in a file or in shared memory keep their layout. Save them with dumps, and take them "
+                "over with loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
             )
         with self.replacing("giving rows their sequences"):
             layout = table.layout.with_sequence()
