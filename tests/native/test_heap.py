@@ -161,7 +161,9 @@ def test_a_longer_copy_of_a_store_has_its_rows_counters_and_identity():
     assert longer.lane(0) == s.lane(0) and longer.log(0) == [2] and longer.layout == b"{}"
 
 
-@pytest.mark.parametrize("move", [(0, 0, 9), (9, 0, 1), (0, 9, 8), (2**64 - 1, 0, 2), (0, 2**64 - 1, 2), (0, 0, 2**64 - 1)])
+@pytest.mark.parametrize(
+    "move", [(0, 0, 9), (9, 0, 1), (0, 9, 8), (2**64 - 1, 0, 2), (0, 2**64 - 1, 2), (0, 0, 2**64 - 1)]
+)
 def test_a_longer_copy_never_takes_bytes_from_outside_of_a_row(move):
     s, _ = word_store(4)
     with pytest.raises(ValueError, match="outside the row"):

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
-from engram import _native
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,

@@ -32,7 +32,7 @@ from engram.data import (
 )
 from engram.data.datasets import write_hdf5, write_parquet
 from engram.data.replay_buffers import files
-from engram.errors import StorageError
+from engram.errors import CheckpointMisfitError, StorageError
 
 STORAGES: dict[str, Callable[[int, Path], Any]] = {
     "list": lambda n, path: ListStorage(n),
@@ -408,14 +408,30 @@ class TestRowsThatCarryNone:
         assert numbers(twin) == numbers(rb) and (twin[:] == rb[:]).all()
         assert twin.extend(steps(100, 101)).tolist() == [5]
 
-    def test_where_they_have_no_place_loaded_rows_have_those_that_the_lane_counts(
-        self, tmp_path: Path
+    @pytest.mark.parametrize("storage", ["shared", "mapped", "temporary"])
+    @pytest.mark.parametrize("way", ["dumps", "state_dict"])
+    def test_rows_that_carry_theirs_are_not_loaded_where_they_would_lose_them(
+        self, storage: str, way: str, tmp_path: Path
     ) -> None:
         rb = filled(LazyTensorStorage(20))
+        other = made_by_another(ROW_STORAGES[storage](tmp_path))
+        before, rows = numbers(other), other[:]
         rb.dumps(tmp_path / "saved")
-        other = made_by_another(ROW_STORAGES["mapped"](tmp_path))
+        with pytest.raises(CheckpointMisfitError, match="rows carry sequences of their own there"):
+            if way == "dumps":
+                other.loads(tmp_path / "saved", parts=("storage",))
+            else:
+                other.storage.load_state_dict(rb.storage.state_dict())
+        assert numbers(other) == before and (other[:] == rows).all()
+
+    @pytest.mark.parametrize("storage", ["memory", "shared", "mapped", "temporary", "tensors"])
+    def test_rows_of_which_none_was_replaced_are_loaded_anywhere(self, storage: str, tmp_path: Path) -> None:
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20), writer=TensorDictMaxValueWriter())
+        rb.extend(steps(0, 15))
+        other = made_by_another(ROW_STORAGES[storage](tmp_path))
+        rb.dumps(tmp_path / "saved")
         other.loads(tmp_path / "saved", parts=("storage",))
-        assert numbers(other) == list(range(20)) and (other[:] == rb[:]).all()
+        assert numbers(other) == list(range(15)) and (other[:] == rb[:]).all()
 
     def test_a_load_that_fails_brings_back_rows_that_were_copied_for_it(self, tmp_path: Path) -> None:
         saved = filled(LazyTensorStorage(20))

@@ -369,7 +369,9 @@ def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
 def _codec(layout: RowLayout) -> Any:
     specs = [(*_DLPACK[x.dtype], x.shape, x.offset) for x in layout.leaves]
     tree = layout.root.native() if layout.plain else None
-    return _native.Codec(specs, tree, TensorDict, _template(), torch.Size, np.ndarray, np.generic, layout.sequence_offset)
+    return _native.Codec(
+        specs, tree, TensorDict, _template(), torch.Size, np.ndarray, np.generic, layout.sequence_offset
+    )
 
 
 def _template() -> dict[str, Any] | None:

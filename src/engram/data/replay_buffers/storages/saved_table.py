@@ -36,6 +36,11 @@ class SavedTable(Storage):
     def _adopt(self, layout: RowLayout, inner: tuple[int, ...]) -> None:
         """Makes the table for a layout and strands of this shape."""
 
+    @property
+    @abc.abstractmethod
+    def _can_widen(self) -> bool:
+        """Whether rows that are there can get a place for sequences: not in a file, nor where others see them."""
+
     @abc.abstractmethod
     def _make_room(self, layout: RowLayout) -> None:
         """Before rows of this layout are restored into the table: for the sequences that they carry, if it can."""
@@ -110,6 +115,13 @@ class SavedTable(Storage):
                 said.append(f"ndim is {self.ndim} here, {layout['ndim']} there")
             if self._table is not None:
                 said += self._table.layout.differences(saved)
+                replaced = any(lane["replaced"] for lane in lanes)
+                if replaced and saved.carries_sequence > self._table.layout.carries_sequence and not self._can_widen:
+                    said.append(
+                        "rows carry sequences of their own there, as a TensorDictMaxValueWriter has replaced some; "
+                        "those here, in a file or in shared memory, have no place for them: use a storage that is made "
+                        "with such a writer"
+                    )
                 if inner != self._inner:
                     said.append(f"environments are {list(self._inner)} here, {list(inner)} there")
             strands = math.prod(inner)

@@ -175,11 +175,11 @@ class TableStorage(SavedTable):
         if isinstance(table, ColumnTable):
             table.carry_sequences()
             return
-        if table.mapped or lanes.locks is not None:
+        if not self._can_widen:
             raise StorageError(
-                "these rows were made for another writer: they have no place for the sequence that a replaced row carries, "
-                "and rows in a file or in shared memory keep their layout. Save them with dumps, and take them over with "
-                "loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
+                "these rows were made for another writer: they have no place for the sequence that a replaced row "
+                "carries, and rows in a file or in shared memory keep their layout. Save them with dumps, and take "
+                "them over with loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
             )
         with self.replacing("giving rows their sequences"):
             layout = table.layout.with_sequence()
@@ -187,11 +187,13 @@ class TableStorage(SavedTable):
             self._table = table = table.with_sequences()
             self._lanes = table.lanes
 
+    @property
+    def _can_widen(self) -> bool:
+        table = self._table
+        return isinstance(table, ColumnTable) or (table is not None and not table.mapped and table.lanes.locks is None)
+
     def _make_room(self, layout: RowLayout) -> None:
-        can_change = isinstance(self._table, ColumnTable) or (
-            self._table is not None and not self._table.mapped and self._table.lanes.locks is None
-        )
-        if can_change and (self._expects_sequences or layout.carries_sequence):
+        if self._can_widen and (self._expects_sequences or layout.carries_sequence):
             self.carry_sequences()
 
     def _unmake(self) -> bool:
