@@ -32,6 +32,8 @@ from engram.data import (
 )
 from engram.data.datasets import write_hdf5, write_parquet
 from engram.data.replay_buffers import files
+from engram.data.replay_buffers.lanes import Lanes
+from engram.data.replay_buffers.rows import RowTable
 from engram.errors import CheckpointMisfitError, StorageError
 
 STORAGES: dict[str, Callable[[int, Path], Any]] = {
@@ -463,3 +465,99 @@ def test_rows_of_a_writer_that_replaces_none_carry_none() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(20), writer=RoundRobinWriter())
     rb.extend(steps(0, 5))
     assert not rb.storage.layout.carries_sequence
+
+
+# ---- planted errors ----
+def _shows_sequences(patch: pytest.MonkeyPatch) -> None:
+    """Batches have one entry more."""
+    read = RowTable.read
+
+    def shown(self: RowTable, slots: Any, shape: Any = None, extra: Any = None, numbers: bool = False) -> Any:
+        own = self.lanes.generations(slots).reshape((len(slots),) if shape is None else shape)
+        return read(self, slots, shape, {**(extra or {}), "sequence": own}, numbers)
+
+    patch.setattr(RowTable, "read", shown)
+
+
+def _is_a_key(patch: pytest.MonkeyPatch) -> None:
+    """The sequence is a leaf like the others, from the first batch on."""
+    check = LazyTensorStorage.check
+
+    def with_key(self: Any, items: Any, *args: Any, **kwargs: Any) -> Any:
+        return check(self, items.clone().set("sequence", torch.zeros(items.shape, dtype=torch.int64)), *args, **kwargs)
+
+    patch.setattr(LazyTensorStorage, "check", with_key)
+
+
+def _fills_nothing(patch: pytest.MonkeyPatch) -> None:
+    """`loads` leaves in the place of sequences what was in the memory."""
+    put = RowTable.set_block
+
+    def unfilled(self: RowTable, lane: int, start: int, rows: Any) -> None:
+        offset = self.layout.sequence_offset
+        if offset is not None:
+            rows = rows.copy()
+            rows[..., offset : offset + 8] = 0x7F
+        put(self, lane, start, rows)
+
+    patch.setattr(RowTable, "set_block", unfilled)
+
+
+def _loses_them_in_place(patch: pytest.MonkeyPatch) -> None:
+    overwrite = RowTable.overwrite
+
+    def lost(self: RowTable, slots: Any, plan: Any, rows: Any = None) -> None:
+        self.prepare_overwrite(slots, plan, torch.arange(len(slots)), 0)() if rows is None else overwrite(
+            self, slots, plan, rows
+        )
+
+    patch.setattr(RowTable, "overwrite", lost)
+
+
+def _copies_without_counters(patch: pytest.MonkeyPatch) -> None:
+    """Rows that were copied to carry sequences are those of another store."""
+    widened = Lanes.widened
+
+    def other(self: Lanes, store: Any) -> Lanes:
+        lane = self.store.lane(0)
+        store.begin_restore()
+        store.restore_lane(0, lane["first"], lane["published"], lane["origin"])
+        store.end_restore()
+        return widened(self, store)
+
+    patch.setattr(Lanes, "widened", other)
+
+
+PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Path], None]]] = {
+    "sequences in batches": (_shows_sequences, lambda path: test_they_are_in_no_batch("memory", path)),
+    "sequences in what is exported": (
+        _is_a_key, lambda path: test_they_are_in_nothing_that_is_exported("memory", path)
+    ),
+    "sequences that loads does not fill": (
+        _fills_nothing,
+        lambda path: TestRowsThatCarryNone().test_loaded_into_a_storage_of_this_writer_they_carry_theirs(
+            "memory", False, path
+        ),
+    ),
+    "sequences that are lost by a change in place": (
+        _loses_them_in_place,
+        lambda path: test_a_row_that_is_changed_in_place_keeps_the_one_that_it_has(lambda: LazyTensorStorage(4)),
+    ),
+    "priorities that are lost when rows are copied for their sequences": (
+        _copies_without_counters,
+        lambda path: TestRowsThatCarryNone().test_priorities_and_trajectories_stay_when_they_are_copied(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.mutant
+@pytest.mark.deep
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_error_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, check = PLANTS[name]
+    (tmp_path / "sound").mkdir()
+    check(tmp_path / "sound")
+    plant(monkeypatch)
+    (tmp_path / "planted").mkdir()
+    with pytest.raises(AssertionError):
+        check(tmp_path / "planted")

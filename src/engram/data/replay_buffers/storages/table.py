@@ -167,6 +167,8 @@ class TableStorage(SavedTable):
 
     def expect_sequences(self) -> None:
         self._expects_sequences = True
+        if isinstance(self._table, ColumnTable):  # one column more, nothing is copied
+            self._table.carry_sequences()
 
     def carry_sequences(self) -> None:
         table, lanes = self._table, self._lanes
