@@ -56,8 +56,8 @@ class Lanes:
         self.asleep = False  # a forked child that has not used the store yet
         self._copied_from = 0  # the process whose private memory this is a copy of, until that was told
         self._held_there: int | None = None  # and the lane that the copy goes on in
-        #: The sequences that rows carry themselves (int64 [n] of slots), 0 where a row has the one that its lane counts.
-        #: None: they carry none. Whoever holds the rows sets it.
+        #: Gives the sequences that the rows in slots carry (int64 [n]), 0 where a row has the one that its lane counts.
+        #: None: rows carry none. Whoever holds the rows sets it.
         self.own_sequences: Callable[[Tensor], Tensor] | None = None
         self._alone = 0
         self._session = os.urandom(8).hex()
@@ -338,8 +338,8 @@ class Lanes:
         counted = slots_tensor(self.store.generations(slots))
         if self.own_sequences is None:
             return counted
-        # After the counters, and before the rows where they are read next: a row may be newer than its sequence, which is
-        # then one that is gone, but never older.
+        # Before the rows, where they are read next: a row may be newer than its sequence, which is then one that is
+        # gone, but never older.
         own = self.own_sequences(slots)
         return torch.where((counted >= 0) & (own >= _native.FIRST_REPLACED), own, counted)
 

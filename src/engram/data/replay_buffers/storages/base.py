@@ -181,7 +181,7 @@ class Storage(abc.ABC):
         return functools.partial(self.replace, checked, rows, slots)
 
     def expect_sequences(self) -> None:
-        """A writer is used that writes rows over others out of turn: from the first write on each carries its sequence."""
+        """A writer is used that writes rows over others out of turn: rows made from now on carry their sequence."""
 
     def carry_sequences(self) -> None:
         """Before the first row is written over another one out of turn: makes room for the sequences of rows.

@@ -30,8 +30,8 @@ class TensorDictMaxValueWriter(Writer):
     row also stores its own index under `"index"`, where its data have a place for it, and carries a sequence of its own
     once it has replaced another one, so that a `generation` never means another row.
 
-    Replacing needs the storage alone, and one dimension (`ndim=1`, `lanes=1`). Rows in memory that another writer made are
-    copied once to make room for their sequences, when the first of them is replaced. In a LazyMemmapStorage with a
+    Replacing needs the storage alone, and one dimension (`ndim=1`, `lanes=1`). Rows in memory that another writer made
+    are copied once, when the first of them is replaced, to make room for their sequences. In a LazyMemmapStorage with a
     `scratch_dir` it waits for the disk when it meets rows that were flushed: twice for each 64 KB that a call replaces.
 
     Args:
