@@ -228,7 +228,7 @@ MUTANTS = {
         around(FlatChunkCodec, "unpack", _no_sequences_of_flat), Combo(writer="best", checkpointer="flat")
     ),
     "the sequences of replaced items": Mutant(
-        around(ListStorage, "restore_items", lambda f, self, items, counters, own: f(self, items, counters, [0] * len(own))),
+        around(ListStorage, "restore_items", lambda f, self, items, said, own: f(self, items, said, [0] * len(own))),
         Combo("list", writer="best", checkpointer="items"),
     ),
     "how many sequences were given": Mutant(

@@ -81,7 +81,7 @@ MARKER_CONTENT = b"engram snapshot: this directory belongs to engram, which remo
 
 FORMAT = "engram snapshot"
 VERSION = 1
-#: Features beyond version 1 that a snapshot may use, by name: none yet. A reader refuses a snapshot with an unknown one.
+#: Features beyond version 1 that a snapshot may use, by name: none yet. A reader refuses a snapshot with others.
 FEATURES: tuple[str, ...] = ()
 
 LARGEST_MANIFEST = 1 << 28  # a sparse file of any size costs nothing to make

@@ -26,8 +26,8 @@ class RowSource(Protocol):
         """The layout of a row as JSON; `row_bytes` is its payload without trailer. None before the first write."""
 
     def counters(self) -> dict[str, Any]:
-        """JSON: `{"lane_capacity": int, "strands": int, "lanes": [{"base", "published", "origin", "seams": [...],
-        "border": {...}, "replaced": int}]}`.
+        """JSON: `{"lane_capacity": int, "strands": int, "lanes": [...]}`, each lane
+        `{"base", "published", "origin", "seams": [...], "border": {...}, "replaced": int}`.
 
         The rows of a lane that exist have the write numbers `max(base, published - lane_capacity)` to `published`.
         `published` is a seam where whoever writes next would enter one. `border` is what is known of entries that go on

@@ -234,7 +234,8 @@ def test_the_bytes_of_a_checkpoint_are_those_of_the_format(tmp_path):
         writer.body["n"] = 1
     manifest = (tmp_path / "g-000001" / "manifest.json").read_bytes()
     head = (
-        b'{"format":"engram snapshot","version":1,"features":[],"snapshot":"g-000001","files":{"a.bin":{"nbytes":3,"xxh3_128":"'
+        b'{"format":"engram snapshot","version":1,"features":[],"snapshot":"g-000001",'
+        b'"files":{"a.bin":{"nbytes":3,"xxh3_128":"'
         + xxhash.xxh3_128(b"abc").hexdigest().encode()
         + b'"}},"body":{"n":1}'
     )
