@@ -55,7 +55,7 @@ class SharedWeights:
         """The version of the last `write`, or of one that has begun; 0 after `__init__`."""
         return int(self._header[0])
 
-    def write(self, state: Mapping[str, Tensor], version: int | None = None) -> None:
+    def write(self, state: Mapping[str, Tensor], *, version: int | None = None) -> None:
         """Overwrites the values; their `version` is one more than the last, unless given.
 
         Raises ValueError for other names, shapes or dtypes.
