@@ -52,6 +52,11 @@ PARTS = {
     "scaled first": lambda: [RewardScaling(1.0, 3.0, standard_normal=True), RewardSum(["reward"], ["sum"])],
     "cut": lambda: [InitTracker("first"), RewardSum(), StepCounter(3)],
     "cut twice": lambda: [StepCounter(5, step_count_key="other"), StepCounter(4)],
+    "with keys for buffers": lambda: [
+        InitTracker(("next", "first"), done_key="done"),
+        RewardSum(done_key=("next", "terminated"), traj_key="episode"),
+        StepCounter(4, done_key="done"),
+    ],
 }  # fmt: skip
 
 
@@ -80,7 +85,7 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("env", ENVS)
 @pytest.mark.parametrize("kwargs", [{}, {"reset_at_each_iter": True}, {"max_frames_per_traj": 3}], ids=str)
 def test_batches_are_those_of_steps_key_by_key(monkeypatch, env, parts, kwargs):
-    if env == "vector" and ("cut" in parts or "max_frames_per_traj" in kwargs):
+    if env == "vector" and ("cut" in parts or "buffers" in parts or "max_frames_per_traj" in kwargs):
         pytest.skip("cannot be cut one by one")
     made = [batches(monkeypatch, ENVS[env], PARTS[parts](), later=later, **kwargs) for later in (True, False)]
     for found, expected in zip(*made, strict=True):

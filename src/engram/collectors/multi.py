@@ -386,7 +386,7 @@ class MultiCollector:
         newest = max(parts, key=lambda part: part["policy_version"])
         version, weights = newest["policy_version"], newest["policy_state_dict"]
         self._policy.load_state_dict(weights)
-        self._weights.write(tensors_of(self._policy), version)
+        self._weights.write(tensors_of(self._policy), version=version)
         return [{**part, "policy_version": version, "policy_state_dict": weights} for part in parts]
 
     def _request(self, k: int, message: Any) -> Any:

@@ -91,17 +91,17 @@ class EpisodeStats:
         np.not_equal(envs[1:], envs[:-1], out=is_first[1:])
         is_last = np.append(is_first[1:], True)
         if np.isfinite(sums[:, -1]).all():
-            returns = self._whole(self._return, sums.reshape(-1)[ends], sums[:, -1], envs, is_first, is_last)
+            returns = self._totals(self._return, sums.reshape(-1)[ends], sums[:, -1], envs, is_first, is_last)
         else:  # a difference of sums would give the NaN or the infinity of one episode to those after it
-            returns = self._summed_apart(reward, ends, envs, is_first)
-        lengths = self._whole(self._length, times, np.full(len(sums), steps), envs, is_first, is_last)
+            returns = self._returns_one_by_one(reward, ends, envs, is_first)
+        lengths = self._totals(self._length, times, np.full(len(sums), steps), envs, is_first, is_last)
         latest = times.argsort(kind="stable")[-self._window :]  # as they ended, of equal ones by environment
         self.count += len(ends)
         self.returns.extend(returns[latest].tolist())
         self.lengths.extend(lengths[latest].tolist())
 
     @staticmethod
-    def _whole(carried: Array, at_end: Array, total: Array, envs: Array, is_first: Array, is_last: Array) -> Array:
+    def _totals(carried: Array, at_end: Array, total: Array, envs: Array, is_first: Array, is_last: Array) -> Array:
         """The total of each episode that ended; `carried` becomes the totals of the unfinished ones, `[envs]`.
 
         `at_end` are the running totals from the start of the batch at the end of each episode, `total` at its own end.
@@ -114,7 +114,7 @@ class EpisodeStats:
         carried[lasts] = total[lasts] - at_end[is_last]
         return at_end - before
 
-    def _summed_apart(self, reward: Array, ends: Array, envs: Array, is_first: Array) -> Array:
+    def _returns_one_by_one(self, reward: Array, ends: Array, envs: Array, is_first: Array) -> Array:
         """The return of each episode that ended, each added up by itself."""
         size, steps = reward.size, reward.shape[1]
         starts = np.union1d(np.arange(0, size, steps), ends + 1)

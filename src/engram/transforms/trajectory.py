@@ -247,7 +247,7 @@ class TimedTransform(Transform):
     def _deferred(self, writes: Sequence[Key], *, limit: int | None = None, **settings: Any) -> Deferred:
         """This transform with other `settings`, for whole batches of an environment."""
         of_batches, before = copy.copy(self), None
-        vars(of_batches).update(settings, done_key=("next", "done"), traj_key=None)
+        vars(of_batches).update(settings, done_key=("next", "done"))
 
         def apply(batch: TensorDictBase, starts: Tensor) -> None:
             nonlocal before
