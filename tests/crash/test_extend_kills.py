@@ -7,14 +7,13 @@ import os
 import random
 import signal
 import struct
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
 from contracts.children import alone_after_fork
+from contracts.programs import run_program
 from engram.data import LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
 from engram.testing import numbers, of_numbers, state_of, steps
@@ -229,6 +228,6 @@ def test_a_process_killed_before_it_could_close_leaves_no_file_behind(tmp_path):
         "os.kill(os.getpid(), 9)\n"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    done = run_program(code, env=env)
     assert done.returncode == -signal.SIGKILL and done.stdout == "0\n", done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from tensordict import TensorDict
 
 from contracts.children import alone_after_fork
 from contracts.gym_worlds import Countdown
+from contracts.programs import run_program
 from crash import tracer
 from engram.collectors import MultiaSyncDataCollector
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
@@ -124,7 +123,7 @@ def test_programs_of_their_own(tmp_path: Path, last: str) -> None:
         "rb.extend(TensorDict({'n': n, 'next': {'n': n + 1, 'done': done}}, [len(n)]))\n" + last
     )
     for _ in range(5):
-        done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
+        done = run_program(code, tmp_path)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
     check(ReplayBuffer.open(tmp_path), [ROWS] * 5)
 

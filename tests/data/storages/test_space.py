@@ -2,12 +2,11 @@
 
 import os
 import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
 
+from contracts.programs import run_program
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.data.replay_buffers import files, utils
 from engram.errors import StorageError
@@ -86,9 +85,7 @@ def test_tmpdir_is_honoured_and_a_full_one_is_no_signal(small_disk):
             print("refused", error)
     """
     env = {**os.environ, "TMPDIR": str(small_disk)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=200
-    )
+    done = run_program(code, env=env)
     assert done.returncode == 0 and str(small_disk) in done.stdout, done.stderr
     assert list(small_disk.iterdir()) == []
 
@@ -169,9 +166,7 @@ def test_a_real_control_group_limits_a_real_process(tmp_path):
             print("refused", error)
     """
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200
-        )
+        done = run_program(code)
     finally:
         os.rmdir(group)
     assert done.returncode == 0 and "refused not enough memory" in done.stdout, done.stderr

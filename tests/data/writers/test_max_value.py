@@ -2,9 +2,6 @@
 
 import copy
 import math
-import os
-import subprocess
-import sys
 
 import hypothesis.strategies as st
 import pytest
@@ -351,12 +348,12 @@ def test_it_says_what_it_is():
 
 
 @pytest.mark.deep
-def test_a_kill_while_rows_are_replaced_leaves_whole_rows(tmp_path):
-    code = f"""
+def test_a_kill_while_rows_are_replaced_leaves_whole_rows(tmp_path, script):
+    code = """
 import torch
 from tensordict import TensorDict
 from engram.data import *
-rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(64, scratch_dir={str(tmp_path)!r}),
+rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(64, scratch_dir={folder!r}),
                             writer=TensorDictMaxValueWriter("n"))
 n = 0
 while True:
@@ -366,13 +363,10 @@ while True:
     if n == 1600:
         print("busy", flush=True)
 """
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ))
-    try:
-        assert child.stdout.readline()
-    finally:
-        child.kill()
-        child.wait()
-        child.stdout.close()
+    program = script(code, folder=str(tmp_path))
+    assert program.stdout.readline() == "busy\n"
+    program.kill()
+    program.wait()
     rb = TensorDictReplayBuffer.open(tmp_path, writer=TensorDictMaxValueWriter("n"))
     rows = rb[:]
     assert len(rows) == 64 and (rows["obs"] == rows["n"].unsqueeze(-1) + torch.arange(300.0)).all()
