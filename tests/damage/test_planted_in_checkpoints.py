@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.planted import KINDS, OUTSIDE, plant, within
+from contracts.corruption import KINDS, OUTSIDE, plant, within
 from engram.data import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 from engram.data.replay_buffers.checkpointers.verification import verify
 from engram.errors import CheckpointError

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.checkpointer import data_files
-from contracts.forged import forge_file, forge_state
+from contracts.corruption import forge_file, forge_state
 from contracts.ted_rings import TedRings
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.data.replay_buffers.checkpointers import H5StorageCheckpointer, h5, open_snapshot, save_snapshot, tensor
