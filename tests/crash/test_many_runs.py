@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.children import alone_after_fork
+from contracts.children import fork
 from contracts.gym_worlds import Countdown
 from contracts.programs import run_program
 from crash import tracer
@@ -37,18 +37,7 @@ def going_on(start: int, stop: int) -> TensorDict:
 
 def forked(work: Callable[[], None], killed: bool = False) -> None:
     """Runs `work` in a child, which ends at once, or is killed, when it has returned."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            alone_after_fork(60)
-            work()
-            if killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            os._exit(0)
-        except BaseException as error:
-            os.write(2, f"{error!r}\n".encode())
-        finally:
-            os._exit(3)
+    pid = fork(lambda: [work(), os.kill(os.getpid(), signal.SIGKILL) if killed else None])
     assert os.waitpid(pid, 0)[1] == (signal.SIGKILL if killed else 0)
 
 
