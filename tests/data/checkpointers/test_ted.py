@@ -91,7 +91,7 @@ def round_trip(checkpointer, rings, like):
     return like
 
 
-@makers
+@pytest.mark.parametrize("make", [TensorStorageCheckpointer, *MAKERS.values()], ids=["rows", *MAKERS])
 @given(
     counts=s.lists(s.integers(0, 70), min_size=1, max_size=3),
     strands=s.integers(1, 3),

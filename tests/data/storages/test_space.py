@@ -1,7 +1,6 @@
 """Too little disk or memory: an exception with the numbers at the first write, no signal, nothing left behind."""
 
 import os
-import subprocess
 
 import pytest
 import torch
@@ -14,17 +13,9 @@ from engram.testing import steps
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(mount):
     """A disk of one megabyte."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    return mount("1m")
 
 
 def free(folder):
