@@ -40,7 +40,6 @@ CHECKPOINTERS = {
 @pytest.mark.parametrize(
     "make, storage, envs", pairwise_product(CHECKPOINTERS, [LazyMemmapStorage, LazyTensorStorage], [1, 3])
 )
-@pytest.mark.filterwarnings("ignore:.*total_frames")
 def test_a_twin_is_equal_after_every_batch_whatever_saves_it(tmp_path, envs, storage, make):
     torch.manual_seed(0)
     make = CHECKPOINTERS[make]
@@ -50,7 +49,10 @@ def test_a_twin_is_equal_after_every_batch_whatever_saves_it(tmp_path, envs, sto
         TensorDictReplayBuffer(storage=storage(100, ndim=ndim), batch_size=4, checkpointer=make()) for _ in range(2)
     )
     batches, collected = 0, []
-    with SyncDataCollector(env, frames_per_batch=22, total_frames=400) as collector:
+    with (
+        pytest.warns(UserWarning, match="total_frames"),
+        SyncDataCollector(env, frames_per_batch=22, total_frames=400) as collector,
+    ):
         for batch in collector:
             collected.append(batch.clone())
             ours.extend(batch)
