@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from contracts.corruption import flip
 from engram._native import FIRST_REPLACED
 from engram.checkpoint.protocols import Rows
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
@@ -159,18 +160,6 @@ class ItemList:
 def data_files(path: Path) -> list[Path]:
     """Files of rows or items below a checkpoint that hold anything."""
     return sorted(file for file in path.glob("g-*/storage/*") if file.stat().st_size)
-
-
-def flip(file: Path, position: int, bit: int = 1) -> None:
-    """Changes one byte in place, read-only file or not."""
-    content = bytearray(file.read_bytes())
-    content[position] ^= bit
-    overwrite(file, bytes(content))
-
-
-def overwrite(file: Path, content: bytes) -> None:
-    os.chmod(file, 0o644)
-    file.write_bytes(content)
 
 
 class CheckpointerContract:

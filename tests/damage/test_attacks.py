@@ -15,9 +15,9 @@ import h5py
 import numpy as np
 import pytest
 
-from contracts.attacks import NASTY, Forger, exchanged, limit_memory, places, without
 from contracts.checkpointer import lane_counters
 from contracts.children import Child
+from contracts.corruption import NASTY, Forger, exchanged, limit_memory, places, without
 from engram.checkpoint.directory import to_checksummed_json
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.errors import CheckpointError, CorruptCheckpointError, EngramError
@@ -35,7 +35,7 @@ KINDS = [
 
 @pytest.fixture
 def forger(request: pytest.FixtureRequest, ram_path: Path) -> Forger:
-    return Forger(DATA / request.param / "checkpoint", ram_path / "forged")
+    return Forger(ram_path / "forged", DATA / request.param / "checkpoint")
 
 
 def of(*names: str) -> Any:
@@ -69,7 +69,7 @@ def refused(path: Path, name: str, match: str) -> None:
 # ---- every value of a manifest ----
 def attacked(name: str, path: Path, seed: int, count: int | None) -> tuple[int, int]:
     """How many exchanged values were refused, and how many made no difference; anything else raises."""
-    recipe, forger = RECIPES[name], Forger(DATA / name / "checkpoint", path / "forged")
+    recipe, forger = RECIPES[name], Forger(path / "forged", DATA / name / "checkpoint")
     body = forger.document["body"]
     attacks = [(at, value) for at in places(body) for value in [*NASTY, KeyError]]
     random.Random(seed).shuffle(attacks)
@@ -115,7 +115,7 @@ def test_every_exchanged_value_of_each_kind_is_refused_or_makes_no_difference(na
 # ---- states of parts, in a buffer that holds rows ----
 def attacked_parts(name: str, path: Path, count: int | None) -> int:
     """How many exchanged values of the parts' states were refused; a refusal has left rows and parts as they were."""
-    recipe, forger = RECIPES[name], Forger(DATA / name / "checkpoint", path / "forged")
+    recipe, forger = RECIPES[name], Forger(path / "forged", DATA / name / "checkpoint")
     body = forger.document["body"]
     attacks = [
         (at, value) for at in places(body["components"], ("components",)) for value in [*NASTY, KeyError] if len(at) > 2

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, tensorclass
 
+from contracts.programs import run_program
 from engram.data import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -419,5 +418,5 @@ def test_torchrl_is_not_imported(torchrl):
         "rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)\n"
         f"rb.loads({str(torchrl / 'flat-full-1')!r}); print(len(rb), 'torchrl.data' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_program(code)
     assert done.stdout.split() == ["10", "False"]

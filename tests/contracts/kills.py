@@ -1,4 +1,7 @@
-"""Work in a forked child that is killed before a certain line of engram's Python code."""
+"""Work in a forked child that is killed: before a certain line of engram's Python code, or at any moment.
+
+`crash.tracer` kills at system calls, and at stores to watched addresses.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import engram
-from contracts.children import alone_after_fork
+from contracts.children import fork
 
 _OURS = str(Path(engram.__file__).parent)
 
@@ -46,23 +49,25 @@ def killed_at(line: int, work: Callable[[], Any], prepare: Callable[[], Any] = l
 
     `prepare` comes first, in the child, and is not counted.
     """
-    pid = os.fork()
-    if pid == 0:
-        try:
-            alone_after_fork(60)
-            prepare()
-            sys.settrace(_Lines(lambda count: os.kill(os.getpid(), signal.SIGKILL) if count == line else None))
-            work()
-            sys.settrace(None)
-            os._exit(0)
-        except BaseException:
-            sys.settrace(None)
-            import traceback
 
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(pid, 0)
+    def traced() -> None:
+        prepare()
+        sys.settrace(_Lines(lambda count: os.kill(os.getpid(), signal.SIGKILL) if count == line else None))
+        work()
+        sys.settrace(None)
+
+    _, status = os.waitpid(fork(traced), 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the work failed before it was killed"
     assert not os.WIFSIGNALED(status) or os.WTERMSIG(status) == signal.SIGKILL, "it waited for ever"
     return os.WIFSIGNALED(status)
+
+
+def killed_after(wait: Callable[[], Any], work: Callable[[], Any], seconds: int = 60) -> None:
+    """Runs work, which does not end by itself, in a child that is killed with SIGKILL as soon as `wait` returns."""
+    pid = fork(work, seconds)
+    try:
+        wait()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    assert status == signal.SIGKILL, "the child ended by itself"

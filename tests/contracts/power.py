@@ -1,15 +1,89 @@
-"""What a disk may hold of a folder after a power cut: of each file and each name in it any version since its sync.
+"""What a disk may hold after a power cut.
 
-Stricter than file systems with a journal are: names are lost one by one, in any order.
+Of a mapped store (`Disk`) each page as at any moment since it was last synced; of a folder (`Folder`) of each file and
+each name in it any version since its sync, which is stricter than file systems with a journal are: names are lost one
+by one, in any order.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-PAGE = 512  # smaller than any disk's: chunks of the tests are small
+import numpy as np
+
+PAGE = 4096
+_SYNCS = ("fsync", "fdatasync")
+
+
+class Disk:
+    """Versions of each page of one file or memory."""
+
+    def __init__(self, read: Callable[[], bytes], seed: int) -> None:
+        self._read = lambda: np.frombuffer(read(), np.uint8).reshape(-1, PAGE)
+        self.random = random.Random(seed)
+        self._last = self._read()
+        self._versions: list[list[bytes]] = [[page.tobytes()] for page in self._last]
+
+    def look(self) -> None:
+        """Any page may be written back now, as it is."""
+        now = self._read()
+        for page in np.flatnonzero((now != self._last).any(1)):
+            versions = self._versions[page]
+            versions.append(now[page].tobytes())
+            if len(versions) > 12:  # fewer than a disk may have: each is one that it may have
+                del versions[self.random.randrange(len(versions) - 1)]
+        self._last = now
+
+    def forget(self, pages: range | None = None) -> None:
+        """A sync of these pages (of all) has returned since `look`: older versions are gone."""
+        for page in range(len(self._versions)) if pages is None else pages:
+            del self._versions[page][:-1]
+
+    def image(self) -> bytes:
+        """One of the things that the disk may hold."""
+        pages, recent = [], self.random.random()
+        for versions in self._versions:
+            pages.append(self.random.choice(versions) if self.random.random() > recent else versions[-1])
+        return b"".join(pages)
+
+    def images(self) -> Iterator[bytes]:
+        """Everything that the disk may hold; for a few versions of a few pages."""
+        return map(b"".join, itertools.product(*self._versions))
+
+
+class MappedFile(Disk):
+    """A disk with one file, as the system calls of the process that has mapped it make versions possible."""
+
+    def __init__(self, file: Path, seed: int) -> None:
+        super().__init__(file.read_bytes, seed)
+        self._name = file.name
+        self.maps: list[int] = []  # where its process has mapped it, newest first
+        self._pending: tuple[str, list[int]] | None = None
+
+    def heard(self, call: str, path: str, args: list[int]) -> None:
+        """An event of its process; a sync that it begins has returned by the next one."""
+        if self._pending is not None:
+            self.synced(*self._pending)
+        self.look()
+        ours = call == "msync" or (call in _SYNCS and path.endswith(self._name))
+        self._pending = (call, args) if ours else None
+
+    def synced(self, call: str, args: list[int]) -> None:
+        """A sync has returned since `look`: older versions of its pages are gone."""
+        if call in _SYNCS:
+            self.forget()
+            return
+        inside = ((args[0] - at) // PAGE for at in self.maps)
+        first = next(page for page in inside if 0 <= page < len(self._versions))
+        self.forget(range(first, first + -(-args[1] // PAGE)))
+
+
+# ---- folders ----
+PIECE = 512  # of a file: smaller than any disk's pages, as chunks of the tests are small
 
 _CHANGES_NOTHING = ("fsync", "fdatasync", "close", "flock", "fcntl", "fadvise64", "fchmod", "mmap")
 Name = tuple[int, str]  # the folder's inode, the name in it
@@ -101,7 +175,7 @@ class Folder:
             return versions[-1]
         out = bytearray()
         length = len(self.random.choice(versions))
-        for at in range(0, length, PAGE):
-            page = self.random.choice(versions)[at : at + PAGE]
-            out += page + bytes(PAGE - len(page))
+        for at in range(0, length, PIECE):
+            page = self.random.choice(versions)[at : at + PIECE]
+            out += page + bytes(PIECE - len(page))
         return bytes(out[:length])
