@@ -1,4 +1,8 @@
-"""HDF5 files as checkpoints need them: plain datasets written block by block, and believed only when they are that."""
+"""HDF5 files of checkpoints and datasets: written block by block, and read without believing anything they claim.
+
+`H5File` has every check that is made of a file: links, external storage, filters, sizes of chunks and of datasets.
+`H5Reader` reads the files of checkpoints by path, `H5Source` those of datasets.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import errno
 import io
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -22,14 +27,19 @@ from engram.pytree import KeyPath
 
 Array = npt.NDArray[Any]
 
-_CHUNK_BYTES = 1 << 18
+NEEDED_BY = "reading or writing HDF5 datasets"
+_CHUNK_BYTES = 1 << 18  # of the chunks that checkpoints are written in
+_LARGEST_FOREIGN_CHUNK = 1 << 28  # bytes of a compressed chunk of a dataset, which is read whole
+_LARGEST_RATIO = 1100  # of compression by these filters: deflate's limit is 1032
 _GZIP, _SHUFFLE, _FLETCHER32, _LZF = 1, 2, 3, 32000  # the numbers that HDF5 gives its filters
 _OPTIONS = ("compression", "compression_opts", "shuffle", "fletcher32")
 _COMPRESSIONS = (None, "gzip", "lzf")
+_DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+_FAILURES = (OSError, RuntimeError, KeyError, TypeError, ValueError, OverflowError, MemoryError)  # of h5py
 
 
-def library(needed_by: str = "the H5StorageCheckpointer") -> Any:
-    """The h5py package; an ImportError says how to get it."""
+def import_h5py(needed_by: str = "the H5StorageCheckpointer") -> Any:
+    """Imports h5py; the ImportError says how to install it."""
     try:
         import h5py
     except ImportError as error:
@@ -38,7 +48,7 @@ def library(needed_by: str = "the H5StorageCheckpointer") -> Any:
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """How datasets are compressed, as h5py takes it; a ValueError says what is allowed."""
+    """Checks `h5_kwargs`, how datasets are compressed; the ValueError says what is allowed."""
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise ValueError(f"h5_kwargs takes {', '.join(_OPTIONS)}; found {', '.join(map(repr, unknown))}")
@@ -53,24 +63,333 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def place(*parts: str | int) -> str:
-    """A path in the file, made of names that may hold anything: `%` and two digits stand for what HDF5 cannot have."""
-    return "/".join(_name(str(part)) for part in parts)
+def join_path(*parts: str | int) -> str:
+    """A path in a file of names with any characters; those that HDF5 does not allow are percent-encoded."""
+    return "/".join(_escape(str(part)) for part in parts)
 
 
-def _name(part: str) -> str:
+def _escape(part: str) -> str:
     if part in ("", "."):
         return "%2E" if part else "%"
     return "".join(c if c not in "/%\0" else quote(c, safe="") for c in part)
 
 
-def key_text(path: KeyPath) -> str:
+def key_json(path: KeyPath) -> str:
+    """A key as the attribute `key` of its dataset has it."""
     return json.dumps(list(path))
 
 
-class _SteadyFile(io.RawIOBase):
-    """A file that never fails in the eyes of HDF5, which loses errors of objects that it closes later, goes on with a
-    damaged file, and may crash. The first error is kept; nothing is written after it.
+# ---- reading ----
+class H5Dataset:
+    """A dataset that was checked: a plain array of numbers that lies in the file and is as large as it claims."""
+
+    def __init__(self, dataset: Any, dtype: np.dtype[Any], file_type: Any, place: str) -> None:
+        self._dataset, self.dtype, self.file_type, self._place = dataset, dtype, file_type, place
+        self.shape: tuple[int, ...] = dataset.shape
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, *window: slice) -> Array:
+        """A new array: of the first dimensions what the slices (of step 1) select, of the others everything."""
+        bounds = [part.indices(size)[:2] for part, size in zip(window, self.shape, strict=False)]
+        rest = self.shape[len(bounds) :]
+        shape = (*(max(0, stop - start) for start, stop in bounds), *rest)
+        check_memory(math.prod(shape) * self.dtype.itemsize, f"a read of {self._place}")
+        values = np.empty(shape, self.dtype)
+        if not values.size:
+            return values
+        h5s = import_h5py().h5s
+        if shape == self.shape:
+            self._dataset.read(h5s.ALL, h5s.ALL, values)
+        else:
+            selection = h5s.create_simple(self.shape)
+            selection.select_hyperslab((*(start for start, _ in bounds), *(0 for _ in rest)), shape)
+            self._dataset.read(h5s.create_simple(shape), selection, values)
+        return values
+
+
+class H5File(ABC):
+    """An open file that is not believed: no link is followed, nothing outside the file is opened, no Python object is
+    made, and no memory is allocated because a header claims a size.
+
+    Groups and datasets are h5py's low-level ids, a quarter of the time of its objects where a file has many of them.
+    `place` is where something lies, for errors.
+    """
+
+    #: What a block of `failures` may raise as it is; other errors of HDF5 become what `wrong` makes.
+    own_errors: tuple[type[Exception], ...] = ()
+
+    def __init__(self, file: Any, nbytes: int) -> None:
+        self._nbytes, self._h5 = nbytes, import_h5py()
+        self.root = file.id
+
+    @abstractmethod
+    def wrong(self, place: str, reason: str) -> Exception:
+        """The error that says what is wrong with an entry of the file."""
+
+    @abstractmethod
+    def _largest_chunk(self, row_bytes: int, filtered: bool) -> int | None:
+        """The most bytes that a chunk may have; None: any number."""
+
+    @contextmanager
+    def failures(self, place: str) -> Iterator[None]:
+        """Turns what h5py raises for a damaged file into an error that names the place."""
+        try:
+            yield
+        except self.own_errors:
+            raise
+        except _FAILURES as error:
+            raise self.wrong(place, f"cannot be read ({error})") from error
+
+    def names(self, group: Any, place: str) -> list[str]:
+        """The names of a group's entries."""
+        with self.failures(place):
+            return [name.decode() for name in group]
+
+    def count(self, group: Any) -> int:
+        """The number of a group's entries."""
+        return int(group.get_num_objs())
+
+    def open(self, group: Any, name: str, place: str) -> Any:
+        """Opens a group or dataset; the link to it is checked first, which may lead to another file."""
+        with self.failures(place):
+            encoded = name.encode()
+            try:
+                link = group.links.get_info(encoded).type
+            except (KeyError, RuntimeError):
+                if group.links.exists(encoded):
+                    raise
+                raise self.wrong(place, "is missing") from None
+            if link != self._h5.h5l.TYPE_HARD:
+                raise self.wrong(place, "is a link to somewhere else, which is not followed")
+            opened = self._h5.h5o.open(group, encoded)
+            if not isinstance(opened, self._h5.h5g.GroupID | self._h5.h5d.DatasetID):
+                raise self.wrong(place, "is neither a group nor a dataset")
+            return opened
+
+    def is_group(self, opened: Any) -> bool:
+        return isinstance(opened, self._h5.h5g.GroupID)
+
+    def group(self, group: Any, name: str, place: str) -> Any:
+        """Opens a group."""
+        opened = self.open(group, name, place)
+        if not self.is_group(opened):
+            raise self.wrong(place, "is a dataset, where a group belongs")
+        return opened
+
+    def checked(self, opened: Any, place: str, like: H5Dataset | None = None) -> H5Dataset:
+        """What `open` returned, as a dataset that can be read; `like`: a dataset whose dtype may be used again."""
+        if self.is_group(opened):
+            raise self.wrong(place, "is a group, where a dataset belongs")
+        with self.failures(place):
+            file_type = opened.get_type()
+            same_type = like is not None and file_type.equal(like.file_type)
+            dtype = like.dtype if like is not None and same_type else self._dtype(opened, place)
+            dataset = H5Dataset(opened, dtype, file_type, place)
+            self._check_storage(opened, dataset, place)
+            return dataset
+
+    def _dtype(self, opened: Any, place: str) -> np.dtype[Any]:
+        """The dtype of a dataset, in the byte order of this machine."""
+        dtype: np.dtype[Any] = opened.dtype
+        if dtype.str[1:] not in _DTYPES:
+            held = "objects or strings of any length" if dtype.kind == "O" else str(dtype)
+            raise self.wrong(
+                place,
+                f"holds {held}, which no tensor does (texts, JPEG images and graphs are not read); exclude= leaves it "
+                "out",
+            )
+        native: np.dtype[Any] = dtype.newbyteorder("=")
+        return native
+
+    def _check_storage(self, opened: Any, dataset: H5Dataset, place: str) -> None:
+        """Values lie in this file, under filters that are safe to run, and take as many bytes as the shape needs."""
+        h5d = self._h5.h5d
+        creation = opened.get_create_plist()
+        layout = creation.get_layout()
+        if layout == h5d.VIRTUAL or creation.get_external_count():
+            raise self.wrong(place, "has its values in other files, which are not opened")
+        chunked = layout == h5d.CHUNKED
+        filters = [creation.get_filter(i)[0] for i in range(creation.get_nfilters())] if chunked else []
+        if any(number not in (_GZIP, _SHUFFLE, _FLETCHER32, _LZF) for number in filters):
+            raise self.wrong(place, f"has the filters {filters}; those that are read: gzip, lzf, shuffle, fletcher32")
+        stored = opened.get_storage_size()
+        compressed = any(number in (_GZIP, _LZF) for number in filters)
+        fits = dataset.nbytes <= stored * (_LARGEST_RATIO if compressed else 1) if chunked else dataset.nbytes == stored
+        if stored > self._nbytes or not fits:
+            raise self.wrong(place, f"has the shape {list(dataset.shape)}, but {stored} bytes in the file")
+        if chunked:
+            limit = self._largest_chunk(math.prod(dataset.shape[1:]) * dataset.dtype.itemsize, bool(filters))
+            if limit is not None and math.prod(creation.get_chunk()) * dataset.dtype.itemsize > limit:
+                raise self.wrong(place, f"has chunks {creation.get_chunk()} of more than {limit} bytes")
+
+
+class H5Reader(H5File):
+    """A checkpoint's file, read by paths: every dataset must be of the shape and dtype that the caller expects.
+
+    ValueError where it is not.
+    """
+
+    own_errors = (ValueError, MemoryError)
+
+    def __init__(self, file: Any, nbytes: int) -> None:
+        super().__init__(file, nbytes)
+        self._datasets: dict[str, H5Dataset | None] = {}  # None: checked and read, not kept open
+        self._groups: dict[str, Any] = {}
+
+    def wrong(self, place: str, reason: str) -> ValueError:
+        return ValueError(f"{place} {reason}")
+
+    def _largest_chunk(self, row_bytes: int, filtered: bool) -> int:
+        return 4 * max(_CHUNK_BYTES, row_bytes)  # four times as large as those that are written
+
+    def expect(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        """Checks a dataset, which `read` reads then."""
+        self._datasets[name] = self._open_dataset(name, shape, dtype)
+
+    def read(self, name: str, window: tuple[slice, ...]) -> Array:
+        """Values of a dataset that was expected."""
+        dataset = self._datasets[name]
+        assert dataset is not None, f"{name} was read as a whole before"
+        with self.failures(name):
+            return dataset.read(*window)
+
+    def read_whole(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """All values of a dataset that is read once: checked as by `expect`, and not kept open."""
+        values = self.read_part(name, shape, dtype, ())
+        self._datasets[name] = None
+        return values
+
+    def read_part(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], window: tuple[slice, ...]) -> Array:
+        """Some values of a dataset, checked as by `expect`; neither kept open nor remembered."""
+        with self.failures(name):
+            return self._open_dataset(name, shape, dtype).read(*window)
+
+    def names_in(self, group: str) -> list[str]:
+        """The names of a group's entries (`""`: the root of the file)."""
+        return self.names(self._open_group(group), f"/{group}")
+
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
+        """What the header of a dataset claims, unchecked; None: it is a group."""
+        opened = self._open(name)
+        with self.failures(name):
+            return None if self.is_group(opened) else (opened.shape, opened.dtype)
+
+    def check_nothing_else(self) -> None:
+        """ValueError when the file holds anything that was not expected."""
+        expected: dict[str, set[str]] = {}
+        for name in self._datasets:
+            parts = name.split("/")
+            for depth, part in enumerate(parts):
+                expected.setdefault("/".join(parts[:depth]), set()).add(part)
+        for group, names in expected.items():
+            present = set(self.names_in(group))
+            if present != names:
+                raise self.wrong(f"/{group}", f"holds {sorted(present - names)[:3]}, which does not belong there")
+
+    def _open_dataset(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> H5Dataset:
+        opened = self._open(name)
+        if not self.is_group(opened):
+            with self.failures(name):
+                if opened.shape != shape or opened.dtype != dtype:  # before its storage, and with its byte order
+                    raise self.wrong(name, f"is {opened.dtype} {opened.shape}, not {dtype} {shape}")
+        return self.checked(opened, name)
+
+    def _open(self, name: str) -> Any:
+        """Opens the group or dataset of a path."""
+        group, _, last = name.rpartition("/")
+        return self.open(self._open_group(group), last, name)
+
+    def _open_group(self, path: str) -> Any:
+        """Opens the groups of a path; those of the last one stay open, as the next one often begins the same."""
+        before, self._groups = self._groups, {}
+        group = self.root
+        parts = path.split("/") if path else []
+        for depth, part in enumerate(parts):
+            place = "/".join(parts[: depth + 1])
+            group = before[place] if place in before else self.group(group, part, place)
+            self._groups[place] = group
+        return group
+
+
+@contextmanager
+def open_checked(file: BinaryIO) -> Iterator[H5Reader]:
+    """Reads an open file of a checkpoint; ValueError when it is not HDF5."""
+    h5py = import_h5py()
+    nbytes = file.seek(0, io.SEEK_END)
+    try:
+        opened = h5py.File(file, "r")
+    except (OSError, RuntimeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"HDF5 cannot read it ({error})") from error
+    with opened:
+        yield H5Reader(opened, nbytes)
+
+
+class H5Source(H5File):
+    """A dataset's file, which anybody may have written.
+
+    DatasetError, which names file and place, where an entry is not a plain group or dataset.
+    """
+
+    own_errors = (DatasetError,)
+
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file, path.stat().st_size)
+        self.path = path
+
+    def wrong(self, place: str, reason: str) -> DatasetError:
+        return DatasetError(str(self.path), f"{place} {reason}")
+
+    def _largest_chunk(self, row_bytes: int, filtered: bool) -> int | None:
+        return _LARGEST_FOREIGN_CHUNK if filtered else None  # only filtered chunks are read whole
+
+    def rows(self, group: Any, name: str, place: str, like: H5Dataset | None = None) -> H5Dataset:
+        """Opens a dataset with a value for each step; `like`: of the same dtype and row shape as this one."""
+        return self.checked_rows(self.open(group, name, place), place, like)
+
+    def checked_rows(self, opened: Any, place: str, like: H5Dataset | None = None) -> H5Dataset:
+        """What `open` returned, as a dataset with a value for each step."""
+        dataset = self.checked(opened, place, like)
+        if not dataset.shape:
+            raise self.wrong(place, "is a single value, where there should be one a step")
+        if like is not None and (dataset.dtype != like.dtype or dataset.shape[1:] != like.shape[1:]):
+            raise self.wrong(
+                place,
+                f"is {dataset.dtype} {list(dataset.shape[1:])} a step, but {like.dtype} {list(like.shape[1:])} before",
+            )
+        return dataset
+
+
+@contextmanager
+def open_foreign(path: Path) -> Iterator[H5Source]:
+    """Reads a file that anybody may have written.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DatasetError: it is not HDF5.
+        ImportError: h5py is missing.
+    """
+    h5py = import_h5py(NEEDED_BY)
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
+    try:
+        file = h5py.File(path, "r", rdcc_nbytes=_LARGEST_FOREIGN_CHUNK, rdcc_nslots=101)
+    except _FAILURES as error:
+        raise DatasetError(str(path), f"this is no HDF5 file, or a damaged one ({error})") from error
+    with file:
+        yield H5Source(file, path)
+
+
+# ---- writing ----
+class _ErrorLatch(io.RawIOBase):
+    """A file that keeps its first error and writes nothing after it, but reports success to HDF5.
+
+    HDF5 itself loses errors of objects that it closes later, goes on with the damaged file, and may crash.
     """
 
     def __init__(self, path: str) -> None:
@@ -78,7 +397,7 @@ class _SteadyFile(io.RawIOBase):
         self._error: OSError | None = None
 
     def check(self) -> None:
-        """Raises the error that there was."""
+        """Raises the first error, if there was any."""
         if self._error is not None:
             raise self._error
 
@@ -119,38 +438,39 @@ class _SteadyFile(io.RawIOBase):
 
 
 class H5Writer:
-    """A new file. Names are paths in it; groups are made on the way."""
+    """Writes a checkpoint's file. Names are paths in it; the groups of a path are created with it."""
 
-    def __init__(self, file: Any, disk: _SteadyFile, options: Mapping[str, Any]) -> None:
+    def __init__(self, file: Any, disk: _ErrorLatch, options: Mapping[str, Any]) -> None:
         self._file, self._disk, self._options = file, disk, dict(options)
 
-    def describe(self, name: str, attributes: Mapping[str, Any]) -> None:
-        """Attributes of the file (`/`), a group or a dataset."""
+    def set_attributes(self, name: str, attributes: Mapping[str, Any]) -> None:
+        """Sets attributes of the file (`/`), a group (created if it is missing) or a dataset."""
         self._disk.check()
         (self._file[name] if name in self._file else self._file.create_group(name)).attrs.update(attributes)
 
-    def make(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], row_dims: int) -> None:
-        """A dataset of this size; its first `row_dims` dimensions are steps."""
+    def create(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], row_dims: int) -> None:
+        """Creates a dataset for `write`; its first `row_dims` dimensions are steps."""
         self._disk.check()
         options = dict(self._options)
         if any(options.values()):
             options["chunks"] = _chunks(shape, dtype, row_dims)
         self._file.create_dataset(name, shape, dtype, **options)
 
-    def put(self, name: str, values: Array) -> None:
-        """A dataset that is written in one go."""
+    def create_with(self, name: str, values: Array) -> None:
+        """Creates a dataset with all its values."""
         self._disk.check()
         options = dict(self._options)
         if any(options.values()):
             options["chunks"] = _chunks(values.shape, values.dtype, 1)
         self._file.create_dataset(name, data=values, **options)
 
-    def write(self, name: str, where: tuple[Any, ...], values: Array) -> None:
+    def write(self, name: str, window: tuple[slice, ...], values: Array) -> None:
+        """Writes a part of a dataset."""
         self._disk.check()
-        self._file[name][where] = values
+        self._file[name][window] = values
 
     def append(self, name: str, values: Array) -> None:
-        """Adds to a dataset that grows; the first call makes it, even with nothing to add."""
+        """Appends to a dataset; the first call creates it, even without values."""
         self._disk.check()
         if name not in self._file:
             chunks = (max(1, min(len(values) or 64, _CHUNK_BYTES // max(1, _row_bytes(values)))), *values.shape[1:])
@@ -164,21 +484,22 @@ class H5Writer:
             dataset[before:] = values
 
     def read(self, name: str, start: int, stop: int) -> Array:
+        """Reads rows back that were written."""
         self._disk.check()
         read: Array = self._file[name][start:stop]
         return read
 
     def replace(self, old: str, new: str) -> None:
-        """Puts `new` in the place of `old`, which is dropped."""
+        """Deletes `old` and moves `new` to its path."""
         del self._file[old]
         self._file.move(new, old)
 
 
 @contextmanager
 def create_checked(path: str, options: Mapping[str, Any]) -> Iterator[H5Writer]:
-    """Writes a file at `path`; OSError when the disk is full or fails."""
-    h5py = library()
-    with closing(_SteadyFile(path)) as disk:
+    """Writes a checkpoint's file at `path`; OSError when the disk is full or fails."""
+    h5py = import_h5py()
+    with closing(_ErrorLatch(path)) as disk:
         try:
             with h5py.File(disk, "w") as file:
                 yield H5Writer(file, disk, options)
@@ -188,136 +509,6 @@ def create_checked(path: str, options: Mapping[str, Any]) -> Iterator[H5Writer]:
                 raise OSError(errno.EIO, f"HDF5 cannot write it ({error})", path) from error
             raise
         disk.check()
-
-
-class H5Reader:
-    """A file that is not believed: every object that is read must be a plain dataset of the type and shape expected.
-
-    ValueError: it is not. No link is followed, no object of Python made, and nothing outside the file is opened.
-    """
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._seen: dict[str, Any] = {}
-        self._groups: dict[str, Any] = {}
-
-    def expect(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        """The dataset at `name`, checked from the root on."""
-        with _as_value_errors():
-            dataset = self._walk(name)
-            if dataset.dtype.kind == "O" or dataset.shape != shape or dataset.dtype != dtype:
-                raise ValueError(f"{name} is {dataset.dtype} {dataset.shape}, not {dtype} {shape}")
-            _check_storage(name, dataset, shape, dtype)
-            self._seen[name] = dataset
-
-    def read(self, name: str, where: Any) -> Array:
-        """Values of a dataset that was expected."""
-        with _as_value_errors():
-            dataset = self._seen[name]
-            check_memory(_selected(dataset.shape, where) * dataset.dtype.itemsize, name)
-            read: Array = dataset[where]
-            return read
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """All values of a dataset that is read once: checked as by `expect`, and not kept open."""
-        self.expect(name, shape, dtype)
-        values = self.read(name, ())
-        self._seen[name] = None
-        return values
-
-    def names(self, group: str) -> list[str]:
-        """What a group holds (`""`: the root of the file)."""
-        with _as_value_errors():
-            return list((self._walk(group, to_group=True) if group else self._file).keys())
-
-    def said(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
-        """Shape and dtype that a dataset claims; None: it is a group. What it holds is checked by `expect`."""
-        with _as_value_errors():
-            found = self._walk(name, to_group=None)
-            return (found.shape, found.dtype) if hasattr(found, "dtype") else None
-
-    def part(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], where: slice) -> Array:
-        """Some values of a dataset, checked as by `expect`, and not kept open."""
-        self.expect(name, shape, dtype)
-        values = self.read(name, where)
-        del self._seen[name]
-        return values
-
-    def nothing_else(self) -> None:
-        """ValueError when the file holds anything that was not expected."""
-        wanted: dict[str, set[str]] = {}
-        for name in self._seen:
-            parts = name.split("/")
-            for depth, part in enumerate(parts):
-                wanted.setdefault("/".join(parts[:depth]), set()).add(part)
-        with _as_value_errors():
-            for group, names in wanted.items():
-                found = set((self._file[group] if group else self._file).keys())
-                if found != names:
-                    raise ValueError(f"/{group} holds {sorted(found - names)[:3]}, which does not belong there")
-
-    def _walk(self, name: str, to_group: bool | None = False) -> Any:
-        h5py = library()
-        wanted = {False: h5py.Dataset, True: h5py.Group, None: (h5py.Dataset, h5py.Group)}[to_group]
-        here, parts = self._file, name.split("/")
-        before, self._groups = self._groups, {}  # those of the last walk: many groups are never open at once
-        for depth, part in enumerate(parts):
-            so_far = "/".join(parts[: depth + 1])
-            if so_far in before:
-                here = self._groups[so_far] = before[so_far]
-                continue
-            links = here.id.links
-            # Asked of the link, not of what it leads to, which may be another file.
-            if not links.exists(part.encode()) or links.get_info(part.encode()).type != h5py.h5l.TYPE_HARD:
-                raise ValueError(f"{so_far} is missing, or a link to somewhere else")
-            here = here[part]
-            if not isinstance(here, wanted if depth == len(parts) - 1 else h5py.Group):
-                raise ValueError(f"{so_far} is a {type(here).__name__}")
-            if depth < len(parts) - 1:
-                self._groups[so_far] = here
-        return here
-
-
-@contextmanager
-def open_checked(file: BinaryIO) -> Iterator[H5Reader]:
-    """Reads an open file; ValueError when it is not HDF5."""
-    h5py = library()
-    with _as_value_errors():
-        opened = h5py.File(file, "r")
-    with opened:
-        yield H5Reader(opened)
-
-
-@contextmanager
-def _as_value_errors() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError, KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"HDF5 cannot read it ({error})") from error
-
-
-def _check_storage(name: str, dataset: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    creation = dataset.id.get_create_plist()
-    if dataset.is_virtual or creation.get_external_count():
-        raise ValueError(f"{name} has its values in other files")
-    filters = [creation.get_filter(i)[0] for i in range(creation.get_nfilters())]
-    if any(number not in (_GZIP, _SHUFFLE, _FLETCHER32, _LZF) for number in filters):
-        raise ValueError(f"{name} has filters ({filters}) other than gzip, lzf, shuffle and fletcher32")
-    row = math.prod(shape[1:]) * dtype.itemsize
-    if dataset.chunks is not None and math.prod(dataset.chunks) * dtype.itemsize > 4 * max(_CHUNK_BYTES, row):
-        raise ValueError(f"{name} has chunks of {dataset.chunks}, larger than this version writes")
-    if dataset.chunks is None and dataset.id.get_storage_size() != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name} is not as long as its shape {shape} says")
-
-
-def _selected(shape: tuple[int, ...], where: Any) -> int:
-    """How many values a selection has."""
-    parts = where if isinstance(where, tuple) else (where,)
-    sizes = [
-        len(range(*part.indices(size))) if isinstance(part, slice) else np.size(part)
-        for size, part in zip(shape, parts, strict=False)
-    ]
-    return math.prod(sizes) * math.prod(shape[len(sizes) :])
 
 
 def _row_bytes(values: Array) -> int:
@@ -330,173 +521,10 @@ def _chunks(shape: tuple[int, ...], dtype: np.dtype[Any], row_dims: int) -> tupl
     return (*(1 for _ in shape[: row_dims - 1]), steps, *shape[row_dims:])
 
 
-NEEDED_BY = "reading or writing HDF5 datasets"
-_MOST_RATIO = 1100  # no filter of these makes less of more: deflate's limit is 1032
-_MOST_CHUNK = 1 << 28  # bytes of a compressed chunk, which is read whole
-_DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
-_FAILURES = (OSError, RuntimeError, KeyError, TypeError, ValueError, OverflowError, MemoryError)
-
-
-class H5Array:
-    """A plain dataset that was looked at and is what it says."""
-
-    def __init__(self, dataset: Any, dtype: np.dtype[Any], file_type: Any) -> None:
-        self._dataset, self.dtype, self.file_type = dataset, dtype, file_type
-        self.shape: tuple[int, ...] = dataset.shape
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def read(self, start: int, stop: int) -> Array:
-        """Rows [start, stop) as a new array."""
-        h5s = library(NEEDED_BY).h5s
-        check_memory((stop - start) * math.prod(self.shape[1:]) * self.dtype.itemsize, f"a read of {stop - start} rows")
-        made = np.empty((stop - start, *self.shape[1:]), self.dtype)
-        if not made.size:
-            return made
-        if (start, stop) == (0, len(self)):
-            self._dataset.read(h5s.ALL, h5s.ALL, made)
-            return made
-        there = h5s.create_simple(self.shape)
-        there.select_hyperslab((start, *(0 for _ in self.shape[1:])), made.shape)
-        self._dataset.read(h5s.create_simple(made.shape), there, made)
-        return made
-
-
-class H5Source:
-    """An open file. DatasetError, which names file and place, where something is not a plain group or dataset."""
-
-    def __init__(self, file: Any, path: Path) -> None:
-        self.path = path
-        self._size = path.stat().st_size
-        self._h5 = library(NEEDED_BY)
-        self.root = file.id
-
-    def wrong(self, place: str, reason: str) -> DatasetError:
-        return DatasetError(str(self.path), f"{place} {reason}")
-
-    def names(self, group: Any, place: str) -> list[str]:
-        """What is in a group."""
-        with self.failures(place):
-            return [name.decode() for name in group]
-
-    def count(self, group: Any) -> int:
-        return int(group.get_num_objs())
-
-    def open(self, group: Any, name: str, place: str) -> Any:
-        """A group or dataset; the link is looked at first, as what it leads to may be another file."""
-        with self.failures(place):
-            encoded = name.encode()
-            try:
-                link = group.links.get_info(encoded).type
-            except (KeyError, RuntimeError):
-                if group.links.exists(encoded):
-                    raise
-                raise self.wrong(place, "is missing") from None
-            if link != self._h5.h5l.TYPE_HARD:
-                raise self.wrong(place, "is a link to somewhere else, which is not followed")
-            found = self._h5.h5o.open(group, encoded)
-            if not isinstance(found, self._h5.h5g.GroupID | self._h5.h5d.DatasetID):
-                raise self.wrong(place, "is neither a group nor a dataset")
-            return found
-
-    def is_group(self, found: Any) -> bool:
-        return isinstance(found, self._h5.h5g.GroupID)
-
-    def group(self, group: Any, name: str, place: str) -> Any:
-        found = self.open(group, name, place)
-        if not self.is_group(found):
-            raise self.wrong(place, "is a dataset, where a group belongs")
-        return found
-
-    def array(self, group: Any, name: str, place: str, like: H5Array | None = None) -> H5Array:
-        """A dataset of rows; `like`: of the same dtype and row shape as this one."""
-        return self.as_array(self.open(group, name, place), place, like)
-
-    def as_array(self, dataset: Any, place: str, like: H5Array | None = None) -> H5Array:
-        """What was opened, as a dataset of rows."""
-        if self.is_group(dataset):
-            raise self.wrong(place, "is a group, where a dataset belongs")
-        with self.failures(place):
-            file_type = dataset.get_type()
-            known = like is not None and file_type.equal(like.file_type)
-            dtype = like.dtype if like is not None and known else self._dtype(dataset, place)
-            found = H5Array(dataset, dtype, file_type)
-            if not found.shape:
-                raise self.wrong(place, "is a single value, where there should be one a step")
-            if like is not None and (dtype != like.dtype or found.shape[1:] != like.shape[1:]):
-                raise self.wrong(
-                    place,
-                    f"is {dtype} {list(found.shape[1:])} a step, but {like.dtype} {list(like.shape[1:])} before",
-                )
-            self._check_storage(dataset, found, place)
-            return found
-
-    def _dtype(self, dataset: Any, place: str) -> np.dtype[Any]:
-        dtype: np.dtype[Any] = dataset.dtype
-        if dtype.str[1:] not in _DTYPES:
-            said = "objects or strings of any length" if dtype.kind == "O" else str(dtype)
-            raise self.wrong(
-                place,
-                f"holds {said}, which no tensor does (texts, JPEG images and graphs are not read); exclude= leaves it "
-                "out",
-            )
-        native: np.dtype[Any] = dtype.newbyteorder("=")
-        return native
-
-    def _check_storage(self, dataset: Any, found: H5Array, place: str) -> None:
-        """Sizes are those of the file: nothing is allocated because a header says so."""
-        h5d = self._h5.h5d
-        creation = dataset.get_create_plist()
-        kind = creation.get_layout()
-        if kind == h5d.VIRTUAL or creation.get_external_count():
-            raise self.wrong(place, "has its values in other files, which are not opened")
-        filters = [creation.get_filter(i)[0] for i in range(creation.get_nfilters())] if kind == h5d.CHUNKED else []
-        if any(number not in (_GZIP, _SHUFFLE, _FLETCHER32, _LZF) for number in filters):
-            raise self.wrong(place, f"has the filters {filters}; those that are read: gzip, lzf, shuffle, fletcher32")
-        nbytes = math.prod(found.shape) * found.dtype.itemsize
-        stored = dataset.get_storage_size()
-        packed = any(number in (_GZIP, _LZF) for number in filters)
-        if stored > self._size or nbytes > stored * (_MOST_RATIO if packed else 1):
-            raise self.wrong(place, f"has the shape {list(found.shape)}, but {stored} bytes in the file")
-        if filters and math.prod(creation.get_chunk()) * found.dtype.itemsize > _MOST_CHUNK:
-            raise self.wrong(place, f"has compressed chunks {creation.get_chunk()} of more than {_MOST_CHUNK} bytes")
-
-    @contextmanager
-    def failures(self, place: str) -> Iterator[None]:
-        """What HDF5 makes of a damaged file, as a DatasetError."""
-        try:
-            yield
-        except DatasetError:
-            raise
-        except _FAILURES as error:
-            raise self.wrong(place, f"cannot be read ({error})") from error
-
-
-@contextmanager
-def open_foreign(path: Path) -> Iterator[H5Source]:
-    """An open file.
-
-    Raises:
-        FileNotFoundError: there is none.
-        DatasetError: it is not HDF5.
-        ImportError: h5py is missing.
-    """
-    h5py = library(NEEDED_BY)
-    if not path.is_file():
-        raise FileNotFoundError(2, "there is no such file", str(path))
-    try:
-        file = h5py.File(path, "r", rdcc_nbytes=_MOST_CHUNK, rdcc_nslots=101)
-    except _FAILURES as error:
-        raise DatasetError(str(path), f"this is no HDF5 file, or a damaged one ({error})") from error
-    with file:
-        yield H5Source(file, path)
-
-
 @contextmanager
 def create_plain(path: Path) -> Iterator[Any]:
-    """A new file, as h5py gives it; OSError when the disk is full or fails."""
-    h5py = library(NEEDED_BY)
+    """Opens a new file of a dataset, an h5py.File; OSError when the disk is full or fails."""
+    h5py = import_h5py(NEEDED_BY)
     file = h5py.File(path, "w", libver=("v108", "v108"))  # the newer form of groups takes a quarter of the space
     try:
         yield file
@@ -507,14 +535,14 @@ def create_plain(path: Path) -> Iterator[Any]:
     try:
         file.close()
     except RuntimeError as error:  # what h5py makes of a full disk when it closes
-        raise OSError(5, f"HDF5 cannot write it ({error})", str(path)) from error
+        raise OSError(errno.EIO, f"HDF5 cannot write it ({error})", str(path)) from error
 
 
-class H5Rows:
-    """A dataset of a length that is known, written in order. Values are contiguous in the file."""
+class H5RowWriter:
+    """Writes a dataset of fixed length from its first row to its last; its values are contiguous in the file."""
 
     def __init__(self, group: Any, name: str, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        h5py = library(NEEDED_BY)
+        h5py = import_h5py(NEEDED_BY)
         self._h5s, self._shape, self._at = h5py.h5s, (rows, *shape), 0
         kind = h5py.h5t.py_create(dtype, logical=True)
         self._dataset = h5py.h5d.create(group, name.encode(), kind, h5py.h5s.create_simple(self._shape))
@@ -527,7 +555,7 @@ class H5Rows:
         if values.shape == self._shape:
             self._dataset.write(self._h5s.ALL, self._h5s.ALL, values)
             return
-        there = self._h5s.create_simple(self._shape)
-        there.select_hyperslab((self._at, *(0 for _ in self._shape[1:])), values.shape)
-        self._dataset.write(self._h5s.create_simple(values.shape), there, values)
+        selection = self._h5s.create_simple(self._shape)
+        selection.select_hyperslab((self._at, *(0 for _ in self._shape[1:])), values.shape)
+        self._dataset.write(self._h5s.create_simple(values.shape), selection, values)
         self._at += len(values)

@@ -1,7 +1,7 @@
-"""Steps as bytes: where what follows a step is the step after it, and the ways to write that down once.
+"""Episode data (TED) as columns of bytes, and encodings that store an observation once instead of twice.
 
-A column is uint8 [n, nbytes]: one leaf of n steps, strand after strand, each strand oldest first. Bytes are compared,
-not numbers: NaN equals the same NaN, and -0.0 is not 0.0.
+A column is uint8 [n, nbytes]: one leaf of n steps, one environment after the other, each oldest first. Bytes are
+compared, not numbers: NaN equals the same NaN, and -0.0 is not 0.0.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ def differs(a: Column, b: Column) -> Mask:
     a, b = _words(a), _words(b)
     width = a.shape[1]
     if not 0 < width <= _FEW_WORDS:
-        found: Mask = (a != b).any(axis=1)
-        return found
-    found = a[:, 0] != b[:, 0]
+        rows: Mask = (a != b).any(axis=1)
+        return rows
+    different = a[:, 0] != b[:, 0]
     for word in range(1, width):  # numpy reduces short rows slowly
-        found |= a[:, word] != b[:, word]
+        different |= a[:, word] != b[:, word]
     return found
 
 
 def broken(now: Column, following: Column, ends: Mask) -> Mask:
-    """bool [n]: where `following[t]` is not `now[t + 1]`, and where there is no step after it (`ends`)."""
+    """bool [n]: where `following[t]` is not `now[t + 1]`, and at `ends`, where no step comes after."""
     out: Mask = ends.copy()
     out[:-1] |= differs(following[:-1], now[1:])
     return out
 
 
 def with_last(now: Column, following: Column, ends: Mask) -> Column:
-    """[n + trajectories, nbytes]: the column with what followed the last step of each trajectory put after it."""
+    """[n + trajectories, nbytes]: the column with, after the last step of each trajectory, the value that followed it."""
     out = np.empty((len(now) + int(ends.sum()), now.shape[1]), np.uint8)
     last = last_places(ends)
     keep = np.ones(len(out), np.bool_)
@@ -58,7 +58,7 @@ def with_last(now: Column, following: Column, ends: Mask) -> Column:
 
 
 def without_last(extended: Column, ends: Mask) -> tuple[Column, Column]:
-    """`now` and, but for the exceptions, `following` of a column that `with_last` made."""
+    """The reverse of `with_last`: `now`, and `following` except where it is not the next step's value."""
     keep = np.ones(len(extended), np.bool_)
     keep[last_places(ends)] = False
     shifted = np.zeros_like(keep)
@@ -67,28 +67,28 @@ def without_last(extended: Column, ends: Mask) -> tuple[Column, Column]:
 
 
 def last_places(ends: Mask) -> Positions:
-    """Where the extra values of `with_last` lie."""
+    """The positions of the additional values of `with_last`."""
     at = np.flatnonzero(ends)
     return at + np.arange(1, len(at) + 1)
 
 
 def followed(now: Column, at: Positions, values: Column) -> Column:
-    """What follows each step: the step after it, but for the exceptions `at`."""
+    """The value that follows each step: that of the step after it, except at the positions `at`."""
     out = np.empty_like(now)
     out[:-1] = now[1:]
     out[at] = values
     return out
 
 
-def strand_ends(strands: int, steps: int) -> Mask:
-    """bool [strands * steps]: the newest step of each strand."""
-    ends = np.zeros((strands, steps), np.bool_)
+def env_ends(envs: int, steps: int) -> Mask:
+    """bool [envs * steps]: the newest step of each environment."""
+    ends = np.zeros((envs, steps), np.bool_)
     ends[:, -1:] = True
     return ends.reshape(-1)
 
 
 def trajectory_ends(ends: Mask, flags: list[Column], ids: list[Column]) -> Mask:
-    """`ends`, and where a flag is set or an id is another one in the next step."""
+    """bool [n]: `ends`, and the steps where a flag is set or after which an id changes."""
     out: Mask = ends.copy()
     for flag in flags:
         out |= flag.any(axis=1)
@@ -98,16 +98,16 @@ def trajectory_ends(ends: Mask, flags: list[Column], ids: list[Column]) -> Mask:
 
 
 def run_starts(column: Column) -> Positions:
-    """Where the column changes; step 0 is one."""
+    """The steps at which a run of equal values starts; step 0 is one."""
     start = np.ones(len(column), np.bool_)
     start[1:] = differs(column[1:], column[:-1])
     return np.flatnonzero(start)
 
 
 def repeat_runs(starts: Positions, values: Column, n: int) -> Column:
-    """The column of n steps whose runs begin at `starts`; ValueError when the first step is in none."""
+    """The column of n steps whose runs begin at `starts`; ValueError when the first one is not 0."""
     if n and (not len(starts) or starts[0] != 0):
-        raise ValueError("nothing says what value the first step has")
+        raise ValueError("the value of the first step is missing")
     lengths = np.diff(starts, append=n)
     return np.repeat(values, lengths, axis=0)
 
@@ -128,8 +128,8 @@ TRAJECTORY_KEYS: tuple[KeyPath, ...] = (("collector", "traj_ids"), ("episode",))
 Key = str | tuple[str, ...]
 
 
-class Leaf(Protocol):
-    """What is known of a key: its path, its dtype, and the shape of one step."""
+class LeafLike(Protocol):
+    """Path, dtype and shape of one step of a key; a `StepLeaf` here, a `LeafSpec` of a storage elsewhere."""
 
     @property
     def path(self) -> KeyPath: ...
@@ -142,7 +142,7 @@ class Leaf(Protocol):
 
 
 class StepKeys:
-    """Names of the flags and rewards, which belong to one step and are never taken from the step after it.
+    """Names of the flags and rewards, which belong to one step and are never read from the step after it.
 
     Args:
         done_keys: flags, at the root and under "next": a name at any depth, or a tuple for one place.
@@ -155,23 +155,23 @@ class StepKeys:
     def __init__(self, done_keys: Sequence[Key] = DONE_KEYS, reward_keys: Sequence[Key] = REWARD_KEYS) -> None:
         self.done_keys, self.reward_keys = _keys("done_keys", done_keys), _keys("reward_keys", reward_keys)
 
-    def shared(self, leaves: Sequence[Leaf]) -> dict[int, int]:
-        """For each leaf under "next" that repeats a leaf of the root one step later: its number, the root's number."""
+    def shared(self, leaves: Sequence[LeafLike]) -> dict[int, int]:
+        """Indices of leaves under "next" that the root repeats one step later, and of those root leaves."""
         by_path = {leaf.path: i for i, leaf in enumerate(leaves)}
-        found = {}
+        shared = {}
         for i, leaf in enumerate(leaves):
             if leaf.path[0] != NEXT or len(leaf.path) < 2 or not leaf.nbytes or self._belongs_to_a_step(leaf.path[1:]):
                 continue
             root = by_path.get(leaf.path[1:])
             if root is not None and (leaves[root].dtype, leaves[root].shape) == (leaf.dtype, leaf.shape):
-                found[i] = root
-        return found
+                shared[i] = root
+        return shared
 
-    def flags(self, leaves: Sequence[Leaf]) -> list[int]:
-        """The numbers of the flags under "next" that end a trajectory.
+    def flags(self, leaves: Sequence[LeafLike]) -> list[int]:
+        """Indices of the flags under "next" that end a trajectory.
 
         Raises:
-            ValueError: a step has several of one flag (multi-agent): where its trajectory ends is not known.
+            ValueError: a step has several of one flag (multi-agent), which do not mark where its trajectory ends.
         """
         flags = [i for i, leaf in enumerate(leaves) if leaf.path[0] == NEXT and self._is_flag(leaf.path[1:])]
         for i in flags:
@@ -184,8 +184,8 @@ class StepKeys:
                 )
         return flags
 
-    def ids(self, leaves: Sequence[Leaf]) -> list[int]:
-        """The numbers of the leaves that name a trajectory: a change is a boundary."""
+    def ids(self, leaves: Sequence[LeafLike]) -> list[int]:
+        """Indices of the leaves with trajectory ids: a change of them ends a trajectory."""
         return [i for i, leaf in enumerate(leaves) if leaf.path in TRAJECTORY_KEYS and leaf.nbytes]
 
     def _is_flag(self, path: KeyPath) -> bool:
@@ -227,20 +227,20 @@ class StepLeaf:
 
 
 def leaves_of(td: TensorDictBase, within: KeyPath = ()) -> list[tuple[KeyPath, Tensor]]:
-    """Every tensor with its path; a TypeError names an entry that is none."""
-    found: list[tuple[KeyPath, Tensor]] = []
+    """Every tensor with its path; TypeError where an entry is none."""
+    leaves: list[tuple[KeyPath, Tensor]] = []
     for key, value in sorted_items(td):
         if isinstance(value, Tensor):
-            found.append(((*within, key), value))
+            leaves.append(((*within, key), value))
         elif isinstance(value, TensorDictBase) and not is_tensorclass(value):
-            found += leaves_of(value, (*within, key))
+            leaves += leaves_of(value, (*within, key))
         else:
             raise TypeError(f"{show((*within, key))} is a {type(value).__name__}; only tensors can be converted")
-    return found
+    return leaves
 
 
 def column_of(tensor: Tensor, batch_dims: int, shift: int) -> Column:
-    """uint8 [n, nbytes]: the steps, strand after strand, each strand begun `shift` steps later, where it is oldest."""
+    """uint8 [n, nbytes]: the steps, environment after environment, each from slot `shift` on, where its oldest step is."""
     lead, shape = tensor.shape[:batch_dims], tensor.shape[batch_dims:]
     nbytes = math.prod(shape) * tensor.element_size()
     return _rolled(as_bytes(tensor, math.prod(lead), nbytes), tuple(lead), -shift)
@@ -249,8 +249,8 @@ def column_of(tensor: Tensor, batch_dims: int, shift: int) -> Column:
 def _rolled(column: Column, lead: tuple[int, ...], shift: int) -> Column:
     if not shift or not column.size:
         return column
-    strands = column.reshape(-1, lead[-1], column.shape[1])
-    return np.roll(strands, shift, axis=1).reshape(column.shape)
+    envs = column.reshape(-1, lead[-1], column.shape[1])
+    return np.roll(envs, shift, axis=1).reshape(column.shape)
 
 
 def as_bytes(tensor: Tensor, n: int, nbytes: int) -> Column:
@@ -266,12 +266,12 @@ def as_bytes(tensor: Tensor, n: int, nbytes: int) -> Column:
 def tensor_of(column: Column, leaf: StepLeaf, lead: tuple[int, ...] | None = None, shift: int = 0) -> Tensor:
     """The tensor [*lead, *shape] with these bytes; `lead` None: as many steps as there are. Undoes `column_of`."""
     lead = (len(column),) if lead is None else lead
-    made = torch.empty((*lead, *leaf.shape), dtype=leaf.dtype)
-    if made.numel():
-        made.view(-1).view(torch.uint8).numpy()[:] = _rolled(column, lead, shift).reshape(-1)
-    return made
+    tensor = torch.empty((*lead, *leaf.shape), dtype=leaf.dtype)
+    if tensor.numel():
+        tensor.view(-1).view(torch.uint8).numpy()[:] = _rolled(column, lead, shift).reshape(-1)
+    return tensor
 
 
 def plain(tensor: Tensor, path: KeyPath) -> Tensor:
-    """A dense tensor of the CPU; a TypeError names the leaf where there is none."""
+    """A dense tensor on the CPU; TypeError, with the name of the leaf, for others."""
     return as_tensor(tensor, path)

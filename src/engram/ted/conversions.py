@@ -1,7 +1,7 @@
-"""Conversions of episode data (TED) that store every observation once, on TensorDicts: pure functions, exact ones.
+"""Exact conversions of episode data (TED) in TensorDicts to forms that hold every observation once, and back.
 
-In TED the observation of a step stands twice: under `next` in the step before, and at the root. The conversions keep
-the one at the root, and of those under `next` only what is not, byte for byte, the root of the following step.
+In TED an observation is in two places: under `next` in one step, and at the root of the step after it. The conversions
+keep the one at the root, and of those under `next` only what differs, byte for byte, from the root of the next step.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _Columns = dict[KeyPath, tuple[Column, StepLeaf, ted_codec.Positions]]
 
 
 class Conversion:
-    """What the conversions have in common: which keys are which, and the names of what they add.
+    """Settings of the conversions: which keys are flags and rewards, and the names of the entries they add.
 
     Args:
         done_key: where a trajectory ends, beside the `done_keys` under `next`.
-        shift_key: name of the entry that says how far the ring had turned.
-        is_full_key: name of the entry that says whether it had wrapped.
-        done_keys: flags, which are never taken from the step after.
+        shift_key: name of the entry with the slot of the oldest step.
+        is_full_key: name of the entry that says whether the ring was full.
+        done_keys: flags, which are never read from the step after.
         reward_keys: rewards, the same.
     """
 
@@ -71,53 +71,56 @@ class Conversion:
         return f"{type(self).__name__}(done_key={self.done_key}, shift_key={self.shift_key!r})"
 
 
-class _Taken:
-    """The steps of a TensorDict, oldest first, as columns."""
+class _StepColumns:
+    """The steps of a TensorDict, oldest first, as columns of bytes."""
 
-    def __init__(self, hook: Conversion, td: TensorDictBase, shift: int, is_full: bool) -> None:
+    def __init__(self, conversion: Conversion, td: TensorDictBase, shift: int, is_full: bool) -> None:
         batch_size = tuple(td.batch_size)
         if not batch_size:
             raise ValueError("TED has a time dimension, the last of the batch size; this TensorDict has batch size []")
         if not 0 <= shift <= batch_size[-1]:
             raise ValueError(f"shift is a number of steps from 0 to {batch_size[-1]}, got {shift}")
-        found = [(path, plain(value, path)) for path, value in leaves_of(td)]
-        taken = [path for path, _ in found if path[0] in hook.added]
-        if taken:
-            raise ValueError(f"{show(taken[0])} is the name of what a conversion adds; pass another one, or rename it")
+        leaves = [(path, plain(value, path)) for path, value in leaves_of(td)]
+        reserved = [path for path, _ in leaves if path[0] in conversion.added]
+        if reserved:
+            raise ValueError(
+                f"{show(reserved[0])} is the name of an entry that the conversion adds; rename it, or pass another name"
+            )
         dims = len(batch_size)
         self.batch_size = batch_size
-        self.leaves = [StepLeaf(path, value.dtype, tuple(value.shape[dims:])) for path, value in found]
-        self.columns = [column_of(value, dims, shift if is_full else 0) for _, value in found]
-        self.strand_ends = ted_codec.strand_ends(math.prod(batch_size[:-1]), batch_size[-1])
-        self.shared = hook.keys.shared(self.leaves)
+        self.leaves = [StepLeaf(path, value.dtype, tuple(value.shape[dims:])) for path, value in leaves]
+        self.columns = [column_of(value, dims, shift if is_full else 0) for _, value in leaves]
+        self.env_ends = ted_codec.env_ends(math.prod(batch_size[:-1]), batch_size[-1])
+        self.shared = conversion.keys.shared(self.leaves)
         self.extra: Entries = {
-            (hook.shift_key,): torch.tensor(shift),
-            (hook.is_full_key,): torch.tensor(is_full),
+            (conversion.shift_key,): torch.tensor(shift),
+            (conversion.is_full_key,): torch.tensor(is_full),
             (BATCH_SIZE,): torch.tensor(batch_size),
         }
 
-    def trajectory_ends(self, hook: Conversion) -> Mask:
-        flags = set(hook.keys.flags(self.leaves))
-        flags |= {i for i, leaf in enumerate(self.leaves) if leaf.path == hook.done_key and math.prod(leaf.shape) == 1}
-        columns, ids = self.columns, hook.keys.ids(self.leaves)
-        return ted_codec.trajectory_ends(
-            self.strand_ends, [columns[i] for i in sorted(flags)], [columns[i] for i in ids]
-        )
+    def trajectory_ends(self, conversion: Conversion) -> Mask:
+        """bool [n]: the last steps of trajectories."""
+        flags = set(conversion.keys.flags(self.leaves))
+        flags |= {
+            i for i, leaf in enumerate(self.leaves) if leaf.path == conversion.done_key and math.prod(leaf.shape) == 1
+        }
+        columns, ids = self.columns, conversion.keys.ids(self.leaves)
+        return ted_codec.trajectory_ends(self.env_ends, [columns[i] for i in sorted(flags)], [columns[i] for i in ids])
 
     def exceptions(self, elsewhere: Mask | None = None) -> Entries:
-        """Steps whose `next` is not the root of the step after, but for those whose `next` is kept elsewhere."""
-        made: Entries = {}
+        """Entries for the steps whose `next` is not the root of the step after, without those marked in `elsewhere`."""
+        entries: Entries = {}
         for i, root in self.shared.items():
-            mask = ted_codec.broken(self.columns[root], self.columns[i], self.strand_ends)
+            mask = ted_codec.broken(self.columns[root], self.columns[i], self.env_ends)
             if elsewhere is not None:
                 mask &= ~elsewhere
             step, value = _exception_keys(self.leaves[root].path)
-            made[step] = torch.from_numpy(np.flatnonzero(mask))
-            made[value] = tensor_of(self.columns[i][mask], self.leaves[i])
-        return made
+            entries[step] = torch.from_numpy(np.flatnonzero(mask))
+            entries[value] = tensor_of(self.columns[i][mask], self.leaves[i])
+        return entries
 
     def trajectories(self, ends: Mask) -> Iterator[tuple[StepLeaf, Column, bool]]:
-        """Leaves without those under `next` that the root repeats; these roots with one value more a trajectory."""
+        """Leaves and columns, without copies under `next`; of roots that have one, with one value more a trajectory."""
         following = {root: i for i, root in self.shared.items()}
         for i, leaf in enumerate(self.leaves):
             if i in following:
@@ -126,15 +129,15 @@ class _Taken:
                 yield leaf, self.columns[i], False
 
 
-class _Given:
-    """What a conversion added, taken out of a TensorDict again."""
+class _ConvertedEntries:
+    """The entries of a converted TensorDict: those that the conversion added, and the rest in `entries`."""
 
-    def __init__(self, hook: Conversion, entries: Entries) -> None:
+    def __init__(self, conversion: Conversion, entries: Entries) -> None:
         try:
             self.batch_size = tuple(int(size) for size in entries.pop((BATCH_SIZE,)))
-            shift, full = int(entries.pop((hook.shift_key,))), bool(entries.pop((hook.is_full_key,)))
+            shift, full = int(entries.pop((conversion.shift_key,))), bool(entries.pop((conversion.is_full_key,)))
         except KeyError as error:
-            raise ValueError(f"{show(error.args[0])} is missing: this is not what the conversion made") from None
+            raise ValueError(f"{show(error.args[0])} is missing: no conversion made this TensorDict") from None
         self.shift = shift if full else 0
         self.exceptions: dict[KeyPath, tuple[Tensor, Tensor]] = {}
         for path in [p for p in entries if p[0] == EXCEPTIONS and p[-1] == "step"]:
@@ -144,13 +147,15 @@ class _Given:
         self.steps = math.prod(self.batch_size)
 
     def exceptions_of(self, root: KeyPath, leaf: StepLeaf) -> tuple[ted_codec.Positions, Column]:
+        """Positions and values of the exceptions of a root key."""
         step, value = self.exceptions[root]
         at = step.numpy()
         if len(at) and not 0 <= at.min() <= at.max() < self.steps:
-            raise ValueError(f"the exceptions of {show(root)} name steps that are not there")
+            raise ValueError(f"the exceptions of {show(root)} name steps outside of the data")
         return at, as_bytes(value, len(at), leaf.nbytes)
 
     def build(self, columns: dict[KeyPath, tuple[Column, StepLeaf]]) -> TensorDict:
+        """The steps with these columns, in the order of their slots."""
         return _tensordict(
             {p: tensor_of(c, leaf, self.batch_size, self.shift) for p, (c, leaf) in columns.items()}, self.batch_size
         )
@@ -165,7 +170,7 @@ class TED2Flat(Conversion):
 
     Raises:
         TypeError: an entry is no dense tensor; the message names it.
-        ValueError: an entry has the name of what is added.
+        ValueError: an entry has the name of one that is added.
 
     Example:
         >>> x = torch.arange(5.0)
@@ -179,44 +184,44 @@ class TED2Flat(Conversion):
 
     def __call__(self, td: TensorDictBase, shift: int = 0, is_full: bool = False) -> TensorDict:
         """Converts rows in the order of their slots; in a ring that is full the oldest lies at `shift`."""
-        taken = _Taken(self, td, shift, is_full)
-        entries = taken.extra | taken.exceptions()
-        for i, leaf in enumerate(taken.leaves):
-            if i not in taken.shared:
-                entries[leaf.path] = tensor_of(taken.columns[i], leaf, taken.batch_size)
+        columns = _StepColumns(self, td, shift, is_full)
+        entries = columns.extra | columns.exceptions()
+        for i, leaf in enumerate(columns.leaves):
+            if i not in columns.shared:
+                entries[leaf.path] = tensor_of(columns.columns[i], leaf, columns.batch_size)
         return _tensordict(entries, ())
 
 
 class Flat2TED(Conversion):
-    """What `TED2Flat` took: the steps in the order of their slots.
+    """Undoes `TED2Flat`: the steps in the order of their slots.
 
     Raises:
-        ValueError: this is not what `TED2Flat` made.
+        ValueError: the TensorDict was not made by `TED2Flat`.
     """
 
     def __call__(self, td: TensorDictBase) -> TensorDict:
-        given = _Given(self, dict(leaves_of(td)))
-        dims = len(given.batch_size)
-        made: dict[KeyPath, tuple[Column, StepLeaf]] = {}
-        for path, value in given.entries.items():
+        converted = _ConvertedEntries(self, dict(leaves_of(td)))
+        dims = len(converted.batch_size)
+        steps: dict[KeyPath, tuple[Column, StepLeaf]] = {}
+        for path, value in converted.entries.items():
             leaf = StepLeaf(path, value.dtype, tuple(value.shape[dims:]))
-            made[path] = as_bytes(value, given.steps, leaf.nbytes), leaf
-        for root in given.exceptions:
-            column, leaf = made[root]
+            steps[path] = as_bytes(value, converted.steps, leaf.nbytes), leaf
+        for root in converted.exceptions:
+            column, leaf = steps[root]
             following = (NEXT, *root)
-            made[following] = ted_codec.followed(column, *given.exceptions_of(root, leaf)), leaf
-        return given.build(made)
+            steps[following] = ted_codec.followed(column, *converted.exceptions_of(root, leaf)), leaf
+        return converted.build(steps)
 
 
 class TED2Nested(Conversion):
     """Trajectories as nested (jagged) tensors: keys [trajectories, steps, ...], observations with one step more.
 
-    A trajectory ends where a flag of `done_keys` is set under `next`, where its id changes, and with its strand. The
-    step more is what followed the last one. `exceptions` is as in `TED2Flat`, for steps inside trajectories.
+    A trajectory ends where a flag of `done_keys` is set under `next`, where its id changes, and where its
+    environment does. The additional observation is the one that followed the last step. `exceptions` is as in `TED2Flat`, for steps inside trajectories.
 
     Raises:
         TypeError: an entry is no dense tensor; the message names it.
-        ValueError: an entry has the name of what is added, or a step has several done flags.
+        ValueError: an entry has the name of one that is added, or a step has several done flags.
 
     Example:
         >>> x, done = torch.arange(5.0), torch.tensor([[False], [True], [False], [False]])
@@ -227,36 +232,36 @@ class TED2Nested(Conversion):
 
     def __call__(self, td: TensorDictBase, shift: int = 0, is_full: bool = False) -> TensorDict:
         """Converts rows in the order of their slots; in a ring that is full the oldest lies at `shift`."""
-        taken = _Taken(self, td, shift, is_full)
-        ends = taken.trajectory_ends(self)
+        columns = _StepColumns(self, td, shift, is_full)
+        ends = columns.trajectory_ends(self)
         starts = _starts(ends)
         longer = starts + np.arange(len(starts))
-        entries = taken.extra | taken.exceptions(ends)
-        for leaf, column, extended in taken.trajectories(ends):
+        entries = columns.extra | columns.exceptions(ends)
+        for leaf, column, extended in columns.trajectories(ends):
             offsets = torch.from_numpy(longer if extended else starts)
             entries[leaf.path] = torch.nested.nested_tensor_from_jagged(tensor_of(column, leaf), offsets)
         return _tensordict(entries, ())
 
 
 class Nested2TED(Conversion):
-    """What `TED2Nested` took: the steps in the order of their slots.
+    """Undoes `TED2Nested`: the steps in the order of their slots.
 
     Raises:
-        ValueError: this is not what `TED2Nested` made.
+        ValueError: the TensorDict was not made by `TED2Nested`.
     """
 
     def __call__(self, td: TensorDictBase) -> TensorDict:
-        given = _Given(self, dict(leaves_of(td)))
+        converted = _ConvertedEntries(self, dict(leaves_of(td)))
         columns: _Columns = {}
-        for path, value in given.entries.items():
+        for path, value in converted.entries.items():
             values, offsets = value.values(), value.offsets()  # type: ignore[attr-defined]
             leaf = StepLeaf(path, values.dtype, tuple(values.shape[1:]))
             columns[path] = as_bytes(values, len(values), leaf.nbytes), leaf, offsets.numpy()
-        return _of_trajectories(given, columns)
+        return _of_trajectories(converted, columns)
 
 
 class H5Split(Conversion):
-    """One entry a trajectory, `trajectory_00000000` and so on, as an HDF5 file has groups; keys as in `TED2Nested`.
+    """One entry for each trajectory, `trajectory_00000000` and so on, like groups of HDF5; keys as in `TED2Nested`.
 
     Raises:
         TypeError, ValueError: as `TED2Nested`.
@@ -273,13 +278,13 @@ class H5Split(Conversion):
 
     def __call__(self, td: TensorDictBase, shift: int = 0, is_full: bool = False) -> TensorDict:
         """Converts rows in the order of their slots; in a ring that is full the oldest lies at `shift`."""
-        taken = _Taken(self, td, shift, is_full)
-        ends = taken.trajectory_ends(self)
+        columns = _StepColumns(self, td, shift, is_full)
+        ends = columns.trajectory_ends(self)
         if not len(ends):
             raise ValueError("the data have no steps, so there is no trajectory to hold their keys")
         starts = _starts(ends)
-        entries = taken.extra | taken.exceptions(ends)
-        for leaf, column, extended in taken.trajectories(ends):
+        entries = columns.extra | columns.exceptions(ends)
+        for leaf, column, extended in columns.trajectories(ends):
             lengths = np.diff(starts) + (1 if extended else 0)
             for number, part in enumerate(torch.split(tensor_of(column, leaf), lengths.tolist())):
                 key = (f"{TRAJECTORY}{number:08d}", *leaf.path)
@@ -288,16 +293,16 @@ class H5Split(Conversion):
 
 
 class H5Combine(Conversion):
-    """What `H5Split` took: the steps in the order of their slots.
+    """Undoes `H5Split`: the steps in the order of their slots.
 
     Raises:
-        ValueError: this is not what `H5Split` made.
+        ValueError: the TensorDict was not made by `H5Split`.
     """
 
     def __call__(self, td: TensorDictBase) -> TensorDict:
-        given = _Given(self, dict(leaves_of(td)))
+        converted = _ConvertedEntries(self, dict(leaves_of(td)))
         parts: dict[KeyPath, list[tuple[str, Tensor]]] = {}
-        for path, value in given.entries.items():
+        for path, value in converted.entries.items():
             parts.setdefault(path[1:], []).append((path[0], value))
         columns: _Columns = {}
         for path, named in parts.items():
@@ -305,28 +310,28 @@ class H5Combine(Conversion):
             leaf = StepLeaf(path, values[0].dtype, tuple(values[0].shape[1:]))
             whole = np.concatenate([as_bytes(value, len(value), leaf.nbytes) for value in values])
             columns[path] = whole, leaf, np.cumsum([0, *map(len, values)])
-        return _of_trajectories(given, columns)
+        return _of_trajectories(converted, columns)
 
 
-def _of_trajectories(given: _Given, columns: _Columns) -> TensorDict:
-    """The steps of trajectories that lie one after the other, each column with its offsets."""
-    made: dict[KeyPath, tuple[Column, StepLeaf]] = {}
+def _of_trajectories(converted: _ConvertedEntries, columns: _Columns) -> TensorDict:
+    """The steps of trajectories whose values lie one after the other, each column with its offsets."""
+    steps: dict[KeyPath, tuple[Column, StepLeaf]] = {}
     for path, (column, leaf, offsets) in columns.items():
-        extra = np.arange(len(offsets)) if path in given.exceptions else 0
+        extra = np.arange(len(offsets)) if path in converted.exceptions else 0
         starts = offsets - extra
-        if len(starts) == 0 or starts[0] or starts[-1] != given.steps or (np.diff(starts) <= 0).any():
-            raise ValueError(f"the trajectories of {show(path)} do not have {given.steps} steps together")
-        if path not in given.exceptions:
-            made[path] = column, leaf
+        if len(starts) == 0 or starts[0] or starts[-1] != converted.steps or (np.diff(starts) <= 0).any():
+            raise ValueError(f"the trajectories of {show(path)} do not have {converted.steps} steps together")
+        if path not in converted.exceptions:
+            steps[path] = column, leaf
             continue
-        ends = np.zeros(given.steps, np.bool_)
+        ends = np.zeros(converted.steps, np.bool_)
         ends[starts[1:] - 1] = True
         now, following = ted_codec.without_last(column, ends)
-        at, values = given.exceptions_of(path, leaf)
+        at, values = converted.exceptions_of(path, leaf)
         following[at] = values
         next_path = (NEXT, *path)
-        made[path], made[next_path] = (now, leaf), (following, leaf)
-    return given.build(made)
+        steps[path], steps[next_path] = (now, leaf), (following, leaf)
+    return converted.build(steps)
 
 
 def _exception_keys(root: KeyPath) -> tuple[KeyPath, KeyPath]:
@@ -339,7 +344,7 @@ def _starts(ends: Mask) -> ted_codec.Positions:
 
 
 def _tensordict(entries: Entries, batch_size: tuple[int, ...]) -> TensorDict:
-    made = TensorDict({}, batch_size)
+    td = TensorDict({}, batch_size)
     for path, value in entries.items():
-        made.set(path, value)
-    return made
+        td.set(path, value)
+    return td

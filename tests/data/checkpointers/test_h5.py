@@ -49,7 +49,7 @@ def test_any_tool_finds_a_dataset_for_each_key_and_what_explains_it(tmp_path):
         assert file.attrs["format"] == "engram steps" and file.attrs["version"] == 1
         assert "trajectory_starts" in file.attrs["description"]
         lane = file["lane_0"]
-        assert dict(lane.attrs) == {"first_write_number": 0, "steps": 5, "strands": 1}
+        assert dict(lane.attrs) == {"first_sequence": 0, "steps": 5, "envs": 1}
         assert lane["trajectory_starts"][:].tolist() == [0, 2]
         assert lane["steps/x"][:].tolist() == [0, 1, 2, 3, 4] and lane["steps/x"].dtype == np.float32
         assert dict(lane["steps/x"].attrs) == {"key": '["x"]', "dtype": "float32", "stored": "values"}
@@ -71,7 +71,7 @@ def test_a_group_per_trajectory_has_one_observation_more_than_steps(tmp_path):
         assert lane["trajectory_00000000/x"][:].tolist() == [0, 1, 2]
         assert lane["trajectory_00000001/x"][:].tolist() == [2, 3, 4, 5]
         assert lane["trajectory_00000001/next/done"][:].tolist() == [[False]] * 3
-        assert dict(lane["trajectory_00000001"].attrs) == {"first_step": 2, "strand": 0, "steps": 3}
+        assert dict(lane["trajectory_00000001"].attrs) == {"first_step": 2, "env": 0, "steps": 3}
         assert lane["exceptions/next/x/row"].shape == (0,)
 
 

@@ -195,7 +195,7 @@ def test_nothing_to_write_and_wrong_arguments_are_errors(tmp_path):
         write_minari([], tmp_path / "s")
     with pytest.raises(TypeError, match="got a int"):
         write_minari(3, tmp_path / "s")
-    with pytest.raises(ValueError, match="where episodes end is not known"):
+    with pytest.raises(ValueError, match="cannot tell where episodes end"):
         write_minari(steps([3], ids=False).exclude(("next", "done")), tmp_path / "s")
     with pytest.raises(ValueError, match="ndim=2"):
         read_minari(FROM_MINARI, buffer(100, ndim=2))
@@ -219,7 +219,7 @@ DAMAGES = {
     "is missing": lambda f: f.__delitem__("episode_1/actions"),
     "does not belong to an episode": lambda f: f.create_dataset("episode_1/extra", data=[1]),
     "which is no episode": lambda f: f.create_group("stray"),
-    "ask for 2": lambda f: replaced(f, "episode_1/observations", np.zeros((1, 3), np.float32)),
+    "it must have 2": lambda f: replaced(f, "episode_1/observations", np.zeros((1, 3), np.float32)),
     r"float64 \[3\] a step, but float32 \[3\] before": lambda f: replaced(
         f, "episode_1/observations", np.zeros((2, 3))
     ),

@@ -1,4 +1,7 @@
-"""Which key of an episode (TED) is which dataset of Minari and D4RL files."""
+"""What all dataset formats share: the mapping of keys, sources of steps to write, and reading into a buffer.
+
+Steps are episode data (TED): the next observation, reward and flags of a step are under "next".
+"""
 
 from __future__ import annotations
 
@@ -29,107 +32,113 @@ INFO: KeyPath = ("info",)
 REWARD: KeyPath = ("next", "reward")
 TERMINATED, TRUNCATED = ("next", "terminated"), ("next", "truncated")
 TRAJECTORY: KeyPath = ("collector", "traj_ids")
-#: What the datasets say in other words (where trajectories start and end), or what belongs to the buffer alone.
+#: Keys that are not written: the formats mark the ends of trajectories in their own way, or only a buffer uses them.
 IMPLIED: tuple[KeyPath, ...] = (TRAJECTORY, ("episode",), ("index",), ("done",), ("terminated",), ("truncated",), DONE)
-_NO_PLACE = (torch.bfloat16, torch.complex64, torch.complex128)
+_UNSUPPORTED = (torch.bfloat16, torch.complex64, torch.complex128)
 INDEX = "_index_"
 
 
-class Pair(NamedTuple):
-    """A key at the root and what followed it under "next": numbers of leaves; -1: there is none."""
+class KeyPair(NamedTuple):
+    """A key at the root and the same key under "next": indices of leaves; -1 where there is none."""
 
     name: tuple[str, ...]  # of the dataset, below its role
-    now: int
-    after: int
+    root: int
+    next: int
 
 
-class Roles:
-    """What the leaves of a stored step are to a dataset.
+class KeyMapping:
+    """Which leaf of a step is which role of a Minari or flat HDF5 dataset: observation, action, info, reward, flag.
 
     Raises:
-        ValueError: a key has no place in it, or one that it needs is missing; all of them are listed.
+        ValueError: the format has no role for a key, or a key that it needs is missing; all of them are listed.
     """
 
-    def __init__(self, layout: RowLayout, kind: str, lone_infos: str) -> None:
+    def __init__(self, layout: RowLayout, kind: str, single_infos: str) -> None:
         self.layout = layout
-        self._at = {leaf.path: i for i, leaf in enumerate(layout.leaves)}
-        if not all(p and all(isinstance(part, str) for part in p) for p in self._at):
-            raise ValueError(f"{kind} is made of TensorDicts or dicts of tensors; nothing was written")
-        self._left = [p for p in self._at if p not in IMPLIED]
-        self.reward = self._take(REWARD)
-        self.terminated, self.truncated, self.done = (self._at.get(p, -1) for p in (TERMINATED, TRUNCATED, DONE))
-        self._left = [p for p in self._left if p not in (TERMINATED, TRUNCATED)]
-        self.actions = self._names([(p, p[1:], self._at[p], -1) for p in self._taken(lambda p: p[0] == "action")])
-        self.infos = self._infos(lone_infos)
-        pairs = [p for p in list(self._left) if p[0] != "next" and self._same(p)]
-        self._left = [p for p in self._left if p not in pairs and p[1:] not in pairs]
-        alone = pairs == [OBSERVATION]
-        nested = not alone and all(p[0] == "observation" for p in pairs) and _is_tuple({p[1] for p in pairs})
-        cut = 1 if alone or nested else 0
-        self.observations = self._names([(p, p[cut:], self._at[p], self._at[following(p)]) for p in pairs])
-        self._refuse(kind)
+        self._index = {leaf.path: i for i, leaf in enumerate(layout.leaves)}
+        if not all(p and all(isinstance(part, str) for part in p) for p in self._index):
+            raise ValueError(
+                f"{kind} is written from TensorDicts or dicts of tensors, whose keys are strings; nothing was written"
+            )
+        self._unmapped = [p for p in self._index if p not in IMPLIED]
+        self.reward = self._pop(REWARD)
+        self.terminated, self.truncated, self.done = (self._index.get(p, -1) for p in (TERMINATED, TRUNCATED, DONE))
+        self._unmapped = [p for p in self._unmapped if p not in (TERMINATED, TRUNCATED)]
+        self.actions = self._pairs([(p, p[1:], self._index[p], -1) for p in self._pop_all("action")])
+        self.infos = self._info_pairs(single_infos)
+        pairs = [p for p in list(self._unmapped) if p[0] != "next" and self._same_in_next(p)]
+        self._unmapped = [p for p in self._unmapped if p not in pairs and p[1:] not in pairs]
+        single = pairs == [OBSERVATION]
+        nested = not single and all(p[0] == "observation" for p in pairs) and _is_tuple({p[1] for p in pairs})
+        cut = 1 if single or nested else 0
+        self.observations = self._pairs([(p, p[cut:], self._index[p], self._index[next_key(p)]) for p in pairs])
+        self._check(kind)
 
-    def leaf(self, at: int) -> LeafSpec:
-        return self.layout.leaves[at]
+    def leaf(self, index: int) -> LeafSpec:
+        return self.layout.leaves[index]
 
-    def _take(self, path: KeyPath) -> int:
-        self._left = [p for p in self._left if p != path]
-        return self._at.get(path, -1)
+    def _pop(self, path: KeyPath) -> int:
+        """The leaf of a key, which has its role now; -1 where there is none."""
+        self._unmapped = [p for p in self._unmapped if p != path]
+        return self._index.get(path, -1)
 
-    def _taken(self, wanted: Any) -> list[KeyPath]:
-        found = [p for p in self._left if wanted(p)]
-        self._left = [p for p in self._left if p not in found]
-        return found
+    def _pop_all(self, first: str) -> list[KeyPath]:
+        """The keys that begin with `first`, which have their role now."""
+        paths = [p for p in self._unmapped if p[0] == first]
+        self._unmapped = [p for p in self._unmapped if p not in paths]
+        return paths
 
-    def _same(self, path: KeyPath) -> bool:
-        other = self._at.get(following(path))
+    def _same_in_next(self, path: KeyPath) -> bool:
+        other = self._index.get(next_key(path))
         if other is None:
             return False
-        a, b = self.leaf(self._at[path]), self.leaf(other)
+        a, b = self.leaf(self._index[path]), self.leaf(other)
         return (a.dtype, a.shape) == (b.dtype, b.shape)
 
-    def _infos(self, lone: str) -> list[Pair]:
-        """Infos at both places, or only where `lone` allows it: "now", "after"."""
-        names = dict.fromkeys(_at_root(p) for p in self._left if _at_root(p)[:1] == INFO)
-        found = []
+    def _info_pairs(self, single: str) -> list[KeyPair]:
+        """Infos that are at the root and under "next", or at one of them, if `single` ("root" or "next") names it."""
+        names = dict.fromkeys(_root_key(p) for p in self._unmapped if _root_key(p)[:1] == INFO)
+        pairs = []
         for path in names:
-            now, after = self._at.get(path, -1), self._at.get(following(path), -1)
-            fits = self._same(path) if now >= 0 and after >= 0 else (now >= 0) == (lone == "now")
+            root, after = self._index.get(path, -1), self._index.get(next_key(path), -1)
+            fits = self._same_in_next(path) if root >= 0 and after >= 0 else (root >= 0) == (single == "root")
             if fits:
-                found.append((path, path[1:], now, after))
-                self._left = [p for p in self._left if p not in (path, ("next", *path))]
-        return self._names(found)
+                pairs.append((path, path[1:], root, after))
+                self._unmapped = [p for p in self._unmapped if p not in (path, next_key(path))]
+        return self._pairs(pairs)
 
-    def _names(self, found: Sequence[tuple[KeyPath, KeyPath, int, int]]) -> list[Pair]:
-        return [Pair(name, now, after) for name, (_, _, now, after) in zip(_names(found), found, strict=True)]
+    def _pairs(self, pairs: Sequence[tuple[KeyPath, KeyPath, int, int]]) -> list[KeyPair]:
+        """Pairs under the names of their datasets, from keys, names below the role, and leaves."""
+        return [KeyPair(name, root, after) for name, (_, _, root, after) in zip(_names(pairs), pairs, strict=True)]
 
-    def _refuse(self, kind: str) -> None:
-        said = [f"{pytree.show(p)} has no place in {kind}" for p in self._left]
+    def _check(self, kind: str) -> None:
+        problems = [f"{pytree.show(p)} has no place in {kind}" for p in self._unmapped]
         if self.reward < 0:
-            said.append(f"{pytree.show(REWARD)} is missing")
+            problems.append(f"{pytree.show(REWARD)} is missing")
         if not self.actions:
-            said.append("'action' is missing")
+            problems.append("'action' is missing")
         if not self.observations:
-            said.append("there is no observation: a key at the root and under 'next', of one dtype and shape")
+            problems.append("an observation is missing: a key at the root and under 'next', of one dtype and shape")
         if self.terminated < 0 and self.done < 0:
-            said.append(f"{pytree.show(TERMINATED)} is missing")
-        for at in (self.terminated, self.truncated, self.done):
-            if at >= 0 and (self.leaf(at).nbytes != 1 or self.leaf(at).dtype != torch.bool):
-                said.append(f"{pytree.show(self.leaf(at).path)} is not one bool a step")
-        said += [
-            f"{pytree.show(x.path)} is {x.dtype}, which {kind} has not"
+            problems.append(f"{pytree.show(TERMINATED)} is missing")
+        for flag in (self.terminated, self.truncated, self.done):
+            if flag >= 0 and (self.leaf(flag).nbytes != 1 or self.leaf(flag).dtype != torch.bool):
+                problems.append(f"{pytree.show(self.leaf(flag).path)} is not one bool a step")
+        problems += [
+            f"{pytree.show(x.path)} is {x.dtype}, a dtype that {kind} does not have"
             for x in self.layout.leaves
-            if x.dtype in _NO_PLACE
+            if x.dtype in _UNSUPPORTED
         ]
-        if said:
+        if problems:
             raise ValueError(
-                "; ".join(said) + ". exclude= leaves keys out; Parquet and checkpoints keep all of them. Nothing was "
+                "; ".join(problems)
+                + ". exclude= leaves keys out; Parquet and checkpoints keep all of them. Nothing was "
                 "written"
             )
 
-    # ---- flags of a block of steps ----
+    # ---- values of a block of steps ----
     def flags(self, arrays: list[Array], last: npt.NDArray[np.int64]) -> tuple[Array, Array]:
-        """`terminated` and `truncated`, bool [n]. Steps at `last` end a trajectory: truncated, if nothing else."""
+        """`terminated` and `truncated`, bool [n]; steps at `last`, where trajectories end, are one or the other."""
         n = len(arrays[0])
         zeros = np.zeros(n, np.bool_)
         truncated = arrays[self.truncated].reshape(n).copy() if self.truncated >= 0 else zeros.copy()
@@ -142,12 +151,12 @@ class Roles:
 
     def rewards(self, arrays: list[Array]) -> Array:
         """[n]; rewards of several numbers [n, k]."""
-        found = arrays[self.reward]
-        return found.reshape(len(found)) if self.leaf(self.reward).shape in ((), (1,)) else found
+        rewards = arrays[self.reward]
+        return rewards.reshape(len(rewards)) if self.leaf(self.reward).shape in ((), (1,)) else rewards
 
 
 def flag_leaves(terminated: Array, truncated: Array) -> dict[KeyPath, Array]:
-    """The six flags of TED, [n, 1] each: a trajectory that is being read has not ended before a step."""
+    """The six flags of TED, [n, 1] each; at the root they are False: no step comes after its trajectory has ended."""
     terminated, truncated = (flag.reshape(-1, 1) for flag in (terminated, truncated))
     zeros = [np.zeros_like(terminated) for _ in range(3)]
     return {
@@ -156,25 +165,25 @@ def flag_leaves(terminated: Array, truncated: Array) -> dict[KeyPath, Array]:
     }  # fmt: skip
 
 
-def following(path: KeyPath) -> KeyPath:
-    """Where what followed a key of the root is."""
+def next_key(path: KeyPath) -> KeyPath:
+    """The key under "next" of a key at the root."""
     return ("next", *path)
 
 
-def _at_root(path: KeyPath) -> KeyPath:
-    """Where a key under "next" has its counterpart."""
+def _root_key(path: KeyPath) -> KeyPath:
+    """The reverse of `next_key`."""
     return path[1:] if path[0] == "next" else path
 
 
 def observation_key(name: tuple[str, ...]) -> KeyPath:
-    """The key of an observation: a space's own, as `GymEnv` has them; `observation` where it has none."""
+    """The key of an observation, as `GymEnv` has it: that of a Dict space, `observation` where there are none."""
     if not name or name[0].startswith(INDEX):
-        return (*OBSERVATION, *plain(name))
-    return plain(name)
+        return (*OBSERVATION, *key_of(name))
+    return key_of(name)
 
 
-def plain(name: tuple[str, ...]) -> KeyPath:
-    """Names as keys: `_index_3` of a Tuple is the key "3"."""
+def key_of(name: tuple[str, ...]) -> KeyPath:
+    """Names of datasets as keys: `_index_3` of a Tuple space is the key "3"."""
     return tuple(part.removeprefix(INDEX) if _is_index(part) else part for part in name)
 
 
@@ -186,18 +195,18 @@ def _is_tuple(keys: set[str]) -> bool:
     return keys == {str(i) for i in range(len(keys))}
 
 
-def _names(found: Sequence[tuple[KeyPath, KeyPath, int, int]]) -> list[tuple[str, ...]]:
-    """Names of datasets: keys "0", "1", ... of one place are a Tuple, whose entries are called `_index_0`, ..."""
+def _names(pairs: Sequence[tuple[KeyPath, KeyPath, int, int]]) -> list[tuple[str, ...]]:
+    """Names of datasets: keys "0", "1", ... of one group are a Tuple space, whose entries are called `_index_0`, ..."""
     below: dict[KeyPath, set[str]] = {}
-    for path, name, _, _ in found:
+    for path, name, _, _ in pairs:
         for depth, part in enumerate(name):
             if part in ("", ".") or "/" in part or "\0" in part or part.startswith(INDEX):
                 raise ValueError(f"{pytree.show(path)}: {part!r} cannot be the name of a dataset; nothing was written")
             below.setdefault(name[:depth], set()).add(part)
-    tuples = {place for place, keys in below.items() if _is_tuple(keys)}
+    tuples = {group for group, keys in below.items() if _is_tuple(keys)}
     return [
         tuple(f"{INDEX}{part}" if name[:depth] in tuples else part for depth, part in enumerate(name))
-        for _, name, _, _ in found
+        for _, name, _, _ in pairs
     ]
 
 
@@ -216,92 +225,96 @@ BLOCK_BYTES = 16 << 20
 Ints = npt.NDArray[np.int64]
 
 
-class Block(NamedTuple):
-    """Steps that follow each other, and the trajectories that they are of."""
+class StepBlock(NamedTuple):
+    """Consecutive steps, and the parts of trajectories that they are."""
 
     rows: Any  #: a batch [n]
-    #: [k, 3], in order: how many of the rows are of a trajectory, how many steps it had before, how many it has in
-    #: all. None: the steps have neither done flags nor trajectory ids.
+    #: [k, 3], for each part in order: its rows, the steps of its trajectory before it, all steps of its trajectory.
+    #: None: the steps have neither done flags nor trajectory ids.
     parts: Ints | None
 
 
-class Source(Protocol):
-    """Something that has steps."""
+class EpisodeSource(Protocol):
+    """Steps to write to a dataset, trajectory by trajectory."""
 
     @property
-    def total(self) -> int | None: ...
-    def blocks(self) -> Iterator[Block]: ...
+    def total(self) -> int | None:
+        """The number of steps, if it is known before they are read."""
+
+    def blocks(self) -> Iterator[StepBlock]:
+        """All steps."""
 
 
-def source_of(data: Any, end_key: Key, traj_key: Key | None, exclude: Sequence[Key]) -> Source:
+def episode_source(data: Any, end_key: Key, traj_key: Key | None, exclude: Sequence[Key]) -> EpisodeSource:
     """The steps of a buffer, a storage, a batch or an iterable of batches.
 
     Raises:
         TypeError: it is none of these.
-        ValueError: there is no step.
+        ValueError: it has no steps.
     """
-    leave_out = tuple(path_of(key, "exclude") for key in exclude)
+    excluded = tuple(path_of(key, "exclude") for key in exclude)
     storage = getattr(data, "storage", data)
     if hasattr(storage, "storages"):
         raise TypeError(f"a {type(data).__name__} has several members: write each of them by itself")
     if hasattr(storage, "lanes") and hasattr(storage, "read"):
         if storage.lanes is None or not len(storage):
             raise ValueError("there is nothing to write: the buffer is empty")
-        return StoredSteps(storage, Episodes(end_key=end_key, traj_key=traj_key), leave_out)
+        return StoredSteps(storage, Episodes(end_key=end_key, traj_key=traj_key), excluded)
     batches = [data] if isinstance(data, TensorDictBase) else data
     if isinstance(batches, dict | Tensor | str) or not isinstance(batches, Iterable):
         raise TypeError(
             f"a dataset is written from a buffer, a storage, a TensorDict or an iterable of TensorDicts, got a "
             f"{type(data).__name__}"
         )
-    return CollectedSteps(batches, path_of(end_key, "end_key"), traj_key, leave_out)
+    return CollectedSteps(batches, path_of(end_key, "end_key"), traj_key, excluded)
 
 
 class StoredSteps:
-    """The steps of a storage, lane by lane, strand by strand, oldest first."""
+    """The steps of a storage, lane by lane, environment by environment, oldest first."""
 
-    def __init__(self, storage: Any, episodes: Episodes, leave_out: tuple[KeyPath, ...]) -> None:
-        self._storage, self._episodes, self._leave_out = storage, episodes, leave_out
+    def __init__(self, storage: Any, episodes: Episodes, exclude: tuple[KeyPath, ...]) -> None:
+        self._storage, self._episodes, self._exclude = storage, episodes, exclude
 
     @property
     def total(self) -> int:
         return len(self._storage)
 
-    def blocks(self) -> Iterator[Block]:
-        """Writers of this process wait until the last block was taken, as during `dumps`."""
+    def blocks(self) -> Iterator[StepBlock]:
+        """All steps; writers of this process wait until the last block was handed out, as during `dumps`."""
         with self._storage.mutex:
-            found = self._trajectories()
+            trajectories = self._trajectories()
+            nothing = np.zeros((0, 2), np.int64)
             for lane, state in enumerate(self._storage.lanes.states()):
-                for strand in range(self._storage.lanes.strands):
-                    mine = found.get((lane, strand), np.zeros((0, 2), np.int64)) if found is not None else None
-                    yield from self._run(lane, strand, state["first"], state["published"], mine)
+                for env in range(self._storage.lanes.strands):
+                    own = None if trajectories is None else trajectories.get((lane, env), nothing)
+                    yield from self._env_blocks(lane, env, state["first"], state["published"], own)
 
     def _trajectories(self) -> dict[tuple[int, int], Ints] | None:
-        """Starts and lengths [k, 2] of each strand; None where nothing says where trajectories end."""
+        """Starts and lengths [k, 2] of the trajectories of each lane and environment; None without flags and ids."""
         try:
-            found = [t.numpy() for t in self._episodes.trajectories(self._storage)]
+            lanes, envs, *bounds = (t.numpy() for t in self._episodes.trajectories(self._storage))
         except KeyError:
             return None
-        strands = self._storage.lanes.strands
-        groups, begins = np.unique(found[0] * strands + found[1], return_index=True)
+        n = self._storage.lanes.strands
+        groups, begins = np.unique(lanes * n + envs, return_index=True)
         order = np.argsort(begins)
-        pieces = np.split(np.stack(found[2:], 1), np.sort(begins)[1:])
-        return {divmod(int(g), strands): piece for g, piece in zip(groups[order], pieces, strict=True)}
+        pieces = np.split(np.stack(bounds, 1), np.sort(begins)[1:])
+        return {divmod(int(g), n): piece for g, piece in zip(groups[order], pieces, strict=True)}
 
-    def _run(self, lane: int, strand: int, start: int, stop: int, found: Ints | None) -> Iterator[Block]:
+    def _env_blocks(self, lane: int, env: int, start: int, stop: int, trajectories: Ints | None) -> Iterator[StepBlock]:
         if start >= stop:
             return
-        n = block_rows(RowLayout.of(self._read(lane, strand, start, start + 1), 1).payload_bytes)
+        n = block_rows(RowLayout.of(self._read(lane, env, start, start + 1), 1).payload_bytes)
         for begin in range(start, stop, n):
             end = min(begin + n, stop)
-            rows = without(self._read(lane, strand, begin, end), self._leave_out)
-            yield Block(rows, None if found is None else _within(found, begin, end))
+            rows = without(self._read(lane, env, begin, end), self._exclude)
+            yield StepBlock(rows, None if trajectories is None else _parts_within(trajectories, begin, end))
 
-    def _read(self, lane: int, strand: int, start: int, stop: int) -> Any:
+    def _read(self, lane: int, env: int, start: int, stop: int) -> Any:
         store = self._storage.lanes.store
         times = lane * store.lane_capacity + torch.arange(start, stop) % store.lane_capacity
-        rows, gone, absent, _ = self._storage.read(times * store.envs + strand)
-        if gone is not None or absent is not None:
+        rows, overwritten, absent, _ = self._storage.read(times * store.envs + env)
+        if overwritten is not None or absent is not None:
             raise RuntimeError(
                 "another process overwrote steps before they were written to the dataset; let it pause, or write from "
                 "a larger buffer"
@@ -309,13 +322,13 @@ class StoredSteps:
         return stack_rows(rows, 0) if isinstance(rows, list) else rows
 
 
-def _within(found: Ints, start: int, stop: int) -> Ints:
-    """The parts of trajectories (starts, lengths) that lie in [start, stop)."""
-    first = np.searchsorted(found[:, 0], start, "right") - 1
-    mine = found[max(0, first) : np.searchsorted(found[:, 0], stop, "left")]
-    begin = np.maximum(mine[:, 0], start)
-    parts = np.stack([np.minimum(mine.sum(1), stop) - begin, begin - mine[:, 0], mine[:, 1]], 1)
-    return parts
+def _parts_within(trajectories: Ints, start: int, stop: int) -> Ints:
+    """The parts of trajectories (starts, lengths) that lie in [start, stop), as a `StepBlock` has them."""
+    starts = trajectories[:, 0]
+    first = np.searchsorted(starts, start, "right") - 1
+    inside = trajectories[max(0, first) : np.searchsorted(starts, stop, "left")]
+    begin = np.maximum(inside[:, 0], start)
+    return np.stack([np.minimum(inside.sum(1), stop) - begin, begin - inside[:, 0], inside[:, 1]], 1)
 
 
 class CollectedSteps:
@@ -327,73 +340,74 @@ class CollectedSteps:
     total = None
 
     def __init__(
-        self, batches: Iterable[Any], end_key: KeyPath, traj_key: Key | None, leave_out: tuple[KeyPath, ...]
+        self, batches: Iterable[Any], end_key: KeyPath, traj_key: Key | None, exclude: tuple[KeyPath, ...]
     ) -> None:
-        self._batches, self._end_key, self._leave_out = batches, end_key, leave_out
+        self._batches, self._end_key, self._exclude = batches, end_key, exclude
         ids = IDS if end_key == DONE else ()
         self._id_keys = ids if traj_key is None else (path_of(traj_key, "traj_key"),)
-        self._open: list[_Strand] = []
+        self._envs: list[_OpenTrajectory] = []
 
-    def blocks(self) -> Iterator[Block]:
-        some = False
+    def blocks(self) -> Iterator[StepBlock]:
+        empty = True
         for batch in self._batches:
             if not isinstance(batch, TensorDictBase) or batch.batch_dims == 0:
                 raise TypeError(f"a batch is a TensorDict [time] or [envs, time], got {batch!r:.80}")
             rows = batch.reshape(-1, batch.shape[-1])
             if not rows.numel():
                 continue
-            some = True
+            empty = False
             yield from self._blocks_of(rows)
-        if not some:
-            raise ValueError("there is nothing to write: there was no batch with steps")
-        for strand in self._open:
-            yield from strand.finish(self._leave_out)
+        if empty:
+            raise ValueError("there is nothing to write: no batch had steps")
+        for env in self._envs:
+            yield from env.finish(self._exclude)
 
-    def _blocks_of(self, rows: Any) -> Iterator[Block]:
-        ids, done = self._first(rows, self._id_keys), self._first(rows, (self._end_key,))
+    def _blocks_of(self, rows: Any) -> Iterator[StepBlock]:
+        ids, done = self._values(rows, self._id_keys), self._values(rows, (self._end_key,))
         if ids is None and done is None:
-            yield Block(without(rows.reshape(-1), self._leave_out), None)
+            yield StepBlock(without(rows.reshape(-1), self._exclude), None)
             return
-        if not self._open:
-            self._open = [_Strand() for _ in range(len(rows))]
-        if len(rows) != len(self._open):
-            raise ValueError(f"a batch has {len(rows)} environments, those before had {len(self._open)}")
-        for e, strand in enumerate(self._open):
-            yield from strand.take(
-                rows[e], None if ids is None else ids[e], None if done is None else done[e], self._leave_out
+        if not self._envs:
+            self._envs = [_OpenTrajectory() for _ in range(len(rows))]
+        if len(rows) != len(self._envs):
+            raise ValueError(f"a batch has {len(rows)} environments, those before had {len(self._envs)}")
+        for e, env in enumerate(self._envs):
+            yield from env.add(
+                rows[e], None if ids is None else ids[e], None if done is None else done[e], self._exclude
             )
 
     @staticmethod
-    def _first(rows: Any, keys: Sequence[KeyPath]) -> npt.NDArray[Any] | None:
+    def _values(rows: Any, keys: Sequence[KeyPath]) -> npt.NDArray[Any] | None:
+        """The values of the first of these keys that the rows have, one a step."""
         for key in keys:
-            found = pytree.entry(rows, key)
-            if found is not None:
-                if found.numel() != rows.numel():
+            values = pytree.entry(rows, key)
+            if values is not None:
+                if values.numel() != rows.numel():
                     raise ValueError(
-                        f"{pytree.show(key)} has the shape {list(found.shape)} in a batch {list(rows.shape)}; one flag "
-                        "or id a step says where trajectories end"
+                        f"{pytree.show(key)} has the shape {list(values.shape)} in a batch {list(rows.shape)}; one "
+                        "flag or id a step is needed, which marks where trajectories end"
                     )
-                flat: npt.NDArray[Any] = found.detach().cpu().reshape(rows.shape).numpy()
+                flat: npt.NDArray[Any] = values.detach().cpu().reshape(rows.shape).numpy()
                 return flat
         return None
 
 
-class _Strand:
-    """One environment, and its trajectory that has not ended."""
+class _OpenTrajectory:
+    """The trajectory of one environment that has not ended."""
 
     def __init__(self) -> None:
         self._held: list[Any] = []
         self._id: Any = None
 
-    def take(self, rows: Any, ids: Any, done: Any, leave_out: tuple[KeyPath, ...]) -> Iterator[Block]:
-        """The trajectories that are complete now."""
+    def add(self, rows: Any, ids: Any, done: Any, exclude: tuple[KeyPath, ...]) -> Iterator[StepBlock]:
+        """Adds steps; yields the trajectories that are complete with them."""
         if self._held and ids is not None and ids[0] != self._id:
-            yield from self.finish(leave_out)
+            yield from self.finish(exclude)
         n = len(rows)
         if ids is None:
             ends = np.flatnonzero(done)
         else:
-            # A flag inside a trajectory is no end, as for samplers; at the end of a batch it is one: nothing follows.
+            # As for samplers, a flag inside a trajectory is no end; at the end of a batch, where no id follows, it is.
             last = [n - 1] if done is not None and done[-1] else []
             ends = np.concatenate([np.flatnonzero(ids[1:] != ids[:-1]), np.array(last, np.int64)])
             self._id = ids[-1]
@@ -404,23 +418,23 @@ class _Strand:
         whole = torch.cat([*self._held, rows[:stop]]) if self._held else rows[:stop]
         lengths = np.diff(ends + 1 + before, prepend=0)
         self._held = [rows[stop:].clone()] if stop < n else []
-        yield Block(without(whole, leave_out), np.stack([lengths, np.zeros_like(lengths), lengths], 1))
+        yield StepBlock(without(whole, exclude), np.stack([lengths, np.zeros_like(lengths), lengths], 1))
 
-    def finish(self, leave_out: tuple[KeyPath, ...]) -> Iterator[Block]:
-        """What is held, as a trajectory."""
+    def finish(self, exclude: tuple[KeyPath, ...]) -> Iterator[StepBlock]:
+        """The steps that are held, as a trajectory of their own."""
         if self._held:
             rows = torch.cat(self._held)
             self._held = []
-            yield Block(without(rows, leave_out), np.array([[len(rows), 0, len(rows)]], np.int64))
+            yield StepBlock(without(rows, exclude), np.array([[len(rows), 0, len(rows)]], np.int64))
 
 
 def block_rows(row_bytes: int) -> int:
-    """How many steps of this size make a block."""
+    """The number of steps of this size that make a block."""
     return max(1, BLOCK_BYTES // max(1, row_bytes))
 
 
 def without(batch: Any, paths: tuple[KeyPath, ...]) -> Any:
-    """The batch without these keys; ValueError where it has them not."""
+    """The batch without these keys; ValueError where it does not have one of them."""
     for path in paths:
         if pytree.entry(batch, path) is None:
             raise ValueError(f"exclude names {pytree.show(path)}, which the steps do not have")
@@ -434,12 +448,12 @@ def without(batch: Any, paths: tuple[KeyPath, ...]) -> Any:
 
 
 def _pruned(batch: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
-    kept = {}
+    rest = {}
     for key, value in batch.items():
         below = [path[1:] for path in paths if path[0] == key]
         if () not in below:
-            kept[key] = without(value, tuple(below))
-    return kept
+            rest[key] = without(value, tuple(below))
+    return rest
 
 
 _SECONDS_APART = 0.1
@@ -447,9 +461,9 @@ _SECONDS_APART = 0.1
 
 @contextmanager
 def progress_bar(what: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Gives a function that counts steps; the count appears on standard error if that is a terminal, and `shown`.
+    """Yields a function that adds to a count of steps, shown on standard error if `shown` and that is a terminal.
 
-    It is a bar where rich is installed (`pip install "engram[progress]"`), else a line of text.
+    The count is a bar where rich is installed (`pip install "engram[progress]"`), else a line of text.
     """
     if not shown:
         yield lambda steps: None
@@ -495,7 +509,7 @@ _IDS_AT_ONCE = 1 << 20
 
 
 def check_buffer(buffer: Any) -> None:
-    """TypeError or ValueError where steps that follow each other cannot be written to a buffer."""
+    """TypeError or ValueError where a buffer does not take batches `[time]`."""
     storage = getattr(buffer, "storage", None)
     if storage is None or not hasattr(buffer, "extend"):
         raise TypeError(f"a dataset is read into a buffer, got a {type(buffer).__name__}")
@@ -506,15 +520,15 @@ def check_buffer(buffer: Any) -> None:
         )
 
 
-def take(blocks: Iterable[Any], buffer: Any, path: Any, total: int | None, shown: bool) -> int:
-    """Extends a buffer by each block; returns the number of steps.
+def ingest(blocks: Iterable[Any], buffer: Any, path: Any, total: int | None, shown: bool) -> int:
+    """Writes blocks to a buffer; returns the number of steps.
 
     Raises:
-        DatasetError: with the number of steps that were taken; nothing of the block that failed is.
+        DatasetError: with the number of steps that were written; the block that failed wrote none.
     """
-    room = buffer.storage.max_size
-    if total is not None and room is not None and total > room:
-        warnings.warn(f"{path} has {total} steps, the buffer keeps {room}: the last ones stay", stacklevel=3)
+    capacity = buffer.storage.max_size
+    if total is not None and capacity is not None and total > capacity:
+        warnings.warn(f"{path} has {total} steps, the buffer keeps {capacity}: only the last ones stay", stacklevel=3)
     rows = 0
     with progress_bar(f"reading {path}", total, shown) as advance:
         try:
@@ -535,7 +549,7 @@ def _extend(buffer: Any, block: Any, path: Any) -> None:
 
 
 def next_trajectory(storage: Any) -> int:
-    """A trajectory id larger than those that are stored: steps of a dataset never go on a stored trajectory."""
+    """A trajectory id above those in the storage: no step of a dataset continues a stored trajectory."""
     if storage.lanes is None or not len(storage) or storage.leaf(TRAJECTORY) is None:
         return 0
     highest = -1
@@ -543,7 +557,7 @@ def next_trajectory(storage: Any) -> int:
         store = storage.lanes.store
         for lane, state in enumerate(storage.lanes.states()):
             for start in range(state["first"], state["published"], _IDS_AT_ONCE):
-                numbers = torch.arange(start, min(start + _IDS_AT_ONCE, state["published"]))
-                slots = lane * store.lane_capacity + numbers % store.lane_capacity
+                sequences = torch.arange(start, min(start + _IDS_AT_ONCE, state["published"]))
+                slots = lane * store.lane_capacity + sequences % store.lane_capacity
                 highest = max(highest, int(storage.column(TRAJECTORY, slots).max()))
     return highest + 1

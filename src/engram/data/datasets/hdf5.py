@@ -1,4 +1,4 @@
-"""The arrays of a flat HDF5 file, block by block."""
+"""Flat HDF5 datasets, D4RL's form: every key is one array over all steps."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import numpy.typing as npt
 from tensordict import TensorDict
 
 from engram import pytree
-from engram._hdf5 import H5Array, H5Source, check_options, create_plain, open_foreign
+from engram._hdf5 import H5Dataset, H5Source, check_options, create_plain, open_foreign
 from engram.data.datasets.atomic_files import new_file
 from engram.data.datasets.episodes import (
     REWARD,
     TRAJECTORY,
-    Block,
-    Roles,
+    KeyMapping,
+    StepBlock,
     batch_of,
     block_rows,
     check_buffer,
+    episode_source,
     flag_leaves,
-    following,
+    ingest,
+    key_of,
+    next_key,
     next_trajectory,
     observation_key,
-    plain,
     progress_bar,
-    source_of,
-    take,
 )
 from engram.pytree import KeyPath
 from engram.store.episodes import DONE, Key, path_of
@@ -42,14 +42,16 @@ _FLAGS = ("terminals", "timeouts")
 _CHUNK_BYTES = 1 << 20
 
 
-class _Column(NamedTuple):
+class _KeyArray(NamedTuple):
+    """A key and the array of the file that holds it."""
+
     place: str
     key: KeyPath
-    array: H5Array
+    array: H5Dataset
 
 
-class FlatSteps:
-    """The steps of a file.
+class FlatReader:
+    """Reads the steps of a file.
 
     Raises:
         DatasetError: the file is not of this form.
@@ -57,48 +59,50 @@ class FlatSteps:
 
     def __init__(self, source: H5Source, exclude: Sequence[KeyPath]) -> None:
         self._source, self._skipped = source, tuple(exclude)
-        there = [n for n in source.names(source.root, "the file") if n != "metadata"]
+        names = [n for n in source.names(source.root, "the file") if n != "metadata"]
         for name in ("observations", "actions", "rewards", "terminals"):
-            if name not in there:
+            if name not in names:
                 raise source.wrong(name, "is missing, which a flat HDF5 dataset has")
-        self._columns: list[_Column] = []
-        self._flags: dict[str, H5Array] = {}
-        for name in there:
-            self._look(name)
+        self._columns: list[_KeyArray] = []
+        self._flags: dict[str, H5Dataset] = {}
+        for name in names:
+            self._add(name)
         self._length = len(self._flags["terminals"])
         for column in self._columns:
             if len(column.array) != self._length:
                 raise source.wrong(column.place, f"has {len(column.array)} steps, terminals {self._length}")
-        self._shared = self._without_next()
+        self._unpaired = self._observations_without_next()
 
     def __len__(self) -> int:
         return self._length
 
-    def _look(self, name: str) -> None:
+    def _add(self, name: str) -> None:
+        """Adds an entry of the root: flags, rewards, or the keys of a role."""
         source = self._source
         if name in _FLAGS:
-            self._flags[name] = array = source.array(source.root, name, name)
+            self._flags[name] = array = source.rows(source.root, name, name)
             if array.dtype.kind not in "biu" or array.shape[1:] not in ((), (1,)):
                 raise source.wrong(name, f"is {array.dtype} {list(array.shape)}, not one flag a step")
             if len(array) != len(self._flags.get(_FLAGS[0], array)):
                 raise source.wrong(name, f"has {len(array)} steps, terminals {len(self._flags[_FLAGS[0]])}")
         elif name == "rewards":
-            self._columns.append(_Column(name, REWARD, source.array(source.root, name, name)))
+            self._columns.append(_KeyArray(name, REWARD, source.rows(source.root, name, name)))
         elif name in _ROLES:
-            self._walk(source.root, (name,))
+            self._add_below(source.root, (name,))
         elif (name,) not in self._skipped:
             raise source.wrong(
                 name, f"is none of {', '.join((*_ROLES, 'rewards', *_FLAGS))}; exclude=[{name!r}] leaves it out"
             )
 
-    def _walk(self, group: Any, names: tuple[str, ...]) -> None:
+    def _add_below(self, group: Any, names: tuple[str, ...]) -> None:
+        """Adds a dataset, or all datasets of a group."""
         place, key = "/".join(names), _key(names)
         if key in self._skipped or key[key[0] == "next" :] in self._skipped:
             return
         opened = self._source.open(group, names[-1], place)
         if self._source.is_group(opened):
             for child in self._source.names(opened, place):
-                self._walk(opened, (*names, child))
+                self._add_below(opened, (*names, child))
             return
         for other in self._columns:
             if other.key[: len(key)] == key or key[: len(other.key)] == other.key:
@@ -107,65 +111,67 @@ class FlatSteps:
             "next"
         ):
             raise self._source.wrong(place, f"would be the key {pytree.show(key)}; exclude= leaves it out")
-        self._columns.append(_Column(place, key, self._source.as_array(opened, place)))
+        self._columns.append(_KeyArray(place, key, self._source.checked_rows(opened, place)))
 
-    def _without_next(self) -> list[_Column]:
-        """Observations of which the file does not say what followed."""
+    def _observations_without_next(self) -> list[_KeyArray]:
+        """Observations without a counterpart in next_observations: all of them, or none."""
         keys = {c.key for c in self._columns}
-        mine = [c for c in self._columns if c.place.split("/")[0] == "observations"]
-        if not mine:
+        observations = [c for c in self._columns if c.place.split("/")[0] == "observations"]
+        if not observations:
             raise self._source.wrong("observations", "holds nothing")
-        absent = [c for c in mine if following(c.key) not in keys]
-        if absent and len(absent) < len(mine):
+        absent = [c for c in observations if next_key(c.key) not in keys]
+        if absent and len(absent) < len(observations):
             raise self._source.wrong(absent[0].place, "has no counterpart in next_observations, as others have")
         return absent
 
     # ---- steps ----
     def blocks(self, rows: int | None, first_id: int) -> Iterator[TensorDict]:
+        """Batches of `rows` rows of the file (None: of bounded size); trajectories are numbered from `first_id` on."""
         row_bytes = sum(
-            c.array.dtype.itemsize * int(np.prod(c.array.shape[1:])) for c in (*self._columns, *self._shared)
+            c.array.dtype.itemsize * int(np.prod(c.array.shape[1:])) for c in (*self._columns, *self._unpaired)
         )
-        n, number = rows or block_rows(row_bytes), first_id
+        n, trajectory = rows or block_rows(row_bytes), first_id
         for start in range(0, self._length, n):
             stop = min(start + n, self._length)
-            made, ended = self._block(start, stop, number)
-            number += ended
-            if len(made):
-                yield made
+            batch, ended = self._block(start, stop, trajectory)
+            trajectory += ended
+            if len(batch):
+                yield batch
 
-    def _block(self, start: int, stop: int, number: int) -> tuple[TensorDict, int]:
-        more = min(stop + 1, self._length)  # one step further: it says what followed the last one
+    def _block(self, start: int, stop: int, trajectory: int) -> tuple[TensorDict, int]:
+        """Rows [start, stop) of the file, and how many trajectories end in them."""
+        more = min(stop + 1, self._length)  # one step further: its observation is the next one of the last step
         with self._source.failures("the file"):
             terminal, timeout = self._flag("terminals", start, more), self._flag("timeouts", start, more)
-            values = {c.key: c.array.read(start, stop) for c in self._columns}
-            after = {c.key: c.array.read(more - 1, more) for c in self._shared} if more > stop else {}
+            values = {c.key: c.array.read(slice(start, stop)) for c in self._columns}
+            after = {c.key: c.array.read(slice(more - 1, more)) for c in self._unpaired} if more > stop else {}
         ends = terminal | timeout
         n = stop - start
-        if self._shared:
-            for key in (c.key for c in self._shared):
-                values[following(key)] = _shifted(values[key], after.get(key), terminal[:n])
-        truncated, kept = self._kept(terminal, timeout, n, to_the_end=more == self._length)
+        if self._unpaired:
+            for key in (c.key for c in self._unpaired):
+                values[next_key(key)] = _shifted(values[key], after.get(key), terminal[:n])
+        truncated, usable = self._usable_steps(terminal, timeout, n, to_the_end=more == self._length)
         begins = np.concatenate([[False], ends[: n - 1]])
-        ids = number + np.cumsum(begins)
+        ids = trajectory + np.cumsum(begins)
         leaves: dict[KeyPath, Array] = {**values, TRAJECTORY: ids.astype(np.int64)}
         reward = leaves[REWARD]
         leaves[REWARD] = reward.reshape(n, 1) if reward.ndim == 1 else reward
         leaves |= flag_leaves(terminal[:n], truncated)
         count = n
-        if not kept.all():
-            leaves, count = {key: value[kept] for key, value in leaves.items()}, int(kept.sum())
+        if not usable.all():
+            leaves, count = {key: value[usable] for key, value in leaves.items()}, int(usable.sum())
         return batch_of(leaves, count), int(ends[:n].sum())
 
     def _flag(self, name: str, start: int, stop: int) -> npt.NDArray[np.bool_]:
         array = self._flags.get(name)
         if array is None:
             return np.zeros(stop - start, np.bool_)
-        flags: npt.NDArray[np.bool_] = array.read(start, stop).reshape(-1) != 0
+        flags: npt.NDArray[np.bool_] = array.read(slice(start, stop)).reshape(-1) != 0
         return flags
 
-    def _kept(self, terminal: Array, timeout: Array, n: int, to_the_end: bool) -> tuple[Array, Array]:
-        """What is truncated, and which steps stay: not those of which nobody knows what followed."""
-        if not self._shared:
+    def _usable_steps(self, terminal: Array, timeout: Array, n: int, to_the_end: bool) -> tuple[Array, Array]:
+        """bool [n] each: `truncated`, and which steps are returned: those whose next observation is in the file."""
+        if not self._unpaired:
             return timeout[:n], np.ones(n, np.bool_)
         dropped = timeout & ~terminal
         if to_the_end:
@@ -178,18 +184,19 @@ class FlatSteps:
 
 
 def _shifted(values: Array, after: Array | None, terminal: Array) -> Array:
-    """What followed each step: the next one's value; of a terminal step its own."""
+    """The next value of each step: that of the step after it; of a terminal step its own."""
     shifted = np.concatenate([values[1:], values[-1:] if after is None else after])
     shifted[terminal] = values[terminal]
     return shifted
 
 
 def _key(names: tuple[str, ...]) -> KeyPath:
+    """The key that a dataset of the file becomes."""
     role, below = names[0], names[1:]
     lead: KeyPath = ("next",) if role.startswith("next_") else ()
     if role == "actions":
-        return ("action", *plain(below))
-    return (*lead, *(("info", *plain(below)) if role.endswith("infos") else observation_key(below)))
+        return ("action", *key_of(below))
+    return (*lead, *(("info", *key_of(below)) if role.endswith("infos") else observation_key(below)))
 
 
 class FlatWriter:
@@ -197,25 +204,31 @@ class FlatWriter:
 
     def __init__(self, file: Any, options: Mapping[str, Any]) -> None:
         self._file, self._options = file, dict(options)
-        self._roles: Roles | None = None
+        self._mapping: KeyMapping | None = None
 
-    def write(self, block: Block) -> int:
+    def write(self, block: StepBlock) -> int:
         """Appends the steps of a block; returns their number."""
-        if self._roles is None:
-            self._roles = Roles(RowLayout.of(block.rows, 1), "a flat HDF5 dataset", lone_infos="now")
+        if self._mapping is None:
+            self._mapping = KeyMapping(RowLayout.of(block.rows, 1), "a flat HDF5 dataset", single_infos="root")
         if block.parts is None:
-            raise ValueError("the steps have neither done flags nor trajectory ids: where episodes end is not known")
-        roles = self._roles
-        arrays = [t.numpy() for t in roles.layout.fitting(block.rows, 1)]
+            raise ValueError(
+                "the steps have neither done flags nor trajectory ids: engram cannot tell where episodes end"
+            )
+        mapping = self._mapping
+        arrays = [t.numpy() for t in mapping.layout.fitting(block.rows, 1)]
         stops = np.cumsum(block.parts[:, 0])
         ends = stops[block.parts[:, 1] + block.parts[:, 0] == block.parts[:, 2]] - 1
-        terminated, truncated = roles.flags(arrays, ends)
-        for role, pairs in (("observations", roles.observations), ("infos", roles.infos), ("actions", roles.actions)):
+        terminated, truncated = mapping.flags(arrays, ends)
+        for role, pairs in (
+            ("observations", mapping.observations),
+            ("infos", mapping.infos),
+            ("actions", mapping.actions),
+        ):
             for pair in pairs:
-                self._append("/".join((role, *pair.name)), arrays[pair.now])
-                if pair.after >= 0:
-                    self._append("/".join((f"next_{role}", *pair.name)), arrays[pair.after])
-        self._append("rewards", roles.rewards(arrays))
+                self._append("/".join((role, *pair.name)), arrays[pair.root])
+                if pair.next >= 0:
+                    self._append("/".join((f"next_{role}", *pair.name)), arrays[pair.next])
+        self._append("rewards", mapping.rewards(arrays))
         self._append("terminals", terminated)
         self._append("timeouts", truncated)
         return len(terminated)
@@ -236,20 +249,20 @@ class FlatWriter:
 
 
 def read_hdf5(path: str | os.PathLike[str], buffer: Any, *, exclude: Sequence[Key] = (), progress: bool = True) -> int:
-    """Takes the steps of a flat HDF5 file (D4RL's form) into a buffer; returns their number.
+    """Reads the steps of a flat HDF5 file (D4RL's form) into a buffer; returns their number.
 
-    Steps are those of `iter_hdf5`, with trajectory ids that go on behind the buffer's own. They are written in blocks
-    of about 16 MB: where one is refused, those before it stay, and it leaves nothing behind.
+    Steps are those of `iter_hdf5`, with trajectory ids above the buffer's own. They are written in blocks of about
+    16 MB: where one is refused, those before it stay, and nothing of it is written.
 
     Args:
         path: the file.
-        buffer: with a storage of ndim=1.
+        buffer: a buffer whose storage has ndim=1.
         exclude: keys (as engram has them) to leave out.
-        progress: show a bar, if there is a terminal.
+        progress: show a progress bar, if standard error is a terminal.
 
     Raises:
-        DatasetError: the file is damaged or not of this form; the message names file and key, `rows_read` says how many
-            steps were taken in.
+        DatasetError: the file is damaged or not of this form; the message names file and key, `rows_read` is the
+            number of steps that were written to the buffer.
         ImportError: h5py is missing: `pip install "engram[h5]"`.
 
     Example:
@@ -264,9 +277,9 @@ def read_hdf5(path: str | os.PathLike[str], buffer: Any, *, exclude: Sequence[Ke
     """
     check_buffer(buffer)
     with open_foreign(Path(path)) as source:
-        steps = FlatSteps(source, tuple(path_of(key, "exclude") for key in exclude))
+        steps = FlatReader(source, tuple(path_of(key, "exclude") for key in exclude))
         first = next_trajectory(buffer.storage)
-        return take(steps.blocks(None, first), buffer, Path(path), len(steps), progress)
+        return ingest(steps.blocks(None, first), buffer, Path(path), len(steps), progress)
 
 
 def iter_hdf5(
@@ -279,9 +292,9 @@ def iter_hdf5(
     both end a trajectory. Rewards and flags are `[n, 1]`. Trajectories are numbered from 0 in
     `("collector", "traj_ids")`.
 
-    Without `next_observations` a step is followed by the next one's observation. Nothing says what followed the last
-    step of a trajectory: where it is terminal, its own observation is repeated (no value is taken of it); where it is
-    not, the step is left out and the one before it is truncated instead.
+    Without `next_observations`, the next observation of a step is that of the row after it. Of the last step of a
+    trajectory the file does not have it: where that step is terminal, its own observation is repeated (which no value
+    estimate uses); where it is not, the step is left out and the one before it is truncated instead.
 
     Raises:
         DatasetError, ImportError: as `read_hdf5`.
@@ -289,7 +302,7 @@ def iter_hdf5(
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     with open_foreign(Path(path)) as source:
-        yield from FlatSteps(source, tuple(path_of(key, "exclude") for key in exclude)).blocks(batch_size, 0)
+        yield from FlatReader(source, tuple(path_of(key, "exclude") for key in exclude)).blocks(batch_size, 0)
 
 
 def write_hdf5(
@@ -306,19 +319,19 @@ def write_hdf5(
     """Writes steps as a flat HDF5 file with `next_observations`; returns their number.
 
     The file appears whole or not at all. A trajectory that has not ended is written with the `timeouts` of its last
-    step set: nothing else says that it stops there. Stored rows are written as they are, oldest first (transforms are
+    step set, which marks its end. Stored rows are written as they are, oldest first (transforms are
     not applied), while writers of this process wait. Trajectory ids, `index`, the flags at the root and
-    `("next", "done")` are not written: they follow from the rest.
+    `("next", "done")` are not written: readers derive them.
 
     Args:
         source: a buffer or storage; a TensorDict `[time]` or `[envs, time]`, or an iterable of such, as a collector. Of
             an iterable, trajectories are kept in memory until they end.
-        path: the file to make.
+        path: the file to create.
         h5_kwargs: `compression`, `compression_opts`, `shuffle`, `fletcher32`, as for `H5StorageCheckpointer`.
         exclude: keys to leave out.
         end_key, traj_key: what ends a trajectory, as for `SliceSampler`.
         overwrite: replace the file at `path`.
-        progress: show a bar, if there is a terminal.
+        progress: show a progress bar, if standard error is a terminal.
 
     Raises:
         ValueError: nothing to write, or keys without a place in this format (all are listed).
@@ -327,14 +340,14 @@ def write_hdf5(
     """
     file, total = Path(path), 0
     options = check_options(h5_kwargs or {})
-    found = source_of(source, end_key, traj_key, exclude)
+    steps = episode_source(source, end_key, traj_key, exclude)
     with (
-        new_file(file, overwrite) as made,
-        progress_bar(f"writing {file}", found.total, progress) as advance,
-        create_plain(made) as opened,
+        new_file(file, overwrite) as new,
+        progress_bar(f"writing {file}", steps.total, progress) as advance,
+        create_plain(new) as opened,
     ):
         writer = FlatWriter(opened, options)
-        for block in found.blocks():
+        for block in steps.blocks():
             n = writer.write(block)
             total += n
             advance(n)

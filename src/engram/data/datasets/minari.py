@@ -1,10 +1,11 @@
-"""Spaces as Minari's metadata have them."""
+"""Minari datasets: an HDF5 file with a group for each episode, and metadata with the spaces."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,27 +14,27 @@ import numpy.typing as npt
 from tensordict import TensorDict
 
 from engram import pytree
-from engram._hdf5 import NEEDED_BY, H5Array, H5Rows, H5Source, create_plain, library, open_foreign
+from engram._hdf5 import NEEDED_BY, H5Dataset, H5RowWriter, H5Source, create_plain, import_h5py, open_foreign
 from engram.data.datasets.atomic_files import new_folder
 from engram.data.datasets.episodes import (
     INDEX,
     REWARD,
     TRAJECTORY,
-    Block,
     Ints,
-    Pair,
-    Roles,
+    KeyMapping,
+    KeyPair,
+    StepBlock,
     batch_of,
     block_rows,
     check_buffer,
+    episode_source,
     flag_leaves,
-    following,
+    ingest,
+    key_of,
+    next_key,
     next_trajectory,
     observation_key,
-    plain,
     progress_bar,
-    source_of,
-    take,
 )
 from engram.errors import DatasetError
 from engram.pytree import KeyPath
@@ -42,20 +43,21 @@ from engram.store.layout import LeafSpec, RowLayout
 
 
 def space_of(leaves: Sequence[tuple[tuple[str, ...], LeafSpec]]) -> dict[str, Any]:
-    """The widest space with these leaves, named as datasets are: JSON."""
+    """The JSON of the widest space with these leaves, named as datasets are."""
     (name, leaf), *_ = leaves
     if not name:
         return _widest(leaf)
     below: dict[str, list[tuple[tuple[str, ...], LeafSpec]]] = {}
     for (first, *rest), leaf in leaves:
         below.setdefault(first, []).append((tuple(rest), leaf))
-    parts = {key: space_of(found) for key, found in below.items()}
+    parts = {key: space_of(group) for key, group in below.items()}
     if all(key.startswith(INDEX) for key in parts):
         return {"type": "Tuple", "subspaces": [parts[f"{INDEX}{i}"] for i in range(len(parts))]}
     return {"type": "Dict", "subspaces": parts}
 
 
 def _widest(leaf: LeafSpec) -> dict[str, Any]:
+    """The widest space of one leaf."""
     shape = list(leaf.shape)
     name = str(leaf.dtype).removeprefix("torch.")
     if name == "bool":
@@ -79,7 +81,7 @@ def space_json(space: Any) -> dict[str, Any]:
     for cls in type(space).__mro__:
         if cls.__name__ in _KINDS:
             return {"type": cls.__name__, **_KINDS[cls.__name__](space)}
-    raise TypeError(f"a space of type {type(space).__name__} is not written; there are {', '.join(_KINDS)}")
+    raise TypeError(f"a space of type {type(space).__name__} cannot be written; these can: {', '.join(_KINDS)}")
 
 
 def _box(s: Any) -> dict[str, Any]:
@@ -98,82 +100,82 @@ _KINDS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def dumped(space: dict[str, Any]) -> str:
-    return json.dumps(space)
-
-
 Array = npt.NDArray[Any]
 _OBSERVATIONS, _ACTIONS, _INFOS = "observations", "actions", "infos"
 _REWARDS, _TERMINATIONS, _TRUNCATIONS = "rewards", "terminations", "truncations"
 _ROLES = (_OBSERVATIONS, _ACTIONS, _REWARDS, _TERMINATIONS, _TRUNCATIONS, _INFOS)
 
 
-class Entry(NamedTuple):
+class EpisodeDataset(NamedTuple):
     """A dataset that every episode has."""
 
-    names: tuple[str, ...]  # from the episode's group on
+    names: tuple[str, ...]  # below the episode's group
     key: KeyPath  # at the root; rewards and flags: under "next"
     more: int  # how many more entries than steps it has
-    like: H5Array
+    like: H5Dataset  # that of the first episode
 
 
-class Piece(NamedTuple):
-    """Steps of one episode that follow each other."""
+class EpisodePart(NamedTuple):
+    """Consecutive steps of one episode."""
 
     steps: int
-    arrays: list[Array]  # of each entry; where it has more entries than steps, so has this
+    arrays: list[Array]  # one for each dataset, with one entry more where the dataset has
 
 
-class Episodes:
-    """What all episodes of a file have; and their steps.
+class EpisodeReader:
+    """Reads the episodes of a file, which must all have the datasets of the first.
 
     Raises:
-        DatasetError: the file has no episodes, or what lies in it does not belong there.
+        DatasetError: the file has no episodes, or an entry does not belong in it.
     """
 
     def __init__(self, source: H5Source, infos: bool, exclude: Sequence[KeyPath]) -> None:
         self._source, self.path = source, source.path
         self._skipped, self._infos = tuple(exclude), infos
         names = source.names(source.root, "the file")
-        strange = [name for name in names if not _is_episode(name)]
-        if strange or not names:
-            said = f"holds {strange[0]!r}, which is no episode" if strange else "holds no episode"
-            raise source.wrong("the file", said)
+        others = [name for name in names if not _is_episode(name)]
+        if others or not names:
+            raise source.wrong(
+                "the file", f"holds {others[0]!r}, which is no episode" if others else "holds no episode"
+            )
         self._names = sorted(names, key=lambda name: int(name[len("episode_") :]))
-        self._groups: dict[tuple[str, ...], int] = {}  # how many entries each group has, as opened from the top
-        self.roles = self._entries()
+        self._groups: dict[tuple[str, ...], int] = {}  # the number of entries of each group, parents first
+        self.datasets = self._first_episode()
 
     def __len__(self) -> int:
         return len(self._names)
 
-    # ---- what there is ----
-    def _entries(self) -> list[Entry]:
-        """As the first episode has it."""
+    # ---- structure ----
+    def _first_episode(self) -> list[EpisodeDataset]:
+        """The datasets of the first episode; the last three are rewards, terminations and truncations."""
         name = self._names[0]
         group = self._source.group(self._source.root, name, name)
-        found: list[Entry] = []
-        there = set(self._source.names(group, name))
+        datasets: list[EpisodeDataset] = []
+        present = set(self._source.names(group, name))
         for role in (_OBSERVATIONS, _ACTIONS, _REWARDS, _TERMINATIONS, _TRUNCATIONS):
-            if role not in there:
+            if role not in present:
                 raise self._source.wrong(f"{name}/{role}", "is missing")
-        self._strange(name, there - set(_ROLES))
-        self._count = len(there)
-        steps = self._source.array(group, _REWARDS, f"{name}/{_REWARDS}").shape[0]
-        for role in (_OBSERVATIONS, _ACTIONS, *([_INFOS] if self._infos and _INFOS in there else [])):
-            self._walk(group, (role,), name, steps, found)
+        self._refuse_others(name, present - set(_ROLES))
+        self._count = len(present)
+        steps = self._source.rows(group, _REWARDS, f"{name}/{_REWARDS}").shape[0]
+        for role in (_OBSERVATIONS, _ACTIONS, *([_INFOS] if self._infos and _INFOS in present else [])):
+            self._add_below(group, (role,), name, steps, datasets)
         for role in (_REWARDS, _TERMINATIONS, _TRUNCATIONS):
-            found.append(Entry((role,), REWARD, 0, self._source.array(group, role, f"{name}/{role}")))
-        for flag in found[-2:]:
+            datasets.append(EpisodeDataset((role,), REWARD, 0, self._source.rows(group, role, f"{name}/{role}")))
+        for flag in datasets[-2:]:
             if flag.like.dtype != np.bool_ or flag.like.shape[1:] not in ((), (1,)):
                 raise self._source.wrong(f"{name}/{flag.names[0]}", f"is {flag.like.dtype}, not one bool a step")
-        self._check_keys(found)
-        return found
+        self._check_keys(datasets)
+        return datasets
 
-    def _strange(self, name: str, strange: set[str]) -> None:
-        if strange:
-            raise self._source.wrong(f"{name}/{min(strange)}", "does not belong to an episode")
+    def _refuse_others(self, name: str, others: set[str]) -> None:
+        if others:
+            raise self._source.wrong(f"{name}/{min(others)}", "does not belong to an episode")
 
-    def _walk(self, group: Any, names: tuple[str, ...], episode: str, steps: int, found: list[Entry]) -> None:
+    def _add_below(
+        self, group: Any, names: tuple[str, ...], episode: str, steps: int, datasets: list[EpisodeDataset]
+    ) -> None:
+        """Adds a dataset, or all datasets of a group."""
         place = "/".join((episode, *names))
         key = self._key(names)
         if key in self._skipped:
@@ -183,25 +185,26 @@ class Episodes:
             children = self._source.names(opened, place)
             self._groups[names] = len(children)
             for child in children:
-                self._walk(opened, (*names, child), episode, steps, found)
+                self._add_below(opened, (*names, child), episode, steps, datasets)
             return
-        array = self._source.as_array(opened, place)
+        array = self._source.checked_rows(opened, place)
         more = 1 if names[0] == _OBSERVATIONS or (names[0] == _INFOS and len(array) == steps + 1) else 0
-        found.append(Entry(names, key, more, array))
+        datasets.append(EpisodeDataset(names, key, more, array))
 
     @staticmethod
     def _key(names: tuple[str, ...]) -> KeyPath:
+        """The key that a dataset becomes."""
         if names[0] == _OBSERVATIONS:
             return observation_key(names[1:])
-        return ("action" if names[0] == _ACTIONS else "info", *plain(names[1:]))
+        return ("action" if names[0] == _ACTIONS else "info", *key_of(names[1:]))
 
-    def _check_keys(self, found: list[Entry]) -> None:
-        """Two datasets may not mean one key, or one key lie below another."""
-        taken: list[KeyPath] = [("next",), ("done",), ("terminated",), ("truncated",), ("reward",), ("collector",)]
-        if not any(entry.names[0] == _OBSERVATIONS for entry in found):
+    def _check_keys(self, datasets: list[EpisodeDataset]) -> None:
+        """DatasetError where two datasets become one key, or one key lies below another."""
+        used: list[KeyPath] = [("next",), ("done",), ("terminated",), ("truncated",), ("reward",), ("collector",)]
+        if not any(entry.names[0] == _OBSERVATIONS for entry in datasets):
             raise self._source.wrong(f"{self._names[0]}/{_OBSERVATIONS}", "holds nothing")
-        for entry in found[:-3]:
-            clash = [t for t in taken if entry.key[: len(t)] == t or t[: len(entry.key)] == entry.key]
+        for entry in datasets[:-3]:
+            clash = [t for t in used if entry.key[: len(t)] == t or t[: len(entry.key)] == entry.key]
             if clash:
                 place = "/".join((self._names[0], *entry.names))
                 raise self._source.wrong(
@@ -209,89 +212,89 @@ class Episodes:
                     f"would be the key {pytree.show(entry.key)}, beside {pytree.show(clash[0])};"
                     " exclude= leaves it out",
                 )
-            taken.append(entry.key)
+            used.append(entry.key)
 
     # ---- steps ----
-    def pieces(self, most: int | None) -> Iterator[Piece]:
-        """Episode by episode; with `most`, long ones are cut."""
+    def parts(self, most: int | None) -> Iterator[EpisodePart]:
+        """The episodes, one after the other; those of more than `most` steps are cut."""
         for name in self._names:
-            yield from self._pieces_of(name, most)
+            yield from self._parts_of(name, most)
 
-    def _pieces_of(self, name: str, most: int | None) -> Iterator[Piece]:
+    def _parts_of(self, name: str, most: int | None) -> Iterator[EpisodePart]:
         arrays = self._open(name)
         steps = len(arrays[-1])
         for start in range(0, steps, most or max(1, steps)):
             stop = min(steps, start + (most or steps))
             with self._source.failures(name):
-                values = [a.read(start, stop + e.more) for e, a in zip(self.roles, arrays, strict=True)]
-            yield Piece(stop - start, values)
+                values = [a.read(slice(start, stop + e.more)) for e, a in zip(self.datasets, arrays, strict=True)]
+            yield EpisodePart(stop - start, values)
 
-    def _open(self, name: str) -> list[H5Array]:
+    def _open(self, name: str) -> list[H5Dataset]:
         """The datasets of an episode, compared with those of the first one."""
         source = self._source
         root = source.group(source.root, name, name)
         if source.count(root) != self._count:
-            self._strange(name, set(source.names(root, name)) - set(_ROLES))
+            self._refuse_others(name, set(source.names(root, name)) - set(_ROLES))
         opened: dict[tuple[str, ...], Any] = {(): root}
         for names, count in self._groups.items():
             place = "/".join((name, *names))
             opened[names] = group = source.group(opened[names[:-1]], names[-1], place)
             if source.count(group) != count:
-                found = source.names(group, place)
-                raise source.wrong(place, f"holds {sorted(found)}, which is not what it holds in {self._names[0]}")
+                present = source.names(group, place)
+                raise source.wrong(place, f"holds {sorted(present)}, which is not what it holds in {self._names[0]}")
         arrays = []
-        for entry in self.roles:
+        for entry in self.datasets:
             place = "/".join((name, *entry.names))
-            arrays.append(source.array(opened[entry.names[:-1]], entry.names[-1], place, entry.like))
+            arrays.append(source.rows(opened[entry.names[:-1]], entry.names[-1], place, entry.like))
         steps = len(arrays[-3])
-        for entry, array in zip(self.roles, arrays, strict=True):
+        for entry, array in zip(self.datasets, arrays, strict=True):
             if len(array) != steps + entry.more:
                 place = "/".join((name, *entry.names))
                 raise source.wrong(
-                    place, f"has {len(array)} entries; {steps} rewards ask for {steps + entry.more} of them"
+                    place, f"has {len(array)} entries; with {steps} rewards it must have {steps + entry.more}"
                 )
         return arrays
 
     def blocks(self, first_id: int) -> Iterator[TensorDict]:
         """All steps, in batches of bounded size; episodes are numbered from `first_id` on."""
         most = block_rows(
-            sum(e.like.dtype.itemsize * int(np.prod(e.like.shape[1:])) * (1 + e.more) for e in self.roles)
+            sum(e.like.dtype.itemsize * int(np.prod(e.like.shape[1:])) * (1 + e.more) for e in self.datasets)
         )
-        held: list[Piece] = []
+        held: list[EpisodePart] = []
         ids: list[int] = []
         steps = 0
         for number, name in enumerate(self._names):
-            for piece in self._pieces_of(name, most):
-                if held and steps + piece.steps > most:
-                    yield together(self.roles, held, ids)
+            for part in self._parts_of(name, most):
+                if held and steps + part.steps > most:
+                    yield batch_of_parts(self.datasets, held, ids)
                     held, ids, steps = [], [], 0
-                held.append(piece)
+                held.append(part)
                 ids.append(first_id + number)
-                steps += piece.steps
+                steps += part.steps
         if held:
-            yield together(self.roles, held, ids)
+            yield batch_of_parts(self.datasets, held, ids)
 
 
 def _is_episode(name: str) -> bool:
     return name.startswith("episode_") and name[len("episode_") :].isdecimal()
 
 
-def together(roles: list[Entry], pieces: list[Piece], ids: list[int]) -> TensorDict:
-    """Pieces as one TED batch."""
-    n = sum(piece.steps for piece in pieces)
+def batch_of_parts(datasets: list[EpisodeDataset], parts: list[EpisodePart], ids: list[int]) -> TensorDict:
+    """One TED batch of parts of episodes."""
+    n = sum(part.steps for part in parts)
     leaves: dict[KeyPath, Any] = {}
-    for i, entry in enumerate(roles[:-3]):
-        arrays = [piece.arrays[i] for piece in pieces]
+    for i, entry in enumerate(datasets[:-3]):
+        arrays = [part.arrays[i] for part in parts]
         if entry.more:
             leaves[entry.key] = np.concatenate([a[:-1] for a in arrays])
-            leaves[following(entry.key)] = np.concatenate([a[1:] for a in arrays])
+            leaves[next_key(entry.key)] = np.concatenate([a[1:] for a in arrays])
         else:
-            after = entry.key[0] == "info"
-            leaves[following(entry.key) if after else entry.key] = np.concatenate(arrays)
-    reward, terminated, truncated = (np.concatenate([p.arrays[i] for p in pieces]) for i in (-3, -2, -1))
+            is_next = entry.key[0] == "info"  # infos of steps alone are those that a step returned
+            leaves[next_key(entry.key) if is_next else entry.key] = np.concatenate(arrays)
+    reward, terminated, truncated = (np.concatenate([p.arrays[i] for p in parts]) for i in (-3, -2, -1))
     leaves[REWARD] = reward.reshape(n, 1) if reward.ndim == 1 else reward
     leaves |= flag_leaves(terminated, truncated)
-    leaves[TRAJECTORY] = np.repeat(np.array(ids, np.int64), [piece.steps for piece in pieces])
+    leaves[TRAJECTORY] = np.repeat(np.array(ids, np.int64), [part.steps for part in parts])
     return batch_of(leaves, n)
 
 
@@ -300,31 +303,33 @@ class EpisodeWriter:
 
     def __init__(self, file: Any) -> None:
         self._file = file
-        self._h5 = library(NEEDED_BY)
-        self._roles: Roles | None = None
+        self._h5 = import_h5py(NEEDED_BY)
+        self._mapping: KeyMapping | None = None
         self.episodes = 0
-        self._open: list[H5Rows] = []
-        self._after: list[Array] = []  # what the last step of the block before was followed by
+        self._writers: list[H5RowWriter] = []
+        self._last_next: list[Array] = []  # the next observations and infos of the last step that was written
 
     def spaces(self) -> dict[str, Any]:
-        """The widest spaces of what was written."""
-        assert self._roles is not None
-        found = {"observation_space": self._roles.observations, "action_space": self._roles.actions}
-        leaf = self._roles.leaf
-        return {role: space_of([(p.name, leaf(p.now)) for p in pairs]) for role, pairs in found.items()}
+        """The widest spaces that hold the written values."""
+        assert self._mapping is not None
+        pairs_of = {"observation_space": self._mapping.observations, "action_space": self._mapping.actions}
+        leaf = self._mapping.leaf
+        return {role: space_of([(p.name, leaf(p.root)) for p in pairs]) for role, pairs in pairs_of.items()}
 
-    def write(self, block: Block, advance: Callable[[int], None]) -> int:
+    def write(self, block: StepBlock, advance: Callable[[int], None]) -> int:
         """Writes the parts of trajectories in a block; returns their steps.
 
         Raises:
-            ValueError: the steps do not fit this format, or those before.
+            ValueError: the steps do not fit this format, or those before them.
         """
-        if self._roles is None:
-            self._roles = Roles(RowLayout.of(block.rows, 1), "a Minari dataset", lone_infos="after")
+        if self._mapping is None:
+            self._mapping = KeyMapping(RowLayout.of(block.rows, 1), "a Minari dataset", single_infos="next")
         if block.parts is None:
-            raise ValueError("the steps have neither done flags nor trajectory ids: where episodes end is not known")
-        arrays = [t.numpy() for t in self._roles.layout.fitting(block.rows, 1)]
-        self._check_chain(arrays, block.parts)
+            raise ValueError(
+                "the steps have neither done flags nor trajectory ids: engram cannot tell where episodes end"
+            )
+        arrays = [t.numpy() for t in self._mapping.layout.fitting(block.rows, 1)]
+        self._check_continuous(arrays, block.parts)
         stops = np.cumsum(block.parts[:, 0])
         ends = stops[block.parts[:, 1] + block.parts[:, 0] == block.parts[:, 2]] - 1
         columns = self._columns(arrays, ends)
@@ -333,72 +338,77 @@ class EpisodeWriter:
             start, stop = stop, stop + n
             if not before:
                 self._begin(length)
-            self._put(columns, start, stop, ends=before + n == length)
+            self._write_rows(columns, start, stop, ends=before + n == length)
         advance(stop)
         return stop
 
-    def _chained(self) -> list[Pair]:
-        assert self._roles is not None
-        return [p for p in (*self._roles.observations, *self._roles.infos) if p.now >= 0]
+    def _paired(self) -> list[KeyPair]:
+        """Observations and infos at the root, whose dataset has one entry more than the episode has steps."""
+        assert self._mapping is not None
+        return [p for p in (*self._mapping.observations, *self._mapping.infos) if p.root >= 0]
 
-    def _check_chain(self, arrays: list[Array], parts: Ints) -> None:
-        """Each observation is what the step before was followed by, byte for byte: the file has it once."""
-        assert self._roles is not None
+    def _check_continuous(self, arrays: list[Array], parts: Ints) -> None:
+        """ValueError unless each observation is, byte for byte, the next one of the step before: it is stored once."""
+        assert self._mapping is not None
         begins = np.zeros(len(arrays[0]), np.bool_)
         firsts = np.concatenate([[0], np.cumsum(parts[:-1, 0])])
         begins[firsts[parts[:, 1] == 0]] = True
-        pairs = self._chained()
+        pairs = self._paired()
         for i, pair in enumerate(pairs):
-            now, after = arrays[pair.now], arrays[pair.after]
-            before = np.concatenate([self._after[i] if self._after else after[:1], after[:-1]])
+            now, after = arrays[pair.root], arrays[pair.next]
+            before = np.concatenate([self._last_next[i] if self._last_next else after[:1], after[:-1]])
             wrong = np.flatnonzero(_differs(now, before) & ~begins)
             if len(wrong):
                 part = int(np.searchsorted(np.cumsum(parts[:, 0]), wrong[0], "right"))
                 step = int(wrong[0]) - int(firsts[part]) + int(parts[part, 1])
                 episode = self.episodes - int(parts[0, 1] > 0) + part
                 raise ValueError(
-                    f"{pytree.show(self._roles.leaf(pair.now).path)} of step {step} of episode {episode} is not what "
-                    "the step before was followed by, and a Minari dataset has each observation once; write Parquet "
+                    f"{pytree.show(self._mapping.leaf(pair.root).path)} of step {step} of episode {episode} is not the "
+                    "next one of the step before, and a Minari dataset has each observation once; write Parquet "
                     "or HDF5, which keep both. Nothing was written"
                 )
-        self._after = [arrays[pair.after][-1:].copy() for pair in pairs]
+        self._last_next = [arrays[pair.next][-1:].copy() for pair in pairs]
 
     def _columns(self, arrays: list[Array], ends: Ints) -> list[tuple[Array, Array | None]]:
-        """Values of each dataset; with what followed each step where the dataset has one entry more."""
-        assert self._roles is not None
-        terminated, truncated = self._roles.flags(arrays, ends)
-        pairs = (*self._roles.observations, *self._roles.infos, *self._roles.actions)
+        """The values of each dataset; with those under "next" where the dataset has one entry more than steps."""
+        assert self._mapping is not None
+        terminated, truncated = self._mapping.flags(arrays, ends)
+        pairs = (*self._mapping.observations, *self._mapping.infos, *self._mapping.actions)
         columns: list[tuple[Array, Array | None]] = [
-            (arrays[p.now if p.now >= 0 else p.after], arrays[p.after] if p.now >= 0 and p.after >= 0 else None)
+            (arrays[p.root if p.root >= 0 else p.next], arrays[p.next] if p.root >= 0 and p.next >= 0 else None)
             for p in pairs
         ]
-        return [*columns, (self._roles.rewards(arrays), None), (terminated, None), (truncated, None)]
+        return [*columns, (self._mapping.rewards(arrays), None), (terminated, None), (truncated, None)]
 
     def _begin(self, length: int) -> None:
-        """Makes an episode's group and datasets."""
-        assert self._roles is not None
+        """Creates an episode's group and datasets."""
+        assert self._mapping is not None
         h5g = self._h5.h5g
         group = h5g.create(self._file, f"episode_{self.episodes}".encode())
         self._describe(group, {"id": self.episodes, "total_steps": length})
-        made: dict[tuple[str, ...], Any] = {(): group}
-        self._open = []
-        roles = self._roles
-        for role, pairs in (("observations", roles.observations), ("infos", roles.infos), ("actions", roles.actions)):
+        groups: dict[tuple[str, ...], Any] = {(): group}
+        self._writers = []
+        mapping = self._mapping
+        for role, pairs in (
+            ("observations", mapping.observations),
+            ("infos", mapping.infos),
+            ("actions", mapping.actions),
+        ):
             for pair in pairs:
-                leaf = roles.leaf(pair.now if pair.now >= 0 else pair.after)
-                rows = length + (pair.now >= 0 and pair.after >= 0)
+                leaf = mapping.leaf(pair.root if pair.root >= 0 else pair.next)
+                rows = length + (pair.root >= 0 and pair.next >= 0)
                 names = (role, *pair.name)
                 for depth in range(1, len(names)):
-                    if names[:depth] not in made:
-                        made[names[:depth]] = h5g.create(made[names[: depth - 1]], names[depth - 1].encode())
-                self._open.append(H5Rows(made[names[:-1]], names[-1], rows, leaf.shape, _numpy_dtype(leaf)))
-        if not roles.infos:
+                    if names[:depth] not in groups:
+                        groups[names[:depth]] = h5g.create(groups[names[: depth - 1]], names[depth - 1].encode())
+                self._writers.append(H5RowWriter(groups[names[:-1]], names[-1], rows, leaf.shape, _numpy_dtype(leaf)))
+        if not mapping.infos:
             h5g.create(group, b"infos")
-        reward = roles.leaf(roles.reward)
+        reward = mapping.leaf(mapping.reward)
         shape = () if reward.shape in ((), (1,)) else reward.shape
-        self._open.append(H5Rows(group, "rewards", length, shape, _numpy_dtype(reward)))
+        self._writers.append(H5RowWriter(group, "rewards", length, shape, _numpy_dtype(reward)))
         for name in ("terminations", "truncations"):
-            self._open.append(H5Rows(group, name, length, (), np.dtype(np.bool_)))
+            self._writers.append(H5RowWriter(group, name, length, (), np.dtype(np.bool_)))
         self.episodes += 1
 
     def _describe(self, group: Any, attributes: dict[str, int]) -> None:
@@ -408,12 +418,12 @@ class EpisodeWriter:
             attribute = h5.h5a.create(group, name.encode(), h5.h5t.NATIVE_INT64, scalar)
             attribute.write(np.array(value, np.int64))
 
-    def _put(self, columns: list[tuple[Array, Array | None]], start: int, stop: int, ends: bool) -> None:
-        for rows, (values, after) in zip(self._open, columns, strict=True):
+    def _write_rows(self, columns: list[tuple[Array, Array | None]], start: int, stop: int, ends: bool) -> None:
+        for writer, (values, after) in zip(self._writers, columns, strict=True):
             if ends and after is not None:
-                rows.write(np.concatenate([values[start:stop], after[stop - 1 : stop]]))
+                writer.write(np.concatenate([values[start:stop], after[stop - 1 : stop]]))
             else:
-                rows.write(values[start:stop])
+                writer.write(values[start:stop])
 
 
 def _numpy_dtype(leaf: Any) -> np.dtype[Any]:
@@ -421,38 +431,38 @@ def _numpy_dtype(leaf: Any) -> np.dtype[Any]:
 
 
 def _differs(a: Array, b: Array) -> npt.NDArray[np.bool_]:
-    """Which rows are not the same bytes: bool [n]."""
+    """bool [n]: the rows whose bytes differ."""
     n = len(a)
     if not a.size:
         return np.zeros(n, np.bool_)
     rows = [np.ascontiguousarray(x).reshape(n, -1).view(np.uint8) for x in (a, b)]
-    found: npt.NDArray[np.bool_] = (rows[0] != rows[1]).any(1)
-    return found
+    different: npt.NDArray[np.bool_] = (rows[0] != rows[1]).any(1)
+    return different
 
 
 FILE, METADATA = "main_data.hdf5", "metadata.json"
-_LAYOUT_OF = "0.5.4"  # the Minari whose files these are like
-_MOST_METADATA = 64 << 20
+_MINARI_VERSION = "0.5.4"  # whose layout the files have
+_MAX_METADATA_BYTES = 64 << 20
 
 
 def read_minari(
     path: str | os.PathLike[str], buffer: Any, *, infos: bool = True, exclude: Sequence[Key] = (), progress: bool = True
 ) -> int:
-    """Takes the episodes of a Minari dataset into a buffer; returns the number of steps.
+    """Reads the episodes of a Minari dataset into a buffer; returns the number of steps.
 
-    Steps are those of `iter_minari`, with trajectory ids that go on behind the buffer's own. They are written in blocks
-    of about 16 MB: where one is refused, those before it stay, and it leaves nothing behind.
+    Steps are those of `iter_minari`, with trajectory ids above the buffer's own. They are written in blocks of about 16
+    MB: where one is refused, those before it stay, and nothing of it is written.
 
     Args:
         path: the dataset's folder, the `data` folder in it, or `main_data.hdf5`.
-        buffer: with a storage of ndim=1.
-        infos: take `infos` in, too.
+        buffer: a buffer whose storage has ndim=1.
+        infos: read `infos`, too.
         exclude: keys (as engram has them) to leave out.
-        progress: show a bar, if there is a terminal.
+        progress: show a progress bar, if standard error is a terminal.
 
     Raises:
         DatasetError: a file is damaged, or an episode has other keys, shapes or dtypes than the first; the message
-            names file, episode and key, `rows_read` says how many steps were taken in.
+            names file, episode and key, `rows_read` is the number of steps that were written to the buffer.
         ImportError: h5py is missing: `pip install "engram[h5]"`.
 
     Example:
@@ -468,9 +478,9 @@ def read_minari(
         (2, [False, True])
     """
     check_buffer(buffer)
-    with _opened(path, infos, exclude) as (episodes, total):
+    with _open_episodes(path, infos, exclude) as (episodes, total):
         first = next_trajectory(buffer.storage)
-        return take(episodes.blocks(first), buffer, episodes.path, total, progress)
+        return ingest(episodes.blocks(first), buffer, episodes.path, total, progress)
 
 
 def iter_minari(
@@ -486,35 +496,26 @@ def iter_minari(
     Raises:
         DatasetError, ImportError: as `read_minari`.
     """
-    with _opened(path, infos, exclude) as (episodes, _):
-        for number, piece in enumerate(episodes.pieces(None)):
-            yield together(episodes.roles, [piece], [number])
+    with _open_episodes(path, infos, exclude) as (episodes, _):
+        for number, part in enumerate(episodes.parts(None)):
+            yield batch_of_parts(episodes.datasets, [part], [number])
 
 
-class _opened:
-    """The episodes of a dataset and the number of their steps, for a `with`."""
-
-    def __init__(self, path: str | os.PathLike[str], infos: bool, exclude: Sequence[Key]) -> None:
-        self._file = _find(Path(path))
-        self._metadata = _read_metadata(self._file.with_name(METADATA))
-        self._infos, self._exclude = infos, tuple(path_of(key, "exclude") for key in exclude)
-
-    def __enter__(self) -> tuple[Episodes, int | None]:
-        self._context = open_foreign(self._file)
-        source = self._context.__enter__()
-        try:
-            episodes = Episodes(source, self._infos, self._exclude)
-            wanted = self._metadata.get("total_episodes")
-            if wanted is not None and wanted != len(episodes):
-                raise DatasetError(str(self._file), f"has {len(episodes)} episodes, {METADATA} says {wanted}")
-        except BaseException:
-            self._context.__exit__(None, None, None)
-            raise
-        total = self._metadata.get("total_steps")
-        return episodes, total if type(total) is int else None
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
+@contextmanager
+def _open_episodes(
+    path: str | os.PathLike[str], infos: bool, exclude: Sequence[Key]
+) -> Iterator[tuple[EpisodeReader, int | None]]:
+    """Opens a dataset: its episodes and, if its metadata have it, the number of their steps."""
+    file = _find(Path(path))
+    metadata = _read_metadata(file.with_name(METADATA))
+    excluded = tuple(path_of(key, "exclude") for key in exclude)
+    with open_foreign(file) as source:
+        episodes = EpisodeReader(source, infos, excluded)
+        expected = metadata.get("total_episodes")
+        if expected is not None and expected != len(episodes):
+            raise DatasetError(str(file), f"has {len(episodes)} episodes, {METADATA} says {expected}")
+        total = metadata.get("total_steps")
+        yield episodes, total if type(total) is int else None
 
 
 def _find(path: Path) -> Path:
@@ -522,22 +523,22 @@ def _find(path: Path) -> Path:
         if file.is_file():
             return file
     if (path / "data" / METADATA).is_file():
-        raise DatasetError(str(path), f"there is no data/{FILE}: only Minari's HDF5 format is read, not Arrow")
+        raise DatasetError(str(path), f"data/{FILE} is missing: only Minari's HDF5 format is read, not Arrow")
     raise FileNotFoundError(2, f"there is no Minari dataset (data/{FILE})", str(path))
 
 
 def _read_metadata(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    if file.stat().st_size > _MOST_METADATA:
-        raise DatasetError(str(file), f"is longer than {_MOST_METADATA} bytes")
+    if file.stat().st_size > _MAX_METADATA_BYTES:
+        raise DatasetError(str(file), f"is longer than {_MAX_METADATA_BYTES} bytes")
     try:
-        found = json.loads(file.read_bytes())
+        metadata = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DatasetError(str(file), f"is no JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(metadata, dict):
         raise DatasetError(str(file), "is no JSON object")
-    return found
+    return metadata
 
 
 def write_minari(
@@ -559,51 +560,51 @@ def write_minari(
     The folder appears whole or not at all. A trajectory is an episode; one that has not ended is written with its last
     step truncated, as Minari does. Stored rows are written as they are, oldest first (transforms are not applied),
     while writers of this process wait. Trajectory ids, `index`, the flags at the root and `("next", "done")` are not
-    written: they follow from the rest.
+    written: readers derive them.
 
     Args:
         source: a buffer or storage; a TensorDict `[time]` or `[envs, time]`, or an iterable of such, as a collector. Of
             an iterable, trajectories are kept in memory until they end.
-        path: the folder to make.
+        path: the folder to create.
         dataset_id: Minari's name of it; the folder's name.
-        observation_space, action_space: gymnasium's; else the widest that hold the stored values.
+        observation_space, action_space: gymnasium spaces; None: the widest that hold the stored values.
         metadata: more entries for `metadata.json`: `author`, `description`, `env_spec` (a string of JSON), ...
         exclude: keys to leave out.
         end_key, traj_key: what ends a trajectory, as for `SliceSampler`.
         overwrite: replace the Minari dataset at `path`.
-        progress: show a bar, if there is a terminal.
+        progress: show a progress bar, if standard error is a terminal.
 
     Raises:
         ValueError: nothing to write, keys without a place in this format (all are listed), or an observation that is
-            not the one after the step before.
+            not the next one of the step before.
         FileExistsError: there is something at `path`.
         ImportError: h5py is missing: `pip install "engram[h5]"`.
     """
     folder, total = Path(path), 0
-    found = source_of(source, end_key, traj_key, exclude)
+    steps = episode_source(source, end_key, traj_key, exclude)
     spaces = {"observation_space": observation_space, "action_space": action_space}
     given = {name: space_json(space) for name, space in spaces.items() if space is not None}
     with (
-        new_folder(folder, overwrite, _is_dataset) as made,
-        progress_bar(f"writing {folder}", found.total, progress) as advance,
+        new_folder(folder, overwrite, _is_dataset) as new,
+        progress_bar(f"writing {folder}", steps.total, progress) as advance,
     ):
-        (made / "data").mkdir()
-        with create_plain(made / "data" / FILE) as file:
+        (new / "data").mkdir()
+        with create_plain(new / "data" / FILE) as file:
             writer = EpisodeWriter(file.id)
-            for block in found.blocks():
+            for block in steps.blocks():
                 total += writer.write(block, advance)
         described = {
             "total_episodes": writer.episodes,
             "total_steps": total,
             "data_format": "hdf5",
             "jpeg_encoding": False,
-            **{name: dumped(space) for name, space in {**writer.spaces(), **given}.items()},
-            "dataset_size": round((made / "data" / FILE).stat().st_size / 1e6, 1),
+            **{name: json.dumps(space) for name, space in {**writer.spaces(), **given}.items()},
+            "dataset_size": round((new / "data" / FILE).stat().st_size / 1e6, 1),
             "dataset_id": folder.name if dataset_id is None else dataset_id,
-            "minari_version": _LAYOUT_OF,
+            "minari_version": _MINARI_VERSION,
             **(metadata or {}),
         }
-        (made / "data" / METADATA).write_text(json.dumps(described))
+        (new / "data" / METADATA).write_text(json.dumps(described))
     return total
 
 

@@ -279,7 +279,7 @@ def _h5_file(
 
 
 def _groups(reader: H5Reader) -> int:
-    names = set(reader.names(""))
+    names = set(reader.names_in(""))
     groups = sum(name.startswith(_TRAJECTORY) for name in names)
     expected = {_LENGTH, SHAPE, FULL, SHIFT} | {f"{_TRAJECTORY}{i}" for i in range(groups)}
     if names != expected or not groups:
@@ -288,15 +288,15 @@ def _groups(reader: H5Reader) -> int:
 
 
 def _ring(folder: Folder, name: str, reader: H5Reader, ndim: int) -> SavedRing:
-    dims = reader.said(SHAPE)
+    dims = reader.shape_and_dtype(SHAPE)
     if dims is None or len(dims[0]) != 1 or dims[0][0] > 32:
         raise ValueError(f"{SHAPE} is not a shape")
     ring = {
-        SHAPE: reader.take(SHAPE, dims[0], _COUNT).tolist(),
-        SHIFT: int(reader.take(SHIFT, (), _COUNT)),
-        FULL: bool(reader.take(FULL, (), _FLAG)),
+        SHAPE: reader.read_whole(SHAPE, dims[0], _COUNT).tolist(),
+        SHIFT: int(reader.read_whole(SHIFT, (), _COUNT)),
+        FULL: bool(reader.read_whole(FULL, (), _FLAG)),
     }
-    return ring_of(folder, name, ring, int(reader.take(_LENGTH, (), _COUNT)), ndim)
+    return ring_of(folder, name, ring, int(reader.read_whole(_LENGTH, (), _COUNT)), ndim)
 
 
 def _h5_values(folder: Folder, name: str, reader: H5Reader, groups: int) -> dict[KeyPath, H5Values]:
@@ -322,9 +322,9 @@ def _collect(reader: H5Reader, group: str, path: KeyPath, datasets: _Datasets) -
     """Adds the datasets below a group: length, shape of an item, dtype."""
     if len(path) > _DEEPEST:
         raise ValueError(f"groups are nested deeper than {_DEEPEST}")
-    for name in reader.names(group):
+    for name in reader.names_in(group):
         here, key = f"{group}/{name}", (*path, name)
-        form = reader.said(here)
+        form = reader.shape_and_dtype(here)
         if form is None:
             _collect(reader, here, key, datasets)
             continue
@@ -361,7 +361,7 @@ class H5Values:
         whole = (int(self.lengths[number]), *self.leaf.shape)
         name = "/".join((f"{_TRAJECTORY}{number}", *self.leaf.path))
         try:
-            values = self._reader.part(name, whole, self._dtype, where)
+            values = self._reader.read_part(name, whole, self._dtype, (where,))
         except ValueError as error:
             raise self._folder.corrupt(self._name, str(error)) from None
         return np.ascontiguousarray(values).view(np.uint8).reshape(where.stop - where.start, self.nbytes)

@@ -44,7 +44,7 @@ class FlatChunkCodec:
     def pack(self, rows: Rows, cuts: Sequence[int]) -> tuple[Details, list[Block]]:
         strands, steps, _ = rows.shape
         flat = rows.reshape(strands * steps, -1)
-        ends = ted_codec.strand_ends(strands, steps)
+        ends = ted_codec.env_ends(strands, steps)
         details: list[int] = []
         blocks: list[Block] = []
         for i, leaf in enumerate(self._leaves):
@@ -75,7 +75,7 @@ class FlatChunkCodec:
             else:
                 put_column(out, leaf, unpack_values(sections, leaf.nbytes, details[i], n))
         for i, (at, values) in exceptions.items():
-            _check_covered(at, ted_codec.strand_ends(strands, steps))
+            _check_covered(at, ted_codec.env_ends(strands, steps))
             put_column(
                 out, self._leaves[i], ted_codec.followed(column_of(out, self._leaves[self._shared[i]]), at, values)
             )
@@ -176,7 +176,7 @@ class NestedChunkCodec:
         return tuple(details), blocks
 
     def _trajectory_ends(self, flat: Rows, strands: int, steps: int, cuts: Sequence[int]) -> Mask:
-        ends = ted_codec.strand_ends(strands, steps)
+        ends = ted_codec.env_ends(strands, steps)
         ends.reshape(strands, steps)[:, [cut - 1 for cut in cuts]] = True
         flags, ids = ([column_of(flat, self._leaves[i]) for i in some] for some in (self._flags, self._ids))
         return ted_codec.trajectory_ends(ends, flags, ids)
@@ -198,7 +198,7 @@ class NestedChunkCodec:
         n, sections = strands * steps, SectionReader(content)
         ends = np.zeros(n, np.bool_)
         ends[sections.positions(details[0], n)] = True
-        if not ends[ted_codec.strand_ends(strands, steps)].all():
+        if not ends[ted_codec.env_ends(strands, steps)].all():
             raise ValueError("a trajectory goes on from one strand to another")
         out = np.zeros((n, self._payload), np.uint8)
         exceptions: dict[int, tuple[ted_codec.Positions, Column]] = {}
