@@ -36,7 +36,7 @@ def differs(a: Column, b: Column) -> Mask:
     different = a[:, 0] != b[:, 0]
     for word in range(1, width):  # numpy reduces short rows slowly
         different |= a[:, word] != b[:, word]
-    return found
+    return different
 
 
 def broken(now: Column, following: Column, ends: Mask) -> Mask:
@@ -47,7 +47,7 @@ def broken(now: Column, following: Column, ends: Mask) -> Mask:
 
 
 def with_last(now: Column, following: Column, ends: Mask) -> Column:
-    """[n + trajectories, nbytes]: the column with, after the last step of each trajectory, the value that followed it."""
+    """[n + trajectories, nbytes]: the column, and after each trajectory's last step the value that followed it."""
     out = np.empty((len(now) + int(ends.sum()), now.shape[1]), np.uint8)
     last = last_places(ends)
     keep = np.ones(len(out), np.bool_)
@@ -240,7 +240,7 @@ def leaves_of(td: TensorDictBase, within: KeyPath = ()) -> list[tuple[KeyPath, T
 
 
 def column_of(tensor: Tensor, batch_dims: int, shift: int) -> Column:
-    """uint8 [n, nbytes]: the steps, environment after environment, each from slot `shift` on, where its oldest step is."""
+    """uint8 [n, nbytes]: the steps, environment after environment, each from its oldest on, which is at `shift`."""
     lead, shape = tensor.shape[:batch_dims], tensor.shape[batch_dims:]
     nbytes = math.prod(shape) * tensor.element_size()
     return _rolled(as_bytes(tensor, math.prod(lead), nbytes), tuple(lead), -shift)

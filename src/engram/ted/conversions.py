@@ -216,8 +216,9 @@ class Flat2TED(Conversion):
 class TED2Nested(Conversion):
     """Trajectories as nested (jagged) tensors: keys [trajectories, steps, ...], observations with one step more.
 
-    A trajectory ends where a flag of `done_keys` is set under `next`, where its id changes, and where its
-    environment does. The additional observation is the one that followed the last step. `exceptions` is as in `TED2Flat`, for steps inside trajectories.
+    A trajectory ends where a flag of `done_keys` is set under `next`, where its id changes, and at the newest step of
+    its environment. The additional observation is the one that followed the last step. `exceptions` is as in
+    `TED2Flat`, for steps inside trajectories.
 
     Raises:
         TypeError: an entry is no dense tensor; the message names it.
