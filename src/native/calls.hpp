@@ -157,6 +157,24 @@ inline nb::tuple finish_read(nb::object rows, const Reading& reading, bool numbe
   return nb::make_tuple(rows, positions(reading.result.missing), positions(reading.result.unwritten), generation);
 }
 
+// The sequences that rows carry themselves, copied with them: in the place of those that their lanes count.
+class OwnSequences {
+ public:
+  OwnSequences(const Codec& codec, size_t n) : offset_(codec.sequence()), values_(offset_ ? n : 0) {}
+  void add(std::vector<LeafCopy>& copies, size_t from) {
+    if (values_.empty()) return;
+    copies.push_back({*offset_, kSequenceBytes, reinterpret_cast<uint8_t*>(values_.data() + from), kSequenceBytes});
+  }
+  void put(std::vector<uint64_t>& numbers) const {
+    for (size_t i = 0; i < values_.size(); ++i)
+      if (values_[i] >= kFirstReplaced && values_[i] < kFirstReplaced * 2) numbers[i] = values_[i];
+  }
+
+ private:
+  std::optional<size_t> offset_;
+  std::vector<uint64_t> values_;
+};
+
 inline void refuse_slots(const Store& store) {
   throw nb::index_error(("a slot lies outside 0 to " + std::to_string(store.slots() - 1)).c_str());
 }
@@ -245,6 +263,7 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
   // From here to the copy no Python code runs, so that a finaliser that samples cannot use this memory meanwhile.
   static thread_local std::vector<LeafCopy> copies;
   Reading all;
+  OwnSequences sequences(codec, numbers ? slots.n : 0);
   bool asking = false;
   for (Store* store : stores) asking |= store->pages().on();
   maybe_without_gil(bytes > kGilBytes || (mapped && asking), [&] {
@@ -254,6 +273,7 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
         copies.push_back({leaves[k].offset, leaves[k].bytes,
                           where[k].first->data(where[k].second) + p * each * leaves[k].bytes,
                           static_cast<ptrdiff_t>(leaves[k].bytes)});
+      sequences.add(copies, p * each);
       if (p == 0) {
         read_rows(*stores[p], slots.data, each, copies, mapped, numbers, all);
       } else {
@@ -265,6 +285,7 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
     }
   });
   if (!all.inside) refuse_slots(*stores[all.outside]);
+  sequences.put(all.result.numbers);
   nb::tuple read = finish_read(codec.build(tensors, lead, extra), all, numbers);
   if (extras.empty()) return read;
   nb::list made;
@@ -329,9 +350,12 @@ inline nb::tuple gather_into(Store& store, const Codec& codec, nb::handle slots_
     copies.push_back({leaves[k].offset, leaves[k].bytes, static_cast<uint8_t*>(v.buf),
                       static_cast<ptrdiff_t>(leaves[k].bytes)});
   }
+  OwnSequences sequences(codec, numbers ? slots.n : 0);
+  sequences.add(copies, 0);
   Reading reading;
   read_rows(store, slots.data, slots.n, copies, mapped, numbers, reading);
   if (!reading.inside) refuse_slots(store);
+  sequences.put(reading.result.numbers);
   return finish_read(nb::none(), reading, numbers);
 }
 

@@ -323,10 +323,12 @@ NB_MODULE(_native, m) {
       .def("note_edits", &note_edits, "slots"_a)
       .def("generations", &generations, "slots"_a)
       .def("reserve_sequences", &reserve_sequences, "n"_a)
-      .def("count_replaced", [](const Store& s, uint64_t n) {
+      .def("count_replaced", [](const Store& s, nb::handle slots_in) {  // as written; -1: not
         s.must_be_writable();
-        s.lanes.lane(0).origin.fetch_sub(n, std::memory_order_relaxed);
-      }, "n"_a)
+        const SlotsArg slots(nb::borrow(slots_in));
+        const auto n = std::count_if(slots.data, slots.data + slots.n, [](int64_t slot) { return slot >= 0; });
+        s.lanes.lane(0).origin.fetch_sub(static_cast<uint64_t>(n), std::memory_order_relaxed);
+      }, "slots"_a)
       .def("widened", &widened, "payload_bytes"_a, "alignment"_a, "layout"_a, "moves"_a)
       .def("uniform", &uniform, "seed"_a, "n"_a);
   bind_episodes(m);
