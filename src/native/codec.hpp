@@ -76,6 +76,7 @@ class Codec {
   const std::vector<Leaf>& leaves() const { return leaves_; }
   // Leaves that a plan writes: also the one that no batch has.
   size_t sources() const { return leaves_.size() + sequence_.has_value(); }
+  std::optional<size_t> sequence() const { return sequence_; }
   // Where the row's last leaf ends.
   size_t row_end() const {
     size_t end = sequence_ ? *sequence_ + kSequenceBytes : 0;
