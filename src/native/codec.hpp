@@ -291,7 +291,7 @@ class Codec {
     int64_t expected = static_cast<int64_t>(leaf.itemsize);
     for (int d = inner - 1; d >= 0; --d) {
       if (s.shape[batch_dims + d] != leaf.shape[d]) return false;
-      if (leaf.shape[d] > 1 && stride(batch_dims + d) != expected) return false;
+      if (leaf.bytes > 0 && leaf.shape[d] > 1 && stride(batch_dims + d) != expected) return false;
       expected *= leaf.shape[d];
     }
     size_t steps = 1, envs = 1;
