@@ -129,7 +129,7 @@ def observed(rb):
         if hasattr(rb.sampler, "priorities") and len(rb):
             found.append(rb.sampler.priorities(torch.arange(len(rb)), storage=rb.storage))
             found += [rb.sampler.skipped, rb.sampler.default_priority]
-        found.append(rb.saved_transform.state_dict())
+        found.append(rb.transform.state_dict())
     found.append([rb.sample().get("n") for _ in range(6)] if len(rb) else None)
     rb.load_state_dict(before)
     return found
@@ -302,8 +302,8 @@ class Following(PrioritizedSampler):
 
     refuses = False
 
-    def follow(self, storage):
-        super().follow(storage)
+    def _sync(self, storage):
+        super()._sync(storage)
         if self.refuses:
             raise RefusedError
 
@@ -401,7 +401,7 @@ def test_a_writer_that_keeps_the_best(tmp_path):
 
 
 # ---- our own errors are not the file's ----
-STEPS = ["_load_parts", "_join", "_load_transforms", "_of_earlier_versions"]
+STEPS = ["_load_parts", "_connect", "_load_transforms", "_of_earlier_versions"]
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -270,7 +270,7 @@ def test_a_checkpoint_without_transforms_loads_and_leaves_nothing_waiting(tmp_pa
     made = buffer()
     made.extend(stream([4]))
     old.extend(made[:])
-    states = old.part_states()
+    states = old.state_dict()
     components = {
         "sampler": {"kind": "RandomSampler", "state": states["sampler"]},
         "writer": {"kind": "RoundRobinWriter", "state": states["writer"]},
