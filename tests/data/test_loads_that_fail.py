@@ -390,6 +390,21 @@ def test_members_of_an_ensemble(tmp_path, monkeypatch):
     assert [len(one) for one in members(rb)] == [26, 26, 26]
 
 
+def test_a_member_of_an_ensemble_that_refuses_when_the_rows_are_there(tmp_path, monkeypatch):
+    def make():
+        return ReplayBufferEnsemble(buffer(tmp_path, **own("follow")), buffer(tmp_path), batch_size=16)
+
+    path, state = saved(make, tmp_path), used(make(), (200, 220), seed=2).state_dict()
+    rb = used(make(), (0, 55))
+    for load in (lambda: rb.loads(path), lambda: rb.load_state_dict(state)):
+        before = observed(rb)
+        monkeypatch.setattr(Following, "refuses", True)
+        with pytest.raises(RefusedError):
+            load()
+        monkeypatch.setattr(Following, "refuses", False)
+        assert same(before, observed(rb))
+
+
 def test_a_writer_that_keeps_the_best(tmp_path):
     def make():
         return buffer(tmp_path, writer=TensorDictMaxValueWriter())

@@ -363,7 +363,7 @@ def test_loads_stands_every_method_of_the_sampler_and_every_method_stands_loads(
     methods = methods_of(sampler)
     assert methods <= METHODS.keys(), "a method that this test does not know"
     works = [lambda call=METHODS[n]: call(sampler, storage) for n in sorted(methods)]
-    properties = [n for n, _ in inspect.getmembers(type(sampler), lambda m: isinstance(m, property))]
+    properties = [n for n, _ in inspect.getmembers(type(sampler), inspect.isdatadescriptor) if n != "__dict__"]
     works.append(lambda: [getattr(sampler, n) for n in properties])
     with Threads(*works) as threads:
         for k in range(12):

@@ -30,7 +30,7 @@ Malformed = Callable[[str], Exception]
 def restore(
     buffer: Any, states: dict[str, Any], fill: Callable[[], None] | None, malformed: Malformed | None = None
 ) -> None:
-    """Brings a buffer to states that were found to fit. The caller holds the buffer still, and its storage alone.
+    """Brings a buffer to states that fit it. The caller holds the buffer still, and its storage alone.
 
     What a user's own part can refuse comes before the rows that it would destroy; an error leaves the buffer as it was.
 

@@ -51,7 +51,7 @@ class Sampler(abc.ABC):
 
     #: Whether the library may rely on what it keeps to in its own classes: `sample` takes the lock, and gives slots
     #: where a storage has one dimension; loading a state assigns attributes, and changes none in place; an exception at
-    #: a saved state means that this is damaged. Of a child that a user writes none of this is known, whatever its base.
+    #: a saved state means that this is damaged. Of a child that a user writes none of this holds, whatever its base.
     _built_in = False
     #: Whether it takes the priorities that come with data.
     _takes_priorities = False
@@ -336,7 +336,8 @@ def as_sampler(sampler: Any) -> Sampler:
         TypeError: it has no method `sample`.
     """
     if isinstance(sampler, Sampler):
-        if "lock" not in vars(sampler):  # a child whose constructor does not call that of its base
+        # A child whose constructor does not call that of its base. (`vars` would make its attributes slower to read.)
+        if not hasattr(sampler, "lock"):
             Sampler.__init__(sampler)
         return sampler
     if isinstance(sampler, type) or not callable(getattr(sampler, "sample", None)):

@@ -174,7 +174,7 @@ class SamplerEnsemble(Sampler, built_in=True):
         """Sets priorities of rows in the members that they came from.
 
         Args:
-            index: what `info` said (with `"index"` and `"buffer_ids"`), or its `"index"`.
+            index: the `info` of `sample` (with `"index"` and `"buffer_ids"`), or its `"index"`.
             priority: one for each row.
             generation: as in `info`.
             buffer_ids: as in `info`, where the index does not say it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _WEIGHTS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _REDUCTIONS = ("max", "min", "mean", "median")
 _CONFIG = ("alpha", "eps", "reduction", "max_priority_within_buffer")
+
+T = TypeVar("T")
 
 
 class DrawnInfo(dict[str, Any]):
@@ -211,8 +213,8 @@ class PriorityTable:
     def start_weights(self, slices: _native.SliceBatch) -> Tensor:
         """The weight of each row's slice, by the priority of its start: [n]."""
         wide = self.dtype is torch.float64
-        made = self._priorities.start_weights(slices, self._beta, wide)
-        return values_tensor(made, torch.float64 if wide else torch.float32).to(self.dtype)
+        weights = self._priorities.start_weights(slices, self._beta, wide)
+        return values_tensor(weights, torch.float64 if wide else torch.float32).to(self.dtype)
 
     def empty(self) -> None:
         """Forgets all priorities."""
@@ -271,9 +273,9 @@ class PriorityTable:
         if storage is None or storage.lanes is None:
             return {**settings, "seen": [], "max_priority": 1.0, "latest_priority": 1.0, "skipped": 0,
                     "priorities": torch.empty(0, dtype=torch.float64)}  # fmt: skip
-        seen, highest, latest, skipped, made = self.following(storage, storage.lanes).state(storage.lanes.store)
+        seen, highest, latest, skipped, priorities = self.following(storage, storage.lanes).state(storage.lanes.store)
         return {**settings, "seen": [list(rows) for rows in seen], "max_priority": highest, "latest_priority": latest,
-                "skipped": skipped, "priorities": values_tensor(made, torch.float64)}  # fmt: skip
+                "skipped": skipped, "priorities": values_tensor(priorities, torch.float64)}  # fmt: skip
 
     def config(self) -> dict[str, Any]:
         """The settings that decide which rows are drawn."""
@@ -336,17 +338,22 @@ class PriorityTable:
         self._waiting = {**self._waiting, "priorities": torch.from_numpy(self._waiting["priorities"])}
 
 
-def table_setting(name: str, doc: str) -> property:
-    """A property of a sampler that is one of its priority table."""
+class TableSetting(Generic[T]):
+    """An attribute of a sampler that is one of its priority table."""
 
-    def get(sampler: Any) -> Any:
-        return getattr(sampler._table, name)
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
 
-    def set_(sampler: Any, value: Any) -> None:
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, sampler: Any, owner: type | None = None) -> T:
+        value: Any = self if sampler is None else getattr(sampler._table, self._name)
+        return value  # type: ignore[no-any-return]
+
+    def __set__(self, sampler: Any, value: T) -> None:
         with sampler.lock:
-            setattr(sampler._table, name, value)
-
-    return property(get, set_, doc=doc)
+            setattr(sampler._table, self._name, value)
 
 
 class PrioritizedSampler(Sampler, built_in=True):
@@ -391,18 +398,17 @@ class PrioritizedSampler(Sampler, built_in=True):
         super().__init__()
         self._table = PriorityTable(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
 
-    alpha = table_setting("alpha", "How much priorities count. Assigning it takes time in proportion to the storage.")
-    beta = table_setting("beta", "How much weights correct for the priorities.")
-    eps = table_setting("eps", "What is added to each priority. Assigning it takes time in proportion to the storage.")
-    max_capacity = table_setting("max_capacity", "The largest storage that it may be used with; None: any.")
-    dtype = table_setting("dtype", "Of the weights.")
-    reduction = table_setting("reduction", "Of priorities with more dimensions than the index.")
-    max_priority_within_buffer = table_setting(
-        "max_priority_within_buffer",
+    alpha = TableSetting[float]("How much priorities count. Assigning it takes time in proportion to the storage.")
+    beta = TableSetting[float]("How much weights correct for the priorities.")
+    eps = TableSetting[float]("What is added to each priority. Assigning it takes time in proportion to the storage.")
+    max_capacity = TableSetting[int | None]("The largest storage that it may be used with; None: any.")
+    dtype = TableSetting[torch.dtype]("Of the weights.")
+    reduction = TableSetting[str]("Of priorities with more dimensions than the index.")
+    max_priority_within_buffer = TableSetting[bool](
         "Whether new steps get the highest priority among those that are stored, and not of all that were.",
     )
-    default_priority = table_setting("default_priority", "The priority that new steps get.")
-    skipped = table_setting("skipped", "Updates of steps that were not stored any more, which changed nothing.")
+    default_priority = TableSetting[float]("The priority that new steps get.")
+    skipped = TableSetting[int]("Updates of steps that were not stored any more, which changed nothing.")
 
     # ---- sampling ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
@@ -529,11 +535,11 @@ class PrioritizedSampler(Sampler, built_in=True):
 def _shifted(saved: dict[str, Any], shifts: list[int]) -> dict[str, Any]:
     """Rows and priorities of a state, for lanes whose sequences are lower by this much."""
     seen, p = saved["seen"], saved["priorities"]
-    strands, parts, at = len(p) // max(1, sum(b - a for a, b in seen)), [], 0
+    envs, parts, at = len(p) // max(1, sum(b - a for a, b in seen)), [], 0
     for (a, b), shift in zip(seen, shifts, strict=False):
         # Rows that were overwritten between the state and the save of the rows have no sequence here.
-        parts.append(p[at + (min(max(a, shift), b) - a) * strands : at + (b - a) * strands])
-        at += (b - a) * strands
+        parts.append(p[at + (min(max(a, shift), b) - a) * envs : at + (b - a) * envs])
+        at += (b - a) * envs
     shifted = [[max(a, s) - s, max(b, s) - s] for (a, b), s in zip(seen, shifts, strict=False)]
     return {"priorities": torch.cat(parts) if parts else p[:0], "seen": shifted}
 

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from engram.store.lanes import Lanes
 
 
-def listed_epoch(rows: np.ndarray[Any, Any], strands: int) -> dict[str, Any]:
+def listed_epoch(rows: np.ndarray[Any, Any], envs: int) -> dict[str, Any]:
     """An epoch that another library had begun, as a sampler keeps it: rows of the first lane, in their order.
 
     Args:
         rows: sequence * environments + environment of each.
     """
-    first = int(rows.min()) // strands if len(rows) else 0
-    count = int(rows.max()) // strands + 1 - first if len(rows) else 0
+    first = int(rows.min()) // envs if len(rows) else 0
+    count = int(rows.max()) // envs + 1 - first if len(rows) else 0
     listed = torch.from_numpy(rows.copy())
     return {
-        "key": 0, "ranges": [[first, count]], "position": 0, "incarnation": None, "listed": listed, "strands": strands,
+        "key": 0, "ranges": [[first, count]], "position": 0, "incarnation": None, "listed": listed, "strands": envs,
     }  # fmt: skip
 
 
@@ -48,8 +48,8 @@ def check_list(rows: Any) -> None:
 class ExplicitOrder:
     """The order of an epoch whose rows are listed one by one; rows that are gone are left out."""
 
-    def __init__(self, listed: Tensor, strands: int, moved: int = 0) -> None:
-        self._rows, self._strands, self._moved = listed.numpy(), strands, moved
+    def __init__(self, listed: Tensor, envs: int, moved: int = 0) -> None:
+        self._rows, self._envs, self._moved = listed.numpy(), envs, moved
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -59,11 +59,11 @@ class ExplicitOrder:
         lane, slots = store.lane(0), np.empty(0, np.int64)
         while position < len(self._rows) and len(slots) < n:
             rows = self._rows[position : position + n]
-            sequences = rows // self._strands - self._moved
+            sequences = rows // self._envs - self._moved
             exist = np.flatnonzero((sequences >= lane["first"]) & (sequences < lane["published"]))[: n - len(slots)]
             full = len(slots) + len(exist) == n
             position = position + int(exist[-1]) + 1 if full and len(exist) else min(position + n, len(self._rows))
-            more = sequences[exist] % store.lane_capacity * self._strands + rows[exist] % self._strands
+            more = sequences[exist] % store.lane_capacity * self._envs + rows[exist] % self._envs
             slots = np.concatenate([slots, more])
         return torch.from_numpy(slots), position
 

@@ -393,7 +393,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
             epoch, walk = self._begin_if_needed(storage, rule)
             if self.drop_last and n > len(walk):
                 raise ValueError(
-                    f"{n} slices are wanted, but only {len(walk)} trajectories have {rule.min_length} steps, and "
+                    f"a batch is {n} slices, but only {len(walk)} trajectories have {rule.min_length} steps, and "
                     "drop_last leaves out batches that are not full; sample fewer"
                 )
             seed = self._draw_seed(storage, storage.lanes)
@@ -488,7 +488,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
             check_counts(state["epoch"]["counts"])
             check_counts(state["epoch"]["lasts"], least=-1)
             if len(state["epoch"]["counts"]) != len(state["epoch"]["lasts"]):
-                raise ValueError("a saved epoch does not have a last step for each strand")
+                raise ValueError("a saved epoch does not have a last step for each environment")
         return super()._differences(state)
 
     def _check_state(self, state: dict[str, Any], storage: Storage) -> None:
@@ -501,7 +501,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         if any(count > store.lane_capacity for count in epoch["counts"]):
             raise ValueError(f"an epoch of {max(epoch['counts'])} trajectories is not one of this storage")
         if len(epoch["counts"]) > store.lanes * store.strands:
-            raise ValueError(f"an epoch of {len(epoch['counts'])} strands is not one of this storage")
+            raise ValueError(f"an epoch of {len(epoch['counts'])} environments is not one of this storage")
 
     def _get_cursor(self) -> Any:
         return self._epoch and {**self._epoch}, self._walk, self._ran_out
@@ -514,8 +514,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
     def _rebase(self, incarnation: int, shifts: list[int]) -> None:
         with self.lock:
             if self._epoch is not None and shifts:
-                strands = max(1, len(self._epoch["lasts"]) // len(shifts))
-                lasts = [max(-1, last - shifts[k // strands]) for k, last in enumerate(self._epoch["lasts"])]
+                envs = max(1, len(self._epoch["lasts"]) // len(shifts))
+                lasts = [max(-1, last - shifts[k // envs]) for k, last in enumerate(self._epoch["lasts"])]
                 self._epoch = {**self._epoch, "incarnation": incarnation, "lasts": lasts}
                 self._walk = None
 

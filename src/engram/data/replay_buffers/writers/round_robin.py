@@ -23,7 +23,7 @@ class Writer(abc.ABC):
     index_key: str | None = None
 
     #: Whether it is one of the library's own classes, which assign their attributes and never change them in place.
-    #: Of a child that a user writes this is not known, whatever its base.
+    #: Of a child that a user writes this need not hold, whatever its base.
     _built_in = False
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
