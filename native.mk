@@ -6,7 +6,7 @@ SANITIZED := build/sanitized
 TORTURES := --deselect tests/native/test_torture.py
 
 # Leaks are not looked for: Python and torch keep memory until the end.
-test-native-sanitized: $(VENV)/.engram
+test-native-sanitized: $(VENV)/.engram $(VENV)/.dev
 	@echo "[1/2] building the native core with AddressSanitizer and UBSan into $(SANITIZED): about a minute, once"
 	$(VENV)/bin/python -m cmake --version >/dev/null 2>&1 && CMAKE="$(VENV)/bin/python -m cmake" || CMAKE=cmake; \
 	  $$CMAKE -S . -B $(SANITIZED) -DPython_EXECUTABLE=$(abspath $(VENV)/bin/python) -DENGRAM_SANITIZE=ON >/dev/null && \
@@ -24,7 +24,7 @@ test-native-sanitized: $(VENV)/.engram
 TORTURE := $(VENV)/bin/python -m pytest -q -m long tests/native/test_torture.py tests/processes
 
 # Twenty minutes of writers, readers, kills, saves and forks; then the figures, of a machine that has nothing else to do.
-torture: $(VENV)/.engram
+torture: $(VENV)/.engram $(VENV)/.dev
 	$(TORTURE) -k "not planted" $(PYTEST)
 	@echo "4 writers alone; 2 samplers alone; both at once"
 	$(VENV)/bin/python tests/processes/torture.py --steady --seconds 10 --writers-only
@@ -33,7 +33,7 @@ torture: $(VENV)/.engram
 
 # Builds each forbidden reordering, takes each protection out, and sees that a torture notices it; then that the sound
 # build stands the same.
-torture-planted: $(VENV)/.engram
+torture-planted: $(VENV)/.engram $(VENV)/.dev
 	$(TORTURE) -k "planted" $(PYTEST)
 
 MODEL := build/model

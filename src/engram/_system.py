@@ -6,33 +6,12 @@ import errno
 import os
 import stat
 import threading
-from typing import Any
 
 import torch
 from torch import Tensor
 
 # Of the wide unsigned integers torch can do little: most code takes their bits for signed ones.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
-def slots_tensor(made: Any) -> Tensor:
-    """int64 [n]: what the native core returned, which is a bytearray where torch lacks the exchange API."""
-    if isinstance(made, Tensor):
-        return made
-    return torch.frombuffer(made, dtype=torch.int64) if len(made) else torch.empty(0, dtype=torch.int64)
-
-
-def flags_tensor(made: Any, *shape: int) -> Tensor:
-    """bool of a shape: what the native core returned, which is a bytearray where torch lacks the exchange API."""
-    flags = made if isinstance(made, Tensor) else torch.frombuffer(made or bytearray(1), dtype=torch.bool)[: len(made)]
-    return flags.reshape(shape) if shape else flags
-
-
-def values_tensor(made: Any, dtype: torch.dtype) -> Tensor:
-    """[n] of this dtype, as `slots_tensor`."""
-    if isinstance(made, Tensor):
-        return made
-    return torch.frombuffer(made, dtype=dtype) if len(made) else torch.empty(0, dtype=dtype)
 
 
 def human_bytes(n: float) -> str:

@@ -18,6 +18,12 @@ from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapsho
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 
+def new_lane(base: int, published: int) -> dict[str, Any]:
+    """The counters of a lane as a storage gives them."""
+    border = {"looked": 0, "agreed": None}
+    return {"base": base, "published": published, "origin": 0, "seams": [], "border": border, "replaced": 0}
+
+
 class RowRings:
     """Packed rows in numpy arrays: the RowSource and RowSink that checkpointers are tested with."""
 
@@ -35,7 +41,7 @@ class RowRings:
     def empty(self) -> None:
         self.name, self.changed = os.urandom(8).hex(), list[tuple[int, int]]()
         self.written = self.restoring = False
-        self.lanes: list[dict[str, Any]] = [{"base": 0, "published": 0, "origin": 0, "seams": []} for _ in self.memory]
+        self.lanes: list[dict[str, Any]] = [new_lane(0, 0) for _ in self.memory]
 
     def append(self, lane: int, count: int, salt: int = 0) -> None:
         """Rows whose bytes are a function of lane, strand, write number and `salt`."""
@@ -125,14 +131,16 @@ class ItemList:
         return self.stored
 
     def counters(self) -> dict[str, Any]:
-        lane = {"base": self.base, "published": self.published, "origin": 0, "seams": []}
-        return {"lane_capacity": self.capacity, "strands": 1, "lanes": [lane]}
+        return {"lane_capacity": self.capacity, "strands": 1, "lanes": [new_lane(self.base, self.published)]}
 
     def check_restore(self, counters: dict[str, Any]) -> None:
         if counters["lane_capacity"] != self.capacity:
             raise ValueError(f"capacity is {counters['lane_capacity']}, not {self.capacity}")
 
-    def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
+    def sequences(self) -> list[int]:
+        return [0] * len(self.stored)
+
+    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
         self.check_restore(counters)
         (lane,) = counters["lanes"]
         self.name = os.urandom(8).hex()

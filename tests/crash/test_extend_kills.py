@@ -200,7 +200,7 @@ def test_killed_while_rows_are_replaced_each_of_them_is_old_or_new(tmp_path):
         again[:] = of_numbers(torch.arange(ROWS))  # the next child counts from there
         last = 0
         assert state_of(again)[:3] == (ROWS, ROWS, 0)
-        assert again.storage.lanes.store.edits % 2 == 0
+        assert again.storage.lanes.store.epoch()[1] % 2 == 0
         again.storage.close()
     assert 2 in kinds, "no kill came between two pieces of a replacement"
 

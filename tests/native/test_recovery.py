@@ -74,14 +74,14 @@ class Disk:
 
 def term_of(s: _native.Store, lane: int, number: int) -> int:
     """The term in the trailer of a row's first strand."""
-    row = lane * s.strands * s.lane_capacity + number % s.lane_capacity
+    row = lane * s.envs * s.lane_capacity + number % s.lane_capacity
     at = s.rows_offset + (row + 1) * s.row_stride - 8
     return int.from_bytes(s.memory()[at : at + 4].tobytes(), "little")
 
 
 def check(disk: Disk, path: Path, code: object, image: bytearray) -> _native.Store:
     s, fd = open_image(path, image)
-    s.mend()
+    s.repair()
     s.finish_interrupted()
     before = [s.lane(i)["term"] for i in range(s.lanes)]
     s.recover()
@@ -90,14 +90,14 @@ def check(disk: Disk, path: Path, code: object, image: bytearray) -> _native.Sto
         state = s.lane(lane)
         numbers = torch.arange(state["first"], state["published"])
         assert state["term"] > before[lane]
-        where = (numbers % s.lane_capacity + lane * s.lane_capacity).reshape(-1, 1) * s.strands
-        where = (where + torch.arange(s.strands)).reshape(-1)
-        rows, missing, unwritten, made = s.gather(code, where, numbers=True)
+        where = (numbers % s.lane_capacity + lane * s.lane_capacity).reshape(-1, 1) * s.envs
+        where = (where + torch.arange(s.envs)).reshape(-1)
+        rows, missing, unwritten, made = s.gather(code, where, sequences=True)
         assert missing is None and unwritten is None
         found, whole = numbers_of(rows[0])
-        expected = (numbers.reshape(-1, 1) * s.strands + torch.arange(s.strands)).reshape(-1)
+        expected = (numbers.reshape(-1, 1) * s.envs + torch.arange(s.envs)).reshape(-1)
         assert whole.all() and torch.equal(found, expected), "a row that came back is torn or out of place"
-        assert torch.equal(made, numbers.repeat_interleave(s.strands))
+        assert torch.equal(made, numbers.repeat_interleave(s.envs))
         alive = range(max(disk.written[lane] - s.lane_capacity, disk.floor[lane]), disk.durable[lane])
         assert not alive or (state["first"] <= alive[0] and state["published"] >= alive[-1] + 1), (
             f"durable rows {alive} of lane {lane}, found {state}"
@@ -244,16 +244,16 @@ def test_a_row_in_the_wrong_place_or_of_another_store_is_not_whole(tmp_path: Pat
     code, width = words(4)
     with file_store(tmp_path / "s", width, 16) as s:
         append_strands(s, code, 32)
-        assert all(s.whole(i) for i in range(16))
+        assert all(_native.testing.is_whole(s, i) for i in range(16))
         rows = s.memory()[s.rows_offset : s.rows_offset + 16 * s.row_stride].reshape(16, s.row_stride)
         rows[3] = rows[4]
-        assert [i for i in range(16) if not s.whole(i)] == [3]
+        assert [i for i in range(16) if not _native.testing.is_whole(s, i)] == [3]
         rows[5, 0] ^= 1
-        assert not s.whole(5)
+        assert not _native.testing.is_whole(s, 5)
         rows[6, -16] ^= 16  # the number: one ring further
-        assert not s.whole(6)
+        assert not _native.testing.is_whole(s, 6)
         with pytest.raises(IndexError):
-            s.whole(16)
+            _native.testing.is_whole(s, 16)
         assert s.recover() > 0
         assert s.gather(code, slots(15))[2] is None
 

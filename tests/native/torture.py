@@ -130,7 +130,7 @@ class Torture:
                 self.faults.append(f"lane {lane}: {returned} rows had returned, {state['published']} are published")
             there = torch.arange(state["first"], state["published"])
             where = there % self.capacity + lane * self.capacity
-            rows, missing, unwritten, numbers = s.gather(words(self.width)[0], where, numbers=True)
+            rows, missing, unwritten, numbers = s.gather(words(self.width)[0], where, sequences=True)
             if missing or unwritten or not torch.equal(numbers, there):
                 self.faults.append(f"lane {lane} at rest: {missing} missing, {unwritten} unwritten")
             self.faults += _wrong(rows[0], numbers, lane, "at rest")
@@ -171,7 +171,7 @@ class Torture:
             where = s.uniform(torch.tensor([draw.randrange(1 << 62)]), n)
             if where is None:
                 continue
-            rows, missing, unwritten, numbers = s.gather(code, where, numbers=True)
+            rows, missing, unwritten, numbers = s.gather(code, where, sequences=True)
             bad = {*(missing or ()), *(unwritten or ())}
             keep = torch.tensor([i for i in range(n) if i not in bad], dtype=torch.int64)
             done["rounds"] += 1
@@ -268,7 +268,7 @@ def main() -> int:
         start = time.monotonic()
         t.run(a.seconds, a.until_fault)
         took = round(time.monotonic() - start, 2)
-    print(json.dumps({"planted": _native.PLANTED, "seconds": took, **t.done, "faults": t.faults[:20]}))
+    print(json.dumps({"planted": _native.testing.PLANTED, "seconds": took, **t.done, "faults": t.faults[:20]}))
     return 1 if t.faults else 0
 
 

@@ -77,6 +77,8 @@ MARKER_CONTENT = b"engram snapshot: this directory belongs to engram, which remo
 
 FORMAT = "engram snapshot"
 VERSION = 1
+#: What a snapshot may use beyond version 1, by name: none yet. A reader refuses a snapshot that names one it does not know.
+FEATURES: tuple[str, ...] = ()
 
 LARGEST_MANIFEST = 1 << 28  # a sparse file of any size costs nothing to make
 

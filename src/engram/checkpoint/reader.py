@@ -20,6 +20,7 @@ import xxhash
 from engram._system import check_memory
 from engram.checkpoint.directory import (
     CURRENT,
+    FEATURES,
     FORMAT,
     LARGEST_MANIFEST,
     MANIFEST,
@@ -308,9 +309,20 @@ class SnapshotReader:
                 f"{self._path} has format version {document.get('version')}, this engram reads version {VERSION}; "
                 "load it with the engram that wrote it, or a newer one"
             )
+        self._check_features(document.get("features"))
         self.files, self.body = self._records(document.get("files")), self._body(document.get("body"))
         for name in self.files:
             self._check_file(name)
+
+    def _check_features(self, features: Any) -> None:
+        if not isinstance(features, list) or not all(type(feature) is str for feature in features):
+            raise self.malformed("it does not list the features that it uses")
+        unknown = [feature for feature in features if feature not in FEATURES]
+        if unknown:
+            raise CheckpointError(
+                f"{self._path} uses {', '.join(map(repr, unknown))}, which this engram does not know; load it with a "
+                "newer one"
+            )
 
     def _records(self, files: Any) -> dict[str, FileRecord]:
         if not isinstance(files, dict):

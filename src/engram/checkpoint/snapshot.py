@@ -9,7 +9,7 @@ from typing import Any
 
 from engram.checkpoint.directory import is_file_name, to_json
 from engram.checkpoint.encoding import CODECS, Blobs, decode, encode
-from engram.checkpoint.protocols import StorageCheckpointerBase
+from engram.checkpoint.protocols import RestorePlan, StorageCheckpointerBase
 from engram.checkpoint.reader import SnapshotReader, reading
 from engram.checkpoint.writer import SnapshotWriter, saving
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
@@ -43,14 +43,14 @@ def save_snapshot(
     with saving(path, keep_last=keep_last) as writer:
         if began is not None:
             began(writer)
-        writer.need(nbytes + (0 if storage is None else storage[0].nbytes(storage[1], _previous(writer, storage[0]))))
+        plan = None if storage is None else storage[0].plan_save(storage[1], _previous(writer, storage[0]))
+        writer.need(nbytes if plan is None else nbytes + plan.nbytes)
         for name, (_, blobs) in encoded.items():
             if blobs:
                 writer.write_file(_blob_file(name), blobs.blocks())
         state = None
-        if storage is not None:
-            saved = storage[0].dumps(storage[1], writer, _previous(writer, storage[0]))
-            state = {"format": storage[0].format, "state": saved}
+        if storage is not None and plan is not None:
+            state = {"format": storage[0].format, "state": plan.write(writer)}
         writer.body = {"components": trees, "storage": state}
     return writer.name
 
@@ -82,6 +82,7 @@ class Snapshot:
         self.name = reader.name
         self.components: Mapping[str, Any] = _Components(reader)
         self._reader = reader
+        self._plan: tuple[StorageCheckpointerBase[Any, Any], RestorePlan[Any]] | None = None
 
     @property
     def storage_format(self) -> str | None:
@@ -105,28 +106,35 @@ class Snapshot:
         states: dict[str, Any] = {
             name: self.component(name) for name in ("sampler", "writer", "generator") if name in parts
         }
-        if "writer" in parts:  # checkpoints of earlier versions have no such component
-            states["transform"] = self.components.get("transform", {"state": None})
+        if "writer" in parts:
+            states["transform"] = self.component("transform")
         return states, []
-
-    def numbers(self) -> Any:
-        """The numbers of rows that were replaced out of turn; None in checkpoints without any."""
-        return self.components.get("numbers")
 
     def check_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
         """ValueError when the sink cannot take the storage that was saved; changes nothing."""
-        state = self._storage_state(checkpointer)
-        try:
-            checkpointer.check(sink, self._reader, state)
-        except MalformedLayoutError as error:
-            raise self.malformed(str(error)) from error
+        with self._as_malformed():
+            self._restore_plan(checkpointer).check(sink)
 
     def load_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
         """Fills the sink. One that holds rows is untouched unless everything was verified before; an empty one is
         empty again after an error.
         """
-        self.check_storage(checkpointer, sink)
-        checkpointer.loads(sink, self._reader, self._storage_state(checkpointer))
+        with self._as_malformed():
+            self._restore_plan(checkpointer).load(sink)
+
+    def _restore_plan(self, checkpointer: StorageCheckpointerBase[Any, Any]) -> RestorePlan[Any]:
+        """What was saved of the storage: read once for this checkpointer, however often it is checked and loaded."""
+        if self._plan is None or self._plan[0] is not checkpointer:
+            self._plan = checkpointer, checkpointer.plan_restore(self._reader, self._storage_state(checkpointer))
+        return self._plan[1]
+
+    @contextmanager
+    def _as_malformed(self) -> Iterator[None]:
+        """Around looks at the layout that was saved: where it is none, that is damage, not a difference."""
+        try:
+            yield
+        except MalformedLayoutError as error:
+            raise self.malformed(str(error)) from error
 
     def verify(self) -> None:
         """Compares every file with its hash; CorruptCheckpointError names the first that differs."""

@@ -169,9 +169,8 @@ class SnapshotWriter:
 
     def commit(self) -> None:
         """Brings the snapshot into force: files first, then their folders, then the manifest, at last CURRENT."""
-        manifest = seal(
-            {"format": FORMAT, "version": VERSION, "snapshot": self.name, "files": self._files, "body": self.body}
-        )
+        said = {"format": FORMAT, "version": VERSION, "features": [], "snapshot": self.name}
+        manifest = seal({**said, "files": self._files, "body": self.body})
         self._unsynced.append(self._create(MANIFEST))
         _write_all(self._unsynced[-1], memoryview(manifest))
         self._sync_files(down_to=0)

@@ -39,8 +39,8 @@ from engram.collectors.writing import BufferWriter
 from engram.envs.policies import ExplorationType
 from engram.errors import WorkerError
 from engram.processes.shared_weights import SharedWeights, tensors_of
-from engram.processes.timeouts import StepClock, Timeout, checked_timeout
-from engram.processes.worker import QUICKLY, Portable, Worker, close_all, wait_for_any
+from engram.processes.timeouts import CallTimer, Timeout, validate_timeout
+from engram.processes.worker import ERROR_CLOSE_TIMEOUT, CloudpickleWrapper, Worker, close_all, wait_for_any
 
 Arrived = tuple[int, "TensorDictBase | Wrote"]
 
@@ -75,7 +75,7 @@ class MultiCollector:
         start_method: str | None = None,
         timeout: float | None = None,
     ) -> None:
-        checked_timeout(timeout)
+        validate_timeout(timeout)
         makers = makers_of(create_env_fn, num_workers)
         refuse_bad_counts(frames_per_batch, total_frames, max_frames_per_traj, init_random_frames)
         if split_trajs and replay_buffer is not None:
@@ -125,11 +125,13 @@ class MultiCollector:
         start_method: str | None,
         timeout: float | None,
     ) -> None:
-        policy = None if self._policy is None else Portable(on_cpu(self._policy))
-        clocks = [None if timeout is None else StepClock() for _ in makers]
+        policy = None if self._policy is None else CloudpickleWrapper(on_cpu(self._policy))
+        clocks = [None if timeout is None else CallTimer() for _ in makers]
         self._timeout = None if timeout is None else Timeout(timeout, [clock for clock in clocks if clock is not None])
         tasks = [
-            Task(Portable(make), policy, self._weights, settings, self._can_be_stopped, self._ahead + 1, clock)
+            Task(
+                CloudpickleWrapper(make), policy, self._weights, settings, self._can_be_stopped, self._ahead + 1, clock
+            )
             for make, clock in zip(makers, clocks, strict=True)
         ]
         self._workers: list[Worker] = []
@@ -237,8 +239,8 @@ class MultiCollector:
         """Waits until some of the workers have something to say. Raises WorkerError where one hangs in its step."""
         if self._timeout is None:
             return wait_for_any(workers)
-        while not (heard := wait_for_any(workers, self._timeout.left() + 0.001)):
-            if (late := self._timeout.late()) is not None:
+        while not (heard := wait_for_any(workers, self._timeout.remaining() + 0.001)):
+            if (late := self._timeout.overdue()) is not None:
                 self._workers[late[0]].kill(late[1])
         return heard
 
@@ -389,7 +391,7 @@ class MultiCollector:
     def _end_quickly(self) -> None:
         """Ends the workers where there is an error to be told, which does not wait for one that is busy."""
         if self._finalizer.detach() is not None:
-            close_all(self._workers, QUICKLY)
+            close_all(self._workers, ERROR_CLOSE_TIMEOUT)
 
     def _refuse_if_shut_down(self) -> None:
         if self.is_shut_down:

@@ -18,8 +18,8 @@ from engram.collectors.stats import Episodes
 from engram.collectors.sync import SyncDataCollector, as_rows
 from engram.collectors.writing import BufferWriter
 from engram.processes.shared_weights import SharedWeights
-from engram.processes.timeouts import StepClock
-from engram.processes.worker import Channel, Portable
+from engram.processes.timeouts import CallTimer
+from engram.processes.worker import Channel, CloudpickleWrapper
 
 MOST_PIECES = 32  # of a batch that can be stopped between two
 
@@ -86,13 +86,13 @@ class Collected(NamedTuple):
 class Task(NamedTuple):
     """All that a worker is made from."""
 
-    make_env: Portable
-    policy: Portable | None
+    make_env: CloudpickleWrapper
+    policy: CloudpickleWrapper | None
     weights: SharedWeights | None
     settings: dict[str, Any]
     can_be_stopped: bool
     shelf_batches: int
-    clock: StepClock | None
+    clock: CallTimer | None
 
 
 def work(channel: Channel, task: Task) -> None:
@@ -134,13 +134,13 @@ class _CollectorProcess:
             Load: lambda message: self._load(message.state),
         }
         try:
-            self._channel.say(Ready(collector.frames_per_batch * self._pieces, self._envs))
+            self._channel.send(Ready(collector.frames_per_batch * self._pieces, self._envs))
             while True:
                 message = self._channel.receive()
                 if isinstance(message, Attach):
                     self._writer, self._numbering = BufferWriter(message.replay_buffer), Numbering(message.ids.take)
                 elif not isinstance(message, Stop):  # one that came after the batch had ended says nothing
-                    self._channel.say(answers[type(message)](message))
+                    self._channel.send(answers[type(message)](message))
                     if self._failure is not None:
                         raise self._failure
         finally:

@@ -15,7 +15,7 @@ from engram.collectors.stepped import TensorDictRoller
 from engram.collectors.trajectories import FrameMarks
 from engram.envs.engines import Autoreset
 from engram.envs.policies import TensorDictPolicy
-from engram.processes.timeouts import StepClock, Timed
+from engram.processes.timeouts import CallTimer, TimedEnv
 
 
 class Roller(Protocol):
@@ -37,7 +37,7 @@ def roller_for(
     marks: FrameMarks,
     *,
     reset_when_done: bool = True,
-    clock: StepClock | None = None,
+    clock: CallTimer | None = None,
 ) -> Roller:
     """The fastest roller that `env` allows: stepped together, one by one, with transforms that follow, or through its
     TensorDict interface.
@@ -47,7 +47,7 @@ def roller_for(
     """
 
     def by_steps(env: Any, limit: int | None) -> TensorDictRoller:
-        timed = env if clock is None else Timed(env, clock, 0)
+        timed = env if clock is None else TimedEnv(env, clock, 0)
         return TensorDictRoller(timed, policy, limit, marks, reset_when_done=reset_when_done)
 
     engine = ask(env, "batch_engine")
@@ -63,14 +63,14 @@ def roller_for(
 
 
 def _raw_roller(
-    clock: StepClock | None, env: Any, policy: TensorDictPolicy, limit: int | None, marks: FrameMarks
+    clock: CallTimer | None, env: Any, policy: TensorDictPolicy, limit: int | None, marks: FrameMarks
 ) -> Roller | None:
     engine, engines = ask(env, "batch_engine"), ask(env, "engines")
     if engine is not None and is_cpu(env.device):
-        timed: Any = engine if clock is None else Timed(engine, clock, 0)
+        timed: Any = engine if clock is None else TimedEnv(engine, clock, 0)
         return BatchRoller(env, timed, policy, limit, marks)
     if engines is not None and is_cpu(env.device):
         if clock is not None:
-            engines = [Timed(engine, clock, i) for i, engine in enumerate(engines)]
+            engines = [TimedEnv(engine, clock, i) for i, engine in enumerate(engines)]
         return GymRoller(env, engines, policy, limit, marks)
     return None

@@ -24,7 +24,7 @@ from engram.collectors.weights import PolicyWeights
 from engram.collectors.whole import WholeTrajectories
 from engram.collectors.writing import BufferWriter
 from engram.envs.policies import ExplorationType, as_policy, set_exploration_type
-from engram.processes.timeouts import StepClock, refuse_timeout
+from engram.processes.timeouts import CallTimer, reject_timeout
 
 ROWS_IN_SEARCH = 32  # at a time, while whole trajectories are looked for
 
@@ -113,7 +113,7 @@ class SyncDataCollector:
         no_cuda_sync: bool = False,
         timeout: None = None,
     ) -> None:
-        refuse_timeout(timeout, "SyncDataCollector")
+        reject_timeout(timeout, "SyncDataCollector")
         refuse_bad_settings(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
@@ -174,11 +174,11 @@ class SyncDataCollector:
                 stacklevel=3,
             )
 
-    def _enter_steps_in(self, clock: StepClock) -> None:
+    def _enter_steps_in(self, clock: CallTimer) -> None:
         """From the first one on, steps and resets of the environment are entered in `clock`, for a worker's owner."""
         self._roller = self._make_roller(clock)
 
-    def _make_roller(self, clock: StepClock | None = None) -> Roller:
+    def _make_roller(self, clock: CallTimer | None = None) -> Roller:
         policy = as_policy(self._weights.policy, self.env)
         self._prepare = getattr(policy, "prepare", lambda: None)
         policy = on_device(policy, self._policy_device, self.env)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from engram._native import FIRST_REPLACED
+
 _END = 1 << 62  # of write numbers
 
 
@@ -54,12 +56,24 @@ def _checked(lane: dict[str, Any]) -> tuple[int, int]:
     seams = [_count(seam) for seam in lane["seams"]]
     if seams != sorted(seams) or seams[-1:] > [published]:
         raise ValueError(f"the seams of a lane do not rise up to {published}: {seams}")
-    border = lane.get("border")
-    if border is not None:
-        looked, agreed = _count(border["looked"]), border["agreed"]
-        if looked > published or (agreed is not None and (type(agreed) is not int or not 0 <= agreed < 1 << 63)):
-            raise ValueError(f"{border!r:.80} is nothing that is known of the border of a lane")
+    border = lane["border"]
+    looked, agreed = _count(border["looked"]), border["agreed"]
+    if looked > published or (agreed is not None and (type(agreed) is not int or not 0 <= agreed < 1 << 63)):
+        raise ValueError(f"{border!r:.80} is nothing that is known of the border of a lane")
+    _count(lane["replaced"])
     return base, published
+
+
+def check_sequences(sequences: list[int], n: int) -> None:
+    """ValueError where these are not the sequences that n items can carry: 0, or one that no lane counts."""
+    if len(sequences) != n or not all(own == 0 or FIRST_REPLACED <= own < 1 << 63 for own in map(_whole, sequences)):
+        raise ValueError(f"the sequences of {n} items are {sequences!r:.80}")
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is not a sequence")
+    return value
 
 
 def _count(value: Any) -> int:

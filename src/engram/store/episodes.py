@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import SIGNED, slots_tensor
+from engram._system import SIGNED
 from engram.pytree import KeyPath, show
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
@@ -131,11 +131,6 @@ class Episodes:
         with found.guard:
             return priorities.draw_starts(found.lanes.store, found.index, rule, seed, n, found.fetch)
 
-    def starting_at(self, steps: Steps, rule: _native.SliceRule, slots: Tensor) -> tuple[_native.SliceBatch, list[int]]:
-        """Slices that begin at these steps, and positions of slots that hold none."""
-        made: tuple[_native.SliceBatch, list[int]] = self._ask(steps, "starting_at", rule, slots)
-        return made
-
     def begin_epoch(self, steps: Steps, rule: _native.SliceRule, key: int, shuffle: bool) -> _native.SliceEpoch:
         """An epoch over the trajectories that are long enough now."""
         epoch: _native.SliceEpoch = self._ask(steps, "begin_epoch", rule, key, shuffle)
@@ -159,16 +154,11 @@ class Episodes:
         """Steps of the longest trajectory; 0 where nothing is stored."""
         return 0 if self._of(steps) is None else int(self._ask(steps, "longest"))
 
-    def bounds(self, steps: Steps, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Write numbers [start, stop) of the trajectory that each step is of: int64 [n]; -1 for slots without one."""
-        start, stop = self._ask(steps, "bounds", slots)
-        return slots_tensor(start), slots_tensor(stop)
-
     def trajectories(self, steps: Steps) -> Trajectories:
         """Every trajectory that is stored."""
         if self._of(steps) is None:
             return Trajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
-        return Trajectories(*(slots_tensor(t) for t in self._ask(steps, "trajectories")))
+        return Trajectories(*self._ask(steps, "trajectories"))
 
     def _ask(self, steps: Steps, what: str, *args: Any) -> Any:
         found = self._of(steps)
@@ -251,7 +241,7 @@ class _StoredSteps:
 
     def __init__(self, steps: Callable[[], Any], leaf: LeafSpec, store: _native.Store) -> None:
         self._steps, self._leaf = steps, leaf
-        self._capacity, self._strands = store.lane_capacity, store.strands
+        self._capacity, self._strands = store.lane_capacity, store.envs
 
     def __call__(self, lane: int, start: int, stop: int) -> Any:
         slots = lane * self._capacity + torch.arange(start, stop) % self._capacity

@@ -445,7 +445,7 @@ class Session:
 
     def _mend(self) -> None:
         reserve_holes(self._fd, self._found, self.store.total_bytes, self._path)
-        whole, clean, boot = self.store.mend()
+        whole, clean, boot = self.store.repair()
         if not whole:
             with self._told("a change of stored rows that was interrupted"):
                 self.store.finish_interrupted()

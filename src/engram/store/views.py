@@ -115,10 +115,14 @@ class FrozenItems(Changes):
     def __init__(self, lanes: Lanes, source: Any) -> None:
         super().__init__(lanes)
         self._counters = copy.deepcopy(source.counters())
-        self._items = list(source.items())
+        self._items, self._sequences = list(source.items()), source.sequences()
 
     def items(self) -> list[Any]:
         return self._items
+
+    def sequences(self) -> list[int]:
+        own: list[int] = self._sequences
+        return own
 
     def counters(self) -> dict[str, Any]:
         state: dict[str, Any] = self._counters

@@ -245,7 +245,7 @@ class ObservationNorm(Transform):
             return [f"ObservationNorm was given loc={self.loc} and scale={self.scale} here, and found its own there"]
         try:
             _checked_stats(state["loc"], state["scale"])
-        except ValueError as error:  # earlier versions took them from data that were not finite
+        except ValueError as error:
             return [f"ObservationNorm has a state that cannot be: {error}; call init_stats(data) anew"]
         return []
 

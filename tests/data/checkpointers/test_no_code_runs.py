@@ -33,7 +33,7 @@ H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regio
 NEEDED = {
     "data/datasets/atomic_files.py": ["import ctypes"],
     "envs/gym_make.py": ["import importlib", "importlib.import_module"],
-    "processes/worker.py": ["import cloudpickle"],
+    "processes/worker.py": ["import pickle", "import cloudpickle"],
     "data/replay_buffers/buffer.py": [".__reduce_ex__"],
     "data/replay_buffers/storages/base.py": [".__reduce_ex__", ".__reduce_ex__"],
     "data/replay_buffers/storages/ensemble.py": ["self.__reduce_ex__", "object.__reduce_ex__"],
@@ -112,16 +112,23 @@ def computed(tree: ast.AST) -> Iterator[str]:
     def visit(node: ast.AST, inside: str, known: set[str]) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef):
             inside, known = node.name, literals(node)
-        if isinstance(node, ast.Call) and name_of(node.func)[1] in ("getattr", "setattr", "globals", "vars", "locals"):
-            if name_of(node.func)[1] in ("globals", "locals"):
-                yield inside
-            elif len(node.args) > 1 and not isinstance(node.args[1], ast.Constant):
-                if ast.unparse(node.args[1]) not in known:
-                    yield inside
+        if isinstance(node, ast.Call) and is_computed(node, known):
+            yield inside
         for child in ast.iter_child_nodes(node):
             yield from visit(child, inside, known)
 
     yield from visit(tree, "", literals(tree))
+
+
+def is_computed(call: ast.Call, known: set[str]) -> bool:
+    """Whether a call finds something by a name that is none of the strings in the code."""
+    function = name_of(call.func)[1]
+    if function in ("globals", "locals"):
+        return True
+    if function not in ("getattr", "setattr", "vars") or len(call.args) < 2:
+        return False
+    name = call.args[1]
+    return not isinstance(name, ast.Constant) and ast.unparse(name) not in known
 
 
 def literals(tree: ast.AST) -> set[str]:

@@ -130,14 +130,16 @@ def test_a_chunk_that_begins_before_the_oldest_row_is_read_from_that_row_on(tmp_
     rings = LinkingSource(lane_capacity=100)
     rings.append(0, 60)
     whole = TensorStorageCheckpointer()
-    cut = whole.dumps
+    plan = whole.plan_save(rings)
+    write = plan.write
 
-    def with_a_later_base(source, writer, previous=None):
-        state = cut(source, writer)
+    def with_a_later_base(writer):
+        state = write(writer)
         state["counters"]["lanes"][0]["base"] = 5
         return state
 
-    monkeypatch.setattr(whole, "dumps", with_a_later_base)
+    monkeypatch.setattr(plan, "write", with_a_later_base)
+    monkeypatch.setattr(whole, "plan_save", lambda source, previous=None: plan)
     save_snapshot(tmp_path, {}, (whole, rings))
     loaded = RowRings(lane_capacity=100)
     with open_snapshot(tmp_path) as opened:

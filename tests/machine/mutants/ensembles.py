@@ -17,13 +17,13 @@ def draws_the_next_member(choose: Any, sampler: Any, n: int) -> Any:
 def names_the_next_member(patch: Patch) -> None:
     original = together.ids_of
     patch.setattr(together, "ids_of", lambda ids, n: 1 - original(ids, n))
-    joint = together._joint_index
+    joint = together._native.joint_index
 
     def named(drawn: Any, ids: Any) -> Any:
         found = joint(drawn, ids)
         return found and (found[0], 1 - found[1])
 
-    patch.setattr(together, "_joint_index", named)
+    patch.setattr(together._native, "joint_index", named)
 
 
 def updates_the_next_member(update: Any, sampler: Any, index: Any, *rest: Any, **more: Any) -> None:

@@ -51,7 +51,7 @@ def restore(
             if fill is not None and not fills_first:
                 fill()
                 backup.filled = True
-            _connect(buffer, states, rows_too=fill is not None)
+            _connect(buffer, rows_too=fill is not None)
         except BaseException:
             backup.restore()
             raise
@@ -60,7 +60,7 @@ def restore(
 def restore_copy(buffer: Any, states: dict[str, Any]) -> None:
     """Brings a new buffer, which has its rows already, to these states of its parts."""
     _load_parts(buffer, states)
-    _connect(buffer, states, rows_too=True)
+    _connect(buffer, rows_too=True)
 
 
 def _load_parts(buffer: Any, states: dict[str, Any]) -> None:
@@ -81,21 +81,12 @@ def _load_transforms(transform: Compose, state: dict[str, Any] | None) -> None:
         transform.load_state_dict(state)
 
 
-def _connect(buffer: Any, states: dict[str, Any], rows_too: bool) -> None:
+def _connect(buffer: Any, rows_too: bool) -> None:
     """Brings the states of the parts and the rows together."""
     storage, sampler = buffer.storage, buffer._sampler
-    if "numbers" in states:  # states in memory have them with the rows
-        numbers = states["numbers"]
-        storage.restore_numbers(_of_earlier_versions(states) if numbers is None else numbers, rows_too)
     if rows_too:
         storage.hand_over(sampler)
     sampler._sync(storage)
-
-
-def _of_earlier_versions(wanted: dict[str, Any]) -> Any:
-    """Numbers of replaced rows, which are the storage's, as writers that keep the best once saved them."""
-    state = wanted["writer"]["state"] if "writer" in wanted else None
-    return state.get("numbers") if isinstance(state, dict) else None
 
 
 class _Backup:
@@ -345,7 +336,6 @@ def _components(buffer: ReplayBuffer) -> dict[str, Any]:
         "writer": {"kind": buffer._writer._kind, "state": states["writer"]},
         "transform": {"state": states["transform"]},
         "generator": {"state": states["generator"]},
-        "numbers": buffer.storage.numbers_state(),
     }
 
 
@@ -357,8 +347,6 @@ def _load(buffer: ReplayBuffer, path: Path, snapshot: str | None, parts: tuple[s
     storage, with_rows = buffer.storage, "storage" in parts
     with open_saved(path, snapshot) as saved:
         wanted, said = saved.wanted(parts, {"sampler": buffer.sampler, "writer": buffer.writer, "storage": storage})
-        if with_rows or "writer" in parts:
-            wanted["numbers"] = saved.numbers()
         said += _differences(buffer, wanted, saved.malformed)
         if not said:
             _check_states(buffer, wanted, saved.malformed)
@@ -390,8 +378,11 @@ def _state_of(buffer: ReplayBuffer) -> dict[str, Any]:
 
 def _load_state(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
     """Takes over what `state_of` gave."""
+    missing = [f"it has no {part}" for part in (*PARTS, "transform") if part not in state]
+    if missing:
+        raise CheckpointMisfitError("the state does not fit this buffer", missing)
     wanted = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
-    wanted["transform"] = {"state": state.get("transform")}
+    wanted["transform"] = {"state": state["transform"]}
     said = _differences(buffer, wanted) + _misfits(lambda: buffer.storage.check_state(state["storage"]))
     if said:
         raise CheckpointMisfitError("the state does not fit this buffer", said)
@@ -431,5 +422,4 @@ def _check_states(buffer: ReplayBuffer, states: dict[str, Any], malformed: Malfo
     with damage_of(None, malformed):
         if "generator" in states:
             buffer._check_generator(states["generator"]["state"])
-        buffer.storage.check_numbers(states.get("numbers"))
     check_sampler(buffer, states, malformed)

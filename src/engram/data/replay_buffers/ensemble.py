@@ -135,7 +135,7 @@ class EnsembleReader:
     def _read_at_once(self, draws: list[Draw], ids: list[int], generations: bool) -> tuple[Any, dict[str, Any]] | None:
         """Reads all members straight into one batch; None where it takes more than that."""
         readers = [self.readers[i] for i in ids]
-        joint = _joint_index([draw.index for draw in draws], ids)
+        joint = _native.joint_index([draw.index for draw in draws], ids)
         if joint is None:
             return None
         index, buffer_ids = joint
@@ -273,16 +273,6 @@ def _rejoin(whole: TensorDict, before: list[dict[str, Any]], after: list[Any]) -
         else:
             mine[key] = torch.stack(values)
     return True
-
-
-def _joint_index(drawn: list[Any], ids: list[int]) -> tuple[Tensor, Tensor] | None:
-    """Slots and members as int64 [members, rows]; None where they are no slots, or not as many of each."""
-    if _native.has_exchange():
-        joint: Any = _native.joint_index(drawn, ids)
-        return joint  # type: ignore[no-any-return]
-    if any(type(slots) is not Tensor or slots.ndim != 1 or slots.shape != drawn[0].shape for slots in drawn):
-        return None
-    return torch.stack(drawn), ids_of(ids, len(drawn[0]))
 
 
 def _draw_exactly(reader: BatchReader, n: int, incarnation: int) -> Draw:

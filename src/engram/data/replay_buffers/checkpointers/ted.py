@@ -22,7 +22,7 @@ from engram.data.replay_buffers.checkpointers.rows import (
     section_bytes,
     unpack_values,
 )
-from engram.store.layout import RowLayout
+from engram.store.layout import LayoutState, RowLayout
 from engram.ted import codec as ted_codec
 from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Key, Mask, StepKeys
 
@@ -33,7 +33,7 @@ class FlatPacking:
     """
 
     def __init__(self, layout: RowLayout, shared: dict[int, int]) -> None:
-        self._leaves, self._payload = layout.leaves, layout.payload_bytes
+        self._leaves, self._payload = layout.stored, layout.payload_bytes
         self._shared = shared
         self.row_bytes = self._payload - sum(self._leaves[i].nbytes for i in shared)
 
@@ -108,13 +108,13 @@ class FlatStorageCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _packing(self, layout: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _packing(self, layout: LayoutState) -> Packing:
+        made = layout.parse()
         self._keys.flags(made.leaves)  # for its error
         return FlatPacking(made, self._keys.shared(made.leaves))
 
-    def _saved_packing(self, layout: dict[str, Any], state: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
+        made = layout.parse()
         return FlatPacking(made, shared_of(made, state))
 
 
@@ -146,7 +146,7 @@ class NestedPacking:
     def __init__(
         self, layout: RowLayout, shared: dict[int, int], flags: Sequence[int] = (), ids: Sequence[int] = ()
     ) -> None:
-        self._leaves, self._payload = layout.leaves, layout.payload_bytes
+        self._leaves, self._payload = layout.stored, layout.payload_bytes
         self._shared, self._flags, self._ids = shared, flags, ids
         self._copy_of = {root: i for i, root in shared.items()}
         self.row_bytes = self._payload - sum(self._leaves[i].nbytes for i in shared)
@@ -244,11 +244,11 @@ class NestedStorageCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _packing(self, layout: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _packing(self, layout: LayoutState) -> Packing:
+        made = layout.parse()
         keys = self._keys
         return NestedPacking(made, keys.shared(made.leaves), keys.flags(made.leaves), keys.ids(made.leaves))
 
-    def _saved_packing(self, layout: dict[str, Any], state: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
+        made = layout.parse()
         return NestedPacking(made, shared_of(made, state))

@@ -214,9 +214,9 @@ class Sampler(abc.ABC):
     def _differences(self, state: dict[str, Any]) -> list[str]:
         """What of a saved state does not fit this sampler."""
         return [
-            f"the sampler has {name}={mine!r} here, {state[name]!r} there"
+            f"the sampler has {name}={mine!r} here, {state.get(name)!r} there"
             for name, mine in self._config().items()
-            if name in state and state[name] != mine  # earlier versions saved fewer
+            if name not in state or state[name] != mine
         ]
 
     def _check_state(self, state: dict[str, Any], storage: Storage) -> None:

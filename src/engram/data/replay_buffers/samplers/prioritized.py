@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import slots_tensor, values_tensor
 from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler, check_counts, put_rows
 from engram.errors import is_masked, masked_array
 from engram.store.indexing import inward, select, tensor_of
@@ -143,14 +142,14 @@ class PriorityTable:
         assert saved is not None
         self._priorities.resume(
             lanes.store, [(a, b) for a, b in saved["seen"]], saved["max_priority"], saved["latest_priority"],
-            saved["skipped"], saved["priorities"].numpy(),
+            saved["skipped"], saved["priorities"],
         )  # fmt: skip
         self._waiting = None
 
     def sync(self, storage: Storage) -> None:
         """Takes in what was written since the last look."""
         if storage.lanes is not None:
-            self.following(storage, storage.lanes).look(storage.lanes.store)
+            self.following(storage, storage.lanes).poll(storage.lanes.store)
 
     def check_storage(self, storage: Storage) -> None:
         """ValueError where the storage has more steps than `max_capacity`."""
@@ -170,7 +169,7 @@ class PriorityTable:
         where, lanes = self._stored_in(storage)
         if (
             type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
-            and (generation is None or lanes.numbers is None) and not where.item_shape
+            and (generation is None or lanes.own_sequences is None) and not where.item_shape
             and self.following(where, lanes).set(lanes.store, index, priority, generation)
         ):  # fmt: skip
             return
@@ -190,31 +189,29 @@ class PriorityTable:
         if where.item_shape:
             slots, p, generation = _one_for_each_item(slots, p, generation, self.reduction)
         if generation is not None:
-            generation = lanes.counted(slots, generation).contiguous().numpy()
-        priorities.set(lanes.store, slots.numpy(), p.numpy(), generation)
+            generation = lanes.counted(slots, generation).contiguous()
+        priorities.set(lanes.store, slots, p, generation)
 
     def mark(self, index: Any, storage: Storage | None) -> None:
         """As `Sampler.mark_update`."""
         where, lanes = self._stored_in(storage)
-        self.following(where, lanes).mark(lanes.store, self._slots(where, lanes, index)[0].numpy())
+        self.following(where, lanes).mark(lanes.store, self._slots(where, lanes, index)[0])
 
     def get(self, index: Any, storage: Storage | None) -> Tensor:
         """As `PrioritizedSampler.priorities`."""
         where, lanes = self._stored_in(storage)
         mine = self.following(where, lanes)
-        return values_tensor(mine.of(lanes.store, self._slots(where, lanes, index)[0].numpy()), torch.float64)
+        return mine.of(lanes.store, self._slots(where, lanes, index)[0])
 
     def checked(self, priority: Any, n: int) -> Tensor:
         """As `PrioritizedSampler.checked_priorities`."""
         p = self._per_step(priority, n, (n,))
-        self._priorities.check(p.numpy())
+        self._priorities.check(p)
         return p
 
     def start_weights(self, slices: _native.SliceBatch) -> Tensor:
         """The weight of each row's slice, by the priority of its start: [n]."""
-        wide = self.dtype is torch.float64
-        weights = self._priorities.start_weights(slices, self._beta, wide)
-        return values_tensor(weights, torch.float64 if wide else torch.float32).to(self.dtype)
+        return self._priorities.start_weights(slices, self._beta, self.dtype is torch.float64).to(self.dtype)
 
     def empty(self) -> None:
         """Forgets all priorities."""
@@ -275,7 +272,7 @@ class PriorityTable:
                     "priorities": torch.empty(0, dtype=torch.float64)}  # fmt: skip
         seen, highest, latest, skipped, priorities = self.following(storage, storage.lanes).state(storage.lanes.store)
         return {**settings, "seen": [list(rows) for rows in seen], "max_priority": highest, "latest_priority": latest,
-                "skipped": skipped, "priorities": values_tensor(priorities, torch.float64)}  # fmt: skip
+                "skipped": skipped, "priorities": priorities}  # fmt: skip
 
     def config(self) -> dict[str, Any]:
         """The settings that decide which rows are drawn."""
@@ -303,7 +300,7 @@ class PriorityTable:
             raise ValueError(f"a saved state has {p.numel()} priorities for {steps} time steps")
         highest = torch.tensor([state["max_priority"], state["latest_priority"]], dtype=torch.float64)
         for values in (p.contiguous(), highest):
-            self._priorities.check(values.numpy())
+            self._priorities.check(values)
 
     def restored(self, state: dict[str, Any]) -> PriorityTable:
         """A table that goes on from a saved state; this one stays as it is, for a load that fails later."""
@@ -428,14 +425,12 @@ class PrioritizedSampler(Sampler, built_in=True):
         priorities, seed = table.following(storage, lanes), self._draw_seed(storage, lanes)
         dtype, beta = table.dtype, table._beta
         wide = dtype is torch.float64
-        drawn: Any = priorities.draw(lanes.store, seed, n, beta, wide)
+        drawn = priorities.draw(lanes.store, seed, n, beta, wide)
         if drawn is None:
             drawn = lanes.look_again(lambda: priorities.draw(lanes.store, seed, n, beta, wide))
             if drawn is None:
                 return None
         slots, weights, rows = drawn
-        if type(slots) is not Tensor:
-            slots, weights = slots_tensor(slots), values_tensor(weights, torch.float64 if wide else torch.float32)
         return slots, weights if weights.dtype is dtype else weights.to(dtype), rows
 
     # ---- after the read: a row that came in the place of the one that was drawn would have that one's weight ----

@@ -12,7 +12,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram import _native
-from engram._system import flags_tensor, slots_tensor
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     EpochInfo,
@@ -46,13 +45,13 @@ def mark_first(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor:
     return _marked(batch, path, slices.mark_first, slices.first)
 
 
-def _marked(batch: Any, path: KeyPath, mark: Callable[[Any], bool], flags: Callable[[], Any]) -> Tensor:
+def _marked(batch: Any, path: KeyPath, mark: Callable[[Any], bool], flags: Callable[[], Tensor]) -> Tensor:
     leaf: Tensor | None = entry(batch, path)
     if leaf is None:
-        leaf = flags_tensor(flags(), -1, 1)
+        leaf = flags()
         put(batch, path, leaf)
     elif not mark(leaf):
-        leaf[flags_tensor(flags(), -1).to(leaf.device)] = 1
+        leaf[flags().flatten().to(leaf.device)] = 1
     return leaf
 
 
@@ -224,8 +223,6 @@ class SliceSampler(Sampler, built_in=True):
 
     def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         slots, ids = slices.slots(), slices.ids()
-        if type(slots) is not Tensor:
-            slots, ids = slots_tensor(slots), slots_tensor(ids)
         # "slices" is for `_redraw`, `_find_stale` and `_postprocess`, which takes it out.
         info = {"slice_id": ids, "slices": slices}
         return (storage.outward(slots) if storage.ndim > 1 else slots), info
@@ -243,13 +240,13 @@ class SliceSampler(Sampler, built_in=True):
         which = sorted({int(ids[position]) for position in positions if position < len(ids)})
         if not which:
             return slots
-        slices = info["slices"]
+        slices: _native.SliceBatch = info["slices"]
         while which:  # an epoch's last draw may give fewer
             fresh = self._slices(storage, slices.rule, len(which))
             slices = slices.replaced(which[: len(fresh)], fresh)
             which = which[len(fresh) :]
         info.update(self._info(storage, slices)[1])
-        return slots_tensor(slices.slots())
+        return slices.slots()
 
     def _postprocess(self, batch: Any, info: dict[str, Any]) -> Any:
         slices = info.pop("slices")
@@ -269,9 +266,6 @@ class SliceSampler(Sampler, built_in=True):
     def _config(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("num_slices", "slice_len", "strict_length", "span", "weight")}
         return {**super()._config(), **own, **self.episodes.settings}
-
-    def _differences(self, state: dict[str, Any]) -> list[str]:
-        return super()._differences({"weight": "trajectories", **state})  # earlier versions had no other
 
     def _get_cursor(self) -> Any:
         """Nothing: a draw changes the generator alone."""
@@ -362,7 +356,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
 
     def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
         """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""
-        slices, ids = info["slices"], info["slice_id"]
+        slices: _native.SliceBatch = info["slices"]
+        ids = info["slice_id"]
         which = sorted({int(ids[position]) for position in positions if position < len(ids)})
         epoch = info.epoch if isinstance(info, EpochInfo) else None
         if self.drop_last or epoch is None or len(which) == len(slices):
@@ -374,7 +369,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
             slices = slices.replaced(which[:done], fresh)
         slices = slices.without(which[done:])
         info.update(super()._info(storage, slices)[1])
-        return slots_tensor(slices.slots())
+        return slices.slots()
 
     def _draw_more(self, storage: Storage, rule: _native.SliceRule, epoch: int, n: int) -> _native.SliceBatch | None:
         """Up to n more slices of this epoch, such that a last batch remains, which says that it is the last."""
@@ -437,7 +432,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         if self._walk is None:
             self._check_epoch(store, epoch)
             # A store with more lanes than the one that was saved: they are not in the epoch.
-            rest = store.lanes * store.strands - len(epoch["counts"])
+            rest = store.lanes * store.envs - len(epoch["counts"])
             counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
             self._walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
             self._epoch_id = next(EpochInfo.ids)
@@ -479,8 +474,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
             raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
         if found["remaining"] is not None and len(found["remaining"]) != found["length"]:
             raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
-        state = {"epoch": None, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
-        return state
+        return {**self._config(), "epoch": None, "ran_out": found["ran_out"], "drop_last": found["drop_last"]}
 
     def _differences(self, state: dict[str, Any]) -> list[str]:
         check_epoch(state, "position", "incarnation", "min_length")
@@ -500,7 +494,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
     def _check_epoch(store: _native.Store, epoch: dict[str, Any]) -> None:
         if any(count > store.lane_capacity for count in epoch["counts"]):
             raise ValueError(f"an epoch of {max(epoch['counts'])} trajectories is not one of this storage")
-        if len(epoch["counts"]) > store.lanes * store.strands:
+        if len(epoch["counts"]) > store.lanes * store.envs:
             raise ValueError(f"an epoch of {len(epoch['counts'])} environments is not one of this storage")
 
     def _get_cursor(self) -> Any:
@@ -608,12 +602,12 @@ class SequenceSampler(SliceSampler, built_in=True):
     def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         index, info = super()._info(storage, slices)
         by_key: dict[Any, Any] = info
-        by_key[self.mask_key if len(self.mask_key) > 1 else self.mask_key[0]] = flags_tensor(slices.mask())
+        by_key[self.mask_key if len(self.mask_key) > 1 else self.mask_key[0]] = slices.mask()
         return index, info
 
     def _mark(self, batch: Any, info: dict[str, Any], slices: _native.SliceBatch) -> None:
         super()._mark(batch, info, slices)
-        put(batch, self.mask_key, flags_tensor(slices.mask()))
+        put(batch, self.mask_key, slices.mask())
         if self.init_key is not None:
             mark_first(batch, self.init_key, slices)
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from engram.checkpoint.snapshot import save_snapshot
-from engram.data.replay_buffers.checkpointers.opening import as_damage, open_saved
+from engram.data.replay_buffers.checkpointers.opening import open_saved
 from engram.data.replay_buffers.storages.staging import TooManyRowsError
 from engram.errors import StorageError
 from engram.pytree import KeyPath, entry, show
 from engram.store.files import is_sent, sends
 from engram.store.indexing import Selection, outward, select, stored_slots
-from engram.store.lanes import Lanes, check_numbers, tell_of_copy
+from engram.store.lanes import Lanes, tell_of_copy
 from engram.store.layout import LeafSpec
 from engram.store.tables import expand_slots
 
@@ -170,12 +170,25 @@ class Storage(abc.ABC):
         """
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
-        """Writes rows (int64 [n]) of a checked batch over stored ones, for which the storage must be used alone."""
+        """Writes rows (int64 [n]) of a checked batch over stored ones, for which the storage must be used alone.
+
+        Each gets a sequence of its own (`lanes.reserve_sequences`), which `lanes.own_sequences` finds.
+        """
         raise NotImplementedError(f"a {type(self).__name__} has no `replace`, which writers need that keep the best")
 
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
         """As `replace`, in two steps: all that may fail for want of memory, and what is returned, which writes."""
         return functools.partial(self.replace, checked, rows, slots)
+
+    def expect_sequences(self) -> None:
+        """A writer is used that writes rows over others out of turn: from the first write on each carries its sequence."""
+
+    def carry_sequences(self) -> None:
+        """Before the first row is written over another one out of turn: makes room for the sequences of rows.
+
+        Raises:
+            StorageError: the rows have none, and their layout cannot be changed.
+        """
 
     @abc.abstractmethod
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
@@ -382,19 +395,15 @@ class Storage(abc.ABC):
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> None:
         """Saves this storage alone."""
         with self.mutex, self.still() as source:
-            save_snapshot(path, {"numbers": self.numbers_state()}, (self.checkpointer, source), keep_last=keep_last)
+            save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
         """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
         with open_saved(path, snapshot) as saved, self.alone("loads"):
-            numbers = saved.numbers()
-            with as_damage(saved.malformed):
-                self.check_numbers(numbers)
             fill, undo = self.read_aside(saved), self.kept()
             with self.replacing("loads"):
                 try:
                     fill()
-                    self.restore_numbers(numbers)
                 except BaseException:
                     if undo is not None:
                         undo()
@@ -419,23 +428,6 @@ class Storage(abc.ABC):
     def kept(self) -> Callable[[], None] | None:
         """What puts everything back as it is now, after a load that failed. None: that would be too much to keep."""
         return self.empty if self.is_empty else None
-
-    def numbers_state(self) -> dict[str, Any] | None:
-        """The write numbers of rows that were replaced out of turn; None where there are none."""
-        return None if self.lanes is None else self.lanes.numbers_state()
-
-    def restore_numbers(self, state: dict[str, Any] | None, rows_too: bool = True) -> None:
-        """Takes over what `numbers_state` gave, after its rows; without rows only if it is of this very store."""
-        if self.lanes is None:
-            return
-        if rows_too:
-            self.lanes.restore_numbers(state, self.shifts[0] if self.shifts else 0)
-        else:
-            self.lanes.resume_numbers(state)
-
-    def check_numbers(self, state: dict[str, Any] | None) -> None:
-        """A ValueError where these are no numbers that `restore_numbers` could take over."""
-        check_numbers(state)
 
     def hand_over(self, sampler: Any) -> None:
         """After `loads`: tells a sampler how the write numbers of its rows have changed."""

@@ -266,20 +266,6 @@ class StorageEnsemble(Storage):
 
         return bring_back
 
-    def numbers_state(self) -> dict[str, Any] | None:
-        states = [storage.numbers_state() for storage in self._members]
-        return {"members": states} if any(states) else None
-
-    def restore_numbers(self, state: dict[str, Any] | None, rows_too: bool = True) -> None:
-        states = [None] * len(self) if state is None else state["members"]
-        for storage, saved in zip(self._members, states, strict=True):
-            storage.restore_numbers(saved, rows_too)
-
-    def check_numbers(self, state: dict[str, Any] | None) -> None:
-        states = [None] * len(self) if state is None else state["members"]
-        for storage, saved in zip(self._members, states, strict=True):
-            storage.check_numbers(saved)
-
     def hand_over(self, sampler: Any) -> None:
         for storage, one in zip(self._members, sampler._members, strict=True):
             storage.hand_over(one)

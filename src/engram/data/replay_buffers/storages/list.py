@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from engram.data.replay_buffers.storages.staging import StagedItems
 from engram.errors import CheckpointMisfitError, is_masked, masked_array
 from engram.pytree import KeyPath, as_tensor, entry, show, spread, with_entry
 from engram.store.border import ItemBorder
-from engram.store.counters import Counters
+from engram.store.counters import Counters, check_sequences
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
@@ -45,11 +46,13 @@ class ListStorage(Storage):
     def __init__(self, max_size: int | None = None, *, checkpointer: Any = None) -> None:
         super().__init__(max_size, checkpointer)
         self._items: list[Any] = []
+        self._sequences: dict[int, int] = {}  # by slot, of items that were put in the place of others out of turn
         self._start(max_size)
 
     def _start(self, max_size: int | None) -> None:
         self._lanes = Lanes.in_memory(max_size or _NO_LIMIT)
         self._lanes.mutex = self.mutex
+        self._lanes.own_sequences = functools.partial(_own_sequences, self._sequences)
         self._border = ItemBorder(self._lanes)
 
     def settings(self) -> dict[str, Any]:
@@ -104,14 +107,18 @@ class ListStorage(Storage):
         for slot, item in zip(slots.tolist(), rows, strict=True):
             if slot < len(self._items):
                 self._items[slot] = item
+                if self._sequences:
+                    self._sequences.pop(slot, None)
             else:
                 self._items.append(item)
         return slots
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
+        first = self._lanes.reserve_sequences(checked.steps)
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
             # A copy: a row alone would keep its whole batch in memory.
             self._items[slot] = copied(checked.data[row])
+            self._sequences[slot] = first + row
         self._lanes.store.note_edits(slots)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
@@ -180,6 +187,7 @@ class ListStorage(Storage):
     def _empty(self, reset_count: bool) -> None:
         super()._empty(reset_count)
         self._items.clear()
+        self._sequences.clear()
 
     # ---- checkpoints: the ItemSource and ItemSink that a checkpointer sees ----
     def _default_checkpointer(self) -> Any:
@@ -194,6 +202,13 @@ class ListStorage(Storage):
             first = max(lane["base"], lane["first"])
             start, stop = first % capacity, first % capacity + lane["published"] - first
             return self._items[start:stop] + self._items[: max(0, stop - capacity)]
+
+    def sequences(self) -> list[int]:
+        """The sequences that the items carry, oldest first; 0 where an item has the one that its lane counts."""
+        with self.mutex:
+            lane, capacity = self._lanes.store.lane(0), self._max_size or _NO_LIMIT
+            first = max(lane["base"], lane["first"])
+            return [self._sequences.get(w % capacity, 0) for w in range(first, lane["published"])]
 
     def counters(self) -> dict[str, Any]:
         """Counters as JSON."""
@@ -219,8 +234,8 @@ class ListStorage(Storage):
             said = f"room for {self._max_size} items here, {n} saved there"
             raise CheckpointMisfitError("the checkpoint does not fit this storage", [said])
 
-    def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
-        """Replaces everything by what was saved, items oldest first."""
+    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
+        """Replaces everything by what was saved, items and their sequences oldest first."""
         self.check_restore(counters)
         lane, store = counters["lanes"][0], self._lanes.store
         with self.replacing("loads"):
@@ -233,44 +248,43 @@ class ListStorage(Storage):
             self._lanes.hold()  # as the writer of what is loaded: trajectories go on
             store.begin_restore()
             self._items[:] = items[first:] + items[:first]
+            self._sequences.clear()
+            self._sequences.update({(base + i) % capacity: own for i, own in enumerate(sequences) if own})
             store.set_seams(0, base, published, [seam - shift for seam in lane["seams"] if seam > lane["base"]])
-            store.restore_lane(0, base, published, (lane["origin"] - shift) % (1 << 64))
-            self._lanes.restore_border(0, lane, shift)
+            self._lanes.restore_lane(0, lane, shift)
             store.end_restore()
             self.shifts = [shift]
 
     def state_dict(self) -> dict[str, Any]:
         items = [copied(item) for item in self.items()]
-        return {"items": items, "counters": self.counters(), "numbers": self.numbers_state()}
+        return {"items": items, "counters": self.counters(), "sequences": self.sequences()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         try:
             known, n = Counters(state["counters"]), len(state["items"])
+            check_sequences(state["sequences"], n)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
         if (known.lanes, known.rows) != (1, n):
             raise ValueError(f"{n} items stand beside counters of {known.rows} in {known.lanes} lanes")
         self.check_restore(state["counters"])
-        self.check_numbers(state.get("numbers"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state(state)
         items = [copied(item) for item in state["items"]]
         with self.replacing("load_state_dict"):
-            self.restore_items(items, state["counters"])
-            self.restore_numbers(state.get("numbers"))
+            self.restore_items(items, state["counters"], state["sequences"])
 
     def staging(self) -> StagedItems:
         return StagedItems(self)
 
     def kept(self) -> Callable[[], None]:
-        items, counters, numbers = self.items(), self.counters(), self.numbers_state()
+        return functools.partial(self.restore_items, self.items(), self.counters(), self.sequences())
 
-        def bring_back() -> None:
-            self.restore_items(items, counters)
-            self.restore_numbers(numbers)
 
-        return bring_back
+def _own_sequences(sequences: dict[int, int], slots: Tensor) -> Tensor:
+    """The sequences that the items in these slots carry: int64 [n]."""
+    return torch.tensor([sequences.get(slot, 0) for slot in slots.tolist()], dtype=torch.int64)
 
 
 def copied(item: Any) -> Any:

@@ -125,14 +125,14 @@ class StagedItems:
     def check_restore(self, counters: dict[str, Any]) -> None:
         self._storage.check_restore(counters)
 
-    def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
-        self._items, self._counters = items, counters
+    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
+        self._items, self._counters, self._sequences = items, counters, sequences
 
     def abort_restore(self) -> None:
         self._items = []
 
     def commit(self) -> None:
-        self._storage.restore_items(self._items, self._counters)
+        self._storage.restore_items(self._items, self._counters, self._sequences)
 
 
 class StagedParts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import dataclasses
 import math
 import threading
@@ -30,7 +31,7 @@ from engram.store.files import (
 )
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
-from engram.store.layout import LeafSpec, RowLayout
+from engram.store.layout import LayoutState, LeafSpec, MalformedLayoutError, RowLayout
 from engram.store.locks import LaneLocks
 from engram.store.tables import ColumnTable, RowTable, expand_slots
 from engram.store.views import Changes, CopiedRows, FrozenRows, NothingYet
@@ -49,6 +50,10 @@ class SavedTable(Storage):
     @abc.abstractmethod
     def _adopt(self, layout: RowLayout, inner: tuple[int, ...]) -> None:
         """Makes the table for a layout and strands of this shape."""
+
+    @abc.abstractmethod
+    def _make_room(self, layout: RowLayout) -> None:
+        """Before rows of this layout are restored into the table: for the sequences that they carry, if it can."""
 
     @abc.abstractmethod
     def _unmake(self) -> bool:
@@ -70,7 +75,7 @@ class SavedTable(Storage):
         if self._lanes is None:
             return {"lane_capacity": 0, "strands": 1, "lanes": []}
         store, lanes = self._lanes.store, self._lanes.saved_states()
-        return {"lane_capacity": store.lane_capacity, "strands": store.strands, "lanes": lanes}
+        return {"lane_capacity": store.lane_capacity, "strands": store.envs, "lanes": lanes}
 
     def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         """uint8 [strands, stop - start, row bytes]."""
@@ -115,15 +120,15 @@ class SavedTable(Storage):
         said = []
         lanes = counters["lanes"]
         if layout is not None:
-            saved = self._saved_layout(layout)
-            if layout.get("ndim", 1) != self.ndim:
-                said.append(f"ndim is {self.ndim} here, {layout.get('ndim', 1)} there")
+            saved, inner = self._saved_layout(layout), _inner(layout)
+            if layout["ndim"] != self.ndim:
+                said.append(f"ndim is {self.ndim} here, {layout['ndim']} there")
             if self._table is not None:
                 said += self._table.layout.differences(saved)
-                if tuple(layout.get("strands", ())) != self._inner:
-                    said.append(f"environments are {list(self._inner)} here, {layout.get('strands')} there")
-            strands = math.prod(layout.get("strands", ()))
-            if counters.get("strands", strands) != strands:
+                if inner != self._inner:
+                    said.append(f"environments are {list(self._inner)} here, {list(inner)} there")
+            strands = math.prod(inner)
+            if counters["strands"] != strands:
                 said.append(f"counters of {counters['strands']} strands stand beside a layout of {strands} there")
             room = self._room(strands)
             rows = [lane["published"] - lane["base"] for lane in lanes]
@@ -144,7 +149,10 @@ class SavedTable(Storage):
         self.check_restore(layout, counters)
         self._made_for_restore = self._table is None and layout is not None
         if self._table is None and layout is not None:
-            self._adopt(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
+            # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
+            self._adopt(copy.copy(self._saved_layout(layout)), _inner(layout))
+        elif layout is not None:
+            self._make_room(self._saved_layout(layout))
         # From here on rows of before are being lost: whatever may fail comes first.
         self._order = None if layout is None or self._table is None else self._order_in(layout)
         self._restoring = counters
@@ -159,10 +167,10 @@ class SavedTable(Storage):
 
     def _saved_layout(self, saved: dict[str, Any]) -> RowLayout:
         """What was saved; where it is that of this storage, ours: rows can go back where there is no memory for one."""
-        mine = None if self._table is None else self._table.layout
-        if mine is not None and isinstance(saved, dict) and mine.to_json().items() <= saved.items():
-            return mine
-        return RowLayout.from_json(saved)
+        if not isinstance(saved, dict):
+            return RowLayout.from_json(saved)  # an error that says what is wrong with it
+        state = saved if isinstance(saved, LayoutState) else LayoutState(saved)
+        return state.parse(None if self._table is None else self._table.layout)
 
     def _order_in(self, layout: dict[str, Any]) -> Any:
         """Where a saved row has each byte of ours: the same keys may have been written in another order there."""
@@ -174,6 +182,7 @@ class SavedTable(Storage):
         assert self._table is not None
         if self._order is not None:
             rows = np.ascontiguousarray(rows[..., self._order])
+            rows[..., self._order < 0] = 0  # sequences, which the saved rows did not carry
         self._table.set_block(lane, start - self._shift(lane), rows)
 
     def end_restore(self) -> None:
@@ -182,10 +191,7 @@ class SavedTable(Storage):
             return
         store = self._lanes.store
         for i, lane in enumerate(self._restoring["lanes"]):
-            shift = self._shift(i)
-            origin = (lane["origin"] - shift) % (1 << 64)
-            store.restore_lane(i, lane["base"] - shift, lane["published"] - shift, origin)
-            self._lanes.restore_border(i, lane, shift)
+            self._lanes.restore_lane(i, lane, self._shift(i))
         store.end_restore()
         self.shifts = [self._shift(i) for i in range(len(self._restoring["lanes"]))]
 
@@ -196,7 +202,7 @@ class SavedTable(Storage):
             counters = source.counters()  # other processes may have overwritten the oldest rows meanwhile
         lost = [now["base"] - then["base"] for now, then in zip(counters["lanes"], lanes, strict=True)]
         rows = [torch.from_numpy(block[:, n:]) for block, n in zip(blocks, lost, strict=True)]
-        return {"layout": self.layout_state(), "counters": counters, "rows": rows, "numbers": self.numbers_state()}
+        return {"layout": self.layout_state(), "counters": counters, "rows": rows}
 
     def check_state(self, state: dict[str, Any]) -> None:
         try:
@@ -204,7 +210,6 @@ class SavedTable(Storage):
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
         self.check_restore(state["layout"], state["counters"])
-        self.check_numbers(state.get("numbers"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state(state)
@@ -214,13 +219,12 @@ class SavedTable(Storage):
                 if lane["published"] > lane["base"]:
                     self.write_block(i, lane["base"], rows.numpy())
             self.end_restore()
-            self.restore_numbers(state.get("numbers"))
 
     def staging(self) -> StagedRows:
         return StagedRows(self, spill=bool(getattr(self.checkpointer, "load_hooks", None)))
 
     def kept(self) -> Callable[[], None] | None:
-        layout, counters, numbers = self.layout_state(), self.counters(), self.numbers_state()
+        layout, counters = self.layout_state(), self.counters()
         if layout is None:
             return self._forget
         rows = StagedRows(self, spill=False)
@@ -232,12 +236,7 @@ class SavedTable(Storage):
             if lane["published"] > lane["base"]:
                 rows.write_block(i, lane["base"], self.read_block(i, lane["base"], lane["published"]))
         rows.end_restore()
-
-        def bring_back() -> None:
-            rows.commit()
-            self.restore_numbers(numbers)
-
-        return bring_back
+        return rows.commit
 
     def _forget(self) -> None:
         """Nothing has been written to this storage."""
@@ -250,7 +249,7 @@ class SavedTable(Storage):
             return
         if self._lanes is not None:
             self._lanes.store.begin_restore()
-            self._lanes.store.mend()
+            self._lanes.store.repair()
             self._lanes.store.end_restore()
 
     def _shift(self, lane: int) -> int:
@@ -258,6 +257,14 @@ class SavedTable(Storage):
         assert self._lanes is not None
         same = self._restoring["lane_capacity"] == self._lanes.store.lane_capacity
         return 0 if same else int(self._restoring["lanes"][lane]["base"])
+
+
+def _inner(layout: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of the environments that a saved layout is of; MalformedLayoutError where it says none."""
+    strands = layout.get("strands")
+    if not isinstance(strands, list) or not all(type(n) is int for n in strands) or "ndim" not in layout:
+        raise MalformedLayoutError(f"this is no row layout: it is of environments {strands!r:.80}")
+    return tuple(strands)
 
 
 def _check_rows(state: dict[str, Any]) -> None:
@@ -294,6 +301,7 @@ class TableStorage(SavedTable):
         self._lanes: Lanes | None = None
         self._table: RowTable | ColumnTable | None = None
         self._making = threading.Lock()
+        self._expects_sequences = False
 
     def after_fork(self) -> None:
         super().after_fork()
@@ -353,12 +361,12 @@ class TableStorage(SavedTable):
         if self._table is None:
             return None
         layout = self._table.layout  # its classes, too, which a state does not name
-        return layout.root, layout.leaves, self._inner, self._first_inner
+        return layout.root, layout.leaves, layout.carries_sequence, self._inner, self._first_inner
 
     def take_form(self, form: Any) -> None:
         if form is not None and self._table is None:
-            root, leaves, inner, self._first_inner = form
-            self._adopt(RowLayout(root, leaves), inner)
+            root, leaves, carries_sequence, inner, self._first_inner = form
+            self._adopt(RowLayout(root, leaves, carries_sequence), inner)
 
     def copy_rows_into(self, other: Any, memo: dict[int, Any]) -> None:
         # Block by block: there may be more rows than memory.
@@ -372,7 +380,6 @@ class TableStorage(SavedTable):
                     stop = min(start + rows, lane["published"])
                     other.write_block(i, start, source.read_block(i, start, stop))
             other.finish_restore(source.counters())  # other processes may have overwritten the oldest rows meanwhile
-        other.restore_numbers(self.numbers_state())
 
     def finish_restore(self, counters: dict[str, Any]) -> None:
         """Shows the restored rows, as far as these counters say that they were whole."""
@@ -399,6 +406,8 @@ class TableStorage(SavedTable):
             raise ValueError("this storage needs a max_size")
         self._tell_of_copy()
         self._inner = inner
+        if self._expects_sequences:
+            layout = layout.with_sequence()
         try:
             lane_capacity = math.ceil(self._asked_size / (self._n_lanes * math.prod(inner)))
             lanes, table = self._make(layout, lane_capacity)
@@ -408,6 +417,35 @@ class TableStorage(SavedTable):
         lanes.mutex = self.mutex
         self._table, self._lanes = table, lanes
         self._max_size = lanes.capacity
+
+    def expect_sequences(self) -> None:
+        self._expects_sequences = True
+
+    def carry_sequences(self) -> None:
+        table, lanes = self._table, self._lanes
+        if table is None or lanes is None or table.layout.carries_sequence:
+            return
+        if isinstance(table, ColumnTable):
+            table.carry_sequences()
+            return
+        if table.mapped or lanes.locks is not None:
+            raise StorageError(
+                "these rows were made for another writer: they have no place for the sequence that a replaced row carries, "
+                "and rows in a file or in shared memory keep their layout. Save them with dumps, and take them over with "
+                "loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
+            )
+        with self.replacing("giving rows their sequences"):
+            layout = table.layout.with_sequence()
+            refuse_if_memory_is_short(StoreSize(layout, self._n_lanes, lanes.store.lane_capacity, lanes.strands, False))
+            self._table = table = table.with_sequences()
+            self._lanes = table.lanes
+
+    def _make_room(self, layout: RowLayout) -> None:
+        can_change = isinstance(self._table, ColumnTable) or (
+            self._table is not None and not self._table.mapped and self._table.lanes.locks is None
+        )
+        if can_change and (self._expects_sequences or layout.carries_sequence):
+            self.carry_sequences()
 
     def _unmake(self) -> bool:
         if self._lanes is not None:
@@ -489,13 +527,12 @@ class TableStorage(SavedTable):
         return expand_slots(self._table.append(checked.data, most), self._lanes.strands)
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
-        assert self._table is not None
-        self._table.overwrite(slots, checked.data, rows)
+        self.prepare_replace(checked, rows, slots)()
 
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        if not isinstance(self._table, RowTable):
-            return super().prepare_replace(checked, rows, slots)
-        return self._table.prepare_overwrite(slots, checked.data, rows)
+        assert self._table is not None and self._lanes is not None
+        first = self._lanes.reserve_sequences(checked.steps)
+        return self._table.prepare_overwrite(slots, checked.data, rows, first)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         assert self._table is not None
@@ -591,11 +628,11 @@ def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
     if key in root.keys:
         node = root.children[root.keys.index(key)]
         leaves[node.leaf] = index
-        return RowLayout(layout.root, leaves)
+        return RowLayout(layout.root, leaves, layout.carries_sequence)
     leaves.append(index)
     node = Node("leaf", leaf=len(leaves) - 1)
     root.keys, root.children = (*root.keys, key), (*root.children, node)
-    return RowLayout(layout.root, leaves)
+    return RowLayout(layout.root, leaves, layout.carries_sequence)
 
 
 def _lead_shape(items: Any, batch_dims: int) -> tuple[int, ...]:

@@ -32,7 +32,8 @@ class Filling:
         self._ages, self._sink = ages, sink
         self._layout = layout_of(self._steps)
         self._state = {**self._layout.to_json(), "strands": list(steps.inner), "ndim": sink.ndim}
-        lane = {"base": ages.base, "published": ages.published, "origin": ages.origin, "seams": []}
+        nothing = {"border": {"looked": 0, "agreed": None}, "replaced": 0}
+        lane = {"base": ages.base, "published": ages.published, "origin": ages.origin, "seams": [], **nothing}
         strands = math.prod(steps.inner)
         self._counters = {"lane_capacity": steps.capacity, "strands": strands, "lanes": [lane]}
 

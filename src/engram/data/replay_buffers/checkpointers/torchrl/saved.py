@@ -90,9 +90,6 @@ class TorchrlSaved:
             states["transform"] = {"state": None}
         return states, said
 
-    def numbers(self) -> None:
-        """Rows there have no numbers of their own."""
-
     def check_storage(self, checkpointer: Any, sink: Any) -> None:
         """ValueError when the storage cannot take what was saved; changes nothing."""
         with self._as_errors():
