@@ -392,7 +392,10 @@ def test_members_of_an_ensemble(tmp_path, monkeypatch):
 
 def test_a_member_of_an_ensemble_that_refuses_when_the_rows_are_there(tmp_path, monkeypatch):
     def make():
-        return ReplayBufferEnsemble(buffer(tmp_path, **own("follow")), buffer(tmp_path), batch_size=16)
+        return ReplayBufferEnsemble(
+            buffer(tmp_path, **own("follow")), buffer(tmp_path), batch_size=16,
+            generator=torch.Generator().manual_seed(4),
+        )  # fmt: skip
 
     path, state = saved(make, tmp_path), used(make(), (200, 220), seed=2).state_dict()
     rb = used(make(), (0, 55))
