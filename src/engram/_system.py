@@ -25,21 +25,15 @@ def human_bytes(n: float) -> str:
 
 def open_regular(path: str | os.PathLike[str], flags: int, dir_fd: int | None = None) -> int:
     """Opens a file that is one: an OSError, at once, for links, pipes, devices and folders."""
-    return stat_regular(path, flags, dir_fd)[0]
-
-
-def stat_regular(path: str | os.PathLike[str], flags: int, dir_fd: int | None = None) -> tuple[int, os.stat_result]:
-    """As `open_regular`; also what the system says of the file."""
     # O_NONBLOCK means nothing for files; a pipe put in one's place must not make us wait for its other end.
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
     except BaseException:
         os.close(fd)
         raise
-    return fd, found
+    return fd
 
 
 def boot_id() -> bytes:

@@ -20,7 +20,7 @@ class FetchedSignals {
     buffer_ = std::make_unique<Buffer>();
     if (!buffer_->get(array_.ptr()) || !PyBuffer_IsContiguous(&buffer_->view(), 'C') ||
         static_cast<uint64_t>(buffer_->view().len) != (to - from) * envs_ * bytes_)
-      throw nb::value_error("flags or ids must be a contiguous array [time, strand] of the index's item size");
+      throw nb::value_error("flags or ids must be a contiguous array [time, env] of the index's item size");
     lane_ = lane, from_ = from, to_ = to;
   }
   SignalRun run(uint64_t lane, uint64_t env, uint64_t from, uint64_t n) const {

@@ -18,7 +18,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers import checkpointing as adoption
 from engram.data.replay_buffers import checkpointing as saving
-from engram.data.replay_buffers.checkpointers.ted import FlatPacking, NestedPacking
+from engram.data.replay_buffers.checkpointers.ted import FlatChunkCodec, NestedChunkCodec
 from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.envs.transforms import CatFrames, Compose, MultiStepTransform, RewardSum, StepCounter, VecNorm
@@ -225,10 +225,10 @@ MUTANTS = {
     # ---- writers and counters ----
     "the sequences of replaced rows": Mutant(around(RowTable, "set_block", _no_sequences), Combo(writer="best")),
     "the sequences of replaced rows (flat)": Mutant(
-        around(FlatPacking, "unpack", _no_sequences_of_flat), Combo(writer="best", checkpointer="flat")
+        around(FlatChunkCodec, "unpack", _no_sequences_of_flat), Combo(writer="best", checkpointer="flat")
     ),
     "the sequences of replaced items": Mutant(
-        around(ListStorage, "restore_items", lambda f, self, items, counters, own: f(self, items, counters, [0] * len(own))),
+        around(ListStorage, "restore_items", lambda f, self, items, said, own: f(self, items, said, [0] * len(own))),
         Combo("list", writer="best", checkpointer="items"),
     ),
     "how many sequences were given": Mutant(
@@ -279,9 +279,9 @@ MUTANTS = {
         instead(Changes, "edited", lambda self, since: []), Combo(way="incremental")
     ),
     "observations that do not follow (flat)": Mutant(
-        around(FlatPacking, "pack", _no_values), Combo(checkpointer="flat")
+        around(FlatChunkCodec, "pack", _no_values), Combo(checkpointer="flat")
     ),
     "observations that do not follow (nested)": Mutant(
-        around(NestedPacking, "pack", _no_values), Combo(checkpointer="nested")
+        around(NestedChunkCodec, "pack", _no_values), Combo(checkpointer="nested")
     ),
 }  # fmt: skip

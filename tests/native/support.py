@@ -17,7 +17,6 @@ from torch import Tensor
 from engram import _native
 from engram.store import layout as _layout  # tells the core which torch there is
 
-PAGE = 4096
 HEADER_BYTES, LANE_BYTES = 1024, 512  # docs/store-format.md
 INCARNATION, EDITS, LOG_HEAD, BOOT_ID = 512, 576, 584, 640
 STORE_ID = bytes(range(16))

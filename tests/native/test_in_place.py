@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import struct
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from contracts.kills import killed_after
 from engram import _native
 from native.support import EDITS, append_words, file_store, numbers_of, open_image, row_words, slots, store, words
 
@@ -218,17 +218,16 @@ class TestKills:
         path = tmp_path / "s"
         with file_store(path, row_bytes, n) as s:
             append_words(s, code, n)
+
+        def edit_for_ever() -> None:
+            fd = os.open(path, os.O_RDWR)
+            child = _native.Store.open(fd, os.fstat(fd).st_size)
+            for edition in range(1, 1 << 20):
+                where = torch.randint(0, n, (8,)).unique()
+                child.overwrite(where, code.check_list([row_words(where, width, edition % 50)], 1, 0))
+
         for _ in range(25):
-            pid = os.fork()
-            if pid == 0:
-                fd = os.open(path, os.O_RDWR)
-                child = _native.Store.open(fd, os.fstat(fd).st_size)
-                for edition in range(1, 1 << 20):
-                    where = torch.randint(0, n, (8,)).unique()
-                    child.overwrite(where, code.check_list([row_words(where, width, edition % 50)], 1, 0))
-            time.sleep(random.uniform(0.005, 0.03))
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            killed_after(lambda: time.sleep(random.uniform(0.005, 0.03)), edit_for_ever)
             fd = os.open(path, os.O_RDWR)
             s = _native.Store.open(fd, os.fstat(fd).st_size)
             s.finish_interrupted()

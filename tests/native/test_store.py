@@ -167,7 +167,7 @@ class TestBounds:
             with pytest.raises(RuntimeError, match="shorter"):
                 _native.Store.open(fd, size)
         os.close(fd)
-        with pytest.raises(RuntimeError, match="cannot look"):
+        with pytest.raises(RuntimeError, match="cannot stat"):
             _native.Store.open(fd, 1 << 20)
 
     def test_memory_that_cannot_be_mapped_is_an_error(self) -> None:

@@ -340,7 +340,7 @@ METHODS = {
     "_set_cursor": _set_cursor,
     "_max_rows": lambda s, st: s._max_rows(st, 8),
 }
-OF_LOADS = {"_rebase", "state_of_torchrl"}  # called by a load, which keeps others out
+OF_LOADS = {"_rebase"}  # called by a load, which keeps others out
 
 
 def methods_of(sampler):

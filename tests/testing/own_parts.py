@@ -83,6 +83,9 @@ class PickledStorage(Storage):
             for w in range(lane["published"] - len(self), lane["published"])
         ]
 
+    def sequences(self):
+        return [0] * len(self)
+
     def counters(self):
         return {"lane_capacity": self.max_size, "strands": 1, "lanes": self._lanes.saved_states()}
 
@@ -91,7 +94,7 @@ class PickledStorage(Storage):
         if n > self.max_size:
             raise ValueError(f"room for {self.max_size} steps, {n} saved")
 
-    def restore_items(self, items, counters):
+    def restore_items(self, items, counters, sequences):
         self.check_restore(counters)
         lane, store = counters["lanes"][0], self._lanes.store
         shift = 0 if counters["lane_capacity"] == self.max_size else lane["base"]
@@ -108,7 +111,7 @@ class PickledStorage(Storage):
         return {"items": self.items(), "counters": self.counters()}
 
     def load_state_dict(self, state):
-        self.restore_items(state["items"], state["counters"])
+        self.restore_items(state["items"], state["counters"], [])
 
 
 class TestPickledStorage(StorageContract):

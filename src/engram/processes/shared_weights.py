@@ -55,8 +55,8 @@ class SharedWeights:
         """The version of the last `write` (the first is 0); it may still be being written."""
         return int(self._header[0])
 
-    def write(self, state: Mapping[str, Tensor], version: int | None = None) -> None:
-        """Replaces the values; `version` is one more than the last, unless given.
+    def write(self, state: Mapping[str, Tensor], *, version: int | None = None) -> None:
+        """Overwrites the values; their `version` is one more than the last, unless given.
 
         Raises ValueError for other names, shapes or dtypes.
         """

@@ -17,15 +17,17 @@ class Counters:
     """
 
     def __init__(self, counters: dict[str, Any]) -> None:
-        capacity = counters["lane_capacity"]
-        self._capacity = None if capacity is None else _count(capacity)
-        self.strands = _count(counters["strands"])
+        self._capacity: int | None = counters["lane_capacity"]
+        self.strands: int = counters["strands"]
+        _check_counts(self.strands, 0 if self._capacity is None else self._capacity)
         self._lanes = [_checked(lane) for lane in counters["lanes"]]
 
     def check_strands(self, layout: dict[str, Any]) -> None:
         """ValueError when a layout, where it says how many environments there are, contradicts the counters."""
         strands = layout.get("strands", [self.strands])
-        if not isinstance(strands, list) or math.prod(map(_count, strands)) != self.strands or not self.strands:
+        if isinstance(strands, list):
+            _check_counts(*strands)
+        if not isinstance(strands, list) or math.prod(strands) != self.strands or not self.strands:
             raise ValueError(f"the layout is of environments {strands!r}, the counters of {self.strands}")
 
     @property
@@ -48,24 +50,24 @@ class Counters:
 
 def _checked(lane: dict[str, Any]) -> tuple[int, int]:
     """Base and published of a lane whose counters can all be."""
-    base, published = _count(lane["base"]), _count(lane["published"])
+    base, published = lane["base"], lane["published"]
+    _check_counts(base, published, *lane["seams"])
     if base > published:
         raise ValueError(f"a lane's base, {base}, is beyond what it has published, {published}")
     if type(lane["origin"]) is not int or not 0 <= lane["origin"] < 1 << 64:
         raise ValueError(f"{lane['origin']!r} is no origin of a lane")
-    seams = [_count(seam) for seam in lane["seams"]]
+    seams = list(lane["seams"])
     if seams != sorted(seams) or seams[-1:] > [published]:
         raise ValueError(f"the seams of a lane do not rise up to {published}: {seams}")
-    border = lane["border"]
-    looked, agreed = _count(border["looked"]), border["agreed"]
+    looked, agreed = lane["border"]["looked"], lane["border"]["agreed"]
+    _check_counts(looked, lane["replaced"])
     if looked > published or (agreed is not None and (type(agreed) is not int or not 0 <= agreed < 1 << 63)):
-        raise ValueError(f"{border!r:.80} is nothing that is known of the border of a lane")
-    _count(lane["replaced"])
+        raise ValueError(f"{lane['border']!r:.80} cannot be the evidence about the border of a lane")
     return base, published
 
 
 def check_sequences(sequences: list[int], n: int) -> None:
-    """ValueError where these are not the sequences that n items can carry: 0, or one that no lane counts."""
+    """Raises ValueError where these are not the sequences that n items can carry: 0, or one that no lane counts."""
     if len(sequences) != n or not all(own == 0 or FIRST_REPLACED <= own < 1 << 63 for own in map(_whole, sequences)):
         raise ValueError(f"the sequences of {n} items are {sequences!r:.80}")
 
@@ -76,7 +78,7 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _END:
-        raise ValueError(f"{value!r} is not a count")
-    return value
+def _check_counts(*values: Any) -> None:
+    for value in values:
+        if type(value) is not int or not 0 <= value < _END:
+            raise ValueError(f"{value!r} is not a count")

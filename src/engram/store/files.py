@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engram import _native
-from engram._system import boot_id, free_memory, human_bytes, open_regular, stat_regular
+from engram._system import boot_id, free_memory, human_bytes, open_regular
 from engram.errors import StorageError
 from engram.store.layout import RowLayout
 from engram.store.locks import LaneLocks
@@ -53,7 +53,7 @@ class StoreSize:
             os.close(fd)
             raise
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Size and shape of each key, as it is logged and put into errors."""
         rows = self.lanes * self.lane_capacity * self.strands
         keys = ", ".join(
@@ -70,7 +70,7 @@ def refuse_if_memory_is_short(size: StoreSize) -> None:
         raise StorageError(
             f"not enough memory: the storage needs {human_bytes(size.total_bytes)}, {human_bytes(free)} are free. "
             "Use a smaller max_size or LazyMemmapStorage, which keeps its rows in a file. "
-            f"It would hold {size.describe()}"
+            f"It would hold {size}"
         )
 
 
@@ -134,7 +134,7 @@ def _disk_full(size: StoreSize, folder: Any, available: int) -> StorageError:
     return StorageError(
         f"not enough disk space: the storage needs {human_bytes(size.total_bytes)}, {os.fspath(folder)} has "
         f"{human_bytes(available)} free. Free some, use a smaller max_size, or another scratch_dir (TMPDIR for "
-        f"temporary files). It would hold {size.describe()}"
+        f"temporary files). It would hold {size}"
     )
 
 
@@ -182,7 +182,8 @@ def open_store(folder: Path, flags: int = os.O_RDWR) -> tuple[int, os.stat_resul
     """
     path = folder / FILE_NAME
     try:
-        return stat_regular(path, flags)
+        fd = open_regular(path, flags)
+        return fd, os.fstat(fd)
     except FileNotFoundError:
         raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})") from None
     except OSError as error:

@@ -55,7 +55,7 @@ class Lanes:
         self.asleep = False  # a forked child that has not used the store yet
         self._copied_from = 0  # the process whose private memory this is a copy of, until that was told
         self._held_there: int | None = None  # and the lane that the copy goes on in
-        #: The sequences that rows carry themselves (int64 [n] of slots); 0 where a row has the one that its lane counts.
+        #: The sequences that rows carry (int64 [n] of slots); 0 where a row has the one that its lane counts.
         #: None: they carry none. Set by the table that holds the rows.
         self.own_sequences: Callable[[Tensor], Tensor] | None = None
         self._alone = 0
@@ -112,11 +112,13 @@ class Lanes:
             self.wake()
         held = self._held_there if self.asleep else self._held  # a copy that is only saved needs no waking
         found = []
-        for i, lane in enumerate(self.states()):
+        self.settle_borders()
+        for i in range(self.store.lanes):
+            lane = self.store.lane(i)
             published = lane["published"]
             base = min(max(lane["base"], lane["first"]), published)
             # Another process may have taken the lane over since `published` was read.
-            seams = [seam for seam in lane["seams"] if seam <= published]
+            seams = [seam for seam in self.store.seams(i) if seam <= published]
             goes_on = i == held or self._left.get(i) == (self.store.incarnation, published)
             if not goes_on and published > base and seams[-1:] != [published]:
                 seams.append(published)
@@ -150,6 +152,8 @@ class Lanes:
         """Lane and write number of the rows that the log of in-place changes names, as far as it reaches back; None
         for rows that are gone."""
         head = self.store.log_head
+        if not head:
+            return []
         slots = torch.tensor(self.store.log(max(0, head - _native.LOG_ENTRIES)), dtype=torch.int64)
         lane_slots = self.store.lane_capacity * self.strands
         numbers = self.store.generations(slots).tolist()

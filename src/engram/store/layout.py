@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import sys
 from typing import Any
 
@@ -97,12 +98,9 @@ class LeafSpec:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
-        n = self.itemsize
-        for d in self.shape:
-            n *= d
-        return n
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 #: Of a row that was written over another one out of turn its own sequence; 0: the row has the one that its lane counts.
@@ -143,8 +141,8 @@ class RowLayout:
         self.leaves = [leaf for leaf in self.stored if not leaf.hidden]
         self.carries_sequence = carries_sequence
         self.paths = frozenset(leaf.path for leaf in self.leaves)  # asked by each write
-        self.payload_bytes = max(1, sum(leaf.nbytes for leaf in self.stored))
-        self.alignment = max(8, *(leaf.itemsize for leaf in self.stored))
+        self.payload_bytes = max(1, _row_bytes(self.stored))
+        self.alignment = max(8, *[leaf.dtype.itemsize for leaf in self.stored])
         self.plain = root.is_plain() and _builds_tensordicts()
         self.codec = _codec(self)
 
@@ -152,6 +150,7 @@ class RowLayout:
         """Gives batches this form, which has the same leaves."""
         self.root = root
         self.within = root.within  # asked for by each read
+        self._json: bytes | None = None
 
     def with_sequence(self) -> RowLayout:
         """The layout of the same steps, whose rows carry their own sequence."""
@@ -257,15 +256,8 @@ class RowLayout:
 
     # ---- on disk ----
     def to_json(self) -> dict[str, Any]:
-        return {
-            "root": self.root.to_json(),
-            "leaves": [
-                {"path": list(x.path), "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
-                for x in self.leaves
-            ],
-            **({"hidden": [SEQUENCE.path[0]]} if self.carries_sequence else {}),
-            "row_bytes": self.payload_bytes,
-        }
+        state: dict[str, Any] = json.loads(self.to_bytes())  # the caller's own, to the last list
+        return state
 
     @functools.cached_property
     def key(self) -> bytes:
@@ -273,7 +265,19 @@ class RowLayout:
         return self.to_bytes()
 
     def to_bytes(self) -> bytes:
-        return json.dumps(self.to_json(), separators=(",", ":")).encode()
+        """The JSON of `to_json`."""
+        if self._json is None:
+            state = {
+                "root": self.root.to_json(),
+                "leaves": [
+                    {"path": list(x.path), "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
+                    for x in self.leaves
+                ],
+                **({"hidden": [SEQUENCE.path[0]]} if self.carries_sequence else {}),
+                "row_bytes": self.payload_bytes,
+            }
+            self._json = json.dumps(state, separators=(",", ":")).encode()
+        return self._json
 
     @classmethod
     def from_json(cls, made: dict[str, Any]) -> RowLayout:
@@ -281,13 +285,7 @@ class RowLayout:
         try:
             leaves = [LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], _sizes(x["shape"])) for x in made["leaves"]]
             root = Node.from_json(made["root"])
-            fits = root.paths() == [leaf.path for leaf in leaves] and all(
-                leaf.shape[: len(batch)] == batch
-                for path, batch in root.batches().items()
-                for leaf in leaves
-                if leaf.path[: len(path)] == path
-            )
-            if not fits or sum(leaf.nbytes for leaf in leaves) > _MOST_BYTES:
+            if not _belong_together(root, leaves) or _row_bytes(leaves) > _MOST_BYTES:
                 raise MalformedLayoutError("this is no row layout: its form and its leaves do not belong together")
             layout = cls(root, leaves, carries_sequence=_is_sequence(made.get("hidden", [])))
         except MalformedLayoutError:
@@ -302,6 +300,8 @@ class RowLayout:
 
     def differences(self, other: RowLayout) -> list[str]:
         """What differs, a line each; empty: the same rows."""
+        if other is self:
+            return []
         mine, theirs = ({x.path: x for x in layout.leaves} for layout in (self, other))
         said = [f"{pytree.show(p)} is missing" for p in mine if p not in theirs]
         said += [f"{pytree.show(p)} is new" for p in theirs if p not in mine]
@@ -381,11 +381,26 @@ def _other_constants(mine: dict[KeyPath, Any], theirs: dict[KeyPath, Any]) -> li
     return said + [f"{pytree.show(p)} is the constant {mine[p]!r} here, {theirs[p]!r} there" for p in both]
 
 
+def _belong_together(root: Node, leaves: list[LeafSpec]) -> bool:
+    """Whether a form has these leaves, and each (sub-)dict the batch dimensions of what is in it."""
+    if root.paths() != [leaf.path for leaf in leaves]:
+        return False
+    for path, batch in root.batches().items():
+        for leaf in leaves:
+            if leaf.path[: len(path)] == path and leaf.shape[: len(batch)] != batch:
+                return False
+    return True
+
+
+def _row_bytes(leaves: list[LeafSpec]) -> int:
+    return sum([leaf.nbytes for leaf in leaves])
+
+
 def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
     """Offsets in the order of item sizes, leaves in their own order."""
     offsets: dict[int, int] = {}
-    at = 0
-    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].itemsize):
+    at, sizes = 0, [-leaf.dtype.itemsize for leaf in leaves]
+    for i in sorted(range(len(leaves)), key=sizes.__getitem__):
         offsets[i] = at
         at += leaves[i].nbytes
     return [dataclasses.replace(leaf, offset=offsets[i]) for i, leaf in enumerate(leaves)]

@@ -212,18 +212,13 @@ class FileLock:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
             finally:
-                self.forget()
+                os.close(self._fd)
+                self._fd = -1
 
-    def forget(self) -> None:
-        """Closes our side only. Where a forked process shares the lock, it stays in force there."""
+    def close_descriptor(self) -> None:
+        """Closes the descriptor of this process; a forked process that shares the lock keeps it."""
         os.close(self._fd)
         self._fd = -1
-
-    def __enter__(self) -> FileLock:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.release()
 
 
 _held: set[FileLock] = set()
@@ -233,7 +228,7 @@ def _forget_inherited() -> None:
     # A flock belongs to the description that parent and child share: a child that kept it open would hold the lock
     # beyond the death of its parent.
     while _held:
-        _held.pop().forget()
+        _held.pop().close_descriptor()
 
 
 os.register_at_fork(after_in_child=_forget_inherited)

@@ -23,11 +23,12 @@ class Changes:
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
         mine, reached = self._identity, since.get("log")
-        if any(since.get(k) != mine[k] for k in ("session", "incarnation")) or type(reached) is not int:
+        same_rows = since.get("session") == mine["session"] and since.get("incarnation") == mine["incarnation"]
+        if not same_rows or type(reached) is not int:
             return None
         if not mine["log"] - len(self._log) <= reached <= mine["log"]:
             return None
-        return [entry for entry in self._log[len(self._log) - (mine["log"] - reached) :] if entry is not None]
+        return list(filter(None, self._log[len(self._log) - (mine["log"] - reached) :]))
 
 
 class FrozenRows(Changes):

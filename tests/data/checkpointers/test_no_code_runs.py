@@ -42,7 +42,7 @@ NEEDED = {
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.
 COMPUTED = {
     ("checkpoint/encoding.py", ""): "dtypes that stand there, at import",
-    ("data/replay_buffers/checkpointers/torchrl/folders.py", ""): "dtypes that stand there, at import",
+    ("interop/torchrl/files.py", ""): "dtypes that stand there, at import",
     ("store/episodes.py", "_ask"): "the two methods that call it",
     ("data/replay_buffers/samplers/base.py", "_call"): "the methods that call it",
     ("data/replay_buffers/samplers/prioritized.py", "__get__"): "the settings that stand there, at import",

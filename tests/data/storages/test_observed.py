@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import subprocess
-import sys
 import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -16,6 +14,8 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
+from contracts.programs import run_program
+from engram import _native
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -239,6 +239,5 @@ def test_it_uses_no_lock(job: ReplayBuffer, tmp_path: Path) -> None:
     rb = observer(tmp_path)
     code = "from engram.data import ReplayBuffer; import sys; ReplayBuffer.open(sys.argv[1]).empty()"
     job.storage.close()
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, env=env)
+    run_program(code, tmp_path).check_returncode()
     assert len(rb) == 0

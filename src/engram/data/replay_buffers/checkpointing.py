@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from engram.checkpoint.snapshot import save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
-from engram.data.replay_buffers.checkpointers.opening import as_damage, open_saved
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.errors import CheckpointMisfitError, differences_of
+from engram.interop.open import Part, Receiver, as_damage, open_saved
 from engram.transforms.compose import Compose
 
 if TYPE_CHECKING:
@@ -308,9 +308,9 @@ def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any
 
 def _save(buffer: ReplayBuffer, path: Path, keep_last: int) -> None:
     """Saves every part as one snapshot. The caller holds the buffer still."""
-    components = _components(buffer)
-    with buffer.storage.still() as source:
-        save_snapshot(path, components, (buffer.storage.checkpointer, source), keep_last=keep_last)
+    components, storage = _components(buffer), buffer.storage
+    with storage.still() as source:
+        save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
 
 
 def _save_in_background(buffer: ReplayBuffer, path: Path, keep_last: int) -> SaveHandle:
@@ -345,8 +345,8 @@ def _load(buffer: ReplayBuffer, path: Path, snapshot: str | None, parts: tuple[s
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
     storage, with_rows = buffer.storage, "storage" in parts
-    with open_saved(path, snapshot) as saved:
-        wanted, said = saved.wanted(parts, {"sampler": buffer.sampler, "writer": buffer.writer, "storage": storage})
+    with open_saved(path, snapshot, _receiver(buffer)) as saved:
+        wanted, said = saved.part_states(parts)
         said += _differences(buffer, wanted, saved.malformed)
         if not said:
             _check_states(buffer, wanted, saved.malformed)
@@ -357,6 +357,17 @@ def _load(buffer: ReplayBuffer, path: Path, snapshot: str | None, parts: tuple[s
         with storage.alone("loads") if with_rows else storage.mutex:
             fill = storage.read_aside(saved) if with_rows else None
             restore(buffer, wanted, fill, saved.malformed)
+
+
+def _receiver(buffer: ReplayBuffer) -> Receiver:
+    """The buffer, as another library's directory is read for it."""
+    parts: dict[str, Sampler | Writer] = {"sampler": buffer._sampler, "writer": buffer._writer}
+
+    def part(name: str) -> Part:
+        kinds = type(parts[name]._given).__mro__
+        return Part(tuple(kind.__name__ for kind in kinds), parts[name].state_dict())
+
+    return Receiver(buffer.storage, buffer._writer.index_key, part)
 
 
 def _misfits(check: Callable[[], None]) -> list[str]:

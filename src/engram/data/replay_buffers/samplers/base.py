@@ -230,21 +230,6 @@ class Sampler(abc.ABC):
     def _sync(self, storage: Storage) -> None:
         """Takes in what was written since it last looked: before a state is saved, and after one was loaded."""
 
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        """A state of this sampler, made of what TorchRL saved of one; None: of one that has nothing to save.
-
-        `found` is of a sampler without replacement: `remaining` (numbers of rows or trajectories, int64 [n], or None
-        between epochs), `length` (how many its epoch has), `drop_last`, `ran_out`, `stored` (rows), `strands`, and
-        `rows`: `remaining` as write number * strands + strand (None where they are no rows).
-
-        Raises:
-            ValueError: this sampler can make nothing of it.
-        """
-        if found is not None or self.state_dict():
-            there = "one without a state" if found is None else "one without replacement"
-            raise ValueError(f"the sampler is a {type(self).__name__} here, {there} was saved")
-        return {}
-
     def _get_cursor(self) -> Any:
         """What a draw changes, for `_set_cursor`: taken before every batch that is prepared ahead, so small.
 

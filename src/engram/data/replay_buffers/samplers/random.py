@@ -24,21 +24,6 @@ if TYPE_CHECKING:
     from engram.store.lanes import Lanes
 
 
-def listed_epoch(rows: np.ndarray[Any, Any], envs: int) -> dict[str, Any]:
-    """An epoch that another library had begun, as a sampler keeps it: rows of the first lane, in their order.
-
-    Args:
-        rows: sequence * environments + environment of each.
-    """
-    first = int(rows.min()) // envs if len(rows) else 0
-    count = int(rows.max()) // envs + 1 - first if len(rows) else 0
-    listed = torch.from_numpy(rows.copy())
-    return {
-        "key": 0, "ranges": [[first, count]], "position": 0, "incarnation": None, "ring": max(1, count), "moved": [0],
-        "listed": listed, "strands": envs,
-    }  # fmt: skip
-
-
 def check_list(rows: Any) -> None:
     """ValueError where what a saved epoch has for its list of rows is not one."""
     if not isinstance(rows, Tensor) or rows.dtype is not torch.int64 or rows.ndim != 1:
@@ -239,17 +224,6 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
             super().load_state_dict(state)
             self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
             self._ran_out = bool(state["ran_out"])
-
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        if found is None:
-            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
-        epoch = None
-        # Elsewhere rows that came during an epoch end it.
-        if found["remaining"] is not None and found["length"] == found["stored"]:
-            if found["rows"] is None:
-                raise ValueError("the epoch there names rows that are not stored, or one of them twice")
-            epoch = listed_epoch(found["rows"], found["strands"])
-        return {"epoch": epoch, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
 
     def _get_cursor(self) -> Any:
         epoch = self._epoch

@@ -469,13 +469,6 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
             self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
             self._ran_out = bool(state["ran_out"])
 
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        if found is None:
-            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
-        if found["remaining"] is not None and len(found["remaining"]) != found["length"]:
-            raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
-        return {**self._config(), "epoch": None, "ran_out": found["ran_out"], "drop_last": found["drop_last"]}
-
     def _differences(self, state: dict[str, Any]) -> list[str]:
         check_epoch(state, "position", "incarnation", "min_length")
         if state["epoch"]:

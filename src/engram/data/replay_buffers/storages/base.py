@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from engram.checkpoint.snapshot import save_snapshot
-from engram.data.replay_buffers.checkpointers.opening import open_saved
 from engram.data.replay_buffers.storages.staging import TooManyRowsError
 from engram.errors import StorageError
+from engram.interop.open import open_saved
 from engram.pytree import KeyPath, entry, show
 from engram.store.files import is_sent, sends
 from engram.store.indexing import Selection, outward, select, stored_slots
@@ -181,7 +181,7 @@ class Storage(abc.ABC):
         return functools.partial(self.replace, checked, rows, slots)
 
     def expect_sequences(self) -> None:
-        """A writer is used that writes rows over others out of turn: from the first write on each carries its sequence."""
+        """Called for a writer that replaces rows out of turn: every row then carries its own sequence."""
 
     def carry_sequences(self) -> None:
         """Before the first row is written over another one out of turn: makes room for the sequences of rows.

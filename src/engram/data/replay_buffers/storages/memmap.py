@@ -317,14 +317,14 @@ class LazyMemmapStorage(TableStorage):
         size = StoreSize(layout, self._n_lanes, lane_capacity, strands, trailer=self.scratch_dir is not None)
         if self.scratch_dir is None:
             fd = open_temporary(size)
-            log.info("mapped storage in a temporary file: %s", size.describe())
+            log.info("mapped storage in a temporary file: %s", size)
             store = size.create_in(fd)
             store.advise_random()
             lanes = Lanes(store, LaneLocks(fd))
             return lanes, RowTable(lanes, layout, mapped=True)
         with_extras = _Extras(size, self._inner, self.ndim)
         if create_named(self.scratch_dir, with_extras.size, _start_header):
-            log.info("mapped storage in %s: %s", self.scratch_dir, size.describe())
+            log.info("mapped storage in %s: %s", self.scratch_dir, size)
         return self._join(layout)
 
     def _join(self, layout: RowLayout | None) -> tuple[Lanes, RowTable]:

@@ -51,6 +51,11 @@ class SavedTable(Storage):
     def _adopt(self, layout: RowLayout, inner: tuple[int, ...]) -> None:
         """Makes the table for a layout and strands of this shape."""
 
+    @property
+    @abc.abstractmethod
+    def _can_widen(self) -> bool:
+        """Whether rows that are there can get a place for sequences: not in a file, nor where others see them."""
+
     @abc.abstractmethod
     def _make_room(self, layout: RowLayout) -> None:
         """Before rows of this layout are restored into the table: for the sequences that they carry, if it can."""
@@ -84,14 +89,11 @@ class SavedTable(Storage):
 
     def identity(self) -> dict[str, Any]:
         """What names these rows, as `Lanes.identity`."""
-        return self._changes().identity()
+        return {} if self._lanes is None else self._lanes.identity()
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
         """Rows changed in place since `identity()` was `since`; None if that is not known."""
-        return self._changes().edited(since)
-
-    def _changes(self) -> Changes | NothingYet:
-        return NothingYet() if self._lanes is None else Changes(self._lanes)
+        return None if self._lanes is None else Changes(self._lanes).edited(since)
 
     def freeze(self) -> Any:
         """The rows as they are now, for a save in the background; the caller holds the mutex, here and to close it."""
@@ -125,6 +127,13 @@ class SavedTable(Storage):
                 said.append(f"ndim is {self.ndim} here, {layout['ndim']} there")
             if self._table is not None:
                 said += self._table.layout.differences(saved)
+                replaced = any(lane["replaced"] for lane in lanes)
+                if replaced and saved.carries_sequence > self._table.layout.carries_sequence and not self._can_widen:
+                    said.append(
+                        "rows carry sequences of their own there, as a TensorDictMaxValueWriter has replaced some; "
+                        "those here, in a file or in shared memory, have no place for them: use a storage that is made "
+                        "with such a writer"
+                    )
                 if inner != self._inner:
                     said.append(f"environments are {list(self._inner)} here, {list(inner)} there")
             strands = math.prod(inner)
@@ -420,6 +429,8 @@ class TableStorage(SavedTable):
 
     def expect_sequences(self) -> None:
         self._expects_sequences = True
+        if isinstance(self._table, ColumnTable):  # one column more, nothing is copied
+            self._table.carry_sequences()
 
     def carry_sequences(self) -> None:
         table, lanes = self._table, self._lanes
@@ -428,11 +439,11 @@ class TableStorage(SavedTable):
         if isinstance(table, ColumnTable):
             table.carry_sequences()
             return
-        if table.mapped or lanes.locks is not None:
+        if not self._can_widen:
             raise StorageError(
-                "these rows were made for another writer: they have no place for the sequence that a replaced row carries, "
-                "and rows in a file or in shared memory keep their layout. Save them with dumps, and take them over with "
-                "loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
+                "these rows were made for another writer: they have no place for the sequence that a replaced row "
+                "carries, and rows in a file or in shared memory keep their layout. Save them with dumps, and take "
+                "them over with loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
             )
         with self.replacing("giving rows their sequences"):
             layout = table.layout.with_sequence()
@@ -440,11 +451,13 @@ class TableStorage(SavedTable):
             self._table = table = table.with_sequences()
             self._lanes = table.lanes
 
+    @property
+    def _can_widen(self) -> bool:
+        table = self._table
+        return isinstance(table, ColumnTable) or (table is not None and not table.mapped and table.lanes.locks is None)
+
     def _make_room(self, layout: RowLayout) -> None:
-        can_change = isinstance(self._table, ColumnTable) or (
-            self._table is not None and not self._table.mapped and self._table.lanes.locks is None
-        )
-        if can_change and (self._expects_sequences or layout.carries_sequence):
+        if self._can_widen and (self._expects_sequences or layout.carries_sequence):
             self.carry_sequences()
 
     def _unmake(self) -> bool:
@@ -726,9 +739,9 @@ class LazyTensorStorage(TableStorage):
         size = StoreSize(layout, self._n_lanes, lane_capacity, _count(self._inner), trailer=False)
         if self.device.type != "cpu":
             lanes = Lanes.in_memory(lane_capacity, _count(self._inner))
-            log.info("storage on %s: %s", self.device, size.describe())
+            log.info("storage on %s: %s", self.device, size)
             return lanes, ColumnTable.empty(lanes, layout, self._inner, self.device)
-        log.info("storage in %smemory: %s", "shared " if self.shared else "", size.describe())
+        log.info("storage in %smemory: %s", "shared " if self.shared else "", size)
         if self.shared:
             fd = open_shared_memory(size)
             lanes = Lanes(size.create_in(fd), LaneLocks(fd))

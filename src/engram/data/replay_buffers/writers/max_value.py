@@ -29,8 +29,8 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
     row also stores its own index under `"index"`, where its data have a place for it, and carries a sequence of its own
     once it has replaced another one, so that a `generation` never means another row.
 
-    Replacing needs the storage alone, and one dimension (`ndim=1`, `lanes=1`). Rows in memory that another writer made are
-    copied once to make room for their sequences, when the first of them is replaced. In a LazyMemmapStorage with a
+    Replacing needs the storage alone, and one dimension (`ndim=1`, `lanes=1`). Rows in memory that another writer made
+    are copied once to make room for their sequences, when the first of them is replaced. In a LazyMemmapStorage with a
     `scratch_dir` it waits for the disk when it meets rows that were flushed: twice for each 64 KB that a call replaces.
 
     Args:
@@ -198,13 +198,6 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
         different = self._differences(state)
         if different:
             raise ValueError("; ".join(different))
-
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        if found is None or "rank_key" not in found:
-            raise ValueError(f"the writer is a {type(self).__name__} here, one that keeps the newest was saved")
-        key = found["rank_key"]
-        path = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, list) else key
-        return {"rank_key": path, "reduction": self.reduction}  # the order follows from the rows
 
     def _differences(self, state: dict[str, Any]) -> list[str]:
         mine = {"rank_key": self._path, "reduction": self.reduction}
