@@ -187,9 +187,7 @@ def _given(part: Any) -> Any:
 
 def _is_built_in(part: Any) -> bool:
     """Whether a part is of one of the library's own classes."""
-    if isinstance(part, Sampler | Writer):
-        return part._built_in
-    return type(part).__module__.split(".")[0] == "engram"  # a transform, or those of an ensemble
+    return bool(part._built_in if isinstance(part, Sampler | Writer) else part.built_in)
 
 
 def check_sampler(buffer: Any, states: dict[str, Any], malformed: Malformed | None) -> None:

@@ -544,6 +544,8 @@ class ReplayBufferEnsemble(ReplayBuffer):
 class _Transforms:
     """The common transform and the members', for saving."""
 
+    built_in = True
+
     def __init__(self, transforms: list[Compose]) -> None:
         self.transforms = transforms
 
