@@ -789,6 +789,9 @@ class ReplayBuffer:
             self._transform.empty()
 
 
+sends(ReplayBuffer)  # as `__init_subclass__` does for its children
+
+
 def _make_part(part: Any, name: str, is_one: Callable[[Any], bool]) -> Any:
     """A part from what the constructor was given: the part, or something without arguments that makes one."""
     if part is None or is_one(part):
