@@ -210,7 +210,7 @@ class ReplayBuffer:
             ValueError, TypeError: the step does not fit the storage; the message names the leaf. Nothing is changed.
         """
         if self._transform.transforms:
-            return self._write_through(item, True)
+            return self._write_through(item, single=True)
         storage = self._storage
         priorities = self._given_priorities(item, True, -1)
         with storage.mutex if priorities is None else self._writing():
@@ -229,7 +229,7 @@ class ReplayBuffer:
             ValueError, TypeError: the batch does not fit the storage; the message names the leaf. Nothing is changed.
         """
         if self._transform.transforms:
-            written: Tensor = self._write_through(items, False)
+            written: Tensor = self._write_through(items, single=False)
             return written
         storage, time_dim = self._storage, self._time_dim
         if type(items) is list:
@@ -246,7 +246,7 @@ class ReplayBuffer:
         """A list of items as one batch; storages of items take the list."""
         return items if isinstance(self._storage, ListStorage) else stack_rows(items, time_dim)
 
-    def _write_through(self, items: Any, single: bool) -> Any:
+    def _write_through(self, items: Any, *, single: bool) -> Any:
         """Writes what the transforms make of the data; where that is refused, they are as they were before."""
         transform, storage = self._transform, self._storage
         if not transform.write_in_order:
@@ -264,7 +264,7 @@ class ReplayBuffer:
                 except BaseException:
                     transform.undo(before)
                     raise
-        return self._index_of(slots, writing.single and not writing.resized)
+        return self._index_of(slots, single=writing.single and not writing.resized)
 
     def flush_transforms(self) -> Tensor:
         """Writes the steps that transforms hold back; returns their indices as `extend` does, none if none waited.
@@ -291,7 +291,7 @@ class ReplayBuffer:
             except BaseException:
                 transform.undo(before)
                 raise
-        index: Tensor = self._index_of(slots, False)
+        index: Tensor = self._index_of(slots, single=False)
         return index
 
     def _write(self, writing: Writing) -> Any:
@@ -300,7 +300,7 @@ class ReplayBuffer:
         if writing.held is not None:
             # What waits in a transform must fit, too: an error later would belong to somebody else's data.
             self._writer.check_mutable("extend")
-            storage.check(writing.held, writing.single, time_dim, self._writer.index_key)
+            storage.check(writing.held, single=writing.single, time_dim=time_dim, index_key=self._writer.index_key)
         if items is None:
             return torch.empty(0, dtype=torch.int64)
         if type(items) is list:
@@ -390,7 +390,7 @@ class ReplayBuffer:
             if self._prefetcher is not None:
                 batch, _, last = self._prefetcher.next(self._batch_size)
             else:
-                batch, last = self._reader.next(self._batch_size, self._track_generations)
+                batch, last = self._reader.next(self._batch_size, generations=self._track_generations)
             yield batch
             if last:
                 return

@@ -197,6 +197,7 @@ class BatchReader:
     ) -> tuple[Any, dict[str, Any]] | None:
         storage, attach, find_stale = self.storage, self._attach, self._find_stale
         extra = None if attach is None else attach(index, info)
+        # Positional: the hot path.
         batch, overwritten, absent, generation = storage.read(slots, None, extra, generations)
         if storage.incarnation != incarnation:
             return None
