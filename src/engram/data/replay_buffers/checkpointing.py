@@ -338,23 +338,23 @@ def _components(buffer: ReplayBuffer) -> dict[str, Any]:
 
 
 def _load(buffer: ReplayBuffer, path: Path, snapshot: str | None, parts: tuple[str, ...]) -> None:
-    """Takes parts over, after everything that is wanted was found to fit. The caller holds the buffer still."""
+    """Loads parts of a buffer, after a check that all of them fit. The caller holds the buffer still."""
     unknown = [p for p in parts if p not in PARTS]
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
     storage, with_rows = buffer.storage, "storage" in parts
     with open_saved(path, snapshot, _receiver(buffer)) as saved:
-        wanted, said = saved.part_states(parts)
-        said += _differences(buffer, wanted, saved.malformed)
-        if not said:
-            _check_states(buffer, wanted, saved.malformed)
+        states, differences = saved.part_states(parts)
+        differences += _differences(buffer, states, saved.malformed)
+        if not differences:
+            _check_states(buffer, states, saved.malformed)
         if with_rows:
-            said += _misfits(lambda: saved.check_storage(storage.checkpointer, storage))
-        if said:
-            raise CheckpointMisfitError(f"{path} does not fit this buffer", said, _advice(wanted))
+            differences += _differences_in(lambda: saved.check_storage(storage.checkpointer, storage))
+        if differences:
+            raise CheckpointMisfitError(f"{path} does not fit this buffer", differences, _advice(states))
         with storage.alone("loads") if with_rows else storage.mutex:
             fill = storage.read_aside(saved) if with_rows else None
-            restore(buffer, wanted, fill, saved.malformed)
+            restore(buffer, states, fill, saved.malformed)
 
 
 def _receiver(buffer: ReplayBuffer) -> Receiver:
@@ -368,7 +368,8 @@ def _receiver(buffer: ReplayBuffer) -> Receiver:
     return Receiver(buffer.storage, buffer._writer.index_key, part)
 
 
-def _misfits(check: Callable[[], None]) -> list[str]:
+def _differences_in(check: Callable[[], None]) -> list[str]:
+    """What a check of a state lists as not fitting."""
     try:
         check()
     except ValueError as error:
@@ -376,8 +377,8 @@ def _misfits(check: Callable[[], None]) -> list[str]:
     return []
 
 
-def _advice(wanted: dict[str, Any]) -> str:
-    return "What is not wanted from there can be left out: loads(path, parts=...)" if "sampler" in wanted else ""
+def _advice(states: dict[str, Any]) -> str:
+    return "What is not wanted from there can be left out: loads(path, parts=...)" if "sampler" in states else ""
 
 
 def _state_of(buffer: ReplayBuffer) -> dict[str, Any]:
@@ -386,19 +387,19 @@ def _state_of(buffer: ReplayBuffer) -> dict[str, Any]:
 
 
 def _load_state(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
-    """Takes over what `state_of` gave."""
+    """Loads what `_state_of` gave."""
     missing = [f"it has no {part}" for part in (*PARTS, "transform") if part not in state]
     if missing:
         raise CheckpointMisfitError("the state does not fit this buffer", missing)
-    wanted = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
-    wanted["transform"] = {"state": state["transform"]}
-    said = _differences(buffer, wanted) + _misfits(lambda: buffer.storage.check_state(state["storage"]))
-    if said:
-        raise CheckpointMisfitError("the state does not fit this buffer", said)
-    _check_states(buffer, wanted)
-    wanted = copy.deepcopy(wanted)
+    states = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
+    states["transform"] = {"state": state["transform"]}
+    differences = _differences(buffer, states) + _differences_in(lambda: buffer.storage.check_state(state["storage"]))
+    if differences:
+        raise CheckpointMisfitError("the state does not fit this buffer", differences)
+    _check_states(buffer, states)
+    states = copy.deepcopy(states)
     with buffer.storage.alone("load_state_dict"):
-        restore(buffer, wanted, functools.partial(buffer.storage.load_state_dict, state["storage"]))
+        restore(buffer, states, functools.partial(buffer.storage.load_state_dict, state["storage"]))
 
 
 def _kinds(buffer: ReplayBuffer) -> dict[str, str]:
