@@ -431,8 +431,8 @@ class Storage(abc.ABC):
 
     def hand_over(self, sampler: Any) -> None:
         """After `loads`: tells a sampler how the write numbers of its rows have changed."""
-        if self.lanes is not None and hasattr(sampler, "adopt"):
-            sampler.adopt(self.lanes.store.incarnation, self.shifts)
+        if self.lanes is not None:
+            sampler._rebase(self.lanes.store.incarnation, self.shifts)
 
     @property
     def checkpointer(self) -> Any:

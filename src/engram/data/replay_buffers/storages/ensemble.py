@@ -267,7 +267,7 @@ class StorageEnsemble(Storage):
         return bring_back
 
     def hand_over(self, sampler: Any) -> None:
-        for storage, one in zip(self._members, sampler.samplers, strict=True):
+        for storage, one in zip(self._members, sampler._members, strict=True):
             storage.hand_over(one)
 
     def __repr__(self) -> str:
