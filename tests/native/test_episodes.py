@@ -6,7 +6,7 @@ import torch
 
 from engram import _native
 from engram.data import LazyTensorStorage, ReplayBuffer
-from engram.store.episodes import Episodes
+from engram.store.episodes import EpisodeIndex
 
 
 def stored(n=10, capacity=10):
@@ -62,22 +62,29 @@ def test_windows_can_only_be_drawn_by_a_rule_that_leaves_each_trajectory_one(len
 
 
 def test_a_batch_beyond_any_memory_is_refused():
-    index, storage = Episodes(end_key="done"), stored()
+    index, storage = EpisodeIndex(end_key="done"), stored()
     batch = index.draw(storage, _native.SliceRule(2**45, 1, pad=True), torch.tensor([1]), 2**20)
     for rows in (batch.slots, batch.ids, batch.mask, batch.last):
         with pytest.raises(MemoryError):
             rows()
 
 
+def native_index(storage):
+    leaf = storage.leaf(("done",))
+    return _native.Episodes(False, leaf.offset, leaf.itemsize)
+
+
 def test_bounds_and_slices_from_given_starts():
-    storage, index = stored(14), Episodes(end_key="done")  # rows 4 to 13: 3 of one trajectory, 7 of another
-    start, stop = index.bounds(storage, torch.tensor([4, 6, 7, 0, 3]))
+    whole = stored(14)  # rows 4 to 13: 3 of one trajectory, 7 of another
+    index, store = native_index(whole), whole.lanes.store
+    start, stop = index.bounds(store, torch.tensor([4, 6, 7, 0, 3]))
     assert (start.tolist(), stop.tolist()) == ([4, 4, 7, 7, 7], [7, 7, 14, 14, 14])
-    batch, absent = index.starting_at(storage, _native.SliceRule(4, 1), torch.tensor([5, 9]))
+    batch, absent = index.starting_at(store, _native.SliceRule(4, 1), torch.tensor([5, 9]))
     assert batch.slots().tolist() == [5, 6, 9, 0, 1, 2] and batch.ids().tolist() == [0, 0, 1, 1, 1, 1] and not absent
     assert batch.last().flatten().tolist() == [False, True, False, False, False, True]
     assert batch.first().flatten().tolist() == [True, False, True, False, False, False]
-    half = stored(8, 20)
+    held = stored(8, 20)
+    index, half = native_index(held), held.lanes.store
     assert index.bounds(half, torch.tensor([7, 8, 19]))[0].tolist() == [7, -1, -1]
     assert index.starting_at(half, _native.SliceRule(4, 1), torch.tensor([8, 7]))[1] == [0]
     for slot in (20, -1, 2**62):
@@ -89,7 +96,7 @@ def test_bounds_and_slices_from_given_starts():
 
 def test_marks_go_into_plain_bools_of_the_batchs_length_alone():
     storage = stored()
-    batch, _ = Episodes(end_key="done").starting_at(storage, _native.SliceRule(3, 1), torch.tensor([0]))
+    batch, _ = native_index(storage).starting_at(storage.lanes.store, _native.SliceRule(3, 1), torch.tensor([0]))
     flags = torch.zeros(3, 2, dtype=torch.bool)
     assert batch.mark_last(flags) and flags.tolist() == [[False] * 2] * 2 + [[True] * 2]
     for wrong in (torch.zeros(4).bool(), torch.zeros(3), torch.zeros(2, 3).bool().t(), torch.tensor(True), [1]):
@@ -97,10 +104,10 @@ def test_marks_go_into_plain_bools_of_the_batchs_length_alone():
 
 
 def test_other_slices_take_the_places_of_those_that_exist():
-    index, storage = Episodes(end_key="done"), stored()
-    rule = _native.SliceRule(2, 1)
-    old, _ = index.starting_at(storage, rule, torch.tensor([0, 1, 2]))
-    fresh, _ = index.starting_at(storage, rule, torch.tensor([7]))
+    storage, rule = stored(), _native.SliceRule(2, 1)
+    index, store = native_index(storage), storage.lanes.store
+    old, _ = index.starting_at(store, rule, torch.tensor([0, 1, 2]))
+    fresh, _ = index.starting_at(store, rule, torch.tensor([7]))
     assert old.replaced([1], fresh).slots().tolist() == [0, 1, 7, 8, 2, 3]
     with pytest.raises(IndexError):
         old.replaced([3], fresh)
@@ -109,7 +116,7 @@ def test_other_slices_take_the_places_of_those_that_exist():
 
 
 def test_an_epoch_of_another_store_is_refused():
-    index, storage, rule = Episodes(end_key="done"), stored(), _native.SliceRule(1, 1)
+    index, storage, rule = EpisodeIndex(end_key="done"), stored(), _native.SliceRule(1, 1)
     for counts, lasts, said in (
         ([1, 1], [0, 0], "another store"),
         ([2**60], [1], "beyond"),
@@ -142,11 +149,11 @@ def test_the_running_trajectory_is_long_enough_again_when_its_writer_has_written
 
 
 def test_a_seed_and_slots_are_int64_tensors():
-    index, storage, rule = Episodes(end_key="done"), stored(), _native.SliceRule(1, 1)
+    index, storage, rule = EpisodeIndex(end_key="done"), stored(), _native.SliceRule(1, 1)
     for wrong in (torch.tensor([1.0]), torch.tensor(1), [1]):
         with pytest.raises(TypeError):
             index.draw(storage, rule, wrong, 1)
         with pytest.raises(TypeError):
-            index.bounds(storage, wrong)
+            native_index(storage).bounds(storage.lanes.store, wrong)
     with pytest.raises(ValueError, match="no seed"):
         index.draw(storage, rule, torch.empty(0, dtype=torch.int64), 1)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from engram.store.files import share_descriptor
+from engram.store.files import share_fd
 
 IDS = ("collector", "traj_ids")
 Worker = int
@@ -51,7 +51,7 @@ class SharedCount:
         return int(self._value[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"descriptor": share_descriptor(self._fd)}
+        return {"descriptor": share_fd(self._fd)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._fd = state["descriptor"].detach()

@@ -33,7 +33,7 @@ from engram import _native
 from engram._system import SIGNED
 from engram.errors import WorkerError
 from engram.processes.eventfd import Bell
-from engram.store.files import carried_by
+from engram.store.files import passing_fds
 
 PATIENCE = 5.0  # seconds that a worker has to end by itself
 QUICKLY = 0.2  # the same where there is an error to be told
@@ -301,7 +301,7 @@ class Worker:
 
 def _packed(message: Any) -> tuple[bytes, list[int]]:
     packed = io.BytesIO()
-    with carried_by([]) as descriptors:
+    with passing_fds([]) as descriptors:
         _Pickler(packed).dump(message)
     return len(descriptors).to_bytes(1, "little") + packed.getvalue(), descriptors
 
@@ -318,7 +318,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def _unpacked(packed: bytes, connection: Connection) -> Any:
     descriptors = [_receive_descriptor(connection) for _ in range(packed[0])]
     try:
-        with carried_by(descriptors):
+        with passing_fds(descriptors):
             return cloudpickle.loads(memoryview(packed)[1:])
     finally:
         for fd in descriptors:

@@ -1,11 +1,11 @@
-"""The counters of a storage as checkpointers get them: which write numbers exist in which lane."""
+"""The counters of a storage as checkpointers get them: which sequences exist in which lane."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-_END = 1 << 62  # of write numbers
+_SEQUENCE_LIMIT = 1 << 62
 
 
 class Counters:
@@ -17,14 +17,14 @@ class Counters:
     def __init__(self, counters: dict[str, Any]) -> None:
         capacity = counters["lane_capacity"]
         self._capacity = None if capacity is None else _count(capacity)
-        self.strands = _count(counters["strands"])
+        self.envs = _count(counters["strands"])
         self._lanes = [_checked(lane) for lane in counters["lanes"]]
 
-    def check_strands(self, layout: dict[str, Any]) -> None:
-        """ValueError when a layout, where it says how many environments there are, contradicts the counters."""
-        strands = layout.get("strands", [self.strands])
-        if not isinstance(strands, list) or math.prod(map(_count, strands)) != self.strands or not self.strands:
-            raise ValueError(f"the layout is of environments {strands!r}, the counters of {self.strands}")
+    def check_envs(self, layout: dict[str, Any]) -> None:
+        """ValueError where the layout names another number of environments than the counters."""
+        shape = layout.get("strands", [self.envs])
+        if not isinstance(shape, list) or math.prod(map(_count, shape)) != self.envs or not self.envs:
+            raise ValueError(f"the layout is of environments {shape!r}, the counters of {self.envs}")
 
     @property
     def lanes(self) -> int:
@@ -32,11 +32,11 @@ class Counters:
 
     @property
     def rows(self) -> int:
-        """Rows that exist in all lanes and strands."""
-        return self.strands * sum(self.stop(lane) - self.first(lane) for lane in range(self.lanes))
+        """Rows that exist in all lanes and environments."""
+        return self.envs * sum(self.stop(lane) - self.first(lane) for lane in range(self.lanes))
 
     def first(self, lane: int) -> int:
-        """The oldest write number that exists in the lane; `stop` when there is none."""
+        """The oldest sequence that exists in the lane; `stop` when there is none."""
         base, published = self._lanes[lane]
         return base if self._capacity is None else max(base, published - self._capacity)
 
@@ -45,7 +45,7 @@ class Counters:
 
 
 def _checked(lane: dict[str, Any]) -> tuple[int, int]:
-    """Base and published of a lane whose counters can all be."""
+    """`base` and `published` of a lane; ValueError where its counters contradict each other."""
     base, published = _count(lane["base"]), _count(lane["published"])
     if base > published:
         raise ValueError(f"a lane's base, {base}, is beyond what it has published, {published}")
@@ -58,11 +58,11 @@ def _checked(lane: dict[str, Any]) -> tuple[int, int]:
     if border is not None:
         looked, agreed = _count(border["looked"]), border["agreed"]
         if looked > published or (agreed is not None and (type(agreed) is not int or not 0 <= agreed < 1 << 63)):
-            raise ValueError(f"{border!r:.80} is nothing that is known of the border of a lane")
+            raise ValueError(f"{border!r:.80} is no border evidence of a lane")
     return base, published
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _END:
+    if type(value) is not int or not 0 <= value < _SEQUENCE_LIMIT:
         raise ValueError(f"{value!r} is not a count")
     return value

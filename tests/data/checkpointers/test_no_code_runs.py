@@ -43,9 +43,8 @@ NEEDED = {
 COMPUTED = {
     ("checkpoint/encoding.py", ""): "dtypes that stand there, at import",
     ("data/replay_buffers/checkpointers/torchrl/folders.py", ""): "dtypes that stand there, at import",
-    ("store/episodes.py", "_ask"): "the two methods that call it",
+    ("store/episodes.py", "_query"): "the methods that call it",
     ("data/replay_buffers/reader.py", "_own"): "the constructor that calls it",
-    ("data/replay_buffers/storages/staging.py", "__getattr__"): "whoever asks the table that it stands for",
     ("transforms/base.py", "decisive"): "_decisive of the class",
     ("data/replay_buffers/buffer.py", "_replace"): "the methods that call it",
 }

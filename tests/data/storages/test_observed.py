@@ -94,7 +94,7 @@ def test_it_writes_nothing(job: ReplayBuffer, tmp_path: Path) -> None:
 
 def test_no_native_call_writes_to_its_map(job: ReplayBuffer, tmp_path: Path) -> None:
     store = observer(tmp_path).storage.lanes.store
-    plan = job.storage.table.plan(steps(0, 1), 1, 0)
+    plan = job.storage._table.plan(steps(0, 1), 1, 0)
     for write in (
         lambda: store.append(0, plan), lambda: store.overwrite(torch.tensor([0]), plan), store.mend, store.recover,
         lambda: store.claim(0, 1), lambda: store.publish(0, 20, 1), lambda: store.raise_term(0), store.sync_header,
@@ -209,7 +209,7 @@ def test_it_saves_what_it_sees(job: ReplayBuffer, tmp_path: Path) -> None:
 
 def test_a_save_during_which_rows_were_changed_fails(job: ReplayBuffer, tmp_path: Path) -> None:
     rb = observer(tmp_path)
-    with rb.storage.still() as source:
+    with rb.storage._consistent_view() as source:
         source.read_block(0, 0, 5)
         job[3] = of_numbers(torch.tensor(99))
         with pytest.raises(StorageInUseError, match="while they were saved"):

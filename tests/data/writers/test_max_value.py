@@ -287,7 +287,7 @@ class TestNumbersOfRows:
         looked = lanes.generations
         # The worst moment: rows are replaced between the look at the numbers and the copy, or the other way round.
         lanes.generations = lambda slots: (looked(slots), rb.extend(items([6.0], [11])))[0]
-        batch, _, _, number = table.read(torch.arange(4), numbers=True)
+        batch, _, _, number = table.read(torch.arange(4), sequences=True)
         del lanes.generations
         now = lanes.generations(torch.arange(4))
         assert batch["id"].tolist()[1] == 11 and number[1] != now[1]

@@ -30,15 +30,14 @@ from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.reader import MANY_ROWS, Reader, stack_items
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.samplers.random import RandomSampler
-from engram.data.replay_buffers.storages.base import Storage
+from engram.data.replay_buffers.storages.base import Storage, as_storage
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
-from engram.data.replay_buffers.storages.tensor import LazyTensorStorage
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer
 from engram.errors import OutOfMemoryError
 from engram.pytree import chosen, stack_rows, swap_dims
-from engram.store.files import is_sent, sends
-from engram.store.indexing import inward
+from engram.store.files import is_passing_fds, pickle_by_state
+from engram.store.indexing import to_slots
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform, Writing
 from engram.transforms.compose import Compose
@@ -70,7 +69,7 @@ class BufferParts:
         checkpointer: Any = None,
         track_generations: bool = False,
     ) -> None:
-        self._storage = _with_capacity(_made(storage, Storage, "storage"), capacity)
+        self._storage = _with_capacity(None if storage is None else as_storage(storage), capacity)
         self._sampler: Any = _made(sampler, object, "sampler") or RandomSampler()
         self._writer = _made(writer, Writer, "writer") or self._default_writer()
         self._collate_fn = collate_fn
@@ -90,7 +89,7 @@ class BufferParts:
         if dim_extend is not None and not 0 <= dim_extend < max(self._storage.ndim, 1):
             raise ValueError(f"dim_extend must be 0 to {self._storage.ndim - 1} for this storage, got {dim_extend}")
         if shared:
-            self._share()
+            self._storage._share()
         if checkpointer is not None:
             self._storage.checkpointer = checkpointer
         self._wire()
@@ -116,15 +115,6 @@ class BufferParts:
     def _check_transform(self, transform: Transform) -> None:
         """Raises TypeError for a transform that does not work here."""
 
-    def _share(self) -> None:
-        if isinstance(self._storage, LazyTensorStorage):
-            self._storage.shared = True
-        elif not isinstance(self._storage, LazyMemmapStorage):
-            raise ValueError(
-                f"shared=True needs LazyTensorStorage or LazyMemmapStorage, whose rows processes can share, "
-                f"not {type(self._storage).__name__}"
-            )
-
     def _wire(self) -> None:
         """Makes the parts know each other; again after each change of one."""
         self._check_parts()
@@ -133,7 +123,7 @@ class BufferParts:
         if hasattr(self._sampler, "use_generator"):
             self._sampler.use_generator(self._generator)
         collate = self._collate_fn
-        if collate is None and isinstance(self._storage, ListStorage):
+        if collate is None and self._storage._holds_items:
             collate = stack_items
         attach = self._attach if self._attaches else None
         self._reader = Reader(
@@ -172,7 +162,7 @@ class BufferParts:
             collate_fn: instead of this buffer's own; None for that.
         """
         if collate_fn is None:
-            collate_fn = self._collate_fn or (stack_items if isinstance(storage, ListStorage) else None)
+            collate_fn = self._collate_fn or (stack_items if storage._holds_items else None)
         attach = self._attach if self._attaches else None
         reader = Reader(storage, sampler, self._transform, collate_fn, attach, False, self._track_generations)
         if sampler is self._sampler:
@@ -218,7 +208,7 @@ class BufferParts:
         """Uses another storage from now on; returns the old one."""
         if collate_fn is not None:
             self._collate_fn = collate_fn
-        old: Storage = self._replace("_storage", storage)
+        old: Storage = self._replace("_storage", as_storage(storage))
         return old
 
     def _replace(self, name: str, part: Any) -> Any:
@@ -324,10 +314,8 @@ def _with_capacity(storage: Storage | None, capacity: int | None) -> Storage:
         return ListStorage(_DEFAULT_CAPACITY if capacity is None else capacity)
     if capacity is None or storage.max_size == capacity:
         return storage
-    if storage.max_size is None and isinstance(storage, ListStorage):
-        storage.limit(capacity)
-        return storage
-    raise ValueError(f"capacity={capacity}, but the storage has max_size={storage.max_size}; give one of them")
+    storage._limit(capacity)
+    return storage
 
 
 def checked_batch_size(batch_size: Any) -> int | None:
@@ -405,10 +393,10 @@ class SavedBuffer(BufferParts):
     # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        sends(cls)
+        pickle_by_state(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if is_sent() or self._storage.travels_by_path:
+        if is_passing_fds() or self._storage._pickled_by_path:
             return super().__reduce_ex__(protocol)
         with self._undisturbed(), self._storage.mutex:
             return self._copied_from()
@@ -516,7 +504,7 @@ class ReplayBuffer(SavedBuffer):
             written: Tensor = self._write_through(items, False)
             return written
         storage, time_dim = self._storage, self._time_dim
-        if type(items) is list and not isinstance(storage, ListStorage):
+        if type(items) is list and not storage._holds_items:
             items = stack_rows(items, time_dim)
         extras = self._extras(items, False, time_dim)
         with storage.mutex if extras is None else self._writing():
@@ -583,7 +571,7 @@ class ReplayBuffer(SavedBuffer):
             storage.check(writing.held, writing.single, time_dim, self._writer.index_key)
         if items is None:
             return torch.empty(0, dtype=torch.int64)
-        if type(items) is list and not isinstance(storage, ListStorage):
+        if type(items) is list and not storage._holds_items:
             items = stack_rows(items, time_dim)
         extras = self._extras(items, writing.single, time_dim)
         slots = self._writer.write(storage, items, writing.single, time_dim)
@@ -597,7 +585,7 @@ class ReplayBuffer(SavedBuffer):
             # Before the first write a storage does not know its environments; there is nothing to point at, either.
             if not len(slots):
                 return slots.new_empty(0, self._storage.ndim)
-            return torch.stack(tuple(self._storage.outward(slots)), -1)
+            return torch.stack(tuple(self._storage.from_slots(slots)), -1)
         if not single:
             return slots
         return slots if type(slots) is int else int(slots[0])
@@ -727,7 +715,7 @@ class ReplayBuffer(SavedBuffer):
                 )
             if not _is_int(index):
                 items = swap_dims(items, self._time_dim, to_time=False)
-        elif type(items) is list and not isinstance(self._storage, ListStorage):
+        elif type(items) is list and not self._storage._holds_items:
             items = stack_rows(items, 0)
         with self._undisturbed():
             self._storage.set(index, items, self._writer.index_key)
@@ -781,14 +769,14 @@ class ReplayBuffer(SavedBuffer):
         storage = self._storage
         if storage.lanes is None:
             raise IndexError("nothing has been written yet")
-        slots = inward(index, storage.inner, storage.max_size or 0)
+        slots = to_slots(index, storage.env_shape, storage.max_size or 0)
         wanted = torch.as_tensor(generation).reshape(-1)
         if len(slots) != len(wanted):
             raise ValueError(f"{len(slots)} steps are indexed, {len(wanted)} generations given; nothing was written")
         values = self._replacing(values)
-        if type(values) is list and not isinstance(storage, ListStorage):
+        if type(values) is list and not storage._holds_items:
             values = stack_rows(values, 0)
-        with self._undisturbed(), storage.lanes.alone("update_if_present"):
+        with self._undisturbed(), storage._exclusive("update_if_present"):
             there = (storage.lanes.generations(slots) == wanted) & (wanted >= 0)
             if bool(there.any()):
                 storage.overwrite(slots[there], chosen(values, there), self._writer.index_key)
@@ -801,7 +789,7 @@ class ReplayBuffer(SavedBuffer):
             StorageInUseError: another process has the storage open.
         """
         self._writer.allow("empty")
-        with self._undisturbed(), self._storage.replacing("empty"):
+        with self._undisturbed(), self._storage._replacing("empty"):
             self._storage.empty(empty_write_count)
             self._transform.empty()
             for part in (self._sampler, self._writer):

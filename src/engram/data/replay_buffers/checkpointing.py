@@ -38,9 +38,9 @@ def adopt(
     """
     storage = buffer.storage
     before = _Before(buffer, rows_too=fill is not None)
-    with storage.mutex if fill is None else storage.replacing("loads"):
+    with storage.mutex if fill is None else storage._replacing("loads"):
         try:
-            fills_first = fill is not None and storage.is_empty
+            fills_first = fill is not None and storage._is_empty
             if fill is not None and fills_first:
                 fill()
                 before.filled = True
@@ -86,7 +86,7 @@ def _join(buffer: Any, wanted: dict[str, Any], rows_too: bool) -> None:
         numbers = wanted["numbers"]
         storage.restore_numbers(_of_earlier_versions(wanted) if numbers is None else numbers, rows_too)
     if rows_too:
-        storage.hand_over(sampler)
+        storage._rebase_sampler(sampler)
     if hasattr(sampler, "follow"):
         sampler.follow(storage)
 
@@ -108,7 +108,7 @@ class _Before:
         self._generator = buffer.generator_state()
         parts = [buffer.sampler, buffer.writer, buffer.saved_transform]
         self._parts = [_Part(part) for whole in parts for part in _with_members(whole)]
-        self._undo = buffer.storage.kept() if rows_too else None
+        self._undo = buffer.storage._restore_point() if rows_too else None
         # With rows that come back under another incarnation goes a sampler that is told so.
         keeps_state = self._undo is not None and hasattr(buffer.sampler, "state_dict")
         self._sampler = copy.deepcopy(buffer.sampler.state_dict()) if keeps_state else None
@@ -131,7 +131,7 @@ class _Before:
         if self._sampler is not None and hasattr(sampler, "load_state_dict"):
             with _tried(sampler):
                 sampler.load_state_dict(self._sampler)
-                storage.hand_over(sampler)
+                storage._rebase_sampler(sampler)
 
     def _forget(self) -> None:
         """The rows went in the middle of being replaced."""
@@ -174,8 +174,7 @@ def _tried(part: Any) -> Iterator[None]:
 
 def _incarnations(storage: Any) -> list[int | None]:
     """What changes when rows are replaced, of a storage or of each of an ensemble's."""
-    members = getattr(storage, "storages", [storage])
-    return [None if one.lanes is None else one.lanes.store.incarnation for one in members]
+    return [None if one.lanes is None else one.lanes.store.incarnation for one in storage._members()]
 
 
 def _with_members(part: Any) -> Iterator[Any]:
@@ -307,7 +306,7 @@ def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any
 def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
     """Saves every part as one snapshot. The caller holds the buffer still."""
     components = _components(buffer)
-    with buffer.storage.still() as source:
+    with buffer.storage._consistent_view() as source:
         save_snapshot(path, components, (buffer.storage.checkpointer, source), keep_last=keep_last)
 
 
@@ -315,7 +314,7 @@ def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> Save
     """The same in a thread, of what the parts are now. The caller holds the buffer still until this returns."""
     storage, checkpointer = buffer.storage, buffer.storage.checkpointer
     components = copy.deepcopy(_components(buffer))
-    frozen = storage.freeze()
+    frozen = storage._snapshot_view()
 
     def work(handle: SaveHandle) -> str:
         return save_snapshot(path, components, (checkpointer, frozen), keep_last=keep_last, began=handle.began)
@@ -352,11 +351,11 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
         if not said:
             _check_states(buffer, wanted, saved.malformed)
         if with_rows:
-            said += _misfits(lambda: saved.check_storage(storage.checkpointer, storage))
+            said += _misfits(lambda: saved.check_storage(storage.checkpointer, storage._sink()))
         if said:
             raise CheckpointMisfitError(f"{path} does not fit this buffer", said, _advice(wanted))
-        with storage.alone("loads") if with_rows else storage.mutex:
-            fill = storage.read_aside(saved) if with_rows else None
+        with storage._exclusive("loads") if with_rows else storage.mutex:
+            fill = storage._prepare_load(saved) if with_rows else None
             adopt(buffer, wanted, fill, saved.malformed)
 
 
@@ -381,12 +380,12 @@ def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     """Takes over what `state_of` gave."""
     wanted = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
     wanted["transform"] = {"state": state.get("transform")}
-    said = _differences(buffer, wanted) + _misfits(lambda: buffer.storage.check_state(state["storage"]))
+    said = _differences(buffer, wanted) + _misfits(lambda: buffer.storage._check_state(state["storage"]))
     if said:
         raise CheckpointMisfitError("the state does not fit this buffer", said)
     _check_states(buffer, wanted)
     wanted = copy.deepcopy(wanted)
-    with buffer.storage.alone("load_state_dict"):
+    with buffer.storage._exclusive("load_state_dict"):
         adopt(buffer, wanted, functools.partial(buffer.storage.load_state_dict, state["storage"]))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -13,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from engram import _native
+from engram._system import fork_registry
 from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.reader import Reader, Ticket, refuse_if_too_many, stack_items
@@ -23,8 +23,6 @@ from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
 from engram.pytree import put_of_items
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
-
-_live: weakref.WeakSet[EnsembleReader] = weakref.WeakSet()
 
 _Drawn = tuple[Any, dict[str, Any], bool]  # what a member's sampler drew and said, and whether its epoch ran out
 
@@ -106,7 +104,7 @@ class EnsembleReader:
         return [reader.draws for reader in self.readers]
 
     def _incarnation(self, ids: list[int]) -> list[int]:
-        return [self.readers[i].storage.incarnation for i in ids]
+        return [self.readers[i].storage._incarnation for i in ids]
 
     def fetch(
         self, slots: Any, index: Any, info: dict[str, Any], numbers: bool, incarnation: Any
@@ -147,22 +145,22 @@ class EnsembleReader:
             if reader.transform.transforms:
                 parts = [r.entries(one[0], one[1]) or None for r, one in zip(readers, drawn, strict=True)]
                 break
-        read = readers[0].storage.read_with(others, index, shape, extra, numbers, parts)
-        if read is None or read[1] is not None or read[2] is not None:
+        read = readers[0].storage._read_many(others, index, shape, extra, numbers, parts)
+        if read is None or read.overwritten is not None or read.absent is not None:
             return None  # rows that are gone are drawn anew by their own member
         for reader, one in zip(readers, drawn, strict=True):
             if reader.replaced(one[0], one[1]) is not None:
                 return None
-        batch, generation = read[0], read[3]
+        batch, generation = read.batch, read.sequences
         if generation is not None:
             info["generation"] = generation.view(shape)
             if extra is not None and readers[0].with_generation:
                 put_of_items(batch, "generation", info["generation"], 2)
-                for part, of_part in zip(read[4] if parts else [], info["generation"], strict=False):
+                for part, of_part in zip(read.parts or [], info["generation"], strict=False):
                     put_of_items(part, "generation", of_part)
         info["index"], info["buffer_ids"] = index, buffer_ids
         if parts is not None:
-            batch = _transformed(batch, read[4], [reader.transform for reader in readers])
+            batch = _transformed(batch, read.parts or [], [reader.transform for reader in readers])
             if self._attaches:
                 _put_ids(batch, buffer_ids)
         return batch, info
@@ -305,12 +303,12 @@ def _rows(index: Any) -> int:
     return one.numel() if isinstance(one, Tensor) else len(one)
 
 
-def _after_fork() -> None:
-    for reader in list(_live):
-        reader.lock = lock_of(reader.sampler)
+def _renew_lock(reader: EnsembleReader) -> None:
+    reader.lock = lock_of(reader.sampler)
 
 
-os.register_at_fork(after_in_child=_after_fork)  # after that of the samplers, which are imported here
+# After that of the samplers, which are imported here.
+_live: weakref.WeakSet[EnsembleReader] = fork_registry(_renew_lock)
 
 
 class ReplayBufferEnsemble(ReplayBuffer):
@@ -457,7 +455,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def empty(self, empty_write_count: bool = True) -> None:
         """Empties every member."""
         self._writer.allow("empty")
-        with self._undisturbed(), self._storage.replacing("empty"):
+        with self._undisturbed(), self._storage._replacing("empty"):
             for rb in self._members:
                 rb.empty(empty_write_count)
             self._transform.empty()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections import deque
@@ -13,10 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engram._system import set_state, state_of
+from engram._system import fork_registry, set_state, state_of
 from engram.data.replay_buffers.samplers.base import go_back, position_of
-
-_live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 
 
 class _Prepared(NamedTuple):
@@ -133,9 +130,4 @@ class Prefetcher:
         self._queue.clear()
 
 
-def _after_fork() -> None:
-    for prefetcher in list(_live):
-        prefetcher.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_live: weakref.WeakSet[Prefetcher] = fork_registry(Prefetcher.after_fork)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,21 +11,19 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram._system import free_memory, human_bytes
+from engram._system import fork_registry, free_memory, human_bytes
 from engram.data.replay_buffers.samplers.base import Sampler, lock_of, redrawn
 from engram.data.replay_buffers.storages.base import Storage
-from engram.data.replay_buffers.storages.list import ListStorage, copied
+from engram.data.replay_buffers.storages.list import copied
 from engram.errors import OutOfMemoryError
 from engram.pytree import put_of_items
-from engram.store.indexing import inward
+from engram.store.indexing import to_slots
 from engram.transforms.compose import Compose
 
 _ROUNDS = 8  # of drawing again; then row by row
 _SAID = 64  # bytes that a draw takes for a row: its slot, its slice, its weight
 MANY_ROWS = 1 << 20  # smaller batches are tried without a look at what memory is free
 BEYOND_MEMORY = 1 << 46  # rows
-
-_live: weakref.WeakSet[Reader] = weakref.WeakSet()
 
 
 class Ticket(NamedTuple):
@@ -108,16 +105,12 @@ class Reader:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row in a batch, with what is said of it; of lists on average."""
-        layout, stored = getattr(self.storage, "layout", None), len(self.storage)
-        if layout is None:
-            stored_bytes = self.storage.nbytes // stored if isinstance(self.storage, ListStorage) and stored else 0
-            return _SAID + stored_bytes
-        return _SAID + sum(int(leaf.nbytes) for leaf in layout.leaves)
+        return _SAID + self.storage._bytes_per_row()
 
     def draw(self, n: int) -> Ticket:
         """Asks the sampler."""
         with self.lock:
-            incarnation = self.storage.incarnation
+            incarnation = self.storage._incarnation
             index, info = self._drawn(n)
             last = self.sampler.ran_out if hasattr(self.sampler, "ran_out") else False
         return Ticket(self.slots_of(index), index, info, last, incarnation)
@@ -128,7 +121,7 @@ class Reader:
         while True:
             before = None
             try:
-                incarnation = storage.incarnation  # before the draw: a load that comes in between makes us draw anew
+                incarnation = storage._incarnation  # before the draw: a load that comes in between makes us draw anew
                 if self.of_epochs:
                     with self.lock:
                         self.draws = draws = self.draws + 1
@@ -179,7 +172,7 @@ class Reader:
         with self.lock:
             if self._observes:
                 of_epochs = hasattr(self.sampler, "ran_out")  # a draw that is not believed would leave its rows out
-                drawn = self.storage.believed(lambda: self.sampler.sample(self.storage, n), only_errors=of_epochs)
+                drawn = self.storage._validated(lambda: self.sampler.sample(self.storage, n), errors_only=of_epochs)
             else:
                 drawn = self.sampler.sample(self.storage, n)
         return drawn
@@ -194,7 +187,7 @@ class Reader:
         storage, attach, replaced = self.storage, self._attach, self._replaced
         extra = None if attach is None else attach(index, info)
         batch, gone, absent, generation = storage.read(slots, None, extra, numbers)
-        if storage.incarnation != incarnation:
+        if storage._incarnation != incarnation:
             return None
         if replaced is not None:
             gone = replaced(storage, slots, info) or gone
@@ -204,7 +197,7 @@ class Reader:
                 return None
             index, batch, generation = again
             extra = None if attach is None else attach(index, info)
-            if not isinstance(storage, ListStorage):  # items get them when they are one batch
+            if not storage._holds_items:  # items get them when they are one batch
                 for key, value in (extra or {}).items():
                     put_of_items(batch, key, value)
         if self.collate_fn is not None:
@@ -215,7 +208,7 @@ class Reader:
             put_of_items(batch, "generation", generation)
         if self.transform.transforms:
             batch = self.transform.forward(batch)
-            if storage.incarnation != incarnation:  # what transforms have learnt may be that of other rows
+            if storage._incarnation != incarnation:  # what transforms have learnt may be that of other rows
                 return None
         if self.pin_memory:
             batch = batch.pin_memory()
@@ -232,12 +225,12 @@ class Reader:
         """The slots that a sampler's index means: int64 [n]."""
         if type(index) is Tensor and index.dtype is torch.int64 and index.ndim == 1 and index.device.type == "cpu":
             return index
-        return inward(index, self.storage.inner, self.storage.max_size or 0)
+        return to_slots(index, self.storage.env_shape, self.storage.max_size or 0)
 
     def _collate(self, items: Any, extra: dict[str, Any] | None, info: dict[str, Any]) -> Any:
         assert self.collate_fn is not None
         finish = self._finish or _as_it_is
-        if not isinstance(self.storage, ListStorage):
+        if not self.storage._holds_items:
             return self.collate_fn(finish(items, info))
         # A collate function of the user's own may change what it gets; the default one copies anyhow.
         batch = self.collate_fn(items if self.collate_fn is stack_items else [copied(i) for i in items])
@@ -260,19 +253,19 @@ class Reader:
             places = sorted({*(bad[0] or ()), *(bad[1] or ())})
             # After some rounds one row at a time: a whole batch may be too slow for writers of a small ring.
             with self.lock:
-                if self.storage.incarnation != incarnation:
+                if self.storage._incarnation != incarnation:
                     return None
                 self.draws += 1
                 for part in [places] if attempt < _ROUNDS else [[i] for i in reversed(places)]:
                     slots = redraw(self.storage, slots, info, part)
             batch, *bad_now, generation = self.storage.read(slots, None, None, numbers)
-            if self.storage.incarnation != incarnation:
+            if self.storage._incarnation != incarnation:
                 return None
             bad = (bad_now[0], bad_now[1])
             if self._replaced is not None:
                 bad = (self._replaced(self.storage, slots, info) or bad[0], bad[1])
             if bad == (None, None):
-                return self.storage.outward(slots), batch, generation
+                return self.storage.from_slots(slots), batch, generation
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 
 
@@ -323,9 +316,5 @@ def stack_items(items: list[Any]) -> Any:
     return list(items)
 
 
-def _after_fork() -> None:
-    for reader in list(_live):
-        reader.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)  # after that of the samplers, which are imported here
+# After that of the samplers, which are imported here.
+_live: weakref.WeakSet[Reader] = fork_registry(Reader.after_fork)

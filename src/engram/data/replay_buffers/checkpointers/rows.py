@@ -222,7 +222,7 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         known, said = Counters(source.counters()), self._said(source, layout, packing)
         kept = self._kept(source, known, said, previous)
         new = [c for c in cut(known, said["rows_per_chunk"]) if c.place not in kept]
-        return sum(c.stop - c.start for c in new) * known.strands * packing.row_bytes
+        return sum(c.stop - c.start for c in new) * known.envs * packing.row_bytes
 
     def dumps(
         self, source: RowSource, writer: SnapshotWriter, previous: dict[str, Any] | None = None
@@ -239,7 +239,7 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
             if old is not None and writer.reuse(old.file):
                 chunk = old  # it may begin with rows that exist no longer
             else:
-                rows = read_rows(source, chunk, known.strands, layout["row_bytes"], self.save_hooks)
+                rows = read_rows(source, chunk, known.envs, layout["row_bytes"], self.save_hooks)
                 details, blocks = packing.pack(rows, cuts_of(counters["lanes"][chunk.lane], chunk))
                 writer.write_file(chunk.file, blocks)
                 chunk = replace(chunk, details=details)
@@ -250,7 +250,7 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         return {**said, "counters": counters, "chunks": [c for c in written if c[3] > left.first(c[0])]}
 
     def _said(self, source: RowSource, layout: dict[str, Any], packing: Packing) -> dict[str, Any]:
-        per_number = Counters(source.counters()).strands * layout["row_bytes"]
+        per_number = Counters(source.counters()).envs * layout["row_bytes"]
         return {
             **packing.state(),
             "layout": layout,
@@ -336,7 +336,7 @@ class _Plan:
             self._known = Counters(self.counters)
             self.chunks = [Chunk.read(entry) for entry in state["chunks"]]
             if self.layout is not None:
-                self._known.check_strands(self.layout)
+                self._known.check_envs(self.layout)
             self._row_bytes = 0 if self.layout is None else natural(self.layout["row_bytes"])
             self._packing = RawPacking(0) if self.layout is None else packing(self.layout, state)
             self._most = max(1, natural(state["rows_per_chunk"]))
@@ -367,17 +367,17 @@ class _Plan:
 
     def _unpack(self, chunk: Chunk, content: Rows) -> Rows:
         try:
-            return self._packing.unpack(content, chunk.details, self._known.strands, chunk.stop - chunk.start)
+            return self._packing.unpack(content, chunk.details, self._known.envs, chunk.stop - chunk.start)
         except ValueError as error:
             raise CorruptCheckpointError(self._reader.path(chunk.file), str(error)) from error
 
     def _nbytes(self, chunk: Chunk) -> int:
         steps = chunk.stop - chunk.start
         # A few bytes can stand for many equal rows: how many there are is limited before memory is taken for them.
-        per_step = self._known.strands * self._row_bytes
+        per_step = self._known.envs * self._row_bytes
         if not 0 < steps <= self._most or steps * per_step > most_row_bytes(per_step):
             raise ValueError(f"{chunk.file} cannot hold rows {chunk.start} to {chunk.stop}")
-        return self._packing.nbytes(chunk.details, self._known.strands, steps)
+        return self._packing.nbytes(chunk.details, self._known.envs, steps)
 
     def _check_sizes(self) -> None:
         for chunk in self.chunks:

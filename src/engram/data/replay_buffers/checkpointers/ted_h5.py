@@ -538,7 +538,7 @@ class H5StorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         self, source: RowSource, out: h5.H5Writer, lane: int, form: Form, counters: dict[str, Any]
     ) -> dict[str, Any]:
         known, row_bytes = Counters(counters), form.layout.payload_bytes
-        first, steps, strands = known.first(lane), known.stop(lane) - known.first(lane), known.strands
+        first, steps, strands = known.first(lane), known.stop(lane) - known.first(lane), known.envs
         if not steps:
             return {"start": first, "blocks": []}
         kind = GroupsOut if self.group_per_trajectory else DatasetsOut
@@ -563,7 +563,7 @@ class _Plan:
             self._known = Counters(self.counters)
             self._lanes = [(natural(lane["start"]), lane["blocks"]) for lane in state["lanes"]]
             if self.layout is not None:
-                self._known.check_strands(self.layout)
+                self._known.check_envs(self.layout)
                 layout = RowLayout.from_json(self.layout)
                 self._form = Form(layout, shared_of(layout, state))
                 self._file, self._groups = str(state["file"]), bool(state["group_per_trajectory"])
@@ -614,7 +614,7 @@ class _Plan:
         made: list[LaneIn] = []
         for lane, (_, blocks) in enumerate(self._lanes):
             spans = self._spans[lane]
-            made.append(kind(file, _lane(lane), self._form, sum(span.steps for span in spans), self._known.strands))
+            made.append(kind(file, _lane(lane), self._form, sum(span.steps for span in spans), self._known.envs))
             if spans:
                 made[-1].expect(spans, [tuple(block[1:]) for block in blocks])
         return made
@@ -626,11 +626,11 @@ class _Plan:
             steps = natural(block[0])
             details: Details = tuple(block[1:])
             # A few bytes can stand for many equal rows: how many there are is limited before memory is taken for them.
-            if not 0 < steps * self._known.strands * self._form.layout.payload_bytes <= self._most():
+            if not 0 < steps * self._known.envs * self._form.layout.payload_bytes <= self._most():
                 raise ValueError(f"a block cannot have {steps} steps")
             if any(type(detail) is not int for detail in details):
                 raise ValueError(f"{block!r} does not describe a block")
-            spans.append(Span(at, steps, self._known.strands))
+            spans.append(Span(at, steps, self._known.envs))
             at += steps
         first, stop = self._known.first(lane), self._known.stop(lane)
         if start > first or (first < stop and start + at != stop):
@@ -638,7 +638,7 @@ class _Plan:
         return spans
 
     def _most(self) -> int:
-        return most_row_bytes(self._known.strands * self._form.layout.payload_bytes)
+        return most_row_bytes(self._known.envs * self._form.layout.payload_bytes)
 
     @contextmanager
     def _as_damage(self) -> Iterator[None]:

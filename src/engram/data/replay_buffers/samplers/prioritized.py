@@ -14,7 +14,7 @@ from engram import _native
 from engram._system import slots_tensor, values_tensor
 from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler, check_counts, put_rows
 from engram.errors import is_masked, masked_array
-from engram.store.indexing import inward, select, tensor_of
+from engram.store.indexing import select, tensor_of, to_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -118,8 +118,8 @@ class HasPriorities(Sampler):
         if last is None or last() is not storage or not self._fits:
             self.check_storage(storage)
             self._storage, self._fits = weakref.ref(storage), storage.max_size is not None
-        if lanes.asleep:
-            lanes.wake()
+        if lanes.unused_since_fork:
+            lanes.join_after_fork()
         if self._restored is not None:
             self._resume(lanes)
         return self._priorities
@@ -137,7 +137,7 @@ class HasPriorities(Sampler):
         lanes = storage.lanes
         size = storage.max_size if storage.max_size is not None else len(storage)
         # A storage rounds its size up to whole lanes and to whole rows of environments.
-        rounding = 0 if lanes is None else lanes.store.lanes * lanes.strands - 1
+        rounding = 0 if lanes is None else lanes.store.lanes * lanes.envs - 1
         if self.max_capacity is not None and size - rounding > self.max_capacity:
             raise ValueError(
                 f"max_capacity={self.max_capacity} of the sampler is less than the {size} steps of the storage; "
@@ -169,7 +169,7 @@ class HasPriorities(Sampler):
             mine = self._following(where, lanes)
             if (
                 type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
-                and (generation is None or lanes.numbers is None) and not where.item_shape
+                and (generation is None or lanes.numbers is None) and not where._item_shape
                 and mine.set(lanes.store, index, priority, generation)
             ):  # fmt: skip
                 return
@@ -185,7 +185,7 @@ class HasPriorities(Sampler):
                 raise ValueError(
                     f"{len(slots)} steps are indexed, {len(generation)} generations given; nothing was changed"
                 )
-        if where.item_shape:
+        if where._item_shape:
             slots, p, generation = _one_for_each_item(slots, p, generation, self.reduction)
         if generation is not None:
             generation = lanes.counted(slots, generation).contiguous().numpy()
@@ -236,20 +236,20 @@ class HasPriorities(Sampler):
         """Slots of an index, and its shape."""
         given = index if isinstance(index, Tensor) else None
         if isinstance(index, slice | range) or (given is not None and given.dtype == torch.bool):
-            found = select(lanes.store, index, storage.inner)
+            found = select(lanes.store, index, storage.env_shape)
             return found.slots, found.shape
         parts = [tensor_of(i) for i in index] if isinstance(index, tuple) else [tensor_of(index)]
         if any(p.dtype == torch.bool or p.is_floating_point() or p.is_complex() for p in parts):
             raise IndexError(f"indices must be integers, found {[p.dtype for p in parts]}; nothing was changed")
         given = parts[0]
-        if storage.inner and not isinstance(index, tuple) and given.shape[-1:] != (storage.ndim,):
+        if storage.env_shape and not isinstance(index, tuple) and given.shape[-1:] != (storage.ndim,):
             raise IndexError(
                 f"with ndim={storage.ndim} an index is a tuple (time, env) or ends in a dimension of {storage.ndim}, "
                 f"found shape {list(given.shape)}; nothing was changed"
             )
-        slots = inward(tuple(parts) if isinstance(index, tuple) else given, storage.inner, storage.max_size or 0)
+        slots = to_slots(tuple(parts) if isinstance(index, tuple) else given, storage.env_shape, storage.max_size or 0)
         shape = tuple(given.shape)
-        return slots, shape[:-1] if storage.inner and not isinstance(index, tuple) else shape
+        return slots, shape[:-1] if storage.env_shape and not isinstance(index, tuple) else shape
 
     def _per_step(self, priority: Any, n: int, shape: tuple[int, ...]) -> Tensor:
         p = _real(priority)
@@ -303,7 +303,7 @@ class HasPriorities(Sampler):
         if storage.lanes is None:
             return
         p, steps = _real(state["priorities"]), sum(b - a for a, b in state["seen"])
-        if p.ndim != 1 or len(p) != steps * storage.lanes.strands:
+        if p.ndim != 1 or len(p) != steps * storage.lanes.envs:
             raise ValueError(f"a saved state has {p.numel()} priorities for {steps} time steps")
         highest = torch.tensor([state["max_priority"], state["latest_priority"]], dtype=torch.float64)
         for values in (p.contiguous(), highest):
@@ -491,7 +491,7 @@ class PrioritizedSampler(HasPriorities):
         info = DrawnInfo()
         info["priority_weight"] = weights
         info.drawn, info.store = rows, lanes.store
-        return (storage.outward(slots) if storage.ndim > 1 else slots), info
+        return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
 
     def _draw(
         self, priorities: _native.Priorities, storage: Storage, lanes: Lanes, n: int
@@ -499,7 +499,7 @@ class PrioritizedSampler(HasPriorities):
         seed, wide = self.draw_seed(storage), self.dtype is torch.float64
         drawn: Any = priorities.draw(lanes.store, seed, n, self._beta, wide)
         if drawn is None:
-            drawn = lanes.look_again(lambda: priorities.draw(lanes.store, seed, n, self._beta, wide))
+            drawn = lanes.retry_draw(lambda: priorities.draw(lanes.store, seed, n, self._beta, wide))
             if drawn is None:
                 return None
         slots, weights, rows = drawn
@@ -520,7 +520,7 @@ class PrioritizedSampler(HasPriorities):
         index, fresh = self.sample(storage, len(places))
         assert type(fresh) is DrawnInfo
         slots, at = slots.clone(), torch.tensor(places)
-        slots[at] = inward(index, storage.inner, storage.max_size or 0)
+        slots[at] = to_slots(index, storage.env_shape, storage.max_size or 0)
         put_rows(info, fresh, at, len(slots))
         info.drawn.replace(places, fresh.drawn)
         return slots

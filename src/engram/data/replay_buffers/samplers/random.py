@@ -81,7 +81,7 @@ class RandomSampler(Sampler):
             slots = None if lanes is None else lanes.uniform(self.draw_seed(storage), batch_size)
         if slots is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
-        return (storage.outward(slots) if storage.ndim > 1 else slots), {}
+        return (storage.from_slots(slots) if storage.ndim > 1 else slots), {}
 
 
 class SamplerWithoutReplacement(Sampler):
@@ -136,7 +136,7 @@ class SamplerWithoutReplacement(Sampler):
             if self._ran_out:
                 self._epoch = self._walk = None
             if len(slots) and not (self.drop_last and len(slots) < batch_size):
-                return (storage.outward(slots) if storage.ndim > 1 else slots), info
+                return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
         raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
 
     def most_rows(self, storage: Storage, batch_size: int) -> int:
@@ -190,7 +190,7 @@ class SamplerWithoutReplacement(Sampler):
         if self._walk is not None:
             return
         if "listed" in epoch:
-            self._walk = ListedWalk(epoch["listed"], lanes.strands, *_moved(epoch)[:1])
+            self._walk = ListedWalk(epoch["listed"], lanes.envs, *_moved(epoch)[:1])
         else:
             ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]
             # A store with more lanes than the one that was saved: they are not in the epoch.
@@ -278,8 +278,8 @@ class SamplerWithoutReplacement(Sampler):
             return
         if len(epoch["ranges"]) > lanes.store.lanes or any(n > lanes.store.lane_capacity for _, n in epoch["ranges"]):
             raise ValueError("a saved epoch has more rows than this storage")
-        if "listed" in epoch and epoch["strands"] != lanes.strands:
-            raise ValueError(f"a saved epoch has {epoch['strands']} environments, this storage {lanes.strands}")
+        if "listed" in epoch and epoch["strands"] != lanes.envs:
+            raise ValueError(f"a saved epoch has {epoch['strands']} environments, this storage {lanes.envs}")
 
     def follow(self, storage: Storage) -> None:
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.

@@ -85,7 +85,7 @@ class TensorDictMaxValueWriter(Writer):
                 checked = storage.check(items, single, time_dim, self.index_key, slots)
                 self._check_shape(storage, checked, slots)
                 if rows is not None:
-                    alone.enter_context(storage.alone("replacing rows (TensorDictMaxValueWriter)"))
+                    alone.enter_context(storage._exclusive("replacing rows (TensorDictMaxValueWriter)"))
             except BaseException:
                 heap.undo()
                 raise
@@ -102,7 +102,7 @@ class TensorDictMaxValueWriter(Writer):
         replace = None
         if rows is not None:  # all memory first: a batch is written whole or not at all
             lanes.will_replace(slots[appended:])
-            replace = storage.prepare_replace(checked, slots_tensor(rows), slots_tensor(targets))
+            replace = storage._prepare_replace(checked, slots_tensor(rows), slots_tensor(targets))
         if appended:
             storage.append(checked, appended)
         if replace is not None:
