@@ -122,7 +122,7 @@ class Saved:
             target.unlink(missing_ok=True)
 
 
-def join_after_fork(nbytes: int) -> None:
+def wake(nbytes: int) -> None:
     """Takes memory and gives it back, so that whatever is timed next finds the same: a virtual machine may have lent
     memory that lies free to others, and to get it back costs more than any copy into it.
     """

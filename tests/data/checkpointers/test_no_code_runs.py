@@ -108,12 +108,12 @@ def computed(tree: ast.AST) -> Iterator[str]:
     def visit(node: ast.AST, inside: str, known: set[str]) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef):
             inside, known = node.name, literals(node)
-        if isinstance(node, ast.Call) and name_of(node.func)[1] in ("getattr", "setattr", "globals", "vars", "locals"):
-            if name_of(node.func)[1] in ("globals", "locals"):
+        if isinstance(node, ast.Call):
+            function, name = name_of(node.func)[1], node.args[1] if len(node.args) > 1 else None
+            by_name = function in ("getattr", "setattr", "vars") and name is not None
+            unknown = by_name and not isinstance(name, ast.Constant) and ast.unparse(name) not in known
+            if function in ("globals", "locals") or unknown:
                 yield inside
-            elif len(node.args) > 1 and not isinstance(node.args[1], ast.Constant):
-                if ast.unparse(node.args[1]) not in known:
-                    yield inside
         for child in ast.iter_child_nodes(node):
             yield from visit(child, inside, known)
 
