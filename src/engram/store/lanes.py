@@ -49,7 +49,7 @@ class Lanes:
         self.locks = locks
         self.mutex = threading.RLock()  # writers of this process take turns; in-place writes keep readers by slot out
         self._on_take = on_take
-        self._on_alone = on_exclusive
+        self._on_exclusive = on_exclusive
         self._held: int | None = None
         self.unused_since_fork = False  # in a forked child that has not used the store yet
         self._copy_of = 0  # the process whose private memory this is a copy of, until the warning about it
@@ -286,8 +286,8 @@ class Lanes:
             with self.locks.exclusive(operation):
                 self._exclusive_depth += 1
                 try:
-                    if self._on_alone is not None:
-                        self._on_alone()
+                    if self._on_exclusive is not None:
+                        self._on_exclusive()
                     yield
                 finally:
                     self._exclusive_depth -= 1

@@ -73,7 +73,7 @@ class ObservedMemmapStorage(TableStorage):
         lanes.mutex = self.mutex
         self._env_shape, self._n_lanes = env_shape, store.lanes
         self._lanes, self._table = lanes, RowTable(lanes, layout, mapped=True)
-        self._max_size = self._asked_size = lanes.capacity
+        self._max_size = self._requested_size = lanes.capacity
 
     # ---- reading ----
     def _validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
@@ -388,7 +388,7 @@ class LazyMemmapStorage(TableStorage):
                 )
         lanes.mutex = self.mutex
         self._lanes, self._table = lanes, table
-        self._max_size = self._asked_size = lanes.capacity
+        self._max_size = self._requested_size = lanes.capacity
 
     def _warn_of_copy(self) -> None:
         if self.scratch_dir is None:  # else the first write makes a file that both processes use
@@ -426,7 +426,7 @@ class LazyMemmapStorage(TableStorage):
 
     def _copy_arguments(self) -> dict[str, Any]:
         # A copy's file is temporary: no second store is made in the same folder.
-        return {"max_size": self._asked_size, "ndim": self.ndim, "lanes": self._n_lanes}
+        return {"max_size": self._requested_size, "ndim": self.ndim, "lanes": self._n_lanes}
 
     @property
     def _pickled_by_path(self) -> bool:
@@ -458,7 +458,7 @@ class LazyMemmapStorage(TableStorage):
         lanes.mutex = self.mutex
         self._n_lanes, self._env_shape, self._lanes = store.lanes, state["env_shape"], lanes
         self._table = RowTable(lanes, layout, mapped=True)
-        self._max_size = self._asked_size = lanes.capacity
+        self._max_size = self._requested_size = lanes.capacity
 
 
 def _start_header(store: Any) -> None:

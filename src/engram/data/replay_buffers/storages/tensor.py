@@ -56,7 +56,7 @@ class TableStorage(Storage):
         self._n_lanes = lanes
         if self._max_size is not None:
             self._max_size = math.ceil(self._max_size / lanes) * lanes
-        self._asked_size = self._max_size
+        self._requested_size = self._max_size
         self._env_shape: tuple[int, ...] = ()
         self._first_env_shape: tuple[int, ...] | None = None  # of a first batch with several environment dimensions
         self._lanes: Lanes | None = None
@@ -163,12 +163,12 @@ class TableStorage(Storage):
 
     def _make_table(self, layout: RowLayout, env_shape: tuple[int, ...]) -> None:
         """Makes the table for rows of a layout and environments of this shape."""
-        if self._asked_size is None:
+        if self._requested_size is None:
             raise ValueError("this storage needs a max_size")
         self._warn_of_copy()
         self._env_shape = env_shape
         try:
-            lane_capacity = math.ceil(self._asked_size / (self._n_lanes * math.prod(env_shape)))
+            lane_capacity = math.ceil(self._requested_size / (self._n_lanes * math.prod(env_shape)))
             lanes, table = self._make(layout, lane_capacity)
         except BaseException:
             self._env_shape = ()
@@ -182,7 +182,7 @@ class TableStorage(Storage):
         if self._lanes is not None:
             self._lanes.close()
         self._table, self._lanes, self._env_shape, self._first_env_shape = None, None, (), None
-        self._max_size = self._asked_size
+        self._max_size = self._requested_size
         return True
 
     # ---- writing ----
@@ -436,7 +436,7 @@ class TableStorage(Storage):
         """Time steps that fit into a lane."""
         if self._lanes is not None:
             return self._lanes.store.lane_capacity
-        return math.ceil((self._asked_size or 0) / (self._n_lanes * envs))
+        return math.ceil((self._requested_size or 0) / (self._n_lanes * envs))
 
     def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """Makes the table if there is none and empties it."""
@@ -777,7 +777,7 @@ class LazyTensorStorage(TableStorage):
 
     def _copy_arguments(self) -> dict[str, Any]:
         return {
-            "max_size": self._asked_size, "device": str(self.device), "ndim": self.ndim, "shared": self.shared,
+            "max_size": self._requested_size, "device": str(self.device), "ndim": self.ndim, "shared": self.shared,
             "lanes": self._n_lanes,
         }  # fmt: skip
 
@@ -792,7 +792,7 @@ class LazyTensorStorage(TableStorage):
                 "the storage has not been initialized: write its first batch before sending it to another process"
             )
         return {
-            "init": (self._asked_size, str(self.device), self.ndim, True, self._n_lanes),
+            "init": (self._requested_size, str(self.device), self.ndim, True, self._n_lanes),
             "env_shape": self._env_shape,
             "descriptor": share_fd(self._lanes.locks.fd),
         }
