@@ -1,7 +1,7 @@
 # Each target makes what it needs by itself: a fresh machine needs Python 3.10 or newer and a C++20 compiler.
 VENV ?= .venv
 PYTHON ?= python3
-PIP := $(VENV)/bin/python -m pip
+INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check
 NATIVE_SOURCES := $(shell find src/native -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 PYTEST ?=
 WORKERS ?= 2
@@ -21,45 +21,51 @@ help:
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
 	@echo "make model      the lanes under the C++ memory model, each fence shown necessary (a minute; relacy-dev)"
 
-$(VENV)/.tools: constraints.txt
-	@echo "[1/2] making $(VENV) with the tested versions: a few minutes, once"
+# Stamps: .run is what builds and runs engram and its examples, .dev what tests and checks need besides.
+$(VENV)/.run: constraints.txt
+	@echo "making $(VENV) with torch and what else runs engram, in the tested versions: a few minutes, once"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --progress-bar on -c constraints.txt torch tensordict numpy gymnasium cloudpickle xxhash rich \
-	  nanobind scikit-build-core ninja cmake pytest pytest-xdist hypothesis ruff mypy matplotlib h5py pyarrow
+	$(INSTALL) -c constraints.txt torch tensordict numpy xxhash gymnasium cloudpickle matplotlib rich \
+	  nanobind scikit-build-core ninja cmake
 	@touch $@
 
-$(VENV)/.engram: $(VENV)/.tools pyproject.toml CMakeLists.txt $(NATIVE_SOURCES)
-	@echo "[2/2] building engram's native core into $(VENV): under a minute"
-	$(PIP) install --quiet --no-build-isolation --no-deps -e .
+$(VENV)/.engram: $(VENV)/.run pyproject.toml CMakeLists.txt $(NATIVE_SOURCES)
+	@echo "building engram's native core into $(VENV): under a minute"
+	$(INSTALL) --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "installing the tools of tests and checks into $(VENV): a minute, once"
+	$(INSTALL) -c constraints.txt pytest pytest-xdist hypothesis ruff mypy h5py pyarrow
 	@touch $@
 
 demo: $(VENV)/.engram
 	$(VENV)/bin/python examples/dqn_cartpole.py
 
-test: $(VENV)/.engram
+test: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long and not deep" $(PYTEST)
 
-test-deep: $(VENV)/.engram
+test-deep: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "deep and not long" $(PYTEST)
 
-test-long: $(VENV)/.engram
+test-long: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m long $(PYTEST)
 
-mutants: $(VENV)/.engram
+mutants: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) -m mutant --mutants $(PYTEST)
 	$(MAKE) --no-print-directory model
 
-test-search: $(VENV)/.engram
+test-search: $(VENV)/.engram $(VENV)/.dev
 	for round in $$(seq $(or $(ROUNDS),10)); do \
 	  HYPOTHESIS_PROFILE=search $(VENV)/bin/python -m pytest -q -m "hypothesis and not long and not deep" $(PYTEST) || exit 1; done
 
-check: $(VENV)/.engram
+check: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m ruff check src tests benchmarks examples
 	$(VENV)/bin/python -m ruff format --check src tests benchmarks examples
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/python -m pytest -q tests/test_layering.py tests/native/test_stubs.py
 
-format: $(VENV)/.tools
+format: $(VENV)/.dev
 	$(VENV)/bin/python -m ruff check --fix src tests benchmarks examples
 	$(VENV)/bin/python -m ruff format src tests benchmarks examples
 

@@ -3,10 +3,9 @@
 .PHONY: test-native-sanitized torture torture-planted model
 
 SANITIZED := build/sanitized
-TORTURES := --deselect tests/native/test_torture.py
 
 # Leaks are not looked for: Python and torch keep memory until the end.
-test-native-sanitized: $(VENV)/.engram
+test-native-sanitized: $(VENV)/.engram $(VENV)/.dev
 	@echo "[1/2] building the native core with AddressSanitizer and UBSan into $(SANITIZED): about a minute, once"
 	$(VENV)/bin/python -m cmake --version >/dev/null 2>&1 && CMAKE="$(VENV)/bin/python -m cmake" || CMAKE=cmake; \
 	  $$CMAKE -S . -B $(SANITIZED) -DPython_EXECUTABLE=$(abspath $(VENV)/bin/python) -DENGRAM_SANITIZE=ON >/dev/null && \
@@ -19,12 +18,12 @@ test-native-sanitized: $(VENV)/.engram
 	PYTHONPATH=$(SANITIZED)/package ENGRAM_SANITIZED=1 \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	  $(VENV)/bin/python -m pytest -q -p no:cacheprovider --capture=sys tests/native -m "not long" $(TORTURES) $(PYTEST)
+	  $(VENV)/bin/python -m pytest -q -p no:cacheprovider --capture=sys tests/native -m "not long" $(PYTEST)
 
-TORTURE := $(VENV)/bin/python -m pytest -q -m long tests/native/test_torture.py tests/processes
+TORTURE := $(VENV)/bin/python -m pytest -q -m long tests/processes
 
 # Twenty minutes of writers, readers, kills, saves and forks; then the figures, of a machine that has nothing else to do.
-torture: $(VENV)/.engram
+torture: $(VENV)/.engram $(VENV)/.dev
 	$(TORTURE) -k "not planted" $(PYTEST)
 	@echo "4 writers alone; 2 samplers alone; both at once"
 	$(VENV)/bin/python tests/processes/torture.py --steady --seconds 10 --writers-only
@@ -33,7 +32,7 @@ torture: $(VENV)/.engram
 
 # Builds each forbidden reordering, takes each protection out, and sees that a torture notices it; then that the sound
 # build stands the same.
-torture-planted: $(VENV)/.engram
+torture-planted: $(VENV)/.engram $(VENV)/.dev
 	$(TORTURE) -k "planted" $(PYTEST)
 
 MODEL := build/model

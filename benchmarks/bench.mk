@@ -19,7 +19,7 @@ bench: $(BENCH_VENV)/.engram $(BENCH_FLOOR)
 $(BENCH_VENV)/.peers: $(BENCH_PEERS)
 	@echo "making $(BENCH_VENV) with the peers: a few minutes, once"
 	python3 -m venv $(BENCH_VENV)
-	$(BENCH_PYTHON) -m pip install --quiet --progress-bar on -r $(BENCH_PEERS)
+	$(BENCH_PYTHON) -m pip install --disable-pip-version-check -r $(BENCH_PEERS)
 	@touch $@
 
 # --no-deps: torch and all else is there, and pip must not choose another. A build folder of its own: .venv has one too.

@@ -1,13 +1,18 @@
-"""The bar chart: one group of bars a row on a logarithmic scale, the floor as a black line across its group."""
+"""The bar charts: of a run, with a group of bars a row and the floor as a black line across it; and of the front page.
+
+`python -m benchmarks.chart` draws the second, docs/images/speed.png, from the tables in README.md and
+results/samplers.md.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import FLOOR
-from benchmarks.libraries import LIBRARIES
-from benchmarks.report import figure
+from benchmarks.libraries import LIBRARIES, OURS, PEERS
+from benchmarks.report import figure, times
 
 COLOURS = {
     "engram": "#d1495b",
@@ -18,6 +23,17 @@ COLOURS = {
 }
 GAP = 0.8
 """Room between two rows, in bars."""
+
+_FOLDER = Path(__file__).parent
+TABLES = (_FOLDER / "README.md", _FOLDER / "results" / "samplers.md")
+FRONT_PAGE = {
+    "sample(256), 11 TED keys, 100 k rows": "sample 256 of 100,000 steps",
+    "extend(64)": "store 64 steps",
+    "sample(256) as 8 slices of 32, 100 k rows": "sample 8 slices of 32 steps",
+    "60 M rows on disk, 1.6 GB of memory": "sample 256 of 60 million steps\non disk, with 1.6 GB of memory",
+    "collector, CartPole, random policy": "collect CartPole steps",
+}
+"""Rows of the tables, and what the front page calls them."""
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
@@ -93,3 +109,61 @@ def _legend(figure_: Any) -> None:
     handles: list[Any] = [Patch(color=COLOURS[name], label=name) for name in LIBRARIES]
     handles.append(Line2D([0], [0], color="black", linewidth=1.4, label="floor (native copy of the same bytes)"))
     figure_.legend(handles=handles, loc="upper center", ncols=6, fontsize=8, frameon=False)
+
+
+def recorded(tables: tuple[Path, ...] = TABLES) -> dict[str, dict[str, str]]:
+    """The rows of recorded tables, the first of each title: what stands in each column."""
+    rows: dict[str, dict[str, str]] = {}
+    for table in tables:
+        header: list[str] = []
+        for line in table.read_text().splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+            if not cells or not header:
+                header = cells
+            elif header[0] == "work" and not cells[0].startswith("---"):
+                rows.setdefault(cells[0], dict(zip(header, cells, strict=True)))
+    return rows
+
+
+def times_as_long(cell: str) -> float | None:
+    """The ratio in a peer's cell, such as "355 us (17.5x)"; None where it was not measured."""
+    matched = re.search(r"\(([\d.,]+)x\)", cell)
+    return None if matched is None else float(matched[1].replace(",", ""))
+
+
+def draw_front_page(path: Path) -> None:
+    """Write the chart of the front page: how many times as long as engram the others take."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = recorded()
+    figure_, axis = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+    at, middles, labels = 0.0, [], []
+    for title, label in FRONT_PAGE.items():
+        ratios = {name: ratio for name in PEERS if (ratio := times_as_long(rows[title][name])) is not None}
+        for i, (name, ratio) in enumerate(ratios.items()):
+            axis.barh(at + i, ratio, 0.9, color=COLOURS[name], label=name)
+            axis.text(ratio, at + i, f" {times(ratio)}", va="center", fontsize=8)
+        middles.append(at + (len(ratios) - 1) / 2)
+        labels.append(f"{label}\n(engram: {rows[title][OURS].split(', ')[0]})")
+        at += max(len(ratios), 1.7) + GAP  # room for the lines of a label
+    axis.axvline(1, color=COLOURS[OURS], linewidth=2, label=OURS)
+    axis.set_xscale("log")
+    axis.set_xlim(0.8, 5_000)
+    axis.set_xticks([1, 10, 100, 1_000], ["1x", "10x", "100x", "1,000x"])
+    axis.set_yticks(middles, labels, fontsize=8)
+    axis.set_ylim(at - GAP / 2, -GAP / 2 - 0.5)
+    axis.set_title("times as long as engram takes", loc="left", fontsize=10)
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    by_name = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure_.legend(by_name.values(), by_name.keys(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    figure_.savefig(path, dpi=110)
+    pyplot.close(figure_)
+
+
+if __name__ == "__main__":
+    draw_front_page(_FOLDER.parent / "docs" / "images" / "speed.png")

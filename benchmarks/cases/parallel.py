@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.cases import FLOOR, Result, Row, missing, result
 from engram.envs import GymEnv, ParallelEnv, SerialEnv
-from engram.processes.lockstep import Crew
+from engram.processes.lockstep import LockstepPool
 
 Turn = Callable[[int], Any]  # makes so many steps
 WORKERS = 2
@@ -65,10 +65,10 @@ def _row(kind: str, n: int, make: Callable[[], Any], rounds: int, target: dict[s
         vector = gymnasium.vector.AsyncVectorEnv([make] * n)
         closes.append(vector.close)
         turns["gymnasium async"] = _vector(vector, n)
-        idle = Crew(_steps, [(make, 0)] * WORKERS, name="worker")
+        idle = LockstepPool(_steps, [(make, 0)] * WORKERS, name="worker")
         closes.append(idle.close)
         turns["rounds of nothing"] = _repeated(lambda: idle.round(1))
-        free = Crew(_steps, [(make, n // WORKERS)] * WORKERS, name="worker")
+        free = LockstepPool(_steps, [(make, n // WORKERS)] * WORKERS, name="worker")
         closes.append(free.close)
         turns[FLOOR] = free.round
         row["contenders"] = _measured(turns, rounds)
@@ -93,7 +93,7 @@ def _steps(channel: Any, seat: Any, make: Callable[[], Any], n: int) -> None:
     seat.sit(channel)
     step = _stepped(n, make)
     while True:
-        for _ in range(seat.next_command()):
+        for _ in range(seat.recv_command()):
             step()
         seat.done()
 

@@ -8,6 +8,8 @@ plain TensorDicts and dicts; here is the general way, and here are the errors.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Union
 
@@ -43,7 +45,8 @@ class Node:
         elif self.kind == "constant":
             made["constant"] = self.constant
         else:
-            made |= {"keys": list(self.keys), "children": [c.to_json() for c in self.children], "batch": [*self.batch]}
+            children = list(map(Node.to_json, self.children))
+            made |= {"keys": list(self.keys), "children": children, "batch": [*self.batch]}
         return made
 
     @classmethod
@@ -56,13 +59,14 @@ class Node:
             )
         if depth > _DEEPEST:
             raise ValueError(f"a layout has a form of at most {_DEEPEST} levels")
-        children = tuple(cls.from_json(c, depth + 1) for c in made.get("children", ()))
+        children = tuple(map(functools.partial(cls.from_json, depth=depth + 1), made.get("children", ())))
         keys, leaf, batch = tuple(made.get("keys", ())), made.get("leaf", -1), tuple(made.get("batch", ()))
         named = kind in ("td", "dict")
         fits = len(keys) == (len(children) if named else 0) and len(set(keys)) == len(keys)
         if not fits or (children and kind in ("leaf", "constant")):
             raise ValueError(f"a {kind} of a layout has the keys {keys[:9]} for {len(children)} entries")
-        if not all(type(key) is str for key in keys) or not all(type(n) is int and n >= 0 for n in (leaf + 1, *batch)):
+        sizes = (leaf + 1, *batch)
+        if not {*map(type, keys)} <= {str} or {*map(type, sizes)} != {int} or min(sizes) < 0:
             raise ValueError(f"a {kind} of a layout has the keys {keys[:9]}, the number {leaf!r}, the sizes {batch!r}")
         return cls(kind, leaf, keys, children, batch, made.get("constant"))
 
@@ -70,7 +74,7 @@ class Node:
         """The path of each leaf, by its number; ValueError where the numbers are not 0 to n - 1."""
         found: list[tuple[int, KeyPath]] = []
         self._visit((), lambda node, path: found.append((node.leaf, path)) if node.kind == "leaf" else None)
-        found.sort(key=lambda one: one[0])
+        found.sort(key=operator.itemgetter(0))
         if [number for number, _ in found] != list(range(len(found))):
             raise ValueError("the leaves of a layout's form are not numbered from 0 on")
         return [path for _, path in found]
@@ -105,13 +109,13 @@ class Node:
 
     def is_plain(self) -> bool:
         """Whether the native codec knows this form: TensorDicts, dicts and leaves alone."""
-        return self.kind in ("leaf", "td", "dict") and all(c.is_plain() for c in self.children)
+        return self.kind in ("leaf", "td", "dict") and all(map(Node.is_plain, self.children))
 
     def native(self) -> tuple[Any, ...]:
         """The form as the native codec takes it."""
         if self.kind == "leaf":
             return ("leaf", self.leaf)
-        items = tuple((k, c.native()) for k, c in zip(self.keys, self.children, strict=True))
+        items = tuple(zip(self.keys, map(Node.native, self.children), strict=True))
         return (self.kind, items, self.batch) if self.kind == "td" else (self.kind, items)
 
 

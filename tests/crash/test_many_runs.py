@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.children import alone_after_fork
+from contracts.children import fork
 from contracts.gym_worlds import Countdown
+from contracts.programs import run_program
 from crash import tracer
 from engram.collectors import MultiaSyncDataCollector
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
@@ -38,18 +37,7 @@ def going_on(start: int, stop: int) -> TensorDict:
 
 def forked(work: Callable[[], None], killed: bool = False) -> None:
     """Runs `work` in a child, which ends at once, or is killed, when it has returned."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            alone_after_fork(60)
-            work()
-            if killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            os._exit(0)
-        except BaseException as error:
-            os.write(2, f"{error!r}\n".encode())
-        finally:
-            os._exit(3)
+    pid = fork(lambda: [work(), os.kill(os.getpid(), signal.SIGKILL) if killed else None])
     assert os.waitpid(pid, 0)[1] == (signal.SIGKILL if killed else 0)
 
 
@@ -124,7 +112,7 @@ def test_programs_of_their_own(tmp_path: Path, last: str) -> None:
         "rb.extend(TensorDict({'n': n, 'next': {'n': n + 1, 'done': done}}, [len(n)]))\n" + last
     )
     for _ in range(5):
-        done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
+        done = run_program(code, tmp_path)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
     check(ReplayBuffer.open(tmp_path), [ROWS] * 5)
 

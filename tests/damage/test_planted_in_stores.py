@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.children import Child
-from contracts.planted import KINDS, OUTSIDE, plant, within
+from contracts.corruption import KINDS, OUTSIDE, plant, within
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.errors import CheckpointError, StorageError
 from engram.processes.shared_memory import SharedMemory

@@ -401,7 +401,7 @@ def test_a_writer_that_keeps_the_best(tmp_path):
 
 
 # ---- our own errors are not the file's ----
-STEPS = ["_load_parts", "_join", "_load_transforms", "_of_earlier_versions"]
+STEPS = ["_load_parts", "_join", "_load_transforms"]
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -468,10 +468,13 @@ def test_of_more_rows_than_are_kept_aside_what_was_loaded_stays_where_a_part_ref
     assert same(observed(rb), observed(twin))
 
 
-def test_a_state_in_memory_with_impossible_numbers_changes_nothing(tmp_path):
+@pytest.mark.parametrize("replaced", [-1, 1.0, None, 1 << 62, "1"])
+def test_a_state_in_memory_with_an_impossible_count_of_replaced_rows_changes_nothing(replaced, tmp_path):
     rb = used(buffer(tmp_path), (0, 55))
     state = rb.state_dict()
-    state["storage"] = {**state["storage"], "numbers": {"capacity": 40, "next": 3, "numbers": torch.zeros(2)}}
+    counters = state["storage"]["counters"]
+    lanes = [{**lane, "replaced": replaced} for lane in counters["lanes"]]
+    state["storage"] = {**state["storage"], "counters": {**counters, "lanes": lanes}}
     before = observed(rb)
     with pytest.raises(ValueError):
         rb.load_state_dict(state)

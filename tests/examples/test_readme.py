@@ -1,4 +1,4 @@
-"""The README's first example does what it says, as often as it is run."""
+"""The README's examples do what they say, and its figures are those that were recorded."""
 
 from __future__ import annotations
 
@@ -9,23 +9,50 @@ from pathlib import Path
 
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
-def first_example() -> str:
-    found = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert found is not None
-    return found.group(1)
+def example(heading: str) -> str:
+    """The first block of code under a heading."""
+    block = re.search(r"```python\n(.*?)```", README[README.index(f"## {heading}\n") :], re.DOTALL)
+    assert block is not None
+    return block.group(1)
+
+
+def run(code: str, folder: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_it_goes_on_where_its_last_run_stopped(tmp_path: Path) -> None:
-    for run in (1, 2):
-        done = subprocess.run([sys.executable, "-c", first_example()], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    for times in (1, 2):
+        run(example("First example"), tmp_path)
         buffer = TensorDictReplayBuffer.open(tmp_path / "replay", batch_size=256)
-        assert len(buffer) == buffer.write_count == 2_000 * run
+        assert len(buffer) == buffer.write_count == 2_000 * times
         assert buffer.sample().batch_size == (256,)
         saved = TensorDictReplayBuffer(storage=LazyTensorStorage(100_000))
         saved.loads(tmp_path / "checkpoint")
         assert len(saved) == len(buffer)
         buffer.storage.close()
+
+
+def test_a_batch_of_numpy_dicts_is_a_dict_of_tensors(tmp_path: Path) -> None:
+    code = example("With dicts of NumPy arrays") + "print(len(buffer), type(batch).__name__, *batch['obs'].shape)"
+    assert run(code, tmp_path).split() == ["64", "dict", "256", "4"]
+
+
+def test_its_figures_stand_in_the_tables_of_the_benchmarks() -> None:
+    tables = (ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "results" / "samplers.md")
+    recorded = {re.split(r", [\d.]+x its own", cell.strip())[0] for t in tables for cell in t.read_text().split("|")}
+    figures = README[README.index("## How fast") : README.index("## Killed")]
+    rows = [line.strip("|").split("|") for line in figures.splitlines() if line.startswith("| ")][2:]
+    cells = {re.sub(r"^.*: ", "", cell.strip()) for row in rows for cell in row[1:]} - {""}
+    assert len(rows) == 5 and cells <= recorded, cells - recorded
+
+
+def test_what_it_links_to_is_there() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs" / "README.md", ROOT / "benchmarks" / "README.md"):
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictMaxValueWriter
 from engram.data.replay_buffers.checkpointers import rows
 from golden.observed import Arrays, observed, write
 from golden.recipes import CAPACITY, RECIPES, Recipe
@@ -23,6 +23,7 @@ from golden.steps import steps
 DATA = Path(__file__).parent / "data"
 INCREMENTAL = "incremental"  # two snapshots, the second of which took files over
 STORE = "store"  # a mapped store's own file
+BEST_STORE = "store-max-value"  # one whose rows carry their own sequences
 
 
 def make(name: str, recipe: Recipe, folder: Path) -> None:
@@ -58,6 +59,19 @@ def make_store(folder: Path) -> None:
     keep(folder, expected)
 
 
+def make_best_store(folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        rb = ReplayBuffer(
+            storage=LazyMemmapStorage(8, scratch_dir=scratch), writer=TensorDictMaxValueWriter(("next", "reward"))
+        )
+        rb.extend(steps(0, 8).select("obs", "action", "next"))
+        rb.extend(steps(20, 5).select("obs", "action", "next"))
+        expected = observed(rb, 8)
+        rb.storage.close()
+        shutil.copytree(scratch, folder / "scratch")
+    keep(folder, expected)
+
+
 def keep(folder: Path, expected: Arrays, name: str = "expected.npz") -> None:
     write(folder / name, expected)
 
@@ -68,7 +82,7 @@ def main() -> None:
     parser.add_argument("--force", action="store_true", help="replace files that exist: what they promised is gone")
     asked = parser.parse_args()
     makers = {name: lambda folder, name=name: make(name, RECIPES[name], folder) for name in RECIPES}
-    makers |= {INCREMENTAL: make_incremental, STORE: make_store}
+    makers |= {INCREMENTAL: make_incremental, STORE: make_store, BEST_STORE: make_best_store}
     for name in asked.names or makers:
         folder = DATA / name
         if folder.exists() and not asked.force:

@@ -46,7 +46,7 @@ class Snapshot:
         if name is None:
             assert xxhash.xxh3_128_hexdigest(manifest) == current["manifest"]
         document = unsealed(manifest)
-        assert (document["format"], document["version"]) == ("engram snapshot", 1)
+        assert (document["format"], document["version"], document["features"]) == ("engram snapshot", 1, [])
         assert document["snapshot"] == self.folder.name
         self.body = document["body"]
         self.files = {name: self._checked(name, said) for name, said in document["files"].items()}
@@ -64,7 +64,7 @@ class Snapshot:
 
 
 def storage_of(saved: dict[str, Any], files: dict[str, bytes]) -> Any:
-    """Lanes of rows, a list of items, or a list of such of an ensemble's members."""
+    """Lanes of rows, items and their sequences, or a list of such of an ensemble's members."""
     state = saved["state"]
     if saved["format"] == "ensemble":
         members = []
@@ -73,7 +73,8 @@ def storage_of(saved: dict[str, Any], files: dict[str, bytes]) -> Any:
             members.append(storage_of(member, {n[len(below) :]: c for n, c in files.items() if n.startswith(below)}))
         return members
     if saved["format"] == "items":
-        return list(items_of(state, files))
+        chunks = list(items_of(state, files))
+        return [item for items, _ in chunks for item in items], [own for _, some in chunks for own in some]
     unpack = {"rows": unpack_rows, "flat": unpack_flat, "nested": unpack_nested}[saved["format"]]
     return lanes_of(state, files, unpack)
 
@@ -154,10 +155,13 @@ def values(raw: Bytes, dtype: str, shape: list[int]) -> np.ndarray:
     return np.ascontiguousarray(raw).reshape(-1).view(kind).reshape(shape)
 
 
-def items_of(state: dict[str, Any], files: dict[str, bytes]) -> Iterator[Any]:
+def items_of(state: dict[str, Any], files: dict[str, bytes]) -> Iterator[tuple[list[Any], list[int]]]:
     for number in state["chunks"]:
-        tree = json.loads(files[f"storage/items-{number:08d}.json"])
-        yield from State(files[f"storage/items-{number:08d}.bin"]).decode(tree)
+        chunk = json.loads(files[f"storage/items-{number:08d}.json"])
+        items = State(files[f"storage/items-{number:08d}.bin"]).decode(chunk["items"])
+        sequences = chunk["sequences"] or [0] * len(items)
+        assert len(sequences) == len(items) and all(own == 0 or own >= 1 << 62 for own in sequences)
+        yield items, sequences
 
 
 # ---- rows ----
@@ -178,6 +182,8 @@ class Layout:
             Leaf(tuple(x["path"]), x["dtype"], x["shape"], ITEM_BYTES[x["dtype"]] * math.prod(x["shape"]))
             for x in said["leaves"]
         ]
+        assert said.get("hidden", []) in ([], ["sequence"])
+        self.leaves += [Leaf((name,), "int64", [], 8) for name in said.get("hidden", [])]
         at = 0
         for leaf in sorted(self.leaves, key=lambda leaf: -ITEM_BYTES[leaf.dtype]):  # a stable sort
             leaf.offset, at = at, at + leaf.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -212,9 +213,10 @@ def new_priorities(rb: Any) -> None:
     rb.update_priority(torch.arange(10), torch.arange(10) * 2.0)
 
 
-def best() -> Any:
-    writer = TensorDictMaxValueWriter(rank_key=("next", "reward"))
-    return TensorDictReplayBuffer(storage=LazyTensorStorage(12), writer=writer)
+def best(storage: Callable[[], Any]) -> Callable[[], Any]:
+    """A buffer of the best 12 steps, most of which have replaced others."""
+    writer = functools.partial(TensorDictMaxValueWriter, rank_key=("next", "reward"))
+    return lambda: TensorDictReplayBuffer(storage=storage(), writer=writer())
 
 
 def index_too() -> Any:
@@ -330,17 +332,24 @@ RECIPES: dict[str, Recipe] = {
     "sequences-steps": Recipe(
         plain(sampler=lambda: SequenceSampler(burn_in=2, weight="steps", **SLICES)), wrapped, more=ten_more
     ),
-    "max-value": Recipe(best, wrapped, more=ten_more),
+    "max-value": Recipe(best(lambda: LazyTensorStorage(12)), wrapped, more=ten_more),
+    "max-value-list": Recipe(best(lambda: ListStorage(12)), wrapped, more=ten_more),
+    "max-value-flat": Recipe(
+        best(lambda: LazyTensorStorage(12, checkpointer=FlatStorageCheckpointer())), wrapped, more=ten_more
+    ),
+    "max-value-nested": Recipe(
+        best(lambda: LazyTensorStorage(12, checkpointer=NestedStorageCheckpointer())), wrapped, more=ten_more
+    ),
+    "max-value-h5": Recipe(
+        best(lambda: LazyTensorStorage(12, checkpointer=H5StorageCheckpointer())), wrapped, more=ten_more
+    ),
+    "max-value-h5-groups": Recipe(
+        best(lambda: LazyTensorStorage(12, checkpointer=grouped())), wrapped, more=ten_more
+    ),
     "index": Recipe(index_too, wrapped, more=ten_more),
     "dataset": Recipe(plain(writer=ImmutableDatasetWriter), fill_dataset),
     "transforms-in-time": Recipe(in_time, wrapped, more=ten_more),
     "transforms-norm": Recipe(normed, fill_normed, more=ten_more),
     "transforms-n-steps": Recipe(n_steps, wrapped, more=ten_more),
     "generator": Recipe(generator, fill_generator),  # no writes: what was prepared before may be read after them
-    # Made by a version that saved neither the settings of slice samplers nor those of transforms.
-    "earlier-slices": Recipe(plain(sampler=lambda: SliceSampler(**SLICES)), wrapped, more=ten_more),
-    "earlier-slice-epoch": Recipe(
-        plain(sampler=lambda: SliceSamplerWithoutReplacement(**SLICES)), part_of_an_epoch, more=ten_more
-    ),
-    "earlier-transforms": Recipe(in_time, wrapped, more=ten_more),
 }  # fmt: skip

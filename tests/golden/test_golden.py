@@ -11,14 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import engram.data
 import engram.envs.transforms
 from engram import verify
-from engram.checkpoint.directory import unseal
-from engram.data import LazyTensorStorage, ReplayBuffer, Sampler, StorageCheckpointerBase, Writer
+from engram._native import FIRST_REPLACED
+from engram.checkpoint.directory import from_checksummed_json
+from engram.data import (
+    LazyTensorStorage,
+    ReplayBuffer,
+    Sampler,
+    StorageCheckpointerBase,
+    TensorDictMaxValueWriter,
+    Writer,
+)
 from engram.transforms.base import Transform
-from golden.make import DATA, INCREMENTAL, STORE
+from golden.make import BEST_STORE, DATA, INCREMENTAL, STORE
 from golden.observed import observed, read, unlike
 from golden.recipes import CAPACITY, RECIPES
 
@@ -86,13 +95,24 @@ def test_a_mapped_store_is_opened_as_it_was_left(tmp_path: Path) -> None:
     rb.storage.close()
 
 
+def test_a_mapped_store_whose_rows_carry_their_sequences_is_opened_as_it_was_left(tmp_path: Path) -> None:
+    shutil.copytree(DATA / BEST_STORE / "scratch", tmp_path / "scratch", copy_function=shutil.copyfile)
+    rb = ReplayBuffer.open(tmp_path / "scratch", writer=TensorDictMaxValueWriter(("next", "reward")))
+    assert unlike(observed(rb, 8), expected(BEST_STORE)) == []
+    before = rb.storage.lanes.generations(torch.arange(8))
+    assert (before >= FIRST_REPLACED).any()
+    replaced = rb.extend(rb[:1].apply(lambda t: t + 100 if t.is_floating_point() else t))
+    assert rb.storage.lanes.generations(torch.arange(8))[replaced] > before.max()
+    rb.storage.close()
+
+
 def test_a_checkpoint_that_git_could_change_would_be_noticed() -> None:
     """Line ends, above all: the folder says that none of its files is text."""
     assert (DATA / ".gitattributes").read_text() == "* -text -diff\n"
 
 
 def test_all_together_are_small() -> None:
-    assert sum(file.stat().st_size for file in DATA.rglob("*") if file.is_file()) < 900_000
+    assert sum(file.stat().st_size for file in DATA.rglob("*") if file.is_file()) < 1_000_000
 
 
 # ---- that there is one of every kind ----
@@ -119,7 +139,7 @@ def covered() -> tuple[set[str], set[str]]:
     kinds: set[str] = set()
     formats: set[str] = set()
     for manifest in DATA.glob("*/checkpoint/g-*/manifest.json"):
-        body = unseal(manifest.read_bytes())["body"]
+        body = from_checksummed_json(manifest.read_bytes())["body"]
         kinds |= set(kinds_in(body["components"]))
         formats |= set(formats_in(body["storage"]))
     return kinds, formats
@@ -148,4 +168,4 @@ def test_every_public_transform_with_state_has_a_golden_file(covered: tuple[set[
 
 
 def test_there_is_a_golden_file_for_each_recipe_and_a_recipe_for_each_golden_file() -> None:
-    assert {entry.name for entry in os.scandir(DATA) if entry.is_dir()} == {*RECIPES, INCREMENTAL, STORE}
+    assert {entry.name for entry in os.scandir(DATA) if entry.is_dir()} == {*RECIPES, INCREMENTAL, STORE, BEST_STORE}

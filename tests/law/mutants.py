@@ -18,11 +18,12 @@ from engram.data import (
 )
 from engram.data.replay_buffers import checkpointing as adoption
 from engram.data.replay_buffers import checkpointing as saving
-from engram.data.replay_buffers.checkpointers.ted import FlatPacking, NestedPacking
+from engram.data.replay_buffers.checkpointers.ted import FlatChunkCodec, NestedChunkCodec
 from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.envs.transforms import CatFrames, Compose, MultiStepTransform, RewardSum, StepCounter, VecNorm
 from engram.store.lanes import Lanes
+from engram.store.tables import RowTable
 from engram.store.views import ChangeTracker
 from law.combos import Combo
 from law.own_parts import OwnSamplerWithState, OwnTransform
@@ -127,6 +128,23 @@ def _no_values(original: Any, self: Any, rows: Any, cuts: Any) -> Any:
                      for block in blocks]  # fmt: skip
 
 
+def _no_sequences(original: Any, self: Any, lane: int, start: int, rows: Any) -> None:
+    """Rows come back as if none had ever been replaced."""
+    offset = self.layout.sequence_offset
+    if offset is not None:
+        rows = rows.copy()
+        rows[..., offset : offset + 8] = 0
+    original(self, lane, start, rows)
+
+
+def _no_sequences_of_flat(original: Any, self: Any, *content: Any) -> Any:
+    rows = original(self, *content)
+    for leaf in self._leaves:
+        if leaf.hidden:
+            rows[..., leaf.offset : leaf.offset + leaf.nbytes] = 0
+    return rows
+
+
 def _skip_transforms(original: Any, transform: Any, state: Any) -> None:
     original(transform, None)
 
@@ -205,12 +223,23 @@ MUTANTS = {
         loading(OwnSamplerWithState, without("at", value=lambda v: v * 0)), Combo(sampler="own, with state")
     ),
     # ---- writers and counters ----
-    "the numbers of replaced rows": Mutant(instead(Lanes, "restore_numbers", nothing), Combo(writer="best")),
+    "the sequences of replaced rows": Mutant(around(RowTable, "set_block", _no_sequences), Combo(writer="best")),
+    "the sequences of replaced rows (flat)": Mutant(
+        around(FlatChunkCodec, "unpack", _no_sequences_of_flat), Combo(writer="best", checkpointer="flat")
+    ),
+    "the sequences of replaced items": Mutant(
+        around(ListStorage, "restore_items", lambda f, self, items, said, own: f(self, items, said, [0] * len(own))),
+        Combo("list", writer="best", checkpointer="items"),
+    ),
+    "how many sequences were given": Mutant(
+        around(Lanes, "restore_lane", lambda f, self, i, lane, shift: f(self, i, {**lane, "replaced": 0}, shift)),
+        Combo(writer="best"),
+    ),
     "the write count": Mutant(restored(lambda v: [v[0], v[1], 0, v[3]]), Combo(way="incremental")),
     "the seams": Mutant(restored(lambda v: [*v[:3], []]), Combo("shared, lanes", "slices")),
     "the newest row": Mutant(restored(lambda v: [v[0], max(v[0], v[1] - 1), v[2], v[3]]), Combo(way="in memory")),
     "the order of a list": Mutant(
-        around(ListStorage, "restore_items", lambda f, self, items, counters: f(self, items[::-1], counters)),
+        around(ListStorage, "restore_items", lambda f, self, items, *more: f(self, items[::-1], *more)),
         Combo("list", checkpointer="items"),
     ),
     # ---- transforms ----
@@ -250,9 +279,9 @@ MUTANTS = {
         instead(ChangeTracker, "edited", lambda self, since: []), Combo(way="incremental")
     ),
     "observations that do not follow (flat)": Mutant(
-        around(FlatPacking, "pack", _no_values), Combo(checkpointer="flat")
+        around(FlatChunkCodec, "pack", _no_values), Combo(checkpointer="flat")
     ),
     "observations that do not follow (nested)": Mutant(
-        around(NestedPacking, "pack", _no_values), Combo(checkpointer="nested")
+        around(NestedChunkCodec, "pack", _no_values), Combo(checkpointer="nested")
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The max-value writer's heap and the numbers of replaced rows: what they refuse, and that they fit plain Python."""
+"""The max-value writer's heap and the sequences of rows: what they refuse, and that they fit plain Python."""
 
 import os
 import random
@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from engram import _native
 from native.support import append_words, slots, words
@@ -17,7 +18,7 @@ def store(capacity=8, lanes=1, strands=1):
 
 
 def append(s, n):
-    s.publish(0, s.claim(0, n), n)
+    _native.testing.publish(s, 0, _native.testing.claim(s, 0, n), n)
 
 
 def ranks(*values):
@@ -109,25 +110,66 @@ def test_a_nan_among_the_values_is_the_rank(make, reduction):
         assert np.isnan(found[0]) and found[1] == {"sum": 9, "mean": 3, "max": 6, "min": 1, "median": 2}[reduction]
 
 
-def test_numbers_of_replaced_rows_belong_to_a_store_of_one_size():
-    with pytest.raises(ValueError, match="one lane"):
-        _native.RowNumbers(store(lanes=2))
+def test_sequences_are_given_once_and_a_damaged_count_of_them_is_no_harm():
     s = store()
-    append(s, 8)
-    numbers = _native.RowNumbers(s)
-    for wrong in ([8], [-(2**62), 8]):
-        with pytest.raises(IndexError, match="outside"):
-            numbers.replaced(s, torch.tensor(wrong))
-    larger = store(16)
-    for call in (
-        lambda: numbers.replaced(larger, torch.tensor([12])),
-        lambda: numbers.generations(larger, torch.tensor([12])),
-        lambda: numbers.restore(larger, torch.zeros(16, dtype=torch.int64), 1),
-    ):
-        with pytest.raises(ValueError, match="another size"):
-            call()
-    with pytest.raises(ValueError, match="more numbers"):
-        numbers.restore(s, torch.zeros(9, dtype=torch.int64), 1)
+    assert [s.reserve_sequences(3) - _native.FIRST_REPLACED, s.reserve_sequences(1) - _native.FIRST_REPLACED] == [0, 3]
+    for damaged in (2**64 - 1, 2**63):
+        s.replaced = damaged
+        assert _native.FIRST_REPLACED <= s.reserve_sequences(2**64 - 1) < 2**63
+
+
+def carrying(capacity):
+    """A store of rows of one word, which carry their sequence behind it; its codec, and the codec of the whole row."""
+    kinds = (TensorDict, None, torch.Size, np.ndarray, np.generic)
+    code = _native.Codec([(0, 64, (1,), 0)], None, *kinds, 8)
+    whole = _native.Codec([(0, 64, (2,), 0)], None, *kinds)
+    return store_of_words(16, capacity), code, whole
+
+
+def test_a_row_and_its_sequence_are_written_together():
+    s, code, whole = carrying(4)
+    s.append(0, code.check_list([torch.arange(4).reshape(4, 1)], 1, 0))
+    assert s.gather(whole, torch.arange(4))[0][0].tolist() == [[0, 0], [1, 0], [2, 0], [3, 0]]
+    plan = code.check_list([torch.arange(100, 106).reshape(6, 1)], 1, 0)
+    s.prepare_overwrite(slots(3, 0), plan, slots(5, 1), 70).write()
+    s.overwrite(slots(3, 2), plan, slots(0, 4))  # in place: each keeps the sequence that it has
+    assert s.gather(whole, torch.arange(4))[0][0].tolist() == [[101, 71], [1, 0], [104, 0], [100, 75]]
+    s.append(0, code.check_list([torch.tensor([[9]])], 1, 0))
+    assert s.gather(whole, torch.tensor([0]))[0][0].tolist() == [[9, 0]]
+
+
+def test_rows_without_a_place_for_their_sequence_get_none():
+    s, code = word_store(4)
+    append_words(s, code, 4)
+    plan = code.check_list([torch.arange(2).reshape(2, 1)], 1, 0)
+    with pytest.raises(ValueError, match="no place for their sequence"):
+        s.prepare_overwrite(slots(0, 1), plan, None, 5)
+    with pytest.raises(ValueError, match="does not fit the rows"):
+        s.gather(carrying(4)[1], torch.tensor([0]))
+
+
+def test_a_longer_copy_of_a_store_has_its_rows_counters_and_identity():
+    s, code = word_store(4)
+    append_words(s, code, 6)
+    s.note_edits(slots(2))
+    longer = s.widened(16, 8, b"{}", [(0, 8, 8)])
+    behind = _native.Codec([(0, 64, (1,), 8)], None, TensorDict, None, torch.Size, np.ndarray, np.generic)
+    every = torch.arange(4)
+    assert longer.gather(behind, every)[0][0].tolist() == s.gather(code, every)[0][0].tolist()
+    for name in ("store_id", "incarnation", "log_head"):
+        assert getattr(longer, name) == getattr(s, name)
+    assert longer.lane(0) == s.lane(0) and longer.log(0) == [2] and longer.layout == b"{}"
+
+
+@pytest.mark.parametrize(
+    "move", [(0, 0, 9), (9, 0, 1), (0, 9, 8), (2**64 - 1, 0, 2), (0, 2**64 - 1, 2), (0, 0, 2**64 - 1)]
+)
+def test_a_longer_copy_never_takes_bytes_from_outside_of_a_row(move):
+    s, _ = word_store(4)
+    with pytest.raises(ValueError, match="outside the row"):
+        s.widened(16, 8, b"", [move])
+    with pytest.raises(ValueError, match="private memory"):
+        store().widened(16, 8, b"", [])
 
 
 def test_chosen_rows_of_a_plan_are_written_where_they_exist():

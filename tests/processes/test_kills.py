@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
+from contracts.kills import killed_at, lines_of
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -22,7 +23,6 @@ from engram.data import (
     SliceSampler,
 )
 from engram.errors import StorageInUseError
-from processes.killed_at import killed_at, lines_of
 from processes.rows import Faults, Maker, check_rows, check_slices
 
 LANE = 200

@@ -8,23 +8,23 @@ import pytest
 import torch
 
 from engram.errors import WorkerError
-from engram.processes.worker import Closed, Portable, Worker, close_all, wait_for_any
+from engram.processes.worker import ChannelClosed, CloudpickleWrapper, Worker, close_all, wait_for_any
 
 METHODS = ["fork", "spawn"]
 
 
 def double(channel):
     while True:
-        channel.say(channel.receive() * 2)
+        channel.send(channel.receive() * 2)
 
 
 def apply(channel, function, *args):
-    channel.say(function(*args))
+    channel.send(function(*args))
     channel.receive()
 
 
 def sleep(channel):
-    channel.say("asleep")
+    channel.send("asleep")
     time.sleep(100)
 
 
@@ -50,7 +50,7 @@ def start():
         return workers[-1]
 
     yield make
-    close_all(workers, patience=0.2)
+    close_all(workers, timeout=0.2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -63,7 +63,7 @@ def test_a_worker_answers(start, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_users_lambda_goes_along(start, method):
     n = 5
-    assert start(apply, Portable(lambda: n + 1), start_method=method).receive(20) == 6
+    assert start(apply, CloudpickleWrapper(lambda: n + 1), start_method=method).receive(20) == 6
 
 
 @pytest.mark.quick
@@ -71,7 +71,7 @@ def test_a_failure_is_an_error_with_the_workers_traceback_and_its_cause(start):
     def fails():
         raise KeyError("what the user did")
 
-    worker = start(apply, Portable(fails))
+    worker = start(apply, CloudpickleWrapper(fails))
     with pytest.raises(WorkerError, match="in fails") as caught:
         worker.receive(5)
     assert isinstance(caught.value.__cause__, KeyError) and "what the user did" in str(caught.value)
@@ -88,7 +88,7 @@ def test_a_failure_that_cannot_be_sent_still_says_its_text(start):
         raise Odd("text of the odd one")
 
     with pytest.raises(WorkerError, match="text of the odd one"):
-        start(apply, Portable(fails)).receive(5)
+        start(apply, CloudpickleWrapper(fails)).receive(5)
 
 
 def test_a_failure_that_cannot_be_read_back_still_says_its_text(start):
@@ -100,12 +100,12 @@ def test_a_failure_that_cannot_be_read_back_still_says_its_text(start):
         raise TwoArguments("this", "that")
 
     with pytest.raises(WorkerError, match="this and that"):
-        start(apply, Portable(fails)).receive(5)
+        start(apply, CloudpickleWrapper(fails)).receive(5)
 
 
 def test_what_a_worker_said_before_it_failed_comes_first(start):
     def run(channel):
-        channel.say(1)
+        channel.send(1)
         raise ValueError("then")
 
     worker = start(run, start_method="fork")
@@ -131,7 +131,7 @@ def test_a_killed_worker_is_noticed_though_a_sibling_and_a_grandchild_hold_its_p
         if os.fork() == 0:
             time.sleep(20)
             os._exit(0)
-        channel.say(os.getpid())
+        channel.send(os.getpid())
         time.sleep(100)
 
     worker = start(run, start_method="fork")
@@ -167,7 +167,7 @@ def test_waiting_for_any_finds_who_speaks_and_who_died(start):
 
 
 def test_nothing_said_in_time_is_a_timeout(start):
-    with pytest.raises(TimeoutError, match=r"worker 0 said nothing for 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"worker 0 sent no message within 0\.05 s"):
         start(double).receive(0.05)
 
 
@@ -185,7 +185,7 @@ def test_closing_ends_who_listens_at_once(start):
 def test_closing_ends_who_does_not_listen_in_its_time(start):
     def deaf(channel):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        channel.say(1)
+        channel.send(1)
         while True:
             time.sleep(1)
 
@@ -194,20 +194,20 @@ def test_closing_ends_who_does_not_listen_in_its_time(start):
     for worker in workers:
         worker.receive(5)
     began = time.monotonic()
-    close_all(workers, patience=0.2)
+    close_all(workers, timeout=0.2)
     assert all(is_gone(pid) for pid in pids) and time.monotonic() - began < 3
 
 
 def test_closing_ends_who_is_in_the_middle_of_a_long_message(start):
     def talkative(channel):
         while True:
-            channel.say_bytes(b"x" * 5_000_000)
+            channel.send_bytes_to_owner(b"x" * 5_000_000)
 
     worker = start(talkative, start_method="fork")
     pid = worker.pid
     time.sleep(0.1)
     began = time.monotonic()
-    worker.close(patience=0.3)
+    worker.close(timeout=0.3)
     assert is_gone(pid) and time.monotonic() - began < 2
 
 
@@ -221,7 +221,7 @@ def test_random_numbers_of_workers_differ_and_repeat(start):
 
     def drawn():
         torch.manual_seed(3)
-        return [start(apply, Portable(draw)).receive(5) for _ in range(2)]
+        return [start(apply, CloudpickleWrapper(draw)).receive(5) for _ in range(2)]
 
     first, again = drawn(), drawn()
     assert first == again and len({value for draws in first for value in draws}) == 6
@@ -231,7 +231,7 @@ def test_a_workers_own_workers_end_with_it(start):
     def run(channel):
         inner = Worker(sleep, name="inner")
         inner.receive(5)
-        channel.say(inner.pid)
+        channel.send(inner.pid)
         channel.receive()
 
     closed, killed = start(run, start_method="fork"), start(run, start_method="fork")
@@ -246,7 +246,7 @@ OWNER = """
     from engram.processes.worker import Worker
 
     def run(channel):
-        channel.say(1)
+        channel.send(1)
         while {loop}: time.sleep(0.01)
         channel.receive()
 
@@ -305,7 +305,7 @@ def test_closed_is_raised_in_a_worker_whose_owner_closes():
     def run(channel):
         try:
             channel.receive()
-        except Closed:
+        except ChannelClosed:
             os.write(write, b"closed")
             raise
 

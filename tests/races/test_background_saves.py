@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.programs import run_program
 from engram import verify
 from engram.data import (
     LazyMemmapStorage,
@@ -287,7 +285,7 @@ def test_the_interpreter_ends_after_the_save(tmp_path):
         rb.extend(torch.arange(200_000 * 20).reshape(-1, 20))
         rb.dumps(sys.argv[1], blocking=False)
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True)
+    run_program(code, tmp_path).check_returncode()
     twin = ReplayBuffer(storage=LazyTensorStorage(200_000))
     twin.loads(tmp_path)
     assert len(twin) == 200_000

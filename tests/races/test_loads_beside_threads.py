@@ -337,7 +337,7 @@ METHODS = {
     "most_rows": lambda s, st: s.most_rows(st, 8),
     "split": lambda s, st: s.split(torch.zeros(2, 4)),
 }
-OF_LOADS = {"adopt", "state_of_torchrl"}  # called by a load, which keeps others out
+OF_LOADS = {"adopt"}  # called by a load, which keeps others out
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

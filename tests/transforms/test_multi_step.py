@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, tensorclass
 
+from engram.checkpoint.snapshot import save_snapshot
 from engram.data import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -23,6 +24,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.errors import CheckpointError
 from engram.testing.transform import as_dict, assert_equal
 from engram.transforms import Compose, MultiStepTransform, RewardScaling, StepCounter, Transform, VecNorm
 from transforms.data import flags, steps
@@ -262,30 +264,28 @@ def test_what_waits_is_saved_and_goes_on_in_a_buffer_that_loads_it(tmp_path):
                 assert_n_step(b[:].reshape(-1), slow([3, 8], batch, 3, 0.9), 0.9)
 
 
-def test_a_checkpoint_without_transforms_loads_and_leaves_nothing_waiting(tmp_path):
-    """Checkpoints of earlier versions have no such component."""
-    from engram.checkpoint.snapshot import save_snapshot
-
-    old = ReplayBuffer(storage=LazyTensorStorage(100))
-    made = buffer()
+def test_a_checkpoint_of_a_buffer_without_transforms_leaves_nothing_waiting(tmp_path):
+    other, made, rb = ReplayBuffer(storage=LazyTensorStorage(100)), buffer(), buffer()
     made.extend(stream([4]))
-    old.extend(made[:])
-    states = old.part_states()
-    components = {
-        "sampler": {"kind": "RandomSampler", "state": states["sampler"]},
-        "writer": {"kind": "RoundRobinWriter", "state": states["writer"]},
-        "generator": {"state": None},
-    }
-    save_snapshot(tmp_path, components, (old.storage.checkpointer, old.storage))
+    other.extend(made[:])
+    other.dumps(tmp_path)
+    for load in (lambda: rb.loads(tmp_path), lambda: rb.load_state_dict(other.state_dict())):
+        rb.extend(stream([9])[:5])
+        load()
+        assert len(rb) == 4 and rb._transform[0].held_back == 0
+
+
+def test_a_state_that_says_nothing_of_transforms_is_refused(tmp_path):
     rb = buffer()
     rb.extend(stream([9])[:5])
-    rb.loads(tmp_path)
-    assert len(rb) == 4 and rb._transform[0].held_back == 0
-    state = old.state_dict()
+    components = {name: {"kind": name, "state": {}} for name in ("sampler", "writer", "generator")}
+    save_snapshot(tmp_path, components, (rb.storage.checkpointer, rb.storage))
+    state = rb.state_dict()
     del state["transform"]
-    rb.extend(stream([9])[:5])
-    rb.load_state_dict(state)
-    assert len(rb) == 4 and rb._transform[0].held_back == 0
+    for load in (lambda: rb.loads(tmp_path), lambda: rb.load_state_dict(state)):
+        with pytest.raises(CheckpointError, match="no transform"):
+            load()
+        assert rb._transform[0].held_back == 2
 
 
 def test_what_waited_needs_a_place_where_it_is_loaded(tmp_path):

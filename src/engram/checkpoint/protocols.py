@@ -26,11 +26,13 @@ class RowSource(Protocol):
         """The layout of a row as JSON; `row_bytes` is its payload without trailer. None before the first write."""
 
     def counters(self) -> dict[str, Any]:
-        """JSON: `{"lane_capacity": int, "strands": int, "lanes": [{"base", "published", "origin", "seams": [...]}]}`.
+        """JSON: `{"lane_capacity": int, "strands": int, "lanes": [...]}`, each lane
+        `{"base", "published", "origin", "seams": [...], "border": {...}, "replaced": int}`.
 
         The rows of a lane that exist have the write numbers `max(base, published - lane_capacity)` to `published`.
-        `published` is a seam where whoever writes next would enter one. `border`, where it is there, is what is known
-        of entries that go on from step to step: `{"looked": write number, "agreed": bits or None}`.
+        `published` is a seam where whoever writes next would enter one. `border` is what is known of entries that go on
+        from step to step: `{"looked": write number, "agreed": bits or None}`. `replaced` counts the
+        sequences given to rows that were written over others out of turn.
         """
 
     def identity(self) -> dict[str, Any]:
@@ -70,6 +72,9 @@ class ItemSource(Protocol):
     def items(self) -> list[Any]:
         """The items that exist, oldest first: the first has write number `max(base, published - lane_capacity)`."""
 
+    def sequences(self) -> list[int]:
+        """The sequences that the items carry, in the same order; 0 where an item has its write number."""
+
     def identity(self) -> dict[str, Any]: ...
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None: ...
 
@@ -83,8 +88,8 @@ class ItemSink(Protocol):
     def check_restore(self, counters: dict[str, Any]) -> None:
         """ValueError that lists every difference when the items do not fit; changes nothing."""
 
-    def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
-        """Replaces what is stored; the items come oldest first, as from `ItemSource.items`."""
+    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
+        """Replaces what is stored; the items come oldest first, as from `ItemSource.items`, and so their sequences."""
 
 
 Source = TypeVar("Source", contravariant=True)
@@ -92,8 +97,33 @@ Sink = TypeVar("Sink", contravariant=True)
 Hook = Callable[[Any], Any]
 
 
+class SavePlan(Protocol):
+    """One save of a storage: what was looked up and decided for it, once."""
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes `write` will write: the save is refused where the disk has no room for them."""
+
+    def write(self, writer: SnapshotWriter) -> dict[str, Any]:
+        """Writes files below `storage/`. What it returns (JSON) stands in the manifest; `plan_restore` gets it."""
+
+
+class RestorePlan(Protocol[Sink]):
+    """A saved storage: its description in the manifest was read once, and can be true."""
+
+    def check(self, sink: Sink) -> None:
+        """ValueError when the sink cannot take what was saved; reads no file, changes nothing."""
+
+    def load(self, sink: Sink) -> None:
+        """Checks as above, then fills the sink. One that holds something is untouched unless everything was verified;
+        one that is empty may be filled while verifying, and is empty again after an error.
+        """
+
+
 class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
     """Writes a storage into a snapshot and reads it back; one kind of storage, one form on disk.
+
+    A checkpointer of one's own defines `format`, the name of that form, `plan_save` and `plan_restore`.
 
     Hooks are callables that get what is about to be written (or has just been read and verified) and return what to
     write (or to hand to the storage) instead, in the order of their registration: a block of rows, or an item. They
@@ -115,24 +145,17 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
         self.load_hooks.append(hook)
 
     @abstractmethod
-    def nbytes(self, source: Source, previous: dict[str, Any] | None = None) -> int:
-        """About how many bytes `dumps` will write."""
+    def plan_save(self, source: Source, previous: dict[str, Any] | None = None) -> SavePlan:
+        """What a save of `source` will write. The source does not change until it is written.
 
-    @abstractmethod
-    def dumps(self, source: Source, writer: SnapshotWriter, previous: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Writes files below `storage/`; what it returns (JSON) is handed to `loads` and stands in the manifest.
-
-        `previous` is what it returned for the snapshot in force, whose files `writer.reuse` takes over.
+        `previous` is what `SavePlan.write` returned for the current snapshot, whose files `writer.reuse` takes over.
         """
 
     @abstractmethod
-    def check(self, sink: Sink, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        """ValueError when the sink cannot take what was saved; reads no file, changes nothing."""
+    def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[Sink]:
+        """What was saved, of which `state` is what `SavePlan.write` returned.
 
-    @abstractmethod
-    def loads(self, sink: Sink, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        """Fills the sink. One that holds something is untouched unless everything was verified; one that is empty
-        may be filled while verifying, and is empty again after an error.
+        `reader.malformed(...)` is the error for a state that no save can have written. Reads no file.
         """
 
 

@@ -51,7 +51,7 @@ class GymEnv(EnvBase):
 
     Environment i of several starts from `seed + i`; those of a vector entry point have one generator in common.
     Raises TypeError for spaces without a fixed shape and for arguments that an environment which exists cannot take,
-    KeyError for info keys that are not there.
+    KeyError for info keys that are not there, ImportError where gymnasium is missing: `pip install "engram[gym]"`.
 
     >>> env = GymEnv("CartPole-v1")
     >>> env.set_seed(0)
@@ -75,7 +75,7 @@ class GymEnv(EnvBase):
         info_keys: InfoKeys | None = None,
         **kwargs: Any,
     ) -> None:
-        from engram.envs import gym_make as gym_making
+        from engram.envs import gym_make as gym_making  # gymnasium is loaded here, or an ImportError says how to get it
 
         place = usable_device(device, "device")  # before anything is made
         if num_envs < 0:

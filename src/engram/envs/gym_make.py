@@ -1,4 +1,4 @@
-"""Making gymnasium environments. The only file of the environments that imports gymnasium; it is itself loaded late."""
+"""Making gymnasium environments: the one file of the environments that imports gymnasium, when a `GymEnv` is made."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
-from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
 
 from engram.envs.codecs import flag_of, reward_of
 from engram.envs.engines import leaves_for, repeated
-from engram.processes.timeouts import refuse_timeout
+from engram.processes.timeouts import reject_timeout
+
+try:
+    import gymnasium
+    from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
+except ImportError as error:
+    raise ImportError('GymEnv needs gymnasium: pip install "engram[gym]"') from error
+
 
 NATIVE = "vector_entry_point"
 
@@ -179,12 +184,12 @@ def _told_of_timeout(kwargs: dict[str, Any]) -> Iterator[None]:
         yield
     except TypeError:
         if "timeout" in kwargs:
-            refuse_timeout(kwargs["timeout"], "GymEnv")
+            reject_timeout(kwargs["timeout"], "GymEnv")
         raise
 
 
 def _refuse_settings(kwargs: dict[str, Any]) -> None:
-    refuse_timeout(kwargs.get("timeout"), "GymEnv")
+    reject_timeout(kwargs.get("timeout"), "GymEnv")
     if kwargs:
         raise TypeError(f"{sorted(kwargs)} are for gymnasium.make, and the environment exists already; pass its name")
 

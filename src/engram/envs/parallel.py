@@ -17,10 +17,10 @@ from engram.envs.codecs import Codec, Leaf, flag_of, leaves_of, reward_of
 from engram.envs.engines import Array, Autoreset, BatchEngine, BatchStep, GymEngine
 from engram.envs.serial import makers_of, refuse_other_specs
 from engram.envs.vector_engine import BatchStepper
-from engram.processes.lockstep import Crew, Seat, usable_cores
+from engram.processes.lockstep import LockstepPool, WorkerSlot, usable_cores
 from engram.processes.shared_memory import SharedMemory
-from engram.processes.timeouts import Timed, checked_timeout
-from engram.processes.worker import PATIENCE, Channel, Portable
+from engram.processes.timeouts import TimedEnv, validate_timeout
+from engram.processes.worker import CLOSE_TIMEOUT, Channel, CloudpickleWrapper
 from engram.specs.tensors import usable_device
 
 _STEP, _RESET, _SEED = range(3)
@@ -50,12 +50,12 @@ class RawLayout:
         shown, last = ([next(arrays) for _ in self.leaves] for _ in range(2))
         return RawArrays(shown, last, [next(arrays) for _ in self.action_leaves], *arrays)
 
-    def serve(self, envs: Sequence[Any], memory: SharedMemory, start: int, seat: Seat) -> None:
+    def serve(self, envs: Sequence[Any], memory: SharedMemory, start: int, slot: WorkerSlot) -> None:
         """A worker's part, for ever: `envs` are environments `start` and following of all."""
         engines: list[Any] = [engine for env in envs for engine in env.engines()]
-        if seat.clock is not None:
-            engines = [Timed(engine, seat.clock, start + i) for i, engine in enumerate(engines)]
-        RawMembers(engines, self, memory, start).serve(seat)
+        if slot.clock is not None:
+            engines = [TimedEnv(engine, slot.clock, start + i) for i, engine in enumerate(engines)]
+        RawMembers(engines, self, memory, start).serve(slot)
 
 
 class RawArrays(NamedTuple):
@@ -91,17 +91,17 @@ class RawMembers:
         # None: several arrays, or `_write` looks at the values.
         self._only_dtype = codec.raw_dtype if is_single and codec.limits is None else None
 
-    def serve(self, seat: Seat) -> None:
+    def serve(self, slot: WorkerSlot) -> None:
         """Does what the owner's `ParallelEngine` asks for, for ever."""
         while True:
-            command = seat.next_command()
+            command = slot.recv_command()
             if command == _STEP:
                 self._step_all()
             elif command == _RESET:
                 self._reset_masked()
             else:
-                self._seed_all(seat.message())
-            seat.done()
+                self._seed_all(slot.recv_message())
+            slot.complete()
 
     def _step_all(self) -> None:
         if self._have_ended:
@@ -156,23 +156,23 @@ class ParallelEngine(BatchEngine):
     autoreset = Autoreset.SAME_STEP
     can_reset_some = True
 
-    def __init__(self, crew: Crew, layout: RawLayout, memory: SharedMemory, starts: Sequence[int]) -> None:
+    def __init__(self, pool: LockstepPool, layout: RawLayout, memory: SharedMemory, starts: Sequence[int]) -> None:
         self.n, self.action, self.leaves = layout.n, layout.action, layout.leaves
-        self._crew = crew
+        self._pool = pool
         self._starts = list(starts)
         self._arrays = layout.arrays(memory.allocate(layout.sizes))
         self._observation = nest(layout.leaves, self._arrays.shown)
         self._action_columns = list(zip(layout.action_leaves, self._arrays.actions, strict=True))
 
     def seed(self, seed: int) -> None:
-        self._crew.round(_SEED, messages=[seed] * len(self._crew))
+        self._pool.execute(_SEED, messages=[seed] * len(self._pool))
 
     def reset(self, mask: Array | None = None) -> Any:
-        self._crew.ready()
+        self._pool.wait_idle()
         if mask is not None and (mask.shape != (self.n,) or mask.dtype != np.bool_):
             raise ValueError(f"a mask must be bool [{self.n}], got {mask.dtype} {list(mask.shape)}")
         self._arrays.mask[:] = True if mask is None else mask
-        self._crew.round(_RESET, None if mask is None else self._workers_of(mask))
+        self._pool.execute(_RESET, None if mask is None else self._workers_of(mask))
         return self._observation
 
     def _workers_of(self, mask: Array) -> list[int]:
@@ -180,13 +180,13 @@ class ParallelEngine(BatchEngine):
         return [int(i) for i in np.flatnonzero(wanted)]
 
     def step(self, actions: Any) -> BatchStep:
-        self._crew.ready()
+        self._pool.wait_idle()
         for leaf, column in self._action_columns:
             value = np.asarray(leaf.pick(actions))
             if value.shape != column.shape:
                 raise ValueError(f"actions must have shape {list(column.shape)}, got {list(value.shape)}")
             np.copyto(column, value, casting="same_kind")
-        self._crew.round(_STEP)
+        self._pool.execute(_STEP)
         _, _, _, reward, terminated, truncated, _ = self._arrays
         has_ended = _TRUE in terminated.tobytes() or _TRUE in truncated.tobytes()  # a tenth of what `any` takes
         return BatchStep(self._observation, reward, terminated, truncated, self._last_ones() if has_ended else ())
@@ -197,7 +197,7 @@ class ParallelEngine(BatchEngine):
         return [(i, nest(self.leaves, [column[i].copy() for column in last])) for i in ended]
 
     def close(self) -> None:
-        self._crew.close()
+        self._pool.close()
 
 
 def nest(leaves: Sequence[Leaf], values: Sequence[Any]) -> Any:
@@ -265,11 +265,11 @@ class TensorDictLayout:
         )
         return mask, root, following
 
-    def serve(self, envs: Sequence[Any], memory: SharedMemory, start: int, seat: Seat) -> None:
+    def serve(self, envs: Sequence[Any], memory: SharedMemory, start: int, slot: WorkerSlot) -> None:
         """A worker's part, for ever: `envs` are environments `start` and following of all."""
-        if seat.clock is not None:
-            envs = [Timed(env, seat.clock, start + i) for i, env in enumerate(envs)]
-        TensorDictMembers(envs, self, memory, start).serve(seat)
+        if slot.clock is not None:
+            envs = [TimedEnv(env, slot.clock, start + i) for i, env in enumerate(envs)]
+        TensorDictMembers(envs, self, memory, start).serve(slot)
 
 
 class TensorDictMembers:
@@ -282,19 +282,19 @@ class TensorDictMembers:
         self._mask = columns[0][rows]
         self._root, self._following = ({key: column[rows] for key, column in group.items()} for group in columns[1:])
 
-    def serve(self, seat: Seat) -> None:
+    def serve(self, slot: WorkerSlot) -> None:
         """Does what the owner's `TensorDictStepper` asks for, for ever."""
         while True:
-            command = seat.next_command()
+            command = slot.recv_command()
             if command == _TD_SEED:
-                seat.done(self._seeded(seat.message()))
+                slot.complete(self._seeded(slot.recv_message()))
                 continue
             if command == _TD_RESET:
                 more = [self._reset(i) for i in range(len(self._envs))]
             else:
-                sent = seat.message() if command == _TD_STEP_WITH_EXTRAS else [More()] * len(self._envs)
+                sent = slot.recv_message() if command == _TD_STEP_WITH_EXTRAS else [More()] * len(self._envs)
                 more = [self._step(i, came) for i, came in enumerate(sent)]
-            seat.done(*([more] if any(each != More() for each in more) else []))
+            slot.complete(*([more] if any(each != More() for each in more) else []))
 
     def _seeded(self, seed: int) -> int:
         for env in self._envs:
@@ -326,38 +326,40 @@ class TensorDictStepper:
 
     engine: BatchEngine | None = None  # there is nothing raw to be stepped
 
-    def __init__(self, crew: Crew, layout: TensorDictLayout, memory: SharedMemory, starts: Sequence[int]) -> None:
-        self._crew, self._layout, self._bounds = crew, layout, [*starts, layout.n]
+    def __init__(
+        self, pool: LockstepPool, layout: TensorDictLayout, memory: SharedMemory, starts: Sequence[int]
+    ) -> None:
+        self._pool, self._layout, self._bounds = pool, layout, [*starts, layout.n]
         self._mask, self._root, self._following = layout.columns(memory.allocate(layout.sizes))
         self._actions = {key: column for key, column in self._root.items() if "action" in (key, key[0])}
         self._shown = {key: column for key, column in self._root.items() if key not in self._actions}
 
     def seed(self, seed: int) -> None:
         """The next resets start from `seed`, as `set_seed` of one environment after the other leaves them."""
-        for worker in range(len(self._crew)):
-            seed = self._crew.round(_TD_SEED, [worker], [seed] * len(self._crew))[worker]
+        for worker in range(len(self._pool)):
+            seed = self._pool.execute(_TD_SEED, [worker], [seed] * len(self._pool))[worker]
 
     def reset(self, mask: Tensor | None) -> dict[str, Any]:
         """Entries after a reset of all, or where `mask` (bool `[n, *batch, 1]`) holds; the rest is not read."""
-        self._crew.ready()
+        self._pool.wait_idle()
         self._mask.copy_(torch.ones_like(self._mask) if mask is None else mask)
         asked = [row for row in range(self._layout.n) if bool(self._mask[row].any())]
-        return self._gathered(self._layout.root.exclude("action"), self._shown, self._crew.round(_TD_RESET), asked)
+        return self._gathered(self._layout.root.exclude("action"), self._shown, self._pool.execute(_TD_RESET), asked)
 
     def step(self, td: TensorDictBase) -> dict[str, Any]:
         """What follows `td["action"]`. Raises ValueError for an action of another shape than the spec's."""
         self._refuse_other_shapes(td)
-        self._crew.ready()
+        self._pool.wait_idle()
         sent = td.exclude("next")
         absent = tuple(key for key, column in self._root.items() if not _copied(sent.get(key, None), column))
         rest = _without(sent, self._root.keys() - set(absent))
         if not absent and rest is None:
-            said = self._crew.round(_TD_STEP)
+            said = self._pool.execute(_TD_STEP)
         else:
             rows = [None] * self._layout.n if rest is None else [row.clone() for row in rest.cpu().unbind(0)]
             more = [More(absent, row) for row in rows]
             pairs = zip(self._bounds, self._bounds[1:], strict=False)
-            said = self._crew.round(_TD_STEP_WITH_EXTRAS, messages=[more[start:stop] for start, stop in pairs])
+            said = self._pool.execute(_TD_STEP_WITH_EXTRAS, messages=[more[start:stop] for start, stop in pairs])
         return self._gathered(self._layout.following, self._following, said, range(self._layout.n))
 
     def _refuse_other_shapes(self, td: TensorDictBase) -> None:
@@ -436,7 +438,7 @@ def _device_of(env: Any) -> torch.device:
     return torch.device("cpu") if env.device is None else torch.device(env.device)
 
 
-QUICKLY = 0.2  # seconds that workers have where there is an error to be told
+ERROR_CLOSE_TIMEOUT = 0.2  # seconds that workers have where there is an error to be told
 
 
 class ParallelEnv(EnvBase):
@@ -485,12 +487,12 @@ class ParallelEnv(EnvBase):
         start_method: str | None = None,
         cpus: Sequence[int] | None = None,
         device: torch.device | str | None = None,
-        patience: float = PATIENCE,
+        patience: float = CLOSE_TIMEOUT,
         timeout: float | None = None,
     ) -> None:
-        checked_timeout(timeout)
+        validate_timeout(timeout)
         place = usable_device(device, "device")  # before anything is made
-        makers = [Portable(make) for make in makers_of("ParallelEnv", n, make_env)]
+        makers = [CloudpickleWrapper(make) for make in makers_of("ParallelEnv", n, make_env)]
         workers = _checked_workers(num_workers, n)
         cores = _cores(workers, cpus)
         starts = [n * i // workers for i in range(workers)]
@@ -499,13 +501,13 @@ class ParallelEnv(EnvBase):
             (memory, makers[start:stop], start, core)
             for start, stop, core in zip(starts, [*starts[1:], n], cores, strict=True)
         ]
-        self._crew = Crew(
-            _run, told, name="environment worker", start_method=start_method, patience=patience, timeout=timeout
+        self._pool = LockstepPool(
+            _run, told, name="environment worker", start_method=start_method, close_timeout=patience, timeout=timeout
         )
         try:
-            one, self._stepper = _assembled(self._crew, memory, starts, n)
+            one, self._stepper = _assembled(self._pool, memory, starts, n)
         except BaseException:
-            self._crew.close(QUICKLY)
+            self._pool.close(ERROR_CLOSE_TIMEOUT)
             raise
         finally:
             memory.close()
@@ -524,7 +526,7 @@ class ParallelEnv(EnvBase):
     @property
     def pids(self) -> list[int]:
         """The numbers of the worker processes."""
-        return self._crew.pids
+        return self._pool.pids
 
     def batch_engine(self) -> BatchEngine | None:
         """What steps gymnasium environments raw; None for others, and where a child class has changed a step."""
@@ -546,10 +548,10 @@ class ParallelEnv(EnvBase):
         self._stepper.seed(seed)
 
     def _close(self) -> None:
-        self._crew.close()
+        self._pool.close()
 
     def __repr__(self) -> str:
-        return f"ParallelEnv({self.batch_size[0]} x {self._name}, num_workers={len(self._crew)})"
+        return f"ParallelEnv({self.batch_size[0]} x {self._name}, num_workers={len(self._pool)})"
 
 
 _ITS_OWN = (ParallelEnv._step, ParallelEnv._reset, ParallelEnv.step, ParallelEnv.reset)
@@ -589,7 +591,7 @@ class _Described(NamedTuple):
 
 def _run(
     channel: Channel,
-    seat: Seat,
+    slot: WorkerSlot,
     memory: SharedMemory,
     makers: Sequence[Callable[[], Any]],
     start: int,
@@ -598,34 +600,34 @@ def _run(
     """A worker: makes its environments, describes them, and serves as it is told."""
     if core is not None:
         os.sched_setaffinity(0, {core})
-    seat.sit(channel)
+    slot.attach(channel)
     envs: list[Any] = []
     try:
         for make in makers:
             envs.append(make())
-        channel.say([_Described.of(env) for env in envs])
-        channel.receive().serve(envs, memory, start, seat)
+        channel.send([_Described.of(env) for env in envs])
+        channel.receive().serve(envs, memory, start, slot)
     finally:
         for env in envs:
             env.close()
 
 
 def _assembled(
-    crew: Crew, memory: SharedMemory, starts: Sequence[int], n: int
+    pool: LockstepPool, memory: SharedMemory, starts: Sequence[int], n: int
 ) -> tuple[_Described, BatchStepper | TensorDictStepper]:
     """One of the environments that the workers have made, and the owner's side of all."""
-    members = [member for of_worker in crew.first_words() for member in of_worker]
+    members = [member for of_worker in pool.handshake() for member in of_worker]
     one = members[0]
     for index, member in enumerate(members):
         refuse_other_specs(index, member, one)
     if one.spaces is not None and all(member.spaces == one.spaces for member in members):
         raw = RawLayout(n, *one.raw)
-        stepper = BatchStepper(ParallelEngine(crew, raw, memory, starts))
-        crew.tell(raw)
+        stepper = BatchStepper(ParallelEngine(pool, raw, memory, starts))
+        pool.broadcast(raw)
         return one, stepper
     layout = TensorDictLayout(n, one.fake, one.batch_size)
-    steps = TensorDictStepper(crew, layout, memory, starts)
-    crew.tell(layout)
+    steps = TensorDictStepper(pool, layout, memory, starts)
+    pool.broadcast(layout)
     return one, steps
 
 

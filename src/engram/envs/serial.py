@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engram.envs.base import EnvBase
 from engram.envs.engines import GymEngine
-from engram.processes.timeouts import refuse_timeout
+from engram.processes.timeouts import reject_timeout
 from engram.specs.tensors import usable_device
 
 
@@ -35,7 +35,7 @@ class SerialEnv(EnvBase):
         device: torch.device | str | None = None,
         timeout: None = None,
     ) -> None:
-        refuse_timeout(timeout, "SerialEnv")
+        reject_timeout(timeout, "SerialEnv")
         place = usable_device(device, "device")  # before anything is made
         self._envs = [make() for make in makers_of("SerialEnv", n, make_env)]
         first = self._envs[0]

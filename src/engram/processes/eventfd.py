@@ -1,4 +1,4 @@
-"""A way to wake another process that costs one short system call on either side."""
+"""Wake-ups between processes: one short system call on either side."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import sys
 from multiprocessing import reduction
 from typing import Any
 
-_RING, _LAST = (n.to_bytes(8, sys.byteorder) for n in (1, 2**32))
+_WAKE, _CLOSE = (n.to_bytes(8, sys.byteorder) for n in (1, 2**32))
 
 
-class Bell:
-    """One process rings, one other waits; rings that nobody has heard yet add up to one.
+class EventFd:
+    """One process calls `set`, one other `wait`; calls of `set` before the next `wait` count as one.
 
-    It may be sent to a process that is being started. An eventfd where there is such a thing: unlike a pipe or a
-    socket, it does not ask the scheduler to bring both processes to the same core.
+    It can be pickled to a process that is being started. Linux: an eventfd, which unlike a pipe or a socket does not
+    make the scheduler bring both processes to the same core. Elsewhere: a pipe.
 
-    >>> bell = Bell()
-    >>> bell.ring()
-    >>> bell.wait()
+    >>> event = EventFd()
+    >>> event.set()
+    >>> event.wait()
     True
     """
 
@@ -28,16 +28,16 @@ class Bell:
         else:
             self._read, self._write = os.pipe()
 
-    def ring(self) -> None:
-        """Wakes who waits, or will."""
-        os.write(self._write, _RING)
+    def set(self) -> None:
+        """Wakes the process that waits, or lets its next `wait` return at once."""
+        os.write(self._write, _WAKE)
 
-    def ring_last(self) -> None:
-        """The same, and no ring will follow."""
-        os.write(self._write, _LAST)
+    def close_remote(self) -> None:
+        """Wakes the process that waits for the last time: its `wait` returns False."""
+        os.write(self._write, _CLOSE)
 
     def wait(self) -> bool:
-        """Sleeps until it rings; False for the last ring."""
+        """Sleeps until `set` is called; False after `close_remote`."""
         return int.from_bytes(os.read(self._read, 8), sys.byteorder) < 2**32
 
     def fileno(self) -> int:
@@ -45,7 +45,7 @@ class Bell:
         return self._read
 
     def close(self) -> None:
-        """Gives the descriptors back, here; a second call does nothing."""
+        """Closes the descriptors in this process; a second call does nothing."""
         for fd in {self._read, self._write} - {-1}:
             os.close(fd)
         self._read = self._write = -1

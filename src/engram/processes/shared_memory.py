@@ -1,4 +1,4 @@
-"""Memory that several processes see, and that nothing remembers when they are gone."""
+"""Anonymous shared memory, freed by the kernel when its last process ends."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ ALIGNMENT = 64
 
 
 class SharedMemory:
-    """Memory without a name. Whoever has it, by a fork or sent to a process that is being started, sees the same.
+    """Anonymous memory shared with forked children and with processes that it is pickled to while they are started.
 
-    It has a size once one of them has called `allocate`; the others then `attach` with the same sizes. It goes when the
-    last process that has it ends or drops it, and needs no cleaning up. Arrays taken from it stay usable as long as
-    somebody holds them.
+    One process calls `allocate`; the others then call `attach` with the same sizes. The kernel frees it when the last
+    process that holds it ends or drops it. Arrays taken from it stay valid as long as they are referenced.
 
     >>> memory = SharedMemory()
     >>> a, b = memory.allocate([3, 5])
@@ -39,25 +38,25 @@ class SharedMemory:
             os.unlink(name)
 
     def allocate(self, sizes: Sequence[int]) -> list[Array]:
-        """Zeroed uint8 arrays of so many bytes each. Raises MemoryError where there is no room for them."""
+        """Returns zeroed uint8 arrays of these sizes in bytes. Raises MemoryError where too little memory is free."""
         total = max(1, sum(_rounded(size) for size in sizes))
         free = free_memory()
-        if free is not None and total > free:  # the kernel would promise it, and end processes when it is used
+        if free is not None and total > free:  # the kernel would grant it and kill processes when it is used
             raise MemoryError(f"no room for {human_bytes(total)} of shared memory: {human_bytes(free)} are free")
         try:
             os.ftruncate(self._fd, total)
-        except OSError as error:  # a limit of this process (RLIMIT_FSIZE) counts for it, too
+        except OSError as error:  # RLIMIT_FSIZE applies to it, too
             raise MemoryError(f"no {human_bytes(total)} of shared memory: {error.strerror}") from error
         return self.attach(sizes)
 
     def attach(self, sizes: Sequence[int]) -> list[Array]:
-        """The arrays that `allocate` gave, as this process sees them."""
-        whole = np.frombuffer(mmap.mmap(self._fd, 0), np.uint8)
+        """The arrays that `allocate` returned, mapped in this process."""
+        mapping = np.frombuffer(mmap.mmap(self._fd, 0), np.uint8)
         starts = np.cumsum([0, *(_rounded(size) for size in sizes)]).tolist()
-        return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return [mapping[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     def close(self) -> None:
-        """Gives the descriptor back, here; arrays stay. A second call does nothing."""
+        """Closes the descriptor in this process; arrays stay valid. A second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

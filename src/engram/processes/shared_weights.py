@@ -1,4 +1,4 @@
-"""A policy's weights in shared memory: written by the owner, read by its workers, pickled once."""
+"""A policy's weights in shared memory: written by one process, read by its workers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from engram.store.files import share_fd
 
 _HEADER = 64  # bytes: version, checksum
 _ALIGNED = 64
-_PATIENCE = 5.0  # seconds that a reader tries to find the weights at rest
+_READ_TIMEOUT = 5.0  # seconds
 
 
 class SharedWeights:
-    """Tensors by name, in memory that processes share; sent to another process, it is the same memory.
+    """Named tensors in shared memory; pickled to another process, it is the same memory.
 
-    There is one writer. A reader never waits for it and never believes a half-written version: what it has copied must
-    have the checksum that stands beside the version number.
+    There is one writer. A reader never blocks it and never returns a half-written version: its copy must match the
+    checksum beside the version number.
 
     >>> weights = SharedWeights({"w": torch.ones(2)})
     >>> weights.write({"w": torch.zeros(2)})
@@ -52,11 +52,11 @@ class SharedWeights:
 
     @property
     def version(self) -> int:
-        """That of the last `write`, 0 before the second; may be one that is being written."""
+        """The version of the last `write` (the first is 0); it may still be being written."""
         return int(self._header[0])
 
-    def write(self, state: Mapping[str, Tensor], version: int | None = None) -> None:
-        """Puts new values in the place of the old ones; their `version` is one more than the last, unless given.
+    def write(self, state: Mapping[str, Tensor], *, version: int | None = None) -> None:
+        """Overwrites the values; their `version` is one more than the last, unless given.
 
         Raises ValueError for other names, shapes or dtypes.
         """
@@ -69,11 +69,11 @@ class SharedWeights:
         self._header[0], self._header[1] = self._version, _checksum(payload, self._version)
 
     def read(self) -> dict[str, Tensor]:
-        """A copy of the newest version that is whole; `read_version` says which.
+        """A copy of the newest complete version; `read_version` is its number.
 
-        Raises TimeoutError where the writer does not come to rest for seconds.
+        Raises TimeoutError where writes follow each other so closely that none is read complete for 5 seconds.
         """
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + _READ_TIMEOUT
         while time.monotonic() < until:
             version, checksum = int(self._header[0]), int(self._header[1])
             payload = self._bytes[_HEADER:].copy()
@@ -81,7 +81,7 @@ class SharedWeights:
                 self.read_version = version
                 return _views(self._entries, payload)
             time.sleep(0.0005)
-        raise TimeoutError(f"the shared weights were not at rest for {_PATIENCE} s")
+        raise TimeoutError(f"the shared weights were being written at every attempt to read them for {_READ_TIMEOUT} s")
 
     def __getstate__(self) -> dict[str, Any]:
         return {"entries": self._entries, "descriptor": share_fd(self._fd), "version": self._version}
@@ -112,11 +112,11 @@ def tensors_of(weights: Any) -> dict[str, Tensor]:
 
 def _views(entries: list[Any], payload: np.ndarray[Any, Any]) -> dict[str, Tensor]:
     block = torch.from_numpy(payload)
-    found = {}
+    views = {}
     for name, dtype, shape, start in entries:
         size = torch.Size(shape).numel() * dtype.itemsize
-        found[name] = block[start - _HEADER : start - _HEADER + size].view(dtype).reshape(shape)
-    return found
+        views[name] = block[start - _HEADER : start - _HEADER + size].view(dtype).reshape(shape)
+    return views
 
 
 def _checksum(payload: np.ndarray[Any, Any], version: int) -> int:
@@ -124,11 +124,11 @@ def _checksum(payload: np.ndarray[Any, Any], version: int) -> int:
 
 
 def _refuse_others(entries: list[Any], state: Mapping[str, Tensor]) -> None:
-    known = {name: (dtype, shape) for name, dtype, shape, _ in entries}
+    expected = {name: (dtype, shape) for name, dtype, shape, _ in entries}
     given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-    if known != given:
-        odd = [name for name in {**known, **given} if known.get(name) != given.get(name)]
+    if expected != given:
+        differing = [name for name in {**expected, **given} if expected.get(name) != given.get(name)]
         raise ValueError(
             "these weights are not those of the policy.\n"
-            + "\n".join(f"  {name}: found {given.get(name)}, allowed {known.get(name)}" for name in odd[:10])
+            + "\n".join(f"  {name}: found {given.get(name)}, allowed {expected.get(name)}" for name in differing[:10])
         )

@@ -1,4 +1,4 @@
-"""How long an environment in a worker process has been in one step or reset, for its owner to see."""
+"""Timeouts of environment steps: how long a worker process has been in one step or reset, visible to its owner."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engram._native import Cells
+from engram._native import AtomicInts
 from engram.processes.shared_memory import SharedMemory
 
 _SINCE, _KIND, _ENV, _COUNT = range(4)
@@ -17,12 +17,12 @@ _BYTES = 64
 _KINDS = ("step", "reset")
 
 
-class StepClock:
-    """In memory that the owner sees even where the worker runs no Python any more, in C code that holds the GIL.
+class CallTimer:
+    """The start time of a worker's present call, in shared memory: readable while the worker's C code holds the GIL.
 
-    It may be sent to a process that is being started.
+    It can be pickled to a process that is being started.
 
-    >>> clock = StepClock()
+    >>> clock = CallTimer()
     >>> step = clock.timed(lambda action: clock.reading(), "step", 3)
     >>> seconds, place = step(0)
     >>> seconds >= 0, place, clock.reading()
@@ -31,10 +31,10 @@ class StepClock:
 
     def __init__(self) -> None:
         self._memory = SharedMemory()
-        self._cells = Cells(self._memory.allocate([_BYTES])[0].view(np.int64))
+        self._cells = AtomicInts(self._memory.allocate([_BYTES])[0].view(np.int64))
 
     def timed(self, call: Callable[..., Any], kind: str, env: int) -> Callable[..., Any]:
-        """`call`, which is a "step" or a "reset" of environment `env`, with its beginning and end entered here."""
+        """Wraps a "step" or "reset" of environment `env` so that its beginning and end are recorded here."""
         cells, number, code = self._cells, itertools.count(1), _KINDS.index(kind)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ class StepClock:
         return timed
 
     def reading(self) -> tuple[float, str] | None:
-        """Seconds since the present call began, and which one that is; None between two calls."""
+        """Seconds since the present call began, and its description; None between two calls."""
         cells = self._cells
         while since := cells[_SINCE]:
             place = f"{_KINDS[cells[_KIND]]} {cells[_COUNT]} of environment {cells[_ENV]}"
@@ -61,13 +61,13 @@ class StepClock:
 
     def __setstate__(self, memory: SharedMemory) -> None:
         self._memory = memory
-        self._cells = Cells(memory.attach([_BYTES])[0].view(np.int64))
+        self._cells = AtomicInts(memory.attach([_BYTES])[0].view(np.int64))
 
 
-class Timed:
-    """An environment, or what steps one, whose steps and resets are entered in a clock; the rest is its own."""
+class TimedEnv:
+    """An environment whose steps and resets are recorded in a timer; other attributes are the environment's."""
 
-    def __init__(self, inner: Any, clock: StepClock, env: int) -> None:
+    def __init__(self, inner: Any, clock: CallTimer, env: int) -> None:
         self._inner = inner
         self.step = clock.timed(inner.step, "step", env)
         self.reset = clock.timed(inner.reset, "reset", env)
@@ -77,18 +77,18 @@ class Timed:
 
 
 class Timeout:
-    """The longest that one call may last, for the owner of workers with clocks."""
+    """The limit of one call's duration, checked by the owner of the workers."""
 
-    def __init__(self, seconds: float, clocks: Sequence[StepClock]) -> None:
+    def __init__(self, seconds: float, clocks: Sequence[CallTimer]) -> None:
         self.seconds, self._clocks = seconds, clocks
 
-    def left(self) -> float:
-        """In so many seconds one of the calls that last now, or begin from now on, can be late."""
-        now = [reading[0] for clock in self._clocks if (reading := clock.reading()) is not None]
-        return max(0.0, self.seconds - max(now, default=0.0))
+    def remaining(self) -> float:
+        """Seconds until the earliest moment at which a call can exceed the limit."""
+        durations = [reading[0] for clock in self._clocks if (reading := clock.reading()) is not None]
+        return max(0.0, self.seconds - max(durations, default=0.0))
 
-    def late(self) -> tuple[int, str] | None:
-        """The first worker whose call has lasted too long, and what to say about it; None: there is none."""
+    def overdue(self) -> tuple[int, str] | None:
+        """The first worker whose call exceeds the limit, and the reason for the error; None if there is none."""
         for worker, clock in enumerate(self._clocks):
             reading = clock.reading()
             if reading is not None and reading[0] >= self.seconds:
@@ -96,8 +96,8 @@ class Timeout:
         return None
 
 
-def checked_timeout(timeout: float | None) -> float | None:
-    """`timeout` itself. Raises TypeError and ValueError for what is no number of seconds."""
+def validate_timeout(timeout: float | None) -> float | None:
+    """Returns `timeout`. Raises TypeError or ValueError where it is no positive number of seconds."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
@@ -107,7 +107,7 @@ def checked_timeout(timeout: float | None) -> float | None:
     return timeout
 
 
-def refuse_timeout(timeout: Any, where: str) -> None:
+def reject_timeout(timeout: Any, where: str) -> None:
     """Raises TypeError for a timeout where an environment runs in the caller's own process."""
     if timeout is not None:
         raise TypeError(

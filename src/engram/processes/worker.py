@@ -1,15 +1,17 @@
-"""Processes that work for this one: started, listened to, closed.
+"""Worker processes: started, sent messages to and received from, closed.
 
-A worker never outlives the process that made it, whatever happens to that one, and closing one never waits longer than
-its time. What goes wrong in it reaches its owner as a `WorkerError` with the traceback, at once.
+A worker never outlives its owner, the process that started it, however that ends; closing one never waits longer than
+its timeout. An exception in it reaches the owner at once as a `WorkerError` with the worker's traceback.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import io
 import os
+import pickle
 import random
 import select
 import signal
@@ -22,9 +24,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,21 +33,21 @@ from torch import Tensor
 from engram import _native
 from engram._system import SIGNED
 from engram.errors import WorkerError
-from engram.processes.eventfd import Bell
+from engram.processes.eventfd import EventFd
 from engram.store.files import passing_fds
 
-PATIENCE = 5.0  # seconds that a worker has to end by itself
-QUICKLY = 0.2  # the same where there is an error to be told
-_FAILED, _SAID = b"F", b"S"
-_alive: set[Worker] = set()  # until they are closed, by this process
+CLOSE_TIMEOUT = 5.0  # seconds that a worker has to end by itself
+ERROR_CLOSE_TIMEOUT = 0.2  # the same while an exception is on its way to the user
+_FAILURE, _MESSAGE = b"F", b"S"
+_live_workers: set[Worker] = set()  # of this process, until they are closed
 
 
-class Closed(Exception):
+class ChannelClosed(Exception):
     """Raised inside a worker by `Channel.receive` when its owner wants it to end, or is gone."""
 
 
-class Portable:
-    """A user's function that may go to another process, lambdas and local ones included."""
+class CloudpickleWrapper:
+    """A user's function that can be pickled to another process, lambdas and local functions included."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -55,109 +56,118 @@ class Portable:
         return self.function(*args, **kwargs)
 
     def __getstate__(self) -> bytes:
-        return cloudpickle.dumps(self.function)  # type: ignore[no-any-return]
+        return cast(bytes, _cloudpickle().dumps(self.function))
 
     def __setstate__(self, state: bytes) -> None:
-        self.function = cloudpickle.loads(state)
+        self.function = pickle.loads(state)
 
 
 class Channel:
-    """The worker's end: what `run` receives from its owner, and says to it."""
+    """The worker's end of the connection to its owner."""
 
-    def __init__(self, connection: Connection, bell: Bell, owners_bell: Bell) -> None:
+    def __init__(self, connection: Connection, wakeup: EventFd, owner_wakeup: EventFd) -> None:
         self._connection = connection
-        self._bell, self._owners_bell = bell, owners_bell
+        self._wakeup, self._owner_wakeup = wakeup, owner_wakeup
 
     def receive(self) -> Any:
-        """The owner's next message. Raises Closed when there will be none."""
+        """Waits for the owner's next message. Raises ChannelClosed when the owner has closed its end."""
         return _unpacked(self.receive_bytes(), self._connection)
 
     def receive_bytes(self) -> bytes:
-        """The same for `Worker.send_bytes`."""
+        """As `receive`, for bytes that `Worker.send_bytes` sent."""
         try:
             return self._connection.recv_bytes()
         except (EOFError, OSError):
-            raise Closed from None
+            raise ChannelClosed from None
 
     def has_message(self) -> bool:
         """Whether `receive` would return, or raise, at once."""
         return self._connection.poll()
 
-    def wait_for_ring(self) -> None:
-        """Sleeps until the owner rings. Raises Closed when it wants this process to end."""
-        if not self._bell.wait():
-            raise Closed
+    def wait_for_wakeup(self) -> None:
+        """Sleeps until the owner calls `Worker.wake`. Raises ChannelClosed when it wants this process to end."""
+        if not self._wakeup.wait():
+            raise ChannelClosed
 
-    def ring(self) -> None:
-        """Rings for the owner: a tenth of a message's cost."""
-        self._owners_bell.ring()
+    def wake_owner(self) -> None:
+        """Wakes the owner, at a tenth of a message's cost."""
+        self._owner_wakeup.set()
 
-    def say(self, message: Any) -> None:
-        """Sends a message to the owner; shared storages go along as they are, not copied."""
+    def send(self, message: Any) -> None:
+        """Sends a message to the owner; shared storages in it are passed by descriptor, not copied."""
         packed, descriptors = _packed(message)
-        self.say_bytes(packed)
+        self.send_bytes(packed)
         _send_descriptors(self._connection, descriptors)
 
-    def say_bytes(self, message: bytes) -> None:
-        """Sends bytes to the owner. Raises Closed when it is gone."""
+    def send_bytes(self, message: bytes) -> None:
+        """Sends bytes to the owner. Raises ChannelClosed when the owner has ended."""
         try:
-            self._connection.send_bytes(_SAID + message)
+            self._connection.send_bytes(_MESSAGE + message)
         except OSError:
-            raise Closed from None
+            raise ChannelClosed from None
 
-    def fail(self, error: BaseException) -> None:
-        """Sends what went wrong to the owner, as far as it can be sent."""
+    def send_exception(self, error: BaseException) -> None:
+        """Sends an exception and its traceback to the owner; only the traceback where it cannot be pickled."""
         text = "".join(traceback.format_exception(error))
         try:
-            said = cloudpickle.dumps((error, text))
-            cloudpickle.loads(said)  # some exceptions can be written and not be read
-        except Exception:  # a user's exception may do anything here
-            said = cloudpickle.dumps((None, text))
+            failure = _cloudpickle().dumps((error, text))
+            pickle.loads(failure)  # some exceptions can be pickled but not unpickled
+        except Exception:  # a user's exception class may raise anything here
+            failure = pickle.dumps((None, text))
         try:
-            self._connection.send_bytes(_FAILED + said)
+            self._connection.send_bytes(_FAILURE + failure)
         except OSError:
-            pass  # nobody listens any more
+            pass  # the owner has ended
 
 
 class Worker:
-    """A process that calls `run(channel, *args)`, and the owner's end of its channel.
+    """A process that calls `run(channel, *args)`, and the owner's end of the connection to it.
 
-    `run` ends by returning, or by the `Closed` that `channel.receive` raises. Its random numbers (Python's, numpy's,
-    torch's) start from a seed drawn from torch's global generator here. It has one torch thread, leaves Ctrl-C to its
-    owner, and ends when its owner's process does.
+    `run` ends by returning, or by the `ChannelClosed` that `channel.receive` raises. The worker's random generators
+    (Python's, NumPy's, torch's) are seeded from a draw of torch's global generator in this process. It uses one torch
+    thread, ignores Ctrl-C, and ends when its owner does.
 
     Args:
-        run: with "spawn", what `pickle` can send; wrap users' functions in `Portable`.
-        args: the same holds for them.
-        name: how errors call it.
+        run: with "spawn", a function that `pickle` can send; wrap users' functions in `CloudpickleWrapper`.
+        args: likewise.
+        name: the worker's name in errors.
         start_method: "fork", "spawn" or "forkserver"; None: fork unless CUDA is in use, where that cannot work.
 
     Raises:
         ValueError: no such start method.
+        ImportError: cloudpickle is missing: `pip install "engram[workers]"`.
     """
 
     def __init__(
         self, run: Callable[..., None], args: Sequence[Any] = (), *, name: str, start_method: str | None = None
     ) -> None:
-        method = checked_start_method(start_method)
+        method = validate_start_method(start_method)
+        _cloudpickle()  # raises ImportError before anything is made; a forked worker inherits the module
         context: Any = get_context(method)
         self.name = name
         self._owner = os.getpid()
         self._connection, theirs = context.Pipe()
         seed = int(torch.randint(2**31, ()))
-        self._its_bell, self.bell = Bell(), Bell()
-        told = ((theirs, self._its_bell, self.bell), self._owner, method != "forkserver", seed, run, tuple(args))
-        # Not a daemon: those may have no processes of their own, and an environment may want some.
-        self._process: Any = context.Process(target=_main, args=told, name=name)
+        self._worker_wakeup, self.wakeup = EventFd(), EventFd()
+        main_args = (
+            (theirs, self._worker_wakeup, self.wakeup),
+            self._owner,
+            method != "forkserver",
+            seed,
+            run,
+            tuple(args),
+        )
+        # Not a daemon: those may not start processes of their own, which an environment may do.
+        self._process: Any = context.Process(target=_main, args=main_args, name=name)
         self._process.start()
-        theirs.close()  # only the worker holds it: its end is seen here
+        theirs.close()  # only the worker holds it, so that this process sees when it ends
         self._poll = select.poll()
         self._end_fd = self._descriptor_of_end()
         for fd in (self.fileno(), self._end_fd):
             self._poll.register(fd, select.POLLIN)
         self._error: WorkerError | None = None
         self.is_closed = False
-        _alive.add(self)
+        _live_workers.add(self)
 
     def _descriptor_of_end(self) -> int:
         try:  # the sentinel of `multiprocessing` is a pipe, which a process that the worker forked keeps open
@@ -169,15 +179,15 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process id."""
         return int(self._process.pid)
 
-    def ring(self) -> None:
-        """Wakes the worker from `Channel.wait_for_ring`. Its own rings come to `bell`."""
-        self._its_bell.ring()
+    def wake(self) -> None:
+        """Wakes the worker from `Channel.wait_for_wakeup`. Its calls of `wake_owner` arrive at `wakeup`."""
+        self._worker_wakeup.set()
 
     def send(self, message: Any) -> None:
-        """Sends a message; shared storages go along as they are. Raises WorkerError where the worker failed or died."""
+        """Sends a message; shared storages go by descriptor. Raises WorkerError where the worker failed or died."""
         packed, descriptors = _packed(message)
         self.send_bytes(packed)
         try:
@@ -186,13 +196,13 @@ class Worker:
             self.raise_failure()
 
     def post(self, message: Any) -> None:
-        """Sends a message without storages; a failure is told by `receive` only, after all that the worker said."""
+        """Sends a message without storages; a failure is raised by `receive` only, after all messages of the worker."""
         self._refuse_if_closed()
         with contextlib.suppress(OSError):
             self._connection.send_bytes(_packed(message)[0])
 
     def send_bytes(self, message: bytes) -> None:
-        """Sends bytes, for `Channel.receive_bytes`."""
+        """Sends bytes to `Channel.receive_bytes`."""
         self._refuse_if_closed()
         try:
             self._connection.send_bytes(message)
@@ -200,11 +210,11 @@ class Worker:
             self.raise_failure()
 
     def receive(self, timeout: float | None = None) -> Any:
-        """The worker's next message.
+        """Waits for the worker's next message.
 
         Raises:
-            WorkerError: it failed, with its traceback, or died.
-            TimeoutError: nothing came in `timeout` seconds.
+            WorkerError: the worker failed (with its traceback) or died.
+            TimeoutError: no message came within `timeout` seconds.
         """
         packed = self.receive_bytes(timeout)
         try:
@@ -213,29 +223,29 @@ class Worker:
             raise self._failure(b"") from None
 
     def receive_bytes(self, timeout: float | None = None) -> bytes:
-        """The same for `Channel.say_bytes`."""
+        """As `receive`, for bytes that `Channel.send_bytes` sent."""
         self._refuse_if_closed()
         ready = self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
         if not ready:
-            raise TimeoutError(f"{self.name} said nothing for {timeout} s")
+            raise TimeoutError(f"{self.name} sent no message within {timeout} s")
         try:
             message = self._connection.recv_bytes() if any(fd == self.fileno() for fd, _ in ready) else b""
         except (EOFError, OSError):
             message = b""
-        if message[:1] == _SAID:
+        if message[:1] == _MESSAGE:
             return message[1:]
         raise self._failure(message[1:])
 
     def fileno(self) -> int:
-        """Readable when there is a message, or none will come: for `wait_for_any`."""
+        """A descriptor that is readable when there is a message, or when the worker has closed its end."""
         return int(self._connection.fileno())
 
     def end_fileno(self) -> int:
-        """Readable when the process has ended."""
+        """A descriptor that is readable when the process has ended."""
         return self._end_fd
 
     def kill(self, reason: str) -> NoReturn:
-        """Ends the process at once, whatever it does, and raises the WorkerError that says why."""
+        """Kills the process and raises a WorkerError with this reason."""
         self._refuse_if_closed()
         self._process.kill()
         self._process.join()
@@ -243,15 +253,15 @@ class Worker:
         raise self._error
 
     def raise_failure(self) -> NoReturn:
-        """The WorkerError of one that has failed or ended; what it said before is dropped."""
-        while True:  # what it said before it ended is read first; the failure is the last
-            self.receive_bytes(PATIENCE)
+        """Raises the WorkerError of a worker that has failed or ended; messages that it sent before are dropped."""
+        while True:  # the failure is the last message
+            self.receive_bytes(CLOSE_TIMEOUT)
 
-    def _failure(self, said: bytes) -> WorkerError:
+    def _failure(self, pickled: bytes) -> WorkerError:
         if self._error is None:
-            cause, text = cloudpickle.loads(said) if said else (None, "")
+            cause, text = pickle.loads(pickled) if pickled else (None, "")
             if not text:
-                self._drain(time.monotonic() + PATIENCE)
+                self._drain(time.monotonic() + CLOSE_TIMEOUT)
             self._error = WorkerError(self.name, text, self._process.exitcode if not text else None)
             self._error.__cause__ = cause
         return self._error
@@ -262,17 +272,19 @@ class Worker:
         if self.is_closed or os.getpid() != self._owner:
             raise RuntimeError(f"{self.name} " + ("was closed" if self.is_closed else "belongs to another process"))
 
-    def close(self, patience: float = PATIENCE) -> None:
-        """Ends the worker: asked first, after `patience` seconds by force. A second call does nothing."""
-        close_all([self], patience)
+    def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
+        """Ends the worker: asks it first, and kills it after `timeout` seconds. A second call does nothing."""
+        close_all([self], timeout)
 
     def _ask_to_end(self) -> None:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours, contextlib.suppress(OSError):
-            ours.shutdown(socket.SHUT_WR)  # it reads the end, whoever else has inherited our side
-        self._its_bell.ring_last()
+            ours.shutdown(
+                socket.SHUT_WR
+            )  # the worker reads end-of-file even where forks of this process hold the socket
+        self._worker_wakeup.close_remote()
 
     def _end(self, until: float) -> None:
-        """Waits until a moment of `time.monotonic`, then kills."""
+        """Waits until a time of `time.monotonic`, then kills."""
         for force in (None, self._process.terminate, self._process.kill):
             if force is not None:
                 force()
@@ -282,16 +294,16 @@ class Worker:
                 break
         self._process.join()
         self._connection.close()
-        self._its_bell.close()
-        self.bell.close()
+        self._worker_wakeup.close()
+        self.wakeup.close()
         self._process.close()
 
     def _drain(self, until: float) -> None:
         while self._process.exitcode is None and (left := until - time.monotonic()) > 0:
-            self._poll.poll(min(left, 0.05) * 1000)  # it may be in the middle of saying something long
+            self._poll.poll(min(left, 0.05) * 1000)  # the worker may be in the middle of a long message
             try:
                 if self._connection.poll() and not os.read(self._connection.fileno(), 1 << 20):
-                    time.sleep(0.001)  # it has closed its side and is about to end
+                    time.sleep(0.001)  # the worker has closed its end and is about to exit
             except OSError:
                 time.sleep(0.001)
 
@@ -302,24 +314,37 @@ class Worker:
 def _packed(message: Any) -> tuple[bytes, list[int]]:
     packed = io.BytesIO()
     with passing_fds([]) as descriptors:
-        _Pickler(packed).dump(message)
+        _pickler()(packed).dump(message)
     return len(descriptors).to_bytes(1, "little") + packed.getvalue(), descriptors
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Writes the wide unsigned tensors too, which torch's own way does not know."""
+def _cloudpickle() -> Any:
+    """The cloudpickle package; an ImportError says how to get it."""
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ImportError('worker processes need cloudpickle: pip install "engram[workers]"') from error
+    return cloudpickle
 
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Tensor and obj.dtype in SIGNED:
-            return Tensor.view, (obj.view(SIGNED[obj.dtype]), obj.dtype)
-        return super().reducer_override(obj)
+
+@functools.cache
+def _pickler() -> Any:
+    class Pickler(_cloudpickle().Pickler):  # type: ignore[misc]
+        """Pickles uint16, uint32 and uint64 tensors too, which torch does not."""
+
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is Tensor and obj.dtype in SIGNED:
+                return Tensor.view, (obj.view(SIGNED[obj.dtype]), obj.dtype)
+            return super().reducer_override(obj)
+
+    return Pickler
 
 
 def _unpacked(packed: bytes, connection: Connection) -> Any:
     descriptors = [_receive_descriptor(connection) for _ in range(packed[0])]
     try:
         with passing_fds(descriptors):
-            return cloudpickle.loads(memoryview(packed)[1:])
+            return pickle.loads(memoryview(packed)[1:])
     finally:
         for fd in descriptors:
             os.close(fd)
@@ -335,24 +360,24 @@ def _receive_descriptor(connection: Connection) -> int:
     with socket.socket(fileno=os.dup(connection.fileno())) as wire:
         _, descriptors, _, _ = socket.recv_fds(wire, 1, 1)
     if not descriptors:
-        raise EOFError("the other process ended before its descriptors had come")
+        raise EOFError("the other process ended before it sent its descriptors")
     return descriptors[0]
 
 
-def close_all(workers: Iterable[Worker], patience: float = PATIENCE) -> None:
-    """Closes workers side by side: all are asked before the first is waited for. Those of other processes are left."""
-    mine = [worker for worker in workers if not worker.is_closed and worker._owner == os.getpid()]
-    for worker in mine:
+def close_all(workers: Iterable[Worker], timeout: float = CLOSE_TIMEOUT) -> None:
+    """Closes workers together: asks all to end before it waits for the first. Skips those that other processes own."""
+    own = [worker for worker in workers if not worker.is_closed and worker._owner == os.getpid()]
+    for worker in own:
         worker.is_closed = True
         worker._ask_to_end()
-    until = time.monotonic() + patience
-    for worker in mine:
+    until = time.monotonic() + timeout
+    for worker in own:
         worker._end(until)
-        _alive.discard(worker)
+        _live_workers.discard(worker)
 
 
 def wait_for_any(workers: Sequence[Worker], timeout: float | None = None) -> list[Worker]:
-    """The workers that have something to say, or have ended; empty after `timeout` seconds."""
+    """Waits for a message of any worker: those with a message or that have ended; empty after `timeout` seconds."""
     poll = select.poll()
     by_fd = {worker.fileno(): worker for worker in workers}
     for fd, worker in [*by_fd.items(), *((worker._end_fd, worker) for worker in workers)]:
@@ -362,8 +387,8 @@ def wait_for_any(workers: Sequence[Worker], timeout: float | None = None) -> lis
     return list(dict.fromkeys(by_fd[fd] for fd, _ in ready))
 
 
-def checked_start_method(method: str | None) -> str:
-    """`method`, or the one that suits this process. Raises ValueError where there is no such method."""
+def validate_start_method(method: str | None) -> str:
+    """The start method to use: `method`, or for None the default. Raises ValueError where there is no such method."""
     if method is None:
         uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return "spawn" if uses_cuda or "fork" not in get_all_start_methods() else "fork"
@@ -373,14 +398,14 @@ def checked_start_method(method: str | None) -> str:
 
 
 def _main(
-    ends: tuple[Connection, Bell, Bell],
+    ends: tuple[Connection, EventFd, EventFd],
     owner: int,
     is_child: bool,
     seed: int,
     run: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
-    _alive.clear()  # a fork has its siblings there
+    _live_workers.clear()  # a forked child inherits entries of its siblings
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _end_with(owner, is_child)
@@ -391,23 +416,23 @@ def _main(
     channel = Channel(*ends)
     try:
         run(channel, *args)
-    except Closed:
+    except ChannelClosed:
         pass
-    except BaseException as error:  # the owner must hear of every one
-        channel.fail(error)
+    except BaseException as error:  # every one is reported to the owner
+        channel.send_exception(error)
     finally:
-        close_all(list(_alive), patience=1.0)  # sooner than the owner's own patience ends
+        close_all(list(_live_workers), timeout=1.0)  # sooner than the owner's own timeout
         ends[0].close()
 
 
 def _end_with(owner: int, is_child: bool) -> None:
-    """Ends this process when its owner's ends, however that happens, and whatever is done here then."""
+    """Makes this process exit when its owner ends, however that happens and whatever runs here then."""
     try:
         watch = os.pidfd_open(owner)
-    except (AttributeError, OSError):  # no such call, or the owner has gone already
+    except (AttributeError, OSError):  # no such call, or the owner has ended already
         threading.Thread(target=_end_with_parent, args=(owner, is_child), daemon=True).start()
         return
-    if is_child and os.getppid() != owner:  # the number is another process's by now
+    if is_child and os.getppid() != owner:  # the owner has ended and another process has its id
         os._exit(1)
     _native.exit_when_readable(watch)
 
@@ -419,6 +444,6 @@ def _end_with_parent(owner: int, is_child: bool) -> None:
 
 
 @atexit.register
-def _close_those_left() -> None:
-    is_uncaught = getattr(sys, "last_value", None) is not None  # Ctrl-C, most of all
-    close_all(list(_alive), patience=QUICKLY if is_uncaught else 1.0)
+def _close_at_exit() -> None:
+    is_uncaught = getattr(sys, "last_value", None) is not None  # usually Ctrl-C
+    close_all(list(_live_workers), timeout=ERROR_CLOSE_TIMEOUT if is_uncaught else 1.0)

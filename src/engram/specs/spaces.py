@@ -97,23 +97,30 @@ _SPECS: dict[str, Callable[[Any, bool], Spec]] = {
 
 
 def space_from_spec(spec: Spec) -> Any:
-    """The gymnasium space of the same values, batch dimensions included; needs gymnasium.
+    """The gymnasium space of the same values, batch dimensions included.
 
     One-hot vectors and their choices are Discrete or MultiDiscrete, flags and `Binary` MultiBinary, numbers Box,
     `Composite` Dict. `spec_from_space(space_from_spec(spec), categorical)` is `spec` for every spec that
-    `spec_from_space` gives. Raises TypeError for a spec of another class.
+    `spec_from_space` gives. Raises TypeError for a spec of another class, ImportError where gymnasium is missing:
+    `pip install "engram[gym]"`.
 
     >>> space_from_spec(Composite(position=Bounded(-1, 1, (2,)), gear=Categorical(5)))
     Dict('gear': Discrete(5), 'position': Box(-1.0, 1.0, (2,), float32))
     """
     for cls in type(spec).__mro__:
         if cls in _SPACES:
-            from gymnasium import spaces
-
-            return _SPACES[cls](spec, spaces)
+            return _SPACES[cls](spec, _gymnasium_spaces())
     raise TypeError(
         f"a {type(spec).__name__} has no gymnasium space; these have: {', '.join(c.__name__ for c in _SPACES)}"
     )
+
+
+def _gymnasium_spaces() -> Any:
+    try:
+        from gymnasium import spaces
+    except ImportError as error:
+        raise ImportError('space_from_spec needs gymnasium: pip install "engram[gym]"') from error
+    return spaces
 
 
 def _box_of(spec: Any, spaces: Any) -> Any:

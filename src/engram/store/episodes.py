@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import SIGNED, slots_tensor
+from engram._system import SIGNED
 from engram.pytree import KeyPath, show
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
@@ -159,7 +159,7 @@ class EpisodeIndex:
         """Every stored trajectory."""
         if self._of(steps) is None:
             return StoredTrajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
-        return StoredTrajectories(*(slots_tensor(t) for t in self._query(steps, "trajectories")))
+        return StoredTrajectories(*self._query(steps, "trajectories"))
 
     def _query(self, steps: StepSource, method: str, *args: Any) -> Any:
         indexed = self._of(steps)
@@ -243,7 +243,7 @@ class _StoredSteps:
 
     def __init__(self, steps: Callable[[], Any], leaf: LeafSpec, store: _native.Store) -> None:
         self._steps, self._leaf = steps, leaf
-        self._capacity, self._envs = store.lane_capacity, store.strands
+        self._capacity, self._envs = store.lane_capacity, store.envs
 
     def __call__(self, lane: int, start: int, stop: int) -> Any:
         slots = lane * self._capacity + torch.arange(start, stop) % self._capacity

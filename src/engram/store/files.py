@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engram import _native
-from engram._system import boot_id, free_memory, human_bytes, open_regular, stat_regular
+from engram._system import boot_id, free_memory, human_bytes, open_regular
 from engram.errors import StorageError
 from engram.store.layout import RowLayout
 from engram.store.locks import LaneLocks
@@ -68,7 +68,7 @@ class StoreSpec:
             os.close(fd)
             raise
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Size and shape of each key, for logs and errors."""
         rows = self.lanes * self.lane_capacity * self.envs
         keys = ", ".join(
@@ -85,7 +85,7 @@ def refuse_if_memory_is_short(size: StoreSpec) -> None:
         raise StorageError(
             f"not enough memory: the storage needs {human_bytes(size.total_bytes)}, {human_bytes(free)} are free. "
             "Use a smaller max_size or LazyMemmapStorage, which keeps its rows in a file. "
-            f"It would hold {size.describe()}"
+            f"It would hold {size}"
         )
 
 
@@ -139,9 +139,7 @@ def _no_file(error: OSError, nbytes: int, where: str) -> StorageError:
     message = f"cannot reserve {human_bytes(nbytes)} in {where}: {error.strerror or error}"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY and nbytes > limit:
-        message += (
-            f". Files of this process may have {human_bytes(limit)} (RLIMIT_FSIZE, `ulimit -f`): raise that limit"
-        )
+        message += f". Files of this process may have {human_bytes(limit)} (RLIMIT_FSIZE, `ulimit -f`): raise it"
     elif error.errno == errno.EFBIG:
         message += ". The file system has no files of this size"
     return StorageError(message)
@@ -151,7 +149,7 @@ def _disk_full(size: StoreSpec, folder: Any, available: int) -> StorageError:
     return StorageError(
         f"not enough disk space: the storage needs {human_bytes(size.total_bytes)}, {os.fspath(folder)} has "
         f"{human_bytes(available)} free. Free some, use a smaller max_size, or another scratch_dir (TMPDIR for "
-        f"temporary files). It would hold {size.describe()}"
+        f"temporary files). It would hold {size}"
     )
 
 
@@ -199,7 +197,8 @@ def open_store(folder: Path, flags: int = os.O_RDWR) -> tuple[int, os.stat_resul
     """
     path = folder / FILE_NAME
     try:
-        return stat_regular(path, flags)
+        fd = open_regular(path, flags)
+        return fd, os.fstat(fd)
     except FileNotFoundError:
         raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})") from None
     except OSError as error:
@@ -472,7 +471,7 @@ class StoreSession:
 
     def _repair(self) -> None:
         reserve_holes(self._fd, self._stat, self.store.total_bytes, self._path)
-        whole, clean, boot = self.store.mend()
+        whole, clean, boot = self.store.repair()
         if not whole:
             with self._disk_errors("a change of stored rows that was interrupted"):
                 self.store.finish_interrupted()

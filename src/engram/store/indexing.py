@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import slots_tensor
 from engram.errors import is_masked
 
 
@@ -27,7 +26,7 @@ def stored_slots(store: _native.Store) -> Tensor:
     ranges = [(s["first"], max(0, s["published"] - s["first"])) for s in lanes]
     walk = _native.EpochWalk(store, 0, False, ranges)
     slots, _ = walk.take(store, 0, len(walk))
-    return slots_tensor(slots)
+    return slots
 
 
 def select(store: _native.Store, index: Any, env_shape: tuple[int, ...]) -> Selection:
@@ -126,10 +125,7 @@ def tensor_of(index: Any) -> Tensor:
 
 
 def _check_written(store: _native.Store, slot: int) -> None:
-    if (
-        slot >= store.lanes * store.lane_capacity * store.strands
-        or int(slots_tensor(store.generations(torch.tensor([slot]).numpy()))[0]) < 0
-    ):
+    if slot >= store.lanes * store.lane_capacity * store.envs or int(store.generations(torch.tensor([slot]))[0]) < 0:
         raise IndexError(f"index {slot} has not been written; {store.rows()} steps are stored")
 
 

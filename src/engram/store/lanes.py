@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 import time
@@ -18,14 +19,13 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import fork_registry, run_after_fork, slots_tensor
+from engram._system import fork_registry, run_after_fork
 from engram.errors import NoFreeLaneError
 from engram.store.locks import LaneLocks
 
 _MAX_DRAWS = 10_000  # of `retry_draw`
 _DRAWS_BEFORE_FIRST_ROW = 100  # of these while the first row is still being written
 _MAX_PENDING_BORDERS = 1024  # results that a device has not been asked for
-_MOST_NUMBERED = 1 << 39  # slots; a list without limit has more, and nothing is replaced in it
 
 
 class Lanes:
@@ -54,19 +54,17 @@ class Lanes:
         self.unused_since_fork = False  # in a forked child that has not used the store yet
         self._copy_of = 0  # the process whose private memory this is a copy of, until the warning about it
         self._held_by_parent: int | None = None  # the lane in which such a copy goes on
-        self.numbers: _native.RowNumbers | None = None  # of rows that were replaced out of turn
-        self._replaced_before = store.replaced  # by whoever used the store before; they alone knew which rows
-        if self._replaced_before and store.lanes == store.strands == 1 and not store.read_only:
-            self.numbers = _native.RowNumbers(store)
-            self.numbers.renumber(store)
+        #: The sequences that rows carry (int64 [n] of slots); 0 where a row has the one that its lane counts.
+        #: None: they carry none. Set by the table that holds the rows.
+        self.own_sequences: Callable[[Tensor], Tensor] | None = None
         self._exclusive_depth = 0
         self._session = os.urandom(8).hex()
         self._pending_borders: list[tuple[int, Tensor]] = []  # sequence, whether a trajectory begins there
         self._pending_evidence: tuple[int, Tensor] | None = None
         self._pending_incarnation = store.incarnation  # of the rows that both are about
         self._released: dict[int, tuple[int, int]] = {}  # lanes that this process gave back: incarnation and end, then
-        self.capacity: int = store.lanes * store.lane_capacity * store.strands
-        self.envs: int = store.strands
+        self.capacity: int = store.lanes * store.lane_capacity * store.envs
+        self.envs: int = store.envs
         _live.add(self)
 
     @classmethod
@@ -104,7 +102,7 @@ class Lanes:
 
     # ---- for saves ----
     def saved_states(self) -> list[dict[str, Any]]:
-        """The counters of each lane as a save keeps them: `base`, `published`, `origin`, `seams`, `border`.
+        """The counters of each lane as a save keeps them: `base`, `published`, `origin`, `seams`, `border`, `replaced`.
 
         A lane's end is a seam, unless this process writes the lane or was the last to write it: who loads the save goes
         on as this process would.
@@ -114,25 +112,36 @@ class Lanes:
         # A copy of private memory that is only saved stays unused.
         held = self._held_by_parent if self.unused_since_fork else self._held
         saved = []
-        for i, lane in enumerate(self.states()):
+        self.settle_borders()
+        for i in range(self.store.lanes):
+            lane = self.store.lane(i)
             published = lane["published"]
             base = min(max(lane["base"], lane["first"]), published)
             # Another process may have taken the lane over since `published` was read.
-            seams = [seam for seam in lane["seams"] if seam <= published]
+            seams = [seam for seam in self.store.seams(i) if seam <= published]
             continues = i == held or self._released.get(i) == (self.store.incarnation, published)
             if not continues and published > base and seams[-1:] != [published]:
                 seams.append(published)
             looked, agreed = self.store.border_evidence(i)
             border = {"looked": min(looked, published), "agreed": agreed}
-            counters = {"base": base, "published": published, "origin": lane["origin"]}
-            saved.append({**counters, "seams": seams, "border": border})
+            counters = {"base": base, "published": published, "origin": lane["origin"], "seams": seams}
+            saved.append({**counters, "border": border, "replaced": 0 if i else self.store.replaced})
         return saved
 
-    def restore_border(self, i: int, lane: dict[str, Any], shift: int) -> None:
-        """After `restore_lane`: takes over the border evidence of a saved lane, whose sequences were `shift` higher."""
-        border = lane.get("border")  # other formats have none
-        if border is not None:
-            self.store.set_border_evidence(i, max(0, border["looked"] - shift), border["agreed"])
+    def restore_lane(self, i: int, lane: dict[str, Any], shift: int) -> None:
+        """Takes over the counters of a saved lane (`saved_states`), whose sequences were `shift` higher."""
+        store, origin = self.store, (lane["origin"] - shift) % (1 << 64)
+        store.restore_lane(i, lane["base"] - shift, lane["published"] - shift, origin)
+        store.set_border_evidence(i, max(0, lane["border"]["looked"] - shift), lane["border"]["agreed"])
+        if i == 0:
+            store.replaced = lane["replaced"]
+
+    def widened(self, store: _native.Store) -> Lanes:
+        """The same lanes of the same rows, which were copied to another store in private memory."""
+        twin = copy.copy(self)
+        twin.store = store
+        _live.add(twin)
+        return twin
 
     def identity(self) -> dict[str, Any]:
         """JSON that, with a lane and a sequence, names a row; and the end of the log of in-place changes."""
@@ -143,9 +152,11 @@ class Lanes:
         """Lane and sequence of each row in the log of in-place changes, as far as it reaches back; None for rows that
         were overwritten since."""
         head = self.store.log_head
+        if not head:
+            return []
         slots = torch.tensor(self.store.log(max(0, head - _native.LOG_ENTRIES)), dtype=torch.int64)
         lane_slots = self.store.lane_capacity * self.envs
-        sequences = slots_tensor(self.store.generations(slots)).tolist()
+        sequences = self.store.generations(slots).tolist()
         return [(slot // lane_slots, w) if w >= 0 else None for slot, w in zip(slots.tolist(), sequences, strict=True)]
 
     # ---- writing ----
@@ -190,7 +201,7 @@ class Lanes:
 
     def next_slots(self, steps: int) -> Tensor:
         """The time slots that the next steps of this process go to: int64 [steps]."""
-        return slots_tensor(self.store.next_slots(self.hold(), steps))
+        return self.store.next_slots(self.hold(), steps)
 
     def next_slot(self) -> int:
         """The time slot that the next step of this process goes to."""
@@ -202,7 +213,7 @@ class Lanes:
         `begins`: puts a seam before the first of them.
         """
         lane = self.hold()
-        slots = slots_tensor(self.store.next_slots(lane, steps))
+        slots = self.store.next_slots(lane, steps)
         self.store.advance(lane, steps, begins)
         return slots
 
@@ -315,7 +326,7 @@ class Lanes:
         slots = self.store.uniform(seed, n)
         if slots is None:
             slots = self.retry_draw(lambda: self.store.uniform(seed, n))
-        return slots if slots is None or type(slots) is Tensor else slots_tensor(slots)
+        return slots
 
     def retry_draw(self, draw: Callable[[], Any]) -> Any:
         """Calls `draw` until it returns something other than None; None if nothing is stored.
@@ -335,80 +346,32 @@ class Lanes:
 
     def generations(self, slots: Tensor) -> Tensor:
         """The sequence of the row that each slot holds; -1 where it holds none."""
-        if self.numbers is not None:
-            return slots_tensor(self.numbers.generations(self.store, slots))
-        return slots_tensor(self.store.generations(slots))
+        counted = self.store.generations(slots)
+        if self.own_sequences is None:
+            return counted
+        # After the counters, and before the rows where they are read next: a row may be newer than its sequence, which
+        # is then one that is gone, but never older.
+        own = self.own_sequences(slots)
+        return torch.where((counted >= 0) & (own >= _native.FIRST_REPLACED), own, counted)
 
-    # ---- rows that were replaced out of turn, by a max-value writer ----
-    def note_replaced(self, slots: Tensor) -> None:
-        """Gives the rows in these slots (int64 [n], in the order of writing; -1: none) numbers of their own.
+    # ---- rows that a max-value writer writes over others, out of turn ----
+    def reserve_sequences(self, n: int) -> int:
+        """The sequence of the first of n rows that are about to be written; they are given, whatever happens here."""
+        return self.store.reserve_sequences(n)
 
-        Called after they were written: whoever looks a number up and then reads gets no newer number than row.
-        """
-        if self.numbers is None:
-            self.numbers = _native.RowNumbers(self.store)
-        self.numbers.replaced(self.store, slots)
+    def note_sequences(self, slots: Tensor) -> None:
+        """Stored rows carry these sequences: none is given again, where a power cut has lost the count of them."""
+        if self.own_sequences is not None and len(slots):
+            given = int(self.generations(slots).max()) + 1 - _native.FIRST_REPLACED
+            if given > self.store.replaced:
+                self.store.replaced = given
 
     def counted(self, slots: Tensor, generation: Tensor) -> Tensor:
-        """Generations (int64 [n]) by the counters alone, as native code compares them; -1: another row by now."""
-        if self.numbers is None:
+        """Generations (int64 [n]) by the counters only, as native code compares them; -1: another row by now."""
+        if self.own_sequences is None:
             return generation
-        there = self.generations(slots) == generation
-        return torch.where(there, slots_tensor(self.store.generations(slots)), -1)
-
-    def will_replace(self, slots: Tensor) -> None:
-        """Before `note_replaced`, and the write: the numbers are taken, whatever happens to this process."""
-        if self.numbers is None:
-            self.numbers = _native.RowNumbers(self.store)
-        self.numbers.reserve(self.store, slots)
-
-    def numbers_state(self) -> dict[str, Any] | None:
-        """The numbers of replaced rows; None where there are none."""
-        if self.numbers is None:
-            return None
-        lane = self.store.lane(0)
-        stop = (
-            self.capacity
-            if lane["first"] // self.capacity < lane["published"] // self.capacity
-            else (lane["published"] % self.capacity)
-        )
-        found = slots_tensor(self.numbers.generations(self.store, torch.arange(stop)))
-        return {
-            "capacity": self.capacity,
-            "next": self.numbers.next,
-            "numbers": torch.where(found >= _native.FIRST_REPLACED, found, 0),
-            # Whether another use of the same store may take them over.
-            "store": self.store.store_id.hex(),
-            "incarnation": self.store.incarnation,
-            "published": lane["published"],
-        }
-
-    def restore_numbers(self, state: dict[str, Any] | None, shift: int = 0) -> None:
-        """After a load: takes over what `numbers_state` gave of these rows, whose write numbers were `shift` higher."""
-        self.numbers, self._replaced_before = None, 0
-        self.store.replaced = 0
-        if state is None or self.store.lanes * self.store.strands > 1 or self.capacity > _MOST_NUMBERED:
-            return
-        lane = self.store.lane(0)
-        rows = torch.arange(lane["first"], lane["published"])
-        self._number(rows % self.capacity, (rows + shift) % state["capacity"], state)
-
-    def resume_numbers(self, state: dict[str, Any] | None) -> None:
-        """Takes over what an earlier use of this very store has saved; not if rows were replaced after that."""
-        if state is None or self.numbers is None or state.get("store") != self.store.store_id.hex():
-            return
-        same = state["incarnation"] == self.store.incarnation and state["capacity"] == self.capacity
-        if same and state["next"] - _native.FIRST_REPLACED == self._replaced_before:
-            rows = torch.arange(self.store.lane(0)["first"], min(state["published"], self.store.lane(0)["published"]))
-            self._number(rows % self.capacity, rows % self.capacity, state)
-
-    def _number(self, slots: Tensor, places: Tensor, state: dict[str, Any]) -> None:
-        """Rows in these slots have the numbers in those places of a state; 0: the ring's."""
-        known = places < len(state["numbers"])
-        made = torch.zeros(int(slots.max()) + 1 if len(slots) else 0, dtype=torch.int64)
-        made[slots[known]] = state["numbers"][places[known]]
-        self.numbers = _native.RowNumbers(self.store)
-        self.numbers.restore(self.store, made, state["next"])
+        current = self.generations(slots) == generation
+        return torch.where(current, self.store.generations(slots), -1)
 
     def join_after_fork(self) -> None:
         """Opens the store in a forked child at its first use; warns where the rows are a copy, unseen by the parent."""
@@ -455,23 +418,6 @@ def warn_of_copy(parent: int) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
-
-
-def check_numbers(state: dict[str, Any] | None) -> None:
-    """A ValueError where a state holds no numbers of replaced rows that there can be."""
-    if state is None:
-        return
-    capacity, following, numbers = state["capacity"], state["next"], state["numbers"]
-    whole = type(capacity) is int and 0 < capacity <= 1 << 56 and type(following) is int
-    if not whole or not _native.FIRST_REPLACED <= following < 1 << 63:
-        raise ValueError(f"numbers of replaced rows go on at {following!r:.40} in a storage of {capacity!r:.40}")
-    if not isinstance(numbers, Tensor) or numbers.dtype is not torch.int64 or numbers.ndim != 1:
-        raise ValueError(f"numbers of replaced rows are {numbers!r:.80}")
-    given = numbers[numbers != 0]
-    if len(numbers) > capacity or bool(((given < _native.FIRST_REPLACED) | (given >= following)).any()):
-        raise ValueError("numbers of replaced rows were never given")
-    if "store" in state and not all(type(state[name]) is int for name in ("incarnation", "published")):
-        raise ValueError("numbers of replaced rows do not say of which rows")
 
 
 def _warn_again() -> None:

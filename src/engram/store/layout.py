@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import sys
 from typing import Any
 
@@ -38,8 +39,6 @@ except AttributeError:  # another torch
         return t.is_neg() or t.is_conj()
 
 
-_native.use_torch(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), is_lazy)
-
 _CPU = torch.device("cpu")
 
 # DLPack's (type code, bits) of each dtype that a row may have.
@@ -49,10 +48,36 @@ _DLPACK: dict[torch.dtype, tuple[int, int]] = {
     torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16),
     torch.complex64: (5, 64), torch.complex128: (5, 128), torch.bool: (6, 8),
 }  # fmt: skip
+_DTYPES = {code: dtype for dtype, code in _DLPACK.items()}
 _MAX_ROW_BYTES = 1 << 40  # the native core counts in 64 bits
 _NAMES = {str(d).removeprefix("torch."): d for d in _DLPACK}
-# A dtype of the same size for each that numpy lacks.
-_RAW = {torch.bfloat16: torch.int16}
+
+
+_EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # an older torch has none
+
+
+def use_torch(exchange_api: Any = _EXCHANGE_API) -> None:
+    """Tells the native core how to read and make tensors: through the DLPack C exchange API, or (None) in Python."""
+    _native.use_torch(Tensor, exchange_api, is_lazy, _describe, _over)
+
+
+def _describe(t: Tensor) -> tuple[int, int, int, tuple[int, ...]] | None:
+    """Address, DLPack dtype code and bits, shape and strides of a plain CPU tensor; None for any other."""
+    code = _DLPACK.get(t.dtype)
+    if code is None or t.layout is not torch.strided or t.device != _CPU:
+        return None
+    try:
+        return t.data_ptr(), *code, (*t.shape, *t.stride())
+    except RuntimeError:  # of functorch: it has no memory of its own
+        return None
+
+
+def _over(memory: np.ndarray[Any, Any], code: int, bits: int, shape: list[int]) -> Tensor:
+    """A tensor over the bytes of an array."""
+    return torch.from_numpy(memory).view(_DTYPES[code, bits]).reshape(shape)
+
+
+use_torch()
 
 
 class MalformedLayoutError(ValueError):
@@ -67,21 +92,39 @@ class LeafSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int = 0
+    hidden: bool = False  # it belongs to the row, and to no batch
 
     @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
-        n = self.itemsize
-        for d in self.shape:
-            n *= d
-        return n
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+#: The sequence of a row that was written over another one out of turn; 0: the row has the one that its lane counts.
+SEQUENCE = LeafSpec(("sequence",), torch.int64, (), hidden=True)
+
+
+class LayoutState(dict[str, Any]):
+    """A saved layout as JSON, and the `RowLayout` that it describes: parsed once in a load, whoever asks for it."""
+
+    _parsed: RowLayout | None = None
+
+    def parse(self, like: RowLayout | None = None) -> RowLayout:
+        """The layout; `like` itself where that is the one, which takes no memory. Errors as `RowLayout.from_json`."""
+        if self._parsed is None:
+            same = like is not None and like.to_json().items() <= self.items()
+            self._parsed = like if same else RowLayout.from_json(self)
+        assert self._parsed is not None
+        return self._parsed
 
 
 class RowLayout:
     """The leaves of one stored step, packed: largest items first, so that every one can be viewed in place.
+
+    `leaves` are those of a batch. With `carries_sequence` a row has one more, `SEQUENCE`, which no batch shows.
 
     Example:
         >>> layout = RowLayout.of(TensorDict({"a": torch.zeros(3, 4), "done": torch.zeros(3, 1).bool()}, [3]), 1)
@@ -89,14 +132,17 @@ class RowLayout:
         ([(('a',), 0), (('done',), 16)], 17)
     """
 
-    def __init__(self, root: Node, leaves: list[LeafSpec]) -> None:
+    def __init__(self, root: Node, leaves: list[LeafSpec], carries_sequence: bool = False) -> None:
         if not leaves:
             raise ValueError("nothing to store: the data hold no tensor")
         self.take_root(root)
-        self.leaves = _packed(leaves)
+        #: Every leaf of a row: those of a batch, then the hidden one.
+        self.stored = _packed([*leaves, SEQUENCE] if carries_sequence else leaves)
+        self.leaves = [leaf for leaf in self.stored if not leaf.hidden]
+        self.carries_sequence = carries_sequence
         self.paths = frozenset(leaf.path for leaf in self.leaves)  # read by each write
-        self.payload_bytes = max(1, sum(leaf.nbytes for leaf in self.leaves))
-        self.alignment = max(8, *(leaf.itemsize for leaf in self.leaves))
+        self.payload_bytes = max(1, _row_bytes(self.stored))
+        self.alignment = max(8, *[leaf.dtype.itemsize for leaf in self.stored])
         self.plain = root.is_plain() and _builds_tensordicts()
         self.codec = _codec(self)
 
@@ -104,6 +150,16 @@ class RowLayout:
         """Gives batches this form, which must have the same leaves."""
         self.root = root
         self.within = root.within  # read by each read of rows
+        self._json: bytes | None = None
+
+    def with_sequence(self) -> RowLayout:
+        """The layout of the same steps, whose rows carry their own sequence."""
+        return self if self.carries_sequence else RowLayout(self.root, self.leaves, carries_sequence=True)
+
+    @property
+    def sequence_offset(self) -> int | None:
+        """Where a row carries its own sequence; None: it does not."""
+        return self.stored[-1].offset if self.carries_sequence else None
 
     @classmethod
     def of(cls, batch: Any, batch_dims: int) -> RowLayout:
@@ -146,9 +202,6 @@ class RowLayout:
     def _plan_slowly(self, batch: Any, batch_dims: int, time_dim: int) -> Any:
         tensors = [tensor.contiguous() for tensor in self.fitting(batch, batch_dims)]
         plan = self.codec.check_list(tensors, batch_dims, time_dim)
-        if plan is None:  # a torch without the exchange API: through numpy, by size where numpy lacks the dtype
-            arrays = [_numpy(t) for t in tensors]
-            plan = self.codec.check_list(arrays, batch_dims, time_dim, raw=True)
         if plan is None:
             raise TypeError("the native core cannot read this batch; please report it with the batch's printout")
         return plan
@@ -189,17 +242,6 @@ class RowLayout:
         """The batch with these leaves, in the form of the written data."""
         return pytree.unflatten(self.root, leaves, lead, _CPU)
 
-    def empty_arrays(self, n: int) -> list[Any]:
-        """One new numpy array for each leaf of n steps."""
-        return [np.empty((n, *leaf.shape), dtype=_numpy_dtype(leaf.dtype)) for leaf in self.leaves]
-
-    def tensors_of(self, arrays: list[Any], lead: tuple[int, ...]) -> list[Tensor]:
-        """Tensors over the arrays of `empty_arrays`."""
-        return [
-            torch.from_numpy(a).view(leaf.dtype).reshape(*lead, *leaf.shape)
-            for a, leaf in zip(arrays, self.leaves, strict=True)
-        ]
-
     def views(
         self, memory: Any, rows_offset: int, row_stride: int, lead: tuple[int, ...], steps: tuple[int, ...]
     ) -> Any:
@@ -214,14 +256,8 @@ class RowLayout:
 
     # ---- on disk ----
     def to_json(self) -> dict[str, Any]:
-        return {
-            "root": self.root.to_json(),
-            "leaves": [
-                {"path": list(x.path), "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
-                for x in self.leaves
-            ],
-            "row_bytes": self.payload_bytes,
-        }
+        state: dict[str, Any] = json.loads(self.to_bytes())  # the caller's own, to the last list
+        return state
 
     @functools.cached_property
     def key(self) -> bytes:
@@ -229,7 +265,19 @@ class RowLayout:
         return self.to_bytes()
 
     def to_bytes(self) -> bytes:
-        return json.dumps(self.to_json(), separators=(",", ":")).encode()
+        """The JSON of `to_json`."""
+        if self._json is None:
+            state = {
+                "root": self.root.to_json(),
+                "leaves": [
+                    {"path": list(x.path), "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
+                    for x in self.leaves
+                ],
+                **({"hidden": [SEQUENCE.path[0]]} if self.carries_sequence else {}),
+                "row_bytes": self.payload_bytes,
+            }
+            self._json = json.dumps(state, separators=(",", ":")).encode()
+        return self._json
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> RowLayout:
@@ -237,15 +285,9 @@ class RowLayout:
         try:
             leaves = [LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], _sizes(x["shape"])) for x in saved["leaves"]]
             root = Node.from_json(saved["root"])
-            fits = root.paths() == [leaf.path for leaf in leaves] and all(
-                leaf.shape[: len(batch)] == batch
-                for path, batch in root.batches().items()
-                for leaf in leaves
-                if leaf.path[: len(path)] == path
-            )
-            if not fits or sum(leaf.nbytes for leaf in leaves) > _MAX_ROW_BYTES:
+            if not _belong_together(root, leaves) or _row_bytes(leaves) > _MAX_ROW_BYTES:
                 raise MalformedLayoutError("this is no row layout: its form and its leaves do not belong together")
-            layout = cls(root, leaves)
+            layout = cls(root, leaves, carries_sequence=_is_sequence(saved.get("hidden", [])))
         except MalformedLayoutError:
             raise
         except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
@@ -258,6 +300,8 @@ class RowLayout:
 
     def differences(self, other: RowLayout) -> list[str]:
         """One line for each difference; empty where the rows are the same."""
+        if other is self:
+            return []
         mine, theirs = ({x.path: x for x in layout.leaves} for layout in (self, other))
         lines = [f"{pytree.show(p)} is missing" for p in mine if p not in theirs]
         lines += [f"{pytree.show(p)} is new" for p in theirs if p not in mine]
@@ -270,14 +314,18 @@ class RowLayout:
     def order_in(self, other: RowLayout) -> Any:
         """int64 [payload_bytes]: the position, in a row of `other`, of each byte of a row of this layout.
 
-        Both have the same leaves; None where they are in the same order.
+        Both have the same leaves; -1 for bytes of a sequence that only ours carry. None: they are in the same order.
         """
-        theirs = {leaf.path: leaf.offset for leaf in other.leaves}
-        if all(theirs[leaf.path] == leaf.offset for leaf in self.leaves):
+        theirs = {(leaf.path, leaf.hidden): leaf.offset for leaf in other.stored}
+        if self.payload_bytes == other.payload_bytes and all(
+            theirs.get((leaf.path, leaf.hidden)) == leaf.offset for leaf in self.stored
+        ):
             return None
-        order = np.arange(self.payload_bytes)
-        for leaf in self.leaves:
-            order[leaf.offset : leaf.offset + leaf.nbytes] = theirs[leaf.path] + np.arange(leaf.nbytes)
+        order = np.full(self.payload_bytes, -1)
+        for leaf in self.stored:
+            at = theirs.get((leaf.path, leaf.hidden))
+            if at is not None:
+                order[leaf.offset : leaf.offset + leaf.nbytes] = at + np.arange(leaf.nbytes)
         return order
 
     def take_form(self, other: RowLayout) -> None:
@@ -309,6 +357,18 @@ def _dims_advice(leaf: LeafSpec, tensor: Tensor, batch_dims: int) -> str:
     return f", which has {lead} batch dimensions instead of {batch_dims}{advice}"
 
 
+def _is_sequence(hidden: Any) -> bool:
+    """Whether the hidden leaves that a layout names are the one that there is."""
+    if hidden == []:
+        return False
+    if hidden == [SEQUENCE.path[0]]:
+        return True
+    raise MalformedLayoutError(
+        f"this is no row layout that this engram knows: its rows have the hidden entries {hidden!r:.200}; if a newer "
+        "engram wrote them, read them with that one"
+    )
+
+
 def _sizes(shape: Any) -> tuple[int, ...]:
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise MalformedLayoutError(f"this is no row layout: {shape!r} is no shape")
@@ -322,11 +382,26 @@ def _constant_differences(mine: dict[KeyPath, Any], theirs: dict[KeyPath, Any]) 
     return lines + [f"{pytree.show(p)} is the constant {mine[p]!r} here, {theirs[p]!r} there" for p in both]
 
 
+def _belong_together(root: Node, leaves: list[LeafSpec]) -> bool:
+    """Whether a form has these leaves, and each (sub-)dict the batch dimensions of what is in it."""
+    if root.paths() != [leaf.path for leaf in leaves]:
+        return False
+    for path, batch in root.batches().items():
+        for leaf in leaves:
+            if leaf.path[: len(path)] == path and leaf.shape[: len(batch)] != batch:
+                return False
+    return True
+
+
+def _row_bytes(leaves: list[LeafSpec]) -> int:
+    return sum([leaf.nbytes for leaf in leaves])
+
+
 def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
     """The leaves in their own order, with offsets in the order of item sizes."""
     offsets: dict[int, int] = {}
-    at = 0
-    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].itemsize):
+    at, sizes = 0, [-leaf.dtype.itemsize for leaf in leaves]
+    for i in sorted(range(len(leaves)), key=sizes.__getitem__):
         offsets[i] = at
         at += leaves[i].nbytes
     return [dataclasses.replace(leaf, offset=offsets[i]) for i, leaf in enumerate(leaves)]
@@ -335,7 +410,9 @@ def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
 def _codec(layout: RowLayout) -> Any:
     specs = [(*_DLPACK[x.dtype], x.shape, x.offset) for x in layout.leaves]
     tree = layout.root.native() if layout.plain else None
-    return _native.Codec(specs, tree, TensorDict, _template(), torch.Size, np.ndarray, np.generic)
+    return _native.Codec(
+        specs, tree, TensorDict, _template(), torch.Size, np.ndarray, np.generic, layout.sequence_offset
+    )
 
 
 def _template() -> dict[str, Any] | None:
@@ -357,7 +434,7 @@ def _builds_tensordicts() -> bool:
     """Whether TensorDicts built by the native core equal those that the constructor makes."""
     global _fast_tensordicts
     if _fast_tensordicts is None:
-        _fast_tensordicts = _native.has_exchange() and _template() is not None and _same_as_public()
+        _fast_tensordicts = _template() is not None and _same_as_public()
     return _fast_tensordicts
 
 
@@ -393,14 +470,6 @@ def _contiguous(shape: tuple[int, ...]) -> list[int]:
 
 def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
     return raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-
-
-def _numpy_dtype(dtype: torch.dtype) -> Any:
-    return torch.empty(0, dtype=_RAW.get(dtype, dtype)).numpy().dtype
-
-
-def _numpy(t: Tensor) -> Any:
-    return t.view(_RAW[t.dtype]).numpy() if t.dtype in _RAW else t.numpy()
 
 
 def _number(value: Any, tensor: Tensor, leaf: LeafSpec) -> Tensor:

@@ -212,18 +212,13 @@ class FileLock:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
             finally:
-                self._close()
+                os.close(self._fd)
+                self._fd = -1
 
-    def _close(self) -> None:
-        """Closes the descriptor only. Where a forked process shares the lock, it stays in force there."""
+    def close_descriptor(self) -> None:
+        """Closes the descriptor of this process; a forked process that shares the lock keeps it."""
         os.close(self._fd)
         self._fd = -1
-
-    def __enter__(self) -> FileLock:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.release()
 
 
 _held: set[FileLock] = set()
@@ -233,7 +228,7 @@ def _close_inherited() -> None:
     # A flock belongs to the description that parent and child share: a child that kept it open would hold the lock
     # beyond the death of its parent.
     while _held:
-        _held.pop()._close()
+        _held.pop().close_descriptor()
 
 
 run_after_fork(_close_inherited)

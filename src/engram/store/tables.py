@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,11 +11,10 @@ import torch
 from torch import Tensor
 
 from engram import _native, pytree
-from engram._system import slots_tensor
 from engram.errors import StorageError
 from engram.store.border import LOOK_BACK, Border, ColumnBorder
 from engram.store.lanes import Lanes
-from engram.store.layout import RowLayout
+from engram.store.layout import SEQUENCE, RowLayout
 
 
 class Rows(NamedTuple):
@@ -60,6 +60,8 @@ class RowTable:
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         if border.decides:
             self._store.set_border(self._codec, list(border.entries), list(border.done), border.either, border.id)
+        if layout.sequence_offset is not None and self._store.lanes == self._store.envs == 1:
+            lanes.own_sequences = functools.partial(_own_sequences, self._store, layout.sequence_offset)
 
     @property
     def nbytes(self) -> int:
@@ -69,9 +71,9 @@ class RowTable:
     def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> _native.Plan:
         """Checks a batch leaf by leaf, as `RowLayout.plan`."""
         plan: _native.Plan = self.layout.plan(batch, batch_dims, time_dim, extra)
-        if plan.strands != self._store.strands:
+        if plan.envs != self._store.envs:
             raise ValueError(
-                f"the batch has {plan.strands} environments, this storage {self._store.strands}; nothing was written"
+                f"the batch has {plan.envs} environments, this storage {self._store.envs}; nothing was written"
             )
         return plan
 
@@ -80,16 +82,25 @@ class RowTable:
 
         Returns time slots, int64 [steps]; of a single step without batch dimensions its slot.
         """
-        slots: Any = self._store.append(self.lanes.hold(), plan, most)
-        return slots if type(slots) in (Tensor, int) else slots_tensor(slots)
+        return self._store.append(self.lanes.hold(), plan, most)
 
     def overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor | None = None) -> None:
         """Writes a checked batch (`rows`: these of its rows, int64 [n]) over rows that exist."""
         self._store.overwrite(slots, plan, rows)
 
-    def prepare_overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor) -> Callable[[], None]:
-        """As `overwrite`, in two steps: what is returned writes and takes no memory. The rows may come until then."""
-        return self._store.prepare_overwrite(slots, plan, rows).write
+    def prepare_overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor, first: int) -> Callable[[], None]:
+        """As `overwrite`, in two steps: what is returned writes and takes no memory. The rows may come until then.
+
+        Row i of the batch gets the sequence `first + i`, with its bytes.
+        """
+        return self._store.prepare_overwrite(slots, plan, rows, first).write
+
+    def with_sequences(self) -> RowTable:
+        """A copy of the rows in private memory, with room for their own sequences."""
+        layout, leaves = self.layout.with_sequence(), {leaf.path: leaf for leaf in self.layout.leaves}
+        moves = [(leaves[x.path].offset, x.offset, x.nbytes) for x in layout.leaves]
+        store = self._store.widened(layout.payload_bytes, layout.alignment, layout.to_bytes(), moves)
+        return RowTable(self.lanes.widened(store), layout, mapped=False)
 
     def read(
         self,
@@ -111,15 +122,14 @@ class RowTable:
         if extra and self.layout.within:
             lead = 1 if shape is None else len(shape)
             extra = {key: pytree.spread(value, lead, self.layout.within) for key, value in extra.items()}
-        found = None
-        if sequences and self.lanes.numbers is not None:
-            # Before the rows: a row may be newer than its number, which is then one that is gone, but never older.
-            found, sequences = self.lanes.generations(slots), False
+        own: Tensor | None = None
+        if sequences and self.lanes.own_sequences is not None:
+            own, sequences = self.lanes.generations(slots), False
         if self._fast:
             rows: Rows = _new_tuple(Rows, self._store.gather(self._codec, slots, shape, extra, self.mapped, sequences))
         else:
-            rows = self._read_slowly(slots, (len(slots),) if shape is None else shape, extra, sequences)
-        return rows if found is None else rows._replace(sequences=found)
+            rows = self._read_form(slots, (len(slots),) if shape is None else shape, extra, sequences)
+        return rows if own is None else rows._replace(sequences=own)
 
     def same_rows(self, other: RowTable) -> bool:
         """Whether rows of both can be read into one batch."""
@@ -134,12 +144,12 @@ class RowTable:
         sequences: bool,
         parts: list[dict[str, Any] | None] | None,
     ) -> JoinedRows | None:
-        """As `read`, from tables with the `same_rows` too; None where some rows have sequences of their own."""
+        """As `read`, from tables with the `same_rows` too; None where some rows carry sequences of their own."""
         tables = [self, *others]
         for table in tables:
             if table.lanes.unused_since_fork:
                 table.lanes.join_after_fork()
-            if sequences and table.lanes.numbers is not None:
+            if sequences and table.lanes.own_sequences is not None:
                 return None
         if within := self.layout.within:
             extra = None if extra is None else {k: pytree.spread(v, len(shape), within) for k, v in extra.items()}
@@ -148,20 +158,13 @@ class RowTable:
         mapped = any(table.mapped for table in tables)
         return JoinedRows(*_native.gather_many(stores, self._codec, slots, shape, extra, mapped, sequences, parts))
 
-    def _read_slowly(
-        self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, sequences: bool
-    ) -> Rows:
-        if _native.has_exchange():
-            leaves, gone, absent, found = self._store.gather(self._codec, slots, shape, None, self.mapped, sequences)
-            batch = self.layout.build(leaves, shape) if isinstance(leaves, list) else leaves
-        else:
-            arrays = self.layout.empty_arrays(len(slots))
-            where = slots.numpy()
-            _, gone, absent, found = self._store.gather_into(self._codec, where, arrays, self.mapped, sequences)
-            batch = self.layout.build(self.layout.tensors_of(arrays, shape), shape)
+    def _read_form(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, sequences: bool) -> Rows:
+        """As `read`, for forms of batches that the native core does not build."""
+        leaves, *rest = self._store.gather(self._codec, slots, shape, None, self.mapped, sequences)
+        batch = self.layout.build(leaves, shape)
         for key, value in (extra or {}).items():
             pytree.put_entry(batch, key, value)
-        return Rows(batch, gone, absent, None if found is None else slots_tensor(found))
+        return Rows(batch, *rest)
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
         """One leaf of the steps at time slots: [n, *envs, ...]."""
@@ -176,15 +179,15 @@ class RowTable:
         s = self._store
         lead: tuple[int, ...] = (stop - start,)
         steps: tuple[int, ...] = (1,)
-        if s.strands > 1:
-            lead, steps = (*lead, s.strands), (*steps, s.lane_capacity)
+        if s.envs > 1:
+            lead, steps = (*lead, s.envs), (*steps, s.lane_capacity)
         offset = s.rows_offset + start * s.row_stride
         return self.layout.views(s.memory(), offset, s.row_stride, lead, steps)
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         """uint8 [envs, stop - start, payload bytes]: the rows with these sequences, copied."""
-        out = np.empty((self._store.strands, stop - start, self._store.payload_bytes), np.uint8)
+        out = np.empty((self._store.envs, stop - start, self._store.payload_bytes), np.uint8)
         for at, rows in self._pieces(lane, start, stop):
             out[:, at] = rows
         return out
@@ -200,8 +203,8 @@ class RowTable:
 
     def _pieces(self, lane: int, start: int, stop: int) -> list[tuple[slice, np.ndarray[Any, Any]]]:
         s = self._store
-        shape = (s.lanes, s.strands, s.lane_capacity, s.row_stride)
-        size = s.lanes * s.strands * s.lane_capacity * s.row_stride
+        shape = (s.lanes, s.envs, s.lane_capacity, s.row_stride)
+        size = s.lanes * s.envs * s.lane_capacity * s.row_stride
         memory = s.memory()[s.rows_offset : s.rows_offset + size].reshape(shape)[lane]
         pieces, w = [], start
         while w < stop:
@@ -210,6 +213,13 @@ class RowTable:
             pieces.append((slice(w - start, w - start + n), memory[:, slot : slot + n, : s.payload_bytes]))
             w += n
         return pieces
+
+
+def _own_sequences(store: _native.Store, offset: int, slots: Tensor) -> Tensor:
+    """The sequences that the rows in these slots carry: int64 [n]. A store of one lane and one environment."""
+    rows = store.memory()[store.rows_offset :][: store.lane_capacity * store.row_stride]
+    own = rows.reshape(store.lane_capacity, store.row_stride)[:, offset : offset + SEQUENCE.nbytes][slots.numpy()]
+    return torch.from_numpy(own.reshape(-1).view(np.int64))
 
 
 def expand_slots(time_slots: Tensor | int, envs: int) -> Tensor | int:
@@ -228,6 +238,9 @@ class ColumnTable:
         self._columns = columns
         self._env_shape = env_shape
         self._device = columns[0].device
+        self._sequences: Tensor | None = None
+        if layout.carries_sequence:
+            self.carry_sequences()
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         self._border = ColumnBorder(border, lanes.envs, self._device) if border.decides else None
         self._incarnation = lanes.store.incarnation
@@ -241,7 +254,19 @@ class ColumnTable:
 
     @property
     def nbytes(self) -> int:
-        return sum(c.numel() * c.itemsize for c in self._columns)
+        return sum(c.numel() * c.itemsize for c in self._stored())
+
+    def carry_sequences(self) -> None:
+        """Makes room for the rows' own sequences, in a column that no batch shows."""
+        if self._sequences is None:
+            lead = self._columns[0].shape[: 1 + len(self._env_shape)]
+            self._sequences = torch.zeros(lead, dtype=SEQUENCE.dtype, device=self._device)
+            self.layout = self.layout.with_sequence()
+            self._lanes.own_sequences = functools.partial(_own_sequences_of_column, self._sequences)
+
+    def _stored(self) -> list[Tensor]:
+        """The columns of `layout.stored`."""
+        return self._columns if self._sequences is None else [*self._columns, self._sequences]
 
     def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> list[Tensor]:
         """Leaves `[time, *envs, ...]` on the columns' device; errors as `RowLayout.plan`."""
@@ -272,6 +297,8 @@ class ColumnTable:
         where = slots[-capacity:].to(self._device)
         for column, leaf in zip(self._columns, leaves, strict=True):
             column[where] = leaf[-capacity:]
+        if self._sequences is not None:
+            self._sequences[where] = 0
         return slots
 
     def _note_border(self, border: ColumnBorder, new: list[Tensor]) -> None:
@@ -294,15 +321,27 @@ class ColumnTable:
         border.learn_all(new, torch.arange(len(new[0]), device=self._device))
         lanes.note_evidence(published + len(new[0]) - 1, border.evidence)
 
-    def overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor | None = None) -> None:
-        """Writes `leaves` ([n, ...]; `rows`: these of them) over rows that exist."""
+    def overwrite(
+        self, slots: Tensor, leaves: list[Tensor], rows: Tensor | None = None, first: int | None = None
+    ) -> None:
+        """Writes `leaves` ([n, ...]; `rows`: these of them) over rows that exist.
+
+        Row i of the leaves gets the sequence `first + i`; None: what is in a slot keeps the one that it has.
+        """
         absent = (self._lanes.generations(slots) < 0).nonzero().flatten()
         if len(absent):
             raise IndexError(f"slot {int(slots[absent[0]])} has not been written")
         where = slots.to(self._device)
         for flat, leaf in zip(self._flat(), leaves, strict=True):
             flat[where] = leaf if rows is None else leaf[rows.to(self._device)]
+        if first is not None:
+            assert rows is not None and self._sequences is not None
+            self._sequences[where] = first + rows.to(self._device)
         self._lanes.store.note_edits(slots)
+
+    def prepare_overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor, first: int) -> Callable[[], None]:
+        """As `overwrite`, in two steps: what is returned writes."""
+        return functools.partial(self.overwrite, slots, leaves, rows, first)
 
     def read(
         self,
@@ -343,7 +382,7 @@ class ColumnTable:
         """uint8 [envs, stop - start, payload bytes]: packed rows of these sequences."""
         slots = torch.arange(start, stop) % self._lanes.store.lane_capacity
         out = np.empty((self._lanes.envs, stop - start, self.layout.payload_bytes), np.uint8)
-        for column, x in zip(self._columns, self.layout.leaves, strict=True):
+        for column, x in zip(self._stored(), self.layout.stored, strict=True):
             rows = column[slots.to(self._device)].cpu().reshape(stop - start, self._lanes.envs, *x.shape)
             if x.nbytes and start < stop:
                 raw = rows.contiguous().reshape(stop - start, self._lanes.envs, x.nbytes // x.itemsize)
@@ -354,7 +393,7 @@ class ColumnTable:
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Writes packed rows from a sequence on."""
         slots = (torch.arange(start, start + rows.shape[1]) % self._lanes.store.lane_capacity).to(self._device)
-        for column, x in zip(self._columns, self.layout.leaves, strict=True):
+        for column, x in zip(self._stored(), self.layout.stored, strict=True):
             # A copy with strides of its own: of one row, any strides count as contiguous, and views refuse some.
             part = rows[:, :, x.offset : x.offset + x.nbytes].transpose(1, 0, 2).copy()
             leaf = torch.from_numpy(part).view(x.dtype).reshape(rows.shape[1], *self._env_shape, *x.shape)
@@ -362,3 +401,8 @@ class ColumnTable:
 
     def _flat(self) -> list[Tensor]:
         return [c.flatten(0, len(self._env_shape)) for c in self._columns]
+
+
+def _own_sequences_of_column(column: Tensor, slots: Tensor) -> Tensor:
+    """The sequences that the rows in these slots carry: int64 [n]."""
+    return column.flatten()[slots.to(column.device)].cpu()

@@ -23,11 +23,12 @@ class ChangeTracker:
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
         now, log_end = self._identity, since.get("log")
-        if any(since.get(k) != now[k] for k in ("session", "incarnation")) or type(log_end) is not int:
+        same_rows = since.get("session") == now["session"] and since.get("incarnation") == now["incarnation"]
+        if not same_rows or type(log_end) is not int:
             return None
         if not now["log"] - len(self._log) <= log_end <= now["log"]:
             return None
-        return [entry for entry in self._log[len(self._log) - (now["log"] - log_end) :] if entry is not None]
+        return list(filter(None, self._log[len(self._log) - (now["log"] - log_end) :]))
 
 
 class RowSnapshot(ChangeTracker):
@@ -117,10 +118,14 @@ class ItemSnapshot(ChangeTracker):
     def __init__(self, lanes: Lanes, source: Any) -> None:
         super().__init__(lanes)
         self._counters = copy.deepcopy(source.counters())
-        self._items = list(source.items())
+        self._items, self._sequences = list(source.items()), source.sequences()
 
     def items(self) -> list[Any]:
         return self._items
+
+    def sequences(self) -> list[int]:
+        own: list[int] = self._sequences
+        return own
 
     def counters(self) -> dict[str, Any]:
         state: dict[str, Any] = self._counters

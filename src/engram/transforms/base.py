@@ -28,6 +28,16 @@ class Stage(NamedTuple):
     inv: Callable[[TensorDictBase], TensorDictBase] | None  #: None: it changes nothing on the way in
 
 
+class Deferred(NamedTuple):
+    """A transform that changes whole batches that were collected without it, as it would have changed each step."""
+
+    writes: tuple[Key, ...]  #: the root entries that it makes or changes
+    limit: int | None  #: the number of steps after which it truncates an episode
+    #: Changes a batch `[*batch, T]` in TED in place, and goes on where the last batch ended. A mask, bool `[N, T]`,
+    #: says which of its steps follow a reset.
+    apply: Callable[[TensorDictBase, Tensor], None]
+
+
 class InEnvironment:
     """The half of `Transform` that `TransformedEnv` uses.
 
@@ -101,6 +111,10 @@ class InEnvironment:
     def stages(self) -> list[Stage]:
         """What to call at resets and steps."""
         return [Stage(self, self._reset, self._step, self._inv_call if self._inverts() else None)]
+
+    def deferred(self) -> Deferred | None:
+        """The same work done on whole batches; None where only step by step will do."""
+        return None
 
     @cached_property
     def _env_pairs(self) -> list[tuple[Key, Key]]:

@@ -132,11 +132,11 @@ class Compose(Transform):
                 kinds = [t.kind for t in self.transforms]
                 said.append(f"the state of a {entry['kind']} was saved, and the transforms here are {kinds or 'none'}")
                 continue
-            saved = entry.get("settings", {})  # earlier versions saved none
+            saved = entry["settings"]
             said += [
-                f"{entry['kind']} has {name}={mine!r} here, {saved[name]!r} there"
+                f"{entry['kind']} has {name}={mine!r} here, {saved.get(name)!r} there"
                 for name, mine in transform.decisive().items()
-                if name in saved and saved[name] != mine
+                if name not in saved or saved[name] != mine
             ]
             said += transform.differences(entry["state"])
             if not said and type(transform).__module__.split(".")[0] == "engram":

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.pytree import Key, Keys, as_key, find, get, is_class, path_of, put, shallow, stacked, unstacked
 from engram.specs import Categorical, Spec, Unbounded
-from engram.transforms.base import Transform, Writing, on, root_key, root_pairs, where_reset
+from engram.transforms.base import Deferred, Transform, Writing, on, root_key, root_pairs, where_reset
 from engram.transforms.env_specs import RESULTS, EnvSpecs
 from engram.transforms.values import REWARDS, first_key
 
@@ -241,6 +244,24 @@ class TimedTransform(Transform):
         """No episode has begun."""
         raise NotImplementedError
 
+    def _deferred(self, writes: Sequence[Key], *, limit: int | None = None, **settings: Any) -> Deferred:
+        """This transform with other `settings`, for whole batches of an environment."""
+        of_batches, before = copy.copy(self), None
+        vars(of_batches).update(settings, done_key=("next", "done"))
+
+        def apply(batch: TensorDictBase, starts: Tensor) -> None:
+            nonlocal before
+            ends = torch.zeros_like(starts)
+            ends[:, :-1] = starts[:, 1:]
+            trajectories = Trajectories(Strands(tuple(batch.batch_size)), ends, None, starts, ends)
+            before = of_batches._run_in_env(batch, trajectories, ~starts[:, 0], before)
+
+        return Deferred(tuple(writes), limit, apply)
+
+    def _run_in_env(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+        """`_run` on a batch in TED, with every root entry that the transform makes in an environment."""
+        return self._run(batch, trajectories, goes_on, before)
+
     def _inverts(self) -> bool:
         return False
 
@@ -332,6 +353,8 @@ class RewardSum(TimedTransform):
         key = first_key(batch, REWARDS, "RewardSum")
         return [(key, sibling(key, "episode_reward"))]
 
+    _sum_along = staticmethod(running_sum)
+
     # ---- environments ----
     @cached_property
     def _env_pairs(self) -> list[tuple[Key, Key]]:
@@ -369,6 +392,25 @@ class RewardSum(TimedTransform):
             following.set(target, self._shown(total, reward.dtype))
         return following
 
+    def deferred(self) -> Deferred | None:
+        if type(self) is not RewardSum:
+            return None
+        sources, targets = zip(*self._env_pairs, strict=True)
+        in_keys, out_keys = ([("next", *path_of(key)) for key in keys] for keys in (sources, targets))
+        return self._deferred(targets, in_keys=in_keys, out_keys=out_keys, _sum_along=_sum_in_order)
+
+    def _run_in_env(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+        left = self._run(batch, trajectories, goes_on, before)
+        for i, (_, target) in enumerate(self._env_pairs):
+            total = get(batch, ("next", *path_of(target)), "RewardSum")
+            after = trajectories.strands.split(total, target).flatten(2)
+            so_far = torch.zeros_like(after)
+            so_far[:, 1:] = after[:, :-1]
+            if before is not None:
+                so_far[:, 0] = before[i]
+            put(batch, target, so_far.masked_fill_(trajectories.starts.unsqueeze(-1), 0).reshape(total.shape))
+        return left
+
     def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
         first, left = trajectories.first(), []
         for i, (source, target) in enumerate(self._pairs(batch)):
@@ -378,7 +420,7 @@ class RewardSum(TimedTransform):
             if before is not None:
                 x = x.clone()
                 x[:, 0] += torch.where(goes_on.unsqueeze(-1), before[i].to(x.device), 0)
-            total = running_sum(x, first)
+            total = self._sum_along(x, first)
             left.append(total[:, -1].clone())
             dtype = reward.dtype if reward.is_floating_point() else torch.int64
             put(batch, target, trajectories.strands.join(total.reshape(split.shape).to(dtype)))
@@ -456,6 +498,11 @@ class StepCounter(TimedTransform):
             self._most = int(self._count.max())
         return following
 
+    def deferred(self) -> Deferred | None:
+        if type(self) is not StepCounter:
+            return None
+        return self._deferred([self.step_count_key], limit=self.max_steps, max_steps=None)
+
     def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
         done_key = self.done_key or first_key(batch, DONES, "StepCounter")
         done = get(batch, done_key, "StepCounter")
@@ -522,6 +569,15 @@ class InitTracker(TimedTransform):
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         return following.set(root_key(self.init_key), torch.zeros_like(following.get("done")))
 
+    def deferred(self) -> Deferred | None:
+        if type(self) is not InitTracker:
+            return None
+        return self._deferred(self.root_entries(), init_key=root_key(self.init_key))
+
+    def _run_in_env(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+        put(batch, ("next", *path_of(self.init_key)), torch.zeros_like(batch.get(("next", "done"))))
+        return self._run(batch, trajectories, goes_on, before)
+
     def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
         done = get(batch, self.done_key or first_key(batch, DONES, "InitTracker"), "InitTracker")
         init = trajectories.first() == trajectories.position
@@ -533,6 +589,17 @@ class InitTracker(TimedTransform):
 
     def _settings(self) -> dict[str, Any]:
         return {"init_key": self.init_key, **super()._settings()}
+
+
+def _sum_in_order(x: Tensor, first: Tensor) -> Tensor:
+    """As `running_sum`, and to the last bit what an environment gives, which adds up one step after the other."""
+    sums = x.numpy().copy()
+    starts = (first == torch.arange(x.shape[1])).numpy()
+    for row, is_start in zip(sums, starts, strict=True):
+        bounds = [*np.flatnonzero(is_start).tolist(), len(row)]
+        for start, stop in pairwise(bounds):
+            np.add.accumulate(row[start:stop], axis=0, out=row[start:stop])
+    return torch.from_numpy(sums)
 
 
 def wide(value: Tensor) -> Tensor:

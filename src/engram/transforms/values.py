@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engram.pytree import Key, Keys, find, get, has_keys, is_class, leaf_keys, missing, put, shallow
 from engram.specs import Categorical, OneHot, Spec, Unbounded
-from engram.transforms.base import Transform, root_pairs
+from engram.transforms.base import Deferred, Transform, root_pairs
 from engram.transforms.env_specs import EnvSpecs, as_dtype, changed_leaves
 
 REWARDS: tuple[Key, ...] = (("next", "reward"), "reward")
@@ -245,7 +245,7 @@ class ObservationNorm(Transform):
             return [f"ObservationNorm was given loc={self.loc} and scale={self.scale} here, and found its own there"]
         try:
             _checked_stats(state["loc"], state["scale"])
-        except ValueError as error:  # earlier versions took them from data that were not finite
+        except ValueError as error:
             return [f"ObservationNorm has a state that cannot be: {error}; call init_stats(data) anew"]
         return []
 
@@ -297,6 +297,17 @@ class RewardScaling(Transform):
     def _apply_transform(self, value: Tensor) -> Tensor:
         loc, scale = cast(self.loc, value), cast(self.scale, value)
         return (value - loc) / scale if self.standard_normal else value * scale + loc
+
+    def deferred(self) -> Deferred | None:
+        is_scalar = self.loc.numel() == self.scale.numel() == 1
+        if type(self) is not RewardScaling or not is_scalar or self._env_pairs != [("reward", "reward")]:
+            return None
+
+        def apply(batch: TensorDictBase, starts: Tensor) -> None:
+            following = batch.get("next")
+            following.set("reward", self._apply_transform(following.get("reward")))
+
+        return Deferred(("reward",), None, apply)
 
     def _settings(self) -> dict[str, Any]:
         return {"loc": self.loc.tolist(), "scale": self.scale.tolist(), "standard_normal": self.standard_normal}

@@ -25,12 +25,10 @@ class _Stats(NamedTuple):
     mean: Tensor
     squares: Tensor
 
-    def is_finite(self) -> bool:
-        return math.isfinite(self.weight) and all(bool(part.isfinite().all()) for part in (self.mean, self.squares))
-
     def is_possible(self) -> bool:
-        """Whether these are, or once were, the statistics of some rows."""
-        return self.mean.shape == self.squares.shape and not self.weight <= 0 and not bool((self.squares < 0).any())
+        """Whether these can be the statistics of some rows."""
+        finite = math.isfinite(self.weight) and all(bool(part.isfinite().all()) for part in (self.mean, self.squares))
+        return finite and self.mean.shape == self.squares.shape and self.weight > 0 and bool((self.squares >= 0).all())
 
     def with_batch(self, batch: _Stats, decay: float) -> _Stats:
         """Both together, the old ones with `decay` of their weight (Chan, Golub and LeVeque's update)."""
@@ -60,9 +58,7 @@ class VecNorm(Transform):
 
     A row of an entry with a NaN or an infinity, or with a value whose square is too large for float64 (above 1e140), is
     left out of the statistics: `nonfinite` counts these rows, entry by entry, and the first one is warned of. It is
-    stored and normalised as any other; an entry of which nothing else has come is passed on as it is. A saved state
-    whose statistics are not finite, as earlier versions wrote them, is loaded without those of the entries concerned,
-    with a warning: they are learnt anew.
+    stored and normalised as any other; an entry of which nothing else has come is passed on as it is.
 
     Raises:
         RuntimeError: it has learnt nothing yet.
@@ -264,23 +260,15 @@ class VecNorm(Transform):
         return {"stats": known, "learns": self._learns, "nonfinite": list(self._nonfinite)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state; statistics that are not finite are left out, with a warning."""
-        saved = [None if one is None else _Stats(*one) for one in state.get("stats", [])]
-        known = [one if one is None or one.is_finite() else None for one in saved]
+        """Goes on from a saved state; `{}`: that of one that has learnt nothing."""
+        known = [None if one is None else _Stats(*one) for one in state.get("stats", [])]
         self._stats = known if any(one is not None for one in known) else None
-        self._learns = state.get("learns", self._learns)
-        self._nonfinite = list(state.get("nonfinite", [0] * len(self.in_keys)))  # earlier versions counted nothing
-        lost = [key for key, one, kept in zip(self.in_keys, saved, known, strict=False) if one is not kept]
-        if lost:
-            warnings.warn(
-                f"the saved statistics of VecNorm for {lost} are not finite, as a NaN or an infinity had come to an "
-                "earlier version: they are left out, and learnt anew",
-                stacklevel=2,
-            )
+        self._learns = state["learns"] if state else self._learns
+        self._nonfinite = list(state["nonfinite"]) if state else [0] * len(self.in_keys)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """Why a state cannot be loaded."""
-        n, counted = len(state["stats"]), len(state.get("nonfinite", state["stats"]))
+        n, counted = len(state["stats"]), len(state["nonfinite"])
         if n != len(self.in_keys) or counted != n:
             return [f"VecNorm has {len(self.in_keys)} in_keys here, {n} there"]
         saved = [(key, _Stats(*one)) for key, one in zip(self.in_keys, state["stats"], strict=True) if one is not None]

@@ -33,7 +33,7 @@ H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regio
 NEEDED = {
     "data/datasets/atomic_files.py": ["import ctypes"],
     "envs/gym_make.py": ["import importlib", "importlib.import_module"],
-    "processes/worker.py": ["import cloudpickle"],
+    "processes/worker.py": ["import pickle", "import cloudpickle"],
     "data/replay_buffers/buffer.py": [".__reduce_ex__"],
     "data/replay_buffers/storages/base.py": [".__reduce_ex__", ".__reduce_ex__"],
     "data/replay_buffers/storages/ensemble.py": ["self.__reduce_ex__", "object.__reduce_ex__"],
@@ -42,7 +42,7 @@ NEEDED = {
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.
 COMPUTED = {
     ("checkpoint/encoding.py", ""): "dtypes that stand there, at import",
-    ("data/replay_buffers/checkpointers/torchrl/folders.py", ""): "dtypes that stand there, at import",
+    ("interop/torchrl/files.py", ""): "dtypes that stand there, at import",
     ("store/episodes.py", "_query"): "the methods that call it",
     ("data/replay_buffers/reader.py", "_own"): "the constructor that calls it",
     ("transforms/base.py", "decisive"): "_decisive of the class",
@@ -108,16 +108,23 @@ def computed(tree: ast.AST) -> Iterator[str]:
     def visit(node: ast.AST, inside: str, known: set[str]) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef):
             inside, known = node.name, literals(node)
-        if isinstance(node, ast.Call):
-            function, name = name_of(node.func)[1], node.args[1] if len(node.args) > 1 else None
-            by_name = function in ("getattr", "setattr", "vars") and name is not None
-            unknown = by_name and not isinstance(name, ast.Constant) and ast.unparse(name) not in known
-            if function in ("globals", "locals") or unknown:
-                yield inside
+        if isinstance(node, ast.Call) and is_computed(node, known):
+            yield inside
         for child in ast.iter_child_nodes(node):
             yield from visit(child, inside, known)
 
     yield from visit(tree, "", literals(tree))
+
+
+def is_computed(call: ast.Call, known: set[str]) -> bool:
+    """Whether a call finds something by a name that is none of the strings in the code."""
+    function = name_of(call.func)[1]
+    if function in ("globals", "locals"):
+        return True
+    if function not in ("getattr", "setattr", "vars") or len(call.args) < 2:
+        return False
+    name = call.args[1]
+    return not isinstance(name, ast.Constant) and ast.unparse(name) not in known
 
 
 def literals(tree: ast.AST) -> set[str]:

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, tensorclass
 
+from contracts.programs import run_program
 from engram.data import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -262,6 +261,24 @@ def test_a_sampler_that_cannot_be_taken_over_says_which_parts_can(torchrl, rows,
     same(buffer, rows, name)
 
 
+def test_samplers_of_a_users_own_take_over_what_their_base_does_or_nothing(torchrl, rows, facts):
+    class OwnEpochs(SamplerWithoutReplacement):
+        pass
+
+    class Own:
+        def sample(self, storage, batch_size):
+            return torch.zeros(batch_size, dtype=torch.int64), {}
+
+    buffer = buffer_for("epoch-begun", sampler=OwnEpochs())
+    buffer.loads(torchrl / "epoch-begun")
+    assert buffer.sample()["index"].tolist() == facts["epoch-begun"]["then"][0]
+    buffer = buffer_for("tensor-partial", sampler=Own())
+    buffer.loads(torchrl / "tensor-partial")
+    same(buffer, rows, "tensor-partial")
+    with pytest.raises(ValueError, match="the sampler is a Own here, one without replacement was saved"):
+        buffer.loads(torchrl / "epoch-begun")
+
+
 def test_a_state_of_an_unknown_sampler_is_refused_and_the_rest_is_taken_over(torchrl, tmp_path, rows):
     saved = shutil.copytree(torchrl / "tensor-full", tmp_path / "saved")
     (saved / "sampler").mkdir()
@@ -401,5 +418,5 @@ def test_torchrl_is_not_imported(torchrl):
         "rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)\n"
         f"rb.loads({str(torchrl / 'flat-full-1')!r}); print(len(rb), 'torchrl.data' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_program(code)
     assert done.stdout.split() == ["10", "False"]

@@ -334,10 +334,10 @@ def test_a_state_is_loaded_where_the_weight_is_the_same(kind):
     kind(slice_len=2, strict_length=False, weight="steps").load_state_dict(state)
     with pytest.raises(ValueError, match="the sampler has weight='trajectories' here, 'steps' there"):
         kind(slice_len=2, strict_length=False).load_state_dict(state)
-    earlier = {name: value for name, value in state.items() if name != "weight"}
-    kind(slice_len=2, strict_length=False).load_state_dict(earlier)
-    with pytest.raises(ValueError, match="the sampler has weight='steps' here, 'trajectories' there"):
-        kind(slice_len=2, strict_length=False, weight="steps").load_state_dict(earlier)
+    without = {name: value for name, value in state.items() if name != "weight"}
+    for weight in ("trajectories", "steps"):
+        with pytest.raises(ValueError, match=f"the sampler has weight='{weight}' here, None there"):
+            kind(slice_len=2, strict_length=False, weight=weight).load_state_dict(without)
 
 
 def test_boundaries_of_a_dataset_are_weighed_by_step_too():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
+from contracts.pairwise import pairwise_product
 from engram.data import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
@@ -51,9 +52,7 @@ CHECKPOINTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("capacity", [10, 12])
-@pytest.mark.parametrize("checkpointer", CHECKPOINTERS)
-@pytest.mark.parametrize("how", SAVED)
+@pytest.mark.parametrize("how, checkpointer, capacity", pairwise_product(SAVED, CHECKPOINTERS, [10, 12]))
 def test_a_save_before_the_first_write_of_a_store_that_was_opened_again_cuts_where_that_write_does(
     tmp_path, how, checkpointer, capacity
 ):

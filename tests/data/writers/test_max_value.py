@@ -2,9 +2,6 @@
 
 import copy
 import math
-import os
-import subprocess
-import sys
 
 import hypothesis.strategies as st
 import pytest
@@ -12,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from tensordict import TensorDict
 
+from contracts.children import Signal
+from contracts.kills import killed_after
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -352,27 +351,18 @@ def test_it_says_what_it_is():
 
 @pytest.mark.deep
 def test_a_kill_while_rows_are_replaced_leaves_whole_rows(tmp_path):
-    code = f"""
-import torch
-from tensordict import TensorDict
-from engram.data import *
-rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(64, scratch_dir={str(tmp_path)!r}),
-                            writer=TensorDictMaxValueWriter("n"))
-n = 0
-while True:
-    i = torch.arange(n, n + 16)
-    rb.extend(TensorDict({{"n": i, "obs": i.unsqueeze(-1) + torch.arange(300.0)}}, [16]))
-    n += 16
-    if n == 1600:
-        print("busy", flush=True)
-"""
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ))
-    try:
-        assert child.stdout.readline()
-    finally:
-        child.kill()
-        child.wait()
-        child.stdout.close()
+    busy = Signal()
+
+    def replace_for_ever():
+        storage = LazyMemmapStorage(64, scratch_dir=tmp_path)
+        rb = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter("n"))
+        for first in range(0, 1 << 40, 16):
+            n = torch.arange(first, first + 16)
+            rb.extend(TensorDict({"n": n, "obs": n.unsqueeze(-1) + torch.arange(300.0)}, [16]))
+            if first == 1600:
+                busy.send()
+
+    killed_after(busy.wait, replace_for_ever)
     rb = TensorDictReplayBuffer.open(tmp_path, writer=TensorDictMaxValueWriter("n"))
     rows = rb[:]
     assert len(rows) == 64 and (rows["obs"] == rows["n"].unsqueeze(-1) + torch.arange(300.0)).all()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -298,7 +300,7 @@ class StoredSteps:
     def _read(self, lane: int, strand: int, start: int, stop: int) -> Any:
         store = self._storage.lanes.store
         times = lane * store.lane_capacity + torch.arange(start, stop) % store.lane_capacity
-        rows, gone, absent, _ = self._storage.read(times * store.strands + strand)
+        rows, gone, absent, _ = self._storage.read(times * store.envs + strand)
         if gone is not None or absent is not None:
             raise RuntimeError(
                 "another process overwrote steps before they were written to the dataset; let it pause, or write from "
@@ -440,20 +442,53 @@ def _pruned(batch: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
     return kept
 
 
+_SECONDS_APART = 0.1
+
+
 @contextmanager
 def progress_bar(what: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Gives a function that counts steps; the bar appears on standard error if that is a terminal, and `shown`."""
+    """Gives a function that counts steps; the count appears on standard error if that is a terminal, and `shown`.
+
+    It is a bar where rich is installed (`pip install "engram[progress]"`), else a line of text.
+    """
     if not shown:
         yield lambda steps: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        with _progress_line(what, total, sys.stderr) as advance:
+            yield advance
+        return
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda steps: bar.advance(task, steps)
+
+
+@contextmanager
+def _progress_line(what: str, total: int | None, screen: TextIO | None) -> Iterator[Callable[[int], None]]:
+    if screen is None or not screen.isatty():
+        yield lambda steps: None
+        return
+    line, count, next_time = "", 0, 0.0
+
+    def advance(steps: int) -> None:
+        nonlocal line, count, next_time
+        count += steps
+        if time.monotonic() < next_time:
+            return
+        next_time = time.monotonic() + _SECONDS_APART
+        line = f"{what}: {count:,} steps" if total is None else f"{what}: {count:,} of {total:,} steps"
+        print(f"\r{line}", end="", file=screen, flush=True)
+
+    advance(0)
+    try:
+        yield advance
+    finally:
+        print(f"\r{' ' * len(line)}\r", end="", file=screen, flush=True)
 
 
 _IDS_AT_ONCE = 1 << 20

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from engram.checkpoint.snapshot import save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
-from engram.data.replay_buffers.checkpointers.opening import as_damage, open_saved
 from engram.errors import CheckpointMisfitError, differences_of
+from engram.interop.open import Part, Receiver, as_damage, open_saved
 from engram.transforms.compose import Compose
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def adopt(
             if fill is not None and not fills_first:
                 fill()
                 before.filled = True
-            _join(buffer, wanted, rows_too=fill is not None)
+            _join(buffer, rows_too=fill is not None)
         except BaseException:
             before.bring_back()
             raise
@@ -58,7 +58,7 @@ def adopt(
 def take_over(buffer: Any, wanted: dict[str, Any]) -> None:
     """Brings a new buffer, which has its rows already, to these states of its parts."""
     _load_parts(buffer, wanted)
-    _join(buffer, wanted, rows_too=True)
+    _join(buffer, rows_too=True)
 
 
 def _load_parts(buffer: Any, wanted: dict[str, Any]) -> None:
@@ -79,22 +79,13 @@ def _load_transforms(transform: Compose, state: dict[str, Any] | None) -> None:
         transform.load_state_dict(state)
 
 
-def _join(buffer: Any, wanted: dict[str, Any], rows_too: bool) -> None:
+def _join(buffer: Any, rows_too: bool) -> None:
     """Brings rows and parts together."""
     storage, sampler = buffer.storage, buffer.sampler
-    if "numbers" in wanted:  # states in memory have them with the rows
-        numbers = wanted["numbers"]
-        storage.restore_numbers(_of_earlier_versions(wanted) if numbers is None else numbers, rows_too)
     if rows_too:
         storage._rebase_sampler(sampler)
     if hasattr(sampler, "follow"):
         sampler.follow(storage)
-
-
-def _of_earlier_versions(wanted: dict[str, Any]) -> Any:
-    """Numbers of replaced rows, which are the storage's, as writers that keep the best once saved them."""
-    state = wanted["writer"]["state"] if "writer" in wanted else None
-    return state.get("numbers") if isinstance(state, dict) else None
 
 
 class _Before:
@@ -305,9 +296,9 @@ def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any
 
 def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
     """Saves every part as one snapshot. The caller holds the buffer still."""
-    components = _components(buffer)
-    with buffer.storage._consistent_view() as source:
-        save_snapshot(path, components, (buffer.storage.checkpointer, source), keep_last=keep_last)
+    components, storage = _components(buffer), buffer.storage
+    with storage._consistent_view() as source:
+        save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
 
 
 def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
@@ -333,7 +324,6 @@ def _components(buffer: SavedBuffer) -> dict[str, Any]:
         "writer": {"kind": type(buffer.writer).__name__, "state": states["writer"]},
         "transform": {"state": states["transform"]},
         "generator": {"state": states["generator"]},
-        "numbers": buffer.storage.numbers_state(),
     }
 
 
@@ -343,10 +333,8 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
     storage, with_rows = buffer.storage, "storage" in parts
-    with open_saved(path, snapshot) as saved:
-        wanted, said = saved.wanted(parts, {"sampler": buffer.sampler, "writer": buffer.writer, "storage": storage})
-        if with_rows or "writer" in parts:
-            wanted["numbers"] = saved.numbers()
+    with open_saved(path, snapshot, _receiver(buffer)) as saved:
+        wanted, said = saved.part_states(parts)
         said += _differences(buffer, wanted, saved.malformed)
         if not said:
             _check_states(buffer, wanted, saved.malformed)
@@ -357,6 +345,17 @@ def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[st
         with storage._exclusive("loads") if with_rows else storage.mutex:
             fill = storage._prepare_load(saved) if with_rows else None
             adopt(buffer, wanted, fill, saved.malformed)
+
+
+def _receiver(buffer: SavedBuffer) -> Receiver:
+    """The buffer, as another library's directory is read for it."""
+
+    def part(name: str) -> Part:
+        owner = {"sampler": buffer.sampler, "writer": buffer.writer}[name]
+        state = owner.state_dict() if hasattr(owner, "state_dict") else {}
+        return Part(tuple(kind.__name__ for kind in type(owner).__mro__), state)
+
+    return Receiver(buffer.storage, getattr(buffer.writer, "index_key", None), part)
 
 
 def _misfits(check: Callable[[], None]) -> list[str]:
@@ -378,8 +377,11 @@ def _state_of(buffer: SavedBuffer) -> dict[str, Any]:
 
 def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     """Takes over what `state_of` gave."""
+    missing = [f"it has no {part}" for part in (*PARTS, "transform") if part not in state]
+    if missing:
+        raise CheckpointMisfitError("the state does not fit this buffer", missing)
     wanted = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
-    wanted["transform"] = {"state": state.get("transform")}
+    wanted["transform"] = {"state": state["transform"]}
     said = _differences(buffer, wanted) + _misfits(lambda: buffer.storage._check_state(state["storage"]))
     if said:
         raise CheckpointMisfitError("the state does not fit this buffer", said)
@@ -416,5 +418,4 @@ def _check_states(buffer: SavedBuffer, wanted: dict[str, Any], malformed: Malfor
     with looking_at(None, malformed):
         if "generator" in wanted:
             buffer.check_generator(wanted["generator"]["state"])
-        buffer.storage.check_numbers(wanted.get("numbers"))
     check_sampler(buffer, wanted, malformed)

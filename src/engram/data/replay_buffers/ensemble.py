@@ -129,7 +129,7 @@ class EnsembleReader:
     def _read_at_once(self, drawn: list[_Drawn], ids: list[int], numbers: bool) -> tuple[Any, dict[str, Any]] | None:
         """Straight into one batch; None where it takes more than that."""
         readers = [self.readers[i] for i in ids]
-        joint = _joint_index([one[0] for one in drawn], ids)
+        joint = _native.joint_index([one[0] for one in drawn], ids)
         if joint is None:
             return None
         index, buffer_ids = joint
@@ -264,16 +264,6 @@ def _rejoin(whole: TensorDict, before: list[dict[str, Any]], after: list[Any]) -
         else:
             mine[key] = torch.stack(values)
     return True
-
-
-def _joint_index(drawn: list[Any], ids: list[int]) -> tuple[Tensor, Tensor] | None:
-    """Slots and members as int64 [members, rows]; None where they are no slots, or not as many of each."""
-    if _native.has_exchange():
-        joint: Any = _native.joint_index(drawn, ids)
-        return joint  # type: ignore[no-any-return]
-    if any(type(slots) is not Tensor or slots.ndim != 1 or slots.shape != drawn[0].shape for slots in drawn):
-        return None
-    return torch.stack(drawn), ids_of(ids, len(drawn[0]))
 
 
 def _exactly(reader: Reader, n: int) -> _Drawn:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from engram.checkpoint.protocols import StorageCheckpointerBase
+from engram.checkpoint.protocols import RestorePlan, SavePlan, StorageCheckpointerBase
 from engram.checkpoint.reader import SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
 from engram.errors import CheckpointMisfitError, differences_of
@@ -35,47 +35,67 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase[Parts, Parts]):
 
     register_load_hook = register_save_hook
 
-    def nbytes(self, source: Parts, previous: dict[str, Any] | None = None) -> int:
-        parts = source.parts()
-        before = _before(parts, previous)
-        return sum(one.nbytes(storage, old) for (one, storage), old in zip(parts, before, strict=True))
+    def plan_save(self, source: Parts, previous: dict[str, Any] | None = None) -> SavePlan:
+        return _EnsembleSavePlan(source.parts(), previous)
 
-    def dumps(self, source: Parts, writer: SnapshotWriter, previous: dict[str, Any] | None = None) -> dict[str, Any]:
-        parts, members = source.parts(), []
-        for i, ((checkpointer, storage), old) in enumerate(zip(parts, _before(parts, previous), strict=True)):
-            state = checkpointer.dumps(storage, _Folder(writer, i), old)  # type: ignore[arg-type]
-            members.append({"format": checkpointer.format, "state": state})
+    def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[Parts]:
+        return _EnsembleRestorePlan(reader, state)
+
+
+class _EnsembleSavePlan:
+    """One save of every member."""
+
+    def __init__(self, parts: list[Part], previous: dict[str, Any] | None) -> None:
+        self._formats = [checkpointer.format for checkpointer, _ in parts]
+        before = _before(parts, previous)
+        self._plans = [one.plan_save(storage, old) for (one, storage), old in zip(parts, before, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plan.nbytes for plan in self._plans)
+
+    def write(self, writer: SnapshotWriter) -> dict[str, Any]:
+        states = [plan.write(_Folder(writer, i)) for i, plan in enumerate(self._plans)]  # type: ignore[arg-type]
+        members = [{"format": name, "state": state} for name, state in zip(self._formats, states, strict=True)]
         return {"members": members}
 
-    def check(self, sink: Parts, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        parts, saved = sink.parts(), _members(reader, state)
-        if len(parts) != len(saved):
-            raise CheckpointMisfitError(_MISFIT, [f"{len(parts)} members here, {len(saved)} there"])
-        said: list[str] = []
-        for i, ((checkpointer, storage), one) in enumerate(zip(parts, saved, strict=True)):
-            if checkpointer.format != one["format"]:
-                said.append(
-                    f"member {i} was saved as {one['format']!r}, its checkpointer reads {checkpointer.format!r}"
+
+class _EnsembleRestorePlan:
+    """What a snapshot says of every member; a member's own plan is made with the checkpointer that reads it."""
+
+    def __init__(self, reader: SnapshotReader, state: dict[str, Any]) -> None:
+        self._reader, self._members = reader, _members(reader, state)
+        self._plans: dict[int, tuple[Any, RestorePlan[Any]]] = {}
+
+    def check(self, sink: Parts) -> None:
+        parts = sink.parts()
+        if len(parts) != len(self._members):
+            raise CheckpointMisfitError(_MISFIT, [f"{len(parts)} members here, {len(self._members)} there"])
+        differences: list[str] = []
+        for i, ((checkpointer, storage), member) in enumerate(zip(parts, self._members, strict=True)):
+            if checkpointer.format != member["format"]:
+                differences.append(
+                    f"member {i} was saved as {member['format']!r}, its checkpointer reads {checkpointer.format!r}"
                 )
                 continue
             try:
-                checkpointer.check(storage, _Folder(reader, i), one["state"])  # type: ignore[arg-type]
+                self._plan(i, checkpointer).check(storage)
             except MalformedLayoutError:
                 raise
             except ValueError as error:
-                said += [f"member {i}: {what}" for what in differences_of(error)]
-        if said:
-            raise CheckpointMisfitError(_MISFIT, said)
+                differences += [f"member {i}: {what}" for what in differences_of(error)]
+        if differences:
+            raise CheckpointMisfitError(_MISFIT, differences)
 
-    def loads(self, sink: Parts, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        self.check(sink, reader, state)
+    def load(self, sink: Parts) -> None:
+        self.check(sink)
         if any(len(storage) for _, storage in sink.parts()):
             # One damaged file must leave every member as it was.
-            reader.check(name for name in reader.files if name.startswith(_FOLDER))
+            self._reader.check(name for name in self._reader.files if name.startswith(_FOLDER))
         loaded = []
         try:
-            for i, ((checkpointer, storage), one) in enumerate(zip(sink.parts(), _members(reader, state), strict=True)):
-                checkpointer.loads(storage, _Folder(reader, i), one["state"])  # type: ignore[arg-type]
+            for i, (checkpointer, storage) in enumerate(sink.parts()):
+                self._plan(i, checkpointer).load(storage)
                 loaded.append(storage)
         except BaseException:
             for storage in loaded:
@@ -83,9 +103,16 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase[Parts, Parts]):
                 (getattr(storage, "abort_restore", None) or storage.empty)()
             raise
 
+    def _plan(self, i: int, checkpointer: StorageCheckpointerBase[Any, Any]) -> RestorePlan[Any]:
+        """What was saved of a member, as this checkpointer reads it."""
+        if i not in self._plans or self._plans[i][0] is not checkpointer:
+            folder: Any = _Folder(self._reader, i)
+            self._plans[i] = checkpointer, checkpointer.plan_restore(folder, self._members[i]["state"])
+        return self._plans[i][1]
+
 
 def _before(parts: list[Part], previous: dict[str, Any] | None) -> list[dict[str, Any] | None]:
-    """What each member's checkpointer said of the snapshot in force."""
+    """The state that each member's checkpointer saved in the current snapshot."""
     saved = previous.get("members") if previous is not None else None
     if not isinstance(saved, list) or len(saved) != len(parts):
         return [None] * len(parts)
@@ -110,8 +137,8 @@ class _Folder:
         self._snapshot.write_file(self._below + name, blocks)
 
     def written_by_path(self, name: str) -> AbstractContextManager[str]:
-        made: AbstractContextManager[str] = self._snapshot.written_by_path(self._below + name)
-        return made
+        path: AbstractContextManager[str] = self._snapshot.written_by_path(self._below + name)
+        return path
 
     def reuse(self, *names: str) -> bool:
         return bool(self._snapshot.reuse(*(self._below + name for name in names)))
@@ -134,8 +161,8 @@ class _Folder:
     def read_into(self, name: str, buffer: Any) -> None:
         self._snapshot.read_into(self._below + name, buffer)
 
-    def ask_for(self, name: str) -> None:
-        self._snapshot.ask_for(self._below + name)
+    def read_ahead(self, name: str) -> None:
+        self._snapshot.read_ahead(self._below + name)
 
     def check(self, names: Iterable[str] | None = None) -> None:
         self._snapshot.check(self._below + name for name in (self.files if names is None else names))
@@ -144,8 +171,8 @@ class _Folder:
         return str(self._snapshot.path(self._below + name))
 
     def malformed(self, reason: str) -> Exception:
-        made: Exception = self._snapshot.malformed(f"{self._below}: {reason}")
-        return made
+        error: Exception = self._snapshot.malformed(f"{self._below}: {reason}")
+        return error
 
 
 def _members(reader: SnapshotReader, state: dict[str, Any]) -> list[dict[str, Any]]:

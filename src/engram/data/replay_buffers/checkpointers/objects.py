@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from engram._system import check_memory
 from engram.checkpoint.directory import from_json, to_json
-from engram.checkpoint.encoding import CODECS, Blobs, decode, encode
-from engram.checkpoint.protocols import ItemSink, ItemSource, StorageCheckpointerBase, apply_hooks
+from engram.checkpoint.encoding import CODECS, EncodedArrays, decode, encode
+from engram.checkpoint.protocols import (
+    Hook,
+    ItemSink,
+    ItemSource,
+    RestorePlan,
+    SavePlan,
+    StorageCheckpointerBase,
+    apply_hooks,
+)
 from engram.checkpoint.reader import JSON_AS_OBJECTS, SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
-from engram.data.replay_buffers.checkpointers.rows import Unchanged
-from engram.store.counters import Counters
+from engram.data.replay_buffers.checkpointers.rows import ReusableChunks
+from engram.store.counters import Counters, check_sequences
 
 ITEMS_PER_CHUNK = 4096
 
@@ -27,63 +34,88 @@ class ListStorageCheckpointer(StorageCheckpointerBase[ItemSource, ItemSink]):
     format = "items"
     needs = "items"
 
-    def nbytes(self, source: ItemSource, previous: dict[str, Any] | None = None) -> int:
-        # encoded twice, once here: the encoding only refers to arrays, and a full disk is better known before
-        kept = self._kept(source, previous)
-        return sum(len(text) + blobs.nbytes for _, text, blobs in self._chunks(source, kept) if blobs is not None)
+    def plan_save(self, source: ItemSource, previous: dict[str, Any] | None = None) -> SavePlan:
+        return _ItemSavePlan(source, self.save_hooks, previous)
 
-    def dumps(
-        self, source: ItemSource, writer: SnapshotWriter, previous: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        numbers = []
-        for number, text, blobs in self._chunks(source, self._kept(source, previous), writer):
-            if blobs is not None:
-                writer.write_file(_text_file(number), [text])
-                writer.write_file(_blob_file(number), blobs.blocks())
-            numbers.append(number)
-        counters = from_json(to_json(source.counters()))
-        return {"counters": counters, "chunks": numbers, "identity": None if self.save_hooks else source.identity()}
+    def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[ItemSink]:
+        return _ItemRestorePlan(self.load_hooks, reader, state)
 
-    def _kept(self, source: ItemSource, previous: dict[str, Any] | None) -> set[int]:
-        """Chunks of the snapshot in force that hold what they would hold now."""
-        unchanged = Unchanged(source, previous, {})
-        if previous is None or self.save_hooks or not unchanged.any:
-            return set()
-        before, now = _cuts(Counters(previous["counters"])), _cuts(Counters(source.counters()))
-        return {c for c in now if before.get(c) == now[c] and unchanged.holds(0, *now[c])}
 
-    def check(self, sink: ItemSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        counters, _ = _checked(reader, state)
-        sink.check_restore(counters)
+class _ItemSavePlan:
+    """One save of items: the chunks that hold them, and which of these the current snapshot has already."""
 
-    def loads(self, sink: ItemSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        counters, numbers = _checked(reader, state)
-        sink.check_restore(counters)
-        items = [item for number in numbers for item in _read(reader, number)]
-        if len(items) != Counters(counters).rows:
-            raise reader.malformed(f"its files hold {len(items)} items, its counters say {Counters(counters).rows}")
-        sink.restore_items([apply_hooks(self.load_hooks, item) for item in items], counters)
-
-    def _chunks(
-        self, source: ItemSource, kept: set[int], writer: SnapshotWriter | None = None
-    ) -> Iterator[tuple[int, bytes, Blobs | None]]:
-        """Number, JSON and arrays of each chunk; no arrays for a chunk that is taken over (by `writer`)."""
-        items, counters = source.items(), Counters(source.counters())
-        if counters.lanes != 1 or counters.rows != len(items):
+    def __init__(self, source: ItemSource, hooks: list[Hook], previous: dict[str, Any] | None) -> None:
+        self._hooks, self._items, self._sequences = hooks, source.items(), source.sequences()
+        identity = None if hooks else source.identity()
+        self._counters, self._identity = from_json(to_json([source.counters(), identity]))
+        counters = Counters(self._counters)
+        if counters.lanes != 1 or counters.rows != len(self._items):
             raise ValueError(
-                f"the storage gave {len(items)} items, its counters say {counters.rows} in {counters.lanes} lanes"
+                f"the storage gave {len(self._items)} items, its counters say {counters.rows} in {counters.lanes} lanes"
             )
-        first = counters.first(0)
-        for number, (begin, end) in _cuts(counters).items():
-            if number in kept and (writer is None or _taken_over(writer, number)):
-                yield number, b"", None
-                continue
-            blobs = Blobs()
-            tree = [self._encode(items[w - first], w - first, blobs) for w in range(begin, end)]
-            yield number, to_json(tree), blobs
+        self._first, self._cuts = counters.first(0), _cuts(counters)
+        self._reusable = set() if identity is None or previous is None else self._find_reusable(source, previous)
+        # Encoded here for its size and again to be written: an encoding only refers to arrays, but its text would
+        # have to be kept, and a full disk is better known before.
+        encoded = [self._encode(number) for number in self._cuts if number not in self._reusable]
+        self.nbytes = sum(len(text) + arrays.nbytes for text, arrays in encoded)
 
-    def _encode(self, item: Any, index: int, blobs: Blobs) -> Any:
-        return encode(apply_hooks(self.save_hooks, item), blobs, CODECS, place=f"item {index}")
+    def _find_reusable(self, source: ItemSource, previous: dict[str, Any]) -> set[int]:
+        """Chunks of the current snapshot that hold what they would hold now."""
+        reusable = ReusableChunks(source, previous, {})
+        if not reusable.any:
+            return set()
+        before = _cuts(Counters(previous["counters"]))
+        return {c for c, cut in self._cuts.items() if before.get(c) == cut and reusable.unchanged(0, *cut)}
+
+    def write(self, writer: SnapshotWriter) -> dict[str, Any]:
+        for number in self._cuts:
+            if number in self._reusable and writer.reuse(_text_file(number), _blob_file(number)):
+                continue
+            text, arrays = self._encode(number)
+            writer.write_file(_text_file(number), [text])
+            writer.write_file(_blob_file(number), arrays.blocks())
+        return {"counters": self._counters, "chunks": list(self._cuts), "identity": self._identity}
+
+    def _encode(self, number: int) -> tuple[bytes, EncodedArrays]:
+        """JSON and arrays of a chunk."""
+        arrays, (begin, end) = EncodedArrays(), self._cuts[number]
+        tree = [self._encode_item(w - self._first, arrays) for w in range(begin, end)]
+        own = self._sequences[begin - self._first : end - self._first]
+        return to_json({"items": tree, "sequences": own if any(own) else None}), arrays
+
+    def _encode_item(self, index: int, arrays: EncodedArrays) -> Any:
+        return encode(apply_hooks(self._hooks, self._items[index]), arrays, CODECS, place=f"item {index}")
+
+
+class _ItemRestorePlan:
+    """What a snapshot says of its items, checked to be possible."""
+
+    def __init__(self, hooks: list[Hook], reader: SnapshotReader, state: dict[str, Any]) -> None:
+        self._hooks, self._reader = hooks, reader
+        try:
+            self._counters, self._numbers = state["counters"], state["chunks"]
+            counters = Counters(self._counters)
+            if counters.lanes != 1 or not all(type(number) is int and number >= 0 for number in self._numbers):
+                raise ValueError("there is one lane, and chunks have numbers")
+        except (KeyError, TypeError, ValueError) as error:
+            raise reader.malformed(f"its description of the items is malformed ({error!r})") from error
+        self._count = counters.rows
+
+    def check(self, sink: ItemSink) -> None:
+        sink.check_restore(self._counters)
+
+    def load(self, sink: ItemSink) -> None:
+        self.check(sink)
+        items: list[Any] = []
+        sequences: list[int] = []
+        for number in self._numbers:
+            of_chunk, own = _read(self._reader, number)
+            items += of_chunk
+            sequences += own
+        if len(items) != self._count:
+            raise self._reader.malformed(f"its files hold {len(items)} items, its counters say {self._count}")
+        sink.restore_items([apply_hooks(self._hooks, item) for item in items], self._counters, sequences)
 
 
 def _cuts(counters: Counters) -> dict[int, tuple[int, int]]:
@@ -93,34 +125,23 @@ def _cuts(counters: Counters) -> dict[int, tuple[int, int]]:
     return {c: (max(first, c * ITEMS_PER_CHUNK), min(stop, (c + 1) * ITEMS_PER_CHUNK)) for c in numbers}
 
 
-def _taken_over(writer: SnapshotWriter, number: int) -> bool:
-    return writer.reuse(_text_file(number), _blob_file(number))
-
-
-def _checked(reader: SnapshotReader, state: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    try:
-        counters, numbers = state["counters"], state["chunks"]
-        if Counters(counters).lanes != 1 or not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError("there is one lane, and chunks have numbers")
-    except (KeyError, TypeError, ValueError) as error:
-        raise reader.malformed(f"its description of the items is malformed ({error!r})") from error
-    return counters, numbers
-
-
-def _read(reader: SnapshotReader, number: int) -> list[Any]:
+def _read(reader: SnapshotReader, number: int) -> tuple[list[Any], list[int]]:
+    """The items of a chunk, and the sequences that they carry."""
     check_memory(JSON_AS_OBJECTS * reader.nbytes(_text_file(number)), _text_file(number))
     text = np.empty(reader.nbytes(_text_file(number)), np.uint8)
     reader.read_into(_text_file(number), text)
     try:
         tree = from_json(text.tobytes())
         with reader.open(_blob_file(number)) as file:
-            items = decode(tree, file, CODECS)
+            items = decode(tree["items"], file, CODECS)
             file.finish()
-    except ValueError as error:
+        if not isinstance(items, list):
+            raise ValueError("its items are not a list")
+        own = [0] * len(items) if tree["sequences"] is None else tree["sequences"]
+        check_sequences(own, len(items))
+    except (KeyError, TypeError, ValueError) as error:
         raise reader.malformed(f"{_text_file(number)}: {error}") from error
-    if not isinstance(items, list):
-        raise reader.malformed(f"{_text_file(number)} is not a list")
-    return items
+    return items, own
 
 
 def _text_file(number: int) -> str:

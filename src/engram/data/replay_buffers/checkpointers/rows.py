@@ -1,24 +1,34 @@
-"""How the rows of a chunk lie in its file: as they are, or every observation once (`flat`, `nested`)."""
+"""Codecs for the rows of a chunk: as they are, or every observation once (`flat`, `nested`)."""
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from engram.checkpoint.directory import from_json, to_json
-from engram.checkpoint.protocols import Hook, Rows, RowSink, RowSource, StorageCheckpointerBase, apply_hooks
+from engram.checkpoint.directory import to_json
+from engram.checkpoint.protocols import (
+    Hook,
+    RestorePlan,
+    Rows,
+    RowSink,
+    RowSource,
+    SavePlan,
+    StorageCheckpointerBase,
+    apply_hooks,
+)
 from engram.checkpoint.reader import THREADS, SnapshotReader, in_parallel
 from engram.checkpoint.writer import Block, SnapshotWriter
 from engram.errors import CorruptCheckpointError
 from engram.store.counters import Counters
-from engram.store.layout import LeafSpec
+from engram.store.layout import LayoutState, LeafSpec
 from engram.ted import codec as ted_codec
 from engram.ted.codec import Column, Positions
 
@@ -26,10 +36,10 @@ Details = tuple[int, ...]
 WHOLE = -1  # in place of a number of values: every value is there
 
 
-class Packing(Protocol):
-    """Makes the content of a chunk's file of its rows, and the rows of the content.
+class ChunkCodec(Protocol):
+    """Encodes the rows of a chunk as the content of its file, and decodes them.
 
-    `details` are numbers that stand beside a chunk in the manifest; with them the size of its file is known.
+    `details` are numbers that the manifest has for a chunk; the size of its file follows from them.
     """
 
     @property
@@ -49,7 +59,7 @@ class Packing(Protocol):
         """Rows `[strands, steps, row_bytes]`, valid as long as `content` is; ValueError when they cannot be."""
 
 
-class RawPacking:
+class RawChunkCodec:
     """Rows as they are."""
 
     def __init__(self, row_bytes: int) -> None:
@@ -70,8 +80,8 @@ class RawPacking:
         return content.reshape(strands, steps, self.row_bytes)
 
 
-class Sections:
-    """Takes the content of a file apart, front to back."""
+class SectionReader:
+    """Reads the sections of a file's content, from start to end."""
 
     def __init__(self, content: Rows) -> None:
         self._content, self._at = content, 0
@@ -82,17 +92,17 @@ class Sections:
 
     def positions(self, count: int, below: int) -> Positions:
         """int64 [count]: rising positions of steps; a ValueError says that they are not."""
-        found = self._take(4 * count).view("<u4").astype(np.int64)
-        if count and (found[-1] >= below or (np.diff(found) <= 0).any()):
+        positions = self._take(4 * count).view("<u4").astype(np.int64)
+        if count and (positions[-1] >= below or (np.diff(positions) <= 0).any()):
             raise ValueError("positions of steps do not rise, or go beyond the last step")
-        return found
+        return positions
 
     def _take(self, nbytes: int) -> Rows:
-        taken = self._content[self._at : self._at + nbytes]
-        if len(taken) != nbytes:
+        section = self._content[self._at : self._at + nbytes]
+        if len(section) != nbytes:
             raise ValueError("its content is shorter than its details say")
         self._at += nbytes
-        return taken
+        return section
 
 
 def positions_block(positions: Positions) -> Block:
@@ -117,7 +127,7 @@ def pack_values(column: Column) -> tuple[int, list[Block]]:
     return len(starts), [positions_block(starts), column[starts]]
 
 
-def unpack_values(sections: Sections, nbytes: int, count: int, n: int) -> Column:
+def unpack_values(sections: SectionReader, nbytes: int, count: int, n: int) -> Column:
     """The column of n steps that `pack_values` packed."""
     if count == WHOLE:
         return sections.values(n, nbytes)
@@ -129,36 +139,34 @@ def section_bytes(nbytes: int, count: int, n: int) -> int:
     return n * nbytes if count == WHOLE else count * (4 + nbytes)
 
 
-class Identified(Protocol):
-    """A storage that can say what of it has changed."""
+class TracksChanges(Protocol):
+    """A storage that can say which of its rows were changed in place."""
 
     def identity(self) -> dict[str, Any]: ...
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None: ...
 
 
-class Unchanged:
-    """Rows that have not changed since a snapshot: the same store, and no edit in between.
+class ReusableChunks:
+    """Tells which rows have not changed since a snapshot: the same store, and no edit in between.
+
+    `any` is False where none can be told to be unchanged.
 
     Args:
         source: the storage that is being saved.
-        previous: what its checkpointer returned for the snapshot in force.
+        previous: what its checkpointer returned for the current snapshot.
         same: entries of `previous` that must be as they are now: the layout, how rows are cut, the hooks.
     """
 
-    def __init__(self, source: Identified, previous: dict[str, Any] | None, same: dict[str, Any]) -> None:
-        self._edited: set[tuple[int, int]] = set()
-        self.any = previous is not None and all(previous.get(key) == value for key, value in same.items())
+    def __init__(self, source: TracksChanges, previous: dict[str, Any] | None, same: dict[str, Any]) -> None:
         since = None if previous is None else previous.get("identity")
-        if self.any and isinstance(since, dict):
-            edited = source.edited(since)
-            self.any = edited is not None
-            self._edited = set(edited or ())
-        else:
-            self.any = False
+        comparable = previous is not None and isinstance(since, dict) and same.items() <= previous.items()
+        edited = source.edited(since) if comparable and since is not None else None
+        self.any = edited is not None
+        self._edited = set(edited or ())
 
-    def holds(self, lane: int, start: int, stop: int) -> bool:
-        """Whether none of these write numbers was changed."""
-        return self.any and not any(e[0] == lane and start <= e[1] < stop for e in self._edited)
+    def unchanged(self, lane: int, start: int, stop: int) -> bool:
+        """Whether no row of the lane with a write number from `start` to `stop` was changed."""
+        return self.any and not (self._edited and any(e[0] == lane and start <= e[1] < stop for e in self._edited))
 
 
 CHUNK_BYTES = 1 << 24
@@ -179,9 +187,9 @@ class Chunk:
     @classmethod
     def read(cls, entry: list[Any]) -> Chunk:
         """What `entry` gave; ValueError or TypeError where it is not that."""
-        if any(type(detail) is not int for detail in entry[4:]):
-            raise ValueError(f"{entry!r} does not describe a chunk")
-        lane, number, start, stop = map(natural, entry[:4])
+        lane, number, start, stop = entry[:4]
+        if {*map(type, entry)} != {int} or min(entry[:4]) < 0:
+            raise ValueError(f"{entry!r:.80} does not describe a chunk")
         return cls(lane, number, start, stop, tuple(entry[4:]))
 
     @property
@@ -207,104 +215,21 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
     needs = "read_block"
 
     @abstractmethod
-    def _packing(self, layout: dict[str, Any]) -> Packing:
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
         """How rows of this layout are written; ValueError when they cannot be."""
 
     @abstractmethod
-    def _saved_packing(self, layout: dict[str, Any], state: dict[str, Any]) -> Packing:
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
         """How they were written; KeyError, TypeError or ValueError when `state` does not say it."""
 
-    def nbytes(self, source: RowSource, previous: dict[str, Any] | None = None) -> int:
-        layout = source.layout_state()
+    def plan_save(self, source: RowSource, previous: dict[str, Any] | None = None) -> SavePlan:
+        layout, counters = source.layout_state(), source.counters()
         if layout is None:
-            return 0
-        packing = self._packing(layout)
-        known, said = Counters(source.counters()), self._said(source, layout, packing)
-        kept = self._kept(source, known, said, previous)
-        new = [c for c in cut(known, said["rows_per_chunk"]) if c.place not in kept]
-        return sum(c.stop - c.start for c in new) * known.envs * packing.row_bytes
+            return _NothingToSave(json_copy(counters))
+        return _RowSavePlan(self, source, layout, counters, previous)
 
-    def dumps(
-        self, source: RowSource, writer: SnapshotWriter, previous: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        layout, counters = json_copy(source.layout_state()), json_copy(source.counters())
-        if layout is None:
-            return {"layout": None, "counters": counters, "rows_per_chunk": 0, "chunks": []}
-        packing = self._packing(layout)
-        known, said = Counters(counters), self._said(source, layout, packing)
-        kept = self._kept(source, known, said, previous)
-        written = []
-        for chunk in cut(known, said["rows_per_chunk"]):
-            old = kept.get(chunk.place)
-            if old is not None and writer.reuse(old.file):
-                chunk = old  # it may begin with rows that exist no longer
-            else:
-                rows = read_rows(source, chunk, known.envs, layout["row_bytes"], self.save_hooks)
-                details, blocks = packing.pack(rows, cuts_of(counters["lanes"][chunk.lane], chunk))
-                writer.write_file(chunk.file, blocks)
-                chunk = replace(chunk, details=details)
-            written.append(chunk.entry)
-        # Other processes may have overwritten the oldest rows before they were read.
-        counters = json_copy(source.counters())
-        left = Counters(counters)
-        return {**said, "counters": counters, "chunks": [c for c in written if c[3] > left.first(c[0])]}
-
-    def _said(self, source: RowSource, layout: dict[str, Any], packing: Packing) -> dict[str, Any]:
-        per_number = Counters(source.counters()).envs * layout["row_bytes"]
-        return {
-            **packing.state(),
-            "layout": layout,
-            "rows_per_chunk": rows_per_chunk(per_number),
-            # A hook may change any byte: what was written with one cannot be told from what would be written now.
-            "identity": None if self.save_hooks else json_copy(source.identity()),
-        }
-
-    def _kept(
-        self, source: RowSource, known: Counters, said: dict[str, Any], previous: dict[str, Any] | None
-    ) -> dict[tuple[int, int], Chunk]:
-        """Chunks of the snapshot in force, by lane and number, that hold all rows of theirs that exist now."""
-        if said["identity"] is None or previous is None:
-            return {}
-        unchanged = Unchanged(source, previous, {k: said[k] for k in said if k != "identity"})
-        try:
-            found = [Chunk.read(entry) for entry in previous["chunks"]] if unchanged.any else []
-        except (KeyError, TypeError, ValueError):
-            return {}
-        now = {c.place: c for c in cut(known, said["rows_per_chunk"])}
-        return {
-            old.place: old
-            for old in found
-            if (new := now.get(old.place)) is not None
-            and old.stop == new.stop
-            and unchanged.holds(new.lane, new.start, new.stop)
-        }
-
-    def check(self, sink: RowSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        plan = _Plan(reader, state, self._saved_packing)
-        sink.check_restore(plan.layout, plan.counters)
-
-    def loads(self, sink: RowSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        plan = _Plan(reader, state, self._saved_packing)
-        sink.check_restore(plan.layout, plan.counters)
-        if len(sink):
-            in_parallel((functools.partial(plan.rows, c) for c in plan.asked_for()), THREADS)
-        sink.begin_restore(plan.layout, plan.counters)
-        try:
-            # Hooks see the blocks in their order, and run in the thread that holds the buffer's locks; without any,
-            # several files are read, hashed and copied at once.
-            if self.load_hooks:
-                for chunk in plan.asked_for():
-                    self._load(sink, plan, chunk)
-            else:
-                in_parallel((functools.partial(self._load, sink, plan, c) for c in plan.asked_for()), THREADS)
-            sink.end_restore()
-        except BaseException:
-            sink.abort_restore()
-            raise
-
-    def _load(self, sink: RowSink, plan: _Plan, chunk: Chunk) -> None:
-        start, rows = plan.rows(chunk)
-        sink.write_block(chunk.lane, start, hooked(self.load_hooks, rows))
+    def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[RowSink]:
+        return _RowRestorePlan(self, reader, state)
 
 
 class TensorStorageCheckpointer(ChunkedStorageCheckpointer):
@@ -312,82 +237,180 @@ class TensorStorageCheckpointer(ChunkedStorageCheckpointer):
 
     format = "rows"
 
-    def _packing(self, layout: dict[str, Any]) -> Packing:
-        return RawPacking(layout["row_bytes"])
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
+        return RawChunkCodec(layout["row_bytes"])
 
-    def _saved_packing(self, layout: dict[str, Any], state: dict[str, Any]) -> Packing:
-        return RawPacking(natural(layout["row_bytes"]))
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
+        return RawChunkCodec(natural(layout["row_bytes"]))
 
 
-class _Plan:
-    """What a snapshot says of its rows, checked to be possible, and its blocks of rows."""
+class _NothingToSave:
+    """The save of a storage to which nothing has been written."""
+
+    nbytes = 0
+
+    def __init__(self, counters: dict[str, Any]) -> None:
+        self._counters = counters
+
+    def write(self, writer: SnapshotWriter) -> dict[str, Any]:
+        return {"layout": None, "counters": self._counters, "rows_per_chunk": 0, "chunks": []}
+
+
+class _RowSavePlan:
+    """One save of packed rows: which chunks hold them, and which of these the current snapshot has already."""
 
     def __init__(
         self,
-        reader: SnapshotReader,
-        state: dict[str, Any],
-        packing: Callable[[dict[str, Any], dict[str, Any]], Packing],
+        checkpointer: ChunkedStorageCheckpointer,
+        source: RowSource,
+        layout: dict[str, Any],
+        counters: dict[str, Any],
+        previous: dict[str, Any] | None,
     ) -> None:
-        self._reader = reader
+        self._source, self._hooks = source, checkpointer.save_hooks
+        # A hook may change any byte: what was written with one cannot be told from what would be written now.
+        identity = None if self._hooks else source.identity()
+        layout, self._counters, identity = json_copy([layout, counters, identity])
+        self._codec = checkpointer._codec(LayoutState(layout))
+        self._checked = Counters(self._counters)
+        self._row_bytes = layout["row_bytes"]
+        same = {
+            **self._codec.state(),
+            "layout": layout,
+            "rows_per_chunk": rows_per_chunk(self._checked.envs * self._row_bytes),
+        }
+        self._description = {**same, "identity": identity}
+        self._chunks = cut(self._checked, same["rows_per_chunk"])
+        self._reusable = {} if identity is None or previous is None else self._find_reusable(previous, same)
+        steps = sum([c.stop - c.start for c in self._chunks if c not in self._reusable])
+        self.nbytes = steps * self._checked.envs * self._codec.row_bytes
+
+    def _find_reusable(self, previous: dict[str, Any], same: dict[str, Any]) -> dict[Chunk, Chunk]:
+        """Of each chunk the one of the current snapshot that holds, unchanged, all its rows."""
+        reusable = ReusableChunks(self._source, previous, same)
+        if not reusable.any:
+            return {}
+        try:
+            saved = {old.place: old for old in map(Chunk.read, previous["chunks"])}
+        except (KeyError, TypeError, ValueError):
+            return {}
+        pairs = [(chunk, saved.get(chunk.place)) for chunk in self._chunks]
+        return {
+            chunk: old
+            for chunk, old in pairs
+            if old is not None and old.stop == chunk.stop and reusable.unchanged(chunk.lane, chunk.start, chunk.stop)
+        }
+
+    def write(self, writer: SnapshotWriter) -> dict[str, Any]:
+        written = [self._write(chunk, writer) for chunk in self._chunks]
+        # Other processes may have overwritten the oldest rows before they were read.
+        counters, left = self._source.counters(), self._checked
+        if counters != self._counters:
+            counters = json_copy(counters)
+            left = Counters(counters)
+        chunks = [chunk.entry for chunk in written if chunk.stop > left.first(chunk.lane)]
+        return {**self._description, "counters": counters, "chunks": chunks}
+
+    def _write(self, chunk: Chunk, writer: SnapshotWriter) -> Chunk:
+        """Writes a chunk or takes it over; the chunk as it is in the file."""
+        old = self._reusable.get(chunk)
+        if old is not None and writer.reuse(old.file):
+            return old  # it may begin with rows that exist no longer
+        rows = read_rows(self._source, chunk, self._checked.envs, self._row_bytes, self._hooks)
+        details, blocks = self._codec.pack(rows, cuts_of(self._counters["lanes"][chunk.lane], chunk))
+        writer.write_file(chunk.file, blocks)
+        return replace(chunk, details=details)
+
+
+class _RowRestorePlan:
+    """What a snapshot says of its rows, checked to be possible, and its blocks of rows."""
+
+    def __init__(self, checkpointer: ChunkedStorageCheckpointer, reader: SnapshotReader, state: dict[str, Any]) -> None:
+        self._reader, self._hooks = reader, checkpointer.load_hooks
         self._buffers = threading.local()
         try:
-            self.layout: dict[str, Any] | None = state["layout"]
+            self.layout = layout_of(state)
             self.counters: dict[str, Any] = state["counters"]
-            self._known = Counters(self.counters)
+            self._checked = Counters(self.counters)
             self.chunks = [Chunk.read(entry) for entry in state["chunks"]]
             if self.layout is not None:
-                self._known.check_envs(self.layout)
+                self._checked.check_envs(self.layout)
             self._row_bytes = 0 if self.layout is None else natural(self.layout["row_bytes"])
-            self._packing = RawPacking(0) if self.layout is None else packing(self.layout, state)
+            self._codec = RawChunkCodec(0) if self.layout is None else checkpointer._saved_codec(self.layout, state)
             self._most = max(1, natural(state["rows_per_chunk"]))
-            self._sizes = {chunk.place: self._nbytes(chunk) for chunk in self.chunks}
+            self._sizes = {chunk: self._nbytes(chunk) for chunk in self.chunks}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise reader.malformed(f"its description of the rows is malformed ({error!r})") from error
         self._check_sizes()
         self._check_coverage()
 
-    def asked_for(self) -> Iterator[Chunk]:
+    def check(self, sink: RowSink) -> None:
+        sink.check_restore(self.layout, self.counters)
+
+    def load(self, sink: RowSink) -> None:
+        if len(sink):
+            self.check(sink)
+            in_parallel((functools.partial(self._rows, c) for c in self._read_ahead()), THREADS)
+        sink.begin_restore(self.layout, self.counters)
+        try:
+            # Hooks see the blocks in their order, and run in the thread that holds the buffer's locks; without any,
+            # several files are read, hashed and copied at once.
+            if self._hooks:
+                for chunk in self._read_ahead():
+                    self._load(sink, chunk)
+            else:
+                in_parallel((functools.partial(self._load, sink, c) for c in self._read_ahead()), THREADS)
+            sink.end_restore()
+        except BaseException:
+            sink.abort_restore()
+            raise
+
+    def _load(self, sink: RowSink, chunk: Chunk) -> None:
+        start, rows = self._rows(chunk)
+        sink.write_block(chunk.lane, start, hooked(self._hooks, rows))
+
+    def _read_ahead(self) -> Iterator[Chunk]:
         """The chunks, each handed out when the disk has been made to read those after it."""
         for i, chunk in enumerate(self.chunks):
             for later in self.chunks[i + _CHUNKS_AHEAD : i + _CHUNKS_AHEAD + 1]:
-                self._reader.ask_for(later.file)
+                self._reader.read_ahead(later.file)
             yield chunk
 
-    def rows(self, chunk: Chunk) -> tuple[int, Rows]:
+    def _rows(self, chunk: Chunk) -> tuple[int, Rows]:
         """First write number and verified rows of a chunk; they are valid until this thread's next call."""
-        nbytes = self._nbytes(chunk)
+        nbytes = self._sizes[chunk]
         buffer = getattr(self._buffers, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
             buffer = self._buffers.buffer = np.empty(nbytes, np.uint8)
         content = buffer[:nbytes]
         self._reader.read_into(chunk.file, content)
         rows = self._unpack(chunk, content)
-        start = max(chunk.start, self._known.first(chunk.lane))
+        start = max(chunk.start, self._checked.first(chunk.lane))
         return start, rows[:, start - chunk.start :]
 
     def _unpack(self, chunk: Chunk, content: Rows) -> Rows:
         try:
-            return self._packing.unpack(content, chunk.details, self._known.envs, chunk.stop - chunk.start)
+            return self._codec.unpack(content, chunk.details, self._checked.envs, chunk.stop - chunk.start)
         except ValueError as error:
             raise CorruptCheckpointError(self._reader.path(chunk.file), str(error)) from error
 
     def _nbytes(self, chunk: Chunk) -> int:
         steps = chunk.stop - chunk.start
         # A few bytes can stand for many equal rows: how many there are is limited before memory is taken for them.
-        per_step = self._known.envs * self._row_bytes
+        per_step = self._checked.envs * self._row_bytes
         if not 0 < steps <= self._most or steps * per_step > most_row_bytes(per_step):
             raise ValueError(f"{chunk.file} cannot hold rows {chunk.start} to {chunk.stop}")
-        return self._packing.nbytes(chunk.details, self._known.envs, steps)
+        return self._codec.nbytes(chunk.details, self._checked.envs, steps)
 
     def _check_sizes(self) -> None:
         for chunk in self.chunks:
-            if self._reader.nbytes(chunk.file) != self._sizes[chunk.place]:
+            if self._reader.nbytes(chunk.file) != self._sizes[chunk]:
                 raise self._reader.malformed(f"{chunk.file} is not as long as its rows {chunk.start} to {chunk.stop}")
 
     def _check_coverage(self) -> None:
         """Each row that exists is in one chunk; a chunk may begin with rows that exist no longer."""
-        reached = [self._known.first(lane) for lane in range(self._known.lanes)]
-        started = [False] * self._known.lanes
+        reached = [self._checked.first(lane) for lane in range(self._checked.lanes)]
+        started = [False] * self._checked.lanes
         for chunk in self.chunks:
             fits = (
                 chunk.lane < len(reached)
@@ -401,7 +424,8 @@ class _Plan:
                 raise self._reader.malformed(f"{chunk.file} does not follow the chunk before it")
             reached[chunk.lane], started[chunk.lane] = chunk.stop, True
         expected = [
-            self._known.first(lane) if self.layout is None else self._known.stop(lane) for lane in range(len(reached))
+            self._checked.first(lane) if self.layout is None else self._checked.stop(lane)
+            for lane in range(len(reached))
         ]
         if reached != expected:
             raise self._reader.malformed("its chunks do not hold every row that its counters say exists")
@@ -441,13 +465,15 @@ def most_row_bytes(bytes_per_number: int) -> int:
     return _LARGEST_CHUNK + bytes_per_number
 
 
-def cut(counters: Counters, rows_per_chunk: int, only: int | None = None) -> Iterator[Chunk]:
+def cut(counters: Counters, rows_per_chunk: int, only: int | None = None) -> list[Chunk]:
     """The chunks that hold every row, of all lanes or of one."""
+    chunks = []
     for lane in range(counters.lanes) if only is None else [only]:
         first, stop = counters.first(lane), counters.stop(lane)
         for number in range(first // rows_per_chunk, -(-stop // rows_per_chunk) if stop > first else 0):
             begin = number * rows_per_chunk
-            yield Chunk(lane, number, max(first, begin), min(stop, begin + rows_per_chunk))
+            chunks.append(Chunk(lane, number, max(first, begin), min(stop, begin + rows_per_chunk)))
+    return chunks
 
 
 def natural(value: Any) -> int:
@@ -456,6 +482,14 @@ def natural(value: Any) -> int:
     return value
 
 
+def layout_of(state: dict[str, Any]) -> LayoutState | None:
+    """The layout that a state names; KeyError or TypeError where it has none."""
+    layout = state["layout"]
+    if layout is not None and not isinstance(layout, dict):
+        raise TypeError(f"{layout!r:.80} is no layout")
+    return None if layout is None else LayoutState(layout)
+
+
 def json_copy(value: Any) -> Any:
     # a copy: the storage's own objects may change before the manifest is written
-    return from_json(to_json(value))
+    return json.loads(to_json(value))

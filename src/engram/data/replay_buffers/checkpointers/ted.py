@@ -11,10 +11,10 @@ from engram.checkpoint.protocols import Rows
 from engram.checkpoint.writer import Block
 from engram.data.replay_buffers.checkpointers.rows import (
     WHOLE,
+    ChunkCodec,
     ChunkedStorageCheckpointer,
     Details,
-    Packing,
-    Sections,
+    SectionReader,
     column_of,
     pack_values,
     positions_block,
@@ -22,18 +22,18 @@ from engram.data.replay_buffers.checkpointers.rows import (
     section_bytes,
     unpack_values,
 )
-from engram.store.layout import RowLayout
+from engram.store.layout import LayoutState, RowLayout
 from engram.ted import codec as ted_codec
 from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Key, Mask, StepKeys
 
 
-class FlatPacking:
+class FlatChunkCodec:
     """One section a leaf. A leaf under `next` that its root repeats a step later: the steps where it does not, and
     their values. Any other: its values, or where they change and the new values, whichever is shorter.
     """
 
     def __init__(self, layout: RowLayout, shared: dict[int, int]) -> None:
-        self._leaves, self._payload = layout.leaves, layout.payload_bytes
+        self._leaves, self._payload = layout.stored, layout.payload_bytes
         self._shared = shared
         self.row_bytes = self._payload - sum(self._leaves[i].nbytes for i in shared)
 
@@ -66,7 +66,7 @@ class FlatPacking:
         return sum(section_bytes(leaf.nbytes, x, n) for leaf, x in zip(self._leaves, details, strict=True))
 
     def unpack(self, content: Rows, details: Details, strands: int, steps: int) -> Rows:
-        n, sections = strands * steps, Sections(content)
+        n, sections = strands * steps, SectionReader(content)
         out = np.zeros((n, self._payload), np.uint8)
         exceptions: dict[int, tuple[ted_codec.Positions, Column]] = {}
         for i, leaf in enumerate(self._leaves):
@@ -108,14 +108,14 @@ class FlatStorageCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _packing(self, layout: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
+        made = layout.parse()
         self._keys.flags(made.leaves)  # for its error
-        return FlatPacking(made, self._keys.shared(made.leaves))
+        return FlatChunkCodec(made, self._keys.shared(made.leaves))
 
-    def _saved_packing(self, layout: dict[str, Any], state: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
-        return FlatPacking(made, shared_of(made, state))
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
+        made = layout.parse()
+        return FlatChunkCodec(made, shared_of(made, state))
 
 
 def shared_of(layout: RowLayout, state: dict[str, Any]) -> dict[int, int]:
@@ -138,7 +138,7 @@ def _check_covered(at: ted_codec.Positions, ends: ted_codec.Mask) -> None:
         raise ValueError("nothing says what followed the newest step")
 
 
-class NestedPacking:
+class NestedChunkCodec:
     """The last steps of the trajectories, then one section a leaf. A leaf that `next` repeats has one value more a
     trajectory, what followed its last step; its copy under `next` only the steps inside a trajectory that differ.
     """
@@ -146,7 +146,7 @@ class NestedPacking:
     def __init__(
         self, layout: RowLayout, shared: dict[int, int], flags: Sequence[int] = (), ids: Sequence[int] = ()
     ) -> None:
-        self._leaves, self._payload = layout.leaves, layout.payload_bytes
+        self._leaves, self._payload = layout.stored, layout.payload_bytes
         self._shared, self._flags, self._ids = shared, flags, ids
         self._copy_of = {root: i for i, root in shared.items()}
         self.row_bytes = self._payload - sum(self._leaves[i].nbytes for i in shared)
@@ -195,7 +195,7 @@ class NestedPacking:
         return 4 * details[0] + longer + sum(section_bytes(leaf.nbytes, count, n) for leaf, count in sections)
 
     def unpack(self, content: Rows, details: Details, strands: int, steps: int) -> Rows:
-        n, sections = strands * steps, Sections(content)
+        n, sections = strands * steps, SectionReader(content)
         ends = np.zeros(n, np.bool_)
         ends[sections.positions(details[0], n)] = True
         if not ends[ted_codec.strand_ends(strands, steps)].all():
@@ -244,11 +244,11 @@ class NestedStorageCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _packing(self, layout: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
+        made = layout.parse()
         keys = self._keys
-        return NestedPacking(made, keys.shared(made.leaves), keys.flags(made.leaves), keys.ids(made.leaves))
+        return NestedChunkCodec(made, keys.shared(made.leaves), keys.flags(made.leaves), keys.ids(made.leaves))
 
-    def _saved_packing(self, layout: dict[str, Any], state: dict[str, Any]) -> Packing:
-        made = RowLayout.from_json(layout)
-        return NestedPacking(made, shared_of(made, state))
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
+        made = layout.parse()
+        return NestedChunkCodec(made, shared_of(made, state))

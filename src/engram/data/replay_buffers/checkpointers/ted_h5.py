@@ -17,7 +17,7 @@ import torch
 from engram import _hdf5 as h5
 from engram._hdf5 import H5Reader, H5Writer, key_text, place
 from engram.checkpoint.directory import is_file_name
-from engram.checkpoint.protocols import Rows, RowSink, RowSource, StorageCheckpointerBase
+from engram.checkpoint.protocols import Hook, RestorePlan, Rows, RowSink, RowSource, SavePlan, StorageCheckpointerBase
 from engram.checkpoint.reader import SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.checkpointers.rows import (
@@ -28,6 +28,7 @@ from engram.data.replay_buffers.checkpointers.rows import (
     cuts_of,
     hooked,
     json_copy,
+    layout_of,
     most_row_bytes,
     natural,
     put_column,
@@ -37,7 +38,7 @@ from engram.data.replay_buffers.checkpointers.rows import (
 from engram.data.replay_buffers.checkpointers.ted import shared_of
 from engram.errors import CorruptCheckpointError
 from engram.store.counters import Counters
-from engram.store.layout import LeafSpec, RowLayout
+from engram.store.layout import LayoutState, LeafSpec, RowLayout
 from engram.ted import codec as ted_codec
 from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Key, Mask, Positions, StepKeys
 
@@ -57,7 +58,7 @@ class Form:
     @property
     def leaves(self) -> list[tuple[int, LeafSpec]]:
         """Those that have bytes, with their numbers."""
-        return [(i, leaf) for i, leaf in enumerate(self.layout.leaves) if leaf.nbytes]
+        return [(i, leaf) for i, leaf in enumerate(self.layout.stored) if leaf.nbytes]
 
     @property
     def copy_of(self) -> dict[int, int]:
@@ -129,12 +130,12 @@ class DatasetsOut:
         flat = rows.reshape(span.rows, -1)
         starts = span.rows_at(np.flatnonzero(self._starts(flat, span, cuts)))
         self._file.append(place(self._name, STARTS), starts)
-        details = [len(starts)] + [WHOLE] * len(self._form.layout.leaves)
+        details = [len(starts)] + [WHOLE] * len(self._form.layout.stored)
         ends = ted_codec.strand_ends(span.strands, span.steps)
         for i, leaf in self._form.leaves:
             column, root = column_of(flat, leaf), self._form.shared.get(i)
             if root is not None:
-                at = np.flatnonzero(ted_codec.broken(column_of(flat, self._form.layout.leaves[root]), column, ends))
+                at = np.flatnonzero(ted_codec.broken(column_of(flat, self._form.layout.stored[root]), column, ends))
             elif self._is_seldom(i, leaf, column):
                 at = _run_starts(column, span)
             else:
@@ -175,7 +176,7 @@ class DatasetsOut:
         """Gives every step a value of the keys that have come to change often."""
         steps = sum(span.rows for span in self._spans)
         for i in sorted(self._seldom):
-            leaf, counts = self._form.layout.leaves[i], [details[i + 1] for details in self._details]
+            leaf, counts = self._form.layout.stored[i], [details[i + 1] for details in self._details]
             if _is_cheaper(sum(counts), leaf, steps):
                 continue
             self._seldom.remove(i)
@@ -201,7 +202,7 @@ class DatasetsOut:
     def _attributes(self, i: int, leaf: LeafSpec) -> dict[str, str]:
         said = leaf_attributes(leaf)
         if i in self._form.shared:
-            root = key_text(self._form.layout.leaves[self._form.shared[i]].path)
+            root = key_text(self._form.layout.stored[self._form.shared[i]].path)
             said["stored"] = "exceptions"
             said["meaning"] = f"the value of {root} one step later, except in the steps `row`, where it is `value`"
         elif i in self._seldom:
@@ -218,7 +219,7 @@ class DatasetsIn:
         self._lead = (steps,) if strands == 1 else (strands, steps)
 
     def expect(self, spans: list[Span], details: list[Details]) -> None:
-        counts = totals(details, 1 + len(self._form.layout.leaves))
+        counts = totals(details, 1 + len(self._form.layout.stored))
         self._file.expect(place(self._name, STARTS), (counts[0],), ROWS)
         for i, leaf in self._form.leaves:
             name, dtype = _steps(self._name, leaf), dtype_of(leaf)
@@ -231,7 +232,7 @@ class DatasetsIn:
                 self._file.expect(f"{name}/value", (counts[i + 1], *leaf.shape), dtype)
 
     def blocks(self, spans: list[Span], details: list[Details]) -> Iterator[Rows]:
-        at = [0] * (1 + len(self._form.layout.leaves))
+        at = [0] * (1 + len(self._form.layout.stored))
         for span, some in zip(spans, details, strict=True):
             yield self._block(span, some, at)
             at = [before + max(0, count) for before, count in zip(at, some, strict=True)]
@@ -255,9 +256,9 @@ class DatasetsIn:
             else:
                 put_column(out, leaf, ted_codec.repeat_runs(positions, column, span.rows))
         for i, (positions, column) in exceptions.items():
-            root = column_of(out, self._form.layout.leaves[self._form.shared[i]])
+            root = column_of(out, self._form.layout.stored[self._form.shared[i]])
             check_ends(positions, span)
-            put_column(out, self._form.layout.leaves[i], ted_codec.followed(root, positions, column))
+            put_column(out, self._form.layout.stored[i], ted_codec.followed(root, positions, column))
         return out.reshape(span.strands, span.steps, -1)
 
 
@@ -266,7 +267,7 @@ def trajectory_ends(form: Form, flat: Rows, span: Span, cuts: Sequence[int]) -> 
     """bool [rows]: the last steps of trajectories, of strands, and before each cut."""
     ends = ted_codec.strand_ends(span.strands, span.steps)
     ends.reshape(span.strands, span.steps)[:, [cut - 1 for cut in cuts if cut]] = True
-    flags, ids = ([column_of(flat, form.layout.leaves[i]) for i in some] for some in (form.flags, form.ids))
+    flags, ids = ([column_of(flat, form.layout.stored[i]) for i in some] for some in (form.flags, form.ids))
     return ted_codec.trajectory_ends(ends, flags, ids)
 
 
@@ -284,7 +285,7 @@ def as_column(values: npt.NDArray[Any], leaf: LeafSpec) -> Column:
 
 
 def _steps(name: str, leaf: LeafSpec) -> str:
-    return place(name, "steps", *leaf.path)
+    return place(name, "hidden" if leaf.hidden else "steps", *leaf.path)
 
 
 def _values(column: Column, leaf: LeafSpec, span: Span) -> npt.NDArray[Any]:
@@ -334,7 +335,7 @@ class GroupsOut:
         self._blocks: list[list[int]] = []
 
     def add(self, span: Span, rows: Rows, cuts: Sequence[int]) -> None:
-        flat, leaves = rows.reshape(span.rows, -1), self._form.layout.leaves
+        flat, leaves = rows.reshape(span.rows, -1), self._form.layout.stored
         ends = trajectory_ends(self._form, flat, span, cuts)
         at = np.concatenate(([0], np.flatnonzero(ends) + 1))
         self._file.append(place(self._name, STARTS), span.rows_at(at[:-1]))
@@ -363,7 +364,7 @@ class GroupsOut:
     def _write(self, leaf: LeafSpec, column: Column, at: Positions) -> None:
         values = column.view(dtype_of(leaf)).reshape(-1, *leaf.shape)
         for k, (start, stop) in enumerate(zip(at[:-1].tolist(), at[1:].tolist(), strict=True)):
-            name = place(self._name, TRAJECTORY.format(self._number + k), *leaf.path)
+            name = _trajectory(self._name, self._number + k, leaf)
             self._file.put(name, values[start:stop])
             if leaf.dtype == torch.bfloat16:
                 self._file.describe(name, leaf_attributes(leaf))
@@ -383,16 +384,16 @@ class GroupsIn:
     def expect(self, spans: list[Span], details: list[Details]) -> None:
         if any(not 0 < some[0] <= span.rows for some, span in zip(details, spans, strict=True)):
             raise ValueError("a block has no trajectory, or more of them than steps")
-        counts = totals(details, 1 + len(self._form.layout.leaves))
+        counts = totals(details, 1 + len(self._form.layout.stored))
         self._file.expect(place(self._name, STARTS), (counts[0],), ROWS)
         for i in self._form.shared:
-            leaf = self._form.layout.leaves[i]
+            leaf = self._form.layout.stored[i]
             name = place(self._name, "exceptions", *leaf.path)
             self._file.expect(f"{name}/row", (counts[i + 1],), ROWS)
             self._file.expect(f"{name}/value", (counts[i + 1], *leaf.shape), dtype_of(leaf))
 
     def blocks(self, spans: list[Span], details: list[Details]) -> Iterator[Rows]:
-        at = [0] * (1 + len(self._form.layout.leaves))
+        at = [0] * (1 + len(self._form.layout.stored))
         for span, some in zip(spans, details, strict=True):
             yield self._block(span, some, at)
             at = [before + count for before, count in zip(at, some, strict=True)]
@@ -410,10 +411,10 @@ class GroupsIn:
             column = self._read(leaf, at[0], np.diff(starts) + (copy is not None))
             if copy is not None:
                 column, following = ted_codec.without_last(column, ends)
-                put_column(out, self._form.layout.leaves[copy], following)
+                put_column(out, self._form.layout.stored[copy], following)
             put_column(out, leaf, column)
         for i in self._form.shared:
-            leaf, where = self._form.layout.leaves[i], slice(at[i + 1], at[i + 1] + details[i + 1])
+            leaf, where = self._form.layout.stored[i], slice(at[i + 1], at[i + 1] + details[i + 1])
             name = place(self._name, "exceptions", *leaf.path)
             positions = span.positions_at(self._file.read(f"{name}/row", where))
             out[positions, leaf.offset : leaf.offset + leaf.nbytes] = as_column(
@@ -424,9 +425,14 @@ class GroupsIn:
     def _read(self, leaf: LeafSpec, first: int, lengths: Positions) -> Column:
         parts = []
         for k, length in enumerate(lengths.tolist()):
-            name = place(self._name, TRAJECTORY.format(first + k), *leaf.path)
+            name = _trajectory(self._name, first + k, leaf)
             parts.append(as_column(self._file.take(name, (length, *leaf.shape), dtype_of(leaf)), leaf))
         return np.concatenate(parts)
+
+
+def _trajectory(name: str, number: int, leaf: LeafSpec) -> str:
+    """Where the values of one trajectory lie; those of no batch beside the groups of the trajectories."""
+    return place(name, *(["hidden"] if leaf.hidden else []), TRAJECTORY.format(number), *leaf.path)
 
 
 _DESCRIPTION = (
@@ -485,100 +491,111 @@ class H5StorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
         self.checkpoint_file, self.group_per_trajectory = checkpoint_file, group_per_trajectory
         self._keys, self._options = StepKeys(done_keys, reward_keys), h5.check_options(h5_kwargs or {})
 
-    def nbytes(self, source: RowSource, previous: dict[str, Any] | None = None) -> int:
-        layout = source.layout_state()
-        if layout is None:
+    def plan_save(self, source: RowSource, previous: dict[str, Any] | None = None) -> SavePlan:
+        return _SavePlan(self, source)
+
+    def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[RowSink]:
+        return _RestorePlan(self.load_hooks, reader, state)
+
+    def _form(self, layout: LayoutState) -> Form:
+        parsed, keys = layout.parse(), self._keys
+        return Form(parsed, keys.shared(parsed.leaves), keys.flags(parsed.leaves), keys.ids(parsed.leaves))
+
+
+class _SavePlan:
+    """One save of rows as an HDF5 file."""
+
+    def __init__(self, checkpointer: H5StorageCheckpointer, source: RowSource) -> None:
+        self._checkpointer, self._source = checkpointer, source
+        self._layout, self._counters = json_copy([source.layout_state(), source.counters()])
+        self._checked = Counters(self._counters)
+        self._form = None if self._layout is None else checkpointer._form(LayoutState(self._layout))
+
+    @property
+    def nbytes(self) -> int:
+        if self._form is None:
             return 0
-        form = self._form(layout)
-        kept = form.layout.payload_bytes - sum(form.layout.leaves[i].nbytes for i in form.shared)
-        return Counters(source.counters()).rows * kept
+        layout = self._form.layout
+        return self._checked.rows * (layout.payload_bytes - sum(layout.stored[i].nbytes for i in self._form.shared))
 
-    def dumps(
-        self, source: RowSource, writer: SnapshotWriter, previous: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        layout, counters = json_copy(source.layout_state()), json_copy(source.counters())
-        if layout is None:
-            return {"layout": None, "counters": counters, "lanes": []}
-        form, file = self._form(layout), f"storage/{self.checkpoint_file}"
-        with writer.written_by_path(file) as path, h5.create_checked(path, self._options) as out:
-            description = _GROUPS if self.group_per_trajectory else _DESCRIPTION
+    def write(self, writer: SnapshotWriter) -> dict[str, Any]:
+        form = self._form
+        if form is None:
+            return {"layout": None, "counters": self._counters, "lanes": []}
+        file, grouped = f"storage/{self._checkpointer.checkpoint_file}", self._checkpointer.group_per_trajectory
+        with writer.written_by_path(file) as path, h5.create_checked(path, self._checkpointer._options) as out:
+            description = _GROUPS if grouped else _DESCRIPTION
             out.describe("/", {"format": "engram steps", "version": 1, "description": description})
-            lanes = [self._save(source, out, lane, form, counters) for lane in range(len(counters["lanes"]))]
+            lanes = [self._write_lane(out, lane, form) for lane in range(self._checked.lanes)]
         # Other processes may have overwritten the oldest rows before they were read.
-        counters = json_copy(source.counters())
+        counters = json_copy(self._source.counters())
         shared = [[i, root] for i, root in form.shared.items()]
-        said = {"file": file, "group_per_trajectory": self.group_per_trajectory, "shared": shared, "lanes": lanes}
-        return {"layout": layout, "counters": counters, **said}
+        content = {"file": file, "group_per_trajectory": grouped, "shared": shared, "lanes": lanes}
+        return {"layout": self._layout, "counters": counters, **content}
 
-    def check(self, sink: RowSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        plan = _Plan(reader, state)
-        sink.check_restore(plan.layout, plan.counters)
-
-    def loads(self, sink: RowSink, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        plan = _Plan(reader, state)
-        sink.check_restore(plan.layout, plan.counters)
-        with plan.opened() as blocks:
-            if len(sink):
-                for _ in blocks():
-                    pass
-            sink.begin_restore(plan.layout, plan.counters)
-            try:
-                for lane, start, rows in blocks():
-                    sink.write_block(lane, start, hooked(self.load_hooks, rows))
-                sink.end_restore()
-            except BaseException:
-                sink.abort_restore()
-                raise
-
-    def _form(self, layout: dict[str, Any]) -> Form:
-        made, keys = RowLayout.from_json(layout), self._keys
-        return Form(made, keys.shared(made.leaves), keys.flags(made.leaves), keys.ids(made.leaves))
-
-    def _save(
-        self, source: RowSource, out: h5.H5Writer, lane: int, form: Form, counters: dict[str, Any]
-    ) -> dict[str, Any]:
-        known, row_bytes = Counters(counters), form.layout.payload_bytes
-        first, steps, strands = known.first(lane), known.stop(lane) - known.first(lane), known.envs
+    def _write_lane(self, out: h5.H5Writer, lane: int, form: Form) -> dict[str, Any]:
+        checked, row_bytes = self._checked, form.layout.payload_bytes
+        first, steps, strands = checked.first(lane), checked.stop(lane) - checked.first(lane), checked.envs
         if not steps:
             return {"start": first, "blocks": []}
-        kind = GroupsOut if self.group_per_trajectory else DatasetsOut
+        kind = GroupsOut if self._checkpointer.group_per_trajectory else DatasetsOut
         written: LaneOut = kind(out, _lane(lane), form, steps, strands)
-        for chunk in cut(known, rows_per_chunk(strands * row_bytes), lane):
-            rows = read_rows(source, chunk, strands, row_bytes, self.save_hooks)
+        for chunk in cut(checked, rows_per_chunk(strands * row_bytes), lane):
+            rows = read_rows(self._source, chunk, strands, row_bytes, self._checkpointer.save_hooks)
             span = Span(chunk.start - first, chunk.stop - chunk.start, strands)
-            written.add(span, rows, cuts_of(counters["lanes"][lane], chunk))
+            written.add(span, rows, cuts_of(self._counters["lanes"][lane], chunk))
         blocks = written.blocks()
         out.describe(_lane(lane), {"first_write_number": first, "steps": steps, "strands": strands})
         return {"start": first, "blocks": blocks}
 
 
-class _Plan:
+class _RestorePlan:
     """What a snapshot says of its HDF5 file, checked to be possible, and the blocks of rows in the file."""
 
-    def __init__(self, reader: SnapshotReader, state: dict[str, Any]) -> None:
-        self._reader = reader
+    def __init__(self, hooks: list[Hook], reader: SnapshotReader, state: dict[str, Any]) -> None:
+        self._hooks, self._reader = hooks, reader
         try:
-            self.layout: dict[str, Any] | None = state["layout"]
+            self.layout = layout_of(state)
             self.counters: dict[str, Any] = state["counters"]
-            self._known = Counters(self.counters)
+            self._checked = Counters(self.counters)
             self._lanes = [(natural(lane["start"]), lane["blocks"]) for lane in state["lanes"]]
             if self.layout is not None:
-                self._known.check_envs(self.layout)
-                layout = RowLayout.from_json(self.layout)
+                self._checked.check_envs(self.layout)
+                layout = self.layout.parse()
                 self._form = Form(layout, shared_of(layout, state))
                 self._file, self._groups = str(state["file"]), bool(state["group_per_trajectory"])
-            if len(self._lanes) != (0 if self.layout is None else self._known.lanes):
-                raise ValueError(f"it describes {len(self._lanes)} lanes, its counters {self._known.lanes}")
+            if len(self._lanes) != (0 if self.layout is None else self._checked.lanes):
+                raise ValueError(f"it describes {len(self._lanes)} lanes, its counters {self._checked.lanes}")
             self._spans = [self._cut(lane, *said) for lane, said in enumerate(self._lanes)]
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise reader.malformed(f"its description of the rows is malformed ({error!r})") from error
-        if self.layout is None and any(self._known.first(i) < self._known.stop(i) for i in range(self._known.lanes)):
+        if self.layout is None and any(
+            self._checked.first(i) < self._checked.stop(i) for i in range(self._checked.lanes)
+        ):
             raise reader.malformed("it has no layout, and its counters say that there are rows")
         if self.layout is not None:
             reader.nbytes(self._file)
 
+    def check(self, sink: RowSink) -> None:
+        sink.check_restore(self.layout, self.counters)
+
+    def load(self, sink: RowSink) -> None:
+        self.check(sink)
+        with self._opened() as blocks:
+            if len(sink):
+                for _ in blocks():
+                    pass
+            sink.begin_restore(self.layout, self.counters)
+            try:
+                for lane, start, rows in blocks():
+                    sink.write_block(lane, start, hooked(self._hooks, rows))
+                sink.end_restore()
+            except BaseException:
+                sink.abort_restore()
+                raise
+
     @contextmanager
-    def opened(self) -> Iterator[Callable[[], Iterator[tuple[int, int, Rows]]]]:
+    def _opened(self) -> Iterator[Callable[[], Iterator[tuple[int, int, Rows]]]]:
         """The verified file: a callable that gives lane, first write number and rows of each block, from the start."""
         if self.layout is None:
             yield lambda: iter(())
@@ -586,9 +603,9 @@ class _Plan:
         with self._reader.verified(self._file) as file, ExitStack() as stack:
             with self._as_damage():
                 opened = stack.enter_context(h5.open_checked(file))
-            yield lambda: self._checked(self._blocks(opened))
+            yield lambda: self._as_damaged_blocks(self._blocks(opened))
 
-    def _checked(self, blocks: Iterator[tuple[int, int, Rows]]) -> Iterator[tuple[int, int, Rows]]:
+    def _as_damaged_blocks(self, blocks: Iterator[tuple[int, int, Rows]]) -> Iterator[tuple[int, int, Rows]]:
         """The blocks; what is wrong with them, not with who takes them, is damage."""
         while True:
             with self._as_damage():
@@ -601,7 +618,7 @@ class _Plan:
         readers = self._readers(file)
         for lane, (start, blocks) in enumerate(self._lanes):
             spans, details = self._spans[lane], [tuple(block[1:]) for block in blocks]
-            read, first = readers[lane].blocks(spans, details), self._known.first(lane)
+            read, first = readers[lane].blocks(spans, details), self._checked.first(lane)
             for span in spans:
                 rows, begin = next(read), start + span.first
                 if begin + span.steps > first:
@@ -614,7 +631,7 @@ class _Plan:
         made: list[LaneIn] = []
         for lane, (_, blocks) in enumerate(self._lanes):
             spans = self._spans[lane]
-            made.append(kind(file, _lane(lane), self._form, sum(span.steps for span in spans), self._known.envs))
+            made.append(kind(file, _lane(lane), self._form, sum(span.steps for span in spans), self._checked.envs))
             if spans:
                 made[-1].expect(spans, [tuple(block[1:]) for block in blocks])
         return made
@@ -626,19 +643,19 @@ class _Plan:
             steps = natural(block[0])
             details: Details = tuple(block[1:])
             # A few bytes can stand for many equal rows: how many there are is limited before memory is taken for them.
-            if not 0 < steps * self._known.envs * self._form.layout.payload_bytes <= self._most():
+            if not 0 < steps * self._checked.envs * self._form.layout.payload_bytes <= self._most():
                 raise ValueError(f"a block cannot have {steps} steps")
             if any(type(detail) is not int for detail in details):
                 raise ValueError(f"{block!r} does not describe a block")
-            spans.append(Span(at, steps, self._known.envs))
+            spans.append(Span(at, steps, self._checked.envs))
             at += steps
-        first, stop = self._known.first(lane), self._known.stop(lane)
+        first, stop = self._checked.first(lane), self._checked.stop(lane)
         if start > first or (first < stop and start + at != stop):
             raise ValueError(f"the blocks of lane {lane} do not hold the rows {first} to {stop}")
         return spans
 
     def _most(self) -> int:
-        return most_row_bytes(self._known.envs * self._form.layout.payload_bytes)
+        return most_row_bytes(self._checked.envs * self._form.layout.payload_bytes)
 
     @contextmanager
     def _as_damage(self) -> Iterator[None]:

@@ -140,30 +140,15 @@ class Sampler(abc.ABC):
     def differences(self, state: dict[str, Any]) -> list[str]:
         """What of a saved state does not fit this sampler."""
         return [
-            f"the sampler has {name}={mine!r} here, {state[name]!r} there"
+            f"the sampler has {name}={mine!r} here, {state.get(name)!r} there"
             for name, mine in self._decisive().items()
-            if name in state and state[name] != mine  # earlier versions saved fewer
+            if name not in state or state[name] != mine
         ]
 
     def check_state(self, state: dict[str, Any], storage: Storage) -> None:
         """A ValueError where a state without differences cannot be one of this storage, which holds rows; changes
         nothing. Called before the rows are replaced by those that were saved with it.
         """
-
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        """A state of this sampler, made of what TorchRL saved of one; None: of one that has nothing to save.
-
-        `found` is of a sampler without replacement: `remaining` (numbers of rows or trajectories, int64 [n], or None
-        between epochs), `length` (how many its epoch has), `drop_last`, `ran_out`, `stored` (rows), `strands`, and
-        `rows`: `remaining` as write number * strands + strand (None where they are no rows).
-
-        Raises:
-            ValueError: this sampler can make nothing of it.
-        """
-        if found is not None or self.state_dict():
-            there = "one without a state" if found is None else "one without replacement"
-            raise ValueError(f"the sampler is a {type(self).__name__} here, {there} was saved")
-        return {}
 
     def position(self) -> Any:
         """What a draw changes, for `rewind`: taken before every batch that is prepared ahead, so small.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import slots_tensor, values_tensor
 from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler, check_counts, put_rows
 from engram.errors import is_masked, masked_array
 from engram.store.indexing import select, tensor_of, to_slots
@@ -110,7 +109,7 @@ class HasPriorities(Sampler):
     def follow(self, storage: Storage) -> None:
         with self.lock:
             if storage.lanes is not None:
-                self._following(storage, storage.lanes).look(storage.lanes.store)
+                self._following(storage, storage.lanes).poll(storage.lanes.store)
 
     def _following(self, storage: Storage, lanes: Lanes) -> _native.Priorities:
         """The priorities of this storage's steps. The caller holds the lock as long as it uses them."""
@@ -129,7 +128,7 @@ class HasPriorities(Sampler):
         assert saved is not None
         self._priorities.resume(
             lanes.store, [(a, b) for a, b in saved["seen"]], saved["max_priority"], saved["latest_priority"],
-            saved["skipped"], saved["priorities"].numpy(),
+            saved["skipped"], saved["priorities"],
         )  # fmt: skip
         self._restored = None
 
@@ -169,7 +168,7 @@ class HasPriorities(Sampler):
             mine = self._following(where, lanes)
             if (
                 type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
-                and (generation is None or lanes.numbers is None) and not where._item_shape
+                and (generation is None or lanes.own_sequences is None) and not where._item_shape
                 and mine.set(lanes.store, index, priority, generation)
             ):  # fmt: skip
                 return
@@ -188,8 +187,8 @@ class HasPriorities(Sampler):
         if where._item_shape:
             slots, p, generation = _one_for_each_item(slots, p, generation, self.reduction)
         if generation is not None:
-            generation = lanes.counted(slots, generation).contiguous().numpy()
-        self._priorities.set(lanes.store, slots.numpy(), p.numpy(), generation)
+            generation = lanes.counted(slots, generation).contiguous()
+        self._priorities.set(lanes.store, slots, p, generation)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Gives stored steps the priority of new ones.
@@ -199,7 +198,7 @@ class HasPriorities(Sampler):
         """
         with self.lock:
             where, lanes = self._stored_in(storage)
-            self._following(where, lanes).mark(lanes.store, self._slots(where, lanes, index)[0].numpy())
+            self._following(where, lanes).mark(lanes.store, self._slots(where, lanes, index)[0])
 
     def priorities(self, index: Any, *, storage: Storage | None = None) -> Tensor:
         """The priorities of stored steps as they were given: float64 [n]; -1 where a slot holds no step.
@@ -210,7 +209,7 @@ class HasPriorities(Sampler):
         with self.lock:
             where, lanes = self._stored_in(storage)
             mine = self._following(where, lanes)
-            return values_tensor(mine.of(lanes.store, self._slots(where, lanes, index)[0].numpy()), torch.float64)
+            return mine.of(lanes.store, self._slots(where, lanes, index)[0])
 
     def checked_priorities(self, priority: Any, n: int) -> Tensor:
         """Priorities of n steps, reduced to one for each: float64 [n].
@@ -219,7 +218,7 @@ class HasPriorities(Sampler):
             ValueError: one is negative, NaN or infinite, or there is not one for each step.
         """
         p = self._per_step(priority, n, (n,))
-        self._priorities.check(p.numpy())
+        self._priorities.check(p)
         return p
 
     def _stored_in(self, storage: Storage | None) -> tuple[Storage, Lanes]:
@@ -279,9 +278,9 @@ class HasPriorities(Sampler):
             if storage is None or storage.lanes is None:
                 return {**settings, "seen": [], "max_priority": 1.0, "latest_priority": 1.0, "skipped": 0,
                         "priorities": torch.empty(0, dtype=torch.float64)}  # fmt: skip
-            seen, highest, latest, skipped, made = self._following(storage, storage.lanes).state(storage.lanes.store)
+            seen, highest, latest, skipped, p = self._following(storage, storage.lanes).state(storage.lanes.store)
         return {**settings, "seen": [list(rows) for rows in seen], "max_priority": highest, "latest_priority": latest,
-                "skipped": skipped, "priorities": values_tensor(made, torch.float64)}  # fmt: skip
+                "skipped": skipped, "priorities": p}  # fmt: skip
 
     def _decisive(self) -> dict[str, Any]:
         return {**super()._decisive(), **{name: getattr(self, name) for name in _SAVED}}
@@ -307,7 +306,7 @@ class HasPriorities(Sampler):
             raise ValueError(f"a saved state has {p.numel()} priorities for {steps} time steps")
         highest = torch.tensor([state["max_priority"], state["latest_priority"]], dtype=torch.float64)
         for values in (p.contiguous(), highest):
-            self._priorities.check(values.numpy())
+            self._priorities.check(values)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         names = ("seen", "max_priority", "latest_priority", "skipped", "priorities")
@@ -497,14 +496,12 @@ class PrioritizedSampler(HasPriorities):
         self, priorities: _native.Priorities, storage: Storage, lanes: Lanes, n: int
     ) -> tuple[Tensor, Tensor, _native.DrawnRows] | None:
         seed, wide = self.draw_seed(storage), self.dtype is torch.float64
-        drawn: Any = priorities.draw(lanes.store, seed, n, self._beta, wide)
+        drawn = priorities.draw(lanes.store, seed, n, self._beta, wide)
         if drawn is None:
             drawn = lanes.retry_draw(lambda: priorities.draw(lanes.store, seed, n, self._beta, wide))
             if drawn is None:
                 return None
         slots, weights, rows = drawn
-        if type(slots) is not Tensor:
-            slots, weights = slots_tensor(slots), values_tensor(weights, torch.float64 if wide else torch.float32)
         return slots, weights if weights.dtype is self.dtype else weights.to(self.dtype), rows
 
     # ---- after the read: a row that came in the place of the one that was drawn would have that one's weight ----

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import slots_tensor
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     EpochInfo,
@@ -24,16 +23,6 @@ from engram.data.replay_buffers.samplers.base import (
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
     from engram.store.lanes import Lanes
-
-
-def listed_epoch(rows: np.ndarray[Any, Any], strands: int) -> dict[str, Any]:
-    """The epoch as a sampler keeps it: rows of the first lane, write number * strands + strand, in their order."""
-    first = int(rows.min()) // strands if len(rows) else 0
-    count = int(rows.max()) // strands + 1 - first if len(rows) else 0
-    listed = torch.from_numpy(rows.copy())
-    return {
-        "key": 0, "ranges": [[first, count]], "position": 0, "incarnation": None, "listed": listed, "strands": strands,
-    }  # fmt: skip
 
 
 def check_list(rows: Any) -> None:
@@ -129,8 +118,7 @@ class SamplerWithoutReplacement(Sampler):
             assert self._epoch is not None and self._walk is not None
             info = EpochInfo()
             info.epoch = self._number
-            made, position = self._walk.take(lanes.store, self._epoch["position"], batch_size)
-            slots = slots_tensor(made)
+            slots, position = self._walk.take(lanes.store, self._epoch["position"], batch_size)
             self._epoch["position"] = position
             self._ran_out = self._over(lanes, batch_size)
             if self._ran_out:
@@ -162,9 +150,9 @@ class SamplerWithoutReplacement(Sampler):
         if lanes is not None and self._walk is not None and self._epoch is not None and self._number == epoch:
             found, position = self._walk.take(lanes.store, self._epoch["position"], n)
             rest, _ = self._walk.take(lanes.store, position, 1)
-            if len(slots_tensor(rest)):
+            if len(rest):
                 self._epoch["position"] = position
-                return slots_tensor(found)
+                return found
         return torch.empty(0, dtype=torch.int64)
 
     def _begin_if_needed(self, storage: Storage, lanes: Lanes) -> None:
@@ -190,14 +178,14 @@ class SamplerWithoutReplacement(Sampler):
         if self._walk is not None:
             return
         if "listed" in epoch:
-            self._walk = ListedWalk(epoch["listed"], lanes.envs, *_moved(epoch)[:1])
+            self._walk = ListedWalk(epoch["listed"], lanes.envs, *epoch["moved"][:1])
         else:
             ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]
             # A store with more lanes than the one that was saved: they are not in the epoch.
             more = lanes.store.lanes - len(ranges)
             self._walk = _native.EpochWalk(
-                lanes.store, epoch["key"], self.shuffle, ranges + [(0, 0)] * more, epoch.get("ring", 0),
-                _moved(epoch) + [0] * more,
+                lanes.store, epoch["key"], self.shuffle, ranges + [(0, 0)] * more, epoch["ring"],
+                epoch["moved"] + [0] * more,
             )  # fmt: skip
         self._number = next(EpochInfo.numbers)
 
@@ -208,11 +196,11 @@ class SamplerWithoutReplacement(Sampler):
         if left >= batch_size and not self._some_overwritten(lanes):
             return False
         found, _ = self._walk.take(lanes.store, self._epoch["position"], batch_size if self.drop_last else 1)
-        return len(slots_tensor(found)) < (batch_size if self.drop_last else 1)
+        return len(found) < (batch_size if self.drop_last else 1)
 
     def _some_overwritten(self, lanes: Lanes) -> bool:
         assert self._epoch is not None
-        lanes_then = zip(self._epoch["ranges"], _moved(self._epoch), strict=True)
+        lanes_then = zip(self._epoch["ranges"], self._epoch["moved"], strict=True)
         return any(lanes.store.lane(i)["first"] + moved > first for i, ((first, _), moved) in enumerate(lanes_then))
 
     def empty(self) -> None:
@@ -237,17 +225,6 @@ class SamplerWithoutReplacement(Sampler):
             super().load_state_dict(state)
             self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
             self._ran_out = bool(state["ran_out"])
-
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        if found is None:
-            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
-        epoch = None
-        # Elsewhere rows that came during an epoch end it.
-        if found["remaining"] is not None and found["length"] == found["stored"]:
-            if found["rows"] is None:
-                raise ValueError("the epoch there names rows that are not stored, or one of them twice")
-            epoch = listed_epoch(found["rows"], found["strands"])
-        return {"epoch": epoch, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
 
     def position(self) -> Any:
         epoch = self._epoch
@@ -294,30 +271,21 @@ class SamplerWithoutReplacement(Sampler):
             if self._epoch is None:
                 return
             self._walk = None
-            if any(shifts) and "ring" not in self._epoch and "listed" not in self._epoch:
-                # Earlier versions did not save how long the lanes were: which rows have come is not known in others.
-                self._epoch = None
-                return
-            moved = [m + sum(shifts[i : i + 1]) for i, m in enumerate(_moved(self._epoch))]
+            moved = [m + sum(shifts[i : i + 1]) for i, m in enumerate(self._epoch["moved"])]
             self._epoch = {**self._epoch, "incarnation": incarnation, "moved": moved}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"
 
 
-def _moved(epoch: dict[str, Any]) -> list[int]:
-    """By how much the write numbers of each lane are lower than when the epoch began, after loads that count anew."""
-    return list(epoch.get("moved", [0] * len(epoch["ranges"])))
-
-
 def _check_ranges(epoch: dict[str, Any]) -> None:
     """ValueError where the rows of a saved epoch are none that there can be."""
-    ring, ranges = epoch.get("ring", 1 << 56), epoch["ranges"]
-    check_counts(_moved(epoch))
+    ring, ranges, moved = epoch["ring"], epoch["ranges"], epoch["moved"]
+    check_counts(moved)
     check_counts([ring], least=1)
     for lane in ranges:
         check_counts(lane)
         if len(lane) != 2 or lane[1] > ring:
             raise ValueError(f"a saved epoch has the range {lane!r:.80}")
-    if len(_moved(epoch)) != len(ranges):
-        raise ValueError(f"a saved epoch of {len(ranges)} lanes has moved by {_moved(epoch)!r:.80}")
+    if len(moved) != len(ranges):
+        raise ValueError(f"a saved epoch of {len(ranges)} lanes has moved by {moved!r:.80}")

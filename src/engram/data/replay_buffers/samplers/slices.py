@@ -11,7 +11,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram import _native
-from engram._system import flags_tensor, slots_tensor, values_tensor
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     EpochInfo,
@@ -45,13 +44,13 @@ def mark_first(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor:
     return _marked(batch, path, slices.mark_first, slices.first)
 
 
-def _marked(batch: Any, path: KeyPath, mark: Callable[[Any], bool], flags: Callable[[], Any]) -> Tensor:
+def _marked(batch: Any, path: KeyPath, mark: Callable[[Any], bool], flags: Callable[[], Tensor]) -> Tensor:
     leaf: Tensor | None = entry(batch, path)
     if leaf is None:
-        leaf = flags_tensor(flags(), -1, 1)
+        leaf = flags()
         put(batch, path, leaf)
     elif not mark(leaf):
-        leaf[flags_tensor(flags(), -1).to(leaf.device)] = 1
+        leaf[flags().flatten().to(leaf.device)] = 1
     return leaf
 
 
@@ -223,8 +222,6 @@ class SliceSampler(Sampler):
 
     def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         slots, ids = slices.slots(), slices.ids()
-        if type(slots) is not Tensor:
-            slots, ids = slots_tensor(slots), slots_tensor(ids)
         # "slices" is for `redraw`, `replaced` and `finish`, which takes it out.
         info = {"slice_id": ids, "slices": slices}
         return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
@@ -241,13 +238,13 @@ class SliceSampler(Sampler):
         which = sorted({int(ids[place]) for place in places if place < len(ids)})
         if not which:
             return slots
-        slices = info["slices"]
+        slices: _native.SliceBatch = info["slices"]
         while which:  # an epoch's last draw may give fewer
             fresh = self._slices(storage, slices.rule, len(which))
             slices = slices.replaced(which[: len(fresh)], fresh)
             which = which[len(fresh) :]
         info.update(self._said(storage, slices)[1])
-        return slots_tensor(slices.slots())
+        return slices.slots()
 
     def finish(self, batch: Any, info: dict[str, Any]) -> Any:
         slices = info.pop("slices")
@@ -267,9 +264,6 @@ class SliceSampler(Sampler):
     def _decisive(self) -> dict[str, Any]:
         mine = {name: getattr(self, name) for name in ("num_slices", "slice_len", "strict_length", "span", "weight")}
         return {**super()._decisive(), **mine, **self.episodes.settings}
-
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        return super().differences({"weight": "trajectories", **state})  # earlier versions had no other
 
     def position(self) -> Any:
         """Nothing: a draw changes the generator alone."""
@@ -355,7 +349,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
         """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""
-        slices, ids = info["slices"], info["slice_id"]
+        slices: _native.SliceBatch = info["slices"]
+        ids = info["slice_id"]
         which = sorted({int(ids[place]) for place in places if place < len(ids)})
         epoch = getattr(info, "epoch", None)
         if self.drop_last or epoch is None or len(which) == len(slices):
@@ -367,7 +362,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             slices = slices.replaced(which[:done], fresh)
         slices = slices.without(which[done:])
         info.update(super()._said(storage, slices)[1])
-        return slots_tensor(slices.slots())
+        return slices.slots()
 
     def _more(self, storage: Storage, rule: _native.SliceRule, epoch: int, n: int) -> _native.SliceBatch | None:
         """Up to n more slices of this epoch, such that a last batch remains, which says that it is the last."""
@@ -428,7 +423,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         if self._walk is None:
             self._check_epoch(store, epoch)
             # A store with more lanes than the one that was saved: they are not in the epoch.
-            rest = store.lanes * store.strands - len(epoch["counts"])
+            rest = store.lanes * store.envs - len(epoch["counts"])
             counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
             self._walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
             self._number = next(EpochInfo.numbers)
@@ -465,14 +460,6 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
             self._ran_out = bool(state["ran_out"])
 
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        if found is None:
-            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
-        if found["remaining"] is not None and len(found["remaining"]) != found["length"]:
-            raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
-        state = {"epoch": None, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
-        return state
-
     def differences(self, state: dict[str, Any]) -> list[str]:
         check_epoch(state, "position", "incarnation", "min_length")
         if state["epoch"]:
@@ -491,7 +478,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def _check_epoch(store: _native.Store, epoch: dict[str, Any]) -> None:
         if any(count > store.lane_capacity for count in epoch["counts"]):
             raise ValueError(f"an epoch of {max(epoch['counts'])} trajectories is not one of this storage")
-        if len(epoch["counts"]) > store.lanes * store.strands:
+        if len(epoch["counts"]) > store.lanes * store.envs:
             raise ValueError(f"an epoch of {len(epoch['counts'])} strands is not one of this storage")
 
     def position(self) -> Any:
@@ -600,12 +587,12 @@ class SequenceSampler(SliceSampler):
     def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         index, info = super()._said(storage, slices)
         said: dict[Any, Any] = info
-        said[self.mask_key if len(self.mask_key) > 1 else self.mask_key[0]] = flags_tensor(slices.mask())
+        said[self.mask_key if len(self.mask_key) > 1 else self.mask_key[0]] = slices.mask()
         return index, info
 
     def _mark(self, batch: Any, info: dict[str, Any], slices: _native.SliceBatch) -> None:
         super()._mark(batch, info, slices)
-        put(batch, self.mask_key, flags_tensor(slices.mask()))
+        put(batch, self.mask_key, slices.mask())
         if self.init_key is not None:
             mark_first(batch, self.init_key, slices)
 
@@ -689,8 +676,7 @@ class PrioritizedSliceSampler(HasPriorities, SliceSampler):
     def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         index, info = super()._said(storage, slices)
         wide = self.dtype is torch.float64
-        made = self._priorities.start_weights(slices, self.beta, wide)
-        info["priority_weight"] = values_tensor(made, torch.float64 if wide else torch.float32).to(self.dtype)
+        info["priority_weight"] = self._priorities.start_weights(slices, self.beta, wide).to(self.dtype)
         return index, info
 
     def __repr__(self) -> str:

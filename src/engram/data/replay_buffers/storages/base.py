@@ -22,13 +22,13 @@ from torch import Tensor
 from engram import pytree
 from engram._system import fork_registry
 from engram.checkpoint.snapshot import save_snapshot
-from engram.data.replay_buffers.checkpointers.opening import as_damage, open_saved
 from engram.errors import CheckpointMisfitError, StorageError
+from engram.interop.open import open_saved
 from engram.pytree import KeyPath, entry, show
-from engram.store.counters import Counters
+from engram.store.counters import Counters, check_sequences
 from engram.store.files import is_passing_fds, pickle_by_state
 from engram.store.indexing import Selection, from_slots, select, stored_slots
-from engram.store.lanes import Lanes, check_numbers, warn_of_copy
+from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.tables import JoinedRows, Rows, RowTable, expand_slots
 
@@ -195,12 +195,25 @@ class Storage(abc.ABC):
         """
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
-        """Writes rows (int64 [n]) of a checked batch over stored ones; the caller uses the storage exclusively."""
+        """Writes rows (int64 [n]) of a checked batch over stored ones; the caller uses the storage exclusively.
+
+        Each gets a sequence of its own (`lanes.reserve_sequences`), which `lanes.own_sequences` returns.
+        """
         raise NotImplementedError(f"a {type(self).__name__} has no `replace`, which writers need that keep the best")
 
     def _prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
         """As `replace`, in two steps: what may fail for want of memory is done here, what is returned writes."""
         return functools.partial(self.replace, checked, rows, slots)
+
+    def _expect_sequences(self) -> None:
+        """Called for a writer that replaces rows out of turn: every row then carries its own sequence."""
+
+    def _carry_sequences(self) -> None:
+        """Before the first row is written over another one out of turn: makes room for the sequences of rows.
+
+        Raises:
+            StorageError: the rows have none, and their layout cannot be changed.
+        """
 
     @abc.abstractmethod
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
@@ -444,19 +457,15 @@ class Storage(abc.ABC):
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> None:
         """Saves this storage alone."""
         with self.mutex, self._consistent_view() as source:
-            save_snapshot(path, {"numbers": self.numbers_state()}, (self.checkpointer, source), keep_last=keep_last)
+            save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
         """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
         with open_saved(path, snapshot) as saved, self._exclusive("loads"):
-            numbers = saved.numbers()
-            with as_damage(saved.malformed):
-                self.check_numbers(numbers)
             fill, undo = self._prepare_load(saved), self._restore_point()
             with self._replacing("loads"):
                 try:
                     fill()
-                    self.restore_numbers(numbers)
                 except BaseException:
                     if undo is not None:
                         undo()
@@ -466,17 +475,18 @@ class Storage(abc.ABC):
         """Rows and counters in memory."""
         with self.mutex:
             steps = StoredSteps(self)
-            return {"items": steps.items(), "counters": steps.counters()}
+            return {"items": steps.items(), "counters": steps.counters(), "sequences": steps.sequences()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replaces everything by what `state_dict` gave; a ValueError where it does not fit."""
         self._check_state(state)
-        StoredSteps(self).restore_items(state["items"], state["counters"])
+        StoredSteps(self).restore_items(state["items"], state["counters"], state["sequences"])
 
     def _check_state(self, state: dict[str, Any]) -> None:
         """A ValueError where what `state_dict` gave does not fit; changes nothing."""
         try:
             counters, n = Counters(state["counters"]), len(state["items"])
+            check_sequences(state["sequences"], n)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
         if (counters.lanes, counters.rows) != (1, n):
@@ -529,29 +539,12 @@ class Storage(abc.ABC):
         if lanes is None or lanes.store.lanes * lanes.envs > 1:
             return None
         steps = StoredSteps(self)
-        return functools.partial(steps.restore_items, steps.items(), steps.counters())
+        return functools.partial(steps.restore_items, steps.items(), steps.counters(), steps.sequences())
 
     def _rebase_sampler(self, sampler: Any) -> None:
         """After a load: tells a sampler by how much the sequences of its rows have changed."""
         if self.lanes is not None and hasattr(sampler, "adopt"):
             sampler.adopt(self.lanes.store.incarnation, self._sequence_shifts)
-
-    def numbers_state(self) -> dict[str, Any] | None:
-        """The write numbers of rows that were replaced out of turn; None where there are none."""
-        return None if self.lanes is None else self.lanes.numbers_state()
-
-    def restore_numbers(self, state: dict[str, Any] | None, rows_too: bool = True) -> None:
-        """Takes over what `numbers_state` gave, after its rows; without rows only if it is of this very store."""
-        if self.lanes is None:
-            return
-        if rows_too:
-            self.lanes.restore_numbers(state, self._sequence_shifts[0] if self._sequence_shifts else 0)
-        else:
-            self.lanes.resume_numbers(state)
-
-    def check_numbers(self, state: dict[str, Any] | None) -> None:
-        """A ValueError where these are no numbers that `restore_numbers` could take over."""
-        check_numbers(state)
 
     # ---- forks and copies ----
     def _after_fork(self) -> None:
@@ -668,7 +661,7 @@ def _check_signatures(cls: type[Storage]) -> None:
 class StoredSteps:
     """The steps of a storage as items, for a checkpointer of items; made of the storage's five abstract methods.
 
-    For storages of one dimension and one lane.
+    For storages of one dimension and one lane, whose rows carry no sequences of their own.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -683,17 +676,26 @@ class StoredSteps:
         if lanes is None or not len(lanes):
             return []
         if lanes.store.lanes * lanes.envs > 1:
-            raise StorageError(
-                f"a {type(self._storage).__name__} with several lanes or environments needs a checkpointer of its own"
-            )
+            raise self._needs_checkpointer("several lanes or environments")
         lane, capacity = lanes.store.lane(0), lanes.store.lane_capacity
         sequences = torch.arange(max(lane["base"], lane["first"]), lane["published"])
         return list(unbound(self._storage.read(sequences % capacity).batch))
 
+    def _needs_checkpointer(self, what: str) -> StorageError:
+        return StorageError(f"a {type(self._storage).__name__} with {what} needs a checkpointer of its own")
+
+    def sequences(self) -> list[int]:
+        """0 for each step: it has the sequence that its lane counts."""
+        lanes = self._storage.lanes
+        if lanes is not None and lanes.own_sequences is not None:
+            raise self._needs_checkpointer("rows that carry sequences")
+        return [0] * len(self._storage)
+
     def counters(self) -> dict[str, Any]:
         storage = self._storage
         if storage.lanes is None:
-            empty = {"base": 0, "published": 0, "origin": 0, "seams": []}
+            border = {"looked": 0, "agreed": None}
+            empty = {"base": 0, "published": 0, "origin": 0, "seams": [], "border": border, "replaced": 0}
             return {"lane_capacity": storage.max_size, "strands": 1, "lanes": [empty]}
         return {"lane_capacity": storage.max_size, "strands": 1, "lanes": storage.lanes.saved_states()}
 
@@ -709,8 +711,10 @@ class StoredSteps:
     def abort_restore(self) -> None:
         self._storage.empty()
 
-    def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
+    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
         self.check_restore(counters)
+        if any(sequences):
+            raise self._needs_checkpointer("rows that carry sequences")
         storage, lane = self._storage, counters["lanes"][0]
         with storage._replacing("loads"):
             storage.empty()
@@ -722,21 +726,17 @@ class StoredSteps:
             if lanes is None:
                 return
             lanes.hold()  # as the writer of what is loaded: trajectories go on
-            self._set_counters(lanes, lane, (base, base, []), shift)
+            lanes.store.begin_restore()
+            lanes.store.restore_lane(0, base, base, (lane["origin"] - shift) % (1 << 64))
+            lanes.store.end_restore()
             for i, item in enumerate(items):
                 storage.append(first if i == 0 and first is not None else storage.check(item, True))
             seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
-            self._set_counters(lanes, lane, (base, published, seams), shift)
-            lanes.restore_border(0, lane, shift)
+            lanes.store.begin_restore()
+            lanes.store.set_seams(0, base, published, seams)
+            lanes.restore_lane(0, lane, shift)
+            lanes.store.end_restore()
             storage._sequence_shifts = [shift]
-
-    @staticmethod
-    def _set_counters(lanes: Lanes, lane: dict[str, Any], rows: tuple[int, int, list[int]], shift: int) -> None:
-        base, published, seams = rows
-        lanes.store.begin_restore()
-        lanes.store.set_seams(0, base, published, seams)
-        lanes.store.restore_lane(0, base, published, (lane["origin"] - shift) % (1 << 64))
-        lanes.store.end_restore()
 
 
 class StagedItems:
@@ -751,14 +751,14 @@ class StagedItems:
     def check_restore(self, counters: dict[str, Any]) -> None:
         self._sink.check_restore(counters)
 
-    def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
-        self._items, self._counters = items, counters
+    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
+        self._items, self._counters, self._sequences = items, counters, sequences
 
     def abort_restore(self) -> None:
         self._items = []
 
     def commit(self) -> None:
-        self._sink.restore_items(self._items, self._counters)
+        self._sink.restore_items(self._items, self._counters, self._sequences)
 
 
 def check_room(max_size: int | None, counters: dict[str, Any]) -> None:

@@ -270,20 +270,6 @@ class StorageEnsemble(Storage):
 
         return restore
 
-    def numbers_state(self) -> dict[str, Any] | None:
-        states = [storage.numbers_state() for storage in self._storages]
-        return {"members": states} if any(states) else None
-
-    def restore_numbers(self, state: dict[str, Any] | None, rows_too: bool = True) -> None:
-        states = [None] * len(self) if state is None else state["members"]
-        for storage, saved in zip(self._storages, states, strict=True):
-            storage.restore_numbers(saved, rows_too)
-
-    def check_numbers(self, state: dict[str, Any] | None) -> None:
-        states = [None] * len(self) if state is None else state["members"]
-        for storage, saved in zip(self._storages, states, strict=True):
-            storage.check_numbers(saved)
-
     def _rebase_sampler(self, sampler: Any) -> None:
         for storage, one in zip(self._storages, sampler.samplers, strict=True):
             storage._rebase_sampler(one)

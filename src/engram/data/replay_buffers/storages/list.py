@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -46,11 +47,13 @@ class ListStorage(Storage):
     def __init__(self, max_size: int | None = None, *, checkpointer: Any = None) -> None:
         super().__init__(max_size, checkpointer)
         self._items: list[Any] = []
+        self._sequences: dict[int, int] = {}  # by slot, of items that were put in the place of others out of turn
         self._start(max_size)
 
     def _start(self, max_size: int | None) -> None:
         self._lanes = Lanes.in_memory(max_size or _NO_LIMIT)
         self._lanes.mutex = self.mutex
+        self._lanes.own_sequences = functools.partial(_own_sequences, self._sequences)
         self._border = ItemBorder(self._lanes)
 
     def _copy_arguments(self) -> dict[str, Any]:
@@ -106,14 +109,18 @@ class ListStorage(Storage):
         for slot, item in zip(slots.tolist(), rows, strict=True):
             if slot < len(self._items):
                 self._items[slot] = item
+                if self._sequences:
+                    self._sequences.pop(slot, None)
             else:
                 self._items.append(item)
         return slots
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
+        first = self._lanes.reserve_sequences(checked.steps)
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-            # A copy: a row alone would keep its whole batch in memory.
+            # A copy: a single row would keep its whole batch in memory.
             self._items[slot] = copied(checked.data[row])
+            self._sequences[slot] = first + row
         self._lanes.store.note_edits(slots)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
@@ -189,6 +196,7 @@ class ListStorage(Storage):
         with self._replacing("empty"):
             super().empty(reset_count)
             self._items.clear()
+            self._sequences.clear()
 
     # ---- checkpoints: the ItemSource and ItemSink that a checkpointer sees ----
     def _default_checkpointer(self) -> Any:
@@ -203,6 +211,13 @@ class ListStorage(Storage):
             first = max(lane["base"], lane["first"])
             start, stop = first % capacity, first % capacity + lane["published"] - first
             return self._items[start:stop] + self._items[: max(0, stop - capacity)]
+
+    def sequences(self) -> list[int]:
+        """The sequences that the items carry, oldest first; 0 where an item has the one that its lane counts."""
+        with self.mutex:
+            lane, capacity = self._lanes.store.lane(0), self._max_size or _NO_LIMIT
+            first = max(lane["base"], lane["first"])
+            return [self._sequences.get(w % capacity, 0) for w in range(first, lane["published"])]
 
     def counters(self) -> dict[str, Any]:
         """Counters as JSON."""
@@ -223,8 +238,8 @@ class ListStorage(Storage):
         """A ValueError where the items do not fit."""
         check_room(self._max_size, counters)
 
-    def restore_items(self, items: list[Any], counters: dict[str, Any]) -> None:
-        """Replaces everything by what was saved, items oldest first."""
+    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
+        """Replaces everything by what was saved, items and their sequences oldest first."""
         self.check_restore(counters)
         lane, store = counters["lanes"][0], self._lanes.store
         with self._replacing("loads"):
@@ -237,38 +252,33 @@ class ListStorage(Storage):
             self._lanes.hold()  # as the writer of what is loaded: trajectories go on
             store.begin_restore()
             self._items[:] = items[first:] + items[:first]
+            self._sequences.clear()
+            self._sequences.update({(base + i) % capacity: own for i, own in enumerate(sequences) if own})
             store.set_seams(0, base, published, [seam - shift for seam in lane["seams"] if seam > lane["base"]])
-            store.restore_lane(0, base, published, (lane["origin"] - shift) % (1 << 64))
-            self._lanes.restore_border(0, lane, shift)
+            self._lanes.restore_lane(0, lane, shift)
             store.end_restore()
             self._sequence_shifts = [shift]
 
     def state_dict(self) -> dict[str, Any]:
         items = [copied(item) for item in self.items()]
-        return {"items": items, "counters": self.counters(), "numbers": self.numbers_state()}
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        super()._check_state(state)
-        self.check_numbers(state.get("numbers"))
+        return {"items": items, "counters": self.counters(), "sequences": self.sequences()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._check_state(state)
         items = [copied(item) for item in state["items"]]
         with self._replacing("load_state_dict"):
-            self.restore_items(items, state["counters"])
-            self.restore_numbers(state.get("numbers"))
+            self.restore_items(items, state["counters"], state["sequences"])
 
     def _staging(self) -> StagedItems:
         return StagedItems(self)
 
     def _restore_point(self) -> Callable[[], None]:
-        items, counters, numbers = self.items(), self.counters(), self.numbers_state()
+        return functools.partial(self.restore_items, self.items(), self.counters(), self.sequences())
 
-        def restore() -> None:
-            self.restore_items(items, counters)
-            self.restore_numbers(numbers)
 
-        return restore
+def _own_sequences(sequences: dict[int, int], slots: Tensor) -> Tensor:
+    """The sequences that the items in these slots carry: int64 [n]."""
+    return torch.tensor([sequences.get(slot, 0) for slot in slots.tolist()], dtype=torch.int64)
 
 
 def copied(item: Any) -> Any:

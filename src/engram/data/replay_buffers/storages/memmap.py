@@ -327,13 +327,13 @@ class LazyMemmapStorage(TableStorage):
         spec = StoreSpec(layout, self._n_lanes, lane_capacity, envs, trailer=named, layout_extra=dimensions)
         if self.scratch_dir is None:
             fd = open_temporary(spec)
-            log.info("mapped storage in a temporary file: %s", spec.describe())
+            log.info("mapped storage in a temporary file: %s", spec)
             store = spec.create_in(fd)
             store.advise_random()
             lanes = Lanes(store, LaneLocks(fd))
             return lanes, RowTable(lanes, layout, mapped=True)
         if create_named(self.scratch_dir, spec, _start_header):
-            log.info("mapped storage in %s: %s", self.scratch_dir, spec.describe())
+            log.info("mapped storage in %s: %s", self.scratch_dir, spec)
         return self._open_file(layout)
 
     def _open_file(self, layout: RowLayout | None) -> tuple[Lanes, RowTable]:

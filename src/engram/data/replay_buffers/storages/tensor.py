@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import dataclasses
 import math
 import os
@@ -31,7 +32,7 @@ from engram.store.files import (
     share_fd,
 )
 from engram.store.lanes import Lanes
-from engram.store.layout import LeafSpec, RowLayout
+from engram.store.layout import LayoutState, LeafSpec, MalformedLayoutError, RowLayout
 from engram.store.locks import LaneLocks
 from engram.store.tables import ColumnTable, JoinedRows, Rows, RowTable, expand_slots
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, RowSnapshot
@@ -67,6 +68,7 @@ class TableStorage(Storage):
         self._restoring: dict[str, Any] = {}
         self._byte_order: Any = None
         self._made_for_restore = False
+        self._expects_sequences = False
 
     def _after_fork(self) -> None:
         super()._after_fork()
@@ -125,12 +127,12 @@ class TableStorage(Storage):
         if self._table is None:
             return None
         layout = self._table.layout  # with its classes, which a state does not name
-        return layout.root, layout.leaves, self._env_shape, self._first_env_shape
+        return layout.root, layout.leaves, layout.carries_sequence, self._env_shape, self._first_env_shape
 
     def _take_row_form(self, form: Any) -> None:
         if form is not None and self._table is None:
-            root, leaves, env_shape, self._first_env_shape = form
-            self._make_table(RowLayout(root, leaves), env_shape)
+            root, leaves, carries_sequence, env_shape, self._first_env_shape = form
+            self._make_table(RowLayout(root, leaves, carries_sequence), env_shape)
 
     def _copy_rows_to(self, other: Any, memo: dict[int, Any]) -> None:
         # Block by block: there may be more rows than memory.
@@ -145,7 +147,6 @@ class TableStorage(Storage):
                     other.write_block(i, start, source.read_block(i, start, stop))
             other._restoring = source.counters()  # other processes may have overwritten the oldest rows meanwhile
             other.end_restore()
-        other.restore_numbers(self.numbers_state())
 
     # ---- making ----
     def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> RowTable | ColumnTable:
@@ -167,6 +168,8 @@ class TableStorage(Storage):
             raise ValueError("this storage needs a max_size")
         self._warn_of_copy()
         self._env_shape = env_shape
+        if self._expects_sequences:
+            layout = layout.with_sequence()
         try:
             lane_capacity = math.ceil(self._requested_size / (self._n_lanes * math.prod(env_shape)))
             lanes, table = self._make(layout, lane_capacity)
@@ -176,6 +179,41 @@ class TableStorage(Storage):
         lanes.mutex = self.mutex
         self._table, self._lanes = table, lanes
         self._max_size = lanes.capacity
+
+    def _expect_sequences(self) -> None:
+        self._expects_sequences = True
+        if isinstance(self._table, ColumnTable):  # one column more, nothing is copied
+            self._table.carry_sequences()
+
+    def _carry_sequences(self) -> None:
+        table, lanes = self._table, self._lanes
+        if table is None or lanes is None or table.layout.carries_sequence:
+            return
+        if isinstance(table, ColumnTable):
+            table.carry_sequences()
+            return
+        if not self._can_widen:
+            raise StorageError(
+                "these rows were made for another writer: they have no place for the sequence that a replaced row "
+                "carries, and rows in a file or in shared memory keep their layout. Save them with dumps, and take "
+                "them over with loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
+            )
+        with self._replacing("giving rows their sequences"):
+            layout = table.layout.with_sequence()
+            refuse_if_memory_is_short(StoreSpec(layout, self._n_lanes, lanes.store.lane_capacity, lanes.envs, False))
+            self._table = table = table.with_sequences()
+            self._lanes = table.lanes
+
+    @property
+    def _can_widen(self) -> bool:
+        """Whether stored rows can get room for sequences: not in a file, nor in shared memory."""
+        table = self._table
+        return isinstance(table, ColumnTable) or (table is not None and not table.mapped and table.lanes.locks is None)
+
+    def _make_room(self, layout: RowLayout) -> None:
+        """Before rows of this layout are restored: makes room for the sequences that they carry, where it can."""
+        if self._can_widen and (self._expects_sequences or layout.carries_sequence):
+            self._carry_sequences()
 
     def _remove_table(self) -> bool:
         """Frees a table that no other process has seen; False: it stays."""
@@ -258,13 +296,12 @@ class TableStorage(Storage):
         return expand_slots(self._table.append(checked.data, most), self._lanes.envs)
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
-        assert self._table is not None
-        self._table.overwrite(slots, checked.data, rows)
+        self._prepare_replace(checked, rows, slots)()
 
     def _prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        if not isinstance(self._table, RowTable):
-            return super()._prepare_replace(checked, rows, slots)
-        return self._table.prepare_overwrite(slots, checked.data, rows)
+        assert self._table is not None and self._lanes is not None
+        first = self._lanes.reserve_sequences(checked.steps)
+        return self._table.prepare_overwrite(slots, checked.data, rows, first)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         assert self._table is not None
@@ -369,7 +406,7 @@ class TableStorage(Storage):
         if self._lanes is None:
             return {"lane_capacity": 0, "strands": 1, "lanes": []}
         store, lanes = self._lanes.store, self._lanes.saved_states()
-        return {"lane_capacity": store.lane_capacity, "strands": store.strands, "lanes": lanes}
+        return {"lane_capacity": store.lane_capacity, "strands": store.envs, "lanes": lanes}
 
     def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         """uint8 [envs, stop - start, row bytes]."""
@@ -378,14 +415,11 @@ class TableStorage(Storage):
 
     def identity(self) -> dict[str, Any]:
         """As `Lanes.identity`."""
-        return self._changes().identity()
+        return {} if self._lanes is None else self._lanes.identity()
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
         """Rows changed in place since `identity()` returned `since`; None where the log does not reach back so far."""
-        return self._changes().edited(since)
-
-    def _changes(self) -> ChangeTracker | EmptySource:
-        return EmptySource() if self._lanes is None else ChangeTracker(self._lanes)
+        return None if self._lanes is None else ChangeTracker(self._lanes).edited(since)
 
     def _snapshot_view(self) -> Any:
         if self._table is None or self._lanes is None:
@@ -413,15 +447,22 @@ class TableStorage(Storage):
         differences = []
         lanes = counters["lanes"]
         if layout is not None:
-            saved = self._saved_layout(layout)
-            if layout.get("ndim", 1) != self.ndim:
-                differences.append(f"ndim is {self.ndim} here, {layout.get('ndim', 1)} there")
+            saved, env_shape = self._saved_layout(layout), _saved_env_shape(layout)
+            if layout["ndim"] != self.ndim:
+                differences.append(f"ndim is {self.ndim} here, {layout['ndim']} there")
             if self._table is not None:
                 differences += self._table.layout.differences(saved)
-                if tuple(layout.get("strands", ())) != self._env_shape:
-                    differences.append(f"environments are {list(self._env_shape)} here, {layout.get('strands')} there")
-            envs = math.prod(layout.get("strands", ()))
-            if counters.get("strands", envs) != envs:
+                replaced = any(lane["replaced"] for lane in lanes)
+                if replaced and saved.carries_sequence > self._table.layout.carries_sequence and not self._can_widen:
+                    differences.append(
+                        "rows carry sequences of their own there, as a TensorDictMaxValueWriter has replaced some; "
+                        "those here, in a file or in shared memory, have no place for them: use a storage that is made "
+                        "with such a writer"
+                    )
+                if env_shape != self._env_shape:
+                    differences.append(f"environments are {list(self._env_shape)} here, {list(env_shape)} there")
+            envs = math.prod(env_shape)
+            if counters["strands"] != envs:
                 differences.append(f"counters of {counters['strands']} environments, but a layout of {envs} there")
             room = self._lane_room(envs)
             rows = [lane["published"] - lane["base"] for lane in lanes]
@@ -443,7 +484,10 @@ class TableStorage(Storage):
         self.check_restore(layout, counters)
         self._made_for_restore = self._table is None and layout is not None
         if self._table is None and layout is not None:
-            self._make_table(RowLayout.from_json(layout), tuple(layout.get("strands", ())))
+            # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
+            self._make_table(copy.copy(self._saved_layout(layout)), _saved_env_shape(layout))
+        elif layout is not None:
+            self._make_room(self._saved_layout(layout))
         # From here on the old rows are being lost: whatever may fail comes first.
         self._byte_order = None if layout is None or self._table is None else self._order_in(layout)
         self._restoring = counters
@@ -458,10 +502,10 @@ class TableStorage(Storage):
 
     def _saved_layout(self, saved: dict[str, Any]) -> RowLayout:
         """The saved layout; this storage's own where both are equal, so that rows go back without memory for one."""
-        own = None if self._table is None else self._table.layout
-        if own is not None and isinstance(saved, dict) and own.to_json().items() <= saved.items():
-            return own
-        return RowLayout.from_json(saved)
+        if not isinstance(saved, dict):
+            return RowLayout.from_json(saved)  # for its error
+        state = saved if isinstance(saved, LayoutState) else LayoutState(saved)
+        return state.parse(None if self._table is None else self._table.layout)
 
     def _order_in(self, layout: dict[str, Any]) -> Any:
         """The position in a saved row of each byte of ours: its keys may have been written in another order."""
@@ -473,6 +517,7 @@ class TableStorage(Storage):
         assert self._table is not None
         if self._byte_order is not None:
             rows = np.ascontiguousarray(rows[..., self._byte_order])
+            rows[..., self._byte_order < 0] = 0  # sequences, which the saved rows did not carry
         self._table.set_block(lane, start - self._shift(lane), rows)
 
     def end_restore(self) -> None:
@@ -481,10 +526,7 @@ class TableStorage(Storage):
             return
         store = self._lanes.store
         for i, lane in enumerate(self._restoring["lanes"]):
-            shift = self._shift(i)
-            origin = (lane["origin"] - shift) % (1 << 64)
-            store.restore_lane(i, lane["base"] - shift, lane["published"] - shift, origin)
-            self._lanes.restore_border(i, lane, shift)
+            self._lanes.restore_lane(i, lane, self._shift(i))
         store.end_restore()
         self._sequence_shifts = [self._shift(i) for i in range(len(self._restoring["lanes"]))]
 
@@ -495,7 +537,7 @@ class TableStorage(Storage):
             counters = source.counters()  # other processes may have overwritten the oldest rows meanwhile
         lost = [now["base"] - then["base"] for now, then in zip(counters["lanes"], lanes, strict=True)]
         rows = [torch.from_numpy(block[:, n:]) for block, n in zip(blocks, lost, strict=True)]
-        return {"layout": self.layout_state(), "counters": counters, "rows": rows, "numbers": self.numbers_state()}
+        return {"layout": self.layout_state(), "counters": counters, "rows": rows}
 
     def _check_state(self, state: dict[str, Any]) -> None:
         try:
@@ -503,7 +545,6 @@ class TableStorage(Storage):
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
         self.check_restore(state["layout"], state["counters"])
-        self.check_numbers(state.get("numbers"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._check_state(state)
@@ -513,13 +554,12 @@ class TableStorage(Storage):
                 if lane["published"] > lane["base"]:
                     self.write_block(i, lane["base"], rows.numpy())
             self.end_restore()
-            self.restore_numbers(state.get("numbers"))
 
     def _staging(self) -> StagedRows:
         return StagedRows(self, spill=bool(getattr(self.checkpointer, "load_hooks", None)))
 
     def _restore_point(self) -> Callable[[], None] | None:
-        layout, counters, numbers = self.layout_state(), self.counters(), self.numbers_state()
+        layout, counters = self.layout_state(), self.counters()
         if layout is None:
             return self._forget_restore
         rows = StagedRows(self, spill=False)
@@ -531,12 +571,7 @@ class TableStorage(Storage):
             if lane["published"] > lane["base"]:
                 rows.write_block(i, lane["base"], self.read_block(i, lane["base"], lane["published"]))
         rows.end_restore()
-
-        def restore() -> None:
-            rows.commit()
-            self.restore_numbers(numbers)
-
-        return restore
+        return rows.commit
 
     def _forget_restore(self) -> None:
         """Makes the storage one to which nothing has been written."""
@@ -549,7 +584,7 @@ class TableStorage(Storage):
             return
         if self._lanes is not None:
             self._lanes.store.begin_restore()
-            self._lanes.store.mend()
+            self._lanes.store.repair()
             self._lanes.store.end_restore()
 
     def _shift(self, lane: int) -> int:
@@ -557,6 +592,14 @@ class TableStorage(Storage):
         assert self._lanes is not None
         same = self._restoring["lane_capacity"] == self._lanes.store.lane_capacity
         return 0 if same else int(self._restoring["lanes"][lane]["base"])
+
+
+def _saved_env_shape(layout: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of the environments of a saved layout; MalformedLayoutError where it has none."""
+    shape = layout.get("strands")
+    if not isinstance(shape, list) or not all(type(n) is int for n in shape) or "ndim" not in layout:
+        raise MalformedLayoutError(f"this is no row layout: it is of environments {shape!r:.80}")
+    return tuple(shape)
 
 
 def _check_rows(state: dict[str, Any]) -> None:
@@ -683,11 +726,11 @@ def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
     if key in root.keys:
         node = root.children[root.keys.index(key)]
         leaves[node.leaf] = index
-        return RowLayout(layout.root, leaves)
+        return RowLayout(layout.root, leaves, layout.carries_sequence)
     leaves.append(index)
     node = Node("leaf", leaf=len(leaves) - 1)
     root.keys, root.children = (*root.keys, key), (*root.children, node)
-    return RowLayout(layout.root, leaves)
+    return RowLayout(layout.root, leaves, layout.carries_sequence)
 
 
 def _lead_shape(items: Any, batch_dims: int) -> tuple[int, ...]:
@@ -761,9 +804,9 @@ class LazyTensorStorage(TableStorage):
         spec = StoreSpec(layout, self._n_lanes, lane_capacity, envs, trailer=False)
         if self.device.type != "cpu":
             lanes = Lanes.in_memory(lane_capacity, envs)
-            log.info("storage on %s: %s", self.device, spec.describe())
+            log.info("storage on %s: %s", self.device, spec)
             return lanes, ColumnTable.empty(lanes, layout, self._env_shape, self.device)
-        log.info("storage in %smemory: %s", "shared " if self.shared else "", spec.describe())
+        log.info("storage in %smemory: %s", "shared " if self.shared else "", spec)
         if self.shared:
             fd = open_shared_memory(spec)
             lanes = Lanes(spec.create_in(fd), LaneLocks(fd))

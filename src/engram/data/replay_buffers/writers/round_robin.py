@@ -51,19 +51,6 @@ class Writer(abc.ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
 
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        """A state of this writer, made of what TorchRL saved of one; None: of one of an immutable data set.
-
-        `found` has `cursor` and `write_count`, and of a writer that keeps the best `rank_key`.
-
-        Raises:
-            ValueError: this writer can make nothing of it.
-        """
-        if self.state_dict() or (found is not None and "rank_key" in found):
-            there = "one that keeps the best" if found is not None and "rank_key" in found else "one without a state"
-            raise ValueError(f"the writer is a {type(self).__name__} here, {there} was saved")
-        return {}
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor})"
 

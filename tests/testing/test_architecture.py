@@ -1,0 +1,47 @@
+"""What docs/architecture.md says of parts of one's own is true: its examples pass their contracts."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import engram.testing
+from engram.data import Sampler, Storage, StorageCheckpointerBase, Writer
+from engram.envs import EnvBase
+
+PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+PARTS = {
+    "sampler": Sampler,
+    "writer": Writer,
+    "environment": EnvBase,
+    "storage": Storage,
+    "checkpointer": StorageCheckpointerBase,
+}
+
+
+def row(part: str) -> list[str]:
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"| {part} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_methods_that_a_part_must_define_are_the_abstract_ones(part: str) -> None:
+    assert set(re.findall(r"`(\w+)`", row(part)[2])) == PARTS[part].__abstractmethods__
+
+
+@pytest.mark.parametrize("part", ["sampler", "writer", "transform", "environment", "storage"])
+def test_the_contract_of_a_part_is_shipped(part: str) -> None:
+    assert row(part)[3].strip("`") in engram.testing.__all__
+
+
+@pytest.mark.deep
+def test_the_examples_pass_their_contracts(tmp_path: Path) -> None:
+    examples = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    file = tmp_path / "test_examples.py"
+    file.write_text("\n\n".join(examples))
+    options = ["-q", "-p", "no:cacheprovider", str(file)]
+    done = subprocess.run([sys.executable, "-m", "pytest", *options], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert len(examples) == 3
