@@ -104,8 +104,8 @@ class Lanes:
     def saved_states(self) -> list[dict[str, Any]]:
         """The counters of each lane as a save keeps them: `base`, `published`, `origin`, `seams`, `border`, `replaced`.
 
-        A lane's end is a seam, unless this process writes the lane or was the last to write it: who loads the save goes
-        on as this process would.
+        A lane's end is a seam, unless this process writes the lane or was the last to write it: a process that loads
+        the save goes on as this one would.
         """
         if self.unused_since_fork and self.locks is not None:  # a process that only saves is a user of the store, too
             self.join_after_fork()

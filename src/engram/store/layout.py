@@ -108,7 +108,7 @@ SEQUENCE = LeafSpec(("sequence",), torch.int64, (), hidden=True)
 
 
 class LayoutState(dict[str, Any]):
-    """A saved layout as JSON, and the `RowLayout` that it describes: parsed once in a load, whoever asks for it."""
+    """A saved layout as JSON, and the `RowLayout` that it describes: parsed once in a load."""
 
     _parsed: RowLayout | None = None
 

@@ -167,3 +167,8 @@ def test_a_storage_whose_methods_lack_arguments_is_refused_when_a_buffer_is_made
 
     with pytest.raises(TypeError, match=r"Short\.append has no argument 'most'"):
         ReplayBuffer(storage=Short(10))
+
+
+def test_a_member_of_an_ensemble_that_is_no_storage_is_refused():
+    with pytest.raises(TypeError, match="got a int"):
+        StorageEnsemble(LazyTensorStorage(10), 5)

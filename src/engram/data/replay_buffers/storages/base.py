@@ -89,7 +89,7 @@ class Storage(abc.ABC):
         # under another value are not read.
         self._incarnation = 0
         self._attached: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: Held by whoever writes, and by whoever needs the rows not to change.
+        #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()
         self._forked_from = 0  # the process that had this storage, without rows, when it forked this one
         _live.add(self)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 
-from engram.data.replay_buffers.storages.base import Checked, Storage
+from engram.data.replay_buffers.storages.base import Checked, Storage, as_storage
 from engram.errors import CheckpointMisfitError, differences_of
 from engram.store.files import is_passing_fds
 from engram.store.indexing import Selection
@@ -43,7 +43,7 @@ class StorageEnsemble(Storage):
             raise ValueError("an ensemble needs at least one storage")
         if len({id(storage) for storage in storages}) < len(storages):
             raise ValueError("a storage is a member twice; give it a larger p instead")
-        self._storages = list(storages)
+        self._storages = [as_storage(storage) for storage in storages]
         self._transforms = [None] * len(storages) if transforms is None else list(transforms)
         if len(self._transforms) != len(storages):
             raise ValueError(

@@ -169,7 +169,7 @@ class ObservedMemmapStorage(TableStorage):
                 os.close(self._fd)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # it was never made, or the interpreter ends
+        with contextlib.suppress(AttributeError, OSError):  # its constructor failed, or the interpreter ends
             self.close()
 
     @property
@@ -310,7 +310,7 @@ class LazyMemmapStorage(TableStorage):
         """The store in a folder, as it was left.
 
         Args:
-            read_only: look at the rows only, beside whoever writes: an `ObservedMemmapStorage`.
+            read_only: only read the rows, which other processes may be writing: an `ObservedMemmapStorage`.
 
         Raises:
             StorageError: there is none, or its file is damaged.

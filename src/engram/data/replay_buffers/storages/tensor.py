@@ -665,7 +665,7 @@ class StagedRows:
         self._blocks.clear()
 
     def commit(self) -> None:
-        """Gives the storage what was taken."""
+        """Writes the rows into the storage."""
         storage = self._storage
         storage.begin_restore(self._saved_layout, self._saved_counters)
         try:
@@ -907,7 +907,7 @@ class TensorStorage(TableStorage):
 
 
 def _device(device: torch.device | str) -> torch.device:
-    """Where rows are to be kept. ValueError, TypeError: they cannot be kept there."""
+    """The device for rows. ValueError, TypeError: no rows can be kept there."""
     usable = usable_device(device, "device")
     if usable is None or usable.type == "meta":
         raise ValueError(f"device={device!r}: a storage keeps its rows in memory, 'cpu' or that of a GPU")
