@@ -14,6 +14,7 @@ from engram.data import (
     TensorStorageCheckpointer,
 )
 from engram.data.replay_buffers.storages import Checked, Rows
+from engram.errors import StorageError
 from engram.store.lanes import Lanes
 
 
@@ -172,3 +173,12 @@ def test_a_storage_whose_methods_lack_arguments_is_refused_when_a_buffer_is_made
 def test_a_member_of_an_ensemble_that_is_no_storage_is_refused():
     with pytest.raises(TypeError, match="got a int"):
         StorageEnsemble(LazyTensorStorage(10), 5)
+
+
+def test_steps_that_carry_their_own_sequences_are_not_saved_without_them(tmp_path):
+    rb = buffer()
+    rb.extend(steps(0, 4))
+    rb.storage.lanes.own_sequences = lambda slots: torch.zeros_like(slots)
+    with pytest.raises(StorageError, match="a Own with rows that carry sequences needs a checkpointer of its own"):
+        rb.dumps(tmp_path)
+    assert numbers(rb) == [0, 1, 2, 3]

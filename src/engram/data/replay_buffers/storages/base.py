@@ -536,7 +536,7 @@ class Storage(abc.ABC):
         if self._is_empty:
             return self.empty
         lanes = self.lanes
-        if lanes is None or lanes.store.lanes * lanes.envs > 1:
+        if lanes is None or lanes.store.lanes * lanes.envs > 1 or lanes.own_sequences is not None:
             return None
         steps = StoredSteps(self)
         return functools.partial(steps.restore_items, steps.items(), steps.counters(), steps.sequences())
@@ -644,7 +644,6 @@ def as_storage(storage: Any) -> Storage:
     return storage
 
 
-@functools.cache
 def _check_signatures(cls: type[Storage]) -> None:
     for name in ("check", "append", "overwrite", "read"):
         method = inspect.signature(getattr(cls, name)).parameters
