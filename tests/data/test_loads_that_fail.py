@@ -28,7 +28,7 @@ from engram.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
     rows,
 )
-from engram.data.replay_buffers.storages import staging
+from engram.data.replay_buffers.storages import tensor
 from engram.envs.transforms import Transform
 from engram.errors import CheckpointError, CorruptCheckpointError, StorageError
 
@@ -180,7 +180,7 @@ def failing_at(nth, fn=lambda x: x):
 def small_chunks(request, monkeypatch):
     """Several blocks in a checkpoint, and what is kept aside in memory or on disk."""
     monkeypatch.setattr(rows, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(staging, "MOST_IN_MEMORY", request.param)
+    monkeypatch.setattr(tensor, "_STAGED_BYTES", request.param)
 
 
 # ---- load hooks ----
@@ -225,7 +225,7 @@ def test_a_load_hook_may_look_at_the_buffer(small_chunks, tmp_path):
 
 
 def test_no_room_for_what_hooks_make_is_an_error_that_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(staging, "MOST_IN_MEMORY", 10)
+    monkeypatch.setattr(tensor, "_STAGED_BYTES", 10)
     path = saved(lambda: buffer(tmp_path), tmp_path)
     rb = used(buffer(tmp_path), (0, 30))
     rb.register_load_hook(lambda rows: rows)
@@ -234,7 +234,7 @@ def test_no_room_for_what_hooks_make_is_an_error_that_says_so(monkeypatch, tmp_p
         raise OSError(28, "No space left on device")
 
     before = observed(rb)
-    monkeypatch.setattr(staging.os, "pwrite", full)
+    monkeypatch.setattr(tensor.os, "pwrite", full)
     with pytest.raises(CheckpointError, match=r"TMPDIR.*empty\(\)"):
         rb.loads(path)
     monkeypatch.undo()
@@ -379,7 +379,7 @@ def test_members_of_an_ensemble(tmp_path, monkeypatch):
     rb[2].register_load_hook(failing_at(3))
     fails(rb, lambda: rb.loads(path))
     monkeypatch.setattr(ListStorage, "restore_items", raise_refused)
-    monkeypatch.setattr(ListStorage, "kept", lambda self: lambda: None)
+    monkeypatch.setattr(ListStorage, "_restore_point", lambda self: lambda: None)
     state = rb.state_dict()
     for load in (lambda: rb.loads(path), lambda: rb.load_state_dict(state)):
         with pytest.raises(RefusedError):
@@ -444,7 +444,7 @@ def test_an_error_of_our_own_while_a_state_is_adopted(step, sampler, storage, tm
 def test_a_disk_that_fails_while_rows_are_put_in_their_places(tmp_path, monkeypatch):
     path = saved(lambda: buffer(tmp_path, "named"), tmp_path)
     rb = used(buffer(tmp_path, "named"), (0, 55))
-    table, put = type(rb.storage.table), type(rb.storage.table).set_block
+    table, put = type(rb.storage._table), type(rb.storage._table).set_block
     calls = itertools.count()
 
     def fail_once(self, *args):
@@ -463,7 +463,7 @@ def test_a_disk_that_fails_while_rows_are_put_in_their_places(tmp_path, monkeypa
 
 # ---- more rows than are kept aside ----
 def test_of_more_rows_than_are_kept_aside_damage_is_found_before_anything_is_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "MOST_IN_MEMORY", 10)
+    monkeypatch.setattr(tensor, "_STAGED_BYTES", 10)
     path = saved(lambda: buffer(tmp_path), tmp_path)
     file = next((path / "g-000001" / "storage").iterdir())
     file.chmod(0o644)
@@ -478,7 +478,7 @@ def test_of_more_rows_than_are_kept_aside_what_was_loaded_stays_where_a_part_ref
     path = saved(lambda: buffer(tmp_path, **own("follow")), tmp_path)
     rb, twin = (used(buffer(tmp_path, **own("follow")), (0, 55)) for _ in range(2))
     twin.loads(path)
-    monkeypatch.setattr(staging, "MOST_IN_MEMORY", 10)
+    monkeypatch.setattr(tensor, "_STAGED_BYTES", 10)
     monkeypatch.setattr(Following, "refuses", True)
     with pytest.raises(RefusedError):
         rb.loads(path)

@@ -24,7 +24,7 @@ from engram.data.replay_buffers.storages.list import ListStorage
 from engram.envs.transforms import CatFrames, Compose, MultiStepTransform, RewardSum, StepCounter, VecNorm
 from engram.store.lanes import Lanes
 from engram.store.tables import RowTable
-from engram.store.views import Changes
+from engram.store.views import ChangeTracker
 from law.combos import Combo
 from law.own_parts import OwnSamplerWithState, OwnTransform
 
@@ -276,7 +276,7 @@ MUTANTS = {
     ),
     # ---- checkpointers ----
     "rows changed in place, since the last save": Mutant(
-        instead(Changes, "edited", lambda self, since: []), Combo(way="incremental")
+        instead(ChangeTracker, "edited", lambda self, since: []), Combo(way="incremental")
     ),
     "observations that do not follow (flat)": Mutant(
         around(FlatChunkCodec, "pack", _no_values), Combo(checkpointer="flat")

@@ -484,7 +484,7 @@ def test_a_batch_that_was_drawn_before_a_load_is_drawn_anew_after_it(when, make,
         rb.append_transform(transform)
     else:
         which = members(rb)[-1 if when == "between members" else 0].storage
-        for kind, name in ((type(which), "read"), (LazyTensorStorage, "read_with")):
+        for kind, name in ((type(which), "read"), (LazyTensorStorage, "_read_many")):
             read = getattr(kind, name)
             monkeypatch.setattr(kind, name, lambda *args, read=read, **more: (load_once(), read(*args, **more))[1])
     batch = DRAWS[draw](rb)
@@ -565,7 +565,7 @@ class Loading:
             rb.extend(steps(number))
             rb.storage.dumps(path / str(number))
         rb.storage.loads(path / "1")
-        table = type(rb.storage.table)
+        table = type(rb.storage._table)
         self._begun, self.go_on = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=lambda: rb.storage.loads(path / "2"), daemon=True)
         monkeypatch.setattr(table, "set_block", lambda *args, put=table.set_block: self._put(put, args))

@@ -295,7 +295,7 @@ class TestNumbersOfRows:
         thread.start()
         try:
             for _ in range(300):
-                batch, gone, _, number = rb.storage.read(torch.arange(64), numbers=True)
+                batch, gone, _, number = rb.storage.read(torch.arange(64), sequences=True)
                 if gone is None:
                     ids = batch["id"]
                     expected = torch.where(ids < 64, ids, ids - 64 + FIRST_REPLACED)

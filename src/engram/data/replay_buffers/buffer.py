@@ -30,15 +30,15 @@ from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader, stack_items
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
 from engram.data.replay_buffers.samplers.random import RandomSampler
-from engram.data.replay_buffers.storages.base import Storage
+from engram.data.replay_buffers.storages.base import Storage, as_storage
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer
 from engram.errors import OutOfMemoryError
 from engram.pytree import chosen, stack_rows, swap_dims
-from engram.store.files import is_sent, sends
-from engram.store.indexing import inward
+from engram.store.files import is_passing_fds, pickle_by_state
+from engram.store.indexing import to_slots
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform, Writing
 from engram.transforms.compose import Compose
@@ -116,7 +116,7 @@ class ReplayBuffer:
         if dim_extend is not None and not 0 <= dim_extend < max(self._storage.ndim, 1):
             raise ValueError(f"dim_extend must be 0 to {self._storage.ndim - 1} for this storage, got {dim_extend}")
         if shared:
-            _share(self._storage)
+            self._storage._share()
         if checkpointer is not None:
             self._storage.checkpointer = checkpointer
         self._wire()
@@ -172,7 +172,7 @@ class ReplayBuffer:
             collate_fn: instead of this buffer's own; None for that.
         """
         if collate_fn is None:
-            collate_fn = self._collate_fn or (stack_items if isinstance(storage, ListStorage) else None)
+            collate_fn = self._collate_fn or (stack_items if storage._holds_items else None)
         if sampler._given is self._sampler._given:
             sampler = self._sampler  # whose lock all draws of a user's own sampler take
         attach = self._attach if self._attaches else None
@@ -244,7 +244,7 @@ class ReplayBuffer:
 
     def _as_batch(self, items: list[Any], time_dim: int) -> Any:
         """A list of items as one batch; storages of items take the list."""
-        return items if isinstance(self._storage, ListStorage) else stack_rows(items, time_dim)
+        return items if self._storage._holds_items else stack_rows(items, time_dim)
 
     def _write_through(self, items: Any, *, single: bool) -> Any:
         """Writes what the transforms make of the data; where that is refused, they are as they were before."""
@@ -317,7 +317,7 @@ class ReplayBuffer:
             # Before the first write a storage does not know its environments; there is nothing to point at, either.
             if not len(slots):
                 return slots.new_empty(0, self._storage.ndim)
-            return torch.stack(tuple(self._storage.outward(slots)), -1)
+            return torch.stack(tuple(self._storage.from_slots(slots)), -1)
         if not single:
             return slots
         return slots if type(slots) is int else int(slots[0])
@@ -475,14 +475,14 @@ class ReplayBuffer:
         storage = self._storage
         if storage.lanes is None:
             raise IndexError("nothing has been written yet")
-        slots = inward(index, storage.inner, storage.max_size or 0)
+        slots = to_slots(index, storage.env_shape, storage.max_size or 0)
         expected = torch.as_tensor(generation).reshape(-1)
         if len(slots) != len(expected):
             raise ValueError(f"{len(slots)} steps are indexed, {len(expected)} generations given; nothing was written")
         values = self._transformed_in_place(values)
         if type(values) is list:
             values = self._as_batch(values, 0)
-        with self._undisturbed(), storage.lanes.alone("update_if_present"):
+        with self._undisturbed(), storage.lanes.exclusive("update_if_present"):
             present = (storage.lanes.generations(slots) == expected) & (expected >= 0)
             if bool(present.any()):
                 storage.overwrite(slots[present], chosen(values, present), self._writer.index_key)
@@ -495,7 +495,7 @@ class ReplayBuffer:
             StorageInUseError: another process has the storage open.
         """
         self._writer.check_mutable("empty")
-        with self._undisturbed(), self._storage.replacing("empty"):
+        with self._undisturbed(), self._storage._replacing("empty"):
             self._storage.empty(empty_write_count)
             self._transform.empty()
             self._sampler.empty()
@@ -560,7 +560,7 @@ class ReplayBuffer:
         """Uses another storage from now on; returns the old one."""
         if collate_fn is not None:
             self._collate_fn = collate_fn
-        old: Storage = self._replace("_storage", storage)
+        old: Storage = self._replace("_storage", as_storage(storage))
         return old
 
     def _replace(self, name: str, part: Any) -> Any:
@@ -745,10 +745,10 @@ class ReplayBuffer:
     # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        sends(cls)
+        pickle_by_state(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if is_sent() or self._storage.travels_by_path:
+        if is_passing_fds() or self._storage._pickled_by_path:
             return super().__reduce_ex__(protocol)
         with self._undisturbed(), self._storage.mutex:
             return self._copy_parts()
@@ -789,7 +789,7 @@ class ReplayBuffer:
             self._transform.empty()
 
 
-sends(ReplayBuffer)  # as `__init_subclass__` does for its children
+pickle_by_state(ReplayBuffer)  # as `__init_subclass__` does for its children
 
 
 def _make_part(part: Any, name: str, is_one: Callable[[Any], bool]) -> Any:
@@ -820,10 +820,8 @@ def _with_capacity(storage: Storage | None, capacity: int | None) -> Storage:
         return ListStorage(_DEFAULT_CAPACITY if capacity is None else capacity)
     if capacity is None or storage.max_size == capacity:
         return storage
-    if storage.max_size is None and isinstance(storage, ListStorage):
-        storage.limit(capacity)
-        return storage
-    raise ValueError(f"capacity={capacity}, but the storage has max_size={storage.max_size}; give one of them")
+    storage._limit(capacity)
+    return storage
 
 
 def _share(storage: Storage) -> None:

@@ -40,9 +40,9 @@ def restore(
     """
     storage = buffer.storage
     backup = _Backup(buffer, rows_too=fill is not None)
-    with storage.mutex if fill is None else storage.replacing("loads"):
+    with storage.mutex if fill is None else storage._replacing("loads"):
         try:
-            fills_first = fill is not None and storage.is_empty
+            fills_first = fill is not None and storage._is_empty
             if fill is not None and fills_first:
                 fill()
                 backup.filled = True
@@ -85,7 +85,7 @@ def _connect(buffer: Any, rows_too: bool) -> None:
     """Brings the states of the parts and the rows together."""
     storage, sampler = buffer.storage, buffer._sampler
     if rows_too:
-        storage.hand_over(sampler)
+        storage._rebase_sampler(sampler)
     sampler._sync(storage)
 
 
@@ -100,7 +100,7 @@ class _Backup:
         self._generator = buffer._generator_state()
         parts = [buffer._sampler, buffer._writer, buffer._saved_transform]
         self._parts = [_PartBackup(part) for whole in parts for part in _with_members(whole)]
-        self._undo = buffer.storage.kept() if rows_too else None
+        self._undo = buffer.storage._restore_point() if rows_too else None
         # With rows that come back under another incarnation goes a sampler that is told so.
         self._sampler = copy.deepcopy(buffer._sampler.state_dict()) if self._undo is not None else None
 
@@ -122,7 +122,7 @@ class _Backup:
         if self._sampler is not None:
             with _logging_errors(sampler):
                 sampler.load_state_dict(self._sampler)
-                storage.hand_over(sampler)
+                storage._rebase_sampler(sampler)
 
     def _empty_parts(self) -> None:
         """The rows went in the middle of being replaced."""
@@ -165,8 +165,7 @@ def _logging_errors(part: Any) -> Iterator[None]:
 
 def _incarnations(storage: Any) -> list[int | None]:
     """What changes when rows are replaced, of a storage or of each of an ensemble's."""
-    members = getattr(storage, "storages", [storage])
-    return [None if one.lanes is None else one.lanes.store.incarnation for one in members]
+    return [None if one.lanes is None else one.lanes.store.incarnation for one in storage._members()]
 
 
 def _with_members(part: Any) -> Iterator[Any]:
@@ -307,7 +306,7 @@ def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any
 def _save(buffer: ReplayBuffer, path: Path, keep_last: int) -> None:
     """Saves every part as one snapshot. The caller holds the buffer still."""
     components, storage = _components(buffer), buffer.storage
-    with storage.still() as source:
+    with storage._consistent_view() as source:
         save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
 
 
@@ -315,7 +314,7 @@ def _save_in_background(buffer: ReplayBuffer, path: Path, keep_last: int) -> Sav
     """The same in a thread, of what the parts are now. The caller holds the buffer still until this returns."""
     storage, checkpointer = buffer.storage, buffer.storage.checkpointer
     components = copy.deepcopy(_components(buffer))
-    frozen = storage.freeze()
+    frozen = storage._snapshot_view()
 
     def work(handle: SaveHandle) -> str:
         return save_snapshot(path, components, (checkpointer, frozen), keep_last=keep_last, began=handle.began)
@@ -349,11 +348,11 @@ def _load(buffer: ReplayBuffer, path: Path, snapshot: str | None, parts: tuple[s
         if not differences:
             _check_states(buffer, states, saved.malformed)
         if with_rows:
-            differences += _differences_in(lambda: saved.check_storage(storage.checkpointer, storage))
+            differences += _differences_in(lambda: saved.check_storage(storage.checkpointer, storage._sink()))
         if differences:
             raise CheckpointMisfitError(f"{path} does not fit this buffer", differences, _advice(states))
-        with storage.alone("loads") if with_rows else storage.mutex:
-            fill = storage.read_aside(saved) if with_rows else None
+        with storage._exclusive("loads") if with_rows else storage.mutex:
+            fill = storage._prepare_load(saved) if with_rows else None
             restore(buffer, states, fill, saved.malformed)
 
 
@@ -393,12 +392,12 @@ def _load_state(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
         raise CheckpointMisfitError("the state does not fit this buffer", missing)
     states = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
     states["transform"] = {"state": state["transform"]}
-    differences = _differences(buffer, states) + _differences_in(lambda: buffer.storage.check_state(state["storage"]))
+    differences = _differences(buffer, states) + _differences_in(lambda: buffer.storage._check_state(state["storage"]))
     if differences:
         raise CheckpointMisfitError("the state does not fit this buffer", differences)
     _check_states(buffer, states)
     states = copy.deepcopy(states)
-    with buffer.storage.alone("load_state_dict"):
+    with buffer.storage._exclusive("load_state_dict"):
         restore(buffer, states, functools.partial(buffer.storage.load_state_dict, state["storage"]))
 
 

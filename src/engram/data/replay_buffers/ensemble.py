@@ -78,7 +78,7 @@ class EnsembleReader:
         """Draws members, and rows of them."""
         with self.lock:
             ids, rows_of_each = self.sampler.choose(n)
-            incarnations = [self.readers[i].storage.incarnation for i in ids]
+            incarnations = [self.readers[i].storage._incarnation for i in ids]
             draws = [
                 _draw_exactly(self.readers[i], rows_of_each, incarnation)
                 for i, incarnation in zip(ids, incarnations, strict=True)
@@ -128,7 +128,7 @@ class EnsembleReader:
         batch, info = batch_and_info
         if self.transform.transforms:
             batch = self.transform.forward(batch)
-        if any(self.readers[i].storage.incarnation != one.incarnation for i, one in zip(ids, draws, strict=True)):
+        if any(self.readers[i].storage._incarnation != one.incarnation for i, one in zip(ids, draws, strict=True)):
             return None
         return (batch.pin_memory() if self.pin_memory else batch), info
 
@@ -151,16 +151,13 @@ class EnsembleReader:
             entries_of_parts = [
                 reader.entries(draw.index, draw.info) or None for reader, draw in zip(readers, draws, strict=True)
             ]
-        read = readers[0].storage.read_with(others, index, shape, extra, generations, entries_of_parts)
-        if read is None:
-            return None
-        batch, overwritten, absent, generation, *rest = read
-        if overwritten is not None or absent is not None:
+        read = readers[0].storage._read_many(others, index, shape, extra, generations, entries_of_parts)
+        if read is None or read.overwritten is not None or read.absent is not None:
             return None  # rows that are gone are drawn anew by their own member
         for reader, draw in zip(readers, draws, strict=True):
             if reader.find_stale(draw.slots, draw.info) is not None:
                 return None
-        parts: list[Any] = rest[0] if entries_of_parts is not None else []
+        batch, generation, parts = read.batch, read.sequences, read.parts or []
         if generation is not None:
             info["generation"] = generation.view(shape)
             if extra is not None and readers[0].with_generation:
@@ -445,7 +442,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def empty(self, empty_write_count: bool = True) -> None:
         """Empties every member."""
         self._writer.check_mutable("empty")
-        with self._undisturbed(), self._storage.replacing("empty"):
+        with self._undisturbed(), self._storage._replacing("empty"):
             for rb in self._members:
                 rb.empty(empty_write_count)
             self._transform.empty()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections import deque
@@ -13,10 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from engram._system import set_state, state_of
+from engram._system import fork_registry, set_state, state_of
 from engram.data.replay_buffers.samplers.base import Sampler
-
-_live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 
 
 class Reader(Protocol):
@@ -148,9 +145,5 @@ class Prefetcher:
         self._queue.clear()
 
 
-def _after_fork() -> None:
-    for prefetcher in list(_live):
-        prefetcher.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)  # after that of the samplers, which are imported here
+# Runs after that of the samplers, which are imported here.
+_live: weakref.WeakSet[Prefetcher] = fork_registry(Prefetcher.after_fork)

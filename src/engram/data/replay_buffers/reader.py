@@ -12,10 +12,10 @@ from torch import Tensor
 from engram._system import free_memory, human_bytes
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.storages.base import Storage
-from engram.data.replay_buffers.storages.list import ListStorage, copied
+from engram.data.replay_buffers.storages.list import copied
 from engram.errors import OutOfMemoryError
 from engram.pytree import put_of_items
-from engram.store.indexing import inward
+from engram.store.indexing import to_slots
 from engram.transforms.compose import Compose
 
 _ROUNDS = 8  # of drawing again whole batches; then row by row
@@ -60,7 +60,7 @@ class BatchReader:
         self.pin_memory = pin_memory
         self.with_generation = with_generation
         self._attach = attach
-        self._keeps_items = isinstance(storage, ListStorage)
+        self._keeps_items = storage._holds_items
         # Samplers of a user's own may give an index of any form.
         self._index_is_slots = storage.ndim == 1 and sampler._built_in
         # None, and not called for each batch, where they do nothing.
@@ -103,16 +103,13 @@ class BatchReader:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row in a batch, with its index and info; of lists on average."""
-        layout, stored = getattr(self.storage, "layout", None), len(self.storage)
-        if layout is None:
-            return _DRAWN_BYTES + (self.storage.nbytes // stored if self._keeps_items and stored else 0)
-        return _DRAWN_BYTES + sum(int(leaf.nbytes) for leaf in layout.leaves)
+        return _DRAWN_BYTES + self.storage._bytes_per_row()
 
     # ---- drawing ----
     def draw(self, n: int) -> Draw:
         """Draws n rows."""
         with self.lock:
-            incarnation = self.storage.incarnation
+            incarnation = self.storage._incarnation
             index, info = self._draw(n)
             last = self.sampler.ran_out
         return Draw(self.slots_of(index), index, info, last, incarnation)
@@ -123,7 +120,9 @@ class BatchReader:
         drawn: tuple[Any, dict[str, Any]]
         with self.lock:
             if storage.read_only:
-                drawn = storage.believed(lambda: sampler.sample(storage, n), only_errors=not sampler._can_repeat_draws)
+                drawn = storage._validated(
+                    lambda: sampler.sample(storage, n), errors_only=not sampler._can_repeat_draws
+                )
             else:
                 drawn = sampler.sample(storage, n)
         return drawn
@@ -132,7 +131,7 @@ class BatchReader:
         """The slots that a sampler's index means: int64 [n]."""
         if type(index) is Tensor and index.dtype is torch.int64 and index.ndim == 1 and index.device.type == "cpu":
             return index
-        return inward(index, self.storage.inner, self.storage.max_size or 0)
+        return to_slots(index, self.storage.env_shape, self.storage.max_size or 0)
 
     # ---- whole batches ----
     def sample(self, n: int, generations: bool) -> tuple[Any, dict[str, Any]]:
@@ -141,7 +140,7 @@ class BatchReader:
         while True:
             before = None
             try:
-                incarnation = storage.incarnation  # before the draw: a load that comes in between makes us draw anew
+                incarnation = storage._incarnation  # before the draw: a load that comes in between makes us draw anew
                 if self.has_epochs:
                     with sampler.lock:
                         self.draws = draws = self.draws + 1
@@ -199,7 +198,7 @@ class BatchReader:
         extra = None if attach is None else attach(index, info)
         # Positional: the hot path.
         batch, overwritten, absent, generation = storage.read(slots, None, extra, generations)
-        if storage.incarnation != incarnation:
+        if storage._incarnation != incarnation:
             return None
         if find_stale is not None:
             overwritten = find_stale(storage, slots, info) or overwritten
@@ -221,7 +220,7 @@ class BatchReader:
             put_of_items(batch, "generation", generation)
         if self.transform.transforms:
             batch = self.transform.forward(batch)
-            if storage.incarnation != incarnation:  # what transforms have learnt may be that of other rows
+            if storage._incarnation != incarnation:  # what transforms have learnt may be that of other rows
                 return None
         if self.pin_memory:
             batch = batch.pin_memory()
@@ -238,17 +237,17 @@ class BatchReader:
         for attempt in range(1000):
             # After some rounds one row at a time: a whole batch may be too slow for writers of a small ring.
             with self.lock:
-                if storage.incarnation != incarnation:
+                if storage._incarnation != incarnation:
                     return None
                 self.draws += 1
                 for part in [lost] if attempt < _ROUNDS else [[i] for i in reversed(lost)]:
                     slots = sampler._redraw(storage, slots, info, part)
             batch, overwritten, absent, generation = storage.read(slots, None, None, generations)
-            if storage.incarnation != incarnation:
+            if storage._incarnation != incarnation:
                 return None
             overwritten = self.find_stale(slots, info) or overwritten
             if overwritten is None and absent is None:
-                return storage.outward(slots), batch, generation
+                return storage.from_slots(slots), batch, generation
             lost = sorted({*(overwritten or ()), *(absent or ())})
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 

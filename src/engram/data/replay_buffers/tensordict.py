@@ -76,18 +76,18 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _set_priorities(self, slots: Tensor | int, priorities: Tensor) -> None:
         at = torch.as_tensor(slots).reshape(-1)
-        if self._storage.item_shape:  # of an item's priorities, one would be made of those of items that are gone
+        if self._storage._item_shape:  # of an item's priorities, one would be made of those of items that are gone
             last = torch.tensor(list({slot: i for i, slot in enumerate(at.tolist())}.values()))
             at, priorities = at[last], priorities[last]
         given = ~priorities.isnan() & (at >= 0)  # a writer gives -1 to steps that it refuses
-        self._sampler.update_priority(self._storage.outward(at[given]), priorities[given], storage=self._storage)
+        self._sampler.update_priority(self._storage.from_slots(at[given]), priorities[given], storage=self._storage)
 
     def _takes_priorities(self) -> bool:
         """Whether data may come with priorities, for a sampler that takes them."""
         if not self._sampler._takes_priorities:
             return False
         # Where the rows have no such leaf, data that have it are refused anyhow: looking for it in each costs more.
-        layout = getattr(self._storage, "layout", None)
+        layout = self._storage.layout
         if layout is None:
             return True
         if self._layout_checked[0] is not layout:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import copy
 import itertools
-import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram._system import drawing
-from engram.store.indexing import inward
+from engram._system import drawing, fork_registry
+from engram.store.indexing import to_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 Index = Tensor | tuple[Tensor, ...]
 
 EMPTY = "Cannot sample from an empty storage."
-
-_live: weakref.WeakSet[Sampler] = weakref.WeakSet()
 
 
 class EpochInfo(dict[str, Any]):
@@ -151,7 +148,7 @@ class Sampler(abc.ABC):
 
         Raises RuntimeError for an empty storage, before anything is drawn.
         """
-        if lanes is None or not (len(lanes) or lanes.claimed() or len(storage)):
+        if lanes is None or not (len(lanes) or lanes.any_rows() or len(storage)):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         with drawing:
             return self._seed.random_(generator=self._generator)
@@ -176,7 +173,7 @@ class Sampler(abc.ABC):
         slots, n, done = slots.clone(), len(slots), 0
         while done < len(positions):  # the last draw of an epoch may give fewer
             index, fresh_info = self.sample(storage, len(positions) - done)
-            fresh = inward(index, storage.inner, storage.max_size or 0)[: len(positions) - done]
+            fresh = to_slots(index, storage.env_shape, storage.max_size or 0)[: len(positions) - done]
             at = torch.tensor(positions[done : done + len(fresh)])
             slots[at] = fresh
             put_rows(info, fresh_info, at, n)
@@ -334,7 +331,7 @@ def as_sampler(sampler: Any) -> Sampler:
 def stored_rows(storage: Storage) -> int:
     """How many rows there are, of all environments."""
     lanes = storage.lanes
-    return 0 if lanes is None else sum(s["published"] - s["first"] for s in lanes.states()) * lanes.strands
+    return 0 if lanes is None else sum(s["published"] - s["first"] for s in lanes.states()) * lanes.envs
 
 
 def check_counts(values: Any, least: int = 0) -> None:
@@ -361,9 +358,8 @@ def put_rows(info: dict[str, Any], fresh: dict[str, Any], at: Tensor, n: int) ->
             info[key] = old.index_copy(0, at, value[: len(at)])
 
 
-def _after_fork() -> None:
-    for sampler in list(_live):
-        sampler.lock = threading.RLock()  # a thread of the parent may hold the old one
+def _renew_lock(sampler: Sampler) -> None:
+    sampler.lock = threading.RLock()  # a thread of the parent may hold the old one
 
 
-os.register_at_fork(after_in_child=_after_fork)
+_live: weakref.WeakSet[Sampler] = fork_registry(_renew_lock)

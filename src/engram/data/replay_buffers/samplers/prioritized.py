@@ -14,7 +14,7 @@ from torch import Tensor
 from engram import _native
 from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler, check_counts, put_rows
 from engram.errors import is_masked, masked_array
-from engram.store.indexing import inward, select, tensor_of
+from engram.store.indexing import select, tensor_of, to_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -131,8 +131,8 @@ class PriorityTable:
         if last is None or last() is not storage or not self._fits:
             self.check_storage(storage)
             self._storage, self._fits = weakref.ref(storage), storage.max_size is not None
-        if lanes.asleep:
-            lanes.wake()
+        if lanes.unused_since_fork:
+            lanes.join_after_fork()
         if self._waiting is not None:
             self._resume(lanes)
         return self._priorities
@@ -156,7 +156,7 @@ class PriorityTable:
         lanes = storage.lanes
         size = storage.max_size if storage.max_size is not None else len(storage)
         # A storage rounds its size up to whole lanes and to whole rows of environments.
-        rounding = 0 if lanes is None else lanes.store.lanes * lanes.strands - 1
+        rounding = 0 if lanes is None else lanes.store.lanes * lanes.envs - 1
         if self.max_capacity is not None and size - rounding > self.max_capacity:
             raise ValueError(
                 f"max_capacity={self.max_capacity} of the sampler is less than the {size} steps of the storage; "
@@ -169,7 +169,7 @@ class PriorityTable:
         where, lanes = self._stored_in(storage)
         if (
             type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
-            and (generation is None or lanes.own_sequences is None) and not where.item_shape
+            and (generation is None or lanes.own_sequences is None) and not where._item_shape
             and self.following(where, lanes).set(lanes.store, index, priority, generation)
         ):  # fmt: skip
             return
@@ -186,7 +186,7 @@ class PriorityTable:
                 raise ValueError(
                     f"{len(slots)} steps are indexed, {len(generation)} generations given; nothing was changed"
                 )
-        if where.item_shape:
+        if where._item_shape:
             slots, p, generation = _one_for_each_item(slots, p, generation, self.reduction)
         if generation is not None:
             generation = lanes.counted(slots, generation).contiguous()
@@ -232,20 +232,20 @@ class PriorityTable:
         """Slots of an index, and its shape."""
         given = index if isinstance(index, Tensor) else None
         if isinstance(index, slice | range) or (given is not None and given.dtype == torch.bool):
-            selection = select(lanes.store, index, storage.inner)
+            selection = select(lanes.store, index, storage.env_shape)
             return selection.slots, selection.shape
         parts = [tensor_of(i) for i in index] if isinstance(index, tuple) else [tensor_of(index)]
         if any(p.dtype == torch.bool or p.is_floating_point() or p.is_complex() for p in parts):
             raise IndexError(f"indices must be integers, found {[p.dtype for p in parts]}; nothing was changed")
         given = parts[0]
-        if storage.inner and not isinstance(index, tuple) and given.shape[-1:] != (storage.ndim,):
+        if storage.env_shape and not isinstance(index, tuple) and given.shape[-1:] != (storage.ndim,):
             raise IndexError(
                 f"with ndim={storage.ndim} an index is a tuple (time, env) or ends in a dimension of {storage.ndim}, "
                 f"found shape {list(given.shape)}; nothing was changed"
             )
-        slots = inward(tuple(parts) if isinstance(index, tuple) else given, storage.inner, storage.max_size or 0)
+        slots = to_slots(tuple(parts) if isinstance(index, tuple) else given, storage.env_shape, storage.max_size or 0)
         shape = tuple(given.shape)
-        return slots, shape[:-1] if storage.inner and not isinstance(index, tuple) else shape
+        return slots, shape[:-1] if storage.env_shape and not isinstance(index, tuple) else shape
 
     def _per_step(self, priority: Any, n: int, shape: tuple[int, ...]) -> Tensor:
         p = _real(priority)
@@ -296,7 +296,7 @@ class PriorityTable:
         if storage.lanes is None:
             return
         p, steps = _real(state["priorities"]), sum(b - a for a, b in state["seen"])
-        if p.ndim != 1 or len(p) != steps * storage.lanes.strands:
+        if p.ndim != 1 or len(p) != steps * storage.lanes.envs:
             raise ValueError(f"a saved state has {p.numel()} priorities for {steps} time steps")
         highest = torch.tensor([state["max_priority"], state["latest_priority"]], dtype=torch.float64)
         for values in (p.contiguous(), highest):
@@ -418,7 +418,7 @@ class PrioritizedSampler(Sampler, built_in=True):
         info = DrawnInfo()
         info["priority_weight"] = weights
         info.drawn, info.store = rows, lanes.store
-        return (storage.outward(slots) if storage.ndim > 1 else slots), info
+        return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
 
     def _draw(self, storage: Storage, lanes: Lanes, n: int) -> tuple[Tensor, Tensor, _native.DrawnRows] | None:
         table = self._table
@@ -427,7 +427,7 @@ class PrioritizedSampler(Sampler, built_in=True):
         wide = dtype is torch.float64
         drawn = priorities.draw(lanes.store, seed, n, beta, wide)
         if drawn is None:
-            drawn = lanes.look_again(lambda: priorities.draw(lanes.store, seed, n, beta, wide))
+            drawn = lanes.retry_draw(lambda: priorities.draw(lanes.store, seed, n, beta, wide))
             if drawn is None:
                 return None
         slots, weights, rows = drawn
@@ -446,7 +446,7 @@ class PrioritizedSampler(Sampler, built_in=True):
         index, fresh = self.sample(storage, len(positions))
         assert type(fresh) is DrawnInfo
         slots, at = slots.clone(), torch.tensor(positions)
-        slots[at] = inward(index, storage.inner, storage.max_size or 0)
+        slots[at] = to_slots(index, storage.env_shape, storage.max_size or 0)
         put_rows(info, fresh, at, len(slots))
         info.drawn.replace(positions, fresh.drawn)
         return slots

@@ -69,7 +69,7 @@ class RandomSampler(Sampler, built_in=True):
             slots = None if lanes is None else lanes.uniform(self._draw_seed(storage, lanes), batch_size)
         if slots is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
-        return (storage.outward(slots) if storage.ndim > 1 else slots), {}
+        return (storage.from_slots(slots) if storage.ndim > 1 else slots), {}
 
 
 class SamplerWithoutReplacement(Sampler, built_in=True):
@@ -123,7 +123,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
             if self._ran_out:
                 self._epoch = self._walk = None
             if len(slots) and not (self.drop_last and len(slots) < batch_size):
-                return (storage.outward(slots) if storage.ndim > 1 else slots), info
+                return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
         raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
 
     def _max_rows(self, storage: Storage, batch_size: int) -> int:
@@ -177,7 +177,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         if self._walk is not None:
             return
         if "listed" in epoch:
-            self._walk = ExplicitOrder(epoch["listed"], lanes.strands, *epoch["moved"][:1])
+            self._walk = ExplicitOrder(epoch["listed"], lanes.envs, *epoch["moved"][:1])
         else:
             ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]
             # A store with more lanes than the one that was saved: they are not in the epoch.
@@ -254,8 +254,8 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
             return
         if len(epoch["ranges"]) > lanes.store.lanes or any(n > lanes.store.lane_capacity for _, n in epoch["ranges"]):
             raise ValueError("a saved epoch has more rows than this storage")
-        if "listed" in epoch and epoch["strands"] != lanes.strands:
-            raise ValueError(f"a saved epoch has {epoch['strands']} environments, this storage {lanes.strands}")
+        if "listed" in epoch and epoch["strands"] != lanes.envs:
+            raise ValueError(f"a saved epoch has {epoch['strands']} environments, this storage {lanes.envs}")
 
     def _sync(self, storage: Storage) -> None:
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.

@@ -23,7 +23,7 @@ from engram.data.replay_buffers.samplers.base import (
 )
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
 from engram.pytree import KeyPath, entry, show
-from engram.store.episodes import DONE, Episodes, Key, path_of
+from engram.store.episodes import DONE, EpisodeIndex, Key, path_of
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -95,8 +95,8 @@ class SliceSampler(Sampler, built_in=True):
 
     Args:
         num_slices, slice_len: exactly one of them; the batch size is a multiple of it.
-        end_key, traj_key: where trajectories end, as for `Episodes`.
-        ends, trajectories: flags or ids of a dataset that does not change, instead of keys, as for `Episodes`.
+        end_key, traj_key: where trajectories end, as for `EpisodeIndex`.
+        ends, trajectories: flags or ids of a dataset that does not change, instead of keys, as for `EpisodeIndex`.
         cache_values: accepted for users of other libraries; boundaries are always kept and never read twice.
         truncated_key: bool [n, 1], added where the data lack it, and `done` beside it; None: nothing is marked.
         strict_length: draw only from trajectories of at least a slice's length. False: a shorter one is a slice whole,
@@ -149,7 +149,7 @@ class SliceSampler(Sampler, built_in=True):
             raise ValueError(f"give exactly one of num_slices and slice_len, got {num_slices} and {slice_len}")
         self.num_slices = _positive(num_slices, "num_slices")
         self.slice_len = _positive(slice_len, "slice_len")
-        self.episodes = Episodes(end_key=end_key, traj_key=traj_key, ends=ends, trajectories=trajectories)
+        self.episodes = EpisodeIndex(end_key=end_key, traj_key=traj_key, ends=ends, trajectories=trajectories)
         self.cache_values = cache_values
         self.truncated_key = None if truncated_key is None else path_of(truncated_key, "truncated_key")
         self._done_key = None if self.truncated_key is None else (*self.truncated_key[:-1], "done")
@@ -225,7 +225,7 @@ class SliceSampler(Sampler, built_in=True):
         slots, ids = slices.slots(), slices.ids()
         # "slices" is for `_redraw`, `_find_stale` and `_postprocess`, which takes it out.
         info = {"slice_id": ids, "slices": slices}
-        return (storage.outward(slots) if storage.ndim > 1 else slots), info
+        return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
 
     # ---- after the read ----
     def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:

@@ -72,7 +72,7 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
                 f"ndim={storage.ndim}; store whole trajectories as items, or flatten the data"
             )
         super().register_storage(storage)
-        storage.expect_sequences()
+        storage._expect_sequences()
 
     # ---- writing ----
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
@@ -85,11 +85,11 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
         with contextlib.ExitStack() as alone:
             try:
                 if rows is not None:
-                    storage.carry_sequences()  # before the check, which is against the layout
+                    storage._carry_sequences()  # before the check, which is against the layout
                 checked = storage.check(items, single, time_dim, self.index_key, slots)
                 self._check_shape(storage, checked, slots)
                 if rows is not None:
-                    alone.enter_context(storage.alone("replacing rows (TensorDictMaxValueWriter)"))
+                    alone.enter_context(storage._exclusive("replacing rows (TensorDictMaxValueWriter)"))
             except BaseException:
                 heap.undo()
                 raise
@@ -105,7 +105,7 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
         assert lanes is not None and self._heap is not None
         replace = None
         if rows is not None:  # all memory first: a batch is written whole or not at all
-            replace = storage.prepare_replace(checked, rows, targets)
+            replace = storage._prepare_replace(checked, rows, targets)
         if appended:
             storage.append(checked, appended)
         if replace is not None:

@@ -57,7 +57,7 @@ class Writer(abc.ABC):
     def _cursor(self) -> int:
         """Where the next row goes, along the first dimension."""
         lanes = None if self._storage is None else self._storage.lanes
-        return 0 if self._storage is None or lanes is None else self._storage.settled(lambda: lanes.cursor)
+        return 0 if self._storage is None or lanes is None else self._storage._settled(lambda: lanes.cursor)
 
     def empty(self) -> None:
         """Forgets what was written."""
