@@ -543,8 +543,8 @@ class Storage(abc.ABC):
 
     def _rebase_sampler(self, sampler: Any) -> None:
         """After a load: tells a sampler by how much the sequences of its rows have changed."""
-        if self.lanes is not None and hasattr(sampler, "adopt"):
-            sampler.adopt(self.lanes.store.incarnation, self._sequence_shifts)
+        if self.lanes is not None:
+            sampler._rebase(self.lanes.store.incarnation, self._sequence_shifts)
 
     # ---- forks and copies ----
     def _after_fork(self) -> None:
