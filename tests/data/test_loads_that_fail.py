@@ -129,7 +129,7 @@ def observed(rb):
         if hasattr(rb.sampler, "priorities") and len(rb):
             found.append(rb.sampler.priorities(torch.arange(len(rb)), storage=rb.storage))
             found += [rb.sampler.skipped, rb.sampler.default_priority]
-        found.append(rb.saved_transform.state_dict())
+        found.append(rb.transform.state_dict())
     found.append([rb.sample().get("n") for _ in range(6)] if len(rb) else None)
     rb.load_state_dict(before)
     return found
@@ -302,8 +302,8 @@ class Following(PrioritizedSampler):
 
     refuses = False
 
-    def follow(self, storage):
-        super().follow(storage)
+    def _sync(self, storage):
+        super()._sync(storage)
         if self.refuses:
             raise RefusedError
 
@@ -390,6 +390,24 @@ def test_members_of_an_ensemble(tmp_path, monkeypatch):
     assert [len(one) for one in members(rb)] == [26, 26, 26]
 
 
+def test_a_member_of_an_ensemble_that_refuses_when_the_rows_are_there(tmp_path, monkeypatch):
+    def make():
+        return ReplayBufferEnsemble(
+            buffer(tmp_path, **own("follow")), buffer(tmp_path), batch_size=16,
+            generator=torch.Generator().manual_seed(4),
+        )  # fmt: skip
+
+    path, state = saved(make, tmp_path), used(make(), (200, 220), seed=2).state_dict()
+    rb = used(make(), (0, 55))
+    for load in (lambda: rb.loads(path), lambda: rb.load_state_dict(state)):
+        before = observed(rb)
+        monkeypatch.setattr(Following, "refuses", True)
+        with pytest.raises(RefusedError):
+            load()
+        monkeypatch.setattr(Following, "refuses", False)
+        assert same(before, observed(rb))
+
+
 def test_a_writer_that_keeps_the_best(tmp_path):
     def make():
         return buffer(tmp_path, writer=TensorDictMaxValueWriter())
@@ -401,7 +419,7 @@ def test_a_writer_that_keeps_the_best(tmp_path):
 
 
 # ---- our own errors are not the file's ----
-STEPS = ["_load_parts", "_join", "_load_transforms"]
+STEPS = ["_load_parts", "_connect", "_load_transforms"]
 
 
 @pytest.mark.parametrize("storage", STORAGES)

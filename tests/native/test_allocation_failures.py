@@ -66,7 +66,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 def sampler_state(rb: Any) -> bytes:
     if not len(rb):
         return b""
-    return _flat(rb.part_states()["sampler"])
+    return _flat(rb.state_dict()["sampler"])
 
 
 def seen(rb: Any) -> Callable[[], dict[str, Any]]:

@@ -119,6 +119,19 @@ class TestKeepsFirst(WriterContract):
         return KeepsFirst()
 
 
+class KeepsFirstAlone:
+    """The same, and inherits from nothing."""
+
+    write = KeepsFirst.write
+
+
+class TestKeepsFirstAlone(WriterContract):
+    drops = True
+
+    def make(self):
+        return KeepsFirstAlone()
+
+
 class TestBrokenWriter(WriterContract):
     drops = True
 

@@ -122,14 +122,10 @@ class RowTable:
         if extra and self.layout.within:
             lead = 1 if shape is None else len(shape)
             extra = {key: pytree.spread(value, lead, self.layout.within) for key, value in extra.items()}
-        own: Tensor | None = None
-        if sequences and self.lanes.own_sequences is not None:
-            own, sequences = self.lanes.generations(slots), False
         if self._fast:
             rows: Rows = _new_tuple(Rows, self._store.gather(self._codec, slots, shape, extra, self.mapped, sequences))
-        else:
-            rows = self._read_form(slots, (len(slots),) if shape is None else shape, extra, sequences)
-        return rows if own is None else rows._replace(sequences=own)
+            return rows
+        return self._read_form(slots, (len(slots),) if shape is None else shape, extra, sequences)
 
     def same_rows(self, other: RowTable) -> bool:
         """Whether rows of both can be read into one batch."""
@@ -144,13 +140,11 @@ class RowTable:
         sequences: bool,
         parts: list[dict[str, Any] | None] | None,
     ) -> JoinedRows | None:
-        """As `read`, from tables with the `same_rows` too; None where some rows carry sequences of their own."""
+        """As `read`, from tables with the `same_rows` too."""
         tables = [self, *others]
         for table in tables:
             if table.lanes.unused_since_fork:
                 table.lanes.join_after_fork()
-            if sequences and table.lanes.own_sequences is not None:
-                return None
         if within := self.layout.within:
             extra = None if extra is None else {k: pytree.spread(v, len(shape), within) for k, v in extra.items()}
             parts = parts and [one and {k: pytree.spread(v, 1, within) for k, v in one.items()} for one in parts]

@@ -68,6 +68,8 @@ class Storage(abc.ABC):
 
     # Whether any objects are stored one by one, so that reading several gives a list of them.
     _holds_items: ClassVar[bool] = False
+    # Whether it has no rows of its own, but members that have.
+    _is_ensemble: ClassVar[bool] = False
     # Whether its steps can be saved as items, one by one (`StoredSteps`).
     _saved_as_items: ClassVar[bool] = True
 
@@ -543,8 +545,8 @@ class Storage(abc.ABC):
 
     def _rebase_sampler(self, sampler: Any) -> None:
         """After a load: tells a sampler by how much the sequences of its rows have changed."""
-        if self.lanes is not None and hasattr(sampler, "adopt"):
-            sampler.adopt(self.lanes.store.incarnation, self._sequence_shifts)
+        if self.lanes is not None:
+            sampler._rebase(self.lanes.store.incarnation, self._sequence_shifts)
 
     # ---- forks and copies ----
     def _after_fork(self) -> None:

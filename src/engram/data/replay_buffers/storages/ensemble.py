@@ -36,6 +36,7 @@ class StorageEnsemble(Storage):
         (2, 20)
     """
 
+    _is_ensemble: ClassVar[bool] = True
     _saved_as_items: ClassVar[bool] = False
 
     def __init__(self, *storages: Storage, transforms: Any = None, checkpointer: Any = None) -> None:
@@ -271,7 +272,7 @@ class StorageEnsemble(Storage):
         return restore
 
     def _rebase_sampler(self, sampler: Any) -> None:
-        for storage, one in zip(self._storages, sampler.samplers, strict=True):
+        for storage, one in zip(self._storages, sampler._members, strict=True):
             storage._rebase_sampler(one)
 
     def __repr__(self) -> str:

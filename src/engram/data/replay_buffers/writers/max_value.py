@@ -20,7 +20,7 @@ _NATIVE = (torch.float32, torch.float64, torch.int64)
 _PIECE = 1 << 20  # rows whose ranks are read at once
 
 
-class TensorDictMaxValueWriter(Writer):
+class TensorDictMaxValueWriter(Writer, built_in=True):
     """Keeps the items of the highest rank: in a full storage an item replaces the lowest one, or is refused (index -1).
 
     The lowest is that of the lowest rank, among equal ones that of the lowest index, and gives way only to a higher
@@ -110,7 +110,7 @@ class TensorDictMaxValueWriter(Writer):
             storage.append(checked, appended)
         if replace is not None:
             replace()
-            lanes.store.count_replaced(int((slots[appended:] >= 0).sum()))
+            lanes.store.count_replaced(slots[appended:])
         self._heap.written(lanes.store)
 
     def _check_shape(self, storage: Storage, checked: Checked, slots: Tensor) -> None:
@@ -195,12 +195,11 @@ class TensorDictMaxValueWriter(Writer):
         return {"rank_key": self._path, "reduction": self.reduction}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self.differences(state)
+        different = self._differences(state)
         if different:
             raise ValueError("; ".join(different))
 
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        """What of a saved state does not fit this writer."""
+    def _differences(self, state: dict[str, Any]) -> list[str]:
         mine = {"rank_key": self._path, "reduction": self.reduction}
         return [
             f"the writer has {name}={value!r} here, {state.get(name)!r} there"
