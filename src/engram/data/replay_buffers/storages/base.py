@@ -68,6 +68,8 @@ class Storage(abc.ABC):
 
     # Whether any objects are stored one by one, so that reading several gives a list of them.
     _holds_items: ClassVar[bool] = False
+    # Whether it has no rows of its own, but members that have.
+    _is_ensemble: ClassVar[bool] = False
     # Whether its steps can be saved as items, one by one (`StoredSteps`).
     _saved_as_items: ClassVar[bool] = True
 
