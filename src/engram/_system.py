@@ -1,4 +1,4 @@
-"""The conversions of episode data, for users; and small things that several parts need."""
+"""The operating system: free memory, the boot id, regular files, forks; and the lock of torch's random numbers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import errno
 import os
 import stat
 import threading
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 # Of the wide unsigned integers torch can do little: most code takes their bits for signed ones.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -113,6 +118,26 @@ def _limits(root: str, path: str, limit: str, usage: str, stat: str, cache: str)
 def _read(path: str) -> str:
     with open(path) as f:
         return f.read().strip()
+
+
+def run_after_fork(callback: Callable[[], object]) -> None:
+    """Calls a function in every forked child, after those that were registered before it."""
+    os.register_at_fork(after_in_child=callback)
+
+
+def fork_registry(restart: Callable[[T], object]) -> weakref.WeakSet[T]:
+    """An empty set of objects, which it does not keep alive: `restart` is called with each of them in a forked child.
+
+    Sets run in the order in which they were made, so a module's objects come after those of the modules it imports.
+    """
+    live: weakref.WeakSet[T] = weakref.WeakSet()
+
+    def restart_all() -> None:
+        for each in list(live):
+            restart(each)
+
+    run_after_fork(restart_all)
+    return live
 
 
 # The innermost lock: who holds it takes no other, so that a fork may wait for it whatever the forking thread holds.

@@ -19,7 +19,7 @@ from crash import tracer
 from engram.collectors import MultiaSyncDataCollector
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
 from engram.envs import GymEnv
-from engram.store.episodes import Episodes
+from engram.store.episodes import EpisodeIndex
 
 pytestmark = pytest.mark.quick
 
@@ -45,7 +45,7 @@ def check(rb: ReplayBuffer, lengths: list[int], rows: list[int] | None = None) -
     """Fails unless all rows are there, in trajectories of these lengths, and no slice joins two of them."""
     wanted = list(range(sum(lengths))) if rows is None else rows
     assert len(rb) == sum(lengths) and rb[:]["n"].tolist() == wanted
-    assert Episodes().trajectories(rb.storage).length.tolist() == lengths
+    assert EpisodeIndex().trajectories(rb.storage).length.tolist() == lengths
     rb.set_sampler(SliceSampler(slice_len=4))
     ends = torch.tensor(lengths).cumsum(0)
     slots = torch.searchsorted(torch.tensor(wanted), rb.sample(4000)["n"].reshape(-1, 4))
@@ -154,7 +154,7 @@ def test_short_forked_workers(tmp_path: Path, kind: str, runs: int) -> None:
     rb.extend(going_on((runs + 1) * ROWS, (runs + 2) * ROWS))  # its own lane: it goes on, but its values do not
     mine = [*range(ROWS), *range((runs + 1) * ROWS, (runs + 2) * ROWS)]
     assert rb[:]["n"].tolist() == [*mine, *range(ROWS, (runs + 1) * ROWS)]
-    lengths = Episodes().trajectories(rb.storage).length.tolist()
+    lengths = EpisodeIndex().trajectories(rb.storage).length.tolist()
     assert lengths == [ROWS] * (runs + 2)
 
 
@@ -172,7 +172,7 @@ def test_asynchronous_collectors_one_after_the_other(runs: int) -> None:
                 collector.rollout()
         assert len(rb) >= there + 8
         there = len(rb)
-    lengths = Episodes().trajectories(rb.storage).length.tolist()
+    lengths = EpisodeIndex().trajectories(rb.storage).length.tolist()
     assert len(lengths) == runs and sum(lengths) == len(rb) == rb.write_count
     # Each run's environment counts down from 1000.
     wanted = torch.cat([1000 - torch.arange(length) for length in lengths])

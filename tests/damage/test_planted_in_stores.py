@@ -224,13 +224,13 @@ def test_rows_torn_on_a_machine_without_a_boot_id_are_dropped_when_nobody_has_th
 def test_who_waited_for_one_that_died_while_it_looked_looks_again(tmp_path, monkeypatch):
     no_boot_id(monkeypatch)
     cut(tmp_path)
-    real, tries = locks.LaneLocks.try_alone, []
+    real, tries = locks.LaneLocks.try_exclusive, []
 
     def somebody_else_first(self):
         tries.append(self)
         return len(tries) > 1 and real(self)
 
-    monkeypatch.setattr(locks.LaneLocks, "try_alone", somebody_else_first)
+    monkeypatch.setattr(locks.LaneLocks, "try_exclusive", somebody_else_first)
     assert LazyMemmapStorage.open(tmp_path / "cut").dropped == 1
 
 

@@ -6,7 +6,7 @@ import torch
 
 from engram import _native
 from engram.data import LazyTensorStorage, ReplayBuffer
-from engram.store.episodes import Episodes
+from engram.store.episodes import EpisodeIndex
 
 
 def stored(n=10, capacity=10):
@@ -62,7 +62,7 @@ def test_windows_can_only_be_drawn_by_a_rule_that_leaves_each_trajectory_one(len
 
 
 def test_a_batch_beyond_any_memory_is_refused():
-    index, storage = Episodes(end_key="done"), stored()
+    index, storage = EpisodeIndex(end_key="done"), stored()
     batch = index.draw(storage, _native.SliceRule(2**45, 1, pad=True), torch.tensor([1]), 2**20)
     for rows in (batch.slots, batch.ids, batch.mask, batch.last):
         with pytest.raises(MemoryError):
@@ -71,14 +71,14 @@ def test_a_batch_beyond_any_memory_is_refused():
 
 def slices_of_all(storage, length, least=1, first=0):
     """A slice of each trajectory that is long enough, from the `first` of them on, oldest first."""
-    index, rule = Episodes(end_key="done"), _native.SliceRule(length, least)
+    index, rule = EpisodeIndex(end_key="done"), _native.SliceRule(length, least)
     epoch = index.begin_epoch(storage, rule, 0, False)
     return index.take(storage, rule, epoch, first, torch.tensor([1]), len(epoch), 1)[0]
 
 
 def test_trajectories_and_slices_of_them_go_round_the_ring():
     storage = stored(14)  # rows 4 to 13: 3 of one trajectory, 7 of another
-    there = Episodes(end_key="done").trajectories(storage)
+    there = EpisodeIndex(end_key="done").trajectories(storage)
     assert (there.start.tolist(), there.length.tolist()) == ([4, 7], [3, 7])
     batch = slices_of_all(storage, 7)
     assert batch.slots().tolist() == [4, 5, 6, 7, 8, 9, 0, 1, 2, 3] and batch.ids().tolist() == [0] * 3 + [1] * 7
@@ -105,7 +105,7 @@ def test_other_slices_take_the_places_of_those_that_exist():
 
 
 def test_an_epoch_of_another_store_is_refused():
-    index, storage, rule = Episodes(end_key="done"), stored(), _native.SliceRule(1, 1)
+    index, storage, rule = EpisodeIndex(end_key="done"), stored(), _native.SliceRule(1, 1)
     for counts, lasts, said in (
         ([1, 1], [0, 0], "another store"),
         ([2**60], [1], "beyond"),
@@ -138,7 +138,7 @@ def test_the_running_trajectory_is_long_enough_again_when_its_writer_has_written
 
 
 def test_a_seed_is_an_int64_tensor():
-    index, storage, rule = Episodes(end_key="done"), stored(), _native.SliceRule(1, 1)
+    index, storage, rule = EpisodeIndex(end_key="done"), stored(), _native.SliceRule(1, 1)
     for wrong in (torch.tensor([1.0]), torch.tensor(1), [1]):
         with pytest.raises(TypeError):
             index.draw(storage, rule, wrong, 1)

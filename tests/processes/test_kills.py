@@ -92,7 +92,7 @@ class Store:
         there = torch.arange(state["first"], state["published"])
         if len(there):
             slots = there % LANE + lane * LANE
-            batch, gone, absent, number = self.rb.storage.read(slots, numbers=True)
+            batch, gone, absent, number = self.rb.storage.read(slots, sequences=True)
             faults.check(gone is None and absent is None, f"rows are missing: {gone} {absent}")
             check_rows(faults, batch, number, slots, LANE, "after a kill")
             faults.check((number == there).numpy(), "other rows than these")

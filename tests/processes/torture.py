@@ -255,7 +255,7 @@ class BufferTorture(Torture):
     def _check_rest(self) -> dict[str, Any]:
         rb, faults, checks = self.join(), Faults(), 0
         lanes = rb.storage.lanes
-        lanes.wake()
+        lanes.join_after_fork()
         for lane in range(self.lanes):
             if not lanes.locks.take_lane(lane):
                 continue
@@ -268,7 +268,7 @@ class BufferTorture(Torture):
             there = torch.arange(state["first"], state["published"])
             slots = there % self.lane_capacity + lane * self.lane_capacity
             if len(slots):
-                batch, gone, absent, numbers = rb.storage.read(slots, numbers=True)
+                batch, gone, absent, numbers = rb.storage.read(slots, sequences=True)
                 faults.check(gone is None and absent is None, f"lane {lane} at rest: {gone} {absent} are not there")
                 faults.check((numbers == there).numpy(), f"lane {lane} at rest: other rows than {there[:3]} ...")
                 check_rows(faults, batch, numbers, slots, self.lane_capacity, "at rest")

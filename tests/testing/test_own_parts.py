@@ -35,7 +35,9 @@ def outcomes():
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("part", ["TestPickledStorage", "TestAnyStep", "TestKeepsFirst", "TestHalved", "TestShifted"])
+@pytest.mark.parametrize(
+    "part", ["TestPickledStorage", "TestAnyStep", "TestKeepsFirst", "TestKeepsFirstAlone", "TestHalved", "TestShifted"]
+)
 def test_a_part_of_a_users_own_passes_its_contract(outcomes, part):
     assert len(outcomes.ran[part]) > 5 and outcomes.failed[part] == []
 

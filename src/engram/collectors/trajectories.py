@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.store.files import share_descriptor
+from engram.store.files import share_fd
 
 Array = np.ndarray[Any, Any]
 IDS = ("collector", "traj_ids")
@@ -117,7 +117,7 @@ class SharedCounter:
         return int(self._value[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"descriptor": share_descriptor(self._fd)}
+        return {"descriptor": share_fd(self._fd)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._fd = state["descriptor"].detach()

@@ -14,7 +14,7 @@ import xxhash
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from engram.store.files import share_descriptor
+from engram.store.files import share_fd
 
 _HEADER = 64  # bytes: version, checksum
 _ALIGNED = 64
@@ -84,7 +84,7 @@ class SharedWeights:
         raise TimeoutError(f"the shared weights were being written at every attempt to read them for {_READ_TIMEOUT} s")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"entries": self._entries, "descriptor": share_descriptor(self._fd), "version": self._version}
+        return {"entries": self._entries, "descriptor": share_fd(self._fd), "version": self._version}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._entries, self._version = state["entries"], state["version"]

@@ -1,4 +1,4 @@
-"""The counters of a storage as checkpointers get them: which write numbers exist in which lane."""
+"""The counters of a storage as checkpointers get them: which sequences exist in which lane."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from engram._native import FIRST_REPLACED
 
-_END = 1 << 62  # of write numbers
+_SEQUENCE_LIMIT = 1 << 62
 
 
 class Counters:
@@ -18,17 +18,17 @@ class Counters:
 
     def __init__(self, counters: dict[str, Any]) -> None:
         self._capacity: int | None = counters["lane_capacity"]
-        self.strands: int = counters["strands"]
-        _check_counts(self.strands, 0 if self._capacity is None else self._capacity)
+        self.envs: int = counters["strands"]
+        _check_counts(self.envs, 0 if self._capacity is None else self._capacity)
         self._lanes = [_checked(lane) for lane in counters["lanes"]]
 
-    def check_strands(self, layout: dict[str, Any]) -> None:
-        """ValueError when a layout, where it says how many environments there are, contradicts the counters."""
-        strands = layout.get("strands", [self.strands])
-        if isinstance(strands, list):
-            _check_counts(*strands)
-        if not isinstance(strands, list) or math.prod(strands) != self.strands or not self.strands:
-            raise ValueError(f"the layout is of environments {strands!r}, the counters of {self.strands}")
+    def check_envs(self, layout: dict[str, Any]) -> None:
+        """ValueError where the layout names another number of environments than the counters."""
+        shape = layout.get("strands", [self.envs])
+        if isinstance(shape, list):
+            _check_counts(*shape)
+        if not isinstance(shape, list) or math.prod(shape) != self.envs or not self.envs:
+            raise ValueError(f"the layout is of environments {shape!r}, the counters of {self.envs}")
 
     @property
     def lanes(self) -> int:
@@ -36,11 +36,11 @@ class Counters:
 
     @property
     def rows(self) -> int:
-        """Rows that exist in all lanes and strands."""
-        return self.strands * sum(self.stop(lane) - self.first(lane) for lane in range(self.lanes))
+        """Rows that exist in all lanes and environments."""
+        return self.envs * sum(self.stop(lane) - self.first(lane) for lane in range(self.lanes))
 
     def first(self, lane: int) -> int:
-        """The oldest write number that exists in the lane; `stop` when there is none."""
+        """The oldest sequence that exists in the lane; `stop` when there is none."""
         base, published = self._lanes[lane]
         return base if self._capacity is None else max(base, published - self._capacity)
 
@@ -49,7 +49,7 @@ class Counters:
 
 
 def _checked(lane: dict[str, Any]) -> tuple[int, int]:
-    """Base and published of a lane whose counters can all be."""
+    """`base` and `published` of a lane; ValueError where its counters contradict each other."""
     base, published = lane["base"], lane["published"]
     _check_counts(base, published, *lane["seams"])
     if base > published:
@@ -80,5 +80,5 @@ def _whole(value: Any) -> int:
 
 def _check_counts(*values: Any) -> None:
     for value in values:
-        if type(value) is not int or not 0 <= value < _END:
+        if type(value) is not int or not 0 <= value < _SEQUENCE_LIMIT:
             raise ValueError(f"{value!r} is not a count")

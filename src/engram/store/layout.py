@@ -1,4 +1,4 @@
-"""Where each key sits in a packed row: made from the first batch, immutable, JSON-serialisable."""
+"""The layout of a packed row: where each key is; made from the first batch, immutable, kept as JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ except AttributeError:  # another torch
 
 _CPU = torch.device("cpu")
 
-# DLPack's (type code, bits) of each dtype that a row can hold.
+# DLPack's (type code, bits) of each dtype that a row may have.
 _DLPACK: dict[torch.dtype, tuple[int, int]] = {
     torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64),
     torch.uint8: (1, 8), torch.uint16: (1, 16), torch.uint32: (1, 32), torch.uint64: (1, 64),
@@ -49,7 +49,7 @@ _DLPACK: dict[torch.dtype, tuple[int, int]] = {
     torch.complex64: (5, 64), torch.complex128: (5, 128), torch.bool: (6, 8),
 }  # fmt: skip
 _DTYPES = {code: dtype for dtype, code in _DLPACK.items()}
-_MOST_BYTES = 1 << 40  # of a row; the native core counts in 64 bits
+_MAX_ROW_BYTES = 1 << 40  # the native core counts in 64 bits
 _NAMES = {str(d).removeprefix("torch."): d for d in _DLPACK}
 
 
@@ -81,7 +81,7 @@ use_torch()
 
 
 class MalformedLayoutError(ValueError):
-    """What should describe a row does not."""
+    """JSON that should describe a row layout does not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +103,12 @@ class LeafSpec:
         return self.dtype.itemsize * math.prod(self.shape)
 
 
-#: Of a row that was written over another one out of turn its own sequence; 0: the row has the one that its lane counts.
+#: The sequence of a row that was written over another one out of turn; 0: the row has the one that its lane counts.
 SEQUENCE = LeafSpec(("sequence",), torch.int64, (), hidden=True)
 
 
 class LayoutState(dict[str, Any]):
-    """A saved layout as JSON, and the `RowLayout` that it describes: parsed once in a load, whoever asks for it."""
+    """A saved layout as JSON, and the `RowLayout` that it describes: parsed once in a load."""
 
     _parsed: RowLayout | None = None
 
@@ -140,16 +140,16 @@ class RowLayout:
         self.stored = _packed([*leaves, SEQUENCE] if carries_sequence else leaves)
         self.leaves = [leaf for leaf in self.stored if not leaf.hidden]
         self.carries_sequence = carries_sequence
-        self.paths = frozenset(leaf.path for leaf in self.leaves)  # asked by each write
+        self.paths = frozenset(leaf.path for leaf in self.leaves)  # read by each write
         self.payload_bytes = max(1, _row_bytes(self.stored))
         self.alignment = max(8, *[leaf.dtype.itemsize for leaf in self.stored])
         self.plain = root.is_plain() and _builds_tensordicts()
         self.codec = _codec(self)
 
     def take_root(self, root: Node) -> None:
-        """Gives batches this form, which has the same leaves."""
+        """Gives batches this form, which must have the same leaves."""
         self.root = root
-        self.within = root.within  # asked for by each read
+        self.within = root.within  # read by each read of rows
         self._json: bytes | None = None
 
     def with_sequence(self) -> RowLayout:
@@ -164,9 +164,9 @@ class RowLayout:
     @classmethod
     def of(cls, batch: Any, batch_dims: int) -> RowLayout:
         """The layout of a batch whose first `batch_dims` dimensions are not part of a step."""
-        root, found = pytree.describe(batch, batch_dims)
+        root, entries = pytree.describe(batch, batch_dims)
         leaves = []
-        for path, value in found:
+        for path, value in entries:
             tensor = pytree.as_tensor(value, path)
             if tensor.dtype not in _DLPACK:
                 raise TypeError(
@@ -175,7 +175,7 @@ class RowLayout:
             if tensor.ndim < batch_dims:
                 raise ValueError(
                     f"{pytree.show(path)} has shape {list(tensor.shape)}, but the batch has {batch_dims} dimensions"
-                    + _of_a_list(path)
+                    + _list_advice(path)
                 )
             leaves.append(LeafSpec(path, tensor.dtype, tuple(tensor.shape[batch_dims:])))
         return cls(root, leaves)
@@ -187,8 +187,8 @@ class RowLayout:
         Args:
             batch: the data.
             batch_dims: how many of its first dimensions are not part of a step: 0, 1 or 2.
-            time_dim: which of them is time; the other counts strands.
-            extra: a key of the root and its value, which stands in for what the batch has there.
+            time_dim: which of them is time; the other one counts environments.
+            extra: a key of the root and its value, used instead of the batch's own.
 
         Raises:
             ValueError: a leaf is missing, new, or has another shape or dtype; the message names it.
@@ -232,20 +232,20 @@ class RowLayout:
         if tensor.ndim < batch_dims or tuple(tensor.shape[batch_dims:]) != leaf.shape:
             raise ValueError(
                 f"{pytree.show(leaf.path)} has the shape {list(leaf.shape)} for one step in this storage, found "
-                f"{list(tensor.shape[batch_dims:])} (of {list(tensor.shape)}){_other_dims(leaf, tensor, batch_dims)}. "
+                f"{list(tensor.shape[batch_dims:])} (of {list(tensor.shape)}){_dims_advice(leaf, tensor, batch_dims)}. "
                 "Nothing was written"
             )
         return tensor
 
     # ---- batches out ----
     def build(self, leaves: list[Tensor], lead: tuple[int, ...]) -> Any:
-        """The batch with these leaves, in the form that the data came in."""
+        """The batch with these leaves, in the form of the written data."""
         return pytree.unflatten(self.root, leaves, lead, _CPU)
 
     def views(
         self, memory: Any, rows_offset: int, row_stride: int, lead: tuple[int, ...], steps: tuple[int, ...]
     ) -> Any:
-        """Live views of stored rows: leaf [*lead, ...] with a distance of `steps` rows along each of `lead`."""
+        """Live views of stored rows: leaf [*lead, ...] with a stride of `steps` rows along each dimension of `lead`."""
         raw = torch.from_numpy(memory)
         leaves = []
         for leaf in self.leaves:
@@ -280,40 +280,41 @@ class RowLayout:
         return self._json
 
     @classmethod
-    def from_json(cls, made: dict[str, Any]) -> RowLayout:
-        """Reads what `to_json` wrote; a ValueError where it is not that."""
+    def from_json(cls, saved: dict[str, Any]) -> RowLayout:
+        """Reads what `to_json` wrote; a ValueError where it is something else."""
         try:
-            leaves = [LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], _sizes(x["shape"])) for x in made["leaves"]]
-            root = Node.from_json(made["root"])
-            if not _belong_together(root, leaves) or _row_bytes(leaves) > _MOST_BYTES:
+            leaves = [LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], _sizes(x["shape"])) for x in saved["leaves"]]
+            root = Node.from_json(saved["root"])
+            if not _belong_together(root, leaves) or _row_bytes(leaves) > _MAX_ROW_BYTES:
                 raise MalformedLayoutError("this is no row layout: its form and its leaves do not belong together")
-            layout = cls(root, leaves, carries_sequence=_is_sequence(made.get("hidden", [])))
+            layout = cls(root, leaves, carries_sequence=_is_sequence(saved.get("hidden", [])))
         except MalformedLayoutError:
             raise
         except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
             raise MalformedLayoutError(f"this is no row layout: {error!r}") from error
-        if made.get("row_bytes") != layout.payload_bytes:
+        if saved.get("row_bytes") != layout.payload_bytes:
             raise MalformedLayoutError(
-                f"the layout's leaves need {layout.payload_bytes} bytes, it says {made.get('row_bytes')}"
+                f"the layout's leaves need {layout.payload_bytes} bytes, it says {saved.get('row_bytes')}"
             )
         return layout
 
     def differences(self, other: RowLayout) -> list[str]:
-        """What differs, a line each; empty: the same rows."""
+        """One line for each difference; empty where the rows are the same."""
         if other is self:
             return []
         mine, theirs = ({x.path: x for x in layout.leaves} for layout in (self, other))
-        said = [f"{pytree.show(p)} is missing" for p in mine if p not in theirs]
-        said += [f"{pytree.show(p)} is new" for p in theirs if p not in mine]
+        lines = [f"{pytree.show(p)} is missing" for p in mine if p not in theirs]
+        lines += [f"{pytree.show(p)} is new" for p in theirs if p not in mine]
         for path in mine.keys() & theirs.keys():
             a, b = mine[path], theirs[path]
             if (a.dtype, a.shape) != (b.dtype, b.shape):
-                said.append(f"{pytree.show(path)} is {a.dtype} {list(a.shape)} here, {b.dtype} {list(b.shape)} there")
-        return said + _other_constants(self.root.constants(), other.root.constants())
+                lines.append(f"{pytree.show(path)} is {a.dtype} {list(a.shape)} here, {b.dtype} {list(b.shape)} there")
+        return lines + _constant_differences(self.root.constants(), other.root.constants())
 
     def order_in(self, other: RowLayout) -> Any:
-        """int64 [payload_bytes]: where a row of `other`, of the same leaves in another order, has each byte of a row
-        of this one, -1 for those of a sequence that only ours carry; None where both have the same order.
+        """int64 [payload_bytes]: the position, in a row of `other`, of each byte of a row of this layout.
+
+        Both have the same leaves; -1 for bytes of a sequence that only ours carry. None: they are in the same order.
         """
         theirs = {(leaf.path, leaf.hidden): leaf.offset for leaf in other.stored}
         if self.payload_bytes == other.payload_bytes and all(
@@ -328,13 +329,13 @@ class RowLayout:
         return order
 
     def take_form(self, other: RowLayout) -> None:
-        """Gives batches the form of a layout of the same leaves: its classes, and its order of keys."""
+        """Gives batches the form of a layout with the same leaves: its classes, and its order of keys."""
         numbers = {leaf.path: i for i, leaf in enumerate(self.leaves)}
         self.take_root(other.root.renumbered([numbers[leaf.path] for leaf in other.leaves]))
 
 
-def _of_a_list(path: KeyPath) -> str:
-    """What to do where an entry of a list or tuple was taken for a leaf."""
+def _list_advice(path: KeyPath) -> str:
+    """Advice for an entry that is a list or tuple, whose members are leaves of their own."""
     if not path or not isinstance(path[-1], int):
         return ""
     return (
@@ -343,8 +344,8 @@ def _of_a_list(path: KeyPath) -> str:
     )
 
 
-def _other_dims(leaf: LeafSpec, tensor: Tensor, batch_dims: int) -> str:
-    """What to do with data that fit but for their batch dimensions."""
+def _dims_advice(leaf: LeafSpec, tensor: Tensor, batch_dims: int) -> str:
+    """Advice for data of which only the batch dimensions do not fit."""
     lead = tensor.ndim - len(leaf.shape)
     if lead < 0 or tuple(tensor.shape[lead:]) != leaf.shape:
         return ""
@@ -374,11 +375,11 @@ def _sizes(shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _other_constants(mine: dict[KeyPath, Any], theirs: dict[KeyPath, Any]) -> list[str]:
-    said = [f"{pytree.show(p)} is missing" for p in mine if p not in theirs]
-    said += [f"{pytree.show(p)} is new" for p in theirs if p not in mine]
+def _constant_differences(mine: dict[KeyPath, Any], theirs: dict[KeyPath, Any]) -> list[str]:
+    lines = [f"{pytree.show(p)} is missing" for p in mine if p not in theirs]
+    lines += [f"{pytree.show(p)} is new" for p in theirs if p not in mine]
     both = [p for p in mine if p in theirs and mine[p] != theirs[p]]
-    return said + [f"{pytree.show(p)} is the constant {mine[p]!r} here, {theirs[p]!r} there" for p in both]
+    return lines + [f"{pytree.show(p)} is the constant {mine[p]!r} here, {theirs[p]!r} there" for p in both]
 
 
 def _belong_together(root: Node, leaves: list[LeafSpec]) -> bool:
@@ -397,7 +398,7 @@ def _row_bytes(leaves: list[LeafSpec]) -> int:
 
 
 def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
-    """Offsets in the order of item sizes, leaves in their own order."""
+    """The leaves in their own order, with offsets in the order of item sizes."""
     offsets: dict[int, int] = {}
     at, sizes = 0, [-leaf.dtype.itemsize for leaf in leaves]
     for i in sorted(range(len(leaves)), key=sizes.__getitem__):
@@ -416,21 +417,21 @@ def _codec(layout: RowLayout) -> Any:
 
 def _template() -> dict[str, Any] | None:
     """The attributes of a TensorDict as its constructor sets them; None if they are not all plain values."""
-    made = TensorDict({}, batch_size=[0], device=_CPU)
-    template = {sys.intern(k): v for k, v in vars(made).items()}
-    wanted = {"_tensordict": dict, "_batch_size": torch.Size}
-    for name, kind in wanted.items():
+    empty = TensorDict({}, batch_size=[0], device=_CPU)
+    template = {sys.intern(k): v for k, v in vars(empty).items()}
+    own_types = {"_tensordict": dict, "_batch_size": torch.Size}
+    for name, kind in own_types.items():
         if type(template.get(name)) is not kind:
             return None
     plain = (type(None), bool, torch.device)
-    return template if all(isinstance(v, plain) for k, v in template.items() if k not in wanted) else None
+    return template if all(isinstance(v, plain) for k, v in template.items() if k not in own_types) else None
 
 
 _fast_tensordicts: bool | None = None
 
 
 def _builds_tensordicts() -> bool:
-    """Whether a TensorDict that the native core puts together equals one that the constructor makes."""
+    """Whether TensorDicts built by the native core equal those that the constructor makes."""
     global _fast_tensordicts
     if _fast_tensordicts is None:
         _fast_tensordicts = _template() is not None and _same_as_public()
@@ -446,15 +447,15 @@ def _same_as_public() -> bool:
     plan = codec.check(data, 1, 0)
     if plan is None:
         return False
-    made = store.gather(codec, store.append(0, plan))[0]
-    ours, public = vars(made), vars(data)
+    built = store.gather(codec, store.append(0, plan))[0]
+    ours, public = vars(built), vars(data)
     return (
-        type(made) is TensorDict
+        type(built) is TensorDict
         and ours.keys() == public.keys()
         and all(type(ours[k]) is type(public[k]) for k in ours)
-        and made.batch_size == data.batch_size
-        and made.device == data.device
-        and bool((made == data).all())
+        and built.batch_size == data.batch_size
+        and built.device == data.device
+        and bool((built == data).all())
     )
 
 
@@ -472,7 +473,7 @@ def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _number(value: Any, tensor: Tensor, leaf: LeafSpec) -> Tensor:
-    """A Python number takes the dtype of its leaf where it fits: bools to bool, ints to ints and floats."""
+    """A Python number in the dtype of its leaf where it fits: bools to bool, ints to ints and floats."""
     if isinstance(value, bool) != (leaf.dtype == torch.bool) or tensor.ndim != len(leaf.shape):
         return tensor
     if isinstance(value, int) and not leaf.dtype.is_floating_point and not leaf.dtype.is_complex:

@@ -33,8 +33,8 @@ def differs(a: Column, b: Column) -> Mask:
     if not 0 < width <= _FEW_WORDS:
         rows: Mask = (a != b).any(axis=1)
         return rows
-    different = a[:, 0] != b[:, 0]
-    for word in range(1, width):  # numpy reduces short rows slowly
+    different: Mask = a[:, 0] != b[:, 0]
+    for word in range(1, width):  # NumPy reduces short rows slowly
         different |= a[:, word] != b[:, word]
     return different
 

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from engram.data import ReplayBuffer, SamplerWithoutReplacement, Storage, TensorDictReplayBuffer
+from engram.data.replay_buffers.storages import Rows
 from engram.testing.helpers import env_steps, numbers, of_numbers, state_of, steps
 
 INDICES = [
@@ -155,6 +156,20 @@ class StorageContract:
             for leaf in _leaves(rb.sample()):
                 leaf.zero_()
         assert numbers(rb[:]) == [0, 1, 2, 3, 4, 5]
+
+    def test_rows_are_read_by_slot(self, rb: ReplayBuffer, storage: Any) -> None:
+        rb.extend(steps(0, 6))
+        slots = torch.tensor([4, 1])
+        rows = storage.read(slots, sequences=True)
+        assert isinstance(rows, Rows) and numbers(rows.batch) == [4, 1]
+        assert rows.overwritten is None and rows.absent is None
+        assert rows.sequences is not None and torch.equal(rows.sequences, storage.lanes.generations(slots))
+
+    def test_slots_without_a_row_are_named(self, rb: ReplayBuffer, storage: Any) -> None:
+        rb.extend(steps(0, 6))
+        rb.empty()
+        rb.extend(steps(6, 9))
+        assert storage.read(torch.tensor([2, 8, 1])).absent == [1]
 
     # ---- replacing ----
     def test_stored_steps_can_be_replaced_by_any_index_that_names_them_once(self, rb: ReplayBuffer) -> None:

@@ -381,8 +381,13 @@ class Transform(InEnvironment):
     _inverts_by_call = False  # whether `_inv_call` does the work of `inv`
     _has_memory = False  # whether an inverse that knows nothing of buffers may carry anything in attributes
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    #: Whether it is one of the library's own classes: loading a state assigns attributes, and changes none in place; an
+    #: exception at a saved state means that this is damaged. Of a child that a user writes this need not hold.
+    built_in = True
+
+    def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.built_in = built_in
         by_call = cls._inv_call is not Transform._inv_call and cls.inv is Transform.inv
         if by_call and not cls._inverts_by_call:
             cls._inverts_by_call = cls._has_memory = cls.write_in_order = True
@@ -586,7 +591,7 @@ def _pair(sources: Keys, targets: Keys, suffix: str) -> tuple[list[Key], list[Ke
     return ins, outs
 
 
-class InvertedTransform(Transform):
+class InvertedTransform(Transform, built_in=True):
     """A transform the other way round: `inv` on reading, `forward` on writing."""
 
     def __init__(self, transform: Transform) -> None:

@@ -11,7 +11,7 @@ from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform, Writing
 
 
-class Compose(Transform):
+class Compose(Transform, built_in=True):
     """Runs its transforms in order on reading, and in reverse order on writing.
 
     Example:
@@ -139,7 +139,7 @@ class Compose(Transform):
                 if name not in saved or saved[name] != mine
             ]
             said += transform.differences(entry["state"])
-            if not said and type(transform).__module__.split(".")[0] == "engram":
+            if not said and transform.built_in:
                 copy.deepcopy(transform).load_state_dict(entry["state"])  # an impossible one is an error here
         return said
 

@@ -18,7 +18,7 @@ _DONES: list[Key] = [*_FLAGS, *(("next", flag) for flag in _FLAGS)]
 _ATTACHED: list[Key] = ["index", "generation", "priority_weight"]
 
 
-class RenameTransform(Transform):
+class RenameTransform(Transform, built_in=True):
     """Entries under other names.
 
     Args:
@@ -106,7 +106,7 @@ class RenameTransform(Transform):
         return {"create_copy": True} if self.create_copy else {}
 
 
-class SelectTransform(Transform):
+class SelectTransform(Transform, built_in=True):
     """Keeps these entries of what is read; and what a buffer adds to its samples (`"index"`, ...).
 
     Args:
@@ -160,7 +160,7 @@ class SelectTransform(Transform):
         return {"keys": self.selected_keys}
 
 
-class ExcludeTransform(Transform):
+class ExcludeTransform(Transform, built_in=True):
     """Removes these entries from what is read, where they exist.
 
     Args:

@@ -161,7 +161,7 @@ class _Rows(NamedTuple):
         return unflatten(self.form, list(self.leaves), (*self.lead, self.steps), self.device)
 
 
-class MultiStepTransform(Transform):
+class MultiStepTransform(Transform, built_in=True):
     """On writing: makes steps n-step transitions. Those whose future is not known yet are held back.
 
     Args:

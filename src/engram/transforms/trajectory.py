@@ -183,7 +183,7 @@ class Carried(NamedTuple):
     value: Any  # what the transform needs of it
 
 
-class TimedTransform(Transform):
+class TimedTransform(Transform, built_in=True):
     """Works along time: on batches `[*, T]` whose last batch dimension is time, never across a trajectory's end.
 
     Trajectories end at flags (`done_key`; `("next", "done")` if None, or `"done"` in batches without it), where ids
@@ -320,7 +320,7 @@ def sibling(key: Key, name: str) -> Key:
     return name if isinstance(key, str) else (*key[:-1], name)
 
 
-class RewardSum(TimedTransform):
+class RewardSum(TimedTransform, built_in=True):
     """The sum of each trajectory's rewards so far, this step's included: `episode_reward` beside each reward.
 
     Args:
@@ -427,7 +427,7 @@ class RewardSum(TimedTransform):
         return left
 
 
-class StepCounter(TimedTransform):
+class StepCounter(TimedTransform, built_in=True):
     """Counts steps within each trajectory: `step_count` 0, 1, 2, ... and, one higher, `("next", "step_count")`.
 
     Args:
@@ -531,7 +531,7 @@ class StepCounter(TimedTransform):
         return {"max_steps": self.max_steps, **super()._settings()}
 
 
-class InitTracker(TimedTransform):
+class InitTracker(TimedTransform, built_in=True):
     """Marks each trajectory's first step, and the first step of the batch: `is_init`, bool with the shape of the flags.
 
     Args:
@@ -609,7 +609,7 @@ def wide(value: Tensor) -> Tensor:
     return value if value.is_floating_point() else value.to(torch.int64)
 
 
-class Reward2GoTransform(TimedTransform):
+class Reward2GoTransform(TimedTransform, built_in=True):
     """On writing: the discounted sum of rewards from each step to its trajectory's end, as `reward_to_go`.
 
     Args:

@@ -18,7 +18,7 @@ from engram.transforms.env_specs import EnvSpecs, as_dtype, changed_leaves
 REWARDS: tuple[Key, ...] = (("next", "reward"), "reward")
 
 
-class DTypeCastTransform(Transform):
+class DTypeCastTransform(Transform, built_in=True):
     """Entries of one dtype as another on reading, and back on writing.
 
     Args:
@@ -117,7 +117,7 @@ class DTypeCastTransform(Transform):
         return {"dtype_in": self.dtype_in, "dtype_out": self.dtype_out}
 
 
-class ObservationNorm(Transform):
+class ObservationNorm(Transform, built_in=True):
     """`value * scale + loc`, or with `standard_normal` `(value - loc) / scale`; `inv` the other way round.
 
     Args:
@@ -257,7 +257,7 @@ class ObservationNorm(Transform):
         return {"loc": self.loc, "scale": self.scale, "standard_normal": self.standard_normal}
 
 
-class RewardScaling(Transform):
+class RewardScaling(Transform, built_in=True):
     """Rewards times `scale` plus `loc`, or with `standard_normal` `(reward - loc) / scale`.
 
     Args:
@@ -338,7 +338,7 @@ def _checked_stats(loc: Any, scale: Any) -> tuple[Tensor, Tensor]:
     return loc, scale
 
 
-class FlattenObservation(Transform):
+class FlattenObservation(Transform, built_in=True):
     """Neighbouring dimensions made one.
 
     Args:
@@ -377,7 +377,7 @@ class FlattenObservation(Transform):
         return {"first_dim": self.first_dim, "last_dim": self.last_dim}
 
 
-class UnsqueezeTransform(Transform):
+class UnsqueezeTransform(Transform, built_in=True):
     """A new dimension of 1 on reading; `inv` takes it away.
 
     Args:

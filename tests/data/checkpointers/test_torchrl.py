@@ -93,7 +93,7 @@ def leaves(data, path=()):
 
 def stored(buffer):
     """What lies in the slots, by key."""
-    n = len(buffer) // int(np.prod(buffer.storage.inner, dtype=int))
+    n = len(buffer) // int(np.prod(buffer.storage.env_shape, dtype=int))
     view = buffer.storage[0:n] if len(buffer) else buffer.storage._storage
     return {path: leaf[:n] for path, leaf in leaves(view)}
 
@@ -120,10 +120,10 @@ def test_rows_cursor_and_write_count_come_over(torchrl, rows, facts, name):
     buffer.loads(torchrl / name)
     same(buffer, rows, name)
     said = facts[name]
-    assert len(buffer) == said["length"] * np.prod(buffer.storage.inner, dtype=int)
+    assert len(buffer) == said["length"] * np.prod(buffer.storage.env_shape, dtype=int)
     if "cursor" in said:
         assert buffer.writer._cursor == said["cursor"]
-        assert buffer.write_count == said["write_count"] * np.prod(buffer.storage.inner, dtype=int)
+        assert buffer.write_count == said["write_count"] * np.prod(buffer.storage.env_shape, dtype=int)
 
 
 @pytest.mark.parametrize(

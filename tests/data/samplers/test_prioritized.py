@@ -544,7 +544,7 @@ def test_rows_that_vanish_while_they_are_read_are_replaced_with_their_weights():
     slots, info = rb.sampler.sample(rb.storage, 30)
     _native.testing.claim(rb.storage.lanes.store, 0, 1)
     places = (slots == 0).nonzero().reshape(-1).tolist()
-    again = rb.sampler.redraw(rb.storage, slots, info, places)
+    again = rb.sampler._redraw(rb.storage, slots, info, places)
     assert places and 0 not in again.tolist()
     assert [info["priority_weight"][i].item() for i in places] == [1.0] * len(places)
     assert torch.equal(again[slots != 0], slots[slots != 0])

@@ -194,7 +194,7 @@ def test_slices_that_lost_a_row_are_replaced_with_their_weights():
     slots, info = rb.sampler.sample(rb.storage, 90)
     _native.testing.claim(rb.storage.lanes.store, 0, 1)
     places = (slots == 0).nonzero().flatten().tolist()
-    again = rb.sampler.redraw(rb.storage, slots, info, places)
+    again = rb.sampler._redraw(rb.storage, slots, info, places)
     assert places and 0 not in again.tolist()
     assert info["priority_weight"].tolist() == [1.0] * 90
 

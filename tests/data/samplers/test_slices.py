@@ -424,7 +424,7 @@ def test_a_last_batch_that_is_not_full_can_be_left_out():
     for _ in range(3):
         assert [len(batch) for batch in rb] == [6, 6]
     assert rb.sample(16).shape == (16,)
-    with pytest.raises(ValueError, match=r"9 slices are wanted, but only 8 trajectories have 2 steps"):
+    with pytest.raises(ValueError, match=r"a batch is 9 slices, but only 8 trajectories have 2 steps"):
         rb.sample(18)
 
 

@@ -93,7 +93,7 @@ def test_it_writes_nothing(job: ReplayBuffer, tmp_path: Path) -> None:
 
 def test_no_native_call_writes_to_its_map(job: ReplayBuffer, tmp_path: Path) -> None:
     store = observer(tmp_path).storage.lanes.store
-    plan = job.storage.table.plan(steps(0, 1), 1, 0)
+    plan = job.storage._table.plan(steps(0, 1), 1, 0)
     for write in (
         lambda: store.append(0, plan), lambda: store.overwrite(torch.tensor([0]), plan), store.repair, store.recover,
         lambda: _native.testing.claim(store, 0, 1), lambda: _native.testing.publish(store, 0, 20, 1),
@@ -102,7 +102,7 @@ def test_no_native_call_writes_to_its_map(job: ReplayBuffer, tmp_path: Path) -> 
         lambda: store.restore_lane(0, 0, 0, 0), lambda: store.set_seams(0, 0, 1, []), store.finish_interrupted,
         lambda: setattr(store, "clean", True), lambda: setattr(store, "boot_id", bytes(16)),
         lambda: setattr(store, "replaced", 1), lambda: store.note_edits(torch.tensor([0])),
-        lambda: store.reserve_sequences(1), lambda: store.count_replaced(1),
+        lambda: store.reserve_sequences(1), lambda: store.count_replaced(torch.tensor([0])),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="observed"):
             write()
@@ -209,7 +209,7 @@ def test_it_saves_what_it_sees(job: ReplayBuffer, tmp_path: Path) -> None:
 
 def test_a_save_during_which_rows_were_changed_fails(job: ReplayBuffer, tmp_path: Path) -> None:
     rb = observer(tmp_path)
-    with rb.storage.still() as source:
+    with rb.storage._consistent_view() as source:
         source.read_block(0, 0, 5)
         job[3] = of_numbers(torch.tensor(99))
         with pytest.raises(StorageInUseError, match="while they were saved"):

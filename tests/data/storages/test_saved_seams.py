@@ -19,7 +19,7 @@ from engram.data import (
     TensorStorageCheckpointer,
 )
 from engram.errors import StorageInUseError
-from engram.store.episodes import Episodes
+from engram.store.episodes import EpisodeIndex
 
 
 def one_trajectory(start, stop):
@@ -29,7 +29,7 @@ def one_trajectory(start, stop):
 
 def lengths(rb):
     """Of the stored trajectories."""
-    return Episodes().trajectories(rb.storage).length.tolist()
+    return EpisodeIndex().trajectories(rb.storage).length.tolist()
 
 
 def dumped(rb, twin, path):

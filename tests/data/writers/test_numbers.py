@@ -227,7 +227,7 @@ class TestOfAStoreThatIsReopened:
         native = rb.storage.lanes.store
         # Just before the rows are written: the sequences are taken, whatever happens.
         plan = rb.storage.check(ranked(9), False, 0, "index", torch.tensor([1]))
-        write = rb.storage.prepare_replace(plan, torch.tensor([0]), torch.tensor([1]))
+        write = rb.storage._prepare_replace(plan, torch.tensor([0]), torch.tensor([1]))
         shutil.copytree(path / "killed", path / "before")
         write()
         shutil.copytree(path / "killed", path / "after")
@@ -368,7 +368,7 @@ class TestRowsThatCarryNone:
         rows = rb[:]
         rb.set_writer(TensorDictMaxValueWriter())
         with rb.storage.mutex:
-            frozen = rb.storage.freeze()
+            frozen = rb.storage._snapshot_view()
         rb.extend(steps(100, 130))
         block = frozen.read_block(0, 5, 25)
         frozen.close()

@@ -77,7 +77,8 @@ WRITER_MUTANTS = {
         around(TableStorage, "_own_index", next_index), writers=("with index",)
     ),
     "an immutable data set that can be emptied": Mutant(
-        around(ImmutableDatasetWriter, "allow", lambda allow, writer, what: None), writers=("round robin", "immutable")
+        around(ImmutableDatasetWriter, "check_mutable", lambda check, writer, operation: None),
+        writers=("round robin", "immutable"),
     ),
     "a heap that replaces the second lowest": Mutant(
         around(TensorDictMaxValueWriter, "_following", replaces_the_second_lowest), writers=("best",)

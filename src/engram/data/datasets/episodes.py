@@ -21,7 +21,7 @@ from torch import Tensor
 from engram import pytree
 from engram.errors import DatasetError
 from engram.pytree import KeyPath, stack_rows
-from engram.store.episodes import DONE, IDS, Episodes, Key, path_of
+from engram.store.episodes import DONE, IDS, EpisodeIndex, Key, path_of
 from engram.store.layout import LeafSpec, RowLayout
 
 Array = npt.NDArray[Any]
@@ -259,7 +259,7 @@ def episode_source(data: Any, end_key: Key, traj_key: Key | None, exclude: Seque
     if hasattr(storage, "lanes") and hasattr(storage, "read"):
         if storage.lanes is None or not len(storage):
             raise ValueError("there is nothing to write: the buffer is empty")
-        return StoredSteps(storage, Episodes(end_key=end_key, traj_key=traj_key), excluded)
+        return StoredSteps(storage, EpisodeIndex(end_key=end_key, traj_key=traj_key), excluded)
     batches = [data] if isinstance(data, TensorDictBase) else data
     if isinstance(batches, dict | Tensor | str) or not isinstance(batches, Iterable):
         raise TypeError(
@@ -272,7 +272,7 @@ def episode_source(data: Any, end_key: Key, traj_key: Key | None, exclude: Seque
 class StoredSteps:
     """The steps of a storage, lane by lane, environment by environment, oldest first."""
 
-    def __init__(self, storage: Any, episodes: Episodes, exclude: tuple[KeyPath, ...]) -> None:
+    def __init__(self, storage: Any, episodes: EpisodeIndex, exclude: tuple[KeyPath, ...]) -> None:
         self._storage, self._episodes, self._exclude = storage, episodes, exclude
 
     @property
@@ -285,7 +285,7 @@ class StoredSteps:
             trajectories = self._trajectories()
             nothing = np.zeros((0, 2), np.int64)
             for lane, state in enumerate(self._storage.lanes.states()):
-                for env in range(self._storage.lanes.strands):
+                for env in range(self._storage.lanes.envs):
                     own = None if trajectories is None else trajectories.get((lane, env), nothing)
                     yield from self._env_blocks(lane, env, state["first"], state["published"], own)
 
@@ -295,7 +295,7 @@ class StoredSteps:
             lanes, envs, *bounds = (t.numpy() for t in self._episodes.trajectories(self._storage))
         except KeyError:
             return None
-        n = self._storage.lanes.strands
+        n = self._storage.lanes.envs
         groups, begins = np.unique(lanes * n + envs, return_index=True)
         order = np.argsort(begins)
         pieces = np.split(np.stack(bounds, 1), np.sort(begins)[1:])
@@ -313,13 +313,13 @@ class StoredSteps:
     def _read(self, lane: int, env: int, start: int, stop: int) -> Any:
         store = self._storage.lanes.store
         times = lane * store.lane_capacity + torch.arange(start, stop) % store.lane_capacity
-        rows, overwritten, absent, _ = self._storage.read(times * store.envs + env)
-        if overwritten is not None or absent is not None:
+        rows = self._storage.read(times * store.envs + env)
+        if rows.overwritten is not None or rows.absent is not None:
             raise RuntimeError(
                 "another process overwrote steps before they were written to the dataset; let it pause, or write from "
                 "a larger buffer"
             )
-        return stack_rows(rows, 0) if isinstance(rows, list) else rows
+        return stack_rows(rows.batch, 0) if isinstance(rows.batch, list) else rows.batch
 
 
 def _parts_within(trajectories: Ints, start: int, stop: int) -> Ints:

@@ -411,7 +411,8 @@ def _listed_epoch(rows: Rows, envs: int) -> dict[str, Any]:
     count = int(rows.max()) // envs + 1 - first if len(rows) else 0
     listed = torch.from_numpy(rows.copy())
     return {
-        "key": 0, "ranges": [[first, count]], "position": 0, "incarnation": None, "listed": listed, "strands": envs,
+        "key": 0, "ranges": [[first, count]], "position": 0, "incarnation": None, "ring": max(1, count), "moved": [0],
+        "listed": listed, "strands": envs,
     }  # fmt: skip
 
 
@@ -420,8 +421,8 @@ def _slice_epoch(part: Part, saved: SavedEpoch | None) -> dict[str, Any]:
         raise ValueError(f"the sampler is a {part.kinds[0]} here, one without a state was saved")
     if saved.remaining is not None and len(saved.remaining) != saved.length:
         raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
-    shuffle = part.state["shuffle"]
-    return {"epoch": None, "ran_out": saved.ran_out, "shuffle": shuffle, "drop_last": saved.drop_last}
+    # What TorchRL saves says nothing of the other settings: they are those of the sampler here.
+    return {**part.state, "epoch": None, "ran_out": saved.ran_out, "drop_last": saved.drop_last}
 
 
 def _no_sampler_state(part: Part, saved: SavedEpoch | None) -> dict[str, Any]:

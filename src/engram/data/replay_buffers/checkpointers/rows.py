@@ -277,13 +277,13 @@ class _RowSavePlan:
         same = {
             **self._codec.state(),
             "layout": layout,
-            "rows_per_chunk": rows_per_chunk(self._checked.strands * self._row_bytes),
+            "rows_per_chunk": rows_per_chunk(self._checked.envs * self._row_bytes),
         }
         self._description = {**same, "identity": identity}
         self._chunks = cut(self._checked, same["rows_per_chunk"])
         self._reusable = {} if identity is None or previous is None else self._find_reusable(previous, same)
         steps = sum([c.stop - c.start for c in self._chunks if c not in self._reusable])
-        self.nbytes = steps * self._checked.strands * self._codec.row_bytes
+        self.nbytes = steps * self._checked.envs * self._codec.row_bytes
 
     def _find_reusable(self, previous: dict[str, Any], same: dict[str, Any]) -> dict[Chunk, Chunk]:
         """Of each chunk the one of the current snapshot that holds, unchanged, all its rows."""
@@ -316,7 +316,7 @@ class _RowSavePlan:
         old = self._reusable.get(chunk)
         if old is not None and writer.reuse(old.file):
             return old  # it may begin with rows that exist no longer
-        rows = read_rows(self._source, chunk, self._checked.strands, self._row_bytes, self._hooks)
+        rows = read_rows(self._source, chunk, self._checked.envs, self._row_bytes, self._hooks)
         details, blocks = self._codec.pack(rows, cuts_of(self._counters["lanes"][chunk.lane], chunk))
         writer.write_file(chunk.file, blocks)
         return replace(chunk, details=details)
@@ -334,7 +334,7 @@ class _RowRestorePlan:
             self._checked = Counters(self.counters)
             self.chunks = [Chunk.read(entry) for entry in state["chunks"]]
             if self.layout is not None:
-                self._checked.check_strands(self.layout)
+                self._checked.check_envs(self.layout)
             self._row_bytes = 0 if self.layout is None else natural(self.layout["row_bytes"])
             self._codec = RawChunkCodec(0) if self.layout is None else checkpointer._saved_codec(self.layout, state)
             self._most = max(1, natural(state["rows_per_chunk"]))
@@ -390,17 +390,17 @@ class _RowRestorePlan:
 
     def _unpack(self, chunk: Chunk, content: Rows) -> Rows:
         try:
-            return self._codec.unpack(content, chunk.details, self._checked.strands, chunk.stop - chunk.start)
+            return self._codec.unpack(content, chunk.details, self._checked.envs, chunk.stop - chunk.start)
         except ValueError as error:
             raise CorruptCheckpointError(self._reader.path(chunk.file), str(error)) from error
 
     def _nbytes(self, chunk: Chunk) -> int:
         steps = chunk.stop - chunk.start
         # A few bytes can stand for many equal rows: how many there are is limited before memory is taken for them.
-        per_step = self._checked.strands * self._row_bytes
+        per_step = self._checked.envs * self._row_bytes
         if not 0 < steps <= self._most or steps * per_step > most_row_bytes(per_step):
             raise ValueError(f"{chunk.file} cannot hold rows {chunk.start} to {chunk.stop}")
-        return self._codec.nbytes(chunk.details, self._checked.strands, steps)
+        return self._codec.nbytes(chunk.details, self._checked.envs, steps)
 
     def _check_sizes(self) -> None:
         for chunk in self.chunks:

@@ -559,7 +559,7 @@ class _SavePlan:
 
     def _write_lane(self, out: H5Writer, lane: int, episodes: EpisodeLayout) -> dict[str, Any]:
         checked, row_bytes = self._checked, episodes.layout.payload_bytes
-        first, steps, envs = checked.first(lane), checked.stop(lane) - checked.first(lane), checked.strands
+        first, steps, envs = checked.first(lane), checked.stop(lane) - checked.first(lane), checked.envs
         if not steps:
             return {"start": first, "blocks": []}
         kind = GroupedWriter if self._checkpointer.group_per_trajectory else ColumnarWriter
@@ -584,7 +584,7 @@ class _RestorePlan:
             self._checked = Counters(self.counters)
             self._lanes = [(natural(lane["start"]), lane["blocks"]) for lane in state["lanes"]]
             if self.layout is not None:
-                self._checked.check_strands(self.layout)
+                self._checked.check_envs(self.layout)
                 layout = self.layout.parse()
                 self._episodes = EpisodeLayout(layout, shared_of(layout, state))
                 self._file, self._groups = str(state["file"]), bool(state["group_per_trajectory"])
@@ -656,7 +656,7 @@ class _RestorePlan:
         for lane, (_, blocks) in enumerate(self._lanes):
             ranges = self._ranges[lane]
             readers.append(
-                kind(file, _lane(lane), self._episodes, sum(block.steps for block in ranges), self._checked.strands)
+                kind(file, _lane(lane), self._episodes, sum(block.steps for block in ranges), self._checked.envs)
             )
             if ranges:
                 readers[-1].expect(ranges, [tuple(block[1:]) for block in blocks])
@@ -669,11 +669,11 @@ class _RestorePlan:
             steps = natural(block[0])
             details: Details = tuple(block[1:])
             # A few bytes can stand for many equal rows: how many there are is limited before memory is taken for them.
-            if not 0 < steps * self._checked.strands * self._episodes.layout.payload_bytes <= self._largest_block():
+            if not 0 < steps * self._checked.envs * self._episodes.layout.payload_bytes <= self._largest_block():
                 raise ValueError(f"a block cannot have {steps} steps")
             if any(type(detail) is not int for detail in details):
                 raise ValueError(f"{block!r} does not describe a block")
-            ranges.append(BlockRange(at, steps, self._checked.strands))
+            ranges.append(BlockRange(at, steps, self._checked.envs))
             at += steps
         first, stop = self._checked.first(lane), self._checked.stop(lane)
         if start > first or (first < stop and start + at != stop):
@@ -681,7 +681,7 @@ class _RestorePlan:
         return ranges
 
     def _largest_block(self) -> int:
-        return most_row_bytes(self._checked.strands * self._episodes.layout.payload_bytes)
+        return most_row_bytes(self._checked.envs * self._episodes.layout.payload_bytes)
 
     @contextmanager
     def _as_damage(self) -> Iterator[None]:

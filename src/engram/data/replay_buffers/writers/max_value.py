@@ -20,7 +20,7 @@ _NATIVE = (torch.float32, torch.float64, torch.int64)
 _PIECE = 1 << 20  # rows whose ranks are read at once
 
 
-class TensorDictMaxValueWriter(Writer):
+class TensorDictMaxValueWriter(Writer, built_in=True):
     """Keeps the items of the highest rank: in a full storage an item replaces the lowest one, or is refused (index -1).
 
     The lowest is that of the lowest rank, among equal ones that of the lowest index, and gives way only to a higher
@@ -72,7 +72,7 @@ class TensorDictMaxValueWriter(Writer):
                 f"ndim={storage.ndim}; store whole trajectories as items, or flatten the data"
             )
         super().register_storage(storage)
-        storage.expect_sequences()
+        storage._expect_sequences()
 
     # ---- writing ----
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
@@ -85,11 +85,11 @@ class TensorDictMaxValueWriter(Writer):
         with contextlib.ExitStack() as alone:
             try:
                 if rows is not None:
-                    storage.carry_sequences()  # before the check, which is against the layout
+                    storage._carry_sequences()  # before the check, which is against the layout
                 checked = storage.check(items, single, time_dim, self.index_key, slots)
                 self._check_shape(storage, checked, slots)
                 if rows is not None:
-                    alone.enter_context(storage.alone("replacing rows (TensorDictMaxValueWriter)"))
+                    alone.enter_context(storage._exclusive("replacing rows (TensorDictMaxValueWriter)"))
             except BaseException:
                 heap.undo()
                 raise
@@ -105,12 +105,12 @@ class TensorDictMaxValueWriter(Writer):
         assert lanes is not None and self._heap is not None
         replace = None
         if rows is not None:  # all memory first: a batch is written whole or not at all
-            replace = storage.prepare_replace(checked, rows, targets)
+            replace = storage._prepare_replace(checked, rows, targets)
         if appended:
             storage.append(checked, appended)
         if replace is not None:
             replace()
-            lanes.store.count_replaced(int((slots[appended:] >= 0).sum()))
+            lanes.store.count_replaced(slots[appended:])
         self._heap.written(lanes.store)
 
     def _check_shape(self, storage: Storage, checked: Checked, slots: Tensor) -> None:
@@ -195,12 +195,11 @@ class TensorDictMaxValueWriter(Writer):
         return {"rank_key": self._path, "reduction": self.reduction}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self.differences(state)
+        different = self._differences(state)
         if different:
             raise ValueError("; ".join(different))
 
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        """What of a saved state does not fit this writer."""
+    def _differences(self, state: dict[str, Any]) -> list[str]:
         mine = {"rank_key": self._path, "reduction": self.reduction}
         return [
             f"the writer has {name}={value!r} here, {state.get(name)!r} there"
