@@ -1,8 +1,8 @@
-"""What a Parquet file says that it holds, looked at before a byte of it is decoded.
+"""Checks of the sizes that a Parquet file claims, before any of it is decoded.
 
 A run of equal values takes a few bytes, whatever its length, and zstd makes as little of equal pages: a file of some
 hundred bytes can ask for any memory. The footer says how many values a column has; each page says it again, and how
-large it is when it is decompressed. pyarrow believes the pages, so these are compared with the footer.
+large it is when it is decompressed. pyarrow trusts the pages, so these are compared with the footer.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from typing import Any, BinaryIO
 from engram._system import free_memory, human_bytes
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
-_COPIES = 3  # of what is decoded, at once: what pyarrow made, levels of lists, the tensor
+_COPIES = 3  # in memory at once: the Arrow array, levels of lists, the tensor
 _HEADER, _LONGEST_HEADER = 512, 1 << 20  # bytes read for a page's header, which may hold statistics
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3
-_COUNTS = {_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}  # the field of a header that says how many values its page has
+_COUNTS = {_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}  # the field of a header with the number of values of its page
 
 
 def decoded_row_bytes(file: BinaryIO, metadata: Any, columns: Collection[str]) -> int:
     """The most bytes that a row of these columns has when it is decoded, over the row groups.
 
     Raises:
-        ValueError: a page claims what the footer does not; or decoding needs more memory than is free.
+        ValueError: a page claims more than the footer; or decoding needs more memory than is free.
     """
     most, free = 1, free_memory()
     for group in range(metadata.num_row_groups):
-        found = metadata.row_group(group)
-        if found.num_rows < 0:
-            raise ValueError(f"row group {group} has {found.num_rows} rows")
+        row_group = metadata.row_group(group)
+        if row_group.num_rows < 0:
+            raise ValueError(f"row group {group} has {row_group.num_rows} rows")
         row = nested = 0
-        for i in range(found.num_columns):
-            column, described = found.column(i), metadata.schema.column(i)
+        for i in range(row_group.num_columns):
+            column, schema = row_group.column(i), metadata.schema.column(i)
             if column.path_in_schema.split(".")[0] not in columns and column.path_in_schema not in columns:
                 continue
             place = f"row group {group}, column {column.path_in_schema!r}"
             page = _largest_page(file, column, place)
-            nbytes = column.num_values * _width(described)
-            row += -(-nbytes // max(1, found.num_rows))
-            # Nothing says how the values of lists are spread over the rows: one may have them all.
-            nested = max(nested, nbytes if described.max_repetition_level else 0)
+            nbytes = column.num_values * _width(schema)
+            row += -(-nbytes // max(1, row_group.num_rows))
+            # The footer does not have how the values of lists are spread over the rows: one may have them all.
+            nested = max(nested, nbytes if schema.max_repetition_level else 0)
             if free is not None and page > free:
                 raise ValueError(f"{place}, has a page of {human_bytes(page)}; {human_bytes(free)} of memory are free")
         needed = _COPIES * max(row, nested)
@@ -63,7 +63,7 @@ def check_batch(rows: int, row_bytes: int) -> None:
 
 
 def first_page(column: Any) -> int:
-    """Where the pages of a column of a row group begin."""
+    """The offset of the first page of a column of a row group."""
     at: int = column.data_page_offset
     if column.has_dictionary_page and 0 < column.dictionary_page_offset < at:
         return int(column.dictionary_page_offset)
@@ -78,7 +78,7 @@ def _width(column: Any) -> int:
 
 
 def _largest_page(file: BinaryIO, column: Any, place: str) -> int:
-    """Walks over the headers of a column's pages; the decompressed size of the largest one."""
+    """The decompressed size of a column's largest page, from the headers of all of them."""
     at = first_page(column)
     stop, seen, largest = at + column.total_compressed_size, 0, 0
     while seen < column.num_values:
@@ -97,10 +97,10 @@ def _largest_page(file: BinaryIO, column: Any, place: str) -> int:
     return largest
 
 
-def _count(found: Any, place: str) -> int:
-    if type(found) is not int or found < 0:
-        raise ValueError(f"{place}, has a page whose header cannot be")
-    return found
+def _count(value: Any, place: str) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{place}, has a page with a damaged header")
+    return value
 
 
 def _page_header(file: BinaryIO, at: int, place: str) -> tuple[dict[int, Any], int]:
@@ -149,7 +149,7 @@ class _Compact:
             return self._skip(self._varint())
         if kind == 12:
             return self._struct(depth + 1)
-        raise ValueError("has a page whose header cannot be")  # lists and maps: there are none in it
+        raise ValueError("has a page with a damaged header")  # lists and maps, which page headers do not have
 
     def _byte(self) -> int:
         self._at += 1
@@ -169,7 +169,7 @@ class _Compact:
                 return value
             shift += 7
             if shift > 63:
-                raise ValueError("has a page whose header cannot be")
+                raise ValueError("has a page with a damaged header")
 
     def _zigzag(self) -> int:
         value = self._varint()

@@ -1,4 +1,4 @@
-"""An ensemble of storages on disk: each member as its own checkpointer writes it, in a folder of its own."""
+"""The checkpointer of a StorageEnsemble: each member's own checkpointer writes it, to a folder of its own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Part = tuple[StorageCheckpointerBase[Any, Any], Any]  # a checkpointer and the s
 
 
 class Parts(Protocol):
-    """An ensemble, as it is saved and loaded."""
+    """The members of an ensemble, for saving and loading."""
 
     def parts(self) -> list[Part]:
-        """Each member behind its checkpointer."""
+        """Each member, with its checkpointer."""
 
 
 class StorageEnsembleCheckpointer(StorageCheckpointerBase[Parts, Parts]):
@@ -61,7 +61,7 @@ class _EnsembleSavePlan:
 
 
 class _EnsembleRestorePlan:
-    """What a snapshot says of every member; a member's own plan is made with the checkpointer that reads it."""
+    """One load of every member; the plan of a member is made with the checkpointer that reads it."""
 
     def __init__(self, reader: SnapshotReader, state: dict[str, Any]) -> None:
         self._reader, self._members = reader, _members(reader, state)
@@ -70,7 +70,9 @@ class _EnsembleRestorePlan:
     def check(self, sink: Parts) -> None:
         parts = sink.parts()
         if len(parts) != len(self._members):
-            raise CheckpointMisfitError(_MISFIT, [f"{len(parts)} members here, {len(self._members)} there"])
+            raise CheckpointMisfitError(
+                _MISFIT, [f"this ensemble has {len(parts)} members, the checkpoint {len(self._members)}"]
+            )
         differences: list[str] = []
         for i, ((checkpointer, storage), member) in enumerate(zip(parts, self._members, strict=True)):
             if checkpointer.format != member["format"]:
@@ -99,12 +101,12 @@ class _EnsembleRestorePlan:
                 loaded.append(storage)
         except BaseException:
             for storage in loaded:
-                # Without rows, and without a layout where it had none before.
+                # To a storage without rows, and without a layout where it had none.
                 (getattr(storage, "abort_restore", None) or storage.empty)()
             raise
 
     def _plan(self, i: int, checkpointer: StorageCheckpointerBase[Any, Any]) -> RestorePlan[Any]:
-        """What was saved of a member, as this checkpointer reads it."""
+        """The plan of a member, made by this checkpointer."""
         if i not in self._plans or self._plans[i][0] is not checkpointer:
             folder: Any = _Folder(self._reader, i)
             self._plans[i] = checkpointer, checkpointer.plan_restore(folder, self._members[i]["state"])
@@ -126,7 +128,7 @@ _FOLDER = "member-"
 
 
 class _Folder:
-    """A snapshot's reader or writer as a member sees it: its files lie in its own folder."""
+    """A snapshot's reader or writer for one member, whose files lie in its own folder."""
 
     def __init__(self, snapshot: Any, member: int) -> None:
         self._snapshot = snapshot

@@ -1,4 +1,4 @@
-"""Lists of Python objects on disk: JSON and raw arrays, in chunks that are keyed by write number."""
+"""The checkpointer of a ListStorage: items as JSON and raw arrays, in chunks by sequence."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _ItemSavePlan:
         self._first, self._cuts = counters.first(0), _cuts(counters)
         self._reusable = set() if identity is None or previous is None else self._find_reusable(source, previous)
         # Encoded here for its size and again to be written: an encoding only refers to arrays, but its text would
-        # have to be kept, and a full disk is better known before.
+        # need memory until then, and a full disk is better noticed before.
         encoded = [self._encode(number) for number in self._cuts if number not in self._reusable]
         self.nbytes = sum(len(text) + arrays.nbytes for text, arrays in encoded)
 
@@ -80,7 +80,7 @@ class _ItemSavePlan:
     def _encode(self, number: int) -> tuple[bytes, EncodedArrays]:
         """JSON and arrays of a chunk."""
         arrays, (begin, end) = EncodedArrays(), self._cuts[number]
-        tree = [self._encode_item(w - self._first, arrays) for w in range(begin, end)]
+        tree = [self._encode_item(sequence - self._first, arrays) for sequence in range(begin, end)]
         own = self._sequences[begin - self._first : end - self._first]
         return to_json({"items": tree, "sequences": own if any(own) else None}), arrays
 
@@ -89,7 +89,7 @@ class _ItemSavePlan:
 
 
 class _ItemRestorePlan:
-    """What a snapshot says of its items, checked to be possible."""
+    """One load of items: the snapshot's description of them, checked, and their chunks."""
 
     def __init__(self, hooks: list[Hook], reader: SnapshotReader, state: dict[str, Any]) -> None:
         self._hooks, self._reader = hooks, reader
@@ -97,7 +97,7 @@ class _ItemRestorePlan:
             self._counters, self._numbers = state["counters"], state["chunks"]
             counters = Counters(self._counters)
             if counters.lanes != 1 or not all(type(number) is int and number >= 0 for number in self._numbers):
-                raise ValueError("there is one lane, and chunks have numbers")
+                raise ValueError("a list has one lane, and its chunks have numbers")
         except (KeyError, TypeError, ValueError) as error:
             raise reader.malformed(f"its description of the items is malformed ({error!r})") from error
         self._count = counters.rows
@@ -119,7 +119,7 @@ class _ItemRestorePlan:
 
 
 def _cuts(counters: Counters) -> dict[int, tuple[int, int]]:
-    """First write number and end of each chunk; chunk c holds write numbers c * 4096 to (c + 1) * 4096."""
+    """First sequence and end of each chunk; chunk c holds the sequences c * 4096 to (c + 1) * 4096."""
     first, stop = counters.first(0), counters.stop(0)
     numbers = range(first // ITEMS_PER_CHUNK, -(-stop // ITEMS_PER_CHUNK) if stop > first else 0)
     return {c: (max(first, c * ITEMS_PER_CHUNK), min(stop, (c + 1) * ITEMS_PER_CHUNK)) for c in numbers}

@@ -1,4 +1,7 @@
-"""Codecs for the rows of a chunk: as they are, or every observation once (`flat`, `nested`)."""
+"""Checkpointers of packed rows: rows are cut in chunks, a file each, and a codec encodes a chunk.
+
+`TensorStorageCheckpointer` writes rows unchanged; `checkpointers/ted.py` has codecs that write every observation once.
+"""
 
 from __future__ import annotations
 
@@ -47,20 +50,20 @@ class ChunkCodec(Protocol):
         """About how many bytes of a file a row takes."""
 
     def state(self) -> dict[str, Any]:
-        """JSON that `loads` needs, and that must be the same for a file to be taken over by the next save."""
+        """JSON that `loads` needs; the next save reuses files only where it is the same."""
 
     def pack(self, rows: Rows, cuts: Sequence[int]) -> tuple[Details, list[Block]]:
-        """Details and content of rows `[strands, steps, row_bytes]`; no trajectory goes on across one of `cuts`."""
+        """Details and content of rows `[envs, steps, row_bytes]`; no trajectory goes on across one of `cuts`."""
 
-    def nbytes(self, details: Details, strands: int, steps: int) -> int:
-        """The size of a file; ValueError when these details cannot be."""
+    def nbytes(self, details: Details, envs: int, steps: int) -> int:
+        """The size of a file; ValueError when the details are impossible."""
 
-    def unpack(self, content: Rows, details: Details, strands: int, steps: int) -> Rows:
-        """Rows `[strands, steps, row_bytes]`, valid as long as `content` is; ValueError when they cannot be."""
+    def unpack(self, content: Rows, details: Details, envs: int, steps: int) -> Rows:
+        """Rows `[envs, steps, row_bytes]`, valid as long as `content` is; ValueError when the content is damaged."""
 
 
 class RawChunkCodec:
-    """Rows as they are."""
+    """Writes rows unchanged."""
 
     def __init__(self, row_bytes: int) -> None:
         self.row_bytes = row_bytes
@@ -71,13 +74,13 @@ class RawChunkCodec:
     def pack(self, rows: Rows, cuts: Sequence[int]) -> tuple[Details, list[Block]]:
         return (), [rows]
 
-    def nbytes(self, details: Details, strands: int, steps: int) -> int:
+    def nbytes(self, details: Details, envs: int, steps: int) -> int:
         if details:
-            raise ValueError(f"rows as they are have no details, found {details}")
-        return strands * steps * self.row_bytes
+            raise ValueError(f"unchanged rows have no details, got {details}")
+        return envs * steps * self.row_bytes
 
-    def unpack(self, content: Rows, details: Details, strands: int, steps: int) -> Rows:
-        return content.reshape(strands, steps, self.row_bytes)
+    def unpack(self, content: Rows, details: Details, envs: int, steps: int) -> Rows:
+        return content.reshape(envs, steps, self.row_bytes)
 
 
 class SectionReader:
@@ -91,7 +94,7 @@ class SectionReader:
         return self._take(count * nbytes).reshape(count, nbytes)
 
     def positions(self, count: int, below: int) -> Positions:
-        """int64 [count]: rising positions of steps; a ValueError says that they are not."""
+        """int64 [count]: positions of steps; ValueError unless they rise and are below `below`."""
         positions = self._take(4 * count).view("<u4").astype(np.int64)
         if count and (positions[-1] >= below or (np.diff(positions) <= 0).any()):
             raise ValueError("positions of steps do not rise, or go beyond the last step")
@@ -106,21 +109,22 @@ class SectionReader:
 
 
 def positions_block(positions: Positions) -> Block:
+    """Positions as a section of a file."""
     return positions.astype("<u4")
 
 
 def column_of(flat: Rows, leaf: LeafSpec) -> Column:
-    """uint8 [n, nbytes]: a leaf of rows [n, row_bytes], copied."""
+    """A copy, uint8 [n, nbytes], of one leaf of rows [n, row_bytes]."""
     return np.ascontiguousarray(flat[:, leaf.offset : leaf.offset + leaf.nbytes])
 
 
 def put_column(flat: Rows, leaf: LeafSpec, column: Column) -> None:
-    """The reverse."""
+    """The reverse of `column_of`."""
     flat[:, leaf.offset : leaf.offset + leaf.nbytes] = column
 
 
 def pack_values(column: Column) -> tuple[int, list[Block]]:
-    """Every value, or the steps where it changes and the new values: how many, or WHOLE, and the shorter of the two."""
+    """Encodes a column as all values (WHOLE), or as changes (their number), whichever is shorter."""
     starts = ted_codec.run_starts(column)
     if section_bytes(column.shape[1], len(starts), len(column)) >= column.size:
         return WHOLE, [column]
@@ -128,28 +132,28 @@ def pack_values(column: Column) -> tuple[int, list[Block]]:
 
 
 def unpack_values(sections: SectionReader, nbytes: int, count: int, n: int) -> Column:
-    """The column of n steps that `pack_values` packed."""
+    """The reverse of `pack_values` for n steps."""
     if count == WHOLE:
         return sections.values(n, nbytes)
     return ted_codec.repeat_runs(sections.positions(count, n), sections.values(count, nbytes), n)
 
 
 def section_bytes(nbytes: int, count: int, n: int) -> int:
-    """Size of a section of `count` positions and values, or of all n values."""
+    """The size of a section of `count` positions and values, or of all n values."""
     return n * nbytes if count == WHOLE else count * (4 + nbytes)
 
 
 class TracksChanges(Protocol):
-    """A storage that can say which of its rows were changed in place."""
+    """A storage that records which of its rows were changed in place."""
 
     def identity(self) -> dict[str, Any]: ...
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None: ...
 
 
 class ReusableChunks:
-    """Tells which rows have not changed since a snapshot: the same store, and no edit in between.
+    """Decides which chunks of the current snapshot can be reused: those of the same store without edits since.
 
-    `any` is False where none can be told to be unchanged.
+    `any` is False where no chunk can.
 
     Args:
         source: the storage that is being saved.
@@ -165,18 +169,18 @@ class ReusableChunks:
         self._edited = set(edited or ())
 
     def unchanged(self, lane: int, start: int, stop: int) -> bool:
-        """Whether no row of the lane with a write number from `start` to `stop` was changed."""
+        """Whether no row of the lane with a sequence from `start` to `stop` was changed."""
         return self.any and not (self._edited and any(e[0] == lane and start <= e[1] < stop for e in self._edited))
 
 
 CHUNK_BYTES = 1 << 24
-_CHUNKS_AHEAD = THREADS + 2  # that the disk reads while others are taken in
-_LARGEST_CHUNK = 1 << 26  # that is read; four times as large as those that are written
+_CHUNKS_AHEAD = THREADS + 2  # that the disk reads while others are decoded
+_LARGEST_CHUNK = 1 << 26  # bytes that a chunk may have when it is read; four times what is written
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows `start` to `stop` of a lane in one file, the strands one after the other."""
+    """Rows `start` to `stop` of a lane in one file, the environments one after the other."""
 
     lane: int
     number: int
@@ -186,7 +190,7 @@ class Chunk:
 
     @classmethod
     def read(cls, entry: list[Any]) -> Chunk:
-        """What `entry` gave; ValueError or TypeError where it is not that."""
+        """The reverse of `entry`; ValueError or TypeError where it is damaged."""
         lane, number, start, stop = entry[:4]
         if {*map(type, entry)} != {int} or min(entry[:4]) < 0:
             raise ValueError(f"{entry!r:.80} does not describe a chunk")
@@ -194,6 +198,7 @@ class Chunk:
 
     @property
     def entry(self) -> list[int]:
+        """The chunk in the manifest."""
         return [self.lane, self.number, self.start, self.stop, *self.details]
 
     @property
@@ -208,7 +213,7 @@ class Chunk:
 class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
     """Saves rows in chunks: the size on disk follows the rows that exist, not the capacity.
 
-    Chunk `c` of a lane holds write numbers `c * rows_per_chunk` to `(c + 1) * rows_per_chunk`, as far as they exist.
+    Chunk `c` of a lane holds the sequences `c * rows_per_chunk` to `(c + 1) * rows_per_chunk`, as far as they exist.
     Each layout has one `rows_per_chunk` (about 16 MB), so a later save cuts unchanged rows at the same places.
     """
 
@@ -216,11 +221,11 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
 
     @abstractmethod
     def _codec(self, layout: LayoutState) -> ChunkCodec:
-        """How rows of this layout are written; ValueError when they cannot be."""
+        """The codec that writes rows of this layout; ValueError when they cannot be written."""
 
     @abstractmethod
     def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
-        """How they were written; KeyError, TypeError or ValueError when `state` does not say it."""
+        """The codec that `state` describes; KeyError, TypeError or ValueError when it is damaged."""
 
     def plan_save(self, source: RowSource, previous: dict[str, Any] | None = None) -> SavePlan:
         layout, counters = source.layout_state(), source.counters()
@@ -233,7 +238,7 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
 
 
 class TensorStorageCheckpointer(ChunkedStorageCheckpointer):
-    """Saves rows as they are."""
+    """Saves rows unchanged."""
 
     format = "rows"
 
@@ -257,7 +262,7 @@ class _NothingToSave:
 
 
 class _RowSavePlan:
-    """One save of packed rows: which chunks hold them, and which of these the current snapshot has already."""
+    """One save of rows: the chunks that hold them, and which of these the current snapshot has already."""
 
     def __init__(
         self,
@@ -268,7 +273,7 @@ class _RowSavePlan:
         previous: dict[str, Any] | None,
     ) -> None:
         self._source, self._hooks = source, checkpointer.save_hooks
-        # A hook may change any byte: what was written with one cannot be told from what would be written now.
+        # A hook may change any byte, and may do so differently this time: nothing is reused then.
         identity = None if self._hooks else source.identity()
         layout, self._counters, identity = json_copy([layout, counters, identity])
         self._codec = checkpointer._codec(LayoutState(layout))
@@ -286,7 +291,7 @@ class _RowSavePlan:
         self.nbytes = steps * self._checked.envs * self._codec.row_bytes
 
     def _find_reusable(self, previous: dict[str, Any], same: dict[str, Any]) -> dict[Chunk, Chunk]:
-        """Of each chunk the one of the current snapshot that holds, unchanged, all its rows."""
+        """The chunks whose rows are unchanged in a chunk of the current snapshot, and that chunk."""
         reusable = ReusableChunks(self._source, previous, same)
         if not reusable.any:
             return {}
@@ -312,10 +317,10 @@ class _RowSavePlan:
         return {**self._description, "counters": counters, "chunks": chunks}
 
     def _write(self, chunk: Chunk, writer: SnapshotWriter) -> Chunk:
-        """Writes a chunk or takes it over; the chunk as it is in the file."""
+        """Writes or reuses a chunk; returns it as it is in the file."""
         old = self._reusable.get(chunk)
         if old is not None and writer.reuse(old.file):
-            return old  # it may begin with rows that exist no longer
+            return old  # it may begin with rows that no longer exist
         rows = read_rows(self._source, chunk, self._checked.envs, self._row_bytes, self._hooks)
         details, blocks = self._codec.pack(rows, cuts_of(self._counters["lanes"][chunk.lane], chunk))
         writer.write_file(chunk.file, blocks)
@@ -323,7 +328,7 @@ class _RowSavePlan:
 
 
 class _RowRestorePlan:
-    """What a snapshot says of its rows, checked to be possible, and its blocks of rows."""
+    """One load of rows: the snapshot's description of them, checked, and its chunks."""
 
     def __init__(self, checkpointer: ChunkedStorageCheckpointer, reader: SnapshotReader, state: dict[str, Any]) -> None:
         self._reader, self._hooks = reader, checkpointer.load_hooks
@@ -337,7 +342,7 @@ class _RowRestorePlan:
                 self._checked.check_envs(self.layout)
             self._row_bytes = 0 if self.layout is None else natural(self.layout["row_bytes"])
             self._codec = RawChunkCodec(0) if self.layout is None else checkpointer._saved_codec(self.layout, state)
-            self._most = max(1, natural(state["rows_per_chunk"]))
+            self._max_steps = max(1, natural(state["rows_per_chunk"]))
             self._sizes = {chunk: self._nbytes(chunk) for chunk in self.chunks}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise reader.malformed(f"its description of the rows is malformed ({error!r})") from error
@@ -370,14 +375,14 @@ class _RowRestorePlan:
         sink.write_block(chunk.lane, start, hooked(self._hooks, rows))
 
     def _read_ahead(self) -> Iterator[Chunk]:
-        """The chunks, each handed out when the disk has been made to read those after it."""
+        """The chunks; before each, the kernel is told to read the ones after it."""
         for i, chunk in enumerate(self.chunks):
-            for later in self.chunks[i + _CHUNKS_AHEAD : i + _CHUNKS_AHEAD + 1]:
-                self._reader.read_ahead(later.file)
+            for ahead in self.chunks[i + _CHUNKS_AHEAD : i + _CHUNKS_AHEAD + 1]:
+                self._reader.read_ahead(ahead.file)
             yield chunk
 
     def _rows(self, chunk: Chunk) -> tuple[int, Rows]:
-        """First write number and verified rows of a chunk; they are valid until this thread's next call."""
+        """First sequence and verified rows of a chunk; they are valid until this thread's next call."""
         nbytes = self._sizes[chunk]
         buffer = getattr(self._buffers, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
@@ -396,9 +401,9 @@ class _RowRestorePlan:
 
     def _nbytes(self, chunk: Chunk) -> int:
         steps = chunk.stop - chunk.start
-        # A few bytes can stand for many equal rows: how many there are is limited before memory is taken for them.
+        # A few bytes can encode many equal rows: their number is limited before memory is allocated for them.
         per_step = self._checked.envs * self._row_bytes
-        if not 0 < steps <= self._most or steps * per_step > most_row_bytes(per_step):
+        if not 0 < steps <= self._max_steps or steps * per_step > most_row_bytes(per_step):
             raise ValueError(f"{chunk.file} cannot hold rows {chunk.start} to {chunk.stop}")
         return self._codec.nbytes(chunk.details, self._checked.envs, steps)
 
@@ -408,7 +413,7 @@ class _RowRestorePlan:
                 raise self._reader.malformed(f"{chunk.file} is not as long as its rows {chunk.start} to {chunk.stop}")
 
     def _check_coverage(self) -> None:
-        """Each row that exists is in one chunk; a chunk may begin with rows that exist no longer."""
+        """Checks that each row that exists is in one chunk; a chunk may begin with rows that no longer exist."""
         reached = [self._checked.first(lane) for lane in range(self._checked.lanes)]
         started = [False] * self._checked.lanes
         for chunk in self.chunks:
@@ -431,38 +436,39 @@ class _RowRestorePlan:
             raise self._reader.malformed("its chunks do not hold every row that its counters say exists")
 
 
-def read_rows(source: RowSource, chunk: Chunk, strands: int, row_bytes: int, hooks: list[Hook]) -> Rows:
-    """The rows of a chunk, as the hooks left them: `[strands, steps, row_bytes]`."""
+def read_rows(source: RowSource, chunk: Chunk, envs: int, row_bytes: int, hooks: list[Hook]) -> Rows:
+    """The rows of a chunk after the hooks: `[envs, steps, row_bytes]`."""
     rows = hooked(hooks, source.read_block(chunk.lane, chunk.start, chunk.stop))
-    expected = (strands, chunk.stop - chunk.start, row_bytes)
+    expected = (envs, chunk.stop - chunk.start, row_bytes)
     if rows.dtype != np.uint8 or rows.shape != expected:
         raise ValueError(f"the storage gave a block of {rows.dtype} {rows.shape}, expected uint8 {expected}")
     return rows
 
 
 def hooked(hooks: list[Hook], rows: Rows) -> Rows:
-    """What hooks made of a block of rows."""
+    """A block of rows after the hooks."""
     changed: Rows = apply_hooks(hooks, rows)
     if changed.shape != rows.shape or changed.dtype != rows.dtype:
         raise ValueError(
-            f"a hook made {changed.dtype} {changed.shape} of a block of rows {rows.dtype} {rows.shape}; "
-            "it may change bytes, not how many there are"
+            f"a hook returned {changed.dtype} {changed.shape} for a block of rows {rows.dtype} {rows.shape}; "
+            "it may change bytes, not their number"
         )
     return changed
 
 
 def cuts_of(lane: dict[str, Any], chunk: Chunk) -> list[int]:
-    """Where in a chunk other trajectories begin whatever the rows say: another process took the lane over."""
+    """The seams in a chunk, counted from its start: no trajectory goes on across one, whatever its flags and ids."""
     return [seam - chunk.start for seam in lane["seams"] if chunk.start < seam < chunk.stop]
 
 
-def rows_per_chunk(bytes_per_number: int) -> int:
-    return max(1, math.ceil(CHUNK_BYTES / max(1, bytes_per_number)))
+def rows_per_chunk(bytes_per_step: int) -> int:
+    """The number of steps of this size in a chunk."""
+    return max(1, math.ceil(CHUNK_BYTES / max(1, bytes_per_step)))
 
 
-def most_row_bytes(bytes_per_number: int) -> int:
-    """The most bytes of the rows of a chunk that is read."""
-    return _LARGEST_CHUNK + bytes_per_number
+def most_row_bytes(bytes_per_step: int) -> int:
+    """The most bytes that the rows of a chunk may have when it is read."""
+    return _LARGEST_CHUNK + bytes_per_step
 
 
 def cut(counters: Counters, rows_per_chunk: int, only: int | None = None) -> list[Chunk]:
@@ -477,19 +483,20 @@ def cut(counters: Counters, rows_per_chunk: int, only: int | None = None) -> lis
 
 
 def natural(value: Any) -> int:
+    """The value, if it is an int of 0 or more; else a ValueError."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def layout_of(state: dict[str, Any]) -> LayoutState | None:
-    """The layout that a state names; KeyError or TypeError where it has none."""
+    """The layout in a state; KeyError or TypeError where it has none."""
     layout = state["layout"]
     if layout is not None and not isinstance(layout, dict):
-        raise TypeError(f"{layout!r:.80} is no layout")
+        raise TypeError(f"{layout!r:.80} is not a layout")
     return None if layout is None else LayoutState(layout)
 
 
 def json_copy(value: Any) -> Any:
-    # a copy: the storage's own objects may change before the manifest is written
+    """A copy as JSON has it: the storage's own objects may change before the manifest is written."""
     return json.loads(to_json(value))

@@ -1,4 +1,4 @@
-"""Episode data (TED) on disk without the second copy of the observations."""
+"""Checkpointers of episode data (TED) that write every observation once: `flat`, and by trajectories `nested`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Key, Mask, StepKeys
 
 
 class FlatChunkCodec:
-    """One section a leaf. A leaf under `next` that its root repeats a step later: the steps where it does not, and
-    their values. Any other: its values, or where they change and the new values, whichever is shorter.
+    """Writes one section for each leaf.
+
+    A leaf under `next` that its root repeats one step later is written as exceptions: the steps where it does not, and
+    their values. Any other leaf is written as all values or as changes, whichever is shorter.
     """
 
     def __init__(self, layout: RowLayout, shared: dict[int, int]) -> None:
@@ -42,9 +44,9 @@ class FlatChunkCodec:
 
     # ---- saving ----
     def pack(self, rows: Rows, cuts: Sequence[int]) -> tuple[Details, list[Block]]:
-        strands, steps, _ = rows.shape
-        flat = rows.reshape(strands * steps, -1)
-        ends = ted_codec.env_ends(strands, steps)
+        envs, steps, _ = rows.shape
+        flat = rows.reshape(envs * steps, -1)
+        ends = ted_codec.env_ends(envs, steps)
         details: list[int] = []
         blocks: list[Block] = []
         for i, leaf in enumerate(self._leaves):
@@ -52,21 +54,21 @@ class FlatChunkCodec:
             root = self._shared.get(i)
             if root is not None:
                 at = np.flatnonzero(ted_codec.broken(column_of(flat, self._leaves[root]), column, ends))
-                count, made = len(at), [positions_block(at), column[at]]
+                count, sections = len(at), [positions_block(at), column[at]]
             else:
-                count, made = pack_values(column)
+                count, sections = pack_values(column)
             details.append(count)
-            blocks += made
+            blocks += sections
         return tuple(details), blocks
 
     # ---- loading ----
-    def nbytes(self, details: Details, strands: int, steps: int) -> int:
-        n = strands * steps
+    def nbytes(self, details: Details, envs: int, steps: int) -> int:
+        n = envs * steps
         self._check(details, n)
         return sum(section_bytes(leaf.nbytes, x, n) for leaf, x in zip(self._leaves, details, strict=True))
 
-    def unpack(self, content: Rows, details: Details, strands: int, steps: int) -> Rows:
-        n, sections = strands * steps, SectionReader(content)
+    def unpack(self, content: Rows, details: Details, envs: int, steps: int) -> Rows:
+        n, sections = envs * steps, SectionReader(content)
         out = np.zeros((n, self._payload), np.uint8)
         exceptions: dict[int, tuple[ted_codec.Positions, Column]] = {}
         for i, leaf in enumerate(self._leaves):
@@ -75,27 +77,27 @@ class FlatChunkCodec:
             else:
                 put_column(out, leaf, unpack_values(sections, leaf.nbytes, details[i], n))
         for i, (at, values) in exceptions.items():
-            _check_covered(at, ted_codec.env_ends(strands, steps))
+            _check_covered(at, ted_codec.env_ends(envs, steps))
             put_column(
                 out, self._leaves[i], ted_codec.followed(column_of(out, self._leaves[self._shared[i]]), at, values)
             )
-        return out.reshape(strands, steps, self._payload)
+        return out.reshape(envs, steps, self._payload)
 
     def _check(self, details: Details, n: int) -> None:
         least = [0 if i in self._shared else WHOLE for i in range(len(self._leaves))]
         if len(details) != len(least) or not all(low <= x <= n for low, x in zip(least, details, strict=True)):
-            raise ValueError(f"{details} do not say how {n} rows of {len(least)} keys are stored")
+            raise ValueError(f"{details} do not describe {n} rows of {len(least)} keys")
 
 
 class FlatStorageCheckpointer(ChunkedStorageCheckpointer):
-    """Saves steps of TED without the second copy of their observations.
+    """Saves episode data (TED) without the second copy of the observations.
 
     A key under `next` that is also at the root, of the same dtype and shape, is compared with the root of the step
     after, byte for byte; only what differs is written. Keys on one side alone, flags and rewards are written as they
     are. Values that seldom change are written where they change. What is loaded is what was saved, to the byte.
 
     Args:
-        done_keys: flags, which are never taken from the step after: names at any depth, or tuples for one place.
+        done_keys: flags, which are never read from the step after: names at any depth, or tuples for one place.
         reward_keys: rewards, the same.
 
     Raises:
@@ -109,22 +111,22 @@ class FlatStorageCheckpointer(ChunkedStorageCheckpointer):
         self._keys = StepKeys(done_keys, reward_keys)
 
     def _codec(self, layout: LayoutState) -> ChunkCodec:
-        made = layout.parse()
-        self._keys.flags(made.leaves)  # for its error
-        return FlatChunkCodec(made, self._keys.shared(made.leaves))
+        parsed = layout.parse()
+        self._keys.flags(parsed.leaves)  # for its error
+        return FlatChunkCodec(parsed, self._keys.shared(parsed.leaves))
 
     def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
-        made = layout.parse()
-        return FlatChunkCodec(made, shared_of(made, state))
+        parsed = layout.parse()
+        return FlatChunkCodec(parsed, shared_of(parsed, state))
 
 
 def shared_of(layout: RowLayout, state: dict[str, Any]) -> dict[int, int]:
-    """Which leaf repeats which, as a manifest says; a ValueError says that it cannot be."""
+    """Indices of leaves and of the root leaves that repeat them, from a manifest; ValueError where it is impossible."""
     shared = {int(i): int(root) for i, root in state["shared"]}
     roots = set(shared.values())
     for i, root in shared.items():
-        known = 0 <= i < len(layout.leaves) and 0 <= root < len(layout.leaves)
-        if not known or i in roots or layout.leaves[i].nbytes != layout.leaves[root].nbytes:
+        exist = 0 <= i < len(layout.leaves) and 0 <= root < len(layout.leaves)
+        if not exist or i in roots or layout.leaves[i].nbytes != layout.leaves[root].nbytes:
             raise ValueError(f"key {i} cannot be a copy of key {root}")
     if len(roots) < len(shared):
         raise ValueError("two keys are copies of one")
@@ -132,15 +134,18 @@ def shared_of(layout: RowLayout, state: dict[str, Any]) -> dict[int, int]:
 
 
 def _check_covered(at: ted_codec.Positions, ends: ted_codec.Mask) -> None:
-    given = np.zeros(len(ends), np.bool_)
-    given[at] = True
-    if not given[ends].all():
-        raise ValueError("nothing says what followed the newest step")
+    """ValueError unless there is an exception at each of `ends`, which no step follows."""
+    covered = np.zeros(len(ends), np.bool_)
+    covered[at] = True
+    if not covered[ends].all():
+        raise ValueError("the observation that followed the newest step is missing")
 
 
 class NestedChunkCodec:
-    """The last steps of the trajectories, then one section a leaf. A leaf that `next` repeats has one value more a
-    trajectory, what followed its last step; its copy under `next` only the steps inside a trajectory that differ.
+    """Writes the last steps of the trajectories, then one section for each leaf.
+
+    A root leaf with a copy under `next` has one value more for each trajectory: the one that followed its last step.
+    The copy is written as exceptions, for the steps inside trajectories where it differs.
     """
 
     def __init__(
@@ -163,21 +168,21 @@ class NestedChunkCodec:
         blocks: list[Block] = [positions_block(at)]
         for i, leaf in enumerate(self._leaves):
             column = column_of(flat, leaf)
-            made: list[Block]
+            sections: list[Block]
             if i in self._copy_of:
                 following = column_of(flat, self._leaves[self._copy_of[i]])
-                count, made = WHOLE, [ted_codec.with_last(column, following, ends)]
+                count, sections = WHOLE, [ted_codec.with_last(column, following, ends)]
             elif i in self._shared:
-                count, made = self._exceptions(column_of(flat, self._leaves[self._shared[i]]), column, ends)
+                count, sections = self._exceptions(column_of(flat, self._leaves[self._shared[i]]), column, ends)
             else:
-                count, made = pack_values(column)
+                count, sections = pack_values(column)
             details.append(count)
-            blocks += made
+            blocks += sections
         return tuple(details), blocks
 
-    def _trajectory_ends(self, flat: Rows, strands: int, steps: int, cuts: Sequence[int]) -> Mask:
-        ends = ted_codec.env_ends(strands, steps)
-        ends.reshape(strands, steps)[:, [cut - 1 for cut in cuts]] = True
+    def _trajectory_ends(self, flat: Rows, envs: int, steps: int, cuts: Sequence[int]) -> Mask:
+        ends = ted_codec.env_ends(envs, steps)
+        ends.reshape(envs, steps)[:, [cut - 1 for cut in cuts]] = True
         flags, ids = ([column_of(flat, self._leaves[i]) for i in some] for some in (self._flags, self._ids))
         return ted_codec.trajectory_ends(ends, flags, ids)
 
@@ -187,19 +192,19 @@ class NestedChunkCodec:
         return len(at), [positions_block(at), following[at]]
 
     # ---- loading ----
-    def nbytes(self, details: Details, strands: int, steps: int) -> int:
-        n = strands * steps
+    def nbytes(self, details: Details, envs: int, steps: int) -> int:
+        n = envs * steps
         self._check(details, n)
         longer = details[0] * sum(self._leaves[root].nbytes for root in self._copy_of)
         sections = zip(self._leaves, details[1:], strict=True)
         return 4 * details[0] + longer + sum(section_bytes(leaf.nbytes, count, n) for leaf, count in sections)
 
-    def unpack(self, content: Rows, details: Details, strands: int, steps: int) -> Rows:
-        n, sections = strands * steps, SectionReader(content)
+    def unpack(self, content: Rows, details: Details, envs: int, steps: int) -> Rows:
+        n, sections = envs * steps, SectionReader(content)
         ends = np.zeros(n, np.bool_)
         ends[sections.positions(details[0], n)] = True
-        if not ends[ted_codec.env_ends(strands, steps)].all():
-            raise ValueError("a trajectory goes on from one strand to another")
+        if not ends[ted_codec.env_ends(envs, steps)].all():
+            raise ValueError("a trajectory goes on from one environment to another")
         out = np.zeros((n, self._payload), np.uint8)
         exceptions: dict[int, tuple[ted_codec.Positions, Column]] = {}
         for i, leaf in enumerate(self._leaves):
@@ -214,24 +219,25 @@ class NestedChunkCodec:
                 put_column(out, leaf, unpack_values(sections, leaf.nbytes, details[i + 1], n))
         for i, (at, values) in exceptions.items():
             out[at, self._leaves[i].offset : self._leaves[i].offset + self._leaves[i].nbytes] = values
-        return out.reshape(strands, steps, self._payload)
+        return out.reshape(envs, steps, self._payload)
 
     def _check(self, details: Details, n: int) -> None:
         least = [0, *(0 if i in self._shared else WHOLE for i in range(len(self._leaves)))]
         fits = len(details) == len(least) and all(low <= x <= n for low, x in zip(least, details, strict=True))
         if not fits or any(details[root + 1] != WHOLE for root in self._copy_of):
-            raise ValueError(f"{details} do not say how {n} rows of {len(self._leaves)} keys are stored")
+            raise ValueError(f"{details} do not describe {n} rows of {len(self._leaves)} keys")
 
 
 class NestedStorageCheckpointer(ChunkedStorageCheckpointer):
-    """Saves steps of TED as trajectories, without the second copy of their observations.
+    """Saves episode data (TED) by trajectories, without the second copy of the observations.
 
     As the `FlatStorageCheckpointer`, but the observations of a trajectory lie together with what followed its last
-    step. A trajectory ends at a flag of `done_keys` under `next`, where its id changes, at a seam, with its strand, and
-    with a chunk (16 MB of rows): after a chunk it goes on in the next one unless its last step has a flag.
+    step. A trajectory ends at a flag of `done_keys` under `next`, where its id changes, at a seam, at the
+    newest step of its environment, and at the end of a chunk (16 MB of rows), unless whose last step has a flag the
+    trajectory goes on in the next chunk.
 
     Args:
-        done_keys: flags, which are never taken from the step after: names at any depth, or tuples for one place.
+        done_keys: flags, which are never read from the step after: names at any depth, or tuples for one place.
         reward_keys: rewards, the same.
 
     Raises:
@@ -245,10 +251,10 @@ class NestedStorageCheckpointer(ChunkedStorageCheckpointer):
         self._keys = StepKeys(done_keys, reward_keys)
 
     def _codec(self, layout: LayoutState) -> ChunkCodec:
-        made = layout.parse()
+        parsed = layout.parse()
         keys = self._keys
-        return NestedChunkCodec(made, keys.shared(made.leaves), keys.flags(made.leaves), keys.ids(made.leaves))
+        return NestedChunkCodec(parsed, keys.shared(parsed.leaves), keys.flags(parsed.leaves), keys.ids(parsed.leaves))
 
     def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
-        made = layout.parse()
-        return NestedChunkCodec(made, shared_of(made, state))
+        parsed = layout.parse()
+        return NestedChunkCodec(parsed, shared_of(parsed, state))
