@@ -1,4 +1,4 @@
-"""Contracts that parts of your own can be tested against, with pytest.
+"""Contracts for your own storages, samplers, writers, transforms and environments: tests to run with pytest.
 
 A contract is a class of tests. Inherit it in a test file and say how to make your part; pytest does the rest:
 
@@ -8,12 +8,14 @@ A contract is a class of tests. Inherit it in a test file and say how to make yo
         def make(self):
             return Newest()
 
-`StorageContract`, `TableContract`, `StrandsContract`: storages; `SamplerContract`: classes with
-`sample(storage, batch_size) -> (index, info)`; `WriterContract`, `RoundRobinWriterContract`: writers;
-`TransformContract`: transforms and callables, in buffers and in environments; `EnvContract`: environments.
-`chi_square` says whether draws have the
-frequencies that they should have, and `steps`, `env_steps`, `of_numbers`, `numbers` are data of which it can be said
-whether a row is torn or in another's place.
+- storages: `StorageContract`, `TableContract` (packed rows), `StrandsContract` (several environments)
+- samplers, classes with `sample(storage, batch_size) -> (index, info)`: `SamplerContract`
+- writers: `WriterContract`, `RoundRobinWriterContract`
+- transforms and callables, in buffers and in environments: `TransformContract`
+- environments: `EnvContract`
+
+`chi_square` tests whether draws have the frequencies that they should have. `steps`, `env_steps` and `of_numbers` make
+data in which every value follows from the number of its step, and `numbers` fails where a row is torn or misplaced.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ except ImportError as error:
 
 # A contract that fails shows both sides of its comparisons, as a test file does.
 _PARTS = (
-    "comparing", "env", "numbered", "sampler", "storage", "strands", "table", "transform", "transform_env", "writer",
+    "env", "helpers", "sampler", "storage", "transform", "writer",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"engram.testing.{part}" for part in _PARTS))
 

@@ -1,4 +1,4 @@
-"""Comparing batches exactly."""
+"""Numbered test data, exact comparison, and the chi-square test."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    """The same keys, shapes, dtypes and values, NaN included; a dict may stand for a TensorDict."""
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Asserts the same keys, shapes, dtypes and values, NaN included; a dict may stand for a TensorDict."""
     if isinstance(expected, dict | TensorDictBase):
-        assert set(found.keys()) == set(expected.keys())
+        assert set(actual.keys()) == set(expected.keys())
         for key in expected.keys():  # noqa: SIM118 -- a TensorDict iterates over rows
-            assert_equal(found[key], expected[key])
+            assert_equal(actual[key], expected[key])
     elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected) and len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
+        assert type(actual) is type(expected) and len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
             assert_equal(one, other)
     elif isinstance(expected, Tensor):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     else:
-        assert found == expected
+        assert actual == expected
 
 
 def steps(start: int, stop: int) -> TensorDict:
-    """Steps number `start` to `stop`, with leaves of several sizes."""
+    """The steps with the numbers `start` to `stop`, with leaves of several sizes."""
     return of_numbers(torch.arange(start, stop))
 
 
 def of_numbers(n: Tensor) -> TensorDict:
-    """Steps of these numbers, of any shape."""
+    """Steps with these numbers, of any shape; every value follows from the number."""
     data = {
         "n": n,
         "obs": torch.stack([n * 3.0, n + 0.5, -n], -1).float(),
@@ -54,14 +54,14 @@ def numbers(batch: Any) -> Any:
     n = batch["n"]
     expected = of_numbers(n)
     for key in ("obs", "done", ("next", "reward"), ("next", "small")):
-        found = batch[key]
-        assert found.dtype == expected[key].dtype and found.shape == expected[key].shape
-        assert torch.equal(found, expected[key]), f"{key}: a step is made of parts of several"
+        value = batch[key]
+        assert value.dtype == expected[key].dtype and value.shape == expected[key].shape
+        assert torch.equal(value, expected[key]), f"{key}: a step is made of parts of several"
     return n.tolist()
 
 
 def state_of(rb: Any) -> Any:
-    """What two equal buffers agree in, in a form that `==` compares."""
+    """The state of a buffer in a form that `==` compares: length, write count, cursor, step numbers."""
     lanes = rb.storage.lanes
     if lanes is None:
         return 0, 0, 0, []
@@ -78,10 +78,10 @@ def chi_square(counts: Tensor | Sequence[float], expected: Tensor | Sequence[flo
     Args:
         counts: how often each cell was drawn.
         expected: relative frequencies of the cells, in any unit; None: all cells are equally likely. Cells in which
-            fewer than 5 are expected are taken together. One count in a cell where none is expected gives 0.0.
+            fewer than 5 are expected are merged. One count in a cell where none is expected gives 0.0.
 
     Raises:
-        ValueError: nothing was counted, other numbers of cells, or a negative or infinite frequency.
+        ValueError: all counts are 0, the lengths differ, or a frequency is negative or infinite.
 
     Example:
         >>> chi_square([48, 52])
@@ -91,29 +91,33 @@ def chi_square(counts: Tensor | Sequence[float], expected: Tensor | Sequence[flo
         >>> chi_square([10, 20, 70], expected=[1, 2, 7])
         1.0
     """
-    found = torch.as_tensor(counts, dtype=torch.float64).reshape(-1)
-    wanted = torch.ones_like(found) if expected is None else torch.as_tensor(expected, dtype=torch.float64).reshape(-1)
-    if len(found) != len(wanted):
-        raise ValueError(f"{len(found)} cells were counted, of {len(wanted)} the frequency is given")
-    for name, values in (("counts", found), ("expected", wanted)):
+    observed = torch.as_tensor(counts, dtype=torch.float64).reshape(-1)
+    frequencies = (
+        torch.ones_like(observed) if expected is None else torch.as_tensor(expected, dtype=torch.float64).reshape(-1)
+    )
+    if len(observed) != len(frequencies):
+        raise ValueError(f"there are {len(observed)} counts, but {len(frequencies)} expected frequencies")
+    for name, values in (("counts", observed), ("expected", frequencies)):
         if not bool((values.isfinite() & (values >= 0)).all()) or not float(values.sum()) > 0:
             raise ValueError(f"{name} must be 0 or more, finite, and not all 0; got {values.tolist()!r:.200}")
-    if bool((found[wanted == 0] > 0).any()):
+    if bool((observed[frequencies == 0] > 0).any()):
         return 0.0
-    found, wanted = _pooled(found, wanted * (found.sum() / wanted.sum()))
-    statistic = ((found - wanted).square() / wanted).sum()
-    freedom = len(found) - 1
+    observed, frequencies = _pooled(observed, frequencies * (observed.sum() / frequencies.sum()))
+    statistic = ((observed - frequencies).square() / frequencies).sum()
+    freedom = len(observed) - 1
     return 1.0 if freedom == 0 else float(torch.special.gammaincc(torch.tensor(freedom / 2.0).double(), statistic / 2))
 
 
-def _pooled(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The cells with the rare ones made one."""
-    order = wanted.argsort()
-    found, wanted = found[order], wanted[order]
-    found, wanted = found[wanted > 0], wanted[wanted > 0]
-    rare = int((wanted < _FEWEST).sum())
-    while 0 < rare < len(wanted) and wanted[:rare].sum() < _FEWEST:
+def _pooled(observed: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """The cells, with the rare ones merged into one."""
+    order = frequencies.argsort()
+    observed, frequencies = observed[order], frequencies[order]
+    observed, frequencies = observed[frequencies > 0], frequencies[frequencies > 0]
+    rare = int((frequencies < _FEWEST).sum())
+    while 0 < rare < len(frequencies) and frequencies[:rare].sum() < _FEWEST:
         rare += 1
     if rare < 2:
-        return found, wanted
-    return torch.cat([found[:rare].sum()[None], found[rare:]]), torch.cat([wanted[:rare].sum()[None], wanted[rare:]])
+        return observed, frequencies
+    return torch.cat([observed[:rare].sum()[None], observed[rare:]]), torch.cat(
+        [frequencies[:rare].sum()[None], frequencies[rare:]]
+    )

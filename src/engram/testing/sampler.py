@@ -1,4 +1,4 @@
-"""What every sampler must do."""
+"""`SamplerContract`: what every sampler must do."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engram.testing.helpers import env_steps, numbers, steps
 
 
 class SamplerContract:
-    """Of a class with `sample(storage, batch_size) -> (index, info)`. Inherit, and implement `make`.
+    """Tests of a class with `sample(storage, batch_size) -> (index, info)`. Inherit, and implement `make`.
 
-    What a sampler may leave out (`use_generator`, `state_dict`) is asked of those that have it. A sampler for storages
-    of environments returns `storage.from_slots(slots)`; one that is not sets `environments = False`.
+    Optional methods (`use_generator`, `state_dict`) are tested where a sampler has them. A sampler for storages
+    of environments returns `storage.from_slots(slots)`; others set `environments = False`.
 
     Example:
         >>> class AnyStep:

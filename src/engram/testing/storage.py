@@ -1,4 +1,5 @@
-"""What every storage must do."""
+"""`StorageContract`: what every storage must do; `TableContract`, `StrandsContract`: what those of packed rows and of
+several environments must do besides."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ BAD_INDICES = [
 
 
 class StorageContract:
-    """Of a `Storage`. Inherit, and implement `make`.
+    """Tests of a `Storage`. Inherit, and implement `make`.
 
     Example:
         >>> class TestMyStorage(StorageContract):
@@ -277,7 +278,7 @@ class StorageContract:
 
 
 def _as_numpy(index: Any) -> Any:
-    """What means the same to a NumPy array."""
+    """The index as NumPy has it."""
     if isinstance(index, list | range):
         index = np.asarray(index) if len(index) else np.zeros(0, int)
     return index.numpy() if isinstance(index, torch.Tensor) else index
@@ -301,7 +302,7 @@ def _move(rb: ReplayBuffer, twin: ReplayBuffer, way: str, path: Any) -> None:
 
 
 class StrandsContract:
-    """Of a storage of environments, whose data are `[envs, time]`. Inherit, and implement `make`."""
+    """Tests of a storage of several environments, whose data are `[envs, time]`. Inherit, and implement `make`."""
 
     def make(self, capacity: int, path: Any, ndim: int = 2) -> Storage:
         """An empty storage with room for `capacity` steps; `path` is where it may keep files."""
@@ -471,7 +472,7 @@ EXOTIC = ["sparse", "sparse_csr", "meta", "nested", "quantised", "FakeTensor"]
 
 
 def exotic(kind: str) -> Any:
-    """Three of a tensor that is not plain memory."""
+    """A tensor of three steps that is not plain memory."""
     if kind == "FakeTensor":
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -487,7 +488,7 @@ def exotic(kind: str) -> Any:
 
 
 class TableContract(StorageContract):
-    """Of a storage whose first batch decides the layout of all rows. Inherit, and implement `make`."""
+    """Tests of a storage whose first batch decides the layout of all rows. Inherit, and implement `make`."""
 
     #: Whether `make` gives a storage whose layout the first batch decides.
     fresh = True
@@ -515,13 +516,13 @@ class TableContract(StorageContract):
             assert view["obs"].data_ptr() == storage[2:5]["obs"].data_ptr()
         assert storage._storage.batch_size == (storage.max_size,)
 
-    def _refused(self, rb: ReplayBuffer, data: Any, error: type[Exception], *said: Any) -> None:
+    def _refused(self, rb: ReplayBuffer, data: Any, error: type[Exception], *words: Any) -> None:
         storage: Any = rb.storage
         before = (rb.write_count, numbers(rb[:]), storage.layout)
         for write in (lambda: rb.extend(data), lambda: rb.add(data[0]), lambda: rb.__setitem__(slice(0, 3), data)):
             with pytest.raises(error) as raised:
                 write()
-            for word in said:
+            for word in words:
                 assert re.search(word, str(raised.value)), str(raised.value)
         assert (rb.write_count, numbers(rb[:]), storage.layout) == before
         rb.extend(steps(5, 7))
@@ -632,7 +633,7 @@ class TableContract(StorageContract):
         data = TensorDict({str(d): bits.to(d) for d in dtypes} | {"none": torch.zeros(7, 0)}, [7])
         rb.extend(data)
         for index in (slice(None), torch.arange(7)):
-            found = rb[index]
+            batch = rb[index]
             for d in dtypes:
-                assert found[str(d)].dtype == d and torch.equal(found[str(d)].to(torch.int64), bits)
-        assert found["none"].shape == (7, 0)
+                assert batch[str(d)].dtype == d and torch.equal(batch[str(d)].to(torch.int64), bits)
+        assert batch["none"].shape == (7, 0)

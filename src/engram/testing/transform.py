@@ -1,4 +1,4 @@
-"""What a transform must do in an environment."""
+"""`TransformContract`: what a transform must do in buffers and in environments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_OBSERVATIONS = {*FLAGS, "next", "action", "collector"}
 
 
 class Replayed(EnvBase):
-    """Environments that show the root entries of `data` `[envs, time]` one after the other, and its rewards.
+    """Environments that replay `data` `[envs, time]`: its root entries as observations, and its rewards.
 
     Episodes of environment i are `lengths[i]` steps long, and the next one starts with the next row.
     """
@@ -62,11 +62,11 @@ class Replayed(EnvBase):
 
 
 class TransformInEnvContract:
-    """Part of `TransformContract`."""
+    """The part of `TransformContract` about environments."""
 
     #: Whether it works in environments.
     environments = True
-    #: Whether what it makes of a value depends on other episodes, or other environments.
+    #: Whether its output for a value depends on other episodes, or other environments.
     learns = False
 
     def make(self) -> Any:
@@ -76,7 +76,7 @@ class TransformInEnvContract:
         raise NotImplementedError
 
     def make_for_env(self) -> Any:
-        """A fresh transform with keys that an environment has; `make()`, as a leading `"next"` does not count."""
+        """A new transform with the keys of an environment; `make()`, as a leading `"next"` is ignored there."""
         return self.make()
 
     @pytest.fixture
@@ -109,13 +109,13 @@ class TransformInEnvContract:
         torch.manual_seed(0)
         bare = self._base().rollout(20, break_when_any_done=False)
         torch.manual_seed(0)
-        found = self._env().rollout(20, break_when_any_done=False)
+        actual = self._env().rollout(20, break_when_any_done=False)
         expected = TransformedEnv(self._base(), self.make_for_env()).transform.forward(bare.clone())
         for key in expected.keys(True, True):
             old = bare.get(key, None)
             is_same = old is not None and old.dtype == expected[key].dtype and torch.equal(old, expected[key])
             if not is_same:
-                assert_equal(found[key], expected[key])
+                assert_equal(actual[key], expected[key])
 
     @pytest.mark.usefixtures("in_env")
     def test_environments_that_end_at_different_times_mix_nothing_up(self) -> None:
@@ -139,19 +139,19 @@ class TransformInEnvContract:
             if t % 3 == 0:
                 other.rollout(2, break_when_any_done=False)
             step, a = one.step_and_maybe_reset(a.set("action", action))
-            wanted, expected = alone.step_and_maybe_reset(expected.set("action", action))
-            assert_equal(step, wanted)
+            expected_step, expected = alone.step_and_maybe_reset(expected.set("action", action))
+            assert_equal(step, expected_step)
         if hasattr(transform, "state_dict"):
             assert_equal(transform.state_dict(), self.make_for_env().state_dict())
 
     @pytest.mark.usefixtures("in_env")
     def test_steps_leave_those_before_them_alone(self) -> None:
         env = self._env()
-        td, kept = env.reset(), []
+        td, seen = env.reset(), []
         for _ in range(9):
             step, td = env.step_and_maybe_reset(env.rand_action(td))
-            kept.append((step, step.clone()))
-        for step, copied in kept:
+            seen.append((step, step.clone()))
+        for step, copied in seen:
             assert_equal(step, copied)
 
     @pytest.mark.usefixtures("in_env")
@@ -160,9 +160,9 @@ class TransformInEnvContract:
         td, expected = rough.reset(), gentle.reset()
         for t in range(9):
             action = torch.full((3,), t % 2)
-            wanted, expected = gentle.step_and_maybe_reset(expected.set("action", action))
+            expected_step, expected = gentle.step_and_maybe_reset(expected.set("action", action))
             step, td = rough.step_and_maybe_reset(td.set("action", action))
-            assert_equal(step["next"].exclude(*FLAGS), wanted["next"].exclude(*FLAGS))
+            assert_equal(step["next"].exclude(*FLAGS), expected_step["next"].exclude(*FLAGS))
             td = td.clone()
             for key in rough.observation_spec.leaves():
                 step.get(key).zero_()
@@ -176,17 +176,19 @@ class TransformInEnvContract:
 
 
 def as_dict(batch: TensorDictBase) -> dict[str, Any]:
+    """The batch as nested dicts."""
     return {k: as_dict(v) if isinstance(v, TensorDictBase) else v for k, v in batch.items()}
 
 
 def leading(batch: TensorDictBase, shape: tuple[int, ...]) -> bool:
+    """Whether all leaves have these leading dimensions."""
     return all(tuple(v.shape[: len(shape)]) == shape for v in batch.values(True, True))
 
 
 class TransformContract(TransformInEnvContract):
-    """Of a `Transform`, or of a callable that a buffer applies on reading. Inherit, and implement `make`.
+    """Tests of a `Transform`, or of a callable that a buffer applies on reading. Inherit, and implement `make`.
 
-    It is tried in buffers, and in environments that play `batch`; `environments = False` if it is not for them, and
+    They run in buffers, and in environments that replay `batch`; `environments = False` if it is not for them, and
     `make_for_env` if it has other keys there.
 
     Example:
@@ -207,7 +209,7 @@ class TransformContract(TransformInEnvContract):
     lists = True
 
     def make(self) -> Any:
-        """A fresh transform, the same each time."""
+        """A new transform, the same each time."""
         raise NotImplementedError
 
     def batch(self, *shape: int) -> TensorDict:
@@ -218,12 +220,12 @@ class TransformContract(TransformInEnvContract):
         data["next", "done"][..., -1:, :] = True
         return data
 
-    def _made(self) -> Transform:
+    def _transform(self) -> Transform:
         return as_transform(self.make())
 
     def prepared(self) -> Transform:
-        """A transform that has seen data."""
-        transform = self._made()
+        """A transform of a buffer that was written to."""
+        transform = self._transform()
         rb = ReplayBuffer(storage=LazyTensorStorage(100), transform=transform)
         rb.extend(self.batch(6))
         return transform
@@ -239,9 +241,9 @@ class TransformContract(TransformInEnvContract):
         if not self.dicts:
             pytest.skip("it takes no dicts")
         transform = self.prepared()
-        found = transform.forward(as_dict(self.batch(*shape)))
-        assert type(found) is dict
-        assert_equal(found, transform.forward(self.batch(*shape)))
+        changed = transform.forward(as_dict(self.batch(*shape)))
+        assert type(changed) is dict
+        assert_equal(changed, transform.forward(self.batch(*shape)))
 
     def test_reading_changes_nothing_that_the_transform_knows(self) -> None:
         transform = self.prepared()
@@ -262,8 +264,8 @@ class TransformContract(TransformInEnvContract):
             if self.lists or storage is not ListStorage:
                 rb[:]
         for i, row in enumerate(before):
-            found = rb.storage.get([i])
-            assert_equal(found[0] if isinstance(found, list) else found, row[0] if isinstance(row, list) else row)
+            stored = rb.storage.get([i])
+            assert_equal(stored[0] if isinstance(stored, list) else stored, row[0] if isinstance(row, list) else row)
 
     # ---- writing ----
     @pytest.mark.parametrize("way", ["transform=", "append", "insert", "nested", "_transform", "a member's"])
@@ -280,15 +282,15 @@ class TransformContract(TransformInEnvContract):
         elif way == "a member's":
             rb = ReplayBufferEnsemble(ReplayBuffer(storage=LazyTensorStorage(9)), rb)[1]
         rb.extend(self.batch(6))
-        assert_equal(rb.storage.get(slice(None)), self._made().inv(self.batch(6)))
+        assert_equal(rb.storage.get(slice(None)), self._transform().inv(self.batch(6)))
 
     def test_writing_leaves_the_callers_batch_as_it_was(self) -> None:
         if self.in_place:
             pytest.skip("it changes what it is given")
-        transform, given_batch, expected = self._made(), self.batch(6), self.batch(6)
+        transform, given_batch, expected = self._transform(), self.batch(6), self.batch(6)
         rb = ReplayBuffer(storage=LazyTensorStorage(50), transform=transform)
         rb.extend(given_batch)
-        self._made().inv(given_batch)
+        self._transform().inv(given_batch)
         assert_equal(given_batch, expected)
         other = ReplayBuffer(storage=LazyTensorStorage(50))
         other.append_transform(self.prepared(), invert=True)
@@ -312,7 +314,7 @@ class TransformContract(TransformInEnvContract):
 
     # ---- state ----
     def test_a_saved_state_goes_on_the_same(self, tmp_path: Path) -> None:
-        one, other = self.prepared(), self._made()
+        one, other = self.prepared(), self._transform()
         other.load_state_dict(pickle.loads(pickle.dumps(one.state_dict())))
         assert_equal(other.state_dict(), one.state_dict())
         assert_equal(other.forward(self.batch(5)), one.forward(self.batch(5)))
@@ -336,6 +338,6 @@ class TransformContract(TransformInEnvContract):
         assert_equal(Compose(transform).forward(self.batch(5)), transform.forward(self.batch(5)))
 
     def test_it_says_what_it_is(self) -> None:
-        made = self.make()
-        name = getattr(made, "__name__", type(made).__name__)
-        assert name in repr(self._made()) and repr(self._made()) in repr(Compose(made))
+        transform = self.make()
+        name = getattr(transform, "__name__", type(transform).__name__)
+        assert name in repr(self._transform()) and repr(self._transform()) in repr(Compose(transform))

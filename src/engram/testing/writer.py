@@ -1,4 +1,4 @@
-"""What every writer must do, and what those that go round the ring do besides."""
+"""`WriterContract`: what every writer must do; `RoundRobinWriterContract`: what those that go round a ring do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engram.testing.helpers import numbers, state_of, steps
 
 
 class WriterContract:
-    """Of a class with `write(storage, items, single, time_dim) -> slots`. Inherit, and implement `make`.
+    """Tests of a class with `write(storage, items, single, time_dim) -> slots`. Inherit, and implement `make`.
 
     Example:
         >>> class EverySecond(RoundRobinWriter):
@@ -42,8 +42,8 @@ class WriterContract:
         for n in (1, 3, 7, 9, 10, 11, 2, 30, 4):
             rb.extend(steps(at, at + n))
             at += n
-            found = numbers(rb[:])
-            assert len(rb) == len(found) == len(set(found)) <= 10 and set(found) <= set(range(at))
+            stored = numbers(rb[:])
+            assert len(rb) == len(stored) == len(set(stored)) <= 10 and set(stored) <= set(range(at))
         assert 0 <= getattr(rb.writer, "_cursor", 0) < 10  # which a writer that is no `Writer` need not have
 
     def test_the_indices_that_it_returns_are_where_the_steps_are(self, rb: ReplayBuffer) -> None:
@@ -96,7 +96,7 @@ class WriterContract:
 
 
 class RoundRobinWriterContract(WriterContract):
-    """Of a writer that writes behind the newest row, and in a full storage over the oldest."""
+    """Tests of a writer that appends rows, in a full storage over the oldest."""
 
     def test_the_cursor_is_where_the_next_step_goes(self, rb: ReplayBuffer) -> None:
         cursors = [(rb.writer._cursor, rb.extend(steps(0, n))[0].item()) for n in (3, 4, 6, 25, 1)]
