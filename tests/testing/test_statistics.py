@@ -64,7 +64,7 @@ def test_a_small_bias_is_found():
 @pytest.mark.parametrize(
     "counts, expected, said",
     [
-        ([1, 2], [1, 2, 3], "2 cells were counted, of 3"), ([], None, "counts"), ([0, 0], None, "counts"),
+        ([1, 2], [1, 2, 3], "there are 2 counts, but 3 expected"), ([], None, "counts"), ([0, 0], None, "counts"),
         ([1, -1], None, "counts"), ([1, 2], [1, -1], "expected"), ([1, 2], [0, 0], "expected"),
         ([1, 2], [1, float("inf")], "expected"), ([1, 2], [1, float("nan")], "expected"),
     ],

@@ -179,7 +179,7 @@ def test_rewards_and_flags_are_never_taken_from_the_step_after():
 
 def test_names_of_what_is_added_can_be_chosen_and_are_not_overwritten():
     td = chain(torch.arange(5), [False] * 4).set("shift", torch.arange(4))
-    with pytest.raises(ValueError, match="'shift' is the name of what a conversion adds"):
+    with pytest.raises(ValueError, match="'shift' is the name of an entry that the conversion adds"):
         TED2Flat()(td)
     flat = TED2Flat(shift_key="turned", is_full_key="wrapped")(td, shift=2, is_full=True)
     assert int(flat["turned"]) == 2 and bool(flat["wrapped"])
@@ -218,5 +218,5 @@ def test_bad_settings_are_refused():
 def test_exceptions_out_of_range_are_refused():
     flat = TED2Flat()(chain(torch.arange(5), [False] * 4))
     flat["exceptions", "x", "step"] = torch.tensor([4])
-    with pytest.raises(ValueError, match="steps that are not there"):
+    with pytest.raises(ValueError, match="name steps outside of the data"):
         Flat2TED()(flat)
