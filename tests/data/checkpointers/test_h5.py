@@ -171,7 +171,8 @@ def lossy_filter(file):
 
 def huge_chunks(file):
     elsewhere(file)
-    file.create_dataset("lane_0/steps/action", (200,), "i8", chunks=(1 << 20,), maxshape=(None,), compression="gzip")
+    data, chunks = np.arange(200), (1 << 20,)
+    file.create_dataset("lane_0/steps/action", data=data, chunks=chunks, maxshape=(None,), compression="gzip")
 
 
 def nothing_allocated(file):
@@ -192,6 +193,16 @@ def another_shape(file):
 def a_group(file):
     elsewhere(file)
     file.create_group("lane_0/steps/action")
+
+
+def a_named_type(file):
+    elsewhere(file)
+    file["lane_0/steps/action"] = np.dtype("i8")
+
+
+def a_dataset_where_a_group_belongs(file):
+    del file["lane_0/steps"]
+    file["lane_0/steps"] = np.zeros(3)
 
 
 def something_more(file):
@@ -217,7 +228,8 @@ def no_beginning(file):
 
 FORGERIES = [
     elsewhere, soft_link, external_link, external_storage, virtual, objects, references, lossy_filter, huge_chunks,
-    nothing_allocated, another_type, another_shape, a_group, something_more, rows_out_of_range, rows_that_fall,
+    nothing_allocated, another_type, another_shape, a_group, a_named_type, a_dataset_where_a_group_belongs,
+    something_more, rows_out_of_range, rows_that_fall,
     newest_step_without_successor, no_beginning,
 ]  # fmt: skip
 
