@@ -151,6 +151,24 @@ inline nb::tuple finish_read(nb::object rows, const Reading& reading, bool seque
   return nb::make_tuple(rows, positions(reading.result.missing), positions(reading.result.unwritten), generation);
 }
 
+// The sequences that rows carry, copied with the rows: they replace those that the lanes count.
+class OwnSequences {
+ public:
+  OwnSequences(const Codec& codec, size_t n) : offset_(codec.sequence()), values_(offset_ ? n : 0) {}
+  void add(std::vector<LeafCopy>& copies, size_t from) {
+    if (values_.empty()) return;
+    copies.push_back({*offset_, kSequenceBytes, reinterpret_cast<uint8_t*>(values_.data() + from), kSequenceBytes});
+  }
+  void put(std::vector<uint64_t>& sequences) const {
+    for (size_t i = 0; i < values_.size(); ++i)
+      if (values_[i] >= kFirstReplaced && values_[i] < kFirstReplaced * 2) sequences[i] = values_[i];
+  }
+
+ private:
+  std::optional<size_t> offset_;
+  std::vector<uint64_t> values_;
+};
+
 inline void refuse_slots(const Store& store) {
   throw nb::index_error(("a slot lies outside 0 to " + std::to_string(store.slots() - 1)).c_str());
 }
@@ -238,6 +256,7 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
   // From here to the end of the copy no Python code runs: a finaliser that samples would use the same scratch memory.
   static thread_local std::vector<LeafCopy> copies;
   Reading all;
+  OwnSequences own_sequences(codec, sequences ? slots.n : 0);
   bool asking = false;
   for (Store* store : stores) asking |= store->readahead().on();
   maybe_without_gil(bytes > kGilBytes || (mapped && asking), [&] {
@@ -247,6 +266,7 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
         copies.push_back({leaves[k].offset, leaves[k].bytes,
                           where[k].first->data(where[k].second) + p * each * leaves[k].bytes,
                           static_cast<ptrdiff_t>(leaves[k].bytes)});
+      own_sequences.add(copies, p * each);
       if (p == 0) {
         read_rows(*stores[p], slots.data, each, copies, mapped, sequences, all);
       } else {
@@ -258,6 +278,7 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
     }
   });
   if (!all.inside) refuse_slots(*stores[all.outside]);
+  own_sequences.put(all.result.sequences);
   nb::tuple read = finish_read(codec.build(tensors, lead, extra), all, sequences);
   if (extras.empty()) return read;
   nb::list part_batches;
@@ -814,10 +835,12 @@ inline void bind_store(nb::module_& m) {
       .def("note_edits", &note_edits, "slots"_a)
       .def("generations", &generations, "slots"_a)
       .def("reserve_sequences", &reserve_sequences, "n"_a)
-      .def("count_replaced", [](const Store& s, uint64_t n) {
+      .def("count_replaced", [](const Store& s, nb::handle slots_in) {  // as written; -1: not
         s.must_be_writable();
-        s.lanes.lane(0).origin.fetch_sub(n, std::memory_order_relaxed);
-      }, "n"_a)
+        const SlotsArg slots(nb::borrow(slots_in));
+        const auto n = std::count_if(slots.data, slots.data + slots.n, [](int64_t slot) { return slot >= 0; });
+        s.lanes.lane(0).origin.fetch_sub(static_cast<uint64_t>(n), std::memory_order_relaxed);
+      }, "slots"_a)
       .def("widened", &widened, "payload_bytes"_a, "alignment"_a, "layout"_a, "moves"_a)
       .def("uniform", &uniform, "seed"_a, "n"_a);
 }

@@ -76,6 +76,7 @@ class Codec {
   const std::vector<Leaf>& leaves() const { return leaves_; }
   // Leaves that a plan writes: also the one that no batch has.
   size_t sources() const { return leaves_.size() + sequence_.has_value(); }
+  std::optional<size_t> sequence() const { return sequence_; }
   // Where the row's last leaf ends.
   size_t row_end() const {
     size_t end = sequence_ ? *sequence_ + kSequenceBytes : 0;
@@ -290,7 +291,7 @@ class Codec {
     int64_t expected = static_cast<int64_t>(leaf.itemsize);
     for (int d = inner - 1; d >= 0; --d) {
       if (s.shape[batch_dims + d] != leaf.shape[d]) return false;
-      if (leaf.shape[d] > 1 && stride(batch_dims + d) != expected) return false;
+      if (leaf.bytes > 0 && leaf.shape[d] > 1 && stride(batch_dims + d) != expected) return false;
       expected *= leaf.shape[d];
     }
     size_t steps = 1, envs = 1;

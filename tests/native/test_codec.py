@@ -82,6 +82,7 @@ class TestTensorsGoInAndOut:
     def test_leaves_and_batches_of_size_0(self) -> None:
         back = kept({"x": torch.zeros(4, 0), "y": torch.ones(4), "z": torch.zeros(4, 0, 3)})
         assert back["x"].shape == (4, 0) and back["z"].shape == (4, 0, 3) and same(back["y"], torch.ones(4))
+        assert kept({"x": torch.zeros(4, 2, 0)})["x"].shape == (4, 2, 0)
         assert kept({"x": torch.zeros(0, 3)})["x"].shape == (0, 3)
 
     def test_tensordicts_keep_their_nested_batch_sizes(self) -> None:

@@ -98,14 +98,10 @@ class RowTable:
         if extra and self.layout.within:
             lead = 1 if shape is None else len(shape)
             extra = {key: pytree.spread(value, lead, self.layout.within) for key, value in extra.items()}
-        found = None
-        if numbers and self.lanes.own_sequences is not None:
-            found, numbers = self.lanes.generations(slots), False
         if self._fast:
             made: _Read = self._store.gather(self._codec, slots, shape, extra, self.mapped, numbers)
-        else:
-            made = self._read_form(slots, (len(slots),) if shape is None else shape, extra, numbers)
-        return made if found is None else (*made[:3], found)
+            return made
+        return self._read_form(slots, (len(slots),) if shape is None else shape, extra, numbers)
 
     def like(self, other: RowTable) -> bool:
         """Whether both can be read into one batch."""
@@ -120,13 +116,11 @@ class RowTable:
         numbers: bool,
         parts: list[dict[str, Any] | None] | None,
     ) -> tuple[Any, ...] | None:
-        """As `read`, from tables that are `like` this one; None where some rows carry sequences of their own."""
+        """As `read`, from tables that are `like` this one."""
         tables = [self, *others]
         for table in tables:
             if table.lanes.asleep:
                 table.lanes.wake()
-            if numbers and table.lanes.own_sequences is not None:
-                return None
         if within := self.layout.within:
             extra = None if extra is None else {k: pytree.spread(v, len(shape), within) for k, v in extra.items()}
             parts = parts and [one and {k: pytree.spread(v, 1, within) for k, v in one.items()} for one in parts]

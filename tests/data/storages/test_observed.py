@@ -102,7 +102,7 @@ def test_no_native_call_writes_to_its_map(job: ReplayBuffer, tmp_path: Path) -> 
         lambda: store.restore_lane(0, 0, 0, 0), lambda: store.set_seams(0, 0, 1, []), store.finish_interrupted,
         lambda: setattr(store, "clean", True), lambda: setattr(store, "boot_id", bytes(16)),
         lambda: setattr(store, "replaced", 1), lambda: store.note_edits(torch.tensor([0])),
-        lambda: store.reserve_sequences(1), lambda: store.count_replaced(1),
+        lambda: store.reserve_sequences(1), lambda: store.count_replaced(torch.tensor([0])),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="observed"):
             write()

@@ -421,6 +421,7 @@ def _slice_epoch(part: Part, saved: SavedEpoch | None) -> dict[str, Any]:
         raise ValueError(f"the sampler is a {part.kinds[0]} here, one without a state was saved")
     if saved.remaining is not None and len(saved.remaining) != saved.length:
         raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
+    # What TorchRL saves says nothing of the other settings: they are those of the sampler here.
     return {**part.state, "epoch": None, "ran_out": saved.ran_out, "drop_last": saved.drop_last}
 
 

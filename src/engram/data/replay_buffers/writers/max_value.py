@@ -110,7 +110,7 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
             storage.append(checked, appended)
         if replace is not None:
             replace()
-            lanes.store.count_replaced(int((slots[appended:] >= 0).sum()))
+            lanes.store.count_replaced(slots[appended:])
         self._heap.written(lanes.store)
 
     def _check_shape(self, storage: Storage, checked: Checked, slots: Tensor) -> None:
