@@ -640,7 +640,8 @@ def as_storage(storage: Any) -> Storage:
     if not isinstance(storage, Storage):
         raise TypeError(
             "storage must be a storage, or something without arguments that makes one, got a "
-            f"{type(storage).__name__}; TensorStorage(data) stores in tensors that exist, ListStorage(n) takes any objects"
+            f"{type(storage).__name__}; TensorStorage(data) stores in tensors that exist, ListStorage(n) takes any "
+            "objects"
         )
     _check_signatures(type(storage))
     return storage
