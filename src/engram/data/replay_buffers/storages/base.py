@@ -639,8 +639,9 @@ def as_storage(storage: Any) -> Storage:
         storage = storage() if callable(storage) else storage
     if not isinstance(storage, Storage):
         raise TypeError(
-            f"storage must be a Storage or something that makes one, got a {type(storage).__name__}; "
-            "TensorStorage(data) stores in tensors that exist, ListStorage(n) takes any objects"
+            "storage must be a storage, or something without arguments that makes one, got a "
+            f"{type(storage).__name__}; TensorStorage(data) stores in tensors that exist, ListStorage(n) takes any "
+            "objects"
         )
     _check_signatures(type(storage))
     return storage
