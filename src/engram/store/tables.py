@@ -99,7 +99,7 @@ class RowTable:
             self.lanes.wake()
         if extra and self.layout.within:
             lead = 1 if shape is None else len(shape)
-            extra = {key: pytree.spread(value, lead, self.layout.within) for key, value in extra.items()}
+            extra = {key: pytree.repeat_per_step(value, lead, self.layout.within) for key, value in extra.items()}
         found = None
         if numbers and self.lanes.own_sequences is not None:
             found, numbers = self.lanes.generations(slots), False
@@ -130,8 +130,12 @@ class RowTable:
             if numbers and table.lanes.own_sequences is not None:
                 return None
         if within := self.layout.within:
-            extra = None if extra is None else {k: pytree.spread(v, len(shape), within) for k, v in extra.items()}
-            parts = parts and [one and {k: pytree.spread(v, 1, within) for k, v in one.items()} for one in parts]
+            extra = (
+                None if extra is None else {k: pytree.repeat_per_step(v, len(shape), within) for k, v in extra.items()}
+            )
+            parts = parts and [
+                one and {k: pytree.repeat_per_step(v, 1, within) for k, v in one.items()} for one in parts
+            ]
         stores = [table.lanes.store for table in tables]
         mapped = any(table.mapped for table in tables)
         return _native.gather_many(stores, self._codec, slots, shape, extra, mapped, numbers, parts)
@@ -146,7 +150,7 @@ class RowTable:
             _, gone, absent, found = self._store.gather_into(self._codec, where, arrays, self.mapped, numbers)
             batch = self.layout.build(self.layout.tensors_of(arrays, shape), shape)
         for key, value in (extra or {}).items():
-            pytree.put_entry(batch, key, value)
+            pytree.set_entry(batch, key, value)
         return batch, gone, absent, None if found is None else slots_tensor(found)
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
@@ -265,7 +269,7 @@ class ColumnTable:
         for leaf, t in zip(self.layout.leaves, leaves, strict=True):
             if tuple(t.shape[1 : 1 + len(self._inner)]) != self._inner:
                 raise ValueError(
-                    f"{pytree.show(leaf.path)} has {list(t.shape[1 : 1 + len(self._inner)])} environments, "
+                    f"{pytree.format_key(leaf.path)} has {list(t.shape[1 : 1 + len(self._inner)])} environments, "
                     f"this storage {list(self._inner)}"
                 )
         return [t.to(self._device) for t in leaves]
@@ -347,7 +351,7 @@ class ColumnTable:
         leaves = [t.reshape((*lead, *x.shape)) for t, x in zip(leaves, self.layout.leaves, strict=True)]
         batch = pytree.unflatten(self.layout.root, leaves, lead, self._device)
         for key, value in (extra or {}).items():
-            pytree.put_of_items(batch, key, value, len(lead))
+            pytree.set_per_item(batch, key, value, len(lead))
         return batch, None, absent or None, generation if numbers else None
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:

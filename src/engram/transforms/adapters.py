@@ -9,7 +9,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from engram.pytree import Key, as_keys, get, has_batch_dims, put, shallow
+from engram.pytree import Key, as_keys, copy_containers, has_batch_size, require_tensor, set_entry
 from engram.transforms.base import InvertedTransform, Transform, Writing
 from engram.transforms.env_specs import EnvSpecs, limits_of, tried
 
@@ -92,21 +92,21 @@ class ForeignTransform(Transform):
     def inv(self, batch: Any) -> Any:
         if not self._inverts():
             return batch
-        if self._of_tensordicts and not has_batch_dims(batch):
+        if self._of_tensordicts and not has_batch_size(batch):
             raise TypeError(
                 f"{self.kind} takes TensorDicts, and a {type(batch).__name__} is written: write TensorDicts, or use a "
                 "transform of engram.envs"
             )
         if self._way == "inv":
             return self.transform.inv(batch)
-        batch = shallow(batch)
+        batch = copy_containers(batch)
         return self.transform._inv_call(batch) if self._way == "_inv_call" else self._by_key_inv(batch)
 
     def _by_key_inv(self, batch: Any) -> Any:
         stored, known = _inverse_keys(self.transform)
-        values = [self.transform._inv_apply_transform(get(batch, key, self.kind)) for key in known]
+        values = [self.transform._inv_apply_transform(require_tensor(batch, key, self.kind)) for key in known]
         for key, value in zip(stored, values, strict=True):
-            put(batch, key, value)
+            set_entry(batch, key, value)
         return batch
 
     def write(self, writing: Writing) -> Writing:

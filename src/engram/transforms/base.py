@@ -10,7 +10,18 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Key, Keys, as_keys, get, has_batch_dims, mapped, path_of, put, shallow
+from engram.pytree import (
+    Key,
+    Keys,
+    as_keys,
+    copy_containers,
+    has_batch_size,
+    key_path,
+    map_outermost,
+    move_dim,
+    require_tensor,
+    set_entry,
+)
 from engram.specs import Composite, Spec
 from engram.transforms.attributes import MEMORY, Memory, snapshot
 from engram.transforms.env_specs import RESULTS, EnvSpecs, changed_leaves, clone, map_spec, tried
@@ -167,7 +178,7 @@ class InEnvironment:
             ValueError: the action would have another name.
         """
         for inner, outer in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
-            if inner != outer and "action" in (path_of(inner)[0], path_of(outer)[0]):
+            if inner != outer and "action" in (key_path(inner)[0], key_path(outer)[0]):
                 raise ValueError(
                     f"{type(self).__name__} gives the action {inner!r} the name {outer!r}; in an environment it is "
                     "called 'action' on both sides"
@@ -178,7 +189,7 @@ class InEnvironment:
 
 def root_key(key: Key) -> Key:
     """`("next", "x")`: `"x"`."""
-    path = path_of(key)
+    path = key_path(key)
     path = path[1:] if path[0] == "next" and len(path) > 1 else path
     return path[0] if len(path) == 1 else path
 
@@ -229,7 +240,7 @@ class Writing(NamedTuple):
         Raises:
             ValueError: there are no steps.
         """
-        if self.in_place or not has_batch_dims(self.items):
+        if self.in_place or not has_batch_size(self.items):
             return self
         if 0 in self.items.batch_size:
             raise ValueError("nothing to add: the batch has no steps")
@@ -279,26 +290,26 @@ class Writing(NamedTuple):
     def rows_are_trajectories(self) -> bool:
         """Whether the data have more batch dimensions than the storage: time then runs within a row."""
         any_data = self.held if self.items is None else self.items
-        dims = any_data.batch_dims if has_batch_dims(any_data) else 0
+        dims = any_data.batch_dims if has_batch_size(any_data) else 0
         return bool(dims > self.batch_dims - self.single)
 
     def in_order(self) -> Writing:
         """With time as the last batch dimension, also of one step."""
         last = self.batch_dims - 1
         if self.single:
-            w = self.changed(lambda x: mapped(x, lambda t: t.unsqueeze(last), lambda td: td.unsqueeze(last)))
+            w = self.changed(lambda x: map_outermost(x, lambda t: t.unsqueeze(last), lambda td: td.unsqueeze(last)))
             return w._replace(single=False, time_dim=last)
         if self.time_dim == last:
             return self
-        return self.changed(lambda x: _moved(x, self.time_dim, last))._replace(time_dim=last)
+        return self.changed(lambda x: move_dim(x, self.time_dim, last))._replace(time_dim=last)
 
     def in_form_of(self, other: Writing) -> Writing:
         """With time where `other` has it: what `in_order` did, undone."""
         if other.single and not self.single:
             last = self.time_dim
-            w = self.changed(lambda x: mapped(x, lambda t: t.select(last, 0), lambda td: td.squeeze(last)))
+            w = self.changed(lambda x: map_outermost(x, lambda t: t.select(last, 0), lambda td: td.squeeze(last)))
         elif other.time_dim != self.time_dim:
-            w = self.changed(lambda x: _moved(x, self.time_dim, other.time_dim))
+            w = self.changed(lambda x: move_dim(x, self.time_dim, other.time_dim))
         else:
             return self
         return w._replace(single=other.single, time_dim=other.time_dim)
@@ -306,19 +317,7 @@ class Writing(NamedTuple):
 
 def _sizes(batch: Any) -> tuple[int, ...] | None:
     """Its batch dimensions; None where it does not say what they are."""
-    return tuple(batch.batch_size) if has_batch_dims(batch) else None
-
-
-def _moved(batch: Any, source: int, target: int) -> Any:
-    def of_tensor(t: Tensor) -> Tensor:
-        return t.movedim(source, target)
-
-    def of_batch(td: Any) -> Any:
-        order = list(range(td.batch_dims))
-        order.insert(target, order.pop(source))
-        return td.permute(*order)
-
-    return mapped(batch, of_tensor, of_batch)
+    return tuple(batch.batch_size) if has_batch_size(batch) else None
 
 
 class Transform(InEnvironment):
@@ -394,7 +393,7 @@ class Transform(InEnvironment):
         if kind._call is not Transform._call and kind.forward is Transform.forward:
             return self._call(batch)  # a child written for environments
         for source, target in self._pairs(batch):
-            put(batch, target, self._apply_transform(get(batch, source, type(self).__name__)))
+            set_entry(batch, target, self._apply_transform(require_tensor(batch, source, type(self).__name__)))
         return batch
 
     def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
@@ -432,12 +431,14 @@ class Transform(InEnvironment):
             return batch
         if type(batch) is list:
             return [self.inv(item) for item in batch]
-        batch = shallow(batch)
+        batch = copy_containers(batch)
         if self._inverts_by_call:
             return self._inv_call(batch)
-        values = [self._inv_apply_transform(get(batch, key, type(self).__name__)) for key in self.out_keys_inv]
+        values = [
+            self._inv_apply_transform(require_tensor(batch, key, type(self).__name__)) for key in self.out_keys_inv
+        ]
         for target, value in zip(self.in_keys_inv, values, strict=True):
-            put(batch, target, value)
+            set_entry(batch, target, value)
         return batch
 
     def _inv_apply_transform(self, value: Tensor) -> Tensor:
@@ -587,10 +588,10 @@ class InvertedTransform(Transform):
         return self.transform.inv(batch)
 
     def inv(self, batch: Any) -> Any:
-        return self.transform.forward(shallow(batch))
+        return self.transform.forward(copy_containers(batch))
 
     def write(self, writing: Writing) -> Writing:
-        return self.transform.stream(writing.changed(shallow))
+        return self.transform.stream(writing.changed(copy_containers))
 
     def stream(self, writing: Writing) -> Writing:
         return self.transform.write(writing)

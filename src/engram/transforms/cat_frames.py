@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Key, Keys, find, get, put
+from engram.pytree import Key, Keys, get_tensor, require_tensor, set_entry
 from engram.specs import Bounded, Spec
 from engram.transforms.base import InEnvironment, on, where_reset
 from engram.transforms.env_specs import EnvSpecs, map_spec
@@ -125,11 +125,11 @@ class CatFrames(TimedTransform):
             results.append((target, trajectories.strands.join(self._stacked(past, now))))
             left[root] = past.tail(self.N - 1)
         for target, value in results:
-            put(batch, target, value)
+            set_entry(batch, target, value)
         return left
 
     def _frames(self, batch: Any, key: Key, trajectories: Trajectories) -> Tensor:
-        frames = trajectories.strands.split(get(batch, key, "CatFrames"), key)
+        frames = trajectories.strands.split(require_tensor(batch, key, "CatFrames"), key)
         self._check_dims(key, frames.ndim - 2)
         return frames
 
@@ -187,6 +187,6 @@ def _root_of(batch: Any, key: Key) -> Key:
     """The entry whose frames come before this one's: for `("next", "pixels")` it is `"pixels"`."""
     if isinstance(key, tuple) and key[0] == "next":
         root = key[1] if len(key) == 2 else key[1:]
-        if find(batch, root) is not None:
+        if get_tensor(batch, root) is not None:
             return root
     return key

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Key, path_of
+from engram.pytree import Key, key_path
 from engram.specs import Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, Spec, Unbounded
 
 FLAGS = ("done", "terminated", "truncated")
@@ -75,7 +75,7 @@ def kept(spec: Composite, keep: Callable[[Key], bool], above: tuple[str, ...] = 
 
 def is_part(key: Key, of: Key) -> bool:
     """Whether `key` is `of`, or lies below it."""
-    path, whole = path_of(key), path_of(of)
+    path, whole = key_path(key), key_path(of)
     return path[: len(whole)] == whole
 
 
@@ -85,7 +85,7 @@ def changed_leaves(spec: Spec, root: str, change: Callable[[Key, Spec], Spec]) -
         return change(root, spec)
     result = clone(spec)
     for key, leaf in spec.leaves().items():
-        result[key] = change((root, *path_of(key)), leaf)
+        result[key] = change((root, *key_path(key)), leaf)
     return result
 
 

@@ -7,7 +7,19 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from engram.pytree import Key, Keys, as_key, drop, find, get, has_keys, is_class, missing, put, shallow
+from engram.pytree import (
+    Key,
+    Keys,
+    as_key,
+    copy_containers,
+    get_tensor,
+    has_keys,
+    is_tensorclass,
+    missing_key_error,
+    remove_entry,
+    require_tensor,
+    set_entry,
+)
 from engram.transforms.base import Transform, root_key
 from engram.transforms.env_specs import RESULTS, EnvSpecs, is_part, kept
 
@@ -88,18 +100,18 @@ class RenameTransform(Transform):
             return [self.inv(item) for item in batch]
         if not self.in_keys_inv:
             return batch
-        return self._renamed(shallow(batch), list(self.out_keys_inv), list(self.in_keys_inv))
+        return self._renamed(copy_containers(batch), list(self.out_keys_inv), list(self.in_keys_inv))
 
     def _renamed(self, batch: Any, old: list[Key], new: list[Key]) -> Any:
-        values = [get(batch, key, "RenameTransform") for key in old]
+        values = [require_tensor(batch, key, "RenameTransform") for key in old]
         for key in new:
-            if key not in old and find(batch, key) is not None:
+            if key not in old and get_tensor(batch, key) is not None:
                 raise KeyError(f"RenameTransform would lose {key!r}, which the batch has already; exclude it first")
         if not self.create_copy:
             for key in old:
-                drop(batch, key)
+                remove_entry(batch, key)
         for key, value in zip(new, values, strict=True):
-            put(batch, key, value)
+            set_entry(batch, key, value)
         return batch
 
     def _settings(self) -> dict[str, Any]:
@@ -129,14 +141,14 @@ class SelectTransform(Transform):
     def forward(self, batch: Any) -> Any:
         if type(batch) is list:
             return [self.forward(item) for item in batch]
-        wanted = [(key, get(batch, key, "SelectTransform")) for key in self.selected_keys]
+        wanted = [(key, require_tensor(batch, key, "SelectTransform")) for key in self.selected_keys]
         also = _ATTACHED + (_REWARDS if self.keep_rewards else []) + (_DONES if self.keep_dones else [])
-        wanted += [(key, value) for key in also if (value := find(batch, key)) is not None]
-        if is_class(batch):
+        wanted += [(key, value) for key in also if (value := get_tensor(batch, key)) is not None]
+        if is_tensorclass(batch):
             raise TypeError(f"{type(batch).__name__} cannot lose fields; store TensorDicts instead")
         selected: Any = {} if isinstance(batch, dict) else batch.select()
         for key, value in wanted:
-            put(selected, key, value)
+            set_entry(selected, key, value)
         return selected
 
     @cached_property
@@ -208,11 +220,11 @@ class ExcludeTransform(Transform):
         if type(batch) is list:
             return [self._excluded(item) for item in batch]
         if not has_keys(batch):
-            raise missing(batch, self.excluded_keys, "ExcludeTransform")
-        batch = shallow(batch)
+            raise missing_key_error(batch, self.excluded_keys, "ExcludeTransform")
+        batch = copy_containers(batch)
         for key in self.excluded_keys:
-            if find(batch, key) is not None:
-                drop(batch, key)
+            if get_tensor(batch, key) is not None:
+                remove_entry(batch, key)
         return batch
 
     def _settings(self) -> dict[str, Any]:

@@ -6,25 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.pytree import (
     Key,
     Keys,
-    Node,
+    TreeSpec,
     as_key,
     as_keys,
-    as_leaf,
     as_tensor,
+    copy_containers,
     describe,
-    find,
     flatten,
-    get,
-    is_class,
-    put,
-    shallow,
-    show,
+    format_key,
+    get_tensor,
+    has_batch_size,
+    map_outermost,
+    require_tensor,
+    set_entry,
     unflatten,
 )
 from engram.transforms.base import Transform, Writing
@@ -61,12 +60,13 @@ def set_n_steps(batch: Any, now: Trajectories, gamma: float, n_steps: int, rewar
     """
     end = torch.minimum(now.position + n_steps - 1, now.last())
     steps = end - now.position + 1
-    rewards = [(key, get(batch, key, "n-step returns")) for key in reward_keys]
-    following = find(batch, "next")
-    put(batch, "next", _mapped(following, _at(now, end)))
+    rewards = [(key, require_tensor(batch, key, "n-step returns")) for key in reward_keys]
+    following = get_tensor(batch, "next")
+    at_end = _at(now, end)
+    set_entry(batch, "next", map_outermost(following, at_end, lambda td: td.apply(at_end)))
     for key, reward in rewards:
-        put(batch, key, _summed(now, key, reward, end, gamma, n_steps))
-        put(batch, sibling(key, f"original_{key[-1]}"), reward)
+        set_entry(batch, key, _summed(now, key, reward, end, gamma, n_steps))
+        set_entry(batch, sibling(key, f"original_{key[-1]}"), reward)
     done = now.done.gather(1, end)
     dtype = rewards[0][1].dtype if rewards and rewards[0][1].is_floating_point() else torch.get_default_dtype()
     for name, value in (
@@ -74,21 +74,13 @@ def set_n_steps(batch: Any, now: Trajectories, gamma: float, n_steps: int, rewar
         ("steps_to_next_obs", steps),
         ("nonterminal", ~done),
     ):
-        put(batch, name, now.strands.join(value).unsqueeze(-1))
+        set_entry(batch, name, now.strands.join(value).unsqueeze(-1))
 
 
 def _at(now: Trajectories, end: Tensor) -> Callable[[Tensor], Tensor]:
     """The steps `end` of a leaf."""
     rows = torch.arange(end.shape[0], device=end.device).unsqueeze(1)
     return lambda leaf: now.strands.join(now.strands.split(leaf, "next")[rows, end])
-
-
-def _mapped(part: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(part, dict):
-        return {k: _mapped(v, fn) for k, v in part.items()}
-    if isinstance(part, TensorDictBase) or is_class(part):
-        return part.apply(fn)
-    return fn(as_leaf(part))
 
 
 def _summed(now: Trajectories, key: Key, reward: Tensor, end: Tensor, gamma: float, n_steps: int) -> Tensor:
@@ -106,7 +98,7 @@ def _summed(now: Trajectories, key: Key, reward: Tensor, end: Tensor, gamma: flo
 class _Rows(NamedTuple):
     """Steps `[*lead, time]` as leaves with one form; never changed in place."""
 
-    form: Node
+    form: TreeSpec
     paths: list[tuple[Any, ...]]
     leaves: list[Tensor]
     lead: tuple[int, ...]
@@ -130,7 +122,9 @@ class _Rows(NamedTuple):
         shape = leaves[0].shape[:dims]
         for path, leaf in zip(paths, leaves, strict=True):
             if leaf.shape[:dims] != shape or len(shape) < dims:
-                raise ValueError(f"{show(path)} has shape {list(leaf.shape)}; all leaves begin with {dims} batch sizes")
+                raise ValueError(
+                    f"{format_key(path)} has shape {list(leaf.shape)}; all leaves begin with {dims} batch sizes"
+                )
         return cls(form, paths, leaves, tuple(shape[:-1]), getattr(batch, "device", None))
 
     def then(self, later: Any, dims: int) -> _Rows:
@@ -145,8 +139,8 @@ class _Rows(NamedTuple):
             rest = slice(self.axis + 1, None)
             if mine.dtype != its.dtype or mine.shape[rest] != its.shape[rest] or its.shape[: self.axis] != self.lead:
                 raise ValueError(
-                    f"{show(path)} is {its.dtype} {list(its.shape)}, the steps held back before it are {mine.dtype} "
-                    f"{list(mine.shape)}; nothing was written"
+                    f"{format_key(path)} is {its.dtype} {list(its.shape)}, the steps held back before it are "
+                    f"{mine.dtype} {list(mine.shape)}; nothing was written"
                 )
         leaves = [torch.cat([mine.to(its.device), its], self.axis) for mine, its in zip(self.leaves, new, strict=True)]
         # The later form: rows that were loaded have lost their class, and only theirs.
@@ -223,7 +217,7 @@ class MultiStepTransform(Transform):
 
     def inv(self, batch: Any) -> Any:
         """The steps that are complete, `[*, 0]` if there are none; the others wait for the next call."""
-        dims = batch.batch_dims if isinstance(batch, TensorDictBase) or is_class(batch) else 1
+        dims = batch.batch_dims if has_batch_size(batch) else 1
         written = self.write(Writing(batch, dims, dims - 1))
         if written.items is not None:
             return written.items
@@ -239,7 +233,7 @@ class MultiStepTransform(Transform):
         if writing.in_place or (writing.items is None and writing.held is None):
             return writing
         if writing.rows_are_trajectories:
-            return writing.changed(lambda batch: self._with_n_steps(shallow(batch), None))
+            return writing.changed(lambda batch: self._with_n_steps(copy_containers(batch), None))
         ordered, dims = writing.in_order(), writing.batch_dims
         rows = self._held
         if ordered.items is not None and not _Rows.of(ordered.items, dims).steps:
@@ -299,7 +293,7 @@ class MultiStepTransform(Transform):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._held = None
         if state:
-            form, lead = Node.from_json(state["form"]), tuple(state["lead"])
+            form, lead = TreeSpec.from_json(state["form"]), tuple(state["lead"])
             self._held = _Rows(form, form.paths(), list(state["leaves"]), lead, None)
 
     def _settings(self) -> dict[str, Any]:

@@ -14,7 +14,19 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Key, Keys, as_key, find, get, is_class, path_of, put, shallow, stacked, unstacked
+from engram.pytree import (
+    Key,
+    Keys,
+    as_key,
+    collate_items,
+    copy_containers,
+    get_tensor,
+    has_batch_size,
+    key_path,
+    require_tensor,
+    set_entry,
+    unstack,
+)
 from engram.specs import Categorical, Spec, Unbounded
 from engram.transforms.base import Transform, Writing, on, root_key, root_pairs, where_reset
 from engram.transforms.env_specs import RESULTS, EnvSpecs
@@ -95,18 +107,18 @@ def trajectories_of(
         KeyError: there are no flags, or not those that were named.
     """
     done_key = first_key(batch, DONES, who) if done_key is None else done_key
-    flag = get(batch, done_key, who)
+    flag = require_tensor(batch, done_key, who)
     strands = _strands_of(batch, flag, dims)
     done = _flags(strands, flag, done_key)
-    found = None if traj_key is None else get(batch, traj_key, who)
+    found = None if traj_key is None else require_tensor(batch, traj_key, who)
     ids = _ids(strands, batch) if found is None else strands.split(found, str(traj_key)).flatten(1)
-    init = find(batch, "is_init")
+    init = get_tensor(batch, "is_init")
     starts = torch.zeros_like(done) if init is None else _flags(strands, init, "is_init")
     ends = done.clone()
     if ids is not None:
         ends[:, :-1] |= ids[:, 1:] != ids[:, :-1]
     ends[:, :-1] |= starts[:, 1:]
-    mask = None if mask_key is None else find(batch, mask_key)
+    mask = None if mask_key is None else get_tensor(batch, mask_key)
     if mask is not None and mask_key is not None:
         there = _flags(strands, mask, mask_key)
         ends |= ~there  # steps of padding stand alone
@@ -115,7 +127,7 @@ def trajectories_of(
 
 
 def _strands_of(batch: Any, flag: Tensor, dims: int | None) -> Strands:
-    if isinstance(batch, TensorDictBase) or is_class(batch):
+    if has_batch_size(batch):
         return Strands(tuple(batch.batch_size))
     shape = tuple(flag.shape)
     if dims is not None:
@@ -131,7 +143,7 @@ def _flags(strands: Strands, flag: Tensor, key: Key) -> Tensor:
 
 def _ids(strands: Strands, batch: Any) -> Tensor | None:
     for key in _IDS:
-        ids = find(batch, key)
+        ids = get_tensor(batch, key)
         if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel() == strands.rows * strands.steps:
             return ids.reshape(strands.rows, strands.steps)
     return None
@@ -219,8 +231,8 @@ class TimedTransform(Transform):
     def _alone(self, batch: Any) -> Any:
         """The batch by itself, in place."""
         if type(batch) is list:
-            whole = self._alone(stacked(batch))
-            return unstacked(whole, len(batch))
+            whole = self._alone(collate_items(batch))
+            return unstack(whole, 0)
         trajectories = self._trajectories(batch)
         if trajectories.done.numel() == 0:
             return batch
@@ -252,7 +264,7 @@ class TimedTransform(Transform):
         if writing.in_place:
             return writing
         if writing.rows_are_trajectories:
-            return writing.changed(lambda batch: self._alone(shallow(batch)))
+            return writing.changed(lambda batch: self._alone(copy_containers(batch)))
         ordered = writing.in_order()
         items, held, carried = ordered.items, ordered.held, self._carried
         if items is not None:
@@ -263,7 +275,7 @@ class TimedTransform(Transform):
         return ordered._replace(items=items, held=held).in_form_of(writing)
 
     def _piece(self, batch: Any, carried: Carried | None, dims: int) -> tuple[Any, Carried]:
-        batch = shallow(batch)
+        batch = copy_containers(batch)
         now = self._trajectories(batch, dims)
         if now.done.numel() == 0:
             raise ValueError("nothing to add: the batch has no steps")
@@ -322,7 +334,7 @@ class RewardSum(TimedTransform):
     ) -> None:
         super().__init__(in_keys, [] if in_keys is None else out_keys, done_key=done_key, traj_key=traj_key)
         if in_keys is not None and out_keys is None:
-            self.out_keys = [sibling(key, f"episode_{path_of(key)[-1]}") for key in self.in_keys]
+            self.out_keys = [sibling(key, f"episode_{key_path(key)[-1]}") for key in self.in_keys]
         if in_keys is None and out_keys is not None:
             raise ValueError("RewardSum with out_keys needs in_keys")
 
@@ -372,7 +384,7 @@ class RewardSum(TimedTransform):
     def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
         first, left = trajectories.first(), []
         for i, (source, target) in enumerate(self._pairs(batch)):
-            reward = get(batch, source, "RewardSum")
+            reward = require_tensor(batch, source, "RewardSum")
             split = trajectories.strands.split(reward, source)
             x = summable(split)
             if before is not None:
@@ -381,7 +393,7 @@ class RewardSum(TimedTransform):
             total = running_sum(x, first)
             left.append(total[:, -1].clone())
             dtype = reward.dtype if reward.is_floating_point() else torch.int64
-            put(batch, target, trajectories.strands.join(total.reshape(split.shape).to(dtype)))
+            set_entry(batch, target, trajectories.strands.join(total.reshape(split.shape).to(dtype)))
         return left
 
 
@@ -458,7 +470,7 @@ class StepCounter(TimedTransform):
 
     def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
         done_key = self.done_key or first_key(batch, DONES, "StepCounter")
-        done = get(batch, done_key, "StepCounter")
+        done = require_tensor(batch, done_key, "StepCounter")
         first = trajectories.first()
         count = trajectories.position - first
         if before is not None:
@@ -466,19 +478,19 @@ class StepCounter(TimedTransform):
             count = count + torch.where(first == 0, offset, 0)
         shaped = trajectories.strands.join(count)
         shaped = shaped.reshape(*shaped.shape, *[1] * (done.ndim - shaped.ndim)).expand(done.shape).contiguous()
-        put(batch, self.step_count_key, shaped)
+        set_entry(batch, self.step_count_key, shaped)
         if done_key[0] == "next":
-            put(batch, ("next", self.step_count_key), shaped + 1)
+            set_entry(batch, ("next", self.step_count_key), shaped + 1)
         if self.max_steps is not None:
             self._truncate(batch, shaped + 1 >= self.max_steps, done_key)
         return count[:, -1] + 1
 
     def _truncate(self, batch: Any, over: Tensor, done_key: Key) -> None:
         truncated_key = sibling(done_key, self.truncated_key)
-        truncated = find(batch, truncated_key)
-        put(batch, truncated_key, over if truncated is None else truncated | over)
+        truncated = get_tensor(batch, truncated_key)
+        set_entry(batch, truncated_key, over if truncated is None else truncated | over)
         if self.update_done:
-            put(batch, done_key, get(batch, done_key, "StepCounter") | over)
+            set_entry(batch, done_key, require_tensor(batch, done_key, "StepCounter") | over)
 
     def _settings(self) -> dict[str, Any]:
         return {"max_steps": self.max_steps, **super()._settings()}
@@ -523,12 +535,12 @@ class InitTracker(TimedTransform):
         return following.set(root_key(self.init_key), torch.zeros_like(following.get("done")))
 
     def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
-        done = get(batch, self.done_key or first_key(batch, DONES, "InitTracker"), "InitTracker")
+        done = require_tensor(batch, self.done_key or first_key(batch, DONES, "InitTracker"), "InitTracker")
         init = trajectories.first() == trajectories.position
         init[:, 0] = ~goes_on if before is not None else True
         shaped = trajectories.strands.join(init)
         shaped = shaped.reshape(*shaped.shape, *[1] * (done.ndim - shaped.ndim)).expand(done.shape)
-        put(batch, self.init_key, shaped.contiguous())
+        set_entry(batch, self.init_key, shaped.contiguous())
         return True
 
     def _settings(self) -> dict[str, Any]:
@@ -594,7 +606,7 @@ class Reward2GoTransform(TimedTransform):
         return batch
 
     def inv(self, batch: Any) -> Any:
-        return self._alone(batch if type(batch) is list else shallow(batch))
+        return self._alone(batch if type(batch) is list else copy_containers(batch))
 
     def write(self, writing: Writing) -> Writing:
         return self._next_piece(writing)
@@ -618,13 +630,13 @@ class Reward2GoTransform(TimedTransform):
             )
         last = trajectories.last()
         for source, target in self._pairs(batch):
-            reward = get(batch, source, "Reward2GoTransform")
+            reward = require_tensor(batch, source, "Reward2GoTransform")
             split = trajectories.strands.split(reward, source)
             x = summable(split)
             x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
             to_go = discounted_to_go(x, last, self.gamma).reshape(split.shape)
             dtype = reward.dtype if reward.is_floating_point() else to_go.dtype
-            put(batch, target, trajectories.strands.join(to_go.to(dtype)))
+            set_entry(batch, target, trajectories.strands.join(to_go.to(dtype)))
         return None
 
     # What is computed from one batch alone leaves nothing behind.

@@ -10,7 +10,18 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Key, Keys, find, get, has_keys, is_class, leaf_keys, missing, put, shallow
+from engram.pytree import (
+    Key,
+    Keys,
+    copy_containers,
+    get_tensor,
+    has_batch_size,
+    has_keys,
+    leaf_keys,
+    missing_key_error,
+    require_tensor,
+    set_entry,
+)
 from engram.specs import Categorical, OneHot, Spec, Unbounded
 from engram.transforms.base import Transform, root_pairs
 from engram.transforms.env_specs import EnvSpecs, as_dtype, changed_leaves
@@ -54,7 +65,9 @@ class DTypeCastTransform(Transform):
         return self._cast_all(batch, self.dtype_in, self.dtype_out) if self._reads_all else super().forward(batch)
 
     def inv(self, batch: Any) -> Any:
-        return self._cast_all(shallow(batch), self.dtype_out, self.dtype_in) if self._all else super().inv(batch)
+        return (
+            self._cast_all(copy_containers(batch), self.dtype_out, self.dtype_in) if self._all else super().inv(batch)
+        )
 
     # ---- environments ----
     def for_env(self, specs: EnvSpecs) -> DTypeCastTransform:
@@ -102,15 +115,15 @@ class DTypeCastTransform(Transform):
 
     def _cast_all(self, batch: Any, found: torch.dtype, wanted: torch.dtype) -> Any:
         if type(batch) is list:
-            return [self._cast_all(shallow(item), found, wanted) for item in batch]
+            return [self._cast_all(copy_containers(item), found, wanted) for item in batch]
         if isinstance(batch, Tensor):
             return batch.to(wanted) if batch.dtype is found else batch
         if not has_keys(batch):
-            raise missing(batch, [], "DTypeCastTransform")
+            raise missing_key_error(batch, [], "DTypeCastTransform")
         for key in leaf_keys(batch):
-            value = find(batch, key)
+            value = get_tensor(batch, key)
             if isinstance(value, Tensor) and value.dtype is found:
-                put(batch, key, value.to(wanted))
+                set_entry(batch, key, value.to(wanted))
         return batch
 
     def _settings(self) -> dict[str, Any]:
@@ -185,9 +198,9 @@ class ObservationNorm(Transform):
             if len(keys) > 1:
                 raise ValueError(f"which of {keys} are the statistics taken from? Give key=")
             key = keys[0]
-        value = data if key is None else get(data, key, "ObservationNorm.init_stats")
+        value = data if key is None else require_tensor(data, key, "ObservationNorm.init_stats")
         if reduce_dim is None:
-            dims = data.batch_dims if isinstance(data, TensorDictBase) or is_class(data) else 1
+            dims = data.batch_dims if has_batch_size(data) else 1
             reduce_dim = tuple(range(dims))
         if value.numel() == 0:
             raise ValueError(f"init_stats needs data, got shape {list(value.shape)}")
@@ -309,9 +322,9 @@ def first_key(batch: Any, keys: tuple[Key, ...], who: str) -> Key:
         KeyError: it has none of them.
     """
     for key in keys:
-        if has_keys(batch) and find(batch, key) is not None:
+        if has_keys(batch) and get_tensor(batch, key) is not None:
             return key
-    raise missing(batch, keys, who)
+    raise missing_key_error(batch, keys, who)
 
 
 def cast(stat: Tensor, value: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Keys, get, is_class, put
+from engram.pytree import Keys, has_batch_size, require_tensor, set_entry
 from engram.specs import Spec, Unbounded
 from engram.transforms.base import IDLE, InEnvironment, Transform, Writing, root_key
 from engram.transforms.env_specs import EnvSpecs
@@ -96,8 +96,8 @@ class VecNorm(Transform):
         if not self._learns:
             return
         if batch_dims is None:
-            batch_dims = batch.batch_dims if isinstance(batch, TensorDictBase) or is_class(batch) else 1
-        self._add([get(batch, key, "VecNorm") for key in self.in_keys], batch_dims)
+            batch_dims = batch.batch_dims if has_batch_size(batch) else 1
+        self._add([require_tensor(batch, key, "VecNorm") for key in self.in_keys], batch_dims)
 
     def _add(self, values: list[Tensor | None], batch_dims: int) -> None:
         """Takes a batch's entries into the statistics; None: it does not have this one."""
@@ -177,9 +177,9 @@ class VecNorm(Transform):
         if type(batch) is list:
             return [self.forward(item) for item in batch]
         stats = self._norms()  # once: a writer may learn meanwhile
-        sources = [get(batch, key, "VecNorm") for key in self.in_keys]
+        sources = [require_tensor(batch, key, "VecNorm") for key in self.in_keys]
         for value, key, one in zip(sources, self.out_keys, stats, strict=True):
-            put(batch, key, self._normed(value, one))
+            set_entry(batch, key, self._normed(value, one))
         return batch
 
     def _normed(self, value: Tensor, stats: _Stats | None) -> Tensor:

@@ -27,7 +27,7 @@ from engram.data.replay_buffers.checkpointing import (
     _state_of,
 )
 from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.reader import MANY_ROWS, Reader, stack_items
+from engram.data.replay_buffers.reader import MANY_ROWS, Reader
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.storages.base import Storage
@@ -36,7 +36,7 @@ from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer
 from engram.errors import OutOfMemoryError
-from engram.pytree import chosen, stack_rows, swap_dims
+from engram.pytree import collate_items, move_dim, select_rows, stack
 from engram.store.files import is_sent, sends
 from engram.store.indexing import inward
 from engram.transforms.adapters import as_transform
@@ -134,7 +134,7 @@ class BufferParts:
             self._sampler.use_generator(self._generator)
         collate = self._collate_fn
         if collate is None and isinstance(self._storage, ListStorage):
-            collate = stack_items
+            collate = collate_items
         attach = self._attach if self._attaches else None
         self._reader = Reader(
             self._storage, self._sampler, self._transform, collate, attach, self._pin_memory, self._track_generations
@@ -172,7 +172,7 @@ class BufferParts:
             collate_fn: instead of this buffer's own; None for that.
         """
         if collate_fn is None:
-            collate_fn = self._collate_fn or (stack_items if isinstance(storage, ListStorage) else None)
+            collate_fn = self._collate_fn or (collate_items if isinstance(storage, ListStorage) else None)
         attach = self._attach if self._attaches else None
         reader = Reader(storage, sampler, self._transform, collate_fn, attach, False, self._track_generations)
         if sampler is self._sampler:
@@ -517,7 +517,7 @@ class ReplayBuffer(SavedBuffer):
             return written
         storage, time_dim = self._storage, self._time_dim
         if type(items) is list and not isinstance(storage, ListStorage):
-            items = stack_rows(items, time_dim)
+            items = stack(items, time_dim)
         extras = self._extras(items, False, time_dim)
         with storage.mutex if extras is None else self._writing():
             slots: Any = self._writer.write(storage, items, False, time_dim)
@@ -536,7 +536,7 @@ class ReplayBuffer(SavedBuffer):
         else:
             with self._writing():
                 if type(items) is list:
-                    items = stack_rows(items, self._time_dim)
+                    items = stack(items, self._time_dim)
                 before = transform.remember()
                 try:
                     writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
@@ -584,7 +584,7 @@ class ReplayBuffer(SavedBuffer):
         if items is None:
             return torch.empty(0, dtype=torch.int64)
         if type(items) is list and not isinstance(storage, ListStorage):
-            items = stack_rows(items, time_dim)
+            items = stack(items, time_dim)
         extras = self._extras(items, writing.single, time_dim)
         slots = self._writer.write(storage, items, writing.single, time_dim)
         if extras is not None:
@@ -701,11 +701,11 @@ class ReplayBuffer(SavedBuffer):
             return self[:][index]
         one_dimension = self._storage.ndim == 1
         if isinstance(index, tuple) and not one_dimension and len(index) > 1:
-            rows = swap_dims(self._storage.get(slice(None)), self._time_dim, to_time=True)[index]
+            rows = move_dim(self._storage.get(slice(None)), 0, self._time_dim)[index]
         else:
             rows = self._storage.get(index)
             if not one_dimension and not _is_int(index):
-                rows = swap_dims(rows, self._time_dim, to_time=True)
+                rows = move_dim(rows, 0, self._time_dim)
         if self._collate_fn is not None and not _is_int(index):
             rows = self._collate_fn(rows)
         return self._transform.forward(rows) if self._transform.transforms else rows
@@ -726,9 +726,9 @@ class ReplayBuffer(SavedBuffer):
                     "rb[...] = ... goes along time; use rb.storage[time, env] = ... for single environments"
                 )
             if not _is_int(index):
-                items = swap_dims(items, self._time_dim, to_time=False)
+                items = move_dim(items, self._time_dim, 0)
         elif type(items) is list and not isinstance(self._storage, ListStorage):
-            items = stack_rows(items, 0)
+            items = stack(items, 0)
         with self._undisturbed():
             self._storage.set(index, items, self._writer.index_key)
 
@@ -741,7 +741,7 @@ class ReplayBuffer(SavedBuffer):
             return transform.write(Writing(items, storage.ndim, self._time_dim, in_place=True)).items
         with storage.mutex:
             if type(items) is list:
-                items = stack_rows(items, self._time_dim)
+                items = stack(items, self._time_dim)
             before = transform.remember()
             try:
                 return transform.write(Writing(items, storage.ndim, self._time_dim, in_place=True)).items
@@ -787,11 +787,11 @@ class ReplayBuffer(SavedBuffer):
             raise ValueError(f"{len(slots)} steps are indexed, {len(wanted)} generations given; nothing was written")
         values = self._replacing(values)
         if type(values) is list and not isinstance(storage, ListStorage):
-            values = stack_rows(values, 0)
+            values = stack(values, 0)
         with self._undisturbed(), storage.lanes.alone("update_if_present"):
             there = (storage.lanes.generations(slots) == wanted) & (wanted >= 0)
             if bool(there.any()):
-                storage.overwrite(slots[there], chosen(values, there), self._writer.index_key)
+                storage.overwrite(slots[there], select_rows(values, there), self._writer.index_key)
         return there
 
     def empty(self, empty_write_count: bool = True) -> None:

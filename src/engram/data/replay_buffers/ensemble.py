@@ -15,12 +15,12 @@ from torch import Tensor
 from engram import _native
 from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.reader import Reader, Ticket, refuse_if_too_many, stack_items
+from engram.data.replay_buffers.reader import Reader, Ticket, refuse_if_too_many
 from engram.data.replay_buffers.samplers.base import EpochInfo, lock_of
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
-from engram.pytree import put_of_items
+from engram.pytree import collate_items, set_per_item
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
 
@@ -157,9 +157,9 @@ class EnsembleReader:
         if generation is not None:
             info["generation"] = generation.view(shape)
             if extra is not None and readers[0].with_generation:
-                put_of_items(batch, "generation", info["generation"], 2)
+                set_per_item(batch, "generation", info["generation"], 2)
                 for part, of_part in zip(read[4] if parts else [], info["generation"], strict=False):
-                    put_of_items(part, "generation", of_part)
+                    set_per_item(part, "generation", of_part)
         info["index"], info["buffer_ids"] = index, buffer_ids
         if parts is not None:
             batch = _transformed(batch, read[4], [reader.transform for reader in readers])
@@ -203,7 +203,7 @@ def _put_ids(batch: Any, ids: Tensor) -> None:
 def stack_batches(batches: list[Any]) -> Any:
     """The batches of several members as one: stacked; lazily where their keys or shapes differ."""
     if not isinstance(batches[0], TensorDictBase):
-        return stack_items(batches)
+        return collate_items(batches)
     try:
         return torch.stack(batches)
     except (RuntimeError, KeyError, ValueError, AttributeError):  # a tensor here, a TensorDict there

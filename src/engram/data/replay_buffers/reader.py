@@ -15,9 +15,9 @@ from torch import Tensor
 from engram._system import free_memory, human_bytes
 from engram.data.replay_buffers.samplers.base import Sampler, lock_of, redrawn
 from engram.data.replay_buffers.storages.base import Storage
-from engram.data.replay_buffers.storages.list import ListStorage, copied
+from engram.data.replay_buffers.storages.list import ListStorage
 from engram.errors import OutOfMemoryError
-from engram.pytree import put_of_items
+from engram.pytree import clone, collate_items, set_per_item
 from engram.store.indexing import inward
 from engram.transforms.compose import Compose
 
@@ -206,13 +206,13 @@ class Reader:
             extra = None if attach is None else attach(index, info)
             if not isinstance(storage, ListStorage):  # items get them when they are one batch
                 for key, value in (extra or {}).items():
-                    put_of_items(batch, key, value)
+                    set_per_item(batch, key, value)
         if self.collate_fn is not None:
             batch = self._collate(batch, extra, info)
         elif self._finish is not None:
             batch = self._finish(batch, info)
         if generation is not None and extra is not None and self.with_generation:
-            put_of_items(batch, "generation", generation)
+            set_per_item(batch, "generation", generation)
         if self.transform.transforms:
             batch = self.transform.forward(batch)
             if storage.incarnation != incarnation:  # what transforms have learnt may be that of other rows
@@ -240,10 +240,10 @@ class Reader:
         if not isinstance(self.storage, ListStorage):
             return self.collate_fn(finish(items, info))
         # A collate function of the user's own may change what it gets; the default one copies anyhow.
-        batch = self.collate_fn(items if self.collate_fn is stack_items else [copied(i) for i in items])
+        batch = self.collate_fn(items if self.collate_fn is collate_items else [clone(i) for i in items])
         if isinstance(batch, TensorDictBase | dict):
             for key, value in (extra or {}).items():
-                put_of_items(batch, key, value)
+                set_per_item(batch, key, value)
         return finish(batch, info)
 
     def _again(
@@ -303,24 +303,6 @@ def _ours(sampler: Any) -> bool:
 
 def _as_it_is(batch: Any, info: dict[str, Any]) -> Any:
     return batch
-
-
-def stack_items(items: list[Any]) -> Any:
-    """The default collate function of list storages: tensors, TensorDicts and pytrees of them stacked; else a list."""
-    first = items[0]
-    if isinstance(first, Tensor):
-        return torch.stack(items)
-    if isinstance(first, TensorDictBase) or hasattr(type(first), "_from_tensordict"):
-        return torch.stack(items)
-    if isinstance(first, dict):
-        return {k: stack_items([item[k] for item in items]) for k in first}
-    if isinstance(first, tuple):
-        return tuple(stack_items([item[i] for item in items]) for i in range(len(first)))
-    if isinstance(first, list) and all(isinstance(x, list) and len(x) == len(first) for x in items):
-        return [stack_items([item[i] for item in items]) for i in range(len(first))]
-    if isinstance(first, bool | int | float) or type(first).__module__ == "numpy":
-        return torch.as_tensor(items)
-    return list(items)
 
 
 def _after_fork() -> None:

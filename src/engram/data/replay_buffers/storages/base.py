@@ -22,7 +22,7 @@ from engram.checkpoint.snapshot import save_snapshot
 from engram.data.replay_buffers.checkpointers.opening import open_saved
 from engram.data.replay_buffers.storages.staging import TooManyRowsError
 from engram.errors import StorageError
-from engram.pytree import KeyPath, entry, show
+from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.files import is_sent, sends
 from engram.store.indexing import Selection, outward, select, stored_slots
 from engram.store.lanes import Lanes, tell_of_copy
@@ -209,15 +209,15 @@ class Storage(abc.ABC):
         """Dtype and shape of one leaf of a stored step; None: steps have none there."""
         if not len(self) or self.lanes is None:
             return None
-        found = entry(self.read(stored_slots(self.lanes.store)[:1])[0], path)
+        found = get_entry(self.read(stored_slots(self.lanes.store)[:1])[0], path)
         return None if found is None else LeafSpec(path, found.dtype, tuple(found.shape[1:]))
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         """One leaf of the steps at these time slots: [n, *strands, ...]. The caller holds the storage's mutex."""
         rows = torch.as_tensor(expand_slots(slots, math.prod(self.inner)))
-        found = entry(self.read(rows)[0], path)
+        found = get_entry(self.read(rows)[0], path)
         if found is None:
-            raise KeyError(f"the stored steps have no {show(path)}")
+            raise KeyError(f"the stored steps have no {format_key(path)}")
         column: Tensor = found.reshape(len(slots), *self.inner, *found.shape[1:])
         return column
 
@@ -540,21 +540,6 @@ def _copied(cls: Any, settings: dict[str, Any], checkpointer: Any, form: Any, st
         made.take_form(form)
         made.load_state_dict(state)
     return made
-
-
-def flat(items: Any, dims: int) -> Any:
-    """Items with their first `dims` dimensions made one."""
-    if dims <= 1:
-        return items
-    if isinstance(items, Tensor):
-        return items.flatten(0, dims - 1)
-    if hasattr(items, "batch_size"):
-        return items.flatten(0, dims - 1)
-    if isinstance(items, dict):
-        return {k: flat(v, dims) for k, v in items.items()}
-    if isinstance(items, list | tuple):
-        return type(items)(flat(v, dims) for v in items)
-    return torch.as_tensor(items).flatten(0, dims - 1)
 
 
 def _after_fork() -> None:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from engram import pytree
-from engram.data.replay_buffers.storages.base import Checked, Rows, Storage, flat, log
+from engram.data.replay_buffers.storages.base import Checked, Rows, Storage, log
 from engram.data.replay_buffers.storages.staging import StagedRows, TooManyRowsError
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError
-from engram.pytree import Node
+from engram.pytree import TreeSpec
 from engram.specs.tensors import usable_device
 from engram.store.counters import Counters
 from engram.store.files import (
@@ -430,9 +430,9 @@ class TableStorage(SavedTable):
             return
         if table.mapped or lanes.locks is not None:
             raise StorageError(
-                "these rows were made for another writer: they have no place for the sequence that a replaced row carries, "
-                "and rows in a file or in shared memory keep their layout. Save them with dumps, and take them over with "
-                "loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
+                "these rows were made for another writer: they have no place for the sequence that a replaced row "
+                "carries, and rows in a file or in shared memory keep their layout. Save them with dumps, and take "
+                "them over with loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
             )
         with self.replacing("giving rows their sequences"):
             layout = table.layout.with_sequence()
@@ -497,7 +497,7 @@ class TableStorage(SavedTable):
         if len(inner) == 1:
             return items, batch_dims, time_dim
         first = 1 if time_dim == 0 else 0
-        merged = _merge(items, first, first + len(inner))
+        merged = pytree.flatten_dims(items, first, first + len(inner) - 1)
         return merged, batch_dims - len(inner) + 1, time_dim if time_dim <= 0 else 1
 
     def _own_index(self, items: Any, batch_dims: int, time_dim: int) -> Tensor | int:
@@ -516,7 +516,7 @@ class TableStorage(SavedTable):
         """The index of items as each of their steps stores it, where items have batch dimensions of their own."""
         assert self._table is not None
         at, within = torch.as_tensor(index), self._table.layout.within
-        return pytree.spread(at, at.ndim - (self.ndim > 1), within) if within else at
+        return pytree.repeat_per_step(at, at.ndim - (self.ndim > 1), within) if within else at
 
     def _stores(self, key: str) -> bool:
         assert self._table is not None
@@ -543,7 +543,7 @@ class TableStorage(SavedTable):
         assert self._table is not None
         layout, n = self._table.layout, len(slots)
         if _is_single(layout, items):
-            items = _repeat(items, n)
+            items = pytree.expand(items, n)
         if index_key is not None and self._stores(index_key):
             own = self.outward(slots)
             index = torch.stack(own, -1) if isinstance(own, tuple) else own
@@ -563,7 +563,7 @@ class TableStorage(SavedTable):
             raise ValueError("an index names a step twice; nothing was written")
         n = len(selection.shape)
         assert self._table is not None
-        items = items if n <= 1 or _is_single(self._table.layout, items) else flat(items, n)
+        items = items if n <= 1 or _is_single(self._table.layout, items) else pytree.flatten_dims(items, 0, n - 1)
         self.overwrite(selection.slots, items, index_key)
 
     # ---- reading ----
@@ -630,7 +630,7 @@ def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
         leaves[node.leaf] = index
         return RowLayout(layout.root, leaves, layout.carries_sequence)
     leaves.append(index)
-    node = Node("leaf", leaf=len(leaves) - 1)
+    node = TreeSpec("leaf", leaf=len(leaves) - 1)
     root.keys, root.children = (*root.keys, key), (*root.children, node)
     return RowLayout(layout.root, leaves, layout.carries_sequence)
 
@@ -652,33 +652,11 @@ def _strand_shape(items: Any, batch_dims: int, time_dim: int) -> tuple[int, ...]
     return shape if time_dim < 0 else tuple(d for i, d in enumerate(shape) if i != time_dim)
 
 
-def _merge(items: Any, first: int, last: int) -> Any:
-    if isinstance(items, dict):
-        return {k: _merge(v, first, last) for k, v in items.items()}
-    if isinstance(items, list | tuple):
-        return type(items)(_merge(v, first, last) for v in items)
-    return items.flatten(first, last - 1)
-
-
 def _is_single(layout: RowLayout, items: Any) -> bool:
     """Whether the data are one step, to be written at every index."""
     leaf = layout.leaves[0]
-    value = items
-    for key in leaf.path:
-        try:
-            value = value.get(key) if hasattr(value, "_from_tensordict") else value[key]
-        except (KeyError, IndexError, TypeError):
-            return False  # it does not fit, which is said when the rows are checked
-    return np.ndim(value) == len(leaf.shape)
-
-
-def _repeat(items: Any, n: int, path: pytree.KeyPath = ()) -> Any:
-    if isinstance(items, dict):
-        return {k: _repeat(v, n, (*path, k)) for k, v in items.items()}
-    if isinstance(items, list | tuple):
-        return type(items)(_repeat(v, n, (*path, i)) for i, v in enumerate(items))
-    items = items if hasattr(items, "expand") else pytree.as_tensor(items, path)
-    return items.expand(n, *items.shape)
+    value = pytree.get_entry(items, leaf.path)
+    return value is not None and np.ndim(value) == len(leaf.shape)  # None: the check of the rows raises an error
 
 
 class LazyTensorStorage(TableStorage):
@@ -810,7 +788,7 @@ class TensorStorage(TableStorage):
         super().__init__(count, ndim, checkpointer)
         if device is not None:
             tensors = [t.to(_device(device)) for t in tensors]
-        layout = RowLayout.of(_first_step(storage), ndim)
+        layout = RowLayout.of(pytree.map_outermost(storage, lambda part: part[:1]), ndim)
         layout.take_root(root)
         self._inner = tuple(lead[1:])
         self._lanes = Lanes.in_memory(lead[0], _count(self._inner))
@@ -856,19 +834,12 @@ def _common_lead(found: list[tuple[pytree.KeyPath, Any]], tensors: list[Tensor],
     lead = tuple(tensors[0].shape[:ndim])
     for (path, _), t in zip(found, tensors, strict=True):
         if t.ndim < ndim or tuple(t.shape[:ndim]) != lead:
-            raise ValueError(f"{pytree.show(path)} has shape {list(t.shape)}; all data must begin with {list(lead)}")
+            raise ValueError(
+                f"{pytree.format_key(path)} has shape {list(t.shape)}; all data must begin with {list(lead)}"
+            )
     if len(lead) < ndim:
         raise ValueError(f"the data have shape {list(lead)}, fewer than ndim={ndim} dimensions")
     return lead
-
-
-def _first_step(storage: Any) -> Any:
-    """The data cut to one step, for their layout alone."""
-    if isinstance(storage, dict):
-        return {k: _first_step(v) for k, v in storage.items()}
-    if isinstance(storage, list | tuple):
-        return type(storage)(_first_step(v) for v in storage)
-    return storage[:1]
 
 
 __all__ = ["LazyTensorStorage", "TensorStorage"]

@@ -24,7 +24,7 @@ from engram.data.replay_buffers.checkpointers.torchrl.trajectories import (
     Written,
     ring_of,
 )
-from engram.pytree import KeyPath, show
+from engram.pytree import KeyPath, format_key
 
 _TRAJECTORY, _LENGTH = "traj_", "_len"
 _DEEPEST = 64
@@ -63,7 +63,7 @@ def _read(folder: Folder, name: str, reader: H5Reader, ndim: int, known: Collect
         # Of the last place of a ring that is not full there may be nothing more.
         least = trajectories.needed(ring) if shared else ring.steps
         if not least <= column.count <= (trajectories.values if shared else ring.steps):
-            raise ValueError(f"{show(path)} has {column.count} values, which are not those of {ring.steps} steps")
+            raise ValueError(f"{format_key(path)} has {column.count} values, which are not those of {ring.steps} steps")
         keys.append(Key(column.leaf, column, shared))
     return Written(ring, trajectories, keys, known)
 

@@ -11,7 +11,7 @@ import torch
 
 from engram.data.replay_buffers.checkpointers.torchrl.folders import Folder
 from engram.errors import CheckpointError
-from engram.pytree import KeyPath, show
+from engram.pytree import KeyPath, format_key
 
 META = "meta.json"
 _SUFFIX, _SHAPES = ".memmap", ".shape.memmap"
@@ -114,7 +114,7 @@ def _entry(folder: Folder, path: KeyPath, said: dict[str, Any], files: dict[str,
         dtype, shape = folder.dtype(META, said.get("dtype")), folder.shape(META, said.get("shape"))
         nested = said.get("is_nested")
         if type(nested) is not bool:
-            raise folder.bad(META, f"{show(path)} does not say whether it is nested")
+            raise folder.bad(META, f"{format_key(path)} does not say whether it is nested")
         tree.tensors.append(Saved(path, folder, name, dtype, shape, nested))
         return {name, tree.tensors[-1].shapes_file} if nested else {name}
     below = folder.folder(name)

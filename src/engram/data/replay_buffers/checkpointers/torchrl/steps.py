@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engram.data.replay_buffers.checkpointers.torchrl.folders import Bytes, Folder
-from engram.pytree import KeyPath, Node
+from engram.pytree import KeyPath, TreeSpec
 from engram.store.layout import LeafSpec, RowLayout
 
 METADATA = "storage_metadata.json"
@@ -69,9 +69,9 @@ def layout_of(steps: Steps) -> RowLayout:
     """The layout of a row that holds such a step."""
     root = _Branch()
     for number, leaf in enumerate(steps.leaves):
-        root.put(leaf.path, Node("leaf", leaf=number))
+        root.put(leaf.path, TreeSpec("leaf", leaf=number))
     for path, value in steps.constants.items():
-        root.put(path, Node("constant", constant=value))
+        root.put(path, TreeSpec("constant", constant=value))
     for path in steps.batches:
         root.branch(path)
     specs = [LeafSpec(*leaf) for leaf in steps.leaves]
@@ -82,10 +82,10 @@ class _Branch:
     """A dict of the form, while it is being put together."""
 
     def __init__(self) -> None:
-        self._below: dict[Any, _Branch | Node] = {}
-        self._alone: Node | None = None
+        self._below: dict[Any, _Branch | TreeSpec] = {}
+        self._alone: TreeSpec | None = None
 
-    def put(self, path: KeyPath, node: Node) -> None:
+    def put(self, path: KeyPath, node: TreeSpec) -> None:
         if not path:
             self._alone = node
             return
@@ -95,20 +95,20 @@ class _Branch:
         if not path:
             return self
         below = self._below.setdefault(path[0], _Branch())
-        if isinstance(below, Node):
+        if isinstance(below, TreeSpec):
             raise ValueError(f"{path[0]!r} is a tensor and a dict")
         return below.branch(path[1:])
 
-    def node(self, kind: str, batches: Mapping[KeyPath, tuple[int, ...]], path: KeyPath) -> Node:
+    def node(self, kind: str, batches: Mapping[KeyPath, tuple[int, ...]], path: KeyPath) -> TreeSpec:
         if self._alone is not None:
             return self._alone
         below, numbered = list(self._below.items()), all(type(k) is int for k in self._below)
         if numbered:
             below.sort()
-        children = tuple(b if isinstance(b, Node) else b.node(kind, batches, (*path, k)) for k, b in below)
+        children = tuple(b if isinstance(b, TreeSpec) else b.node(kind, batches, (*path, k)) for k, b in below)
         if below and numbered:
-            return Node("tuple", children=children)
-        return Node(kind, keys=tuple(k for k, _ in below), children=children, batch=batches.get(path, ()))
+            return TreeSpec("tuple", children=children)
+        return TreeSpec(kind, keys=tuple(k for k, _ in below), children=children, batch=batches.get(path, ()))
 
 
 def blocks(steps: Steps, layout: RowLayout) -> Iterator[tuple[int, Bytes]]:

@@ -11,7 +11,7 @@ from engram.data.replay_buffers.checkpointers.torchrl.folders import Bytes, Colu
 from engram.data.replay_buffers.checkpointers.torchrl.memmaps import Saved, Tree
 from engram.data.replay_buffers.checkpointers.torchrl.steps import METADATA, Leaf, Steps, lead_of
 from engram.errors import CheckpointError
-from engram.pytree import KeyPath, show
+from engram.pytree import KeyPath, format_key
 
 _SINGLE = "_-single-tensor-_"
 _MEMMAP = ".memmap"
@@ -34,7 +34,7 @@ class Table(Steps):
         for tensor in tensors:
             if tensor.nested or tensor.shape[:ndim] != lead:
                 raise tensor.folder.bad(
-                    "meta.json", f"{show(tensor.path)} is not of the shape {list(lead)} of the others"
+                    "meta.json", f"{format_key(tensor.path)} is not of the shape {list(lead)} of the others"
                 )
             self.leaves.append(Leaf(tensor.path, tensor.dtype, tensor.shape[ndim:]))
             self._columns.append(tensor.folder.column(tensor.file, tensor.dtype, tensor.shape, 1))
@@ -59,8 +59,8 @@ class Table(Steps):
             stored = [value for row in stored if isinstance(row, list) for value in row]
         if not stored or any(value != stored[0] for value in stored):
             raise CheckpointError(
-                f"{folder.path}: {show(path)} holds values that differ from step to step and are no tensors; engram "
-                "reads constants only. Leave the key out and save again"
+                f"{folder.path}: {format_key(path)} holds values that differ from step to step and are no tensors; "
+                "engram reads constants only. Leave the key out and save again"
             )
         return stored[0]
 
@@ -127,5 +127,5 @@ def _numbered(tensors: list[Saved]) -> list[Saved]:
 
 def _behind(folder: Folder, path: KeyPath, batch: tuple[int, ...], lead: tuple[int, ...]) -> tuple[int, ...]:
     if batch[: len(lead)] != lead:
-        raise folder.bad("meta.json", f"{show(path)} has the batch size {list(batch)}, the steps {list(lead)}")
+        raise folder.bad("meta.json", f"{format_key(path)} has the batch size {list(batch)}, the steps {list(lead)}")
     return batch[len(lead) :]

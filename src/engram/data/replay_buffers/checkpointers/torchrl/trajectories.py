@@ -15,7 +15,7 @@ from engram.data.replay_buffers.checkpointers.torchrl.folders import Bytes, Fold
 from engram.data.replay_buffers.checkpointers.torchrl.memmaps import META, Saved, Tree
 from engram.data.replay_buffers.checkpointers.torchrl.steps import METADATA, Leaf, Misfit, Steps, lead_of
 from engram.errors import CheckpointError
-from engram.pytree import KeyPath, show
+from engram.pytree import KeyPath, format_key
 
 Numbers = npt.NDArray[np.int64]
 SHIFT, FULL, SHAPE, DONE = "shift", "is_full", "_storage_shape", "done"
@@ -171,7 +171,9 @@ def _flags(folder: Folder, tree: Tree, steps: int) -> Values:
     """Where a trajectory ends: a bool for each step."""
     others = [p for p in (*tree.constants, *tree.stacks) if p not in ((SHIFT,), (FULL,), (SHAPE,))]
     if others:
-        raise CheckpointError(f"{folder.path}: {show(others[0])} is no tensor, and does not come with trajectories")
+        raise CheckpointError(
+            f"{folder.path}: {format_key(others[0])} is no tensor, and does not come with trajectories"
+        )
     done = tree.tensor(DONE)
     if done is None or done.dtype is not torch.bool:
         raise CheckpointError(f"{folder.path} has no bools 'done': engram cannot tell where its trajectories end")
@@ -194,7 +196,7 @@ def _nested_shape(tensor: Saved, trajectories: Trajectories, ring: Ring) -> tupl
     """The shape of one step of a nested tensor, whose lengths are those of the trajectories."""
     folder, name = tensor.folder, tensor.shapes_file
     if len(tensor.shape) != 2 or not 0 < tensor.shape[1] <= 32 or tensor.shape[0] != len(trajectories.lengths):
-        raise folder.bad(META, f"{show(tensor.path)} does not have {len(trajectories.lengths)} trajectories")
+        raise folder.bad(META, f"{format_key(tensor.path)} does not have {len(trajectories.lengths)} trajectories")
     column = folder.column(name, torch.int64, tensor.shape, 1)
     shapes = column.read(0, column.count).view(np.int64).reshape(tensor.shape)
     stored = trajectories.starts[:-1] % ring.capacity < ring.length
