@@ -1,6 +1,6 @@
 """Every form that a batch can have: TensorDict, dict, list, tuple, tensorclass, tensor. Nobody else walks them.
 
-The functions come in five groups; what each does with a form is said where it differs.
+The functions are in five groups:
 
 - **What is it?** `is_tensorclass`, `has_keys`, `has_batch_size`.
 - **Keys**: `as_key`, `as_keys`, `as_path`, `key_path`, `format_key`.

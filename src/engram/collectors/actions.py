@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from engram.collectors.extras import extras_of
 from engram.collectors.observations import Observations
 from engram.envs.base import stack_steps, zero_where
-from engram.envs.codecs import Codec
+from engram.envs.codecs import SpaceCodec
 from engram.envs.engines import check_action
 from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy
 
@@ -24,7 +24,7 @@ from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorD
 class ActionSource:
     """A source that keeps nothing from step to step and writes nothing but the action."""
 
-    def __init__(self, codec: Codec, batch_size: torch.Size) -> None:
+    def __init__(self, codec: SpaceCodec, batch_size: torch.Size) -> None:
         self._codec = codec
         self._batch_size = batch_size
 
@@ -83,7 +83,7 @@ class ActionSource:
 class RandomActions(ActionSource):
     """Random actions, drawn for many steps at once."""
 
-    def __init__(self, policy: RandomPolicy, codec: Codec, batch_size: torch.Size) -> None:
+    def __init__(self, policy: RandomPolicy, codec: SpaceCodec, batch_size: torch.Size) -> None:
         super().__init__(codec, batch_size)
         self._spec = policy.action_spec
         self._is_codec_spec = self._spec == codec.spec.expand(*batch_size, *codec.spec.shape)
@@ -113,7 +113,7 @@ def _skipping(raws: list[Any], source: ActionSource, width: int) -> Any:
 class ModuleActions(ActionSource):
     """A module from one observation tensor to the action, called with nothing in between."""
 
-    def __init__(self, policy: ObservationPolicy, codec: Codec, observations: Observations) -> None:
+    def __init__(self, policy: ObservationPolicy, codec: SpaceCodec, observations: Observations) -> None:
         super().__init__(codec, observations.batch_size)
         self._module, self._row = policy.module, observations.rows(policy.in_key)
 
@@ -124,7 +124,7 @@ class ModuleActions(ActionSource):
 class TensorDictActions(ActionSource):
     """A policy on TensorDicts. What it writes besides the action is kept, stored, and handed to it at the next step."""
 
-    def __init__(self, policy: TensorDictPolicy, codec: Codec, batch_size: torch.Size, device: Any) -> None:
+    def __init__(self, policy: TensorDictPolicy, codec: SpaceCodec, batch_size: torch.Size, device: Any) -> None:
         super().__init__(codec, batch_size)
         self._policy = policy
         self._kept = TensorDict(batch_size=batch_size, device=device)

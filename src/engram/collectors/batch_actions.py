@@ -17,8 +17,8 @@ from torch import Tensor
 from engram.collectors.calls import CallLog
 from engram.collectors.extras import extras_of
 from engram.envs.base import merge_where, zero_where
-from engram.envs.codecs import leaves_of
-from engram.envs.engines import BatchEngine, check_action
+from engram.envs.codecs import space_leaves
+from engram.envs.engines import VectorEngine, check_action
 from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy
 
 Array = np.ndarray[Any, Any]
@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 class BatchSource:
     """A source that keeps nothing from call to call and writes nothing but the action."""
 
-    def __init__(self, engine: BatchEngine) -> None:
+    def __init__(self, engine: VectorEngine) -> None:
         self.engine, self._codec = engine, engine.action
 
     def act(self, log: CallLog) -> Any:
@@ -62,11 +62,11 @@ class BatchSource:
 class BatchRandom(BatchSource):
     """Random actions, drawn for many calls at once."""
 
-    def __init__(self, policy: RandomPolicy, engine: BatchEngine) -> None:
+    def __init__(self, policy: RandomPolicy, engine: VectorEngine) -> None:
         super().__init__(engine)
         self._spec = policy.action_spec
         self._is_codec_spec = self._spec == self._codec.spec.expand(engine.n, *self._codec.spec.shape)
-        self._is_one_array = not leaves_of(self._codec, ("action",))[0].path
+        self._is_one_array = not space_leaves(self._codec, ("action",))[0].path
 
     def act(self, log: CallLog) -> Any:
         return self._spec.rand(())
@@ -89,7 +89,7 @@ class BatchRandom(BatchSource):
 class BatchModule(BatchSource):
     """A module from one observation tensor to the action, called with nothing in between."""
 
-    def __init__(self, policy: ObservationPolicy, engine: BatchEngine) -> None:
+    def __init__(self, policy: ObservationPolicy, engine: VectorEngine) -> None:
         super().__init__(engine)
         self._module = policy.module
         self._leaf = [leaf.key for leaf in engine.leaves].index(policy.in_key)
@@ -102,7 +102,7 @@ class BatchModule(BatchSource):
 class BatchTensorDicts(BatchSource):
     """A policy on TensorDicts. What it writes besides the action is kept, stored, and handed to it at the next step."""
 
-    def __init__(self, policy: TensorDictPolicy, engine: BatchEngine, device: Any) -> None:
+    def __init__(self, policy: TensorDictPolicy, engine: VectorEngine, device: Any) -> None:
         super().__init__(engine)
         self._policy = policy
         self._kept = TensorDict(batch_size=[engine.n], device=device)

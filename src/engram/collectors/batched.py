@@ -19,15 +19,15 @@ from engram.collectors.batch_actions import (
 from engram.collectors.calls import CallLog, Frames
 from engram.collectors.rolled import Rolled
 from engram.collectors.trajectories import FrameMarks
-from engram.envs.codecs import leaves_of
-from engram.envs.engines import Autoreset, BatchEngine, BatchStep
-from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, direct_module
+from engram.envs.codecs import space_leaves
+from engram.envs.engines import Autoreset, VectorEngine, VectorStep
+from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, as_observation_policy
 
 Array = np.ndarray[Any, Any]
 
 
 class BatchRoller:
-    """Does what `TensorDictRoller` does, for a `BatchEngine`, key by key the same.
+    """Does what `TensorDictRoller` does, for a `VectorEngine`, key by key the same.
 
     A call that only resets an environment (NEXT_STEP) is no frame of it: environments whose episodes are long then have
     more frames than others, and a batch is there when each has its steps. **Frames beyond those open the next batch, in
@@ -37,7 +37,7 @@ class BatchRoller:
     def __init__(
         self,
         env: Any,
-        engine: BatchEngine,
+        engine: VectorEngine,
         policy: TensorDictPolicy,
         max_frames_per_traj: int | None,
         marks: FrameMarks,
@@ -55,7 +55,7 @@ class BatchRoller:
             policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec), engine
         )
         self._on_tensordicts = BatchTensorDicts(policy, engine, self._device)
-        self._log = CallLog(engine.n, engine.leaves, leaves_of(engine.action, ("action",)))
+        self._log = CallLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)))
         self.restart()
 
     def restart(self) -> None:
@@ -109,7 +109,7 @@ class BatchRoller:
     def _source(self) -> BatchSource:
         if self.is_random:
             return self._random
-        direct = direct_module(self._policy)  # looked at again for each batch: hooks come and go
+        direct = as_observation_policy(self._policy)  # looked at again for each batch: hooks come and go
         if direct is not None:
             return BatchModule(direct, self._engine)
         return self._on_tensordicts
@@ -130,7 +130,7 @@ class BatchRoller:
                 self._reset_over(source)
         log.count()
 
-    def _ends(self, out: BatchStep) -> bool:
+    def _ends(self, out: VectorStep) -> bool:
         """Takes in which episodes end with this call; says whether environments have to be reset."""
         natural = self._log.last_ends()
         self._over = natural

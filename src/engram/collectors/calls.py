@@ -11,8 +11,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.envs.base import stack_steps
-from engram.envs.codecs import BOOL, DOUBLE, SINGLE, Leaf, flag_row, narrow_rewards, reward_row
-from engram.envs.engines import BatchStep
+from engram.envs.codecs import BOOL, DOUBLE, SINGLE, SpaceLeaf, flag_row, narrow_rewards, reward_row
+from engram.envs.engines import VectorStep
 
 Array = np.ndarray[Any, Any]
 
@@ -25,7 +25,7 @@ class CallLog:
     latter, the old value is kept aside. All arrays are copied when they come.
     """
 
-    def __init__(self, n: int, leaves: list[Leaf], actions: list[Leaf]) -> None:
+    def __init__(self, n: int, leaves: list[SpaceLeaf], actions: list[SpaceLeaf]) -> None:
         self._n, self._leaves, self._action_leaves = n, leaves, actions
         self._none = bytes(n)
         self._numbers = np.arange(n)[:, None]
@@ -86,7 +86,7 @@ class CallLog:
         """Keeps what the policy writes besides the action of the next call, in the place of what was noted for it."""
         self._noted = extras
 
-    def add(self, out: BatchStep, version: int) -> None:
+    def add(self, out: VectorStep, version: int) -> None:
         """Keeps one call. Raises ValueError where something of it is not what it should be, and keeps nothing then.
 
         Rewards beyond float32 are told of by `count`.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram.envs.codecs import Leaf
+from engram.envs.codecs import SpaceLeaf
 
 Rows = list[np.ndarray[Any, Any]]
 
@@ -25,7 +25,7 @@ class Observations:
     to `only` himself. A reset moves the last observation of the old episode aside.
     """
 
-    def __init__(self, leaves: list[Leaf], steps: int, batch_size: torch.Size, first_row: Rows | None) -> None:
+    def __init__(self, leaves: list[SpaceLeaf], steps: int, batch_size: torch.Size, first_row: Rows | None) -> None:
         self._leaves = leaves
         self._steps = steps
         self.batch_size = batch_size

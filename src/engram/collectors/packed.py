@@ -10,18 +10,18 @@ import numpy as np
 from torch import Tensor
 
 from engram.collectors.observations import Rows
-from engram.envs.codecs import Leaf
+from engram.envs.codecs import SpaceLeaf
 
 LARGEST = 1024  # bytes of one observation: above, the second copy costs more than one write into an array
 
 
-def can_pack(leaves: list[Leaf]) -> bool:
+def can_pack(leaves: list[SpaceLeaf]) -> bool:
     """Whether an environment's observation is one small array, of whose values nothing is asked."""
     is_single = len(leaves) == 1 and not leaves[0].path and leaves[0].codec.limits is None
     return is_single and len(leaves[0].codec.raw_shape) > 0 and 0 < _size(leaves[0]) <= LARGEST
 
 
-def _size(leaf: Leaf) -> int:
+def _size(leaf: SpaceLeaf) -> int:
     return int(math.prod(leaf.codec.raw_shape) * leaf.codec.raw_dtype.itemsize)
 
 
@@ -32,7 +32,7 @@ class PackedObservations:
     which bytes do not have; `pack` makes bytes of anything else that the space allows.
     """
 
-    def __init__(self, leaf: Leaf, first_row: Rows | None) -> None:
+    def __init__(self, leaf: SpaceLeaf, first_row: Rows | None) -> None:
         self._leaf = leaf
         self.dtype = leaf.codec.raw_dtype
         self.shape = leaf.codec.raw_shape

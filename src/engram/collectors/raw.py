@@ -16,7 +16,7 @@ from engram.collectors.rolled import Rolled
 from engram.collectors.trajectories import FrameMarks
 from engram.envs.codecs import Array, Rewards, flag_of, rewards_of
 from engram.envs.engines import GymEngine
-from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, direct_module
+from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, as_observation_policy
 
 Source = ModuleActions | RandomActions | TensorDictActions
 
@@ -92,7 +92,7 @@ class GymRoller:
     def _source(self, observations: Observations | PackedObservations) -> Source:
         if isinstance(observations, PackedObservations) or self.is_random:
             return self._random
-        direct = direct_module(self._policy)  # looked at again for each batch: hooks come and go
+        direct = as_observation_policy(self._policy)  # looked at again for each batch: hooks come and go
         if direct is not None:
             return ModuleActions(direct, self._codec, observations)
         return self._on_tensordicts.begin(observations)

@@ -50,7 +50,7 @@ def roller_for(
         timed = env if clock is None else TimedEnv(env, clock, 0)
         return TensorDictRoller(timed, policy, limit, marks, reset_when_done=reset_when_done)
 
-    engine = ask(env, "batch_engine")
+    engine = ask(env, "vector_engine")
     if not reset_when_done:
         if engine is not None and engine.autoreset is not Autoreset.DISABLED:
             raise ValueError("reset_when_done=False: these environments reset themselves; make them without autoreset")
@@ -65,7 +65,7 @@ def roller_for(
 def _raw_roller(
     clock: CallTimer | None, env: Any, policy: TensorDictPolicy, limit: int | None, marks: FrameMarks
 ) -> Roller | None:
-    engine, engines = ask(env, "batch_engine"), ask(env, "engines")
+    engine, engines = ask(env, "vector_engine"), ask(env, "engines")
     if engine is not None and is_cpu(env.device):
         timed: Any = engine if clock is None else TimedEnv(engine, clock, 0)
         return BatchRoller(env, timed, policy, limit, marks)

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.pytree import Key
-from engram.transforms.trajectory import InitTracker, RewardSum, StepCounter, wide
+from engram.transforms.trajectory import InitTracker, RewardSum, StepCounter, as_sum_dtype
 from engram.transforms.values import RewardScaling
 
 
@@ -44,7 +44,7 @@ class _Sums:
         following = batch.get("next")
         for i, (source, target) in enumerate(self._pairs):
             reward = following.get(source)
-            rows = wide(reward).reshape(*starts.shape, -1)
+            rows = as_sum_dtype(reward).reshape(*starts.shape, -1)
             left = self._left[i] if self._left[i] is not None else torch.zeros_like(rows[:, 0])
             after = _added(rows, starts, left)
             before = torch.cat([left.unsqueeze(1), after[:, :-1]], 1).masked_fill_(starts.unsqueeze(-1), 0)

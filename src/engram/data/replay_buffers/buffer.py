@@ -40,7 +40,7 @@ from engram.pytree import collate_items, move_dim, select_rows, stack
 from engram.store.files import is_sent, sends
 from engram.store.indexing import inward
 from engram.transforms.adapters import as_transform
-from engram.transforms.base import Transform, Writing
+from engram.transforms.base import Transform, WriteRequest
 from engram.transforms.compose import Compose
 
 _DEFAULT_CAPACITY = 1000
@@ -529,8 +529,8 @@ class ReplayBuffer(SavedBuffer):
     def _write_through(self, items: Any, single: bool) -> Any:
         """Writes what the transforms make of the data; where that is refused, they are as they were before."""
         transform, storage = self._transform, self._storage
-        if not transform.write_in_order:
-            writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
+        if not transform.inverse_in_order:
+            writing = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
             with self._writing():
                 slots = self._written(writing)
         else:
@@ -539,7 +539,7 @@ class ReplayBuffer(SavedBuffer):
                     items = stack(items, self._time_dim)
                 before = transform.remember()
                 try:
-                    writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
+                    writing = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
                     slots = self._written(writing)
                 except BaseException:
                     transform.undo(before)
@@ -567,14 +567,14 @@ class ReplayBuffer(SavedBuffer):
         with self._writing():
             before = transform.remember()
             try:
-                slots = self._written(transform.flush(Writing(None, storage.ndim, storage.ndim - 1)))
+                slots = self._written(transform.flush(WriteRequest(None, storage.ndim, storage.ndim - 1)))
             except BaseException:
                 transform.undo(before)
                 raise
         made: Tensor = self._index_of(slots, False)
         return made
 
-    def _written(self, writing: Writing) -> Any:
+    def _written(self, writing: WriteRequest) -> Any:
         """Writes what is to be written, if anything; returns slots. The caller holds the mutex."""
         storage, items, time_dim = self._storage, writing.items, -1 if writing.single else writing.time_dim
         if writing.held is not None:
@@ -737,14 +737,14 @@ class ReplayBuffer(SavedBuffer):
         transform, storage = self._transform, self._storage
         if not transform.transforms:
             return items
-        if not transform.write_in_order:
-            return transform.write(Writing(items, storage.ndim, self._time_dim, in_place=True)).items
+        if not transform.inverse_in_order:
+            return transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, in_place=True)).items
         with storage.mutex:
             if type(items) is list:
                 items = stack(items, self._time_dim)
             before = transform.remember()
             try:
-                return transform.write(Writing(items, storage.ndim, self._time_dim, in_place=True)).items
+                return transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, in_place=True)).items
             except BaseException:
                 transform.undo(before)
                 raise

@@ -392,7 +392,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         )
 
     def _check_transform(self, transform: Transform) -> None:
-        if transform.changes_what_is_written():
+        if transform.changes_writes():
             raise TypeError(
                 f"{transform.kind} changes what is written, and nothing is written through an ensemble: give it to the "
                 "members; for reading only, give the ensemble a callable, or one that names in_keys and no in_keys_inv"
