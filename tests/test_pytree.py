@@ -134,6 +134,17 @@ def test_an_entry_is_added_to_a_copy(kind):
     assert pytree.get_entry(batch, key) is before
 
 
+@pytest.mark.parametrize("kind", ["TensorDict", "dict", "dict of TensorDicts", "ordered dict"])
+def test_entries_are_left_out_of_a_copy(kind):
+    batch = nested(kind, 3)
+    rest = pytree.without_entries(batch, [("next", "y")])
+    assert pytree.get_entry(rest, ("next", "y")) is None and pytree.get_entry(rest, "x") is not None
+    assert pytree.get_entry(pytree.without_entries(batch, [("next",)]), "next") is None
+    assert pytree.get_entry(batch, ("next", "y")) is not None
+    with pytest.raises(ValueError, match="exclude names 'z', which the steps do not have"):
+        pytree.without_entries(batch, [("z",)])
+
+
 def test_a_value_for_each_item_is_repeated_for_its_steps():
     batch = nested("TensorDict", 3, 4)
     pytree.set_per_item(batch, "index", torch.arange(3))

@@ -5,7 +5,7 @@ The functions are in five groups:
 - **What is it?** `is_tensorclass`, `has_keys`, `has_batch_size`.
 - **Keys**: `as_key`, `as_keys`, `as_path`, `key_path`, `format_key`.
 - **Entries**: `get_entry`, `get_tensor`, `require_tensor`, `set_entry`, `set_per_item`, `with_entry`, `remove_entry`,
-  `leaf_keys`.
+  `without_entries`, `leaf_keys`.
 - **Whole batches**: `map_outermost`, `move_dim`, `flatten_dims`, `expand`, `select_rows`, `stack`, `collate_items`,
   `unstack`, `clone`, `copy_containers`, `count_bytes`.
 - **The form without the data**: `TreeSpec`, made by `describe`; `flatten` and `unflatten` go to a list of leaves and
@@ -209,6 +209,26 @@ def remove_entry(batch: Any, key: Key) -> None:
     if is_tensorclass(batch):
         raise TypeError(f"{type(batch).__name__} cannot lose its field {last!r}; store TensorDicts instead")
     batch.pop(last)
+
+
+def without_entries(batch: Any, paths: Sequence[KeyPath]) -> Any:
+    """The batch without the entries at these paths; the caller's object stays as it is.
+
+    Raises:
+        ValueError: an entry does not exist.
+        TypeError: the batch is no TensorDict or dict, which could lose an entry.
+    """
+    for path in paths:
+        if get_entry(batch, path) is None:
+            raise ValueError(f"exclude names {format_key(path)}, which the steps do not have")
+    if not paths:
+        return batch
+    if isinstance(batch, TensorDictBase):
+        return batch.exclude(*paths)
+    if not isinstance(batch, dict):
+        raise TypeError(f"exclude is for TensorDicts and dicts; the steps are a {type(batch).__name__}")
+    inner = {key: [path[1:] for path in paths if path[0] == key] for key in batch}
+    return {key: without_entries(value, inner[key]) for key, value in batch.items() if () not in inner[key]}
 
 
 def leaf_keys(batch: Any) -> list[Key]:

@@ -65,7 +65,7 @@ class CatFrames(TrajectoryTransform):
         self.padding, self.padding_value = padding, padding_value
 
     # ---- environments ----
-    def _start(self, specs: EnvSpecs) -> None:
+    def _init_env_state(self, specs: EnvSpecs) -> None:
         self._history: dict[Key, list[Tensor]] = {}  #: the last N frames, oldest first
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
@@ -116,22 +116,22 @@ class CatFrames(TrajectoryTransform):
         if target != source:
             history[-1] = history[-1].clone()  # the caller has the same tensor, and may write into it
 
-    def _run(self, batch: Any, trajectories: TrajectoryBounds, goes_on: Tensor, before: Any) -> Any:
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         # All entries are read before the first is set: an out_key may be among in_keys.
         results, left = [], {}
         for source, target in self._pairs(batch):
             root = _root_of(batch, source)
             frames = self._frames(batch, root, trajectories)
-            past = _Past.of(before, root, frames, goes_on, trajectories, self.N)
+            past = _Past.of(before, root, frames, continues, trajectories, self.N)
             now = None if root == source else self._frames(batch, source, trajectories)
-            results.append((target, trajectories.strands.join(self._concatenated(past, now))))
+            results.append((target, trajectories.view.join(self._concatenated(past, now))))
             left[root] = past.tail(self.N - 1)
         for target, value in results:
             set_entry(batch, target, value)
         return left
 
     def _frames(self, batch: Any, key: Key, trajectories: TrajectoryBounds) -> Tensor:
-        frames = trajectories.strands.split(require_tensor(batch, key, "CatFrames"), key)
+        frames = trajectories.view.split(require_tensor(batch, key, "CatFrames"), key)
         self._check_dims(key, frames.ndim - 2)
         return frames
 
@@ -171,14 +171,14 @@ class _Past:
 
     @classmethod
     def of(
-        cls, before: Any, root: Key, frames: Tensor, goes_on: Tensor, trajectories: TrajectoryBounds, n: int
+        cls, before: Any, root: Key, frames: Tensor, continues: Tensor, trajectories: TrajectoryBounds, n: int
     ) -> _Past:
         first = trajectories.first()
         if before is None or root not in before:
             return cls(frames, 0, first, first[:, -1])
         earlier, last_first = (t.to(frames.device) for t in before[root])
         length = earlier.shape[1]
-        start = torch.where((first == 0) & goes_on.unsqueeze(1), last_first.unsqueeze(1), first + length)
+        start = torch.where((first == 0) & continues.unsqueeze(1), last_first.unsqueeze(1), first + length)
         return cls(torch.cat([earlier.to(frames.dtype), frames], 1), length, start, start[:, -1])
 
     def tail(self, n: int) -> tuple[Tensor, Tensor]:

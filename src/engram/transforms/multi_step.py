@@ -74,25 +74,25 @@ def set_n_steps(batch: Any, now: TrajectoryBounds, gamma: float, n_steps: int, r
         ("steps_to_next_obs", steps),
         ("nonterminal", ~done),
     ):
-        set_entry(batch, name, now.strands.join(value).unsqueeze(-1))
+        set_entry(batch, name, now.view.join(value).unsqueeze(-1))
 
 
 def _at(now: TrajectoryBounds, end: Tensor) -> Callable[[Tensor], Tensor]:
     """The function from a leaf to its values at the steps `end`."""
     rows = torch.arange(end.shape[0], device=end.device).unsqueeze(1)
-    return lambda leaf: now.strands.join(now.strands.split(leaf, "next")[rows, end])
+    return lambda leaf: now.view.join(now.view.split(leaf, "next")[rows, end])
 
 
 def _summed(now: TrajectoryBounds, key: Key, reward: Tensor, end: Tensor, gamma: float, n_steps: int) -> Tensor:
-    split = now.strands.split(reward, key)
+    split = now.view.split(reward, key)
     x = split if split.is_floating_point() else split.to(torch.get_default_dtype())
     x = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
-    total, steps = x.clone(), now.strands.steps
+    total, steps = x.clone(), now.view.steps
     for ahead in range(1, min(n_steps, steps)):
         is_within = now.position[: steps - ahead] + ahead <= end[:, : steps - ahead]
         is_within = is_within.reshape(*is_within.shape, *[1] * (x.ndim - 2))
         total[:, : steps - ahead] += gamma**ahead * torch.where(is_within, x[:, ahead:], 0)
-    return now.strands.join(total.to(reward.dtype) if reward.is_floating_point() else total)
+    return now.view.join(total.to(reward.dtype) if reward.is_floating_point() else total)
 
 
 class _Rows(NamedTuple):

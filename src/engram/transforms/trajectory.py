@@ -70,7 +70,7 @@ class BatchView(NamedTuple):
 class TrajectoryBounds(NamedTuple):
     """Where trajectories start and end in a batch; all [S, T]."""
 
-    strands: BatchView
+    view: BatchView
     done: Tensor  # flags at the end of each step
     ids: Tensor | None
     starts: Tensor  # whether `is_init` is set
@@ -79,7 +79,7 @@ class TrajectoryBounds(NamedTuple):
     @property
     def position(self) -> Tensor:
         """int64 [T]."""
-        return torch.arange(self.strands.steps, device=self.ends.device)
+        return torch.arange(self.view.steps, device=self.ends.device)
 
     def first(self) -> Tensor:
         """int64 [S, T]: where in the batch each step's trajectory starts."""
@@ -89,7 +89,7 @@ class TrajectoryBounds(NamedTuple):
 
     def last(self) -> Tensor:
         """int64 [S, T]: where in the batch each step's trajectory ends, or the batch does."""
-        far = self.strands.steps - 1
+        far = self.view.steps - 1
         return torch.where(self.ends, self.position, far).flip(1).cummin(1).values.flip(1)
 
 
@@ -110,25 +110,25 @@ def trajectory_bounds(
     """
     done_key = first_key(batch, DONE_KEYS, who) if done_key is None else done_key
     flag = require_tensor(batch, done_key, who)
-    strands = _strands_of(batch, flag, dims)
-    done = _flags(strands, flag, done_key)
+    view = _view_of(batch, flag, dims)
+    done = _flags(view, flag, done_key)
     given_ids = None if traj_key is None else require_tensor(batch, traj_key, who)
-    ids = _ids(strands, batch) if given_ids is None else strands.split(given_ids, str(traj_key)).flatten(1)
+    ids = _ids(view, batch) if given_ids is None else view.split(given_ids, str(traj_key)).flatten(1)
     init = get_tensor(batch, "is_init")
-    starts = torch.zeros_like(done) if init is None else _flags(strands, init, "is_init")
+    starts = torch.zeros_like(done) if init is None else _flags(view, init, "is_init")
     ends = done.clone()
     if ids is not None:
         ends[:, :-1] |= ids[:, 1:] != ids[:, :-1]
     ends[:, :-1] |= starts[:, 1:]
     mask = None if mask_key is None else get_tensor(batch, mask_key)
     if mask is not None and mask_key is not None:
-        is_step = _flags(strands, mask, mask_key)
+        is_step = _flags(view, mask, mask_key)
         ends |= ~is_step  # each step of padding is a trajectory of its own
         ends[:, :-1] |= ~is_step[:, 1:]
-    return TrajectoryBounds(strands, done, ids, starts, ends)
+    return TrajectoryBounds(view, done, ids, starts, ends)
 
 
-def _strands_of(batch: Any, flag: Tensor, dims: int | None) -> BatchView:
+def _view_of(batch: Any, flag: Tensor, dims: int | None) -> BatchView:
     if has_batch_size(batch):
         return BatchView(tuple(batch.batch_size))
     shape = tuple(flag.shape)
@@ -138,16 +138,16 @@ def _strands_of(batch: Any, flag: Tensor, dims: int | None) -> BatchView:
     return BatchView(shape[:-1] if len(shape) > 1 and shape[-1] == 1 else shape)
 
 
-def _flags(strands: BatchView, flag: Tensor, key: Key) -> Tensor:
-    split = strands.split(flag, key).to(torch.bool)
+def _flags(view: BatchView, flag: Tensor, key: Key) -> Tensor:
+    split = view.split(flag, key).to(torch.bool)
     return split.flatten(2).any(-1) if split.ndim > 2 else split
 
 
-def _ids(strands: BatchView, batch: Any) -> Tensor | None:
+def _ids(view: BatchView, batch: Any) -> Tensor | None:
     for key in _IDS:
         ids = get_tensor(batch, key)
-        if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel() == strands.rows * strands.steps:
-            return ids.reshape(strands.rows, strands.steps)
+        if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel() == view.rows * view.steps:
+            return ids.reshape(view.rows, view.steps)
     return None
 
 
@@ -217,23 +217,23 @@ class TrajectoryTransform(Transform):
         super().__init__(*keys)
         self.done_key = None if done_key is None else as_key(done_key)
         self.traj_key = None if traj_key is None else as_key(traj_key)
-        self._carried: CarryOver | None = None
+        self._carry_over: CarryOver | None = None
 
-    def _run(self, batch: Any, trajectories: TrajectoryBounds, goes_on: Tensor, before: Any) -> Any:
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         """Sets entries in place; returns the value to continue with in the next batch.
 
-        `before` is the value of the last batch, which the environments continue where `goes_on` (bool [S]) holds; None:
-        none of them does.
+        `before` is the value of the last batch, which environments continue where `continues` (bool [S]) holds; None:
+        no environment does.
         """
         raise NotImplementedError
 
     def _trajectories(self, batch: Any, dims: int | None = None) -> TrajectoryBounds:
         return trajectory_bounds(batch, type(self).__name__, self.done_key, self.traj_key, dims=dims)
 
-    def _alone(self, batch: Any) -> Any:
+    def _transform_whole(self, batch: Any) -> Any:
         """Changes a batch in place that continues nothing; a list of items is stacked before and unstacked after."""
         if type(batch) is list:
-            return unstack(self._alone(collate_items(batch)), 0)
+            return unstack(self._transform_whole(collate_items(batch)), 0)
         trajectories = self._trajectories(batch)
         if trajectories.done.numel() == 0:
             return batch
@@ -241,16 +241,16 @@ class TrajectoryTransform(Transform):
         return batch
 
     def forward(self, batch: Any) -> Any:
-        return self._alone(batch)
+        return self._transform_whole(batch)
 
     # ---- environments ----
     def for_env(self: Self, specs: EnvSpecs) -> Self:
         here = copy.copy(self)
-        here._carried = None
-        here._start(specs)
+        here._carry_over = None
+        here._init_env_state(specs)
         return here
 
-    def _start(self, specs: EnvSpecs) -> None:
+    def _init_env_state(self, specs: EnvSpecs) -> None:
         """Sets the state of an environment before its first reset."""
         raise NotImplementedError
 
@@ -258,49 +258,49 @@ class TrajectoryTransform(Transform):
         return False
 
     def forward_stream(self, writing: WriteRequest) -> WriteRequest:
-        return self._next_piece(writing)
+        return self._continue_stream(writing)
 
-    def _next_piece(self, writing: WriteRequest) -> WriteRequest:
+    def _continue_stream(self, writing: WriteRequest) -> WriteRequest:
         """Continues from the last write; steps that another transform holds back change nothing here."""
         if writing.in_place:
             return writing
         if writing.rows_are_trajectories:
-            return writing.changed(lambda batch: self._alone(copy_containers(batch)))
+            return writing.changed(lambda batch: self._transform_whole(copy_containers(batch)))
         ordered = writing.in_order()
-        items, held, carried = ordered.items, ordered.held, self._carried
+        items, held, carried = ordered.items, ordered.held, self._carry_over
         if items is not None:
-            items, carried = self._piece(items, carried, writing.batch_dims)
+            items, carried = self._transform_piece(items, carried, writing.batch_dims)
         if held is not None:
-            held, _ = self._piece(held, carried, writing.batch_dims)
-        self._carried = carried
+            held, _ = self._transform_piece(held, carried, writing.batch_dims)
+        self._carry_over = carried
         return ordered._replace(items=items, held=held).in_form_of(writing)
 
-    def _piece(self, batch: Any, carried: CarryOver | None, dims: int) -> tuple[Any, CarryOver]:
+    def _transform_piece(self, batch: Any, carried: CarryOver | None, dims: int) -> tuple[Any, CarryOver]:
         batch = copy_containers(batch)
         now = self._trajectories(batch, dims)
         if now.done.numel() == 0:
             raise ValueError("nothing to add: the batch has no steps")
-        goes_on = torch.zeros_like(now.done[:, 0])
-        if carried is not None and carried.done.shape == goes_on.shape:
-            goes_on = ~carried.done.to(goes_on.device) & ~now.starts[:, 0]
+        continues = torch.zeros_like(now.done[:, 0])
+        if carried is not None and carried.done.shape == continues.shape:
+            continues = ~carried.done.to(continues.device) & ~now.starts[:, 0]
             if carried.ids is not None and now.ids is not None:
-                goes_on = goes_on & (carried.ids.to(goes_on.device) == now.ids[:, 0])
+                continues = continues & (carried.ids.to(continues.device) == now.ids[:, 0])
         elif carried is not None:
             carried = None
         with torch.no_grad():  # the value would keep the graph of all earlier batches
-            value = self._run(batch, now, goes_on, None if carried is None else carried.value)
+            value = self._run(batch, now, continues, None if carried is None else carried.value)
         ids = None if now.ids is None else now.ids[:, -1].clone()
         return batch, CarryOver(now.done[:, -1].clone(), ids, value)
 
     # ---- state ----
     def empty(self) -> None:
-        self._carried = None
+        self._carry_over = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._carried is None else self._carried._asdict()
+        return {} if self._carry_over is None else self._carry_over._asdict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._carried = CarryOver(**state) if state else None
+        self._carry_over = CarryOver(**state) if state else None
 
     def _settings(self) -> dict[str, Any]:
         settings = {"done_key": self.done_key, "traj_key": self.traj_key}
@@ -358,7 +358,7 @@ class RewardSum(TrajectoryTransform):
     def _sum_spec(self, spec: Any) -> Spec:
         return Unbounded(spec.shape, spec.device, spec.dtype if spec.dtype.is_floating_point else torch.int64)
 
-    def _start(self, specs: EnvSpecs) -> None:
+    def _init_env_state(self, specs: EnvSpecs) -> None:
         specs.require([source for source, _ in self._env_pairs], "RewardSum")
         self._of: list[Any] = [specs.entry(source) for source, _ in self._env_pairs]
         self._sums = [as_sum_dtype(spec.zero()) for spec in self._of]
@@ -382,19 +382,19 @@ class RewardSum(TrajectoryTransform):
             following.set(target, self._shown(total, reward.dtype))
         return following
 
-    def _run(self, batch: Any, trajectories: TrajectoryBounds, goes_on: Tensor, before: Any) -> Any:
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         first, left = trajectories.first(), []
         for i, (source, target) in enumerate(self._pairs(batch)):
             reward = require_tensor(batch, source, "RewardSum")
-            split = trajectories.strands.split(reward, source)
+            split = trajectories.view.split(reward, source)
             x = flatten_for_sum(split)
             if before is not None:
                 x = x.clone()
-                x[:, 0] += torch.where(goes_on.unsqueeze(-1), before[i].to(x.device), 0)
+                x[:, 0] += torch.where(continues.unsqueeze(-1), before[i].to(x.device), 0)
             total = running_sum(x, first)
             left.append(total[:, -1].clone())
             dtype = reward.dtype if reward.is_floating_point() else torch.int64
-            set_entry(batch, target, trajectories.strands.join(total.reshape(split.shape).to(dtype)))
+            set_entry(batch, target, trajectories.view.join(total.reshape(split.shape).to(dtype)))
         return left
 
 
@@ -446,7 +446,7 @@ class StepCounter(TrajectoryTransform):
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         return specs.with_entries({self.step_count_key: Unbounded(specs.done.shape, specs.done.device, torch.int64)})
 
-    def _start(self, specs: EnvSpecs) -> None:
+    def _init_env_state(self, specs: EnvSpecs) -> None:
         self._count: Tensor | None = None
         self._most = 0  # an upper bound of the counts, which saves reading them
 
@@ -469,15 +469,15 @@ class StepCounter(TrajectoryTransform):
             self._most = int(self._count.max())
         return following
 
-    def _run(self, batch: Any, trajectories: TrajectoryBounds, goes_on: Tensor, before: Any) -> Any:
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         done_key = self.done_key or first_key(batch, DONE_KEYS, "StepCounter")
         done = require_tensor(batch, done_key, "StepCounter")
         first = trajectories.first()
         count = trajectories.position - first
         if before is not None:
-            offset = torch.where(goes_on, before.to(count.device), 0).unsqueeze(-1)
+            offset = torch.where(continues, before.to(count.device), 0).unsqueeze(-1)
             count = count + torch.where(first == 0, offset, 0)
-        shaped = trajectories.strands.join(count)
+        shaped = trajectories.view.join(count)
         shaped = shaped.reshape(*shaped.shape, *[1] * (done.ndim - shaped.ndim)).expand(done.shape).contiguous()
         set_entry(batch, self.step_count_key, shaped)
         if done_key[0] == "next":
@@ -525,7 +525,7 @@ class InitTracker(TrajectoryTransform):
         """The key of the mark in an environment."""
         return [root_key(self.init_key)]
 
-    def _start(self, specs: EnvSpecs) -> None:
+    def _init_env_state(self, specs: EnvSpecs) -> None:
         """There is no state."""
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
@@ -535,11 +535,11 @@ class InitTracker(TrajectoryTransform):
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         return following.set(root_key(self.init_key), torch.zeros_like(following.get("done")))
 
-    def _run(self, batch: Any, trajectories: TrajectoryBounds, goes_on: Tensor, before: Any) -> Any:
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         done = require_tensor(batch, self.done_key or first_key(batch, DONE_KEYS, "InitTracker"), "InitTracker")
         init = trajectories.first() == trajectories.position
-        init[:, 0] = ~goes_on if before is not None else True
-        shaped = trajectories.strands.join(init)
+        init[:, 0] = ~continues if before is not None else True
+        shaped = trajectories.view.join(init)
         shaped = shaped.reshape(*shaped.shape, *[1] * (done.ndim - shaped.ndim)).expand(done.shape)
         set_entry(batch, self.init_key, shaped.contiguous())
         return True
@@ -607,10 +607,10 @@ class Reward2GoTransform(TrajectoryTransform):
         return batch
 
     def inv(self, batch: Any) -> Any:
-        return self._alone(batch if type(batch) is list else copy_containers(batch))
+        return self._transform_whole(batch if type(batch) is list else copy_containers(batch))
 
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
-        return self._next_piece(writing)
+        return self._continue_stream(writing)
 
     def changes_writes(self) -> bool:
         return True
@@ -623,7 +623,7 @@ class Reward2GoTransform(TrajectoryTransform):
             return super()._pairs(batch)
         return [(first_key(batch, REWARD_KEYS, "Reward2GoTransform"), self.out_keys[0])]
 
-    def _run(self, batch: Any, trajectories: TrajectoryBounds, goes_on: Tensor, before: Any) -> Any:
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         if not bool(trajectories.ends.any()):
             raise ValueError(
                 "no trajectory ends in this batch, so that the rewards to come are not known; extend by whole "
@@ -632,12 +632,12 @@ class Reward2GoTransform(TrajectoryTransform):
         last = trajectories.last()
         for source, target in self._pairs(batch):
             reward = require_tensor(batch, source, "Reward2GoTransform")
-            split = trajectories.strands.split(reward, source)
+            split = trajectories.view.split(reward, source)
             x = flatten_for_sum(split)
             x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
             to_go = discounted_to_go(x, last, self.gamma).reshape(split.shape)
             dtype = reward.dtype if reward.is_floating_point() else to_go.dtype
-            set_entry(batch, target, trajectories.strands.join(to_go.to(dtype)))
+            set_entry(batch, target, trajectories.view.join(to_go.to(dtype)))
         return None
 
     # Each batch is computed by itself: there is no state.

@@ -296,7 +296,7 @@ class StoredSteps:
         n = block_rows(RowLayout.of(self._read(lane, strand, start, start + 1), 1).payload_bytes)
         for begin in range(start, stop, n):
             end = min(begin + n, stop)
-            rows = without(self._read(lane, strand, begin, end), self._leave_out)
+            rows = pytree.without_entries(self._read(lane, strand, begin, end), self._leave_out)
             yield Block(rows, None if found is None else _within(found, begin, end))
 
     def _read(self, lane: int, strand: int, start: int, stop: int) -> Any:
@@ -354,7 +354,7 @@ class CollectedSteps:
     def _blocks_of(self, rows: Any) -> Iterator[Block]:
         ids, done = self._first(rows, self._id_keys), self._first(rows, (self._end_key,))
         if ids is None and done is None:
-            yield Block(without(rows.reshape(-1), self._leave_out), None)
+            yield Block(pytree.without_entries(rows.reshape(-1), self._leave_out), None)
             return
         if not self._open:
             self._open = [_Strand() for _ in range(len(rows))]
@@ -406,42 +406,19 @@ class _Strand:
         whole = torch.cat([*self._held, rows[:stop]]) if self._held else rows[:stop]
         lengths = np.diff(ends + 1 + before, prepend=0)
         self._held = [rows[stop:].clone()] if stop < n else []
-        yield Block(without(whole, leave_out), np.stack([lengths, np.zeros_like(lengths), lengths], 1))
+        yield Block(pytree.without_entries(whole, leave_out), np.stack([lengths, np.zeros_like(lengths), lengths], 1))
 
     def finish(self, leave_out: tuple[KeyPath, ...]) -> Iterator[Block]:
         """What is held, as a trajectory."""
         if self._held:
             rows = torch.cat(self._held)
             self._held = []
-            yield Block(without(rows, leave_out), np.array([[len(rows), 0, len(rows)]], np.int64))
+            yield Block(pytree.without_entries(rows, leave_out), np.array([[len(rows), 0, len(rows)]], np.int64))
 
 
 def block_rows(row_bytes: int) -> int:
     """How many steps of this size make a block."""
     return max(1, BLOCK_BYTES // max(1, row_bytes))
-
-
-def without(batch: Any, paths: tuple[KeyPath, ...]) -> Any:
-    """The batch without these keys; ValueError where it has them not."""
-    for path in paths:
-        if pytree.get_entry(batch, path) is None:
-            raise ValueError(f"exclude names {pytree.format_key(path)}, which the steps do not have")
-    if not paths:
-        return batch
-    if isinstance(batch, TensorDictBase):
-        return batch.exclude(*paths)
-    if isinstance(batch, dict):
-        return _pruned(batch, paths)
-    raise TypeError(f"exclude is for TensorDicts and dicts; the steps are a {type(batch).__name__}")
-
-
-def _pruned(batch: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
-    kept = {}
-    for key, value in batch.items():
-        below = [path[1:] for path in paths if path[0] == key]
-        if () not in below:
-            kept[key] = without(value, tuple(below))
-    return kept
 
 
 _SECONDS_APART = 0.1
