@@ -3,7 +3,6 @@
 .PHONY: test-native-sanitized torture torture-planted model
 
 SANITIZED := build/sanitized
-TORTURES := --deselect tests/native/test_torture.py
 
 # Leaks are not looked for: Python and torch keep memory until the end.
 test-native-sanitized: $(VENV)/.engram $(VENV)/.dev
@@ -19,9 +18,9 @@ test-native-sanitized: $(VENV)/.engram $(VENV)/.dev
 	PYTHONPATH=$(SANITIZED)/package ENGRAM_SANITIZED=1 \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	  $(VENV)/bin/python -m pytest -q -p no:cacheprovider --capture=sys tests/native -m "not long" $(TORTURES) $(PYTEST)
+	  $(VENV)/bin/python -m pytest -q -p no:cacheprovider --capture=sys tests/native -m "not long" $(PYTEST)
 
-TORTURE := $(VENV)/bin/python -m pytest -q -m long tests/native/test_torture.py tests/processes
+TORTURE := $(VENV)/bin/python -m pytest -q -m long tests/processes
 
 # Twenty minutes of writers, readers, kills, saves and forks; then the figures, of a machine that has nothing else to do.
 torture: $(VENV)/.engram $(VENV)/.dev

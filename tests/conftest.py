@@ -4,11 +4,8 @@
 one of each kind, so that a fault shows in `make test`, too. (`make test-search` looks for new examples.)
 """
 
-import ctypes
 import os
-import signal
 import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
@@ -17,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from contracts.programs import Program
 
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
@@ -58,9 +57,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-_DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
-
-
 @pytest.fixture
 def script(tmp_path):
     """`script(text, **names)` starts Python on a text, and ends it with the test, or with the process of the tests."""
@@ -69,24 +65,13 @@ def script(tmp_path):
     def start(text, **names):
         file = tmp_path / f"script_{len(started)}.py"
         file.write_text(textwrap.dedent(text).format(**names))
-        prctl = ctypes.CDLL(None).prctl
-        process = subprocess.Popen(
-            [sys.executable, str(file)],
-            **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
-            text=True,
-            start_new_session=True,
-            preexec_fn=lambda: (
-                prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL),
-                signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell that runs tests in the background ignores it
-            ),
-        )
-        started.append(process)
-        return process
+        started.append(Program(file))
+        return started[-1]
 
     yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    for program in started:
+        program.kill()
+        program.communicate()
 
 
 @pytest.fixture

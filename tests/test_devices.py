@@ -1,14 +1,11 @@
 """A device that is not there is told where it is asked for, before anything is made."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
 
+from contracts.programs import run_program
 from engram.collectors import MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, TensorStorage
 from engram.envs import GymEnv, ParallelEnv, SerialEnv
@@ -70,7 +67,7 @@ def test_looking_at_a_device_does_not_initialise_cuda():
         f"try:\n    LazyTensorStorage(10, device={MISSING!r})\nexcept ValueError:\n    pass\n"
         "assert not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+    run_program(code).check_returncode()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

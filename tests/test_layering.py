@@ -22,6 +22,7 @@ LAYERS = [
     [f"{BUFFERS}.checkpointing", f"{BUFFERS}.prefetch", f"{BUFFERS}.reader"],
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
     [f"{BUFFERS}.storages"],
+    ["engram.interop"],
     [f"{BUFFERS}.checkpointers"],
     ["engram.interop", "engram.data.datasets"],
     ["engram.checkpoint"],

@@ -1,4 +1,4 @@
-"""The conversions of episode data, for users; and small things that several parts need."""
+"""The operating system: free memory, the boot id, regular files, forks; and the lock of torch's random numbers."""
 
 from __future__ import annotations
 
@@ -6,33 +6,17 @@ import errno
 import os
 import stat
 import threading
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+
 # Of the wide unsigned integers torch can do little: most code takes their bits for signed ones.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
-def slots_tensor(made: Any) -> Tensor:
-    """int64 [n]: what the native core returned, which is a bytearray where torch lacks the exchange API."""
-    if isinstance(made, Tensor):
-        return made
-    return torch.frombuffer(made, dtype=torch.int64) if len(made) else torch.empty(0, dtype=torch.int64)
-
-
-def flags_tensor(made: Any, *shape: int) -> Tensor:
-    """bool of a shape: what the native core returned, which is a bytearray where torch lacks the exchange API."""
-    flags = made if isinstance(made, Tensor) else torch.frombuffer(made or bytearray(1), dtype=torch.bool)[: len(made)]
-    return flags.reshape(shape) if shape else flags
-
-
-def values_tensor(made: Any, dtype: torch.dtype) -> Tensor:
-    """[n] of this dtype, as `slots_tensor`."""
-    if isinstance(made, Tensor):
-        return made
-    return torch.frombuffer(made, dtype=dtype) if len(made) else torch.empty(0, dtype=dtype)
 
 
 def human_bytes(n: float) -> str:
@@ -46,21 +30,15 @@ def human_bytes(n: float) -> str:
 
 def open_regular(path: str | os.PathLike[str], flags: int, dir_fd: int | None = None) -> int:
     """Opens a file that is one: an OSError, at once, for links, pipes, devices and folders."""
-    return stat_regular(path, flags, dir_fd)[0]
-
-
-def stat_regular(path: str | os.PathLike[str], flags: int, dir_fd: int | None = None) -> tuple[int, os.stat_result]:
-    """As `open_regular`; also what the system says of the file."""
     # O_NONBLOCK means nothing for files; a pipe put in one's place must not make us wait for its other end.
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
     except BaseException:
         os.close(fd)
         raise
-    return fd, found
+    return fd
 
 
 def boot_id() -> bytes:
@@ -140,6 +118,26 @@ def _limits(root: str, path: str, limit: str, usage: str, stat: str, cache: str)
 def _read(path: str) -> str:
     with open(path) as f:
         return f.read().strip()
+
+
+def run_after_fork(callback: Callable[[], object]) -> None:
+    """Calls a function in every forked child, after those that were registered before it."""
+    os.register_at_fork(after_in_child=callback)
+
+
+def fork_registry(restart: Callable[[T], object]) -> weakref.WeakSet[T]:
+    """An empty set of objects, which it does not keep alive: `restart` is called with each of them in a forked child.
+
+    Sets run in the order in which they were made, so a module's objects come after those of the modules it imports.
+    """
+    live: weakref.WeakSet[T] = weakref.WeakSet()
+
+    def restart_all() -> None:
+        for each in list(live):
+            restart(each)
+
+    run_after_fork(restart_all)
+    return live
 
 
 # The innermost lock: who holds it takes no other, so that a fork may wait for it whatever the forking thread holds.

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard, Union
@@ -36,6 +38,9 @@ _MAX_DEPTH = 100
 
 
 # ---- what is it? ----
+_KEYED = (TensorDictBase, dict)
+
+
 def is_tensorclass(obj: Any) -> bool:
     """Whether it is an instance of a tensorclass (`NonTensorData` is one)."""
     return hasattr(type(obj), "_from_tensordict")
@@ -43,12 +48,14 @@ def is_tensorclass(obj: Any) -> bool:
 
 def has_keys(batch: Any) -> TypeGuard[Any]:
     """Whether its entries are read by key: a TensorDict, a dict or a tensorclass."""
-    return isinstance(batch, TensorDictBase | dict) or hasattr(type(batch), "_from_tensordict")
+    kind = type(batch)  # first what is most common: each sample of slices asks
+    return kind is TensorDict or isinstance(batch, _KEYED) or hasattr(kind, "_from_tensordict")
 
 
 def has_batch_size(batch: Any) -> TypeGuard[Any]:
     """Whether it has a `batch_size`, so that its batch dimensions need not be guessed: a TensorDict or tensorclass."""
-    return isinstance(batch, TensorDictBase) or hasattr(type(batch), "_from_tensordict")
+    kind = type(batch)
+    return kind is TensorDict or isinstance(batch, TensorDictBase) or hasattr(kind, "_from_tensordict")
 
 
 # ---- keys ----
@@ -576,7 +583,7 @@ class TreeSpec:
             return {"kind": "leaf", "leaf": self.leaf}
         if self.kind == "constant":
             return {"kind": "constant", "constant": self.constant}
-        children = [c.to_json() for c in self.children]
+        children = list(map(TreeSpec.to_json, self.children))
         return {"kind": self.kind, "keys": list(self.keys), "children": children, "batch": [*self.batch]}
 
     @classmethod
@@ -589,30 +596,32 @@ class TreeSpec:
             )
         if depth > _MAX_DEPTH:
             raise ValueError(f"a layout has a form of at most {_MAX_DEPTH} levels")
-        children = tuple(cls.from_json(c, depth + 1) for c in state.get("children", ()))
+        children = tuple(map(functools.partial(cls.from_json, depth=depth + 1), state.get("children", ())))
         keys, leaf, batch = tuple(state.get("keys", ())), state.get("leaf", -1), tuple(state.get("batch", ()))
         has_keys = kind in ("td", "dict")
         fits = len(keys) == (len(children) if has_keys else 0) and len(set(keys)) == len(keys)
         if not fits or (children and kind in ("leaf", "constant")):
             raise ValueError(f"a {kind} of a layout has the keys {keys[:9]} for {len(children)} entries")
-        if not all(type(key) is str for key in keys) or not all(type(n) is int and n >= 0 for n in (leaf + 1, *batch)):
+        sizes = (leaf + 1, *batch)
+        if not {*map(type, keys)} <= {str} or {*map(type, sizes)} != {int} or min(sizes) < 0:
             raise ValueError(f"a {kind} of a layout has the keys {keys[:9]}, the number {leaf!r}, the sizes {batch!r}")
         return cls(kind, leaf, keys, children, batch, state.get("constant"))
 
     def paths(self) -> list[KeyPath]:
         """The path of each leaf, by its number; ValueError where the numbers are not 0 to n - 1."""
-        leaves = sorted(((node.leaf, path) for node, path in self._walk() if node.kind == "leaf"), key=lambda x: x[0])
+        leaves = [(node.leaf, path) for node, path in self._nodes() if node.kind == "leaf"]
+        leaves.sort(key=operator.itemgetter(0))
         if [number for number, _ in leaves] != list(range(len(leaves))):
             raise ValueError("the leaves of a layout's form are not numbered from 0 on")
         return [path for _, path in leaves]
 
     def batches(self) -> dict[KeyPath, tuple[int, ...]]:
         """By path, the batch dimensions that TensorDicts have beyond those of the whole batch, where they have more."""
-        return {path: node.batch for node, path in self._walk() if node.batch}
+        return {path: node.batch for node, path in self._nodes() if node.batch}
 
     def constants(self) -> dict[KeyPath, Any]:
         """By path, the entries that are constants instead of tensors."""
-        return {path: node.constant for node, path in self._walk() if node.kind == "constant"}
+        return {path: node.constant for node, path in self._nodes() if node.kind == "constant"}
 
     @property
     def within(self) -> tuple[int, ...]:
@@ -624,22 +633,24 @@ class TreeSpec:
         leaf = numbers[self.leaf] if self.kind == "leaf" else self.leaf
         return dataclasses.replace(self, leaf=leaf, children=tuple(c.renumbered(numbers) for c in self.children))
 
-    def _walk(self, path: KeyPath = ()) -> Iterator[tuple[TreeSpec, KeyPath]]:
-        """Every node with its path."""
-        yield self, path
-        keys = self.keys or range(len(self.children))
-        for key, child in zip(keys, self.children, strict=True):
-            yield from child._walk(path if self.kind == "class" else (*path, key))
+    def _nodes(self) -> list[tuple[TreeSpec, KeyPath]]:
+        """Every node with its path; without recursion, as loads ask for it often."""
+        nodes: list[tuple[TreeSpec, KeyPath]] = [(self, ())]
+        for node, path in nodes:  # which grows meanwhile
+            keys = node.keys or range(len(node.children))
+            for key, child in zip(keys, node.children, strict=True):
+                nodes.append((child, path if node.kind == "class" else (*path, key)))
+        return nodes
 
     def is_plain(self) -> bool:
         """Whether the native codec takes this form: it consists of TensorDicts, dicts and leaves only."""
-        return self.kind in ("leaf", "td", "dict") and all(c.is_plain() for c in self.children)
+        return self.kind in ("leaf", "td", "dict") and all(map(TreeSpec.is_plain, self.children))
 
     def native(self) -> tuple[Any, ...]:
         """The form as the native codec takes it."""
         if self.kind == "leaf":
             return ("leaf", self.leaf)
-        items = tuple((k, c.native()) for k, c in zip(self.keys, self.children, strict=True))
+        items = tuple(zip(self.keys, map(TreeSpec.native, self.children), strict=True))
         return (self.kind, items, self.batch) if self.kind == "td" else (self.kind, items)
 
 

@@ -1,4 +1,4 @@
-// Where one batch ends and the next begins: whether the first new step goes on where the newest stored one stopped.
+// The border between two batches: whether the first new step continues the newest stored one.
 #pragma once
 #include <cstring>
 #include <vector>
@@ -7,93 +7,93 @@
 
 namespace engram {
 
-// Leaves of a batch of steps: element (time, strand) of leaf k lies at array + time * stride + strand * strand_stride.
+// Leaves of a batch of steps: element (time, env) of a leaf lies at array + time * stride + env * env_stride.
 struct LeafSource {
   size_t offset, bytes;
   const uint8_t* array;
-  ptrdiff_t stride, strand_stride;
-  const uint8_t* at(uint64_t time, uint64_t strand) const {
-    return array + static_cast<ptrdiff_t>(time) * stride + static_cast<ptrdiff_t>(strand) * strand_stride;
+  ptrdiff_t stride, env_stride;
+  const uint8_t* at(uint64_t time, uint64_t env) const {
+    return array + static_cast<ptrdiff_t>(time) * stride + static_cast<ptrdiff_t>(env) * env_stride;
   }
 };
 
-// A step says with its `next` entries what follows it. Where the newest stored step is not done, and the first new one is
-// not what it says, somebody else's steps begin: a seam, whatever the ids say. Where it is done and the ids of both are
-// the same, two counted from the same number: a seam, too.
+// The `next` entries of a step hold the observation that follows it. If the newest stored step is not done, and the first
+// new step differs from them, steps of another source begin: a seam, whatever the ids say. If it is done and both steps
+// have the same trajectory id, two sources used the same ids: also a seam.
 //
-// An entry that stands at the root and under `next` is evidence only if it agreed between the last two consecutive steps
-// that are joined: n-step rows, and what a transform changes on one side only, never agree.
+// An entry that exists at the root and under `next` is evidence only if it agreed between the last two steps of one
+// trajectory: in n-step rows, and where a transform changes one side only, it never agrees.
 class BorderCheck {
  public:
   explicit BorderCheck(const Store& store) : store_(store), rule_(store.border()) {}
 
-  // Whether the first of n new steps is one at which a trajectory begins.
+  // Whether a trajectory begins at the first of n new steps.
   bool begins(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) const {
     const BorderRule& rule = rule_;
-    if (rule.leaves != leaves.size()) return false;  // there is none
+    if (rule.leaves != leaves.size()) return false;  // no rule was set
     const LaneView view = store_.lanes.view(lane);
     if (view.rows() == 0) return false;
-    const uint64_t strands = store_.shape().strands;
+    const uint64_t envs = store_.geometry().envs;
     uint64_t differs = 0;
-    for (uint64_t strand = 0; strand < strands; ++strand) {
-      const uint8_t* newest = row(lane, strand, view.published - 1);
+    for (uint64_t env = 0; env < envs; ++env) {
+      const uint8_t* newest = row(lane, env, view.published - 1);
       const auto [any, all] = done(newest);
       if (any) {
-        if (all && rule.id && same(newest + rule.id->offset, leaves[rule.id->leaf].at(0, strand), rule.id->bytes)) return true;
+        if (all && rule.id && same(newest + rule.id->offset, leaves[rule.id->leaf].at(0, env), rule.id->bytes)) return true;
         continue;
       }
       for (size_t k = 0; k < rule.entries.size(); ++k) {
         const BorderRule::Entry& e = rule.entries[k];
-        if (!same(newest + e.next_offset, leaves[e.leaf].at(0, strand), e.bytes)) differs |= uint64_t{1} << k;
+        if (!same(newest + e.next_offset, leaves[e.leaf].at(0, env), e.bytes)) differs |= uint64_t{1} << k;
       }
     }
     return differs && (differs & evidence(view, lane, n, leaves)) != 0;
   }
 
  private:
-  static constexpr uint64_t kLookBack = 4096;  // rows, for a pair of joined ones
+  static constexpr uint64_t kLookBack = 4096;  // rows in which two consecutive steps of one trajectory are searched
 
-  const uint8_t* row(uint64_t lane, uint64_t strand, uint64_t number) const {
-    return store_.row(store_.physical(lane, strand, number % store_.shape().lane_capacity));
+  const uint8_t* row(uint64_t lane, uint64_t env, uint64_t sequence) const {
+    return store_.row(store_.physical(lane, env, sequence % store_.geometry().lane_capacity));
   }
   static bool same(const uint8_t* a, const uint8_t* b, size_t bytes) { return std::memcmp(a, b, bytes) == 0; }
-  // Whether some, and whether all of a step's flags are set.
+  // Whether any, and whether all of a step's flags are set.
   std::pair<bool, bool> done(const uint8_t* row) const {
     bool any = false, all = true;
     for (const BorderRule::Flag& flag : rule_.done)
       for (uint64_t i = 0; i < flag.bytes; ++i) row[flag.offset + i] ? any = true : all = false;
     return {any, rule_.either ? any : any && all};
   }
-  // Whether two steps are of trajectories that their ids tell apart: they are not joined, whatever their flags say.
+  // Whether two steps have different trajectory ids: they are not of one trajectory, whatever their flags say.
   bool other_ids(const uint8_t* a, const uint8_t* b) const {
     return rule_.id && !same(a + rule_.id->offset, b + rule_.id->offset, rule_.id->bytes);
   }
-  // Over the environments in which two steps are joined.
+  // Intersection over the environments in which two steps are of one trajectory.
   struct Agreed {
     uint64_t entries = ~kBorderKnown;
     bool any = false;
     void add(uint64_t here) { entries &= here, any = true; }
   };
-  // The entries, a bit each, that agreed between the last two joined steps, in every environment in which these are joined:
-  // of the lane, else of the batch. What was found stays known when the steps are gone.
+  // A bit for each entry that agreed between the last two steps of one trajectory, in every environment that has two: of the
+  // lane, else of the batch. The result is remembered when these steps are overwritten.
   uint64_t evidence(const LaneView& view, uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) const {
-    LaneHeader& known = store_.lanes.lane(lane);
+    LaneHeader& header = store_.lanes.lane(lane);
     const uint64_t newest = view.published - 1, floor = newest > kLookBack ? newest - kLookBack : 0;
-    const uint64_t looked = known.border_looked.load(std::memory_order_relaxed);
+    const uint64_t looked = header.border_looked.load(std::memory_order_relaxed);
     for (uint64_t k = newest; k > std::max({view.first, looked, floor}); --k) {
       if (store_.seam(lane, k)) continue;
       Agreed agreed;
-      for (uint64_t strand = 0; strand < store_.shape().strands; ++strand) {
-        const uint8_t* before = row(lane, strand, k - 1);
-        const uint8_t* after = row(lane, strand, k);
+      for (uint64_t env = 0; env < store_.geometry().envs; ++env) {
+        const uint8_t* before = row(lane, env, k - 1);
+        const uint8_t* after = row(lane, env, k);
         if (!done(before).first && !other_ids(before, after)) agreed.add(agreeing(before, after));
       }
       if (!agreed.any) continue;
-      known.border_agreed.store(agreed.entries | kBorderKnown, std::memory_order_relaxed);
+      header.border_agreed.store(agreed.entries | kBorderKnown, std::memory_order_relaxed);
       break;
     }
-    known.border_looked.store(newest, std::memory_order_relaxed);
-    const uint64_t agreed = known.border_agreed.load(std::memory_order_relaxed);
+    header.border_looked.store(newest, std::memory_order_relaxed);
+    const uint64_t agreed = header.border_agreed.load(std::memory_order_relaxed);
     return agreed & kBorderKnown ? agreed & ~kBorderKnown : n < 2 ? 0 : evidence_of(leaves);
   }
   uint64_t agreeing(const uint8_t* before, const uint8_t* after) const {
@@ -104,28 +104,28 @@ class BorderCheck {
     }
     return agreed;
   }
-  // The same of the first two steps of a batch.
+  // The same for the first two steps of a batch.
   uint64_t evidence_of(const std::vector<LeafSource>& leaves) const {
     Agreed agreed;
-    for (uint64_t strand = 0; strand < store_.shape().strands; ++strand) {
-      if (first_is_done(leaves, strand)) continue;
+    for (uint64_t env = 0; env < store_.geometry().envs; ++env) {
+      if (first_is_done(leaves, env)) continue;
       if (rule_.id) {
         const LeafSource& ids = leaves[rule_.id->leaf];
-        if (!same(ids.at(0, strand), ids.at(1, strand), rule_.id->bytes)) continue;
+        if (!same(ids.at(0, env), ids.at(1, env), rule_.id->bytes)) continue;
       }
       uint64_t here = 0;
       for (size_t k = 0; k < rule_.entries.size(); ++k) {
         const BorderRule::Entry& e = rule_.entries[k];
-        if (same(leaves[e.next_leaf].at(0, strand), leaves[e.leaf].at(1, strand), e.bytes)) here |= uint64_t{1} << k;
+        if (same(leaves[e.next_leaf].at(0, env), leaves[e.leaf].at(1, env), e.bytes)) here |= uint64_t{1} << k;
       }
       agreed.add(here);
     }
     return agreed.any ? agreed.entries : 0;
   }
-  bool first_is_done(const std::vector<LeafSource>& leaves, uint64_t strand) const {
+  bool first_is_done(const std::vector<LeafSource>& leaves, uint64_t env) const {
     for (const BorderRule::Flag& flag : rule_.done)
       for (uint64_t i = 0; i < flag.bytes; ++i)
-        if (leaves[flag.leaf].at(0, strand)[i]) return true;
+        if (leaves[flag.leaf].at(0, env)[i]) return true;
     return false;
   }
 

@@ -23,17 +23,17 @@ struct type_caster<std::vector<T>> : list_caster<std::vector<T>, T> {
       return false;
     }
     const auto n = static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr()));
-    std::vector<T> made;
-    made.reserve(n);
+    std::vector<T> values;
+    values.reserve(n);
     flags = flags_for_local_caster<T>(flags);
     make_caster<T> item;
     for (size_t i = 0; i < n; ++i) {
       if (!item.from_python(PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)), flags, cleanup) ||
           !item.template can_cast<T>())
         return false;
-      made.push_back(item.operator cast_t<T>());
+      values.push_back(item.operator cast_t<T>());
     }
-    this->value = std::move(made);
+    this->value = std::move(values);
     return true;
   }
 };

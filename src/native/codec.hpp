@@ -1,6 +1,5 @@
-// Between Python's batches and leaves: which leaf of a TensorDict or dict goes where in a row, and back.
-// This is the fast path: it takes what it knows to be plain and says no to all else; Python then names the fault
-// or makes the batch plain.
+// Converts between Python's batches and packed rows: where each leaf of a TensorDict or dict lies in a row, and back.
+// This is the fast path: it takes plain data and rejects all else; Python then converts the batch or names what is wrong.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -17,7 +16,7 @@
 namespace engram {
 
 constexpr size_t kGilBytes = 256 << 10;  // larger copies release the GIL
-constexpr size_t kBigLeaf = 256 << 10;   // a leaf of a batch of this size has a block of its own
+constexpr size_t kBigLeaf = 256 << 10;   // a leaf of this size in a batch gets a block of its own
 constexpr size_t kMostLeafBytes = size_t{1} << 40;
 constexpr size_t kSequenceBytes = 8;
 
@@ -37,13 +36,13 @@ struct Node {
   mutable std::vector<int64_t> size_lead;
 };
 
-// A checked batch: where its leaves lie, and everything that must live until they are copied.
+// A checked batch: where its leaves lie, and all objects that must live until they are copied.
 struct Plan {
   Plan() = default;
   Plan(Plan&&) = default;
   Plan(const Plan&) = delete;
-  size_t steps = 0, strands = 1;
-  bool single = false;  // one step of one strand, without batch dimensions
+  size_t steps = 0, envs = 1;
+  bool single = false;  // one step of one environment, without batch dimensions
   std::vector<LeafSource> leaves;
   std::vector<nb::object> keep;
   std::vector<Buffer> buffers;
@@ -77,6 +76,7 @@ class Codec {
   const std::vector<Leaf>& leaves() const { return leaves_; }
   // Leaves that a plan writes: also the one that no batch has.
   size_t sources() const { return leaves_.size() + sequence_.has_value(); }
+  std::optional<size_t> sequence() const { return sequence_; }
   // Where the row's last leaf ends.
   size_t row_end() const {
     size_t end = sequence_ ? *sequence_ + kSequenceBytes : 0;
@@ -84,35 +84,35 @@ class Codec {
     return end;
   }
 
-  // batch_dims 0: one step; 1: [time]; 2: [strand, time] or, with time_dim 0, [time, strand].
-  // time_dim -1 with batch_dims 1: [strand], one time step. `extra` is a (key, value) of the root that the batch
-  // need not hold; it goes before what the batch has there. None: not plain, or not of this layout.
+  // batch_dims 0: one step; 1: [time]; 2: [environment, time] or, with time_dim 0, [time, environment].
+  // time_dim -1 with batch_dims 1: [environment], one time step. `extra` is a (key, value) of the root, which
+  // replaces the batch's own entry if it has one. None: not plain, or not of this layout.
   std::optional<Plan> check(nb::handle batch, int batch_dims, int time_dim, nb::handle extra) const {
     check_dims(batch_dims, time_dim);
-    std::vector<nb::object> found(leaves_.size());
+    std::vector<nb::object> values(leaves_.size());
     PyObject *key = nullptr, *value = nullptr;
     if (!extra.is_none()) {
       if (!PyTuple_Check(extra.ptr())) throw nb::type_error("extra must be a tuple of a key and a value");
       if (!PyArg_ParseTuple(extra.ptr(), "OO", &key, &value)) throw nb::python_error();
     }
-    if (!has_tree_ || !flatten(root_, batch.ptr(), found, key, value)) return std::nullopt;
+    if (!has_tree_ || !flatten(root_, batch.ptr(), values, key, value)) return std::nullopt;
     Plan plan;
     plan.scalars.reserve(scalars_reserved_);
     plan.leaves.reserve(sources()), plan.keep.reserve(leaves_.size());
     for (size_t k = 0; k < leaves_.size(); ++k)
-      if (!take(k, found[k].ptr(), batch_dims, time_dim, false, plan)) return std::nullopt;
-    for (nb::object& o : found) plan.keep.push_back(std::move(o));
+      if (!take(k, values[k].ptr(), batch_dims, time_dim, plan)) return std::nullopt;
+    for (nb::object& o : values) plan.keep.push_back(std::move(o));
     finish(plan, batch_dims);
     return plan;
   }
-  // A list of leaves in layout order; `raw`: only item sizes are compared (dtypes that buffers cannot name).
-  std::optional<Plan> check_list(nb::list list, int batch_dims, int time_dim, bool raw) const {
+  // A list of leaves in layout order.
+  std::optional<Plan> check_list(nb::list list, int batch_dims, int time_dim) const {
     check_dims(batch_dims, time_dim);
     if (nb::len(list) != leaves_.size()) return std::nullopt;
     Plan plan;
     plan.scalars.reserve(scalars_reserved_);
     for (size_t k = 0; k < leaves_.size(); ++k)
-      if (k >= nb::len(list) || !take(k, plan.keep.emplace_back(list[k]).ptr(), batch_dims, time_dim, raw, plan))
+      if (k >= nb::len(list) || !take(k, plan.keep.emplace_back(list[k]).ptr(), batch_dims, time_dim, plan))
         return std::nullopt;
     finish(plan, batch_dims);
     return plan;
@@ -148,8 +148,8 @@ class Codec {
                       (batch_dims == 2 && (time_dim == 0 || time_dim == 1));
     if (!good) throw nb::value_error("batch_dims must be 0 to 2, time_dim one of them (or -1 with one)");
   }
-  // What torch can hold: it must never refuse a tensor that was made over our memory.
-  static bool known(DType d) {
+  // Dtypes of torch: it must never refuse a tensor that is made over our memory.
+  static bool is_supported(DType d) {
     switch (d.code) {
       case kDLInt: case kDLUInt: return d.bits == 8 || d.bits == 16 || d.bits == 32 || d.bits == 64;
       case kDLFloat: return d.bits == 16 || d.bits == 32 || d.bits == 64;
@@ -162,10 +162,10 @@ class Codec {
   void add_leaf(nb::tuple spec) {
     Leaf leaf;
     leaf.dtype = {nb::cast<uint8_t>(spec[0]), nb::cast<uint8_t>(spec[1])};
-    if (!known(leaf.dtype)) throw nb::value_error("a leaf has a dtype that tensors do not have");
+    if (!is_supported(leaf.dtype)) throw nb::value_error("a leaf has a dtype that tensors do not have");
     leaf.itemsize = leaf.dtype.bits / 8;
     leaf.bytes = leaf.itemsize;
-    size_t span = leaf.itemsize;  // as if no dimension were 0: strides are computed so
+    size_t span = leaf.itemsize;  // as if no dimension were 0, as for strides
     for (nb::handle d : nb::cast<nb::tuple>(spec[2])) {
       const auto size = nb::cast<int64_t>(d);
       if (size < 0 || (size > 0 && span > kMostLeafBytes / static_cast<size_t>(size)))
@@ -200,11 +200,11 @@ class Codec {
   }
 
   // ---- in ----
-  // Leaves are held: looking at one (or comparing keys) can run Python code, which could drop the others.
-  bool flatten(const Node& node, PyObject* o, std::vector<nb::object>& found, PyObject* extra_key = nullptr,
+  // Holds references: looking at a leaf (or comparing keys) can run Python code, which could drop other leaves.
+  bool flatten(const Node& node, PyObject* o, std::vector<nb::object>& values, PyObject* extra_key = nullptr,
                PyObject* extra = nullptr) const {
     if (node.kind == Node::kLeaf) {
-      found[node.leaf] = nb::borrow(o);
+      values[node.leaf] = nb::borrow(o);
       return true;
     }
     nb::object held;
@@ -223,26 +223,22 @@ class Codec {
                             ? extra
                             : PyDict_GetItemWithError(o, key.ptr());
       if (!value) return PyErr_Clear(), false;
-      if (!flatten(child, nb::object(nb::borrow(value)).ptr(), found)) return false;
+      if (!flatten(child, nb::object(nb::borrow(value)).ptr(), values)) return false;
     }
     return true;
   }
 
-  bool take(size_t k, PyObject* o, int batch_dims, int time_dim, bool raw, Plan& plan) const {
+  bool take(size_t k, PyObject* o, int batch_dims, int time_dim, Plan& plan) const {
     const Leaf& leaf = leaves_[k];
-    DLTensor t{};
-    if (torch_api().view(o, t)) {
+    if (TensorView t; t.of(o)) {
       if (leaf.lazy_bits && lazy(o)) return false;
-      Strided s{static_cast<const uint8_t*>(t.data) + t.byte_offset, {t.dtype.code, t.dtype.bits}, t.ndim, t.shape,
-                t.strides, false};
-      if (place(leaf, s, batch_dims, time_dim, raw, k, plan)) return true;
-      if (!inner_strided(leaf, s, batch_dims)) return false;
+      if (place(leaf, t, batch_dims, time_dim, k, plan)) return true;
+      if (!inner_strided(leaf, t, batch_dims)) return false;
       nb::object tidy = nb::borrow(o).attr("contiguous")();
-      if (!torch_api().view(tidy.ptr(), t)) return false;
-      s = {static_cast<const uint8_t*>(t.data) + t.byte_offset, {t.dtype.code, t.dtype.bits}, t.ndim, t.shape,
-           t.strides, false};
+      TensorView whole;
+      if (!whole.of(tidy.ptr())) return false;
       plan.keep.push_back(tidy);
-      return place(leaf, s, batch_dims, time_dim, raw, k, plan);
+      return place(leaf, whole, batch_dims, time_dim, k, plan);
     }
     const int is_scalar = PyObject_IsInstance(o, scalar_type_.ptr());
     if (is_scalar < 0) PyErr_Clear();
@@ -251,13 +247,11 @@ class Codec {
       DType dtype{};
       if (!buffer.get(o)) return false;
       const Py_buffer& v = buffer.view();
-      if (!raw && !dtype_of_format(v.format, v.itemsize, dtype)) return false;
-      if (v.itemsize > 16 || (!v.buf && v.len > 0)) return false;
-      if (raw) dtype = {0, static_cast<uint8_t>(8 * v.itemsize)};
+      if (!dtype_of_format(v.format, v.itemsize, dtype) || (!v.buf && v.len > 0)) return false;
       Strided s{static_cast<const uint8_t*>(v.buf), dtype, v.ndim, reinterpret_cast<const int64_t*>(v.shape),
                 reinterpret_cast<const int64_t*>(v.strides), true};
       plan.buffers.push_back(std::move(buffer));
-      return place(leaf, s, batch_dims, time_dim, raw, k, plan);
+      return place(leaf, s, batch_dims, time_dim, k, plan);
     }
     return batch_dims == 0 && leaf.shape.empty() && take_number(leaf, o, plan);
   }
@@ -273,22 +267,21 @@ class Codec {
       if (nb::steal(PyObject_GetAttr(o, version)).is_valid()) return false;
     }
     PyErr_Clear();
-    if (!torch_api().lazy_bits) return true;
     nb::object answer = nb::steal(PyObject_CallFunctionObjArgs(torch_api().lazy_bits, o, nullptr));
     if (!answer.is_valid()) return PyErr_Clear(), true;
     return answer.ptr() != Py_False;
   }
 
  private:
-  // The right leaf but for gaps between the elements of one step.
+  // Whether a leaf fits except for gaps between the elements of one step.
   static bool inner_strided(const Leaf& leaf, const Strided& s, int batch_dims) {
     return s.dtype == leaf.dtype && s.ndim == batch_dims + static_cast<int>(leaf.shape.size());
   }
 
-  static bool place(const Leaf& leaf, const Strided& s, int batch_dims, int time_dim, bool raw, size_t k, Plan& plan) {
+  static bool place(const Leaf& leaf, const Strided& s, int batch_dims, int time_dim, size_t k, Plan& plan) {
     const int inner = static_cast<int>(leaf.shape.size());
     if (s.ndim != batch_dims + inner) return false;
-    if (raw ? s.dtype.bits / 8u != leaf.itemsize : !(s.dtype == leaf.dtype)) return false;
+    if (!(s.dtype == leaf.dtype)) return false;
     auto stride = [&](int d) -> int64_t {
       if (s.strides) return s.in_bytes ? s.strides[d] : s.strides[d] * static_cast<int64_t>(leaf.itemsize);
       int64_t step = static_cast<int64_t>(leaf.itemsize);
@@ -298,18 +291,18 @@ class Codec {
     int64_t expected = static_cast<int64_t>(leaf.itemsize);
     for (int d = inner - 1; d >= 0; --d) {
       if (s.shape[batch_dims + d] != leaf.shape[d]) return false;
-      if (leaf.shape[d] > 1 && stride(batch_dims + d) != expected) return false;
+      if (leaf.bytes > 0 && leaf.shape[d] > 1 && stride(batch_dims + d) != expected) return false;
       expected *= leaf.shape[d];
     }
-    size_t steps = 1, strands = 1;
+    size_t steps = 1, envs = 1;
     LeafSource source{leaf.offset, leaf.bytes, s.data, 0, 0};
     for (int d = 0; d < batch_dims; ++d) {
       const bool time = d == time_dim;
-      (time ? steps : strands) = static_cast<size_t>(s.shape[d]);
-      (time ? source.stride : source.strand_stride) = stride(d);
+      (time ? steps : envs) = static_cast<size_t>(s.shape[d]);
+      (time ? source.stride : source.env_stride) = stride(d);
     }
-    if (k > 0 && (plan.steps != steps || plan.strands != strands)) return false;
-    plan.steps = steps, plan.strands = strands;
+    if (k > 0 && (plan.steps != steps || plan.envs != envs)) return false;
+    plan.steps = steps, plan.envs = envs;
     plan.leaves.push_back(source);
     return true;
   }
@@ -336,9 +329,9 @@ class Codec {
     } else {
       return false;
     }
-    if (!plan.leaves.empty() && (plan.steps != 1 || plan.strands != 1)) return false;
-    plan.steps = plan.strands = 1;
-    plan.scalars.push_back(bytes);  // reserved: never moves
+    if (!plan.leaves.empty() && (plan.steps != 1 || plan.envs != 1)) return false;
+    plan.steps = plan.envs = 1;
+    plan.scalars.push_back(bytes);  // never moves, as room is reserved
     plan.leaves.push_back({leaf.offset, leaf.bytes, plan.scalars.back().data(), 0, 0});
     return true;
   }
@@ -353,7 +346,7 @@ class Codec {
       plan.carries_sequence = true;
       row += kSequenceBytes;
     }
-    plan.bytes = row * plan.steps * plan.strands;
+    plan.bytes = row * plan.steps * plan.envs;
   }
 
   // ---- out ----

@@ -22,47 +22,47 @@ inline uint64_t below(uint64_t random, uint64_t n) {
 // Rows of all lanes at one moment, and the slot of the i-th of them.
 class RowMap {
  public:
-  explicit RowMap(const Lanes& lanes) : capacity_(lanes.capacity()), strands_(lanes.strands()) {
+  explicit RowMap(const Lanes& lanes) : capacity_(lanes.capacity()), envs_(lanes.envs()) {
     for (uint64_t l = 0; l < lanes.count(); ++l) {
       const LaneView v = lanes.view(l);
       add(v.first, v.rows());
     }
   }
-  RowMap(uint64_t capacity, uint64_t strands) : capacity_(capacity), strands_(strands) {}
+  RowMap(uint64_t capacity, uint64_t envs) : capacity_(capacity), envs_(envs) {}
   void add(uint64_t first, uint64_t rows) {
     parts_.push_back({first, rows, rows ? first % capacity_ : 0});
-    total_ += rows * strands_;
+    total_ += rows * envs_;
   }
   uint64_t total() const { return total_; }
   // Oldest first, lane after lane.
   int64_t by_age(uint64_t i) const {
-    uint64_t time = i, strand = 0;
-    if (strands_ > 1) time = i / strands_, strand = i - time * strands_;
+    uint64_t time = i, env = 0;
+    if (envs_ > 1) time = i / envs_, env = i - time * envs_;
     uint64_t lane = 0;
     while (time >= parts_[lane].rows) time -= parts_[lane++].rows;
     uint64_t slot = parts_[lane].first_slot + time;
     if (slot >= capacity_) slot -= capacity_;
-    return static_cast<int64_t>((lane * capacity_ + slot) * strands_ + strand);
+    return static_cast<int64_t>((lane * capacity_ + slot) * envs_ + env);
   }
-  // In the order of slots, lane after lane; also gives the row's lane and write number.
-  int64_t by_slot(uint64_t i, uint64_t& lane, uint64_t& number) const {
-    uint64_t time = i, strand = 0;
-    if (strands_ > 1) time = i / strands_, strand = i - time * strands_;
+  // In the order of slots, lane after lane; also gives the row's lane and sequence.
+  int64_t by_slot(uint64_t i, uint64_t& lane, uint64_t& sequence) const {
+    uint64_t time = i, env = 0;
+    if (envs_ > 1) time = i / envs_, env = i - time * envs_;
     lane = 0;
     while (time >= parts_[lane].rows) time -= parts_[lane++].rows;
     const Part& p = parts_[lane];
     const uint64_t before_wrap = std::min(p.rows, capacity_ - p.first_slot);  // rows from `first` to the ring's end
     const uint64_t wrapped = p.rows - before_wrap;
-    number = p.first + (time < wrapped ? before_wrap + time : time - wrapped);
-    const uint64_t slot = number % capacity_;
-    return static_cast<int64_t>((lane * capacity_ + slot) * strands_ + strand);
+    sequence = p.first + (time < wrapped ? before_wrap + time : time - wrapped);
+    const uint64_t slot = sequence % capacity_;
+    return static_cast<int64_t>((lane * capacity_ + slot) * envs_ + env);
   }
 
  private:
   struct Part {
     uint64_t first, rows, first_slot;
   };
-  uint64_t capacity_, strands_, total_ = 0;
+  uint64_t capacity_, envs_, total_ = 0;
   std::vector<Part> parts_;
 };
 

@@ -14,24 +14,24 @@ constexpr char kMagic[8] = {'E', 'N', 'G', 'R', 'A', 'M', 'S', '1'};
 constexpr uint32_t kVersion = 2;
 constexpr uint32_t kLaneVersion = 1;
 constexpr uint64_t kLogEntries = 8192;
-constexpr uint64_t kLogBatch = 2048;       // that one change enters before the log's head moves, at most
+constexpr uint64_t kLogBatch = 2048;       // most entries of one change before the log's head moves
 constexpr uint64_t kReservedBytes = 4096;  // of each reserved page
 
-// What a store may have beyond what all have: bit i of `features` is called kFeatures[i]. Whoever does not know a bit
-// that is set must not touch the store; the file carries the names, so that the refusal can tell which one it is.
+// Optional features of a store: bit i of `features` is called kFeatures[i]. Code that does not know a set bit must refuse
+// the store; the file carries the names, so that the error can say which feature it is.
 constexpr const char* kFeatures[] = {"trailers"};
 constexpr uint64_t kHasTrailer = 1;
 
-// What never changes after the store was made; `crc` covers the bytes before it.
-struct Shape {
+// The constant part of the header, written when the store is made; `crc` covers the bytes before it.
+struct StoreGeometry {
   char magic[8];
   uint32_t version;
-  uint32_t lane_version;    // of each lane's block, which carries it as well
+  uint32_t lane_version;    // of each lane's header, which repeats it
   uint64_t features;
-  char feature_names[128];  // of the bits that are set, lowest first, with commas between
+  char feature_names[128];  // of the set bits, lowest first, separated by commas
   uint64_t lanes;
   uint64_t lane_capacity;   // time steps
-  uint64_t strands;         // environments that share a lane's counters
+  uint64_t envs;         // environments that share a lane's counters
   uint64_t payload_bytes;   // of one row, without its trailer
   uint64_t row_stride;      // payload and trailer, a multiple of the alignment
   uint64_t seams_offset;    // a bit for each time slot
@@ -41,7 +41,7 @@ struct Shape {
   uint64_t log_offset;      // kLogEntries slots (uint64)
   uint64_t redo_offset;
   uint64_t redo_bytes;
-  uint64_t consumers_offset;  // reserved: counters of those who consume rows
+  uint64_t consumers_offset;  // reserved: counters of consumers
   uint64_t arena_offset;      // reserved: counters of a second ring, of bytes
   uint64_t rows_offset;
   uint64_t total_bytes;
@@ -49,14 +49,14 @@ struct Shape {
   uint32_t layout_crc;      // of the layout's JSON
   uint32_t crc;
 };
-static_assert(sizeof(Shape) == 304);
+static_assert(sizeof(StoreGeometry) == 304);
 
 struct StoreHeader {
   union {
-    Shape shape;
-    uint8_t shape_lines[512];
+    StoreGeometry geometry;
+    uint8_t geometry_lines[512];
   };
-  alignas(64) Counter incarnation;  // odd while write numbers start again (empty, loads); raised twice by each
+  alignas(64) Counter incarnation;  // odd while sequences start again (empty, loads); raised twice by each
   alignas(64) Counter edits;        // odd while rows are changed in place; raised twice by each change
   Counter log_head;                 // in-place writes ever entered in the log
   Counter replaced;                 // sequences ever given to rows that were written over others out of turn
@@ -76,8 +76,8 @@ struct LaneHeader {
   Counter term;                   // raised when a process takes the lane, and by recovery
   alignas(64) uint32_t version;   // kLaneVersion
   uint32_t version_unused;
-  Counter border_looked;          // where batches meet: up to this row the writer has looked for two that are joined,
-  Counter border_agreed;          // and the entries that agreed between the last two, a bit each; kBorderKnown: there were two
+  Counter border_looked;          // border rule: the writer has searched for two consecutive steps up to this row,
+  Counter border_agreed;          // and a bit for each entry that agreed between the last two; kBorderKnown: there were two
   uint8_t unused[512 - 256 - 24];
 };
 static_assert(sizeof(LaneHeader) == 512);
@@ -86,16 +86,16 @@ constexpr uint64_t kBorderKnown = uint64_t{1} << 63;
 // The end of each row of a store that outlives its processes.
 struct Trailer {
   static constexpr uint64_t kSeam = uint64_t{1} << 63;
-  uint64_t number_and_seam;  // the row's write number; the highest bit: a trajectory begins here
+  uint64_t sequence_and_seam;  // the row's sequence; the highest bit: a trajectory begins here
   uint32_t term;
-  uint32_t crc;              // CRC32C over store id, physical row, payload, number and seam, term
-  uint64_t number() const { return number_and_seam & ~kSeam; }
-  bool seam() const { return number_and_seam & kSeam; }
+  uint32_t crc;              // CRC32C over store id, physical row, payload, sequence and seam, term
+  uint64_t sequence() const { return sequence_and_seam & ~kSeam; }
+  bool seam() const { return sequence_and_seam & kSeam; }
 };
 static_assert(sizeof(Trailer) == 16);
 
 struct RedoHeader {
-  std::atomic<uint32_t> state;  // kRedoMarked: the entry is whole and may be only half applied
+  std::atomic<uint32_t> state;  // kRedoMarked: the entry is complete, and may be applied in part
   uint32_t crc;                 // over rows, row_stride and the entries
   uint64_t rows;
   uint64_t row_stride;

@@ -1,4 +1,4 @@
-// The protocol of one lane: what its writer stores and what readers load, in which order. Nothing else.
+// The protocol of one lane: the order in which its writer stores and its readers load the counters, rows and seams.
 // docs/memory-model.md explains each step. `Memory` is the machine's (StdMemory) or that of the model (tests/model), which
 // runs this very code under every order of loads and stores that the C++ memory model allows.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace engram {
 
-// What an ordered access keeps apart. The model takes each away and shows that readers then believe wrong rows.
+// The accesses that need an order. The model removes each one and shows that readers then accept wrong rows.
 enum class Order {
   kClaimBeforeRows,     // A2: no byte of a new row is seen by somebody who does not see the claim
   kRowsBeforePublish,   // A4: whoever sees `published` sees the whole rows
@@ -31,14 +31,14 @@ struct StdMemory {
   static void acquire_fence(Order) { std::atomic_thread_fence(std::memory_order_acquire); }
 };
 
-// What a reader saw of one lane: rows [first, published) exist.
+// A reader's view of one lane: rows [first, published) exist.
 struct LaneView {
   uint64_t claimed = 0, published = 0, first = 0;
   uint64_t rows() const { return published > first ? published - first : 0; }
 };
 
-// Rows that a writer replaces at a time, and that its death in the middle therefore costs at most: in a store that others
-// see 64 time steps, and 64 KB of each environment; an eighth of the lane where that is less; one step at least.
+// How many time steps a writer overwrites at a time; a kill in the middle loses at most these. In a shared store 64 steps
+// and 64 KB of each environment; an eighth of the lane where that is less; at least one step.
 constexpr uint64_t kClaimSteps = 64, kClaimBytes = 64 << 10, kClaimParts = 8;
 inline uint64_t claim_steps(uint64_t capacity, uint64_t row_stride, bool others_see_it) {
   uint64_t most = capacity / kClaimParts;
@@ -57,8 +57,8 @@ struct LaneProtocol {
   Word* seams;  // a bit for each time slot; null where the rows are kept elsewhere
   uint64_t capacity;
 
-  // ---- the writer: one at a time ----
-  // Announces that the n rows after `published` are being written; returns the first one's number.
+  // ---- the writer: one process at a time ----
+  // Announces that the n rows after `published` are being written; returns the first one's sequence.
   uint64_t claim(uint64_t n) const {
     const uint64_t at = Memory::load(published);
 #ifndef ENGRAM_PLANT_CLAIM_AFTER_COPY
@@ -70,8 +70,7 @@ struct LaneProtocol {
 #endif
     return at;
   }
-  // Says of n rows that have been claimed where a trajectory begins whatever their flags and ids say: with `begins` at
-  // the first of them, nowhere else.
+  // Writes the seam bits of n claimed rows: with `begins` the first row gets one, the others get none.
   void mark(uint64_t at, uint64_t n, bool begins) const {
     if (!seams) return;
     for (uint64_t slot = at % capacity; n > 0; begins = false) {
@@ -84,32 +83,32 @@ struct LaneProtocol {
       slot = slot + take == capacity ? 0 : slot + take, n -= take;
     }
   }
-  // Makes the n rows from `at` on visible. They have been written whole, and marked.
+  // Makes the n rows from `at` on visible. They are completely written and their seam bits are set.
   void publish(uint64_t at, uint64_t n) const {
 #ifdef ENGRAM_PLANT_CLAIM_AFTER_COPY
     raise_claimed(at + n);
 #endif
     Memory::release(published, at + n, Order::kRowsBeforePublish);  // A4
   }
-  // One piece: `copy(number)` writes the rows.
+  // Appends one piece: `copy(sequence)` writes the rows.
   template <class Copy>
   void append(uint64_t n, bool begins, Copy&& copy) const {
     const uint64_t at = claim(n);
     copy(at);             // A3
-    mark(at, n, begins);  // A3, too
+    mark(at, n, begins);  // A3
     publish(at, n);
   }
 
-  // ---- readers: look, read rows and seams, then `first_after_reading`: rows below it are not to be believed ----
+  // ---- readers: `look`, read rows and seams, `after_reading`, `first_now`: rows below that must be discarded ----
   LaneView look() const {
     LaneView v;
     v.published = Memory::acquire(published, Order::kPublishBeforeRows);  // R1
-    v.claimed = Memory::load(claimed);  // may be old: rows that have gone since are noticed at R4
-    // Claimed is never below published in a sound header; a damaged one must not show more rows than there is room for.
+    v.claimed = Memory::load(claimed);  // may be outdated: rows overwritten since then are noticed at R4
+    // In an intact header `claimed` is never below `published`; a damaged one must not show more rows than fit.
     v.first = first_of(std::max(v.claimed, v.published));
     return v;
   }
-  // Whether a trajectory begins at row w because somebody else took over there, or was told that one begins.
+  // Whether row w has a seam: another writer took over there, or the writer was told that a trajectory begins.
   bool seam(uint64_t w) const {
     const uint64_t slot = w % capacity;
     return seams && (Memory::load(seams[slot / kPerWord]) >> slot % kPerWord & 1);
@@ -129,7 +128,7 @@ struct LaneProtocol {
   static void after_reading() { Memory::acquire_fence(Order::kRowsBeforeCheck); }  // R3
   uint64_t first_now() const { return first_of(Memory::load(claimed)); }          // R4
 
-  // ---- rows that are changed in place, by whoever is alone with the store ----
+  // ---- in-place changes, by a process that has the store to itself ----
   template <class Change>
   static void edit(Word& edits, Change&& change) {
     const uint64_t odd = Memory::load(edits) | 1;

@@ -1,5 +1,5 @@
-// Lanes: who may believe which rows. One process appends to a lane; anybody reads at any time.
-// Each fence is explained in docs/memory-model.md; ENGRAM_PLANT_* builds put in its place the reordering that it forbids.
+// Lanes: which rows exist and which of them a reader may trust. One process appends to a lane; any process reads.
+// Each fence is explained in docs/memory-model.md; ENGRAM_PLANT_* builds replace it by the reordering that it forbids.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -10,30 +10,30 @@
 #include "crc32c.hpp"
 #include "header.hpp"
 #include "lane_protocol.hpp"
-#include "region.hpp"
+#include "mapping.hpp"
 
 namespace engram {
 
-// The write number that a slot of a lane holds, without dividing by the capacity once a row.
-struct SlotNumbers {
+// The sequence of the row in a slot of a lane, without a division for each row.
+struct SlotSequences {
   uint64_t newest = 0, newest_slot = 0, capacity = 1, first = 0;
   bool any = false;
-  SlotNumbers() = default;
-  SlotNumbers(const LaneView& v, uint64_t lane_capacity) : capacity(lane_capacity), first(v.first) {
+  SlotSequences() = default;
+  SlotSequences(const LaneView& v, uint64_t lane_capacity) : capacity(lane_capacity), first(v.first) {
     any = v.rows() > 0;
     if (any) newest = v.published - 1, newest_slot = newest % capacity;
   }
   // False: the slot holds no row.
-  bool find(uint64_t slot, uint64_t& number) const {
+  bool find(uint64_t slot, uint64_t& sequence) const {
     if (!any) return false;
     const uint64_t back = slot <= newest_slot ? newest_slot - slot : newest_slot + capacity - slot;
     if (back > newest) return false;
-    number = newest - back;
-    return number >= first;
+    sequence = newest - back;
+    return sequence >= first;
   }
 };
 
-// Read at the start and the end of a read: equal means that nothing but appends went on between.
+// Compared before and after a read: where both are equal, only appends happened in between.
 struct Epoch {
   uint64_t incarnation = 0, edits = 0;
   bool operator==(const Epoch& o) const { return incarnation == o.incarnation && edits == o.edits; }
@@ -45,20 +45,20 @@ class Lanes {
   using Protocol = LaneProtocol<StdMemory>;
 
   Lanes() = default;
-  // `shape` was checked; the copy in the store may change under us (a damaged disk, another process).
-  Lanes(StoreHeader* header, LaneHeader* lanes, Counter* seams, const Shape& shape, bool others_see_it)
-      : header_(header), lanes_(lanes), seams_(shape.seams_bytes ? seams : nullptr), shape_(shape),
-        piece_(claim_steps(shape.lane_capacity, shape.row_stride, others_see_it)) {}
+  // `geometry` is a checked copy: the one in the store may change at any time (a damaged disk, another process).
+  Lanes(StoreHeader* header, LaneHeader* lanes, Counter* seams, const StoreGeometry& geometry, bool others_see_it)
+      : header_(header), lanes_(lanes), seams_(geometry.seams_bytes ? seams : nullptr), geometry_(geometry),
+        piece_(claim_steps(geometry.lane_capacity, geometry.row_stride, others_see_it)) {}
 
-  const Shape& shape() const { return shape_; }
-  uint64_t count() const { return shape().lanes; }
-  uint64_t capacity() const { return shape().lane_capacity; }
-  uint64_t strands() const { return shape().strands; }
+  const StoreGeometry& geometry() const { return geometry_; }
+  uint64_t count() const { return geometry().lanes; }
+  uint64_t capacity() const { return geometry().lane_capacity; }
+  uint64_t envs() const { return geometry().envs; }
   StoreHeader& header() const { return *header_; }
   LaneHeader& lane(uint64_t l) const { return lanes_[l]; }
   Protocol protocol(uint64_t l) const {
     LaneHeader& h = lanes_[l];
-    Counter* const seams = seams_ ? seams_ + l * (shape_.seams_bytes / sizeof(Counter)) : nullptr;
+    Counter* const seams = seams_ ? seams_ + l * (geometry_.seams_bytes / sizeof(Counter)) : nullptr;
     return {h.claimed, h.published, h.base, seams, capacity()};
   }
 
@@ -90,26 +90,26 @@ class Lanes {
     return total;
   }
 
-  // ---- alone ----
-  // Write numbers start again. The incarnation is odd meanwhile, so that `mend` notices a kill.
+  // ---- for a process that has the store to itself ----
+  // Before and after sequences are reset. The incarnation is odd in between, so that `repair` notices a kill.
   void begin_change() const {
     if (header_->incarnation.load() % 2 == 0) header_->incarnation.fetch_add(1);
   }
   void end_change() const {
     if (header_->incarnation.load() % 2 == 1) header_->incarnation.fetch_add(1);
   }
-  // Every row is gone, the cursor is 0. Numbers never go back, so that a reader's old number finds nothing.
+  // Drops every row and sets the cursor to 0. Sequences never go back, so that a reader's old sequence finds no row.
   void empty(bool reset_count) const {
     begin_change();
     for (uint64_t l = 0; l < count(); ++l) empty_lane(l, reset_count);
     end_change();
   }
-  // Whoever is killed inside leaves a lane that shows nothing, and what `mend` needs to finish emptying it: `base`
-  // says where the numbers go on, `durable` how many rows were ever written.
+  // A kill in here leaves a lane without rows, and what `repair` needs to finish emptying it: `base` says where sequences
+  // continue, `durable` how many rows were ever written.
   void set_counters(uint64_t l, uint64_t base, uint64_t published, uint64_t origin) const {
     LaneHeader& h = lanes_[l];
     h.durable.store(published - origin);
-    h.base.store(kMoving | published);
+    h.base.store(kInTransition | published);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     h.origin.store(origin);
     h.border_agreed.store(0), h.border_looked.store(0);
@@ -119,7 +119,7 @@ class Lanes {
     h.base.store(base);
     h.durable.store(base);
   }
-  // Trajectories begin at those of the rows [base, published) that at(0), ..., at(n - 1) say, and at no others.
+  // Sets the seams of rows [base, published) to at(0), ..., at(n - 1), and clears all others.
   template <typename At>
   void set_seams(uint64_t l, uint64_t base, uint64_t published, uint64_t n, At&& at) const {
     const Protocol lane = protocol(l);
@@ -127,14 +127,14 @@ class Lanes {
     for (uint64_t i = 0; i < n; ++i)
       if (const uint64_t w = at(i); w >= base && w < published) lane.mark(w, 1, true);
   }
-  // Finishes an `empty` that a kill interrupted, and empties what an interrupted `loads` left.
-  void mend() const {
+  // Finishes an `empty` that was killed, and empties lanes that a killed `loads` left half filled.
+  void repair() const {
     const bool interrupted = header_->incarnation.load() % 2 == 1;
     for (uint64_t l = 0; l < count(); ++l) {
       LaneHeader& h = lanes_[l];
       const uint64_t base = h.base.load();
-      if (base & kMoving) {
-        const uint64_t at = base & ~kMoving;
+      if (base & kInTransition) {
+        const uint64_t at = base & ~kInTransition;
         set_counters(l, at, at, at - h.durable.load());
       } else if (interrupted) {
         empty_lane(l, false);
@@ -148,7 +148,7 @@ class Lanes {
   }
 
  private:
-  static constexpr uint64_t kMoving = uint64_t{1} << 63;
+  static constexpr uint64_t kInTransition = uint64_t{1} << 63;
   void empty_lane(uint64_t l, bool reset_count) const {
     LaneHeader& h = lanes_[l];
     const uint64_t at = h.published.load();
@@ -159,7 +159,7 @@ class Lanes {
   StoreHeader* header_ = nullptr;
   LaneHeader* lanes_ = nullptr;
   Counter* seams_ = nullptr;
-  Shape shape_{};
+  StoreGeometry geometry_{};
   uint64_t piece_ = 1;
 };
 

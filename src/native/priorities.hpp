@@ -1,4 +1,4 @@
-// Priorities of stored rows: taken in from what was written, changed by learners, drawn by.
+// Priorities of stored rows: new rows are followed, learners set priorities, rows are drawn in proportion to them.
 #pragma once
 #include <cmath>
 #include <optional>
@@ -9,20 +9,20 @@
 
 namespace engram {
 
-// A stored row whose priority is 0: the smallest normal number, because 0 says that a slot holds no row. (Not a subnormal
-// number, which threads may be told to take for 0.)
+// Stands for a stored row of priority 0, because 0 means that a slot holds no row. The smallest normal number: threads may
+// be set to treat subnormal ones as 0.
 constexpr double kZeroPriority = std::numeric_limits<double>::min();
-// Sums of as many leaves as there can be rows stay finite.
+// Sums of as many leaves as a store can have rows stay finite.
 constexpr double kMostLeaf = 1e280;
 
-// x to the power y, for x of 0 or more: to the precision of a float, three times as fast as `std::pow`.
+// x to the power y for x >= 0, to float precision, three times as fast as `std::pow`.
 inline double quick_power(double x, float y) {
   if (x > 1e-30 && x < 1e30 && std::fabs(y) <= 1) return powf(static_cast<float>(x), y);
   return std::pow(x, static_cast<double>(y));
 }
 
-// What a priority p is drawn by: (p + eps)^alpha.
-struct Exponent {
+// The transform of priorities before they are summed: (p + eps)^alpha.
+struct PriorityTransform {
   double alpha = 0.6, eps = 1e-8;
   double leaf(double p) const {
     if (p == kZeroPriority) p = 0;
@@ -31,37 +31,37 @@ struct Exponent {
     return leaf <= kZeroPriority ? 0 : leaf;
   }
   bool takes(double p) const { return p >= 0 && std::isfinite(p) && leaf(p) <= kMostLeaf; }
-  bool same(const Exponent& o) const { return alpha == o.alpha && eps == o.eps; }
+  bool same(const PriorityTransform& o) const { return alpha == o.alpha && eps == o.eps; }
 };
 
-// Which rows the slots of a draw meant. A slot may hold another row by the time it is read, whole, for which the weight of
-// the one that was drawn is wrong.
+// The rows that the slots of a draw referred to. A slot may hold another whole row by the time it is read, for which the
+// weight of the drawn one would be wrong.
 class DrawnRows {
  public:
-  // Of a follower that has looked just before the draw.
+  // `follower` has polled just before the draw.
   explicit DrawnRows(const Follower& follower) : first_(follower) {}
 
-  // Whether all rows still are as they were drawn: call after the rows were copied.
+  // Whether no row has changed since the draw: call after the rows were copied.
   bool lasts(const Store& store) const {
     std::atomic_thread_fence(std::memory_order_acquire);
     return later_.empty() && first_.lasts(store);
   }
-  // Places in the batch whose slots hold other rows than those that were drawn, or rows that were changed in place: call
-  // after the rows were copied.
+  // Positions in the batch whose slots hold other rows than the drawn ones, or rows that were changed in place: call after
+  // the rows were copied.
   std::vector<uint32_t> stale(const Store& store, const int64_t* slots, size_t n) const {
     std::atomic_thread_fence(std::memory_order_acquire);
-    std::vector<uint32_t> found;
+    std::vector<uint32_t> places;
     for (uint32_t k = 0; k <= later_.size(); ++k) {
       const Moment& moment = k == 0 ? first_ : later_[k - 1];
       if (moment.lasts(store)) continue;
       const Changes changes(moment, store);
       for (size_t i = 0; i < n; ++i)
         if ((i < which_.size() ? which_[i] : 0) == k && changes.touch(static_cast<uint64_t>(slots[i])))
-          found.push_back(static_cast<uint32_t>(i));
+          places.push_back(static_cast<uint32_t>(i));
     }
-    return found;
+    return places;
   }
-  // These places of the batch were drawn anew.
+  // These positions of the batch were drawn again.
   void replace(const std::vector<uint32_t>& places, const DrawnRows& fresh) {
     later_.push_back(fresh.first_);
     for (uint32_t place : places) {
@@ -76,74 +76,75 @@ class DrawnRows {
     uint64_t incarnation, log;
     explicit Moment(const Follower& f) : seen(f.seen()), incarnation(f.incarnation()), log(f.log()) {}
 
-    bool same_numbers(const Store& store) const {
+    bool same_sequences(const Store& store) const {
       return store.header()->incarnation.load(std::memory_order_relaxed) == incarnation &&
-             seen.size() == store.shape().lanes;
+             seen.size() == store.geometry().lanes;
     }
-    // Whether every row that was there still is, as it was.
+    // Whether every row of that moment is still stored and unchanged.
     bool lasts(const Store& store) const {
-      if (!same_numbers(store) || store.header()->log_head.load(std::memory_order_relaxed) != log) return false;
+      if (!same_sequences(store) || store.header()->log_head.load(std::memory_order_relaxed) != log) return false;
       for (uint64_t l = 0; l < seen.size(); ++l)
         if (store.lanes.first_now(l) > seen[l].first) return false;
       return true;
     }
   };
-  // What has happened since.
+  // What changed since a moment.
   class Changes {
    public:
-    Changes(const Moment& moment, const Store& store) : shape_(store.shape()) {
+    Changes(const Moment& moment, const Store& store) : geometry_(store.geometry()) {
       const uint64_t head = store.header()->log_head.load(std::memory_order_relaxed);
-      all_ = !moment.same_numbers(store) || head - moment.log > kLogEntries;
+      all_ = !moment.same_sequences(store) || head - moment.log > kLogEntries;
       if (all_) return;
-      const auto* entries = reinterpret_cast<const Counter*>(store.at(shape_.log_offset));
+      const auto* entries = reinterpret_cast<const Counter*>(store.at(geometry_.log_offset));
       for (uint64_t i = moment.log; i < head; ++i)
         edited_.push_back(entries[i % kLogEntries].load(std::memory_order_relaxed));
       std::sort(edited_.begin(), edited_.end());
-      for (uint64_t l = 0; l < shape_.lanes; ++l) {
+      for (uint64_t l = 0; l < geometry_.lanes; ++l) {
         LaneView then;
         then.published = moment.seen[l].published, then.first = moment.seen[l].first;
-        numbers_.emplace_back(then, shape_.lane_capacity);
+        sequences_.emplace_back(then, geometry_.lane_capacity);
         first_.push_back(store.lanes.first_now(l));
       }
     }
     bool touch(uint64_t slot) const {
       if (all_ || std::binary_search(edited_.begin(), edited_.end(), slot)) return true;
-      const uint64_t time = slot / shape_.strands, lane = time / shape_.lane_capacity;
-      uint64_t number = 0;
-      return lane < shape_.lanes && numbers_[lane].find(time % shape_.lane_capacity, number) && number < first_[lane];
+      const uint64_t time = slot / geometry_.envs, lane = time / geometry_.lane_capacity;
+      uint64_t sequence = 0;
+      return lane < geometry_.lanes && sequences_[lane].find(time % geometry_.lane_capacity, sequence) &&
+             sequence < first_[lane];
     }
 
    private:
-    const Shape& shape_;
+    const StoreGeometry& geometry_;
     bool all_ = false;
     std::vector<uint64_t> edited_, first_;
-    std::vector<SlotNumbers> numbers_;
+    std::vector<SlotSequences> sequences_;
   };
 
   Moment first_;                 // of the draw
-  std::vector<Moment> later_;    // of draws of some places anew
-  std::vector<uint32_t> which_;  // of each place: 0: the first, i: of later_[i - 1]; places beyond its end: the first
+  std::vector<Moment> later_;    // of later draws of some positions
+  std::vector<uint32_t> which_;  // for each position: 0: first_, i: later_[i - 1]; positions beyond its end: first_
 };
 
-// Priorities by slot. A row that comes gets the highest priority seen (`within`: the highest among the rows stored then);
-// one that goes has none. Follows one store at a time and starts anew with another.
+// Priorities by slot. A new row gets the highest priority ever set (`max_within_buffer`: the highest among the stored rows);
+// an overwritten one has none. Follows one store at a time and restarts with another.
 class Priorities {
  public:
-  // With `starts` only rows that `open_starts` has opened can be drawn.
-  Priorities(double alpha, double eps, bool within, bool starts = false)
-      : exponent_{alpha, eps}, within_(within), starts_(starts) {}
+  // With `starts` only rows that `open_starts` has opened are drawn.
+  Priorities(double alpha, double eps, bool max_within_buffer, bool starts = false)
+      : transform_{alpha, eps}, max_within_buffer_(max_within_buffer), starts_(starts) {}
 
   // ---- following ----
-  void look(const Store& store) {
+  void poll(const Store& store) {
     same_store_ = follower_.follows(store);
-    follower_.look(store, Visitor{*this, store});
+    follower_.poll(store, Visitor{*this, store});
     if (edited_.empty()) return;
     batch_.clear();
-    const double priority = new_priority(), leaf = exponent_.leaf(priority);
+    const double priority = new_priority(), leaf = transform_.leaf(priority);
     for (uint64_t slot : edited_)
       if (holds(slot)) batch_.push_back({slot, priority, leaf});
     apply();
-    edited_.clear();  // only now: where memory ran out the next look goes on with them
+    edited_.clear();  // only now: if memory ran out, the next poll continues with them
   }
   void forget() {
     follower_.forget();
@@ -157,30 +158,30 @@ class Priorities {
   }
   double total() const { return tree_ ? tree_->total() : 0; }
   double lowest() const { return tree_ ? tree_->lowest() : 0; }
-  // The priority that a row gets when it comes.
+  // The priority of new rows.
   double new_priority() const {
-    if (!within_) return seen_;
+    if (!max_within_buffer_) return seen_;
     const double best = tree_ ? tree_->highest() : 0;
     if (best == kZeroPriority) return 0;
     return best > 0 ? best : latest_;
   }
 
-  // Opens the rows at which slices can start, as far as the index knows them: it has looked, and then this has. A slice
-  // has `length` rows of one trajectory; with `cut` it may end with it, and every row is a start. O(1) a new row.
+  // Opens the rows at which slices can start, as far as the index has them (it polls first, then this). A slice has `length`
+  // rows of one trajectory; with `cut` it may be shorter, and every row is a start. O(1) for each new row.
   void open_starts(const Store& store, const EpisodeIndex& index, uint64_t length, bool cut) {
     if (cut) length = 1;
     if (reopen_ || length_ != length || restarts_ != index.restarts() || edits_ != index.edits()) {
       close_all();
-      opened_.assign(index.strands(), 0);
+      opened_.assign(index.envs(), 0);
       reopen_ = false, length_ = length, restarts_ = index.restarts(), edits_ = index.edits();
     }
-    const Shape& s = store.shape();
+    const StoreGeometry& s = store.geometry();
     for (uint64_t k = 0; k < opened_.size(); ++k) {
-      const uint64_t lane = k / index.per_lane(), published = index.known(lane).published;
+      const uint64_t lane = k / index.per_lane(), published = index.indexed(lane).published;
       const Follower::Seen& seen = follower_.seen()[lane];
       const uint64_t replaced = seen.published > s.lane_capacity ? seen.published - s.lane_capacity : 0;
       uint64_t& next = opened_[k];
-      next = std::max({next, index.known(lane).first, seen.first, replaced});
+      next = std::max({next, index.indexed(lane).first, seen.first, replaced});
       Trajectory t;
       while (next < published && index.find(k, next, t)) {
         const uint64_t end = t.stop + 1 > length ? t.stop + 1 - length : 0;
@@ -191,7 +192,7 @@ class Priorities {
     }
   }
 
-  // ---- drawing; `look` comes first, and total() is above 0 ----
+  // ---- drawing: after `poll`, where total() is above 0 ----
   void draw(uint64_t seed, int64_t* slots, double* leaves, size_t n) const {
     constexpr size_t kBlock = 256;  // their nodes stay in the first-level cache
     double prefix[kBlock];
@@ -221,13 +222,13 @@ class Priorities {
     }
   }
 
-  // ---- changing; `look` comes first ----
+  // ---- changing: after `poll` ----
   struct Change {
     uint64_t slot;
     double priority, leaf;
   };
   bool holds(uint64_t slot) const { return slot < capacity_ && tree_->beside(slot) > 0; }
-  // Sets the priorities of rows that are stored: of one slot named twice the last one stays.
+  // Sets the priorities of stored rows; of a slot that is named twice the last one counts.
   void set(std::vector<Change>& changes) {
     batch_.swap(changes);
     apply();
@@ -235,21 +236,23 @@ class Priorities {
   }
   void skip(uint64_t n) { skipped_ += n; }
   uint64_t skipped() const { return skipped_; }
-  const Exponent& exponent() const { return exponent_; }
-  // Has what changes of these slots need brought from memory.
-  void bring(const int64_t* slots, size_t n) const {
-    if (tree_) tree_->bring(slots, n);
+  const PriorityTransform& transform() const { return transform_; }
+  // Brings what changes of these slots touch into the cache.
+  void prefetch(const int64_t* slots, size_t n) const {
+    if (tree_) tree_->prefetch(slots, n);
   }
-  double priority(uint64_t slot) const { return holds(slot) && tree_->beside(slot) > kZeroPriority ? tree_->beside(slot) : 0; }
+  double priority(uint64_t slot) const {
+    return holds(slot) && tree_->beside(slot) > kZeroPriority ? tree_->beside(slot) : 0;
+  }
   double highest_seen() const { return std::max(seen_, latest_); }
-  void use(Exponent exponent) {
-    exponent_ = exponent;
+  void use(PriorityTransform transform) {
+    transform_ = transform;
     if (!tree_) return;
     double last = 0, leaf = 0;
     for (uint64_t slot = 0; slot < capacity_; ++slot) {
-      if (raw(slot) != last) last = raw(slot), leaf = last > 0 ? exponent_.leaf(last) : 0;
+      if (raw(slot) != last) last = raw(slot), leaf = last > 0 ? transform_.leaf(last) : 0;
       const double now = drawable(slot) ? leaf : 0;
-      if (tree_->leaf(slot) != now) tree_->leaf(slot) = now;  // pages that hold no row stay untouched
+      if (tree_->leaf(slot) != now) tree_->leaf(slot) = now;  // pages without rows stay untouched
     }
     rebuild();
   }
@@ -265,40 +268,40 @@ class Priorities {
     for (const auto& lane : follower_.seen()) s.seen.push_back({lane.first, std::max(lane.first, lane.published)});
     return s;
   }
-  // Calls with each known row's slot: lane after lane, oldest first.
+  // Calls visit(lane, sequence, slot) for each row: lane after lane, oldest first.
   template <typename Visit>
-  static void each_row(const Shape& shape, const std::vector<std::pair<uint64_t, uint64_t>>& seen, Visit&& visit) {
+  static void each_row(const StoreGeometry& geometry, const std::vector<std::pair<uint64_t, uint64_t>>& seen, Visit&& visit) {
     for (uint64_t l = 0; l < seen.size(); ++l)
       for (uint64_t w = seen[l].first; w < seen[l].second; ++w)
-        for (uint64_t strand = 0; strand < shape.strands; ++strand) visit(l, w, slot_of(shape, l, w, strand));
+        for (uint64_t env = 0; env < geometry.envs; ++env) visit(l, w, slot_of(geometry, l, w, env));
   }
-  // Goes on with what `state` and the priorities of its rows say, as far as these rows are stored; others are new.
+  // Continues with a state and the priorities of its rows, as far as these rows are stored; other rows are new.
   void resume(const Store& store, const State& state, const double* priorities) {
     start(store);
     seen_ = state.highest, latest_ = state.latest, skipped_ = state.skipped;
-    const Shape& s = store.shape();
-    std::vector<Follower::Seen> there(s.lanes);
+    const StoreGeometry& s = store.geometry();
+    std::vector<Follower::Seen> stored(s.lanes);
     for (uint64_t l = 0; l < s.lanes && l < state.seen.size(); ++l) {
       const LaneView view = store.lanes.view(l);
-      there[l].published = std::min(state.seen[l].second, view.published);
-      there[l].first = std::min(view.first, there[l].published);
-      // Rows that were gone when the state was taken, though not yet when the rows were saved.
-      const uint64_t known = std::clamp(state.seen[l].first, there[l].first, there[l].published);
-      if (known > there[l].first) fill(s, l, there[l].first, known, new_priority());
+      stored[l].published = std::min(state.seen[l].second, view.published);
+      stored[l].first = std::min(view.first, stored[l].published);
+      // Rows that the state does not have any more, but that the saved rows still had.
+      const uint64_t old = std::clamp(state.seen[l].first, stored[l].first, stored[l].published);
+      if (old > stored[l].first) fill(s, l, stored[l].first, old, new_priority());
     }
     size_t i = 0;
     each_row(s, state.seen, [&](uint64_t l, uint64_t w, uint64_t slot) {
       const double p = priorities[i++];
-      if (l >= there.size() || w < there[l].first || w >= there[l].published) return;
+      if (l >= stored.size() || w < stored[l].first || w >= stored[l].published) return;
       reserve(slot + 1);
       raw(slot) = std::max(p, kZeroPriority);
-      if (drawable(slot)) tree_->leaf(slot) = exponent_.leaf(raw(slot));
+      if (drawable(slot)) tree_->leaf(slot) = transform_.leaf(raw(slot));
     });
-    follower_.resume(store, std::move(there));
+    follower_.resume(store, std::move(stored));
     rebuild();
   }
   const std::vector<Follower::Seen>& seen() const { return follower_.seen(); }
-  // Which rows the slots mean that are drawn until the next look.
+  // The rows that slots refer to which are drawn before the next poll.
   DrawnRows drawn() const { return DrawnRows(follower_); }
 
  private:
@@ -310,16 +313,16 @@ class Priorities {
       self.edited_.clear();
       if (!self.same_store_) self.seen_ = self.latest_ = 1, self.skipped_ = 0;
     }
-    void vanished(uint64_t lane, uint64_t from, uint64_t to) { self.fill(store.shape(), lane, from, to, {}); }
+    void vanished(uint64_t lane, uint64_t from, uint64_t to) { self.fill(store.geometry(), lane, from, to, {}); }
     void rows(uint64_t lane, uint64_t from, uint64_t to) {
-      if (self.within_) {
-        // All new rows get what the first of them got, whether it is still stored or not: from then on there was always
-        // one as high.
+      if (self.max_within_buffer_) {
+        // All new rows get what the first of them gets, whether that is still stored or not: from then on a row of that
+        // priority was always stored.
         const uint64_t first = self.follower_.seen()[lane].published;
-        self.fill(store.shape(), lane, first, first + 1, {});
+        self.fill(store.geometry(), lane, first, first + 1, {});
         self.latest_ = self.new_priority();
       }
-      self.fill(store.shape(), lane, from, to, self.new_priority());
+      self.fill(store.geometry(), lane, from, to, self.new_priority());
     }
     void edited(uint64_t slot) { self.edited_.push_back(slot); }
   };
@@ -327,7 +330,7 @@ class Priorities {
   // The priority of a slot as it was given; 0 where it holds no row.
   double& raw(uint64_t slot) { return tree_->beside(slot); }
 
-  // A storage without limit says 2^40: trees grow with what is in it.
+  // The capacity of a storage without limit is 2^40: its tree grows with its rows.
   static constexpr uint64_t kAtOnce = uint64_t{1} << 32;
   void start(const Store& store) { make(store.slots() <= kAtOnce ? store.slots() : 1024); }
   void reserve(uint64_t slots) {
@@ -336,11 +339,11 @@ class Priorities {
     const uint64_t n = capacity_;
     make(std::bit_ceil(slots));
     for (uint64_t slot = 0; slot < n; ++slot) raw(slot) = old.beside(slot);
-    use(exponent_);
+    use(transform_);
   }
   void make(uint64_t slots) {
-    SumTree tree(slots, within_);
-    if (starts_) open_ = Region::map(-1, round_up(std::max<uint64_t>(slots, 1), kWide));
+    SumTree tree(slots, max_within_buffer_);
+    if (starts_) open_ = MappedRegion::map(-1, round_up(std::max<uint64_t>(slots, 1), kWide));
     tree_.emplace(std::move(tree));
     reopen_ = true;
     capacity_ = slots;
@@ -350,19 +353,19 @@ class Priorities {
   }
 
   // Rows of a lane, whose slots are consecutive up to the ring's end; at most a whole lane.
-  void fill(const Shape& s, uint64_t lane, uint64_t from, uint64_t to, std::optional<double> priority) {
+  void fill(const StoreGeometry& s, uint64_t lane, uint64_t from, uint64_t to, std::optional<double> priority) {
     const uint64_t start = from % s.lane_capacity, n = to - from, before_wrap = std::min(n, s.lane_capacity - start);
     const uint64_t base = lane * s.lane_capacity;
-    fill_slots((base + start) * s.strands, (base + start + before_wrap) * s.strands, priority);
-    if (n > before_wrap) fill_slots(base * s.strands, (base + n - before_wrap) * s.strands, priority);
+    fill_slots((base + start) * s.envs, (base + start + before_wrap) * s.envs, priority);
+    if (n > before_wrap) fill_slots(base * s.envs, (base + n - before_wrap) * s.envs, priority);
   }
   void fill_slots(uint64_t from, uint64_t to, std::optional<double> priority) {
     if (!priority) to = std::min(to, capacity_);
     if (from >= to) return;
     reserve(to);
-    const double kept = priority ? std::max(*priority, kZeroPriority) : 0;
-    const double leaf = priority && !starts_ ? exponent_.leaf(kept) : 0;
-    for (uint64_t slot = from; slot < to; ++slot) tree_->leaf(slot) = leaf, raw(slot) = kept;
+    const double given = priority ? std::max(*priority, kZeroPriority) : 0;
+    const double leaf = priority && !starts_ ? transform_.leaf(given) : 0;
+    for (uint64_t slot = from; slot < to; ++slot) tree_->leaf(slot) = leaf, raw(slot) = given;
     if (starts_) std::memset(open_->data() + from, 0, to - from);
     tree_->refresh(from / kWide, (to - 1) / kWide);
   }
@@ -371,50 +374,50 @@ class Priorities {
   void close_all() {
     std::memset(open_->data(), 0, capacity_);
     for (uint64_t slot = 0; slot < capacity_; ++slot)
-      if (tree_->leaf(slot) != 0) tree_->leaf(slot) = 0;  // pages that hold no row stay untouched
+      if (tree_->leaf(slot) != 0) tree_->leaf(slot) = 0;  // pages without rows stay untouched
     rebuild();
   }
-  void open(const Shape& s, uint64_t lane, uint64_t strand, uint64_t from, uint64_t to) {
-    touched_.clear();
-    touched_.reserve(to - from);  // all memory before the first change
+  void open(const StoreGeometry& s, uint64_t lane, uint64_t env, uint64_t from, uint64_t to) {
+    dirty_.clear();
+    dirty_.reserve(to - from);  // allocate before the first change
     double last = 0, leaf = 0;
     for (uint64_t w = from; w < to; ++w) {
-      const uint64_t slot = slot_of(s, lane, w, strand);
+      const uint64_t slot = slot_of(s, lane, w, env);
       if (!holds(slot)) continue;
-      if (raw(slot) != last) last = raw(slot), leaf = exponent_.leaf(last);
+      if (raw(slot) != last) last = raw(slot), leaf = transform_.leaf(last);
       open_->data()[slot] = 1;
       tree_->leaf(slot) = leaf;
-      if (touched_.nodes().empty() || touched_.nodes().back() != slot / kWide) touched_.add(slot / kWide);
+      if (dirty_.nodes().empty() || dirty_.nodes().back() != slot / kWide) dirty_.add(slot / kWide);
     }
-    tree_->refresh(touched_);
+    tree_->refresh(dirty_);
   }
 
   // Enters the changes in `batch_`.
   void apply() {
-    touched_.clear();
-    touched_.reserve(batch_.size());  // all memory before the first change
+    dirty_.clear();
+    dirty_.reserve(batch_.size());  // allocate before the first change
     for (const Change& c : batch_) {
       raw(c.slot) = std::max(c.priority, kZeroPriority);
       tree_->leaf(c.slot) = drawable(c.slot) ? c.leaf : 0;
-      touched_.add(c.slot / kWide);
+      dirty_.add(c.slot / kWide);
     }
-    tree_->refresh(touched_);
+    tree_->refresh(dirty_);
   }
 
-  Exponent exponent_;
-  bool within_, starts_, same_store_ = false;
+  PriorityTransform transform_;
+  bool max_within_buffer_, starts_, same_store_ = false;
   Follower follower_;
   uint64_t capacity_ = 0, skipped_ = 0;
   double seen_ = 1;    // the highest priority ever set
-  double latest_ = 1;  // with `within_`: what the last new rows got
-  std::optional<SumTree> tree_;   // beside each leaf the priority as it was given
-  std::shared_ptr<Region> open_;  // with `starts_`: a byte a slot, 1 where a slice may start
-  std::vector<uint64_t> opened_;  // of each strand: rows below this number were decided
-  uint64_t length_ = 0, restarts_ = 0, edits_ = 0;  // what they were decided by
+  double latest_ = 1;  // with `max_within_buffer_`: the priority of the last new rows
+  std::optional<SumTree> tree_;   // beside each leaf the priority as it was set
+  std::shared_ptr<MappedRegion> open_;  // with `starts_`: a byte a slot, 1 where a slice may start
+  std::vector<uint64_t> opened_;  // for each environment: rows below this sequence are decided
+  uint64_t length_ = 0, restarts_ = 0, edits_ = 0;  // by these settings
   bool reopen_ = true;
   std::vector<uint64_t> edited_;
   std::vector<Change> batch_;
-  Touched touched_;
+  DirtyNodes dirty_;
 };
 
 }  // namespace engram

@@ -1,4 +1,4 @@
-// Changing rows in place so that a kill cannot tear them, and finding what a power cut left.
+// In-place changes that a kill cannot tear, and finding the rows that a power cut left.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -8,18 +8,18 @@
 
 namespace engram {
 
-// In-place writes. The caller is alone with the store; readers in this process see an odd `edits` and look again.
+// In-place writes. The caller has the store to itself; readers of this process see an odd `edits` and read again.
 class InPlaceWriter {
  public:
   explicit InPlaceWriter(Store& store) : store_(store) {}
 
-  // Writes plan row i (rows[i], where `rows` are given) over slot slots[i]. Every slot holds a row (the caller has
-  // looked).
-  // A power cut in the middle of an edit of a flushed row must not tear it: it would cut the lane's block of whole rows
-  // in two. Such edits wait for the disk, once for the redo area and once for the rows.
+  // Writes plan row i (rows[i], where `rows` are given) over slot slots[i]. Every slot holds a row (checked by
+  // the caller).
+  // A power cut during the edit of a flushed row must not tear it, which would split the lane's block of whole rows. Such
+  // edits sync twice: the redo area, then the rows.
   void write(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, const int64_t* rows = nullptr) {
     prepare(slots, n, leaves.size());
-    const Shape& s = store_.shape();
+    const StoreGeometry& s = store_.geometry();
     const bool redo = s.redo_bytes > 0;
     const size_t batch = batch_rows();
     for (size_t done = 0; done < n; done += batch) {
@@ -35,7 +35,7 @@ class InPlaceWriter {
           log(slots + done, take, store_.header()->log_head.load(std::memory_order_relaxed));
         }
         applied = !sync || (marked && rows_synced(take));
-        // Rows that may be torn on the disk need the mark there: it stays until they are synced.
+        // Rows that may be torn on disk need the mark on disk: it stays until they are synced.
         if (redo && (applied || !marked)) redo_header()->state.store(0, std::memory_order_release);
       });
       if (!applied)
@@ -44,109 +44,109 @@ class InPlaceWriter {
     }
   }
 
-  // Takes all the memory that `write` will need: nothing of a change may be made when a part of it cannot be.
+  // Allocates all that `write` will need: a change is made whole or not at all.
   void prepare(const int64_t* slots, size_t n, size_t leaves) {
     const size_t rows = std::min(batch_rows(), n);
-    staged_.reserve(rows * store_.shape().row_stride);
+    staged_.reserve(rows * store_.geometry().row_stride);
     physical_.reserve(rows), rows_.reserve(rows), copies_.reserve(leaves);
     for (size_t i = 0; i < n && store_.saving(); ++i) preserve(*store_.saving(), static_cast<uint64_t>(slots[i]));
   }
 
-  // Enters changes of rows that are kept elsewhere in the log.
+  // Enters changes in the log, for rows that are kept elsewhere.
   void note(const int64_t* slots, size_t n) { log(slots, n, store_.header()->log_head.load(std::memory_order_relaxed)); }
 
   bool interrupted() const {
-    return store_.shape().redo_bytes > 0 && redo_header()->state.load(std::memory_order_acquire) == kRedoMarked;
+    return store_.geometry().redo_bytes > 0 && redo_header()->state.load(std::memory_order_acquire) == kRedoMarked;
   }
 
-  // Finishes a change that a kill, or a disk that failed, interrupted. True: there was one. Observers may read meanwhile, and `edits` of after a
-  // power cut may be even, or be seen by them later than our rows: so this is an edit of its own.
+  // Finishes a change that a kill or a failing disk interrupted. True: there was one. It is an edit of its own, because
+  // observers may read meanwhile, and after a power cut `edits` may be even, or may become visible later than the rows.
   bool finish_interrupted() {
-    bool found = false;
+    bool finished = false;
     Counter& edits = store_.header()->edits;
     bool on_disk = true;
-    if (interrupted() || edits.load() % 2) Lanes::Protocol::edit(edits, [&] { found = finish_marked(on_disk); });
+    if (interrupted() || edits.load() % 2) Lanes::Protocol::edit(edits, [&] { finished = finish_marked(on_disk); });
     if (!on_disk) throw SyncFailed("rows");
-    return found;
+    return finished;
   }
 
  private:
-  RedoHeader* redo_header() const { return reinterpret_cast<RedoHeader*>(store_.at(store_.shape().redo_offset)); }
+  RedoHeader* redo_header() const { return reinterpret_cast<RedoHeader*>(store_.at(store_.geometry().redo_offset)); }
   uint32_t redo_crc(const uint64_t* entry, uint64_t rows) const {
     const RedoHeader* h = redo_header();
-    return crc32c(crc32c(0, &h->rows, sizeof(RedoHeader) - 8), entry, rows * (8 + store_.shape().row_stride));
+    return crc32c(crc32c(0, &h->rows, sizeof(RedoHeader) - 8), entry, rows * (8 + store_.geometry().row_stride));
   }
-  // A disk that does not take the rows: they are whole in memory, and the mark stays.
+  // Where the disk does not take the rows they are whole in memory, and the mark stays.
   bool finish_marked(bool& on_disk) {
     if (!interrupted()) return false;
-    const Shape& s = store_.shape();
-    bool found = false;
+    const StoreGeometry& s = store_.geometry();
+    bool valid = false;
     RedoHeader* h = redo_header();
     const uint64_t rows = h->rows, most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
     if (rows >= 1 && rows <= most && h->row_stride == s.row_stride) {
-      // A copy: what is checked is what is applied.
+      // A copy, so that what is checked is what is applied.
       std::vector<uint64_t> entry(rows * (8 + s.row_stride) / 8);
       std::memcpy(entry.data(), h + 1, entry.size() * 8);
-      found = h->crc == redo_crc(entry.data(), rows);
-      for (uint64_t i = 0; i < rows; ++i) found &= entry[i] < store_.slots();
-      if (found) finish(entry, rows, h->log_head);
-      // Flushed rows are changed: if the mark went from the disk before they were there, a power cut could tear them.
-      on_disk = !found || store_.fd() < 0 || store_.synced(s.rows_offset, s.total_bytes - s.rows_offset);
-      if (!on_disk) return found;
+      valid = h->crc == redo_crc(entry.data(), rows);
+      for (uint64_t i = 0; i < rows; ++i) valid &= entry[i] < store_.slots();
+      if (valid) finish(entry, rows, h->log_head);
+      // Flushed rows change: if the mark left the disk before they reached it, a power cut could tear them.
+      on_disk = !valid || store_.fd() < 0 || store_.synced(s.rows_offset, s.total_bytes - s.rows_offset);
+      if (!on_disk) return valid;
     }
     h->state.store(0, std::memory_order_release);
-    return found;
+    return valid;
   }
   void finish(std::vector<uint64_t>& entry, uint64_t rows, uint64_t log_head) {
-    const Shape& s = store_.shape();
+    const StoreGeometry& s = store_.geometry();
     auto* staged = reinterpret_cast<uint8_t*>(entry.data() + rows);
     std::vector<int64_t> slots;
     for (uint64_t i = 0; i < rows; ++i) {
-      const uint64_t p = entry[i], strand = p / s.lane_capacity % s.strands;
-      const uint64_t time = p / (s.lane_capacity * s.strands) * s.lane_capacity + p % s.lane_capacity;
-      slots.push_back(static_cast<int64_t>(time * s.strands + strand));
-      // After a power cut the mark may be older than the row: a newer row stays.
+      const uint64_t p = entry[i], env = p / s.lane_capacity % s.envs;
+      const uint64_t time = p / (s.lane_capacity * s.envs) * s.lane_capacity + p % s.lane_capacity;
+      slots.push_back(static_cast<int64_t>(time * s.envs + env));
+      // After a power cut the entry may be older than the row: a newer row stays.
       const Trailer mine = *reinterpret_cast<const Trailer*>(staged + (i + 1) * s.row_stride - sizeof(Trailer));
-      if (store_.whole(p) && store_.trailer(store_.row(p))->number() > mine.number()) continue;
+      if (store_.whole(p) && store_.trailer(store_.row(p))->sequence() > mine.sequence()) continue;
       apply(staged + i * s.row_stride, &p, 1);
     }
-    // Not where the slots are entered already, and others behind them by now.
+    // Only where these slots were not entered yet: others may follow them by now.
     if (store_.header()->log_head.load() < log_head) log(slots.data(), rows, log_head - rows);
   }
   // How many rows are changed at a time.
   size_t batch_rows() const {
-    const Shape& s = store_.shape();
+    const StoreGeometry& s = store_.geometry();
     const size_t fit = s.redo_bytes ? (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride) : 1024;
     return std::min<size_t>(std::max<size_t>(1, fit), kLogBatch);
   }
-  void preserve(SavePass& pass, uint64_t slot) const {
-    const uint64_t time = slot / store_.shape().strands, capacity = store_.shape().lane_capacity;
-    pass.preserve(time / capacity, time % capacity, 1);
+  void preserve(CopyOnWriteSnapshot& snapshot, uint64_t slot) const {
+    const uint64_t time = slot / store_.geometry().envs, capacity = store_.geometry().lane_capacity;
+    snapshot.preserve(time / capacity, time % capacity, 1);
   }
   bool any_durable(size_t n) const {
-    const Shape& s = store_.shape();
+    const StoreGeometry& s = store_.geometry();
     for (size_t i = 0; i < n; ++i) {
-      const uint64_t lane = physical_[i] / (s.lane_capacity * s.strands);
-      if (store_.trailer(store_.row(physical_[i]))->number() < store_.lanes.lane(lane).durable.load()) return true;
+      const uint64_t lane = physical_[i] / (s.lane_capacity * s.envs);
+      if (store_.trailer(store_.row(physical_[i]))->sequence() < store_.lanes.lane(lane).durable.load()) return true;
     }
     return false;
   }
   bool rows_synced(size_t n) const {
     const auto [low, high] = std::minmax_element(physical_.begin(), physical_.begin() + static_cast<ptrdiff_t>(n));
-    const uint64_t stride = store_.shape().row_stride;
-    return store_.synced(store_.shape().rows_offset + *low * stride, (*high - *low + 1) * stride);
+    const uint64_t stride = store_.geometry().row_stride;
+    return store_.synced(store_.geometry().rows_offset + *low * stride, (*high - *low + 1) * stride);
   }
-  // The new rows, whole, with the trailers they will have.
+  // Builds the new rows with their trailers.
   void stage(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, size_t skip,
              const int64_t* chosen) {
-    const Shape& s = store_.shape();
+    const StoreGeometry& s = store_.geometry();
     staged_.resize(n * s.row_stride), physical_.resize(n);
     std::vector<uint8_t*>& rows = rows_;
     rows.resize(n);
     for (size_t i = 0; i < n; ++i) {
       const auto slot = static_cast<uint64_t>(slots[i]);
-      uint64_t time = slot / s.strands, lane = time / s.lane_capacity;
-      physical_[i] = store_.physical(lane, slot % s.strands, time % s.lane_capacity);
+      uint64_t time = slot / s.envs, lane = time / s.lane_capacity;
+      physical_[i] = store_.physical(lane, slot % s.envs, time % s.lane_capacity);
       rows[i] = staged_.data() + i * s.row_stride;
       const uint8_t* target = store_.row(physical_[i]);
       prefetch_rows<1>(&target, 1, s.row_stride);
@@ -158,7 +158,7 @@ class InPlaceWriter {
     if (!store_.has_trailer()) return;
     for (size_t i = 0; i < n; ++i) {
       const Trailer old = *store_.trailer(store_.row(physical_[i]));
-      store_.seal(rows[i], physical_[i], old.number_and_seam, old.term);
+      store_.seal(rows[i], physical_[i], old.sequence_and_seam, old.term);
     }
   }
   void scatter(uint8_t* const* rows, size_t n, const std::vector<LeafSource>& leaves, size_t first) {
@@ -170,22 +170,22 @@ class InPlaceWriter {
   }
   void mark(size_t n) {
     RedoHeader* h = redo_header();
-    h->rows = n, h->row_stride = store_.shape().row_stride;
+    h->rows = n, h->row_stride = store_.geometry().row_stride;
     h->log_head = store_.header()->log_head.load(std::memory_order_relaxed) + n;
     auto* physical = reinterpret_cast<uint64_t*>(h + 1);
     std::memcpy(physical, physical_.data(), 8 * n);
     std::memcpy(physical + n, staged_.data(), staged_.size());
     h->crc = redo_crc(physical, n);
     h->state.store(kRedoMarked, std::memory_order_release);
-    std::atomic_thread_fence(std::memory_order_release);  // no row changes before the mark
+    std::atomic_thread_fence(std::memory_order_release);  // the mark is written before any row changes
   }
   void apply(const uint8_t* rows, const uint64_t* physical, size_t n) {
-    const size_t stride = store_.shape().row_stride;
+    const size_t stride = store_.geometry().row_stride;
     for (size_t i = 0; i < n; ++i) std::memcpy(store_.row(physical[i]), rows + i * stride, stride);
   }
   void log(const int64_t* slots, size_t n, uint64_t at) {
     Counter& head = store_.header()->log_head;
-    auto* entries = reinterpret_cast<Counter*>(store_.at(store_.shape().log_offset));
+    auto* entries = reinterpret_cast<Counter*>(store_.at(store_.geometry().log_offset));
     for (size_t i = 0; i < n; ++i, ++at)
       entries[at % kLogEntries].store(static_cast<uint64_t>(slots[i]), std::memory_order_relaxed);
     head.store(at, std::memory_order_release);
@@ -198,27 +198,27 @@ class InPlaceWriter {
   std::vector<LeafCopy> copies_;
 };
 
-// After a sync that failed the kernel may take pages for clean that never reached the disk: another sync would succeed
-// and mean nothing. Makes the pages of the header and of every row in [durable, published[lane]) dirty again, as they are.
-// Throws where a row is not there any more: its page was dropped from memory and read again from the disk.
+// After a failed sync the kernel may regard pages as clean that never reached the disk: another sync would succeed without
+// writing them. Marks the pages of the header and of every row in [durable, published[lane]) dirty again, unchanged. Throws
+// where a row is lost: its page was dropped from memory and read again from the disk.
 class DirtyAgain {
  public:
   explicit DirtyAgain(Store& store) : store_(store) {}
   void run(const std::vector<uint64_t>& published) {
-    const Shape& s = store_.shape();
+    const StoreGeometry& s = store_.geometry();
     for (uint64_t l = 0; l < s.lanes; ++l)
-      for (uint64_t strand = 0; strand < s.strands; ++strand) rows(l, strand, published[l]);
+      for (uint64_t env = 0; env < s.envs; ++env) rows(l, env, published[l]);
     touch(store_.at(0), s.rows_offset);
   }
 
  private:
-  void rows(uint64_t l, uint64_t strand, uint64_t published) {
-    const Shape& s = store_.shape();
+  void rows(uint64_t l, uint64_t env, uint64_t published) {
+    const StoreGeometry& s = store_.geometry();
     const uint64_t first = std::max(store_.lanes.view(l).first, store_.lanes.lane(l).durable.load());
     for (uint64_t w = first; w < published; ++w) {
-      const uint64_t p = store_.physical(l, strand, w % s.lane_capacity);
-      if (store_.has_trailer() && !(store_.whole(p) && store_.trailer(store_.row(p))->number() == w)) {
-        if (w < store_.lanes.view(l).first) continue;  // its writer replaces it at this moment
+      const uint64_t p = store_.physical(l, env, w % s.lane_capacity);
+      if (store_.has_trailer() && !(store_.whole(p) && store_.trailer(store_.row(p))->sequence() == w)) {
+        if (w < store_.lanes.view(l).first) continue;  // its writer overwrites it right now
         throw std::runtime_error("row " + std::to_string(w) + " of lane " + std::to_string(l) +
                                  " is lost: the disk failed, and did not keep it");
       }
@@ -230,7 +230,7 @@ class DirtyAgain {
     for (uintptr_t page = from / kPage * kPage; page < to; page += kPage) {
       if (page == last_) continue;
       last_ = page;
-      // Another process may be writing there: an exchange of what is there for itself takes nothing back.
+      // Another process may be writing there: exchanging a value for itself overwrites nothing.
       auto* word = reinterpret_cast<uint64_t*>(page);
       uint64_t value = __atomic_load_n(word, __ATOMIC_RELAXED);
       while (!__atomic_compare_exchange_n(word, &value, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
@@ -245,64 +245,64 @@ struct LaneScan {
   std::vector<uint64_t> seams;
 };
 
-// What of a lane is whole after a power cut (docs/memory-model.md, "Power loss"). Reads every row of the lane.
+// Finds the whole rows of a lane after a power cut (docs/memory-model.md, "Power loss"). Reads every row of the lane.
 inline LaneScan scan_lane(Store& store, uint64_t l) {
-  const Shape& s = store.shape();
+  const StoreGeometry& s = store.geometry();
   const uint64_t capacity = s.lane_capacity;
   constexpr uint64_t kNone = ~uint64_t{0};
-  std::vector<uint64_t> number(capacity, kNone);
+  std::vector<uint64_t> sequence(capacity, kNone);
   std::vector<uint32_t> term(capacity, 0);
   std::vector<bool> seam(capacity, false);
-  LaneScan found;
-  uint64_t newest = kNone;  // of the highest term: numbers of lower terms may be left over from before a recovery
+  LaneScan scan;
+  uint64_t newest = kNone;  // of the highest term: rows of lower terms may be left over from before a recovery
   for (uint64_t slot = 0; slot < capacity; ++slot) {
     const Trailer first = *store.trailer(store.row(store.physical(l, 0, slot)));
     bool whole = true;
-    for (uint64_t strand = 0; strand < s.strands && whole; ++strand) {
-      const uint64_t p = store.physical(l, strand, slot);
+    for (uint64_t env = 0; env < s.envs && whole; ++env) {
+      const uint64_t p = store.physical(l, env, slot);
       const Trailer t = *store.trailer(store.row(p));
-      whole = store.whole(p) && t.number_and_seam == first.number_and_seam && t.term == first.term;
+      whole = store.whole(p) && t.sequence_and_seam == first.sequence_and_seam && t.term == first.term;
     }
     if (!whole) continue;
-    number[slot] = first.number(), term[slot] = first.term, seam[slot] = first.seam();
-    if (newest == kNone || std::pair(uint64_t{first.term}, first.number()) > std::pair(found.term, newest))
-      found.term = first.term, newest = first.number();
+    sequence[slot] = first.sequence(), term[slot] = first.term, seam[slot] = first.seam();
+    if (newest == kNone || std::pair(uint64_t{first.term}, first.sequence()) > std::pair(scan.term, newest))
+      scan.term = first.term, newest = first.sequence();
   }
   const LaneHeader& h = store.lanes.lane(l);
   const uint64_t before = h.published.load(), first_before = store.lanes.view(l).first;
   const uint64_t base = h.base.load(), durable = h.durable.load();
   const uint64_t had = before > first_before ? before - first_before : 0;
-  found.base = found.published = std::max({before, base, newest == kNone ? 0 : newest + 1});
-  if (newest == kNone || newest < base) {  // rows from before an `empty` are not rows
-    found.dropped = had;
-    return found;
+  scan.base = scan.published = std::max({before, base, newest == kNone ? 0 : newest + 1});
+  if (newest == kNone || newest < base) {  // rows from before an `empty` do not count
+    scan.dropped = had;
+    return scan;
   }
   const uint64_t low = std::max(base, newest + 1 > capacity ? newest + 1 - capacity : 0);
-  auto whole = [&](uint64_t w) { return number[w % capacity] == w; };
-  // The block must not let terms fall: rows beyond the fall are left over from before a recovery.
+  auto whole = [&](uint64_t w) { return sequence[w % capacity] == w; };
+  // Terms must not fall within the block: rows after a fall are left over from before a recovery.
   auto joined = [&](uint64_t w) { return whole(w) && whole(w + 1) && term[w % capacity] <= term[(w + 1) % capacity]; };
   uint64_t seed = newest;
   if (durable > low && durable - 1 <= newest && whole(durable - 1)) seed = durable - 1;
   uint64_t from = seed, to = seed;
   while (from > low && joined(from - 1)) --from;
   while (to < newest && joined(to)) ++to;
-  found.base = from, found.published = to + 1;
-  // A new term is a new writer; its rows' seams stand in their trailers, too.
+  scan.base = from, scan.published = to + 1;
+  // A new term is a new writer. Other seams are in the rows' trailers.
   for (uint64_t w = from + 1; w <= to; ++w)
-    if (seam[w % capacity] || term[w % capacity] != term[(w - 1) % capacity]) found.seams.push_back(w);
-  const uint64_t kept = to + 1 - from;
-  found.dropped = had > kept ? had - kept : 0;
-  return found;
+    if (seam[w % capacity] || term[w % capacity] != term[(w - 1) % capacity]) scan.seams.push_back(w);
+  const uint64_t rows = to + 1 - from;
+  scan.dropped = had > rows ? had - rows : 0;
+  return scan;
 }
 
-// A kill in here is no harm: the next `open` scans again and finds the same block.
+// A kill in here does no harm: the next `open` scans again and finds the same block.
 inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
   LaneHeader& h = store.lanes.lane(l);
   store.set_seams(l, scan.base, scan.published, scan.seams.size(), [&](uint64_t i) { return scan.seams[i]; });
   h.claimed.store(scan.published), h.published.store(scan.published);
   h.base.store(scan.base);
   h.durable.store(scan.published);
-  h.border_looked.store(0);  // rows that are gone have numbers that come again
+  h.border_looked.store(0);  // the sequences of dropped rows are used again
   h.term.store(std::max(h.term.load(), scan.term) + 1);
 }
 

@@ -10,15 +10,14 @@
 #include <string>
 #include <vector>
 
-#include "copy.hpp"
 #include "lanes.hpp"
-#include "paging.hpp"
-#include "save_pass.hpp"
+#include "readahead.hpp"
+#include "snapshot.hpp"
 
 namespace engram {
 
 struct StoreSpec {
-  uint64_t lanes = 1, lane_capacity = 1, strands = 1;
+  uint64_t lanes = 1, lane_capacity = 1, envs = 1;
   uint64_t payload_bytes = 0, alignment = 8;  // payload_bytes 0: counters only, the rows are kept elsewhere
   bool trailer = false;
   std::string layout;
@@ -33,28 +32,28 @@ inline std::string feature_names(uint64_t features) {
   return names;
 }
 
-inline Shape shape_of(const StoreSpec& s) {
+inline StoreGeometry geometry_of(const StoreSpec& s) {
   auto refuse = [](const std::string& why) { throw std::invalid_argument(why); };
   if (s.lanes < 1 || s.lanes > 4096) refuse("lanes must be 1 to 4096, got " + std::to_string(s.lanes));
   const unsigned __int128 limit = uint64_t{1} << 56;
   if (s.lane_capacity < 1) refuse("a lane needs room for at least one row");
-  if (s.strands < 1) refuse("strands must be at least 1");
-  // Each alone first: products and roundings below must not wrap around.
-  if (s.lane_capacity > limit || s.strands > limit || s.payload_bytes > limit || s.layout.size() > limit)
+  if (s.envs < 1) refuse("a store needs at least one environment");
+  // Each value by itself first: the products and roundings below must not overflow.
+  if (s.lane_capacity > limit || s.envs > limit || s.payload_bytes > limit || s.layout.size() > limit)
     refuse("the store would be larger than 2^56");
   if (s.trailer && s.payload_bytes == 0) refuse("rows without bytes have no trailer");
   if (s.alignment < 8 || s.alignment > 64 || (s.alignment & (s.alignment - 1))) refuse("alignment must be 8 to 64");
   if (s.store_id.size() != 16) refuse("store_id must have 16 bytes");
-  Shape h{};
+  StoreGeometry h{};
   std::memcpy(h.magic, kMagic, 8);
   h.version = kVersion, h.lane_version = kLaneVersion;
   h.features = s.trailer ? kHasTrailer : 0;
   const std::string names = feature_names(h.features);
   std::memcpy(h.feature_names, names.data(), std::min(names.size(), sizeof h.feature_names));
-  h.lanes = s.lanes, h.lane_capacity = s.lane_capacity, h.strands = s.strands, h.payload_bytes = s.payload_bytes;
+  h.lanes = s.lanes, h.lane_capacity = s.lane_capacity, h.envs = s.envs, h.payload_bytes = s.payload_bytes;
   h.row_stride = s.payload_bytes ? round_up(s.payload_bytes, 8) + (s.trailer ? sizeof(Trailer) : 0) : 0;
   h.row_stride = round_up(h.row_stride, s.alignment);
-  const auto rows = static_cast<unsigned __int128>(s.lanes) * s.lane_capacity * s.strands;
+  const auto rows = static_cast<unsigned __int128>(s.lanes) * s.lane_capacity * s.envs;
   if (rows > limit || rows * std::max<uint64_t>(h.row_stride, 1) > limit) refuse("the store would be larger than 2^56");
   // Words of 64 time slots, on cache lines that no two lanes share.
   h.seams_offset = sizeof(StoreHeader) + s.lanes * sizeof(LaneHeader);
@@ -70,12 +69,12 @@ inline Shape shape_of(const StoreSpec& s) {
   h.total_bytes = round_up(h.rows_offset + static_cast<uint64_t>(rows) * h.row_stride, kPage);
   std::memcpy(h.store_id, s.store_id.data(), 16);
   h.layout_crc = crc32c(0, s.layout.data(), s.layout.size());
-  h.crc = crc32c(0, &h, offsetof(Shape, crc));
+  h.crc = crc32c(0, &h, offsetof(StoreGeometry, crc));
   return h;
 }
 
-// What the maker of a store called the feature of bit i.
-inline std::string named_feature(const Shape& h, uint64_t i) {
+// The name that the store's creator gave to the feature of bit i.
+inline std::string named_feature(const StoreGeometry& h, uint64_t i) {
   std::string names(h.feature_names, strnlen(h.feature_names, sizeof h.feature_names));
   for (uint64_t bit = 0; bit < i; ++bit)
     if (h.features >> bit & 1) names = names.find(',') == std::string::npos ? "" : names.substr(names.find(',') + 1);
@@ -85,17 +84,17 @@ inline std::string named_feature(const Shape& h, uint64_t i) {
   return (names.empty() ? "without a name" : "'" + names + "'") + " (bit " + std::to_string(i) + ")";
 }
 
-// The shape of a store that came from a file, or what is wrong with it. Afterwards every address computed from it lies
-// inside the file: it equals, byte for byte, the one that this code would make.
-inline Shape checked_shape(const uint8_t* file, size_t bytes) {
+// The geometry of a store in a file; an error says what is wrong with it. Every address computed from it lies inside the
+// file: it equals, byte for byte, the geometry that this code would make.
+inline StoreGeometry checked_geometry(const uint8_t* file, size_t bytes) {
   auto refuse = [](const std::string& why) { throw std::runtime_error(why); };
   if (bytes < sizeof(StoreHeader)) refuse("the file is shorter than a header");
-  Shape h;
+  StoreGeometry h;
   std::memcpy(&h, file, sizeof h);
   if (std::memcmp(h.magic, kMagic, 8) != 0) refuse("not an engram store (wrong first bytes)");
   if (h.version != kVersion)
     refuse("format version " + std::to_string(h.version) + "; this engram reads version " + std::to_string(kVersion));
-  if (crc32c(0, &h, offsetof(Shape, crc)) != h.crc) refuse("the header's checksum does not fit its bytes");
+  if (crc32c(0, &h, offsetof(StoreGeometry, crc)) != h.crc) refuse("the header's checksum does not fit its bytes");
   for (uint64_t unknown = h.features >> std::size(kFeatures), i = std::size(kFeatures); unknown; unknown >>= 1, ++i)
     if (unknown & 1)
       refuse("it uses the feature " + named_feature(h, i) + ", which this engram does not know; open it with a newer one");
@@ -105,11 +104,11 @@ inline Shape checked_shape(const uint8_t* file, size_t bytes) {
   if (h.total_bytes > bytes)
     refuse("the file has " + std::to_string(bytes) + " bytes, its header needs " + std::to_string(h.total_bytes));
   if (h.layout_bytes > bytes || h.layout_offset > bytes - h.layout_bytes) refuse("the header points outside the file");
-  StoreSpec spec{h.lanes, h.lane_capacity, h.strands, h.payload_bytes, 8, (h.features & kHasTrailer) != 0, "", ""};
+  StoreSpec spec{h.lanes, h.lane_capacity, h.envs, h.payload_bytes, 8, (h.features & kHasTrailer) != 0, "", ""};
   spec.layout.assign(reinterpret_cast<const char*>(file) + h.layout_offset, h.layout_bytes);
   spec.store_id.assign(reinterpret_cast<const char*>(h.store_id), 16);
-  for (spec.alignment = 8; spec.alignment < 64 && shape_of(spec).row_stride != h.row_stride; spec.alignment *= 2) {}
-  const Shape again = shape_of(spec);
+  for (spec.alignment = 8; spec.alignment < 64 && geometry_of(spec).row_stride != h.row_stride; spec.alignment *= 2) {}
+  const StoreGeometry again = geometry_of(spec);
   if (again.layout_crc != h.layout_crc) refuse("the layout's checksum does not fit its bytes");
   if (std::memcmp(&again, &h, sizeof h) != 0) refuse("the header contradicts itself");
   for (uint64_t l = 0; l < h.lanes; ++l) {
@@ -122,28 +121,28 @@ inline Shape checked_shape(const uint8_t* file, size_t bytes) {
   return h;
 }
 
-// The disk did not take what was to be on it. After that nothing is known of any page that had not been synced before.
+// A sync failed. Nothing is known any more of pages that were not synced before.
 struct SyncFailed : std::runtime_error {
   explicit SyncFailed(const std::string& what) : std::runtime_error("cannot sync " + what + ": " + std::strerror(errno)) {}
 };
 
 struct ReadResult {
-  std::vector<uint64_t> numbers;    // each row's write number, if asked for
+  std::vector<uint64_t> sequences;    // each row's sequence, if asked for
   std::vector<uint32_t> missing;    // positions of rows that were overwritten while they were read
-  std::vector<uint32_t> unwritten;  // positions of slots that held no row to begin with
+  std::vector<uint32_t> unwritten;  // positions of slots that held no row when the read began
 };
 
-// Somebody else has cut the file of a store short: to touch what it lacks would be a bus error.
+// Another process has truncated the store's file: touching the missing part would be a bus error.
 struct FileCutShort : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What this process knows of seams beside the bits in the store: whether its next row in a lane will be one; and, where
-// rows are kept elsewhere, all of them, which leave with their rows.
+// What this process knows of seams besides the bits in the store: whether its next row in a lane will have one; and, for
+// stores whose rows are kept elsewhere, all seams, which are dropped with their rows.
 class SeamNotes {
  public:
   void use(uint64_t lanes) { next_ = std::make_unique<std::atomic<bool>[]>(lanes), listed_.resize(lanes); }
-  // Takes no memory: who forgets them is in the middle of a change.
+  // Allocates nothing: the caller is in the middle of a change.
   void forget() {
     const std::lock_guard<std::mutex> guard(mutex_);
     for (uint64_t l = 0; l < listed_.size(); ++l) next_[l].store(false, std::memory_order_relaxed), listed_[l].clear();
@@ -158,7 +157,8 @@ class SeamNotes {
     const auto place = std::lower_bound(seams.begin(), seams.end(), at);
     if (place == seams.end() || *place != at) seams.insert(place, at);
   }
-  // Those of n rising numbers at(i) that lie below `published`. As many as there ever were take no memory.
+  // Replaces a lane's seams by those of n ascending sequences at(i) that are below `published`. Allocates nothing where the
+  // list was as long before.
   template <typename At>
   void replace(uint64_t l, uint64_t n, At&& at, uint64_t published) {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -171,7 +171,7 @@ class SeamNotes {
     const auto begin = std::lower_bound(seams.begin(), seams.end(), from);
     return {begin, std::lower_bound(begin, seams.end(), std::max(from, to))};
   }
-  // In a forked child: another thread of the parent may have held the mutex.
+  // In a forked child: a thread of the parent may have held the mutex.
   void after_fork() { new (&mutex_) std::mutex; }
 
  private:
@@ -180,9 +180,9 @@ class SeamNotes {
   std::vector<std::vector<uint64_t>> listed_;
 };
 
-// What of a row says whether the next one belongs behind it: see BorderCheck.
+// Which parts of a row tell whether the next row continues it: see BorderCheck.
 struct BorderRule {
-  struct Entry {  // stands at the root and under `next`
+  struct Entry {  // exists at the root and under `next`
     uint64_t offset, next_offset, bytes;
     size_t leaf, next_leaf;
   };
@@ -193,96 +193,96 @@ struct BorderRule {
   static constexpr size_t kMostEntries = 63;  // bits of LaneHeader::border_agreed
   std::vector<Entry> entries;
   std::vector<Flag> done;
-  bool either = false;     // one set flag is enough
+  bool either = false;     // one set flag is enough; else all must be set
   std::optional<Flag> id;
   size_t leaves = 0;       // of a row
 };
 
-// A save as Python holds it: the store forgets it when it ends.
-struct SharedPass {
-  std::shared_ptr<SavePass> pass;
+// A snapshot as Python holds it: the store drops its own reference when the save ends.
+struct SharedSnapshot {
+  std::shared_ptr<CopyOnWriteSnapshot> snapshot;
 };
 
 class Store {
  public:
-  // fd < 0: private memory. A file must have the store's size already: touching what it lacks is a bus error.
+  // fd < 0: private memory. A file must already have the store's size: touching a missing part is a bus error.
   static std::unique_ptr<Store> create(int fd, const StoreSpec& spec) {
-    const Shape shape = shape_of(spec);
+    const StoreGeometry geometry = geometry_of(spec);
     struct stat file{};
     if (fd >= 0) file = file_of(fd);
-    if (fd >= 0 && static_cast<uint64_t>(file.st_size) < shape.total_bytes)
+    if (fd >= 0 && static_cast<uint64_t>(file.st_size) < geometry.total_bytes)
       throw std::invalid_argument("the file is smaller than the store");
-    auto store = std::unique_ptr<Store>(new Store(Region::map(fd, shape.total_bytes), fd, file));
-    store->header()->shape = shape;
-    std::memcpy(store->at(shape.layout_offset), spec.layout.data(), spec.layout.size());
-    store->ready(shape);
-    for (uint64_t l = 0; l < shape.lanes; ++l) store->lanes.lane(l).version = kLaneVersion;
+    auto store = std::unique_ptr<Store>(new Store(MappedRegion::map(fd, geometry.total_bytes), fd, file));
+    store->header()->geometry = geometry;
+    std::memcpy(store->at(geometry.layout_offset), spec.layout.data(), spec.layout.size());
+    store->ready(geometry);
+    for (uint64_t l = 0; l < geometry.lanes; ++l) store->lanes.lane(l).version = kLaneVersion;
     return store;
   }
-  // Maps a store that exists: `size` is that of the file; none: as the system says.
+  // Maps an existing store. `size` is the file's; none: as the system reports it.
   static std::unique_ptr<Store> open(int fd, std::optional<size_t> size = std::nullopt, bool read_only = false) {
     const struct stat file = file_of(fd);
     const size_t bytes = size.value_or(static_cast<size_t>(file.st_size));
     if (bytes < sizeof(StoreHeader) || static_cast<uint64_t>(file.st_size) < bytes)
       throw std::runtime_error("the file is shorter than " + std::to_string(std::max(bytes, sizeof(StoreHeader))) +
                                " bytes");
-    auto store = std::unique_ptr<Store>(new Store(Region::map(fd, bytes, read_only), fd, file));
+    auto store = std::unique_ptr<Store>(new Store(MappedRegion::map(fd, bytes, read_only), fd, file));
     store->read_only_ = read_only;
-    store->ready(checked_shape(store->at(0), bytes));
+    store->ready(checked_geometry(store->at(0), bytes));
     return store;
   }
 
   Lanes lanes;
 
   // ---- seams: rows at which a trajectory begins, whatever flags and ids say ----
-  // The next row that this process writes to a lane will be one; unless it is the lane's first.
+  // The next row that this process writes to a lane will have a seam, unless it is the lane's first row.
   void mark_seam(uint64_t l) const {
     if (lanes.view(l).rows() > 0) seams_.set_next(l, true);
   }
-  // Whether the next row is one. It has been written, if `written`.
+  // Whether the next row will have a seam.
   bool next_is_seam(uint64_t l) const { return seams_.next(l); }
   void note_written(uint64_t l) const { seams_.set_next(l, false); }
-  // Rows are kept elsewhere: counts n as written, which are there or about to be; returns the first one's number.
+  // For rows that are kept elsewhere: counts n rows as written; returns the first one's sequence.
   uint64_t advance(uint64_t l, uint64_t n, bool begins = false) const {
-    // Before the claim: it needs memory.
+    // Before the claim, because it may allocate.
     if (begins || seams_.next(l)) seams_.add(l, lanes.lane(l).published.load(), lanes.first_now(l));
     const uint64_t at = lanes.claim(l, n);
     seams_.set_next(l, false);
     lanes.publish(l, at, n);
     return at;
   }
-  // Rows are kept elsewhere: a seam that was found out later.
-  void add_seam(uint64_t l, uint64_t number) const { seams_.add(l, number, lanes.first_now(l)); }
-  // Those of rows [from, to) of a lane, rising. Of rows that were overwritten meanwhile what is said is not to be believed.
+  // For rows that are kept elsewhere: adds a seam at a row that is already written.
+  void add_seam(uint64_t l, uint64_t sequence) const { seams_.add(l, sequence, lanes.first_now(l)); }
+  // The seams of rows [from, to) of a lane, ascending. The caller discards those of rows that were overwritten meanwhile.
   std::vector<uint64_t> seams_of(uint64_t l, uint64_t from, uint64_t to) const {
-    return shape().seams_bytes ? lanes.protocol(l).seams_of(from, to) : seams_.of(l, from, to);
+    return geometry().seams_bytes ? lanes.protocol(l).seams_of(from, to) : seams_.of(l, from, to);
   }
   bool seam(uint64_t l, uint64_t w) const {
-    return shape().seams_bytes ? lanes.protocol(l).seam(w) : !seams_.of(l, w, w + 1).empty();
+    return geometry().seams_bytes ? lanes.protocol(l).seam(w) : !seams_.of(l, w, w + 1).empty();
   }
-  // All that part two stored rows, and `published` where the next row of this process will be one.
+  // All seams between two stored rows, and `published` where this process's next row will have one.
   std::vector<uint64_t> seams(uint64_t l) const {
     const LaneView v = lanes.view(l);
-    std::vector<uint64_t> found = seams_of(l, v.first + 1, std::max(v.first + 1, v.published));
+    std::vector<uint64_t> at = seams_of(l, v.first + 1, std::max(v.first + 1, v.published));
     Lanes::Protocol::after_reading();
     const uint64_t first = lanes.first_now(l);
-    std::erase_if(found, [first](uint64_t w) { return w <= first; });
-    if (seams_.next(l) && v.published > first) found.push_back(v.published);
-    return found;
+    std::erase_if(at, [first](uint64_t w) { return w <= first; });
+    if (seams_.next(l) && v.published > first) at.push_back(v.published);
+    return at;
   }
-  // Before the rows of a load are put: trailers carry their seams. One at `published` is that of the next row.
-  // They are at(0), ..., at(n - 1), rising.
+  // Before restored rows are written, because their trailers carry the seams: at(0), ..., at(n - 1), ascending. A seam at
+  // `published` is that of the next row.
   template <typename At>
   void set_seams(uint64_t l, uint64_t base, uint64_t published, uint64_t n, At&& at) const {
     lanes.set_seams(l, base, published, n, at);
-    seams_.replace(l, shape().seams_bytes ? 0 : n, at, published);
+    seams_.replace(l, geometry().seams_bytes ? 0 : n, at, published);
     seams_.set_next(l, published > base && n > 0 && at(n - 1) == published);
   }
   void forget_seams() const { seams_.forget(); }
   // Those of a store with as many lanes and slots, its log and its seams: for rows that are copied here.
   void take_counters(const Store& other) {
-    const Shape &mine = shape(), &its = other.shape();
-    constexpr size_t session = sizeof(StoreHeader::shape_lines);
+    const StoreGeometry &mine = geometry(), &its = other.geometry();
+    constexpr size_t session = sizeof(StoreHeader::geometry_lines);
     std::memcpy(at(session), other.at(session), sizeof(StoreHeader) - session);
     std::memcpy(at(sizeof(StoreHeader)), other.at(sizeof(StoreHeader)), its.lanes * (sizeof(LaneHeader) + its.seams_bytes));
     std::memcpy(at(mine.log_offset), other.at(its.log_offset), kLogEntries * 8);
@@ -290,104 +290,104 @@ class Store {
   }
   void after_fork() const { seams_.after_fork(); }
 
-  // ---- the border between what is stored and what is appended ----
+  // ---- the border between stored and appended rows ----
   void set_border(BorderRule rule) { border_ = std::move(rule); }
   const BorderRule& border() const { return border_; }
 
-  // The save that is going on; rows are preserved for it before they change.
-  std::shared_ptr<SavePass> begin_save() { return pass_ = watch_save(); }
-  // A save during which no writer of this process runs, so that nothing has to be preserved for it.
-  std::shared_ptr<SavePass> watch_save() {
-    std::vector<SavePass::Range> ranges;
-    for (uint64_t l = 0; l < shape().lanes; ++l) {
+  // The running save; rows are copied for it before they change.
+  std::shared_ptr<CopyOnWriteSnapshot> begin_save() { return snapshot_ = watch_save(); }
+  // A save during which no writer of this process runs, so that rows need not be copied for it.
+  std::shared_ptr<CopyOnWriteSnapshot> watch_save() {
+    std::vector<CopyOnWriteSnapshot::Range> ranges;
+    for (uint64_t l = 0; l < geometry().lanes; ++l) {
       const LaneView v = lanes.view(l);
       ranges.push_back({v.first, std::max(v.first, v.published)});
     }
-    return std::make_shared<SavePass>(region_, lanes, row(0), std::move(ranges));
+    return std::make_shared<CopyOnWriteSnapshot>(region_, lanes, row(0), std::move(ranges));
   }
-  void end_save() { pass_.reset(); }
-  SavePass* saving() const { return pass_.get(); }
-  const Shape& shape() const { return lanes.shape(); }
+  void end_save() { snapshot_.reset(); }
+  CopyOnWriteSnapshot* saving() const { return snapshot_.get(); }
+  const StoreGeometry& geometry() const { return lanes.geometry(); }
   StoreHeader* header() const {
     check_file();
     return reinterpret_cast<StoreHeader*>(region_->data());
   }
-  // Before a call touches the map: a FileCutShort where its file is shorter than the store by now. Private memory, and
-  // shared memory that is sealed against it, cost a branch; a file one fstat, which is no promise for the call's length.
+  // Called before the map is touched: throws FileCutShort where the file is now shorter than the store. This costs a branch
+  // for private memory and sealed shared memory, and one fstat for a file, which may still be truncated during the call.
   void check_file() const {
     if (watched_ && is_cut_short()) refuse_file();
   }
   uint8_t* at(uint64_t offset) const { return region_->data() + offset; }
-  std::shared_ptr<Region> region() const { return region_; }
+  std::shared_ptr<MappedRegion> region() const { return region_; }
   int fd() const { return fd_; }
   bool read_only() const { return read_only_; }
-  // Before anything is stored: the map of an observer takes none.
+  // Called before anything is written: an observer's map is read-only.
   void must_be_writable() const {
     if (read_only_) throw std::invalid_argument("this store was opened to be observed: nothing can be written to it");
     check_file();
   }
-  // Whether the descriptor, which is the caller's, still is that of the mapped file, as long as the store.
+  // Whether the caller's descriptor still refers to the mapped file, and the file is as long as the store.
   bool file_is_there() const {
-    struct stat found;
-    return fd_ >= 0 && ::fstat(fd_, &found) == 0 && found.st_dev == device_ && found.st_ino == inode_ &&
-           static_cast<uint64_t>(found.st_size) >= shape().total_bytes;
+    struct stat file;
+    return fd_ >= 0 && ::fstat(fd_, &file) == 0 && file.st_dev == device_ && file.st_ino == inode_ &&
+           static_cast<uint64_t>(file.st_size) >= geometry().total_bytes;
   }
-  PageAsker& pages() { return pages_; }
+  Readahead& readahead() { return readahead_; }
   std::string layout() const {
-    return {reinterpret_cast<const char*>(at(shape().layout_offset)), shape().layout_bytes};
+    return {reinterpret_cast<const char*>(at(geometry().layout_offset)), geometry().layout_bytes};
   }
-  // Waits until these bytes are on the disk.
+  // Waits until these bytes are on disk.
   bool synced(uint64_t offset, uint64_t bytes) const {
     const uint64_t from = offset / kPage * kPage;
     if (::msync(at(from), offset + bytes - from, MS_SYNC) == 0) return true;
     sync_failures_.fetch_add(1);
     return false;
   }
-  // Syncs that failed in this process.
+  // Number of failed syncs in this process.
   uint64_t sync_failures() const { return sync_failures_.load(); }
   void count_sync_failure() const { sync_failures_.fetch_add(1); }
 
-  // The physical row of a time slot of a lane: each strand's rows are consecutive in time.
-  uint64_t physical(uint64_t lane, uint64_t strand, uint64_t slot) const {
-    const Shape& s = shape();
-    return (lane * s.strands + strand) * s.lane_capacity + slot;
+  // The physical row of a time slot of a lane: each environment's rows are consecutive in time.
+  uint64_t physical(uint64_t lane, uint64_t env, uint64_t slot) const {
+    const StoreGeometry& s = geometry();
+    return (lane * s.envs + env) * s.lane_capacity + slot;
   }
   uint8_t* row(uint64_t physical_row) const {
-    return region_->data() + shape().rows_offset + physical_row * shape().row_stride;
+    return region_->data() + geometry().rows_offset + physical_row * geometry().row_stride;
   }
-  bool has_trailer() const { return shape().features & kHasTrailer; }
-  uint64_t slots() const { return shape().lanes * shape().lane_capacity * shape().strands; }
+  bool has_trailer() const { return geometry().features & kHasTrailer; }
+  uint64_t slots() const { return geometry().lanes * geometry().lane_capacity * geometry().envs; }
 
   Trailer* trailer(uint8_t* row) const {
-    return reinterpret_cast<Trailer*>(row + shape().row_stride - sizeof(Trailer));
+    return reinterpret_cast<Trailer*>(row + geometry().row_stride - sizeof(Trailer));
   }
-  uint32_t row_crc(const uint8_t* row, uint64_t physical_row, uint64_t number_and_seam, uint32_t term) const {
-    struct { uint64_t row, number_and_seam, term; } end{physical_row, number_and_seam, term};
-    const uint32_t crc = crc32c(id_crc_, row, shape().payload_bytes);
+  uint32_t row_crc(const uint8_t* row, uint64_t physical_row, uint64_t sequence_and_seam, uint32_t term) const {
+    struct { uint64_t row, sequence_and_seam, term; } end{physical_row, sequence_and_seam, term};
+    const uint32_t crc = crc32c(id_crc_, row, geometry().payload_bytes);
     return crc32c(crc, &end, sizeof end);
   }
-  void seal(uint8_t* row, uint64_t physical_row, uint64_t number_and_seam, uint32_t term) const {
+  void seal(uint8_t* row, uint64_t physical_row, uint64_t sequence_and_seam, uint32_t term) const {
     Trailer* t = trailer(row);
-    t->number_and_seam = number_and_seam, t->term = term, t->crc = row_crc(row, physical_row, number_and_seam, term);
+    t->sequence_and_seam = sequence_and_seam, t->term = term, t->crc = row_crc(row, physical_row, sequence_and_seam, term);
   }
-  // A row that was written whole, in this place.
+  // Whether a row was completely written, and belongs in this place.
   bool whole(uint64_t physical_row) const {
     uint8_t* r = row(physical_row);
     const Trailer t = *trailer(r);
-    return t.number() % shape().lane_capacity == physical_row % shape().lane_capacity &&
-           t.crc == row_crc(r, physical_row, t.number_and_seam, t.term);
+    return t.sequence() % geometry().lane_capacity == physical_row % geometry().lane_capacity &&
+           t.crc == row_crc(r, physical_row, t.sequence_and_seam, t.term);
   }
 
  private:
-  Store(std::shared_ptr<Region> region, int fd, const struct stat& file)
+  Store(std::shared_ptr<MappedRegion> region, int fd, const struct stat& file)
       : region_(std::move(region)), fd_(fd), named_(fd >= 0 && file.st_nlink > 0), device_(file.st_dev),
-        inode_(file.st_ino), pages_(fd) {}
-  void ready(const Shape& shape) {
+        inode_(file.st_ino), readahead_(fd) {}
+  void ready(const StoreGeometry& geometry) {
     lanes = Lanes(header(), reinterpret_cast<LaneHeader*>(at(sizeof(StoreHeader))),
-                  reinterpret_cast<Counter*>(at(shape.seams_offset)), shape, fd_ >= 0);
-    seams_.use(shape.lanes);
-    id_crc_ = crc32c(0, shape.store_id, 16);
-    watched_ = fd_ >= 0 && (named_ || !cannot_shrink(fd_));  // what can be sealed has no name
+                  reinterpret_cast<Counter*>(at(geometry.seams_offset)), geometry, fd_ >= 0);
+    seams_.use(geometry.lanes);
+    id_crc_ = crc32c(0, geometry.store_id, 16);
+    watched_ = fd_ >= 0 && (named_ || !cannot_shrink(fd_));  // only files without a name can be sealed
   }
   static bool cannot_shrink(int fd) {
 #if defined(F_GET_SEALS) && defined(F_SEAL_SHRINK)
@@ -397,33 +397,33 @@ class Store {
     return false;
 #endif
   }
-  // The descriptor is the caller's, and may be closed, or another file's, by now: then nothing is known.
+  // The descriptor belongs to the caller. If it is closed or refers to another file by now, the answer is no.
   [[gnu::noinline]] bool is_cut_short() const {
-    struct stat found;
-    return ::fstat(fd_, &found) == 0 && found.st_dev == device_ && found.st_ino == inode_ &&
-           static_cast<uint64_t>(found.st_size) < shape().total_bytes;
+    struct stat file;
+    return ::fstat(fd_, &file) == 0 && file.st_dev == device_ && file.st_ino == inode_ &&
+           static_cast<uint64_t>(file.st_size) < geometry().total_bytes;
   }
   [[noreturn, gnu::noinline]] void refuse_file() const {
-    throw FileCutShort("the store's file was cut short: it has fewer than the " + std::to_string(shape().total_bytes) +
+    throw FileCutShort("the store's file was cut short: it has fewer than the " + std::to_string(geometry().total_bytes) +
                        " bytes of the store, and what it lacks cannot be read or written. Close this storage, put the "
                        "file back from a copy, or load a checkpoint into a new one");
   }
   static struct stat file_of(int fd) {
-    struct stat found;
-    if (::fstat(fd, &found) != 0) throw std::runtime_error(std::string("cannot look at the file: ") + std::strerror(errno));
-    return found;
+    struct stat file;
+    if (::fstat(fd, &file) != 0) throw std::runtime_error(std::string("cannot stat the file: ") + std::strerror(errno));
+    return file;
   }
 
-  std::shared_ptr<Region> region_;
+  std::shared_ptr<MappedRegion> region_;
   int fd_;
   bool named_;
   bool read_only_ = false;
-  bool watched_ = false;  // a file that others can shorten
+  bool watched_ = false;  // a file that others can truncate
   dev_t device_ = 0;
   ino_t inode_ = 0;
-  PageAsker pages_;
+  Readahead readahead_;
   uint32_t id_crc_ = 0;
-  std::shared_ptr<SavePass> pass_;  // set and read by threads that hold the storage's mutex
+  std::shared_ptr<CopyOnWriteSnapshot> snapshot_;  // set and read by threads that hold the storage's mutex
   mutable SeamNotes seams_;
   mutable std::atomic<uint64_t> sync_failures_{0};
   BorderRule border_;

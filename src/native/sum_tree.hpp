@@ -14,29 +14,29 @@
 #include <memory>
 #include <vector>
 
-#include "region.hpp"
+#include "mapping.hpp"
 
 namespace engram {
 
 constexpr uint64_t kWide = 8;
 
-// Numbers of nodes of one level, then of the level above, and so on. A repetition is harmless.
-class Touched {
+// The changed nodes of one level, then of the level above, and so on. Repetitions are harmless.
+class DirtyNodes {
  public:
   void clear() { nodes_.clear(); }
   void reserve(size_t n) { nodes_.reserve(n); }
   void add(uint64_t node) { nodes_.push_back(node); }
   // The nodes above these. Neighbours mostly share theirs; to find other repetitions costs more than it saves.
   void up() {
-    size_t kept = 0;
+    size_t n = 0;
     uint64_t last = ~uint64_t{0};
     for (uint64_t node : nodes_) {
       const uint64_t above = node / kWide;
-      nodes_[kept] = above;
-      kept += above != last;
+      nodes_[n] = above;
+      n += above != last;
       last = above;
     }
-    nodes_.resize(kept);
+    nodes_.resize(n);
   }
   const std::vector<uint64_t>& nodes() const { return nodes_; }
 
@@ -47,7 +47,7 @@ class Touched {
 // Leaves are 0 or more; those of 0 have no part in the lowest.
 class SumTree {
  public:
-  // With `highest` the highest of the numbers beside the leaves is kept, too.
+  // With `highest` also the highest of the numbers beside the leaves is kept.
   explicit SumTree(uint64_t leaves, bool highest = false) {
     uint64_t all = 0, highs = 0;
     for (uint64_t n = nodes_over(leaves);; n = nodes_over(n)) {
@@ -56,8 +56,8 @@ class SumTree {
       if (n == 1) break;
       high_starts_.push_back(highs), highs += round_up(n, kWide);
     }
-    memory_ = Region::map(-1, all * sizeof(Node));
-    if (highest) high_memory_ = Region::map(-1, std::max<uint64_t>(highs, kWide) * sizeof(double));
+    memory_ = MappedRegion::map(-1, all * sizeof(Node));
+    if (highest) high_memory_ = MappedRegion::map(-1, std::max<uint64_t>(highs, kWide) * sizeof(double));
   }
 
   double& leaf(uint64_t i) { return at(0)[i / kWide].value[i % kWide]; }
@@ -72,7 +72,7 @@ class SumTree {
   double highest() const { return highest_; }
   // Has what changes of these leaves need brought from memory; one that there is not is left out. By loads, of which
   // many are in flight at once: of as many prefetches a core drops most, because it can track only some dozens.
-  void bring(const int64_t* leaves, size_t n) const {
+  void prefetch(const int64_t* leaves, size_t n) const {
     const size_t parent = std::min<size_t>(1, top());
     uint64_t all = 0;
     auto load = [&](const Node& node) {
@@ -87,11 +87,11 @@ class SumTree {
   }
 
   // After leaves in these nodes changed.
-  void refresh(Touched& touched) {
+  void refresh(DirtyNodes& dirty) {
     for (size_t k = 0; k < top(); ++k) {
-      if (counts_[k] <= kDense * touched.nodes().size()) return refresh_from(k, 0, counts_[k] - 1);
-      for (uint64_t node : touched.nodes()) raise(k, node);
-      touched.up();
+      if (counts_[k] <= kDense * dirty.nodes().size()) return refresh_from(k, 0, counts_[k] - 1);
+      for (uint64_t node : dirty.nodes()) raise(k, node);
+      dirty.up();
     }
     finish();
   }
@@ -166,18 +166,18 @@ class SumTree {
   }
   // Of the numbers above 0. The number before 0 is not a number, which no comparison takes for the lower one.
   static double lowest(const double* n) {
-    Pair found = both(kNone);
+    Pair best = both(kNone);
     for (size_t j = 0; j < kWide / 2; ++j) {
       const Pair x = reinterpret_cast<Pair>(reinterpret_cast<PairBits>(pairs(n)[j]) - 1);
-      found = x < found ? x : found;
+      best = x < best ? x : best;
     }
-    const double least = found[0] < found[1] ? found[0] : found[1];
+    const double least = best[0] < best[1] ? best[0] : best[1];
     return least == kNone ? 0 : above(least);
   }
   static double highest(const double* n) {
-    double found = 0;
-    for (size_t j = 0; j < kWide; ++j) found = n[j] > found ? n[j] : found;
-    return found;
+    double best = 0;
+    for (size_t j = 0; j < kWide; ++j) best = n[j] > best ? n[j] : best;
+    return best;
   }
   // The largest number below one that is positive, and the smallest above.
   static double below(double x) { return std::bit_cast<double>(std::bit_cast<uint64_t>(x) - 1); }
@@ -200,7 +200,7 @@ class SumTree {
 
   static constexpr double kNone = std::numeric_limits<double>::infinity();
   std::vector<uint64_t> starts_, counts_, high_starts_;  // of each level, the leaves first: nodes
-  std::shared_ptr<Region> memory_, high_memory_;
+  std::shared_ptr<MappedRegion> memory_, high_memory_;
   double total_ = 0, lowest_ = 0, highest_ = 0;
 };
 

@@ -1,17 +1,123 @@
-// Tensors in and out through the DLPack C exchange API: no torch headers, no torch ABI.
+// Tensors in and out through the DLPack C exchange API (no torch headers, no torch ABI), and the memory of output batches.
 #pragma once
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 
+#include <pthread.h>
+
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "pool.hpp"
 #include "third_party/dlpack.h"
 
 namespace nb = nanobind;
 
 namespace engram {
+
+// ---- memory for output batches, used again: fresh pages cost more than the copy into them ----
+constexpr size_t kBlockAlign = 64;
+
+struct Block {
+  std::atomic<uint32_t> users;
+  uint32_t size_class;
+  Block* next;
+};
+static_assert(sizeof(Block) <= kBlockAlign);
+
+// Blocks are returned by any thread, with or without the GIL: a spin lock guards lists that are held for nanoseconds.
+// The pool is never destroyed, because a tensor may outlive every other object of the process.
+class BlockPool {
+ public:
+  static constexpr size_t kCap = size_t{512} << 20;  // bytes kept for later
+  static BlockPool& instance() {
+    static BlockPool* pool = [] {
+      auto* p = new BlockPool;
+      // A child may be forked while another thread holds the lock: it starts with an empty pool.
+      ::pthread_atfork(nullptr, nullptr, [] { instance().forget(); });
+      return p;
+    }();
+    return *pool;
+  }
+  // A block with room for `bytes` after its first 64, for `users` tensors.
+  Block* take(size_t bytes, uint32_t users) {
+    const uint32_t c = class_of(bytes + kBlockAlign);
+    Block* b = nullptr;
+    if (c < kClasses) {
+      lock();
+      if ((b = free_[c])) free_[c] = b->next, free_bytes_ -= class_bytes(c);
+      unlock();
+    }
+    if (!b) {
+      const size_t size = c < kClasses ? class_bytes(c) : (bytes + 2 * kBlockAlign) & ~(kBlockAlign - 1);
+      void* at = std::aligned_alloc(kBlockAlign, size);
+      if (!at) throw std::bad_alloc();
+      b = new (at) Block{};
+    }
+    b->users.store(users, std::memory_order_relaxed);
+    b->size_class = c;
+    return b;
+  }
+  void give(Block* b) {
+    if (b->users.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    const uint32_t c = b->size_class;
+    if (c < kClasses) {
+      lock();
+      if (free_bytes_ + class_bytes(c) <= kCap) {
+        b->next = free_[c], free_[c] = b, free_bytes_ += class_bytes(c);
+        unlock();
+        return;
+      }
+      unlock();
+    }
+    std::free(b);
+  }
+  size_t free_bytes() const { return free_bytes_; }
+  // Returns the free blocks to the system.
+  void empty() {
+    for (Block*& list : free_) {
+      lock();
+      Block* b = list;
+      list = nullptr;
+      for (Block* one = b; one; one = one->next) free_bytes_ -= class_bytes(one->size_class);
+      unlock();
+      while (b) std::free(std::exchange(b, b->next));
+    }
+  }
+
+ private:
+  // Four classes for each doubling from 1 KB to 1 GB.
+  static constexpr uint32_t kClasses = 80;
+  static size_t class_bytes(uint32_t c) { return (size_t{1024} << (c / 4)) / 4 * (4 + c % 4); }
+  static uint32_t class_of(size_t bytes) {
+    if (bytes <= 1024) return 0;
+    const int top = 63 - std::countl_zero(bytes - 1);  // 2^top < bytes <= 2^(top+1)
+    const size_t quarter = size_t{1} << (top - 2);
+    const auto q = static_cast<uint32_t>((bytes - (size_t{1} << top) + quarter - 1) / quarter);  // 1..4
+    return static_cast<uint32_t>(top - 10) * 4 + q;
+  }
+  void lock() {
+    while (busy_.test_and_set(std::memory_order_acquire)) {}
+  }
+  void unlock() { busy_.clear(std::memory_order_release); }
+  void forget() {
+    for (auto& f : free_) f = nullptr;
+    free_bytes_ = 0;
+    unlock();
+  }
+
+  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+  Block* free_[kClasses] = {};
+  size_t free_bytes_ = 0;
+};
+
+inline uint8_t* block_data(Block* b) { return reinterpret_cast<uint8_t*>(b) + kBlockAlign; }
 
 struct DType {
   uint8_t code, bits;
@@ -28,23 +134,14 @@ struct Strided {
   bool in_bytes = false;             // strides count bytes
 };
 
-// What torch offers, looked up once.
+// What torch offers. Without the exchange API, tensors are read and made in Python (`describe`, `make`), which is slower;
+// nothing above this file needs to know.
 struct Torch {
   PyTypeObject* tensor = nullptr;
-  const DLPackExchangeAPI* api = nullptr;  // null: a torch without the exchange API
+  const DLPackExchangeAPI* api = nullptr;  // null: a torch without it
   PyObject* lazy_bits = nullptr;           // tensor -> whether it is a lazily negated or conjugated view
-
-  bool view(PyObject* t, DLTensor& out) const {
-    if (!api || Py_TYPE(t) != tensor) return false;
-    if (api->dltensor_from_py_object_no_sync(t, &out) != 0) {
-      PyErr_Clear();  // sparse, meta, functorch, quantised: the caller's slow path names the leaf
-      return false;
-    }
-    if (out.device.device_type != kDLCPU || out.dtype.lanes != 1) return false;
-    for (int i = 0; i < out.ndim; ++i)
-      if (out.shape[i] == 0) return true;
-    return out.data != nullptr;  // a tensor of zeros without memory behind it
-  }
+  PyObject* describe = nullptr;            // tensor -> (address, dtype code, bits, (*shape, *strides)), or None
+  PyObject* make = nullptr;                // (uint8 array, dtype code, bits, shape) -> a tensor over the array's memory
 };
 
 inline Torch& torch_api() {
@@ -52,16 +149,70 @@ inline Torch& torch_api() {
   return torch;
 }
 
-inline void use_torch(nb::handle tensor_type, nb::handle capsule, nb::handle lazy_bits) {
+// An error changes nothing.
+inline void use_torch(nb::handle tensor_type, nb::handle exchange_api, nb::callable lazy_bits, nb::callable describe,
+                      nb::callable make) {
+  const DLPackExchangeAPI* api = nullptr;
+  if (!exchange_api.is_none()) {
+    api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(exchange_api.ptr(), "dlpack_exchange_api"));
+    if (!api) throw nb::python_error();
+    if (api->header.version.major != DLPACK_MAJOR_VERSION) api = nullptr;
+  }
   Torch& torch = torch_api();
   torch.tensor = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
-  torch.api = nullptr;
-  if (!lazy_bits.is_none()) Py_XDECREF(std::exchange(torch.lazy_bits, nb::borrow(lazy_bits).release().ptr()));
-  if (capsule.is_none()) return;
-  auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-  if (!api) throw nb::python_error();
-  if (api->header.version.major == DLPACK_MAJOR_VERSION) torch.api = api;
+  torch.api = api;
+  Py_XDECREF(std::exchange(torch.lazy_bits, lazy_bits.release().ptr()));
+  Py_XDECREF(std::exchange(torch.describe, describe.release().ptr()));
+  Py_XDECREF(std::exchange(torch.make, make.release().ptr()));
 }
+
+inline bool is_tensor(PyObject* o) { return Py_TYPE(o) == torch_api().tensor; }
+
+// A tensor as the result of a function.
+class Tensor : public nb::object {
+  NB_OBJECT(Tensor, nb::object, "torch.Tensor", is_tensor)
+};
+
+// ---- in ----
+// A plain tensor on the CPU as it lies in memory. The tensor must live as long as this is used.
+class TensorView : public Strided {
+ public:
+  // False: it is no tensor, or its memory cannot be read as it is (sparse, meta, functorch, quantised, another device). The
+  // caller's slow path names the leaf.
+  bool of(PyObject* o) {
+    if (!is_tensor(o)) return false;
+    return torch_api().api ? lent(o) : described(o);
+  }
+
+ private:
+  bool lent(PyObject* o) {
+    DLTensor t;
+    if (torch_api().api->dltensor_from_py_object_no_sync(o, &t) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    if (t.device.device_type != kDLCPU || t.dtype.lanes != 1) return false;
+    data = static_cast<const uint8_t*>(t.data) + t.byte_offset;
+    dtype = {t.dtype.code, t.dtype.bits}, ndim = t.ndim, shape = t.shape, strides = t.strides;
+    return t.data != nullptr || is_empty();  // a tensor of zeros may have no memory behind it
+  }
+  bool described(PyObject* o) {
+    const nb::object answer = nb::handle(torch_api().describe)(nb::handle(o));
+    if (answer.is_none()) return false;
+    const auto fields = nb::cast<nb::tuple>(answer);
+    data = reinterpret_cast<const uint8_t*>(nb::cast<uintptr_t>(fields[0]));
+    dtype = {nb::cast<uint8_t>(fields[1]), nb::cast<uint8_t>(fields[2])};
+    for (nb::handle d : nb::cast<nb::tuple>(fields[3])) dims_.push_back(nb::cast<int64_t>(d));
+    ndim = static_cast<int>(dims_.size() / 2), shape = dims_.data(), strides = shape + ndim;
+    return data != nullptr || is_empty();
+  }
+  bool is_empty() const {
+    for (int i = 0; i < ndim; ++i)
+      if (shape[i] == 0) return true;
+    return false;
+  }
+  std::vector<int64_t> dims_;  // shape and strides that were described
+};
 
 // ---- out ----
 // One tensor of a block; lives in the block itself.
@@ -105,10 +256,21 @@ class OutBlock {
   ~OutBlock() {
     for (; left_ > 0; --left_) BlockPool::instance().give(block_);  // tensors that were never made
   }
-  uint8_t* data(size_t i) const { return block_data(block_) + records_ + entries_[i].data; }
+  uint8_t* data(size_t i) const { return data(entries_[i]); }
 
-  PyObject* make(size_t i) {
-    const Entry& e = entries_[i];
+  Tensor make(size_t i) { return nb::steal<Tensor>(torch_api().api ? lend(entries_[i]) : wrap(entries_[i])); }
+
+ private:
+  struct Entry {
+    DType dtype;
+    size_t ndim, n_lead, record, data;
+    const int64_t* lead;
+    const std::vector<int64_t>* inner;
+    int64_t size(size_t d) const { return d < n_lead ? lead[d] : (*inner)[d - n_lead]; }
+  };
+  uint8_t* data(const Entry& e) const { return block_data(block_) + records_ + e.data; }
+
+  PyObject* lend(const Entry& e) {
     auto* out = reinterpret_cast<OutTensor*>(block_data(block_) + e.record);
     auto* shape = reinterpret_cast<int64_t*>(out + 1);
     int64_t* strides = shape + e.ndim;
@@ -121,27 +283,30 @@ class OutBlock {
     m.version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
     m.manager_ctx = out;
     m.deleter = out_tensor_deleter;
-    m.dl_tensor.data = data(i);
+    m.dl_tensor.data = data(e);
     m.dl_tensor.device = {kDLCPU, 0};
     m.dl_tensor.ndim = static_cast<int32_t>(e.ndim);
     m.dl_tensor.dtype = {e.dtype.code, e.dtype.bits, 1};
     m.dl_tensor.shape = shape, m.dl_tensor.strides = strides;
     out->block = block_;
     void* tensor = nullptr;
-    // Where torch refuses (a dtype that it does not know: `Codec` lets none through; no memory) it may have taken
-    // the record or not: leaking the block is the harmless side.
+    // If torch refuses (no memory; unknown dtypes do not get here) it may or may not have taken the record: leaking the
+    // block is harmless.
     --left_;
     if (torch_api().api->managed_tensor_to_py_object_no_sync(&m, &tensor) != 0) throw nb::python_error();
     return static_cast<PyObject*>(tensor);
   }
+  // Without the exchange API: a tensor over an array that owns this tensor's share of the block.
+  PyObject* wrap(const Entry& e) {
+    size_t bytes = e.dtype.bits / 8;
+    nb::list shape;
+    for (size_t d = 0; d < e.ndim; ++d) shape.append(e.size(d)), bytes *= static_cast<size_t>(e.size(d));
+    const nb::capsule share(block_, [](void* block) noexcept { BlockPool::instance().give(static_cast<Block*>(block)); });
+    --left_;
+    const nb::object array = nb::cast(nb::ndarray<nb::numpy, uint8_t>(data(e), 1, &bytes, share));
+    return nb::handle(torch_api().make)(array, e.dtype.code, e.dtype.bits, shape).release().ptr();
+  }
 
- private:
-  struct Entry {
-    DType dtype;
-    size_t ndim, n_lead, record, data;
-    const int64_t* lead;
-    const std::vector<int64_t>* inner;
-  };
   std::vector<Entry> entries_;
   size_t records_ = 0, data_ = 0;
   Block* block_ = nullptr;
@@ -167,7 +332,7 @@ inline bool dtype_of_format(const char* f, Py_ssize_t itemsize, DType& out) {
   return f[1] == 0;
 }
 
-// A buffer view that is released in time.
+// A buffer view that releases itself.
 class Buffer {
  public:
   Buffer() = default;
@@ -188,25 +353,14 @@ class Buffer {
   bool held_ = false;
 };
 
-// Slots that a caller hands in: a 1-D int64 tensor or array, contiguous.
+// Slots as an argument: a contiguous 1-D int64 tensor or array.
 class SlotsArg {
  public:
-  // `any_shape`: of any number of dimensions, one after the other.
+  // `any_shape`: of any number of dimensions, flattened.
   explicit SlotsArg(nb::handle o, bool any_shape = false) {
-    DLTensor t{};
-    if (!torch_api().api && Py_TYPE(o.ptr()) == torch_api().tensor) {
-      array_ = o.attr("numpy")();  // a torch without the exchange API
-      o = array_;
-    }
-    if (torch_api().view(o.ptr(), t)) {
-      if (any_shape && take_all(t)) return;
-      const bool flat = t.ndim == 1 && t.dtype.code == kDLInt && t.dtype.bits == 64 &&
-                        (!t.strides || t.strides[0] == 1 || t.shape[0] <= 1);
-      if (flat && aligned(static_cast<const uint8_t*>(t.data) + t.byte_offset)) {
-        data = reinterpret_cast<const int64_t*>(static_cast<const uint8_t*>(t.data) + t.byte_offset);
-        n = static_cast<size_t>(t.shape[0]);
-        return;
-      }
+    TensorView t;
+    if (t.of(o.ptr())) {
+      if (t.dtype == DType{kDLInt, 64} && aligned(t.data) && (any_shape ? take_all(t) : take(t))) return;
     } else if (buffer_.get(o.ptr())) {
       const Py_buffer& v = buffer_.view();
       DType d{};
@@ -223,19 +377,21 @@ class SlotsArg {
 
  private:
   static bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % alignof(int64_t) == 0; }
-  bool take_all(const DLTensor& t) {
+  bool take(const TensorView& t) {
+    if (t.ndim != 1 || (t.strides && t.strides[0] != 1 && t.shape[0] > 1)) return false;
+    data = reinterpret_cast<const int64_t*>(t.data), n = static_cast<size_t>(t.shape[0]);
+    return true;
+  }
+  bool take_all(const TensorView& t) {
     int64_t step = 1;
     for (int d = t.ndim - 1; d >= 0; --d) {
       if (t.strides && t.shape[d] > 1 && t.strides[d] != step) return false;
       step *= t.shape[d];
     }
-    const auto* at = static_cast<const uint8_t*>(t.data) + t.byte_offset;
-    if (t.dtype.code != kDLInt || t.dtype.bits != 64 || !aligned(at)) return false;
-    data = reinterpret_cast<const int64_t*>(at), n = static_cast<size_t>(step);
+    data = reinterpret_cast<const int64_t*>(t.data), n = static_cast<size_t>(step);
     return true;
   }
   Buffer buffer_;
-  nb::object array_;
 };
 
 }  // namespace engram

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from contracts.pairwise import pairwise_product
 from engram.collectors import SyncDataCollector
 from engram.data import (
     FlatStorageCheckpointer,
@@ -13,35 +14,9 @@ from engram.data import (
     LazyTensorStorage,
     NestedStorageCheckpointer,
     TensorDictReplayBuffer,
+    TensorStorageCheckpointer,
 )
 from engram.envs import GymEnv, SerialEnv
-
-
-@pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
-def test_a_twin_equals_the_buffer_after_every_batch_of_three_environments(tmp_path, storage):
-    torch.manual_seed(0)
-    env = SerialEnv(3, lambda: GymEnv("CartPole-v1"))
-    ours, twin = (TensorDictReplayBuffer(storage=storage(100, ndim=2), batch_size=4) for _ in range(2))
-    batches = 0
-    with (
-        pytest.warns(UserWarning, match="total_frames"),
-        SyncDataCollector(env, frames_per_batch=22, total_frames=400) as collector,
-    ):
-        for batch in collector:
-            assert batch.shape == (3, 8)
-            ours.extend(batch)
-            ours.dumps(tmp_path / "checkpoint")
-            twin.loads(tmp_path / "checkpoint")
-            assert ours.storage.max_size == twin.storage.max_size == 102
-            assert (ours[:] == twin[:]).all() and ours[:].shape == twin[:].shape
-            assert (len(ours), ours.write_count, ours.writer._cursor) == (
-                len(twin),
-                twin.write_count,
-                twin.writer._cursor,
-            )
-            assert (ours[:]["observation"][:, -8:] == batch["observation"]).all() or len(ours) == 102
-            batches += 1
-    assert batches == 17
 
 
 def test_a_collector_writes_directly_into_a_buffer(tmp_path):
@@ -55,31 +30,36 @@ def test_a_collector_writes_directly_into_a_buffer(tmp_path):
 
 
 CHECKPOINTERS = {
+    "rows": TensorStorageCheckpointer,
     "flat": FlatStorageCheckpointer,
     "nested": NestedStorageCheckpointer,
     "h5": H5StorageCheckpointer,
 }
 
 
-@pytest.mark.parametrize("make", CHECKPOINTERS.values(), ids=CHECKPOINTERS)
-@pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
-@pytest.mark.parametrize("envs", [1, 3])
-@pytest.mark.filterwarnings("ignore:.*total_frames")
+@pytest.mark.parametrize(
+    "make, storage, envs", pairwise_product(CHECKPOINTERS, [LazyMemmapStorage, LazyTensorStorage], [1, 3])
+)
 def test_a_twin_is_equal_after_every_batch_whatever_saves_it(tmp_path, envs, storage, make):
     torch.manual_seed(0)
+    make = CHECKPOINTERS[make]
     env = GymEnv("CartPole-v1") if envs == 1 else SerialEnv(envs, lambda: GymEnv("CartPole-v1"))
     ndim = 1 if envs == 1 else 2
     ours, twin = (
         TensorDictReplayBuffer(storage=storage(100, ndim=ndim), batch_size=4, checkpointer=make()) for _ in range(2)
     )
     batches, collected = 0, []
-    with SyncDataCollector(env, frames_per_batch=22, total_frames=400) as collector:
+    with (
+        pytest.warns(UserWarning, match="total_frames"),
+        SyncDataCollector(env, frames_per_batch=22, total_frames=400) as collector,
+    ):
         for batch in collector:
             collected.append(batch.clone())
             ours.extend(batch)
             ours.dumps(tmp_path / "checkpoint")
             twin.loads(tmp_path / "checkpoint")
             assert (ours[:] == twin[:]).all() and ours[:].shape == twin[:].shape
+            assert batch.shape == ((22,) if envs == 1 else (3, 8))
             assert twin.storage.max_size == (100 if envs == 1 else 102)
             assert (len(ours), ours.write_count, ours.writer._cursor) == (
                 len(twin),

@@ -17,7 +17,7 @@ from torch import nn
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
-from engram.collectors.stats import Episodes
+from engram.collectors.stats import EpisodeStats
 from engram.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from engram.envs import GymEnv, SerialEnv
 from engram.envs.utils import ExplorationType
@@ -180,7 +180,7 @@ def test_a_prioritized_buffer_takes_batches_and_keeps_their_ids(envs, ndim):
     envs=st.sampled_from([1, 2, 3]),
 )
 def test_returns_and_lengths_are_those_of_a_plain_loop(done, envs):
-    rng, episodes = np.random.default_rng(0), Episodes(envs)
+    rng, episodes = np.random.default_rng(0), EpisodeStats(envs)
     totals, lengths, expected = [0.0] * envs, [0] * envs, []
     for first in range(0, 6, envs):
         ends, reward = np.array(done[first : first + envs]), rng.integers(0, 9, (envs, 5)).astype(np.float32)
@@ -196,7 +196,7 @@ def test_returns_and_lengths_are_those_of_a_plain_loop(done, envs):
 
 
 def test_returns_of_episodes_over_several_batches_are_summed_in_float64():
-    episodes, steps = Episodes(1), np.full((1, 4), 60000, np.float16)
+    episodes, steps = EpisodeStats(1), np.full((1, 4), 60000, np.float16)
     episodes.add(steps, np.zeros((1, 4), np.bool_))
     episodes.add(steps, np.array([[False, False, False, True]]))
     assert list(episodes.returns) == [8 * float(steps[0, 0])]

@@ -58,7 +58,7 @@ def test_rows_before_and_after_a_reset(name):
     collector = SyncDataCollector(make(), frames_per_batch=24, replay_buffer=rb)
     for _ in range(2):
         collector.rollout()
-    collector._marks.ids.count = 0  # as a second collector would number them
+    collector._tags.ids.count = 0  # as a second collector would number them
     collector.reset()
     for _ in range(2):
         collector.rollout()
@@ -89,7 +89,7 @@ def test_rows_before_and_after_an_error():
     collector.rollout()
     with pytest.raises(ArithmeticError):
         collector.rollout()
-    collector._marks.ids.count = 0
+    collector._tags.ids.count = 0
     collector.rollout()
     assert_slices_are_whole(rb, 54)
 

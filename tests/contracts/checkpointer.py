@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from contracts.corruption import flip
+from engram._native import FIRST_REPLACED
 from engram.checkpoint.protocols import Rows
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
 from engram.errors import CheckpointError, CorruptCheckpointError
 
 
-def new_lane(base: int, published: int) -> dict[str, Any]:
-    """The counters of a lane as a storage gives them."""
-    border = {"looked": 0, "agreed": None}
-    return {"base": base, "published": published, "origin": 0, "seams": [], "border": border, "replaced": 0}
+def lane_counters(base: int, published: int) -> dict[str, Any]:
+    """The counters of a lane of which nothing else is known."""
+    said = {"origin": 0, "seams": [], "border": {"looked": 0, "agreed": None}, "replaced": 0}
+    return {"base": base, "published": published, **said}
 
 
 class RowRings:
@@ -41,7 +43,7 @@ class RowRings:
     def empty(self) -> None:
         self.name, self.changed = os.urandom(8).hex(), list[tuple[int, int]]()
         self.written = self.restoring = False
-        self.lanes: list[dict[str, Any]] = [new_lane(0, 0) for _ in self.memory]
+        self.lanes: list[dict[str, Any]] = [lane_counters(0, 0) for _ in self.memory]
 
     def append(self, lane: int, count: int, salt: int = 0) -> None:
         """Rows whose bytes are a function of lane, strand, write number and `salt`."""
@@ -111,15 +113,19 @@ class ItemList:
     def __init__(self, capacity: int | None = 100) -> None:
         self.capacity, self.name, self.changed = capacity, os.urandom(8).hex(), list[tuple[int, int]]()
         self.stored: list[Any] = []
+        self.own: list[int] = []  # sequences
         self.published = self.base = 0
 
     def append(self, items: list[Any]) -> None:
+        """Each third of them has a sequence of its own."""
         self.stored = [*self.stored, *items]
+        self.own += [FIRST_REPLACED + self.published + i if i % 3 == 1 else 0 for i in range(len(items))]
         self.published += len(items)
         self.stored = self.stored if self.capacity is None else self.stored[-self.capacity :]
+        self.own = self.own if self.capacity is None else self.own[-self.capacity :]
 
     def contents(self) -> Any:
-        return self.base, self.published, self.stored
+        return self.base, self.published, self.stored, self.own
 
     def identity(self) -> dict[str, Any]:
         return {"store": self.name, "edits": len(self.changed)}
@@ -130,18 +136,19 @@ class ItemList:
     def items(self) -> list[Any]:
         return self.stored
 
+    def sequences(self) -> list[int]:
+        return self.own
+
     def counters(self) -> dict[str, Any]:
-        return {"lane_capacity": self.capacity, "strands": 1, "lanes": [new_lane(self.base, self.published)]}
+        return {"lane_capacity": self.capacity, "strands": 1, "lanes": [lane_counters(self.base, self.published)]}
 
     def check_restore(self, counters: dict[str, Any]) -> None:
         if counters["lane_capacity"] != self.capacity:
             raise ValueError(f"capacity is {counters['lane_capacity']}, not {self.capacity}")
 
-    def sequences(self) -> list[int]:
-        return [0] * len(self.stored)
-
     def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
         self.check_restore(counters)
+        self.own = sequences
         (lane,) = counters["lanes"]
         self.name = os.urandom(8).hex()
         self.stored, self.base, self.published = items, lane["base"], lane["published"]
@@ -153,18 +160,6 @@ class ItemList:
 def data_files(path: Path) -> list[Path]:
     """Files of rows or items below a checkpoint that hold anything."""
     return sorted(file for file in path.glob("g-*/storage/*") if file.stat().st_size)
-
-
-def flip(file: Path, position: int, bit: int = 1) -> None:
-    """Changes one byte in place, read-only file or not."""
-    content = bytearray(file.read_bytes())
-    content[position] ^= bit
-    overwrite(file, bytes(content))
-
-
-def overwrite(file: Path, content: bytes) -> None:
-    os.chmod(file, 0o644)
-    file.write_bytes(content)
 
 
 class CheckpointerContract:

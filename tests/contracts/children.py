@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,22 @@ def alone_after_fork(seconds: int) -> None:
     """In a forked child: an end after some seconds, and no threads of OpenMP, which wait for ever after a fork."""
     signal.alarm(seconds)
     torch.set_num_threads(1)
+
+
+def fork(work: Callable[[], Any], seconds: int = 60) -> int:
+    """The pid of a forked child that runs `work`: status 0 at its end, 1 and a traceback after an error."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        alone_after_fork(seconds)
+        work()
+        os._exit(0)
+    except BaseException:
+        sys.settrace(None)
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # whatever happened: it must not go on with the tests of its parent
 
 
 class Child:

@@ -16,8 +16,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from contracts.power import MappedFile
 from crash import stores, tracer
-from crash.disk import Disk
 from engram.data import LazyMemmapStorage, ReplayBuffer
 from engram.data.replay_buffers.storages import memmap
 from engram.store import files as recovery
@@ -228,7 +228,7 @@ class PowerCuts:
         folder, log = self.root / "store", self.root / "log"
         log.write_text("")
         self._lines, self._generation, self._log = 0, generation, log
-        self.disk = Disk(folder / "rows.engram", self.seed * 100 + generation)
+        self.disk = MappedFile(folder / "rows.engram", self.seed * 100 + generation)
 
         def life() -> None:
             _set_boot(generation)

@@ -134,7 +134,7 @@ def prepare(root: Path) -> None:
 
 def watch(store: Any, offsets: tuple[int, ...]) -> None:
     memory = store.memory()
-    places = {REDO: store.redo_offset, ROW: store.rows_offset + 7 * store.row_stride}
+    places = {REDO: _native.testing.redo_offset(store), ROW: store.rows_offset + 7 * store.row_stride}
     for slot, offset in enumerate(offsets):
         tracer.watch(slot, memory.ctypes.data + places.get(offset, offset))
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from contracts.power import PAGE, MappedFile
 from crash import sessions, stores, tracer
-from crash.disk import PAGE, Disk
 from engram.data import ReplayBuffer
 from engram.data.replay_buffers.storages import memmap
 from engram.errors import StorageError
@@ -39,7 +39,7 @@ class Machine:
         self.root, self.shape = root, {"lanes": 1, "capacity": capacity, "strands": 1, "width": width}
         self.file = root / "store" / "rows.engram"
         sessions.make(root, self.shape)
-        self._disk: Disk | None = None
+        self._disk: MappedFile | None = None
 
     def user(self, edition: int) -> tuple[sessions.Sessions, Any]:
         """Somebody whose rows are of this edition, and the store, opened."""
@@ -62,7 +62,7 @@ class Machine:
         The syncs `fails` (two that follow each other; 1, 2, ...) fail; `stored` gets what the disk may hold at each
         store to what is watched.
         """
-        disk, seen, syncs = Disk(self.file, 0), set(), 0
+        disk, seen, syncs = MappedFile(self.file, 0), set(), 0
 
         def heard(call: str, path: str, path2: str, args: list[int]) -> None:
             nonlocal syncs

@@ -1,15 +1,16 @@
 """Saves that are killed: whatever the moment, the next load finds exactly the old state or the new one."""
 
-import os
-import random
 import signal
-import time
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
 from contracts.checkpointer import RowRings
+from contracts.children import Signal
+from contracts.kills import killed_after
+from crash import tracer
 from engram.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
     open_snapshot,
@@ -18,22 +19,6 @@ from engram.data.replay_buffers.checkpointers import (
     verify,
 )
 from engram.errors import CheckpointError
-
-RANDOM_KILLS = int(os.environ.get("ENGRAM_TEST_KILLS", "200"))
-CALLS = (
-    "open",
-    "link",
-    "write",
-    "fsync",
-    "replace",
-    "mkdir",
-    "unlink",
-    "rmdir",
-    "close",
-    "fchmod",
-    "scandir",
-    "posix_fadvise",
-)
 
 
 class Counted(RowRings):
@@ -83,104 +68,49 @@ def state_at(path, size=64, kind=Counted):
     return number
 
 
-def in_child(action):
-    """Runs `action` in a forked child that it may kill; True when it came to its end."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            action()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    _, status = os.waitpid(pid, 0)
-    assert status in (0, signal.SIGKILL)
-    return status == 0
-
-
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(rows, "CHUNK_BYTES", 1 << 15)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_before_any_system_call_a_save_leaves_the_old_state_or_the_new(ram_path, kind):
-    def save_killed_at(call, number):
-        left = [call]
+@pytest.mark.parametrize(
+    ("what", "calls"), [(tracer.KILL, tracer.CALLS), (tracer.SHORTEN_AND_KILL, tracer.WRITE)], ids=["at", "inside"]
+)
+def test_killed_at_every_system_call_a_save_leaves_the_old_state_or_the_new(ram_path, kind, what, calls):
+    """And in the middle of every write, where a prefix of it is there."""
+    number, at, kills, killed = 0, 1, Counter(), True
+    while killed:
 
-        def counted(real):
-            def wrapper(*arguments, **options):
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left[0] -= 1
-                return real(*arguments, **options)
+        def work(next_number=number + 1):
+            tracer.start()
+            save(ram_path, next_number, kind=kind)
 
-            return wrapper
-
-        for name in CALLS:
-            setattr(os, name, counted(getattr(os, name)))
-        save(ram_path, number, kind=kind)
-
-    number, call, finished = 0, 0, False
-    while not finished:
-        finished = in_child(lambda n=number + 1, c=call: save_killed_at(c, n))
-        found = state_at(ram_path, kind=kind)
-        assert found in (number, number + 1)
+        killed = tracer.run(work, ram_path, what, at, kinds=calls).killed
+        state = state_at(ram_path, kind=kind)
+        assert state in (number, number + 1)
+        kills["old" if state == number else "new"] += killed
         # a first save that is killed early leaves the path without a checkpoint for the next kill, too
-        number, call = found, call + 1
-    assert call > 60 and found == number
-    assert verify(ram_path).ok
-
-
-def killed_save(path, number, after, kind):
-    """Kills a child `after` seconds into a save; whether the save had come to its end, and the seconds it lived."""
-    ready, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(tell, b"!")
-        save(path, number, size=512, kind=kind)
-        os._exit(0)
-    os.read(ready, 1)
-    began = time.perf_counter()
-    if after is not None:
-        time.sleep(after)
-        os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    os.close(ready)
-    os.close(tell)
-    assert status in (0, signal.SIGKILL)
-    return status == 0, time.perf_counter() - began
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_random_moments_a_save_leaves_the_old_state_or_the_new(tmp_path, kind):
-    duration = sorted(killed_save(tmp_path, number, None, kind)[1] for number in range(1, 6))[2]
-    number, outcomes = 5, {"old": 0, "new": 0, "finished": 0}
-    for k in range(RANDOM_KILLS):
-        finished, _ = killed_save(tmp_path, number + 1, duration * 1.5 * (k + random.random()) / RANDOM_KILLS, kind)
-        found = state_at(tmp_path, size=512, kind=kind)
-        assert found in (number, number + 1)
-        outcomes["finished" if finished else "old" if found == number else "new"] += 1
-        number = found
-    print(f"{RANDOM_KILLS} kills over {duration * 1000:.0f} ms of a save: {outcomes}")
-    assert outcomes["old"] > RANDOM_KILLS // 50  # a busy machine moves the moments, so no more can be asked for
-    assert len(list(tmp_path.glob("g-*"))) <= 4
-    save(tmp_path, 1000, size=512, kind=kind)
-    assert state_at(tmp_path, size=512, kind=kind) == 1000
+        number, at = state, at + 1
+    assert state == number and kills["old"] > 5 and (kills["new"] > 0) == (what == tracer.KILL)
+    assert at > 60 or what == tracer.SHORTEN_AND_KILL
+    assert verify(ram_path).ok and len(list(ram_path.glob("g-*"))) <= 4
 
 
 @pytest.mark.quick
 def test_a_reader_that_is_killed_blocks_no_save(tmp_path):
     save(tmp_path, 1)
-    ready, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+    ready = Signal()
+
+    def read():
         with open_snapshot(tmp_path):
-            os.write(tell, b"!")
+            ready.send()
             signal.pause()
-    os.read(ready, 1)
-    save(tmp_path, 2)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+
+    def save_beside():
+        ready.wait()
+        save(tmp_path, 2)
+
+    killed_after(save_beside, read)
     save(tmp_path, 4)
     assert [entry.name for entry in tmp_path.glob("g-*")] == ["g-000003"]

@@ -7,14 +7,13 @@ import os
 import random
 import signal
 import struct
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
-from contracts.children import alone_after_fork
+from contracts.kills import killed_after
+from contracts.programs import run_program
 from engram.data import LazyMemmapStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
 from engram.testing import numbers, of_numbers, state_of, steps
@@ -28,25 +27,22 @@ def run_and_kill(work, delay):
     """Runs `work(log)` in a child, where log(n) reports a number; kills it `delay` seconds after its first report.
     The numbers that came through."""
     read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            alone_after_fork(60)
-            os.close(read)
-            work(lambda *n: os.write(write, struct.pack(f"{len(n)}q", *n)))
-        except BaseException as error:
-            os.write(2, repr(error).encode())
-        finally:
-            os._exit(3)
-    os.close(write)
-    said = os.read(read, 8)
-    time.sleep(delay)
-    os.kill(pid, signal.SIGKILL)
+    reports = b""
+
+    def wait():
+        nonlocal reports
+        os.close(write)
+        reports = os.read(read, 8)
+        time.sleep(delay)
+
+    def logging():
+        os.close(read)
+        work(lambda *n: os.write(write, struct.pack(f"{len(n)}q", *n)))
+
+    killed_after(wait, logging)
     with os.fdopen(read, "rb") as pipe:
-        said += pipe.read()
-    _, status = os.waitpid(pid, 0)
-    assert status == signal.SIGKILL, "the child ended by itself"
-    return list(struct.unpack(f"{len(said) // 8}q", said[: len(said) // 8 * 8]))
+        reports += pipe.read()
+    return list(struct.unpack(f"{len(reports) // 8}q", reports[: len(reports) // 8 * 8]))
 
 
 def rows_in_time_order(rb):
@@ -200,7 +196,7 @@ def test_killed_while_rows_are_replaced_each_of_them_is_old_or_new(tmp_path):
         again[:] = of_numbers(torch.arange(ROWS))  # the next child counts from there
         last = 0
         assert state_of(again)[:3] == (ROWS, ROWS, 0)
-        assert again.storage.lanes.store.edits % 2 == 0
+        assert again.storage.lanes.store.epoch()[1] % 2 == 0
         again.storage.close()
     assert 2 in kinds, "no kill came between two pieces of a replacement"
 
@@ -229,6 +225,6 @@ def test_a_process_killed_before_it_could_close_leaves_no_file_behind(tmp_path):
         "os.kill(os.getpid(), 9)\n"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    done = run_program(code, env=env)
     assert done.returncode == -signal.SIGKILL and done.stdout == "0\n", done.stderr
     assert list(tmp_path.iterdir()) == []

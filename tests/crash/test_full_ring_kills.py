@@ -4,9 +4,7 @@ environment, the oldest ones; every other is there, whole, and the next writer's
 from __future__ import annotations
 
 import mmap
-import os
 import random
-import signal
 import struct
 import time
 from collections.abc import Callable
@@ -17,7 +15,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.children import alone_after_fork
+from contracts.kills import killed_after
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 
 PERIOD = 211  # steps after which values repeat; no ring has room for a multiple of it
@@ -105,26 +103,20 @@ class Shared:
 
 def run_and_kill(work: Callable[[], Any], report: Report, draw: random.Random) -> None:
     """Runs `work` in a child; kills it at a random moment of one of its `extend`s, or a little later."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            alone_after_fork(120)
-            work()
-        except BaseException as error:
-            os.write(2, f"{error!r}\n".encode())
-        finally:
-            os._exit(3)
-    while report[OPENED] < 0 and os.waitpid(pid, os.WNOHANG) == (0, 0):
-        time.sleep(0.0002)
-    time.sleep(draw.uniform(0, 0.02))
-    end = time.monotonic() + 0.2
-    while report[BEGUN] <= report[RETURNED] and time.monotonic() < end:
-        pass
-    end = time.monotonic() + draw.choice((0.0002, 0.002, 0.02)) * draw.random()
-    while report[BEGUN] > report[RETURNED] and time.monotonic() < end:
-        pass
-    os.kill(pid, signal.SIGKILL)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "the child ended by itself"
+
+    def wait() -> None:
+        end = time.monotonic() + 60
+        while report[OPENED] < 0 and time.monotonic() < end:
+            time.sleep(0.0002)
+        time.sleep(draw.uniform(0, 0.02))
+        end = time.monotonic() + 0.2
+        while report[BEGUN] <= report[RETURNED] and time.monotonic() < end:
+            pass
+        end = time.monotonic() + draw.choice((0.0002, 0.002, 0.02)) * draw.random()
+        while report[BEGUN] > report[RETURNED] and time.monotonic() < end:
+            pass
+
+    killed_after(wait, work, seconds=120)
 
 
 def kill_writers(ring: Any, make: Steps, capacity: int, most: int, kills: int, seed: int) -> tuple[int, int, int]:

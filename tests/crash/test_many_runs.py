@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.children import alone_after_fork
+from contracts.children import fork
 from contracts.gym_worlds import Countdown
+from contracts.programs import run_program
 from crash import tracer
 from engram.collectors import MultiaSyncDataCollector
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
 from engram.envs import GymEnv
-from engram.store.episodes import Episodes
+from engram.store.episodes import EpisodeIndex
 
 pytestmark = pytest.mark.quick
 
@@ -38,18 +37,7 @@ def going_on(start: int, stop: int) -> TensorDict:
 
 def forked(work: Callable[[], None], killed: bool = False) -> None:
     """Runs `work` in a child, which ends at once, or is killed, when it has returned."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            alone_after_fork(60)
-            work()
-            if killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            os._exit(0)
-        except BaseException as error:
-            os.write(2, f"{error!r}\n".encode())
-        finally:
-            os._exit(3)
+    pid = fork(lambda: [work(), os.kill(os.getpid(), signal.SIGKILL) if killed else None])
     assert os.waitpid(pid, 0)[1] == (signal.SIGKILL if killed else 0)
 
 
@@ -57,7 +45,7 @@ def check(rb: ReplayBuffer, lengths: list[int], rows: list[int] | None = None) -
     """Fails unless all rows are there, in trajectories of these lengths, and no slice joins two of them."""
     wanted = list(range(sum(lengths))) if rows is None else rows
     assert len(rb) == sum(lengths) and rb[:]["n"].tolist() == wanted
-    assert Episodes().trajectories(rb.storage).length.tolist() == lengths
+    assert EpisodeIndex().trajectories(rb.storage).length.tolist() == lengths
     rb.set_sampler(SliceSampler(slice_len=4))
     ends = torch.tensor(lengths).cumsum(0)
     slots = torch.searchsorted(torch.tensor(wanted), rb.sample(4000)["n"].reshape(-1, 4))
@@ -124,7 +112,7 @@ def test_programs_of_their_own(tmp_path: Path, last: str) -> None:
         "rb.extend(TensorDict({'n': n, 'next': {'n': n + 1, 'done': done}}, [len(n)]))\n" + last
     )
     for _ in range(5):
-        done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
+        done = run_program(code, tmp_path)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
     check(ReplayBuffer.open(tmp_path), [ROWS] * 5)
 
@@ -166,7 +154,7 @@ def test_short_forked_workers(tmp_path: Path, kind: str, runs: int) -> None:
     rb.extend(going_on((runs + 1) * ROWS, (runs + 2) * ROWS))  # its own lane: it goes on, but its values do not
     mine = [*range(ROWS), *range((runs + 1) * ROWS, (runs + 2) * ROWS)]
     assert rb[:]["n"].tolist() == [*mine, *range(ROWS, (runs + 1) * ROWS)]
-    lengths = Episodes().trajectories(rb.storage).length.tolist()
+    lengths = EpisodeIndex().trajectories(rb.storage).length.tolist()
     assert lengths == [ROWS] * (runs + 2)
 
 
@@ -184,7 +172,7 @@ def test_asynchronous_collectors_one_after_the_other(runs: int) -> None:
                 collector.rollout()
         assert len(rb) >= there + 8
         there = len(rb)
-    lengths = Episodes().trajectories(rb.storage).length.tolist()
+    lengths = EpisodeIndex().trajectories(rb.storage).length.tolist()
     assert len(lengths) == runs and sum(lengths) == len(rb) == rb.write_count
     # Each run's environment counts down from 1000.
     wanted = torch.cat([1000 - torch.arange(length) for length in lengths])

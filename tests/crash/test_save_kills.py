@@ -6,15 +6,10 @@ any thread), and in the middle of every write.
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from crash import buffers, tracer
 from crash.buffers import KINDS, STYLES
@@ -84,39 +79,3 @@ def test_killed_in_the_middle_of_every_write_a_save_leaves_the_old_state(ram_pat
     outcomes = kill_at(watched, ram_path / "p", calls, tracer.SHORTEN_AND_KILL, tracer.WRITE)
     print(f"{kind}, {style}: killed inside each {step}. of {watched.calls} writes: {dict(outcomes)}")
     assert outcomes["new"] == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("kind", "style"), ALL)
-def test_killed_at_random_moments_a_save_leaves_the_old_state_or_the_new(tmp_path, kind, style):
-    watched = Watched.make(kind, style, tmp_path)
-    path, outcomes = tmp_path / "p", Counter[str]()
-    took = sorted(_killed_after(kind, style, buffers.fresh(path), None) for _ in range(3))[1]
-    for k in range(20):
-        _killed_after(kind, style, buffers.fresh(path), took * 1.2 * (k + random.random()) / 20)
-        outcomes[watched.state(path)] += 1
-        watched.check_next_save(path)
-    print(f"{kind}, {style}: 20 kills over {took * 1000:.0f} ms: {dict(outcomes)}")
-
-
-def _killed_after(kind: str, style: str, path: Path, seconds: float | None) -> float:
-    ready, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.alarm(60)
-            torch.set_num_threads(1)
-            rb = buffers.begun(kind, style, path)
-            os.write(tell, b"!")
-            buffers.save(rb, path, style)
-        finally:
-            os._exit(0)
-    os.read(ready, 1)
-    began = time.perf_counter()
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    os.close(ready)
-    os.close(tell)
-    return time.perf_counter() - began

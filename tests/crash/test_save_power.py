@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from contracts.power import Folder
 from crash import buffers, tracer
 from crash.buffers import KINDS, STYLES, print_of
-from crash.folder import Folder
 from crash.saves import Watched
 from engram.errors import CheckpointError
 

@@ -15,9 +15,10 @@ import h5py
 import numpy as np
 import pytest
 
-from contracts.attacks import NASTY, Forger, exchanged, limit_memory, places, without
+from contracts.checkpointer import lane_counters
 from contracts.children import Child
-from engram.checkpoint.directory import seal
+from contracts.corruption import NASTY, Forger, exchanged, limit_memory, places, without
+from engram.checkpoint.directory import to_checksummed_json
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.errors import CheckpointError, CorruptCheckpointError, EngramError
 from golden.make import DATA
@@ -27,13 +28,14 @@ from golden.recipes import RECIPES
 MOST = 1 << 30  # of address space, which each thread takes a part of, on top of what the process has
 KINDS = [
     "rows", "rows-wide", "rows-lanes", "rows-forms", "flat", "nested", "h5", "h5-groups", "list", "ensemble", "epoch",
-    "slice-epoch", "prioritized", "prioritized-slices", "max-value", "transforms-in-time", "transforms-n-steps",
+    "slice-epoch", "prioritized", "prioritized-slices", "max-value", "max-value-list", "max-value-flat", "max-value-h5",
+    "transforms-in-time", "transforms-n-steps",
 ]  # fmt: skip
 
 
 @pytest.fixture
 def forger(request: pytest.FixtureRequest, ram_path: Path) -> Forger:
-    return Forger(DATA / request.param / "checkpoint", ram_path / "forged")
+    return Forger(ram_path / "forged", DATA / request.param / "checkpoint")
 
 
 def of(*names: str) -> Any:
@@ -67,7 +69,7 @@ def refused(path: Path, name: str, match: str) -> None:
 # ---- every value of a manifest ----
 def attacked(name: str, path: Path, seed: int, count: int | None) -> tuple[int, int]:
     """How many exchanged values were refused, and how many made no difference; anything else raises."""
-    recipe, forger = RECIPES[name], Forger(DATA / name / "checkpoint", path / "forged")
+    recipe, forger = RECIPES[name], Forger(path / "forged", DATA / name / "checkpoint")
     body = forger.document["body"]
     attacks = [(at, value) for at in places(body) for value in [*NASTY, KeyError]]
     random.Random(seed).shuffle(attacks)
@@ -113,7 +115,7 @@ def test_every_exchanged_value_of_each_kind_is_refused_or_makes_no_difference(na
 # ---- states of parts, in a buffer that holds rows ----
 def attacked_parts(name: str, path: Path, count: int | None) -> int:
     """How many exchanged values of the parts' states were refused; a refusal has left rows and parts as they were."""
-    recipe, forger = RECIPES[name], Forger(DATA / name / "checkpoint", path / "forged")
+    recipe, forger = RECIPES[name], Forger(path / "forged", DATA / name / "checkpoint")
     body = forger.document["body"]
     attacks = [
         (at, value) for at in places(body["components"], ("components",)) for value in [*NASTY, KeyError] if len(at) > 2
@@ -231,7 +233,7 @@ def test_a_sealed_file_that_is_no_document_is_an_error(forger: Forger, text: byt
     ],
 )  # fmt: skip
 def test_a_pointer_that_is_none_is_an_error(forger: Forger, pointer: dict[str, Any]) -> None:
-    (forger.path / "CURRENT").write_bytes(seal(pointer))
+    (forger.path / "CURRENT").write_bytes(to_checksummed_json(pointer))
     refused(forger.path, "rows", "CURRENT is damaged")
 
 
@@ -260,7 +262,7 @@ def bounded_error(path: Path) -> None:
 def test_rows_that_are_said_to_exist_take_no_memory(forger: Forger, rows: int) -> None:
     document = json.loads(json.dumps(forger.document))
     state = document["body"]["storage"]["state"]
-    state["counters"].update(lane_capacity=rows, lanes=[{"base": 0, "published": rows, "origin": 0, "seams": []}])
+    state["counters"].update(lane_capacity=rows, lanes=[lane_counters(0, rows)])
     state.update(chunks=[[0, 0, 0, rows]], rows_per_chunk=rows)
     forger.write(document)
 
@@ -278,7 +280,7 @@ def test_a_few_bytes_do_not_become_many_rows(forger: Forger) -> None:
     document = json.loads(json.dumps(forger.document))
     state = document["body"]["storage"]["state"]
     steps = 1 << 24  # 800 MB of rows
-    state["counters"].update(lane_capacity=steps, lanes=[{"base": 0, "published": steps, "origin": 0, "seams": []}])
+    state["counters"].update(lane_capacity=steps, lanes=[lane_counters(0, steps)])
     for chunk in state["chunks"]:
         chunk[1:4] = [0, 0, steps]
     state.update(chunks=state["chunks"][:1], rows_per_chunk=steps)
@@ -436,12 +438,36 @@ def test_a_checkpoint_without_a_part_says_which_it_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+@of("max-value-list")
+@pytest.mark.parametrize(
+    "sequences", [[], [0] * 11, [0] * 13, [1] * 12, [-1] * 12, [1 << 63] * 12, [True] * 12, ["x"] * 12, "x", 7, {}]
+)
+def test_sequences_that_no_item_can_carry_leave_the_items_as_they_are(forger: Forger, sequences: Any) -> None:
+    name = "storage/items-00000000.json"
+    chunk = json.loads((forger.path / "g-000001" / name).read_bytes())
+    assert len(chunk["items"]) == 12
+    forger.write_file(name, json.dumps({**chunk, "sequences": sequences}).encode())
+    refused(forger.path, "max-value-list", r"items-00000000\.json: ")
+
+
+@pytest.mark.quick
+@of("max-value")
+@pytest.mark.parametrize("hidden", [["sequence", "sequence"], ["other"], "sequence", None, 1, {}, [["sequence"]], [1]])
+def test_a_layout_with_hidden_entries_that_are_not_known_leaves_rows_as_they_are(forger: Forger, hidden: Any) -> None:
+    document = json.loads(json.dumps(forger.document))
+    document["body"]["storage"]["state"]["layout"]["hidden"] = hidden
+    forger.write(document)
+    refused(forger.path, "max-value", "hidden entries")
+
+
+@pytest.mark.quick
 @of("rows-lanes")
 @pytest.mark.parametrize(
     "counters",
     [
         {"seams": [1 << 63]}, {"seams": [-1]}, {"seams": [9, 3]}, {"seams": "x"}, {"origin": -1}, {"origin": 1 << 64},
-        {"origin": None}, {"base": 1 << 62}, {"base": -1}, {"published": 1 << 63},
+        {"origin": None}, {"base": 1 << 62}, {"base": -1}, {"published": 1 << 63}, {"border": None}, {"border": {}},
+        {"border": {"looked": -1, "agreed": None}}, {"replaced": -1}, {"replaced": None}, {"replaced": 1 << 62},
     ],
 )  # fmt: skip
 def test_counters_that_cannot_be_leave_rows_as_they_are(forger: Forger, counters: dict[str, Any]) -> None:

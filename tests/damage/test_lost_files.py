@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import warnings
 from types import SimpleNamespace
 
@@ -58,17 +57,9 @@ def holes(file):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(mount):
     """A disk of two megabytes."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    return mount("2m")
 
 
 def fill(folder, left):
@@ -225,7 +216,7 @@ def test_a_save_that_is_going_on_when_the_file_is_cut_short_ends_with_the_error(
     rb = made(tmp_path / "store")
 
     def work():
-        frozen = rb.storage.freeze()
+        frozen = rb.storage._snapshot_view()
         os.truncate(tmp_path / "store" / "rows.engram", 0)
         with pytest.raises(StorageError, match="the store's file was cut short"):
             frozen.read_block(0, 0, N)

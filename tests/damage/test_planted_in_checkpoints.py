@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from contracts.planted import KINDS, OUTSIDE, plant, within
+from contracts.corruption import KINDS, OUTSIDE, plant, within
 from engram.checkpoint.reader import verify
 from engram.data import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 from engram.errors import CheckpointError

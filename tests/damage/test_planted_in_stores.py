@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.children import Child
-from contracts.planted import KINDS, OUTSIDE, plant, within
+from contracts.corruption import KINDS, OUTSIDE, plant, within
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.errors import CheckpointError, StorageError
 from engram.processes.shared_memory import SharedMemory
@@ -224,13 +224,13 @@ def test_rows_torn_on_a_machine_without_a_boot_id_are_dropped_when_nobody_has_th
 def test_who_waited_for_one_that_died_while_it_looked_looks_again(tmp_path, monkeypatch):
     no_boot_id(monkeypatch)
     cut(tmp_path)
-    real, tries = locks.LaneLocks.try_alone, []
+    real, tries = locks.LaneLocks.try_exclusive, []
 
     def somebody_else_first(self):
         tries.append(self)
         return len(tries) > 1 and real(self)
 
-    monkeypatch.setattr(locks.LaneLocks, "try_alone", somebody_else_first)
+    monkeypatch.setattr(locks.LaneLocks, "try_exclusive", somebody_else_first)
     assert LazyMemmapStorage.open(tmp_path / "cut").dropped == 1
 
 

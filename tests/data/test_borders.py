@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler, TensorStorage
-from engram.store.episodes import Episodes
+from engram.store.episodes import EpisodeIndex
 
 CAPACITY = 200
 
@@ -63,7 +63,7 @@ def episode(n: int, start: int, ids: int = 0, done: bool = False, **changes: Any
 
 
 def lengths(rb: ReplayBuffer, **settings: Any) -> list[int]:
-    return Episodes(**settings).trajectories(rb.storage).length.tolist()
+    return EpisodeIndex(**settings).trajectories(rb.storage).length.tolist()
 
 
 def write(rb: ReplayBuffer, steps: TensorDict, one_by_one: bool) -> None:

@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -18,9 +20,12 @@ from engram.data import (
     ReplayBuffer,
     ReplayBufferEnsemble,
     RoundRobinWriter,
+    Sampler,
+    SamplerEnsemble,
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
+    WriterEnsemble,
 )
 from engram.testing import numbers, state_of, steps
 from engram.transforms import Compose, Transform
@@ -521,6 +526,90 @@ def test_a_sampler_of_ones_own_needs_one_method():
             rb.mark_update(torch.tensor([1]))
     state = rb.state_dict()
     rb.load_state_dict(state)
+
+
+def test_a_child_of_a_sampler_that_does_not_call_its_constructor_can_be_used():
+    class First(Sampler):
+        def __init__(self):
+            pass
+
+        def sample(self, storage, batch_size):
+            return torch.zeros(batch_size, dtype=torch.int64), {}
+
+    for prefetch in (0, 2):
+        rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=First(), batch_size=3, prefetch=prefetch)
+        rb.extend(torch.arange(5))
+        assert rb.sample().tolist() == [0, 0, 0]
+        rb.load_state_dict(rb.state_dict())
+
+
+class NewestFirst:
+    """A writer of one's own, which inherits from nothing."""
+
+    index_key = "index"
+
+    def write(self, storage, items, single, time_dim):
+        items, time_dim = (items.unsqueeze(0), 0) if single else (items.flip(0), time_dim)
+        return storage.append(storage.check(items, False, time_dim, self.index_key))
+
+
+def test_a_writer_of_ones_own_needs_one_method(tmp_path):
+    writer = NewestFirst()
+    given = ReplayBuffer(storage=LazyTensorStorage(10), writer=writer)
+    exchanged = ReplayBuffer(storage=LazyTensorStorage(10))
+    exchanged.set_writer(writer)
+    for rb in (given, exchanged):
+        assert rb.writer is writer
+        rb.extend(TensorDict({"n": torch.arange(3), "index": torch.zeros(3, dtype=torch.int64)}, [3]))
+        assert rb[:]["n"].tolist() == [2, 1, 0] and rb[:]["index"].tolist() == [0, 1, 2]
+        rb.load_state_dict(rb.state_dict())
+        rb.dumps(tmp_path)
+        rb.loads(tmp_path)
+        rb.empty()
+    assert isinstance(exchanged.set_writer(RoundRobinWriter()), NewestFirst)
+    both = ReplayBufferEnsemble(given, ReplayBuffer(storage=LazyTensorStorage(10)), batch_size=2)
+    assert both.writer[0] is writer and repr(both.writer).startswith(f"WriterEnsemble(writers=[{writer!r}")
+
+
+def test_what_is_no_sampler_or_writer_is_refused_where_it_is_given():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    for given in (object(), RandomSampler):
+        for use in (rb.set_sampler, SamplerEnsemble):
+            with pytest.raises(TypeError, match=r"object with sample\(storage, batch_size\)"):
+                use(given)
+    for given in (object(), RoundRobinWriter):
+        for use in (rb.set_writer, WriterEnsemble):
+            with pytest.raises(TypeError, match=r"object with write\(storage, items, single, time_dim\)"):
+                use(given)
+    for part in ("storage", "sampler", "writer"):
+        with pytest.raises(TypeError, match=f"{part} must be a {part}, or something without arguments"):
+            ReplayBuffer(**{part: 3})
+    assert isinstance(rb.sampler, RandomSampler) and isinstance(rb.writer, RoundRobinWriter)
+
+
+def test_threads_that_draw_with_a_sampler_of_ones_own_take_turns_also_through_an_ensemble():
+    inside, most = [0], [0]
+
+    class Slow:
+        def sample(self, storage, batch_size):
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0.002)
+            inside[0] -= 1
+            return torch.zeros(batch_size, dtype=torch.int64), {}
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=Slow(), batch_size=2)
+    rb.extend(torch.arange(5))
+    both = ReplayBufferEnsemble(rb, batch_size=2)
+    again = ReplayBufferEnsemble(rb, batch_size=2)
+    again.set_sampler(SamplerEnsemble(rb.sampler))
+    works = [lambda one=one: [one.sample() for _ in range(20)] for one in (rb, both, again)]
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda c: c.__name__)

@@ -237,7 +237,7 @@ def test_hooks_and_checkpointers_are_parts(tmp_path):
 
 
 def test_rows_are_copied_block_by_block(monkeypatch):
-    monkeypatch.setattr(table, "_COPIED_BYTES", 100)
+    monkeypatch.setattr(table, "_COPY_BLOCK_BYTES", 100)
     rb = used(LazyMemmapStorage(N))
     monkeypatch.setattr(LazyMemmapStorage, "state_dict", None)  # which would hold them all in memory
     assert plain(copy.deepcopy(rb.storage)[:]) == plain(rb.storage[:])

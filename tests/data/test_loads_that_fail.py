@@ -28,7 +28,7 @@ from engram.data.replay_buffers.checkpointers import (
     TensorStorageCheckpointer,
     rows,
 )
-from engram.data.replay_buffers.storages import staging
+from engram.data.replay_buffers.storages import tensor
 from engram.envs.transforms import Transform
 from engram.errors import CheckpointError, CorruptCheckpointError, StorageError
 
@@ -129,7 +129,7 @@ def observed(rb):
         if hasattr(rb.sampler, "priorities") and len(rb):
             found.append(rb.sampler.priorities(torch.arange(len(rb)), storage=rb.storage))
             found += [rb.sampler.skipped, rb.sampler.default_priority]
-        found.append(rb.saved_transform.state_dict())
+        found.append(rb.transform.state_dict())
     found.append([rb.sample().get("n") for _ in range(6)] if len(rb) else None)
     rb.load_state_dict(before)
     return found
@@ -180,7 +180,7 @@ def failing_at(nth, fn=lambda x: x):
 def small_chunks(request, monkeypatch):
     """Several blocks in a checkpoint, and what is kept aside in memory or on disk."""
     monkeypatch.setattr(rows, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(staging, "MOST_IN_MEMORY", request.param)
+    monkeypatch.setattr(tensor, "_STAGED_BYTES", request.param)
 
 
 # ---- load hooks ----
@@ -225,7 +225,7 @@ def test_a_load_hook_may_look_at_the_buffer(small_chunks, tmp_path):
 
 
 def test_no_room_for_what_hooks_make_is_an_error_that_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(staging, "MOST_IN_MEMORY", 10)
+    monkeypatch.setattr(tensor, "_STAGED_BYTES", 10)
     path = saved(lambda: buffer(tmp_path), tmp_path)
     rb = used(buffer(tmp_path), (0, 30))
     rb.register_load_hook(lambda rows: rows)
@@ -234,7 +234,7 @@ def test_no_room_for_what_hooks_make_is_an_error_that_says_so(monkeypatch, tmp_p
         raise OSError(28, "No space left on device")
 
     before = observed(rb)
-    monkeypatch.setattr(staging.os, "pwrite", full)
+    monkeypatch.setattr(tensor.os, "pwrite", full)
     with pytest.raises(CheckpointError, match=r"TMPDIR.*empty\(\)"):
         rb.loads(path)
     monkeypatch.undo()
@@ -302,8 +302,8 @@ class Following(PrioritizedSampler):
 
     refuses = False
 
-    def follow(self, storage):
-        super().follow(storage)
+    def _sync(self, storage):
+        super()._sync(storage)
         if self.refuses:
             raise RefusedError
 
@@ -379,7 +379,7 @@ def test_members_of_an_ensemble(tmp_path, monkeypatch):
     rb[2].register_load_hook(failing_at(3))
     fails(rb, lambda: rb.loads(path))
     monkeypatch.setattr(ListStorage, "restore_items", raise_refused)
-    monkeypatch.setattr(ListStorage, "kept", lambda self: lambda: None)
+    monkeypatch.setattr(ListStorage, "_restore_point", lambda self: lambda: None)
     state = rb.state_dict()
     for load in (lambda: rb.loads(path), lambda: rb.load_state_dict(state)):
         with pytest.raises(RefusedError):
@@ -388,6 +388,24 @@ def test_members_of_an_ensemble(tmp_path, monkeypatch):
     monkeypatch.undo()
     rb.loads(path)
     assert [len(one) for one in members(rb)] == [26, 26, 26]
+
+
+def test_a_member_of_an_ensemble_that_refuses_when_the_rows_are_there(tmp_path, monkeypatch):
+    def make():
+        return ReplayBufferEnsemble(
+            buffer(tmp_path, **own("follow")), buffer(tmp_path), batch_size=16,
+            generator=torch.Generator().manual_seed(4),
+        )  # fmt: skip
+
+    path, state = saved(make, tmp_path), used(make(), (200, 220), seed=2).state_dict()
+    rb = used(make(), (0, 55))
+    for load in (lambda: rb.loads(path), lambda: rb.load_state_dict(state)):
+        before = observed(rb)
+        monkeypatch.setattr(Following, "refuses", True)
+        with pytest.raises(RefusedError):
+            load()
+        monkeypatch.setattr(Following, "refuses", False)
+        assert same(before, observed(rb))
 
 
 def test_a_writer_that_keeps_the_best(tmp_path):
@@ -401,7 +419,7 @@ def test_a_writer_that_keeps_the_best(tmp_path):
 
 
 # ---- our own errors are not the file's ----
-STEPS = ["_load_parts", "_join", "_load_transforms"]
+STEPS = ["_load_parts", "_connect", "_load_transforms"]
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -426,7 +444,7 @@ def test_an_error_of_our_own_while_a_state_is_adopted(step, sampler, storage, tm
 def test_a_disk_that_fails_while_rows_are_put_in_their_places(tmp_path, monkeypatch):
     path = saved(lambda: buffer(tmp_path, "named"), tmp_path)
     rb = used(buffer(tmp_path, "named"), (0, 55))
-    table, put = type(rb.storage.table), type(rb.storage.table).set_block
+    table, put = type(rb.storage._table), type(rb.storage._table).set_block
     calls = itertools.count()
 
     def fail_once(self, *args):
@@ -445,7 +463,7 @@ def test_a_disk_that_fails_while_rows_are_put_in_their_places(tmp_path, monkeypa
 
 # ---- more rows than are kept aside ----
 def test_of_more_rows_than_are_kept_aside_damage_is_found_before_anything_is_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "MOST_IN_MEMORY", 10)
+    monkeypatch.setattr(tensor, "_STAGED_BYTES", 10)
     path = saved(lambda: buffer(tmp_path), tmp_path)
     file = next((path / "g-000001" / "storage").iterdir())
     file.chmod(0o644)
@@ -460,7 +478,7 @@ def test_of_more_rows_than_are_kept_aside_what_was_loaded_stays_where_a_part_ref
     path = saved(lambda: buffer(tmp_path, **own("follow")), tmp_path)
     rb, twin = (used(buffer(tmp_path, **own("follow")), (0, 55)) for _ in range(2))
     twin.loads(path)
-    monkeypatch.setattr(staging, "MOST_IN_MEMORY", 10)
+    monkeypatch.setattr(tensor, "_STAGED_BYTES", 10)
     monkeypatch.setattr(Following, "refuses", True)
     with pytest.raises(RefusedError):
         rb.loads(path)

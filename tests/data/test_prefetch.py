@@ -1,15 +1,13 @@
 """Prefetch: the same batches, only earlier."""
 
 import gc
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
 import torch
 
 from contracts.children import Child
+from contracts.programs import run_program
 from engram.data import LazyTensorStorage, ListStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
 
 SAMPLERS = [RandomSampler, SamplerWithoutReplacement]
@@ -301,5 +299,5 @@ def test_the_interpreter_exits_while_batches_are_prepared(end):
             rb.sample()
         {end}
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=60, capture_output=True, text=True)
+    done = run_program(code, timeout=60)
     assert done.returncode == 0 and not done.stderr, done.stderr

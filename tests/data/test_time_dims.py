@@ -81,7 +81,7 @@ def assert_like(rb: TensorDictReplayBuffer, stream: Stream, written: int, rows, 
         for env in range(envs):
             slots.append(t % capacity * envs + env)
             expected.append((*rows[t][env], given[t, env]))
-    at = rb.storage.outward(torch.tensor(slots))
+    at = rb.storage.from_slots(torch.tensor(slots))
     stored = rb.storage[at]
     found = torch.stack(
         [

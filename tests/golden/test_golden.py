@@ -17,7 +17,7 @@ import engram.data
 import engram.envs.transforms
 from engram import verify
 from engram._native import FIRST_REPLACED
-from engram.checkpoint.directory import unseal
+from engram.checkpoint.directory import from_checksummed_json
 from engram.data import (
     LazyTensorStorage,
     ReplayBuffer,
@@ -139,7 +139,7 @@ def covered() -> tuple[set[str], set[str]]:
     kinds: set[str] = set()
     formats: set[str] = set()
     for manifest in DATA.glob("*/checkpoint/g-*/manifest.json"):
-        body = unseal(manifest.read_bytes())["body"]
+        body = from_checksummed_json(manifest.read_bytes())["body"]
         kinds |= set(kinds_in(body["components"]))
         formats |= set(formats_in(body["storage"]))
     return kinds, formats

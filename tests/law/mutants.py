@@ -18,13 +18,13 @@ from engram.data import (
 )
 from engram.data.replay_buffers import checkpointing as adoption
 from engram.data.replay_buffers import checkpointing as saving
-from engram.data.replay_buffers.checkpointers.ted import FlatPacking, NestedPacking
+from engram.data.replay_buffers.checkpointers.ted import FlatChunkCodec, NestedChunkCodec
 from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.envs.transforms import CatFrames, Compose, MultiStepTransform, RewardSum, StepCounter, VecNorm
 from engram.store.lanes import Lanes
 from engram.store.tables import RowTable
-from engram.store.views import Changes
+from engram.store.views import ChangeTracker
 from law.combos import Combo
 from law.own_parts import OwnSamplerWithState, OwnTransform
 
@@ -158,11 +158,11 @@ def _without_generator(original: Any, buffer: Any, wanted: Any, *more: Any) -> N
     original(buffer, {name: part for name, part in wanted.items() if name != "generator"}, *more)
 
 
-def _only_sampler(original: Any, self: Any, sampler: Any, generators: Any) -> None:
-    original(self, sampler, [generator.get_state() for generator in self._generators])
+def _only_sampler(original: Any, self: Any, cursor: Any, generators: Any) -> None:
+    original(self, cursor, [generator.get_state() for generator in self._generators])
 
 
-def _only_generator(original: Any, self: Any, sampler: Any, generators: Any) -> None:
+def _only_generator(original: Any, self: Any, cursor: Any, generators: Any) -> None:
     for generator, state in zip(self._generators, generators, strict=True):
         generator.set_state(state)
 
@@ -187,7 +187,7 @@ MUTANTS = {
     ),
     "the epoch": Mutant(loading(SamplerWithoutReplacement, without("epoch")), EPOCHS),
     "that an epoch ran out": Mutant(loading(SamplerWithoutReplacement, without("ran_out", value=False)), EPOCHS),
-    "that a store counts anew (epochs)": Mutant(instead(SamplerWithoutReplacement, "adopt", nothing), EPOCHS),
+    "that a store counts anew (epochs)": Mutant(instead(SamplerWithoutReplacement, "_rebase", nothing), EPOCHS),
     "copies of what parts say, for a state in memory": Mutant(
         lambda patch: _shared_with_a_late_save(patch),
         Combo(sampler="own, with state", way="in memory"),
@@ -202,7 +202,7 @@ MUTANTS = {
         loading(SliceSamplerWithoutReplacement, without("epoch", "lasts", value=lambda v: [-1] * len(v))), SLICE_EPOCHS
     ),
     "that a store counts anew (slice epochs)": Mutant(
-        instead(SliceSamplerWithoutReplacement, "adopt", nothing), SLICE_EPOCHS
+        instead(SliceSamplerWithoutReplacement, "_rebase", nothing), SLICE_EPOCHS
     ),
     "a priority": Mutant(loading(PrioritizedSampler, without("priorities", value=_half)), PRIORITIES),
     "the highest priority": Mutant(loading(PrioritizedSampler, without("max_priority", value=1.0)), PRIORITIES),
@@ -225,10 +225,10 @@ MUTANTS = {
     # ---- writers and counters ----
     "the sequences of replaced rows": Mutant(around(RowTable, "set_block", _no_sequences), Combo(writer="best")),
     "the sequences of replaced rows (flat)": Mutant(
-        around(FlatPacking, "unpack", _no_sequences_of_flat), Combo(writer="best", checkpointer="flat")
+        around(FlatChunkCodec, "unpack", _no_sequences_of_flat), Combo(writer="best", checkpointer="flat")
     ),
     "the sequences of replaced items": Mutant(
-        around(ListStorage, "restore_items", lambda f, self, items, counters, own: f(self, items, counters, [0] * len(own))),
+        around(ListStorage, "restore_items", lambda f, self, items, said, own: f(self, items, said, [0] * len(own))),
         Combo("list", writer="best", checkpointer="items"),
     ),
     "how many sequences were given": Mutant(
@@ -266,7 +266,7 @@ MUTANTS = {
     ),
     "all transforms": Mutant(around(adoption, "_load_transforms", _skip_transforms), Combo(transform="init")),
     # ---- the buffer ----
-    "the generator": Mutant(around(saving, "adopt", _without_generator), Combo()),
+    "the generator": Mutant(around(saving, "restore", _without_generator), Combo()),
     "the rewind of the sampler": Mutant(around(Prefetcher, "_rewind", _only_generator), EPOCHS._replace(prefetch=3)),
     "the rewind of the generator": Mutant(around(Prefetcher, "_rewind", _only_sampler), Combo(prefetch=3)),
     "what was prepared before a load": Mutant(instead(Prefetcher, "drop", nothing), Combo(prefetch=3)),
@@ -276,12 +276,12 @@ MUTANTS = {
     ),
     # ---- checkpointers ----
     "rows changed in place, since the last save": Mutant(
-        instead(Changes, "edited", lambda self, since: []), Combo(way="incremental")
+        instead(ChangeTracker, "edited", lambda self, since: []), Combo(way="incremental")
     ),
     "observations that do not follow (flat)": Mutant(
-        around(FlatPacking, "pack", _no_values), Combo(checkpointer="flat")
+        around(FlatChunkCodec, "pack", _no_values), Combo(checkpointer="flat")
     ),
     "observations that do not follow (nested)": Mutant(
-        around(NestedPacking, "pack", _no_values), Combo(checkpointer="nested")
+        around(NestedChunkCodec, "pack", _no_values), Combo(checkpointer="nested")
     ),
 }  # fmt: skip

@@ -24,7 +24,7 @@ class OwnSampler:
         return len(storage.lanes or ()) // max(1, len(storage.lanes.states()) if storage.lanes else 1)
 
     def _index(self, storage: Storage, rows: Tensor) -> tuple[Any, dict[str, Any]]:
-        return (rows if storage.ndim == 1 else tuple(storage.outward(rows))), {"drawn": rows.clone()}
+        return (rows if storage.ndim == 1 else tuple(storage.from_slots(rows))), {"drawn": rows.clone()}
 
 
 class OwnSamplerWithState(OwnSampler):

@@ -58,10 +58,13 @@ class Driven(RuleBasedStateMachine):
         self.ever: dict[Row, set[Step]] = {}  # what a batch that was prepared ahead may hold
 
     def make(self) -> Any:
+        """A buffer of a storage that is made with the first of the writers."""
         storage = self.storage_kind.make(
             self.capacity * self.source.columns, self.envs, self.index_is_stored, self.next_folder
         )
-        return self.buffer(storage=storage, **self.parts())
+        made = self.buffer(storage=storage, **{**self.parts(), "writer": WRITERS[self.writers[0]]().make()})
+        made.set_writer(self.writer.make())
+        return made
 
     def parts(self) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(1)

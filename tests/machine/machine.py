@@ -222,7 +222,6 @@ class BufferMachine(Driven):
         self.sampler.begin()
         self.rb = self.buffer.open(folder, **self.parts())
         self.ring.seam_comes = True
-        self.ring.number_anew()
 
 
 def drive(

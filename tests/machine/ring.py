@@ -92,7 +92,6 @@ class Ring:
         self.seams: set[int] = set()  # no trajectory goes on over these write numbers
         self.seam_comes = False
         self.out_of_turn: set[int] = set()  # slots whose columns have write numbers of their own
-        self.any_ever_was = False
 
     def append(self, columns: list[list[Step]]) -> list[int]:
         """Stores columns behind the newest one; the slots."""
@@ -119,12 +118,6 @@ class Ring:
         self.slots[slot] = column
         self.written += 1
         self.out_of_turn.add(slot)
-        self.any_ever_was = True
-
-    def number_anew(self) -> None:
-        """As a store does that is opened again: nobody knows any more which rows were written out of turn."""
-        if self.any_ever_was:
-            self.out_of_turn = set(self.stored())
 
     def empty(self, keep_count: bool) -> None:
         self.slots, self.order = [None] * self.capacity, [-1] * self.capacity

@@ -144,7 +144,7 @@ def _called(world: World, shim: Any, at: int, rest: bool) -> tuple[Any, int, str
 
     def call() -> None:
         torch.manual_seed(1)
-        _native.empty_pool()
+        _native.testing.empty_pool()
         shim.alloc_arm(at, rest)
         try:
             found[0] = world.act()

@@ -6,10 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from torch import Tensor
 
 from engram import _native
-from native.support import EXCHANGE
+from engram.store.layout import use_torch
 
 if os.environ.get("ENGRAM_SANITIZED") and "sanitized" not in _native.__file__:
     raise pytest.UsageError(f"the sanitized build was asked for, and {_native.__file__} was found")
@@ -18,6 +17,6 @@ if os.environ.get("ENGRAM_SANITIZED") and "sanitized" not in _native.__file__:
 @pytest.fixture
 def without_exchange() -> Iterator[None]:
     """What a torch without the DLPack exchange API sees."""
-    _native.use_torch(Tensor, None)
+    use_torch(None)
     yield
-    _native.use_torch(Tensor, EXCHANGE)
+    use_torch()

@@ -17,10 +17,8 @@ from torch import Tensor
 from engram import _native
 from engram.store import layout as _layout  # tells the core which torch there is
 
-PAGE = 4096
 HEADER_BYTES, LANE_BYTES = 1024, 512  # docs/store-format.md
 INCARNATION, EDITS, LOG_HEAD, BOOT_ID = 512, 576, 584, 640
-EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 STORE_ID = bytes(range(16))
 del _layout
 
@@ -110,8 +108,8 @@ def append_words(s: _native.Store, code: Any, n: int, lane: int = 0) -> Tensor:
 def append_strands(s: _native.Store, code: Any, n: int, lane: int = 0) -> Tensor:
     """The same for several strands: strand e of time t holds number t * strands + e."""
     width, first = s.payload_bytes // 8, s.lane(lane)["published"]
-    numbers = torch.arange(first, first + n).reshape(-1, 1) * s.strands + torch.arange(s.strands)
-    rows = row_words(numbers.reshape(-1), width).reshape(n, s.strands, width)
+    numbers = torch.arange(first, first + n).reshape(-1, 1) * s.envs + torch.arange(s.envs)
+    rows = row_words(numbers.reshape(-1), width).reshape(n, s.envs, width)
     return s.append(lane, code.check_list([rows], 2, 0))
 
 

@@ -66,7 +66,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 def sampler_state(rb: Any) -> bytes:
     if not len(rb):
         return b""
-    return _flat(rb.part_states()["sampler"])
+    return _flat(rb.state_dict()["sampler"])
 
 
 def seen(rb: Any) -> Callable[[], dict[str, Any]]:
@@ -262,7 +262,7 @@ def load(storage: str, sampler: str, rows: int = 80) -> World:
 
 def extend_beside_a_save() -> World:
     rb = buffer()
-    frozen = rb.storage.freeze()
+    frozen = rb.storage._snapshot_view()
     rows = ted_steps(25, salt=[7], length=6.0)
     found = seen(rb)
     return World(lambda: rb.extend(rows), lambda: {**found(), "left out": frozen.left_out}, batch_of)

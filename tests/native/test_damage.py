@@ -48,7 +48,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def resealed(image: bytearray) -> bytearray:
-    image[CRC_AT : CRC_AT + 4] = struct.pack("<I", _native.crc32c(bytes(image[:CRC_AT])))
+    image[CRC_AT : CRC_AT + 4] = struct.pack("<I", _native.testing.crc32c(bytes(image[:CRC_AT])))
     return image
 
 
@@ -56,7 +56,7 @@ def use(s: _native.Store) -> None:
     """Everything that one does with a store; errors are answers, crashes are not."""
     code, _ = words(3)
     with contextlib.suppress(*REFUSED):
-        s.mend()
+        s.repair()
     for lane in range(min(s.lanes, 4)):
         for step in (lambda lane=lane: s.lane(lane), lambda lane=lane: s.mark_seam(lane)):
             with contextlib.suppress(*REFUSED):
@@ -65,7 +65,7 @@ def use(s: _native.Store) -> None:
         with contextlib.suppress(*REFUSED):
             drawn = s.uniform(slots(3), 50)
             if drawn is not None:
-                s.gather(code, drawn, numbers=True)
+                s.gather(code, drawn, sequences=True)
                 s.generations(drawn)
         with contextlib.suppress(*REFUSED):
             ranges = [(st["first"], min(st["published"] - st["first"], s.lane_capacity)) for st in
@@ -201,7 +201,7 @@ def test_redo_areas_of_all_kinds(tmp_path: Path, image: bytes) -> None:
             entry = struct.pack(f"<{rows}Q", *[draw.choice([0, 39, 40, 1 << 63])] * rows) + entry[8 * rows :]
         fields = struct.pack("<QQQ", rows, draw.choice([stride, stride, 0, 1 << 63]), draw.getrandbits(64))
         made = bytearray(image)
-        area = struct.pack("<II", 0x52454430, _native.crc32c(fields + entry)) + fields + entry
+        area = struct.pack("<II", 0x52454430, _native.testing.crc32c(fields + entry)) + fields + entry
         made[redo : redo + len(area)] = area
         made = made[: len(image)]
         assert opened(tmp_path / "s", made)

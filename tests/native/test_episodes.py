@@ -1,4 +1,4 @@
-"""The native index and slices: what is refused before memory is touched, bounds of trajectories, marks."""
+"""The native index and slices: what is refused before memory is touched, trajectories, marks."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from engram import _native
 from engram.data import LazyTensorStorage, ReplayBuffer
-from engram.store.episodes import Episodes
+from engram.store.episodes import EpisodeIndex
 
 
 def stored(n=10, capacity=10):
@@ -62,46 +62,42 @@ def test_windows_can_only_be_drawn_by_a_rule_that_leaves_each_trajectory_one(len
 
 
 def test_a_batch_beyond_any_memory_is_refused():
-    index, storage = Episodes(end_key="done"), stored()
+    index, storage = EpisodeIndex(end_key="done"), stored()
     batch = index.draw(storage, _native.SliceRule(2**45, 1, pad=True), torch.tensor([1]), 2**20)
     for rows in (batch.slots, batch.ids, batch.mask, batch.last):
         with pytest.raises(MemoryError):
             rows()
 
 
-def test_bounds_and_slices_from_given_starts():
-    storage, index = stored(14), Episodes(end_key="done")  # rows 4 to 13: 3 of one trajectory, 7 of another
-    start, stop = index.bounds(storage, torch.tensor([4, 6, 7, 0, 3]))
-    assert (start.tolist(), stop.tolist()) == ([4, 4, 7, 7, 7], [7, 7, 14, 14, 14])
-    batch, absent = index.starting_at(storage, _native.SliceRule(4, 1), torch.tensor([5, 9]))
-    assert batch.slots().tolist() == [5, 6, 9, 0, 1, 2] and batch.ids().tolist() == [0, 0, 1, 1, 1, 1] and not absent
-    assert batch.last().flatten().tolist() == [False, True, False, False, False, True]
-    assert batch.first().flatten().tolist() == [True, False, True, False, False, False]
-    half = stored(8, 20)
-    assert index.bounds(half, torch.tensor([7, 8, 19]))[0].tolist() == [7, -1, -1]
-    assert index.starting_at(half, _native.SliceRule(4, 1), torch.tensor([8, 7]))[1] == [0]
-    for slot in (20, -1, 2**62):
-        with pytest.raises(IndexError, match="outside 0 to 19"):
-            index.bounds(half, torch.tensor([slot]))
-        with pytest.raises(IndexError, match="outside 0 to 19"):
-            index.starting_at(half, _native.SliceRule(4, 1), torch.tensor([slot]))
+def slices_of_all(storage, length, least=1, first=0):
+    """A slice of each trajectory that is long enough, from the `first` of them on, oldest first."""
+    index, rule = EpisodeIndex(end_key="done"), _native.SliceRule(length, least)
+    epoch = index.begin_epoch(storage, rule, 0, False)
+    return index.take(storage, rule, epoch, first, torch.tensor([1]), len(epoch), 1)[0]
+
+
+def test_trajectories_and_slices_of_them_go_round_the_ring():
+    storage = stored(14)  # rows 4 to 13: 3 of one trajectory, 7 of another
+    there = EpisodeIndex(end_key="done").trajectories(storage)
+    assert (there.start.tolist(), there.length.tolist()) == ([4, 7], [3, 7])
+    batch = slices_of_all(storage, 7)
+    assert batch.slots().tolist() == [4, 5, 6, 7, 8, 9, 0, 1, 2, 3] and batch.ids().tolist() == [0] * 3 + [1] * 7
+    assert batch.last().flatten().nonzero().flatten().tolist() == [2, 9]
+    assert batch.first().flatten().nonzero().flatten().tolist() == [0, 3]
 
 
 def test_marks_go_into_plain_bools_of_the_batchs_length_alone():
-    storage = stored()
-    batch, _ = Episodes(end_key="done").starting_at(storage, _native.SliceRule(3, 1), torch.tensor([0]))
-    flags = torch.zeros(3, 2, dtype=torch.bool)
-    assert batch.mark_last(flags) and flags.tolist() == [[False] * 2] * 2 + [[True] * 2]
-    for wrong in (torch.zeros(4).bool(), torch.zeros(3), torch.zeros(2, 3).bool().t(), torch.tensor(True), [1]):
+    batch = slices_of_all(stored(), 4, 4)
+    flags = torch.zeros(4, 2, dtype=torch.bool)
+    assert batch.mark_last(flags) and flags.tolist() == [[False] * 2] * 3 + [[True] * 2]
+    for wrong in (torch.zeros(5).bool(), torch.zeros(4), torch.zeros(2, 4).bool().t(), torch.tensor(True), [1]):
         assert not batch.mark_last(wrong) and not batch.mark_first(wrong)
 
 
 def test_other_slices_take_the_places_of_those_that_exist():
-    index, storage = Episodes(end_key="done"), stored()
-    rule = _native.SliceRule(2, 1)
-    old, _ = index.starting_at(storage, rule, torch.tensor([0, 1, 2]))
-    fresh, _ = index.starting_at(storage, rule, torch.tensor([7]))
-    assert old.replaced([1], fresh).slots().tolist() == [0, 1, 7, 8, 2, 3]
+    storage = stored()
+    old, fresh = slices_of_all(storage, 10), slices_of_all(storage, 10, first=2)
+    assert old.replaced([1], fresh).slots().tolist() == [0, 1, 2, 3, 7, 8, 9, 7, 8, 9]
     with pytest.raises(IndexError):
         old.replaced([3], fresh)
     with pytest.raises(ValueError, match="one fresh slice"):
@@ -109,11 +105,11 @@ def test_other_slices_take_the_places_of_those_that_exist():
 
 
 def test_an_epoch_of_another_store_is_refused():
-    index, storage, rule = Episodes(end_key="done"), stored(), _native.SliceRule(1, 1)
+    index, storage, rule = EpisodeIndex(end_key="done"), stored(), _native.SliceRule(1, 1)
     for counts, lasts, said in (
         ([1, 1], [0, 0], "another store"),
         ([2**60], [1], "beyond"),
-        ([1], [1, 2], "each strand"),
+        ([1], [1, 2], "each environment"),
     ):
         with pytest.raises(ValueError, match=said):
             epoch = _native.SliceEpoch(1, True, counts, lasts)
@@ -133,20 +129,18 @@ def test_the_running_trajectory_is_long_enough_again_when_its_writer_has_written
         return np.zeros(stop - start, np.int64)
 
     for _ in range(3):
-        store.publish(0, store.claim(0, 10), 10)
+        _native.testing.publish(store, 0, _native.testing.claim(store, 0, 10), 10)
         assert index.draw(store, rule, seed, 2, fetch) is not None
-        at = store.claim(0, 5)
+        at = _native.testing.claim(store, 0, 5)
         assert index.draw(store, rule, seed, 2, fetch) is None
-        store.publish(0, at, 5)
+        _native.testing.publish(store, 0, at, 5)
         assert index.draw(store, rule, seed, 2, fetch) is not None
 
 
-def test_a_seed_and_slots_are_int64_tensors():
-    index, storage, rule = Episodes(end_key="done"), stored(), _native.SliceRule(1, 1)
+def test_a_seed_is_an_int64_tensor():
+    index, storage, rule = EpisodeIndex(end_key="done"), stored(), _native.SliceRule(1, 1)
     for wrong in (torch.tensor([1.0]), torch.tensor(1), [1]):
         with pytest.raises(TypeError):
             index.draw(storage, rule, wrong, 1)
-        with pytest.raises(TypeError):
-            index.bounds(storage, wrong)
     with pytest.raises(ValueError, match="no seed"):
         index.draw(storage, rule, torch.empty(0, dtype=torch.int64), 1)

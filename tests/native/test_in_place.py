@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import struct
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from contracts.kills import killed_after
 from engram import _native
 from native.support import EDITS, append_words, file_store, numbers_of, open_image, row_words, slots, store, words
 
@@ -27,12 +27,12 @@ def redo_entry(s: _native.Store, physical: list[int], rows: list[bytes], log_hea
     """The redo area as it looks when its entry is marked; docs/store-format.md."""
     entry = struct.pack(f"<{len(physical)}Q", *physical) + b"".join(rows)
     fields = struct.pack("<QQQ", len(physical), s.row_stride, log_head)
-    return struct.pack("<II", MARKED, _native.crc32c(fields + entry)) + fields + entry
+    return struct.pack("<II", MARKED, _native.testing.crc32c(fields + entry)) + fields + entry
 
 
 def sealed(s: _native.Store, physical: int, number: int, term: int, payload: bytes) -> bytes:
-    crc = _native.crc32c(payload, _native.crc32c(s.store_id))
-    crc = _native.crc32c(struct.pack("<QQQ", physical, number, term), crc)
+    crc = _native.testing.crc32c(payload, _native.testing.crc32c(s.store_id))
+    crc = _native.testing.crc32c(struct.pack("<QQQ", physical, number, term), crc)
     return payload + struct.pack("<QII", number, term, crc)
 
 
@@ -42,7 +42,7 @@ class TestOverwriting:
         s = store(width, 8)
         append_words(s, code, 12)
         s.overwrite(slots(1, 7), code.check_list([edition_rows([9, 7], 4, 5)], 1, 0))
-        rows, _, _, numbers = s.gather(code, slots(*range(8)), numbers=True)
+        rows, _, _, numbers = s.gather(code, slots(*range(8)), sequences=True)
         assert numbers.tolist() == [8, 9, 10, 11, 4, 5, 6, 7]
         assert (rows[0][:, 0] // (1 << 50)).tolist() == [0, 5, 0, 0, 0, 0, 0, 5]
         assert numbers_of(rows[0])[1].all()
@@ -53,7 +53,7 @@ class TestOverwriting:
         append_words(s, code, 8)
         s.overwrite(slots(3, 1), code.check_list([edition_rows([3, 1], 1, 1)], 1, 0))
         assert s.log(0) == [3, 1] and s.log(1) == [1] and s.log_head == 2
-        assert s.edits == 2
+        assert s.epoch()[1] == 2
 
     def test_more_rows_than_the_log_holds_are_noticed_by_who_follows_it(self) -> None:
         code, width = words(1)
@@ -129,7 +129,7 @@ class TestOverwriting:
         reader.start()
         end = time.monotonic() + 15
         while time.monotonic() < end and not faults and seen.count(False) < 5:
-            s.overwrite(torch.arange(n), plans[s.edits // 2 % 2])
+            s.overwrite(torch.arange(n), plans[s.epoch()[1] // 2 % 2])
             time.sleep(0)  # lets the reader begin
         done.set()
         reader.join()
@@ -148,23 +148,23 @@ class TestKills:
             at = s.rows_offset + 2 * s.row_stride
             row = sealed(s, 2, number, 0, edition_rows([2], 4, 1).numpy().tobytes())
             entry = redo_entry(s, [2], [row], log_head)
-            image[s.redo_offset : s.redo_offset + len(entry)] = entry
+            image[_native.testing.redo_offset(s) : _native.testing.redo_offset(s) + len(entry)] = entry
             image[at : at + len(torn)] = torn
             image[EDITS] |= 1  # `edits` is odd
-            return image, s.redo_offset
+            return image, _native.testing.redo_offset(s)
 
     def reopened(self, path: Path, image: bytearray) -> tuple[_native.Store, bool]:
         s, fd = open_image(path, image)
-        assert s.edits % 2 == 1
+        assert s.epoch()[1] % 2 == 1
         finished = s.finish_interrupted()
         os.close(fd)
-        assert s.edits % 2 == 0
+        assert s.epoch()[1] % 2 == 0
         return s, finished
 
     @pytest.mark.parametrize("torn", [b"", b"\xff" * 20], ids=["before the row", "inside the row"])
     def test_a_marked_change_is_finished_and_logged(self, tmp_path: Path, torn: bytes) -> None:
         s, finished = self.reopened(tmp_path / "s", self.marked(tmp_path / "s", torn)[0])
-        assert finished and s.whole(2)
+        assert finished and _native.testing.is_whole(s, 2)
         assert torch.equal(s.gather(words(4)[0], slots(2))[0][0], edition_rows([2], 4, 1))
         assert s.log(0) == [2]
         assert s.finish_interrupted() is False
@@ -173,8 +173,8 @@ class TestKills:
         image = self.marked(tmp_path / "s")[0]
         image[EDITS] &= 0xFE
         s, fd = open_image(tmp_path / "s", image)
-        before = s.edits
-        assert s.finish_interrupted() and s.edits == before + 2
+        before = s.epoch()[1]
+        assert s.finish_interrupted() and s.epoch()[1] == before + 2
         os.close(fd)
 
     @pytest.mark.parametrize("byte", [4, 8, 16, 24, 32, 40, 60, 80])
@@ -195,7 +195,7 @@ class TestKills:
             append_words(s, code, 3)
             image = bytearray(s.memory().tobytes())
             entry = redo_entry(s, [2], [old], 1)
-            image[s.redo_offset : s.redo_offset + len(entry)] = entry
+            image[_native.testing.redo_offset(s) : _native.testing.redo_offset(s) + len(entry)] = entry
         s, fd = open_image(tmp_path / "s", image)
         s.finish_interrupted()
         os.close(fd)
@@ -207,7 +207,7 @@ class TestKills:
             append_words(s, code, 4)
             image = bytearray(s.memory().tobytes())
             entry = redo_entry(s, [1 << 40], [bytes(s.row_stride)], 1)
-            image[s.redo_offset : s.redo_offset + len(entry)] = entry
+            image[_native.testing.redo_offset(s) : _native.testing.redo_offset(s) + len(entry)] = entry
         s, fd = open_image(tmp_path / "s", image)
         assert s.finish_interrupted() is False
         os.close(fd)
@@ -218,17 +218,16 @@ class TestKills:
         path = tmp_path / "s"
         with file_store(path, row_bytes, n) as s:
             append_words(s, code, n)
+
+        def edit_for_ever() -> None:
+            fd = os.open(path, os.O_RDWR)
+            child = _native.Store.open(fd, os.fstat(fd).st_size)
+            for edition in range(1, 1 << 20):
+                where = torch.randint(0, n, (8,)).unique()
+                child.overwrite(where, code.check_list([row_words(where, width, edition % 50)], 1, 0))
+
         for _ in range(25):
-            pid = os.fork()
-            if pid == 0:
-                fd = os.open(path, os.O_RDWR)
-                child = _native.Store.open(fd, os.fstat(fd).st_size)
-                for edition in range(1, 1 << 20):
-                    where = torch.randint(0, n, (8,)).unique()
-                    child.overwrite(where, code.check_list([row_words(where, width, edition % 50)], 1, 0))
-            time.sleep(random.uniform(0.005, 0.03))
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            killed_after(lambda: time.sleep(random.uniform(0.005, 0.03)), edit_for_ever)
             fd = os.open(path, os.O_RDWR)
             s = _native.Store.open(fd, os.fstat(fd).st_size)
             s.finish_interrupted()
@@ -236,7 +235,7 @@ class TestKills:
             os.close(fd)
             found, whole = numbers_of(rows[0])
             assert missing is None and unwritten is None and whole.all() and found.tolist() == list(range(n))
-            assert all(s.whole(i) for i in range(n))
+            assert all(_native.testing.is_whole(s, i) for i in range(n))
 
     def test_flushed_rows_change_on_the_disk_before_the_redo_entry_goes(self, tmp_path: Path) -> None:
         code, width = words(4)
@@ -244,4 +243,4 @@ class TestKills:
             append_words(s, code, 4)
             s.mark_durable([4])
             s.overwrite(slots(2), code.check_list([edition_rows([2], 4, 1)], 1, 0))
-            assert s.whole(2) and s.edits == 2
+            assert _native.testing.is_whole(s, 2) and s.epoch()[1] == 2

@@ -28,7 +28,7 @@ def test_a_kept_leaf_keeps_its_memory_when_the_batch_and_the_other_leaves_are_go
     draw, kept = random.Random(0), []
     for _ in range(500):
         where = torch.randint(0, 64, (draw.choice((1, 7, 64, 300)),))
-        leaves, _, _, numbers = s.gather(code, where, numbers=True)
+        leaves, _, _, numbers = s.gather(code, where, sequences=True)
         kept.append((where, draw.randrange(3), draw.choice([leaves, [*leaves]])))
         kept[-1] = (where, kept[-1][1], kept[-1][2][kept[-1][1]])
         assert torch.equal(numbers, where)
@@ -46,11 +46,11 @@ def test_blocks_come_back_and_are_used_again() -> None:
     where = torch.zeros(200, dtype=torch.int64)
     first = s.gather(code, where)[0]
     address = first[0].data_ptr()
-    before = _native.pool_bytes()
+    before = _native.testing.pool_bytes()
     del first
-    assert _native.pool_bytes() > before
+    assert _native.testing.pool_bytes() > before
     again = s.gather(code, where)[0]
-    assert again[0].data_ptr() == address and _native.pool_bytes() == before
+    assert again[0].data_ptr() == address and _native.testing.pool_bytes() == before
 
 
 def test_what_is_kept_can_be_given_back() -> None:
@@ -58,11 +58,11 @@ def test_what_is_kept_can_be_given_back() -> None:
     held = s.gather(code, torch.zeros(200, dtype=torch.int64))[0]
     expected = [leaf.clone() for leaf in held]
     s.gather(code, torch.zeros(200_000, dtype=torch.int64))
-    _native.empty_pool()
-    assert _native.pool_bytes() == 0
+    _native.testing.empty_pool()
+    assert _native.testing.pool_bytes() == 0
     assert all(torch.equal(a, b) for a, b in zip(held, expected, strict=True))
     s.gather(code, torch.zeros(200, dtype=torch.int64))
-    assert _native.pool_bytes() > 0
+    assert _native.testing.pool_bytes() > 0
 
 
 @pytest.mark.parametrize("n", [1, 100, 1000, 40_000])
@@ -132,7 +132,7 @@ def test_a_forked_child_uses_its_own_pool_while_threads_use_the_parents() -> Non
         for _ in range(15):
             pid = os.fork()
             if pid == 0:
-                fine = _native.pool_bytes() == 0
+                fine = _native.testing.pool_bytes() == 0
                 for _ in range(50):
                     rows = s.gather(code, torch.arange(64))[0][0]
                     fine &= bool(numbers_of(rows)[1].all())

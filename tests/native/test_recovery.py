@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from contracts.power import PAGE, Disk
 from engram import _native
 from native.support import (
-    PAGE,
     append_strands,
     file_store,
     numbers_of,
@@ -22,66 +22,45 @@ from native.support import (
 )
 
 
-class Disk:
-    """A store in a file, and what a disk may hold of it after a power cut.
-
-    Between two flushes each page may be written back at any time: a cut gives each page any of the versions that it
-    had since the last flush. `synced` holds what each lane's flush promised.
-    """
+class StoreOnDisk(Disk):
+    """A store in a file, and what a disk may hold of it; `durable` holds what each lane's flush promised."""
 
     def __init__(self, s: _native.Store, seed: int) -> None:
+        super().__init__(lambda: s.memory().tobytes(), seed)
         self.store = s
-        self.random = random.Random(seed)
-        self.versions = [s.memory().tobytes()]
         self.durable = [0] * s.lanes
         self.written = [s.lane(i)["published"] for i in range(s.lanes)]
         self.floor = [s.lane(i)["first"] for i in range(s.lanes)]  # rows below were gone when all began
 
-    def look(self) -> None:
-        """Any page may be written back now."""
-        self.versions.append(self.store.memory().tobytes())
-
     def flush(self) -> None:
         """Rows first, then the mark, as the storage does it."""
         published = [self.store.lane(i)["published"] for i in range(self.store.lanes)]
-        self.versions = [self.store.memory().tobytes()]
+        self.look()
+        self.forget()
         self.store.mark_durable(published)
-        self.versions.append(self.store.memory().tobytes())
+        self.look()
         if self.random.random() < 0.7:  # the sync of the header has returned
-            del self.versions[0]
+            self.forget()
             self.durable = published
-
-    def sync_header(self) -> None:
-        """Every version has the header of now."""
-        end = self.store.rows_offset
-        now = self.store.memory()[:end].tobytes()
-        self.versions = [now + v[end:] for v in self.versions]
 
     def take_lane(self, lane: int) -> None:
         """As a process that takes the lane does: the term is synced before the first row; the seam is not."""
         self.store.raise_term(lane)
-        self.sync_header()
+        self.look()
+        self.forget(range(self.store.rows_offset // PAGE))
         self.store.mark_seam(lane)
-
-    def image(self) -> bytearray:
-        made = bytearray(self.versions[-1])
-        recent = self.random.random()
-        for at in range(0, len(made), PAGE):
-            if self.random.random() > recent:
-                made[at : at + PAGE] = self.random.choice(self.versions)[at : at + PAGE]
-        return made
 
 
 def term_of(s: _native.Store, lane: int, number: int) -> int:
     """The term in the trailer of a row's first strand."""
-    row = lane * s.strands * s.lane_capacity + number % s.lane_capacity
+    row = lane * s.envs * s.lane_capacity + number % s.lane_capacity
     at = s.rows_offset + (row + 1) * s.row_stride - 8
     return int.from_bytes(s.memory()[at : at + 4].tobytes(), "little")
 
 
-def check(disk: Disk, path: Path, code: object, image: bytearray) -> _native.Store:
+def check(disk: StoreOnDisk, path: Path, code: object, image: bytes) -> _native.Store:
     s, fd = open_image(path, image)
-    s.mend()
+    s.repair()
     s.finish_interrupted()
     before = [s.lane(i)["term"] for i in range(s.lanes)]
     s.recover()
@@ -90,14 +69,14 @@ def check(disk: Disk, path: Path, code: object, image: bytearray) -> _native.Sto
         state = s.lane(lane)
         numbers = torch.arange(state["first"], state["published"])
         assert state["term"] > before[lane]
-        where = (numbers % s.lane_capacity + lane * s.lane_capacity).reshape(-1, 1) * s.strands
-        where = (where + torch.arange(s.strands)).reshape(-1)
-        rows, missing, unwritten, made = s.gather(code, where, numbers=True)
+        where = (numbers % s.lane_capacity + lane * s.lane_capacity).reshape(-1, 1) * s.envs
+        where = (where + torch.arange(s.envs)).reshape(-1)
+        rows, missing, unwritten, made = s.gather(code, where, sequences=True)
         assert missing is None and unwritten is None
         found, whole = numbers_of(rows[0])
-        expected = (numbers.reshape(-1, 1) * s.strands + torch.arange(s.strands)).reshape(-1)
+        expected = (numbers.reshape(-1, 1) * s.envs + torch.arange(s.envs)).reshape(-1)
         assert whole.all() and torch.equal(found, expected), "a row that came back is torn or out of place"
-        assert torch.equal(made, numbers.repeat_interleave(s.strands))
+        assert torch.equal(made, numbers.repeat_interleave(s.envs))
         alive = range(max(disk.written[lane] - s.lane_capacity, disk.floor[lane]), disk.durable[lane])
         assert not alive or (state["first"] <= alive[0] and state["published"] >= alive[-1] + 1), (
             f"durable rows {alive} of lane {lane}, found {state}"
@@ -114,7 +93,7 @@ def run(path: Path, seed: int, images: int, lanes: int, strands: int, capacity: 
     draw = random.Random(seed)
     scratch = path.with_name("image")
     with file_store(path, row_bytes, capacity, lanes=lanes, strands=strands) as s:
-        disk = Disk(s, seed)
+        disk = StoreOnDisk(s, seed)
         for lane in range(lanes):
             disk.take_lane(lane)
         for _ in range(images):
@@ -134,7 +113,6 @@ def run(path: Path, seed: int, images: int, lanes: int, strands: int, capacity: 
                         disk.written[lane] = first + take
                         n -= take
                         disk.look()
-                disk.versions = disk.versions[-12:]  # fewer than a disk may have: each is one that it may have
             check(disk, scratch, code, disk.image())
 
 
@@ -166,7 +144,7 @@ def test_one_power_cut_after_another(tmp_path: Path, seed: int) -> None:
         image = bytearray(s.memory().tobytes())
     for _ in range(12):
         s, fd = open_image(path, image)
-        disk = Disk(s, draw.randrange(1 << 30))
+        disk = StoreOnDisk(s, draw.randrange(1 << 30))
         disk.take_lane(0)
         for _ in range(draw.randrange(1, 6)):
             if draw.random() < 0.4:
@@ -244,16 +222,16 @@ def test_a_row_in_the_wrong_place_or_of_another_store_is_not_whole(tmp_path: Pat
     code, width = words(4)
     with file_store(tmp_path / "s", width, 16) as s:
         append_strands(s, code, 32)
-        assert all(s.whole(i) for i in range(16))
+        assert all(_native.testing.is_whole(s, i) for i in range(16))
         rows = s.memory()[s.rows_offset : s.rows_offset + 16 * s.row_stride].reshape(16, s.row_stride)
         rows[3] = rows[4]
-        assert [i for i in range(16) if not s.whole(i)] == [3]
+        assert [i for i in range(16) if not _native.testing.is_whole(s, i)] == [3]
         rows[5, 0] ^= 1
-        assert not s.whole(5)
+        assert not _native.testing.is_whole(s, 5)
         rows[6, -16] ^= 16  # the number: one ring further
-        assert not s.whole(6)
+        assert not _native.testing.is_whole(s, 6)
         with pytest.raises(IndexError):
-            s.whole(16)
+            _native.testing.is_whole(s, 16)
         assert s.recover() > 0
         assert s.gather(code, slots(15))[2] is None
 

@@ -32,7 +32,7 @@ def made(seed: int, *shape: int) -> Rows:
 
 def table(s: _native.Store) -> Rows:
     """The rows as they lie in the store: [lanes, strands, lane capacity, row stride]."""
-    shape = (s.lanes, s.strands, s.lane_capacity, s.row_stride)
+    shape = (s.lanes, s.envs, s.lane_capacity, s.row_stride)
     return s.memory()[s.rows_offset : s.rows_offset + int(np.prod(shape))].reshape(shape)
 
 
@@ -75,7 +75,7 @@ class TestRowsGoToTheirPlaces:
             assert (table(s)[1 - lane] == old[1 - lane]).all()
             if kind == "file":
                 whole = [(lane * strands + e) * capacity + slot for e in range(strands) for slot in new]
-                assert all(s.whole(row) for row in whole)
+                assert all(_native.testing.is_whole(s, row) for row in whole)
 
     @pytest.mark.parametrize("payload", [1, 71, 4080, 5000, 300_000], ids=str)
     def test_when_they_take_many_writes(self, payload: int, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ class TestRowsGoToTheirPlaces:
         with file_store(tmp_path / "s", payload, n + 2) as s:
             s.put(0, 1, rows)
             assert (table(s)[0, 0, 1:-1, :payload] == rows[0]).all() and not table(s)[0, 0, [0, -1]].any()
-            assert all(s.whole(i) for i in range(1, n + 1))
+            assert all(_native.testing.is_whole(s, i) for i in range(1, n + 1))
             lies = np.fromfile(tmp_path / "s", np.uint8)
             assert (lies == s.memory()[: len(lies)]).all()
 
@@ -92,7 +92,8 @@ class TestRowsGoToTheirPlaces:
         rows = made(0, 1, 4000, 20)
         with file_store(tmp_path / "s", 20, 4000) as s, ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda at: s.put(0, at, rows[:, at : at + 7]), range(0, 4000, 7)))
-            assert (table(s)[0, 0, :, :20] == rows[0]).all() and all(s.whole(i) for i in range(4000))
+            assert (table(s)[0, 0, :, :20] == rows[0]).all()
+            assert all(_native.testing.is_whole(s, i) for i in range(4000))
 
     def test_and_not_into_a_file_that_has_the_descriptors_number_by_now(self, tmp_path: Path) -> None:
         rows = made(0, 1, 10, 20)
@@ -103,7 +104,7 @@ class TestRowsGoToTheirPlaces:
             os.dup2(other, s.fd)
             os.close(other)
             s.put(0, 0, rows)
-            assert (table(s)[0, 0, :, :20] == rows[0]).all() and all(s.whole(i) for i in range(10))
+            assert (table(s)[0, 0, :, :20] == rows[0]).all() and all(_native.testing.is_whole(s, i) for i in range(10))
             assert (tmp_path / "other").read_bytes() == bytes(there)
 
 

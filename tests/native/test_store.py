@@ -53,7 +53,7 @@ class TestTheRing:
                 generations += [held[0] if held else -1] * strands
                 expected += [held[0] * strands + e if held else None for e in range(strands)]
         every = torch.arange(capacity * lanes * strands)
-        rows, missing, unwritten, numbers = s.gather(code, every, numbers=True)
+        rows, missing, unwritten, numbers = s.gather(code, every, sequences=True)
         assert missing is None
         assert (unwritten or []) == [i for i, w in enumerate(expected) if w is None]
         assert s.generations(every).tolist() == generations
@@ -77,7 +77,7 @@ class TestTheRing:
         code, width = words(1)
         s = store(width, 8)
         append_words(s, code, 10)
-        at = s.claim(0, 3)
+        at = _native.testing.claim(s, 0, 3)
         assert at == 10 and s.generations(torch.arange(8)).tolist() == [8, 9, -1, -1, -1, 5, 6, 7]
         assert s.gather(code, slots(2, 5))[2] == [0]
         append_words(s, code, 1)
@@ -91,7 +91,6 @@ class TestBounds:
         s = store(width, 2, lanes=2, strands=3)
         for use in (
             lambda: s.gather(code, slots(0, bad)), lambda: s.generations(slots(bad)),
-            lambda: s.gather_into(code, slots(0, bad), [np.zeros((2, 1), np.int64)]),
         ):  # fmt: skip
             with pytest.raises(IndexError, match="0 to 11"):
                 use()
@@ -102,10 +101,11 @@ class TestBounds:
         s = store(width, 2, lanes=2, trailer=True)
         plan = code.check_list([torch.zeros(1, 1, dtype=torch.int64)], 1, 0)
         for use in (
-            lambda: s.append(lane, plan), lambda: s.lane(lane), lambda: s.cursor(lane), lambda: s.claim(lane, 1),
-            lambda: s.publish(lane, 0, 1), lambda: s.mark_seam(lane), lambda: s.raise_term(lane),
-            lambda: s.restore_lane(lane, 0, 0, 0), lambda: s.seams(lane), lambda: s.set_seams(lane, 0, 0, []),
-            lambda: s.next_is_seam(lane), lambda: s.advance(lane, 1),
+            lambda: s.append(lane, plan), lambda: s.lane(lane), lambda: s.cursor(lane),
+            lambda: _native.testing.claim(s, lane, 1), lambda: _native.testing.publish(s, lane, 0, 1),
+            lambda: s.mark_seam(lane), lambda: s.raise_term(lane), lambda: s.restore_lane(lane, 0, 0, 0),
+            lambda: s.seams(lane), lambda: s.set_seams(lane, 0, 0, []), lambda: s.next_is_seam(lane),
+            lambda: s.advance(lane, 1),
             lambda: s.put(lane, 0, np.zeros((1, 1, width), np.uint8)),
         ):  # fmt: skip
             with pytest.raises(IndexError, match="of 2"):
@@ -167,7 +167,7 @@ class TestBounds:
             with pytest.raises(RuntimeError, match="shorter"):
                 _native.Store.open(fd, size)
         os.close(fd)
-        with pytest.raises(RuntimeError, match="cannot look"):
+        with pytest.raises(RuntimeError, match="cannot stat"):
             _native.Store.open(fd, 1 << 20)
 
     def test_memory_that_cannot_be_mapped_is_an_error(self) -> None:
@@ -247,7 +247,7 @@ class TestCounters:
                     image[at : at + 8] = after[at : at + 8] if value is None else value.to_bytes(8, "little")
                 s, fd = open_image(tmp_path / "s", image)
                 assert len(s.uniform(slots(0), 4) if s.rows() else ()) in (0, 4)
-                s.mend()
+                s.repair()
                 assert s.rows() == 0 and [s.cursor(0), s.cursor(1)] == [0, 0]
                 assert s.steps_written() in {0, 11, 22} and s.incarnation % 2 == 0
                 assert reset or s.steps_written() == 22
@@ -262,7 +262,7 @@ class TestCounters:
         append_words(s, code, 8)
         s.begin_restore()
         s.restore_lane(0, 0, 5, 0)
-        s.mend()
+        s.repair()
         assert s.rows() == 0 and s.incarnation % 2 == 0
         append_words(s, code, 2)
         assert s.rows() == 2
@@ -273,7 +273,7 @@ class TestCounters:
         append_words(s, code, 11, 1)
         s.mark_seam(1)
         before = s.memory().tobytes()
-        s.mend()
+        s.repair()
         assert s.memory().tobytes() == before
 
 
@@ -382,7 +382,7 @@ class TestMappedFiles:
                 where = torch.randint(0, 2000, (256,))
                 rows, missing, unwritten, _ = opened.gather(code, where, mapped=True)
                 assert missing is None and unwritten is None and numbers_of(rows[0])[0].tolist() == where.tolist()
-            assert opened.asking_pages is False  # all of it is in memory
+            assert _native.testing.reads_ahead(opened) is False  # all of it is in memory
             os.close(fd)
 
     def test_a_store_is_reopened_as_it_was_left(self, tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ class TestMappedFiles:
             fd = os.open(tmp_path / "s", os.O_RDWR)
             t = _native.Store.open(fd, os.fstat(fd).st_size)
             assert (t.layout, t.store_id, t.boot_id, t.clean) == (b'{"a": 1}', STORE_ID, bytes(range(16)), True)
-            assert t.lane(1) == s.lane(1) and t.row_stride == s.row_stride and t.has_trailer
+            assert t.lane(1) == s.lane(1) and t.row_stride == s.row_stride and _native.testing.has_trailer(t)
             append_words(t, code, 1, 1)  # one memory
             assert s.lane(1)["published"] == 12
             os.close(fd)
@@ -405,7 +405,7 @@ class TestMappedFiles:
         with pytest.raises(ValueError, match="without trailers"):
             s.recover()
         with pytest.raises(IndexError):
-            s.whole(0)
+            _native.testing.is_whole(s, 0)
         with pytest.raises(ValueError, match="each lane"):
             s.mark_durable([1, 2])
 

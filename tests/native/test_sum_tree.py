@@ -16,7 +16,7 @@ VALUES = st.one_of(st.just(0.0), st.floats(1e-6, 1e6), st.sampled_from([1.0, 0.1
 
 
 def built(values):
-    tree = _native.SumTree(len(values))
+    tree = _native.testing.SumTree(len(values))
     tree.set(np.arange(len(values)), np.asarray(values, dtype=np.float64))
     return tree
 
@@ -34,7 +34,7 @@ def assert_same(tree, twin):
 @settings(max_examples=150, deadline=None)
 @given(SIZES, st.data())
 def test_a_tree_after_any_updates_is_bit_for_bit_the_one_that_is_built_from_its_leaves(size, data):
-    tree, leaves = _native.SumTree(size), np.zeros(size)
+    tree, leaves = _native.testing.SumTree(size), np.zeros(size)
     for _ in range(data.draw(st.integers(1, 8))):
         if data.draw(st.booleans()):
             start = data.draw(st.integers(0, size - 1))
@@ -100,7 +100,7 @@ def test_leaves_are_found_as_often_as_they_are_large():
 
 
 def test_leaves_that_there_are_not_are_refused():
-    tree = _native.SumTree(10)
+    tree = _native.testing.SumTree(10)
     for at in (-1, 10, 1 << 60):
         with pytest.raises(IndexError):
             tree.set(np.array([at]), np.array([1.0]))

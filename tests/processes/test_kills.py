@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
+from contracts.kills import killed_at, lines_of
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -22,7 +23,6 @@ from engram.data import (
     SliceSampler,
 )
 from engram.errors import StorageInUseError
-from processes.killed_at import killed_at, lines_of
 from processes.rows import Faults, Maker, check_rows, check_slices
 
 LANE = 200
@@ -92,7 +92,7 @@ class Store:
         there = torch.arange(state["first"], state["published"])
         if len(there):
             slots = there % LANE + lane * LANE
-            batch, gone, absent, number = self.rb.storage.read(slots, numbers=True)
+            batch, gone, absent, number = self.rb.storage.read(slots, sequences=True)
             faults.check(gone is None and absent is None, f"rows are missing: {gone} {absent}")
             check_rows(faults, batch, number, slots, LANE, "after a kill")
             faults.check((number == there).numpy(), "other rows than these")

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from engram._native import Cells
+from engram._native import AtomicInts
 from engram.errors import WorkerError
 from engram.processes import lockstep
 from engram.processes.eventfd import EventFd
@@ -246,7 +246,7 @@ def test_workers_that_wait_for_long_do_not_look(made, monkeypatch):
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
 def test_a_worker_leaves_the_core_of_one_before_it_and_may_come_back():
     memory = SharedMemory()
-    cells = Cells(memory.allocate([lockstep._bytes(2)])[0].view(np.int64))
+    cells = AtomicInts(memory.allocate([lockstep._bytes(2)])[0].view(np.int64))
     slot, allowed = WorkerSlot(memory, 2, 1, True), os.sched_getaffinity(0)
     slot.attach(None)
     here, there = usable_cores()[:2]
@@ -265,7 +265,7 @@ def test_a_worker_leaves_the_core_of_one_before_it_and_may_come_back():
 
 def test_a_worker_that_sleeps_is_on_no_core():
     memory, seen = SharedMemory(), []
-    cells = Cells(memory.allocate([lockstep._bytes(1)])[0].view(np.int64))
+    cells = AtomicInts(memory.allocate([lockstep._bytes(1)])[0].view(np.int64))
 
     class Channel:
         def wait_for_wakeup(self):
@@ -286,7 +286,7 @@ def test_a_worker_that_sleeps_is_on_no_core():
 @pytest.mark.quick
 def test_cells_are_checked_before_memory_is_touched():
     array, allowed = np.arange(4) - 9, os.sched_getaffinity(0)
-    cells = Cells(array)
+    cells = AtomicInts(array)
     for call in (
         lambda i: cells[i],
         lambda i: cells.exchange(i, 1, 0),
@@ -296,7 +296,7 @@ def test_cells_are_checked_before_memory_is_touched():
         lambda i: cells.shares_core(0, i, 1, 1),
     ):
         for index in (-1, 4, 2**62, -(2**63)):
-            with pytest.raises(IndexError, match="no such cell"):
+            with pytest.raises(IndexError, match="no such integer"):
                 call(index)
     with pytest.raises(IndexError):
         cells[4] = 1
@@ -306,18 +306,18 @@ def test_cells_are_checked_before_memory_is_touched():
             cells.shares_core(0, 1, 2**62, 4)
     os.sched_setaffinity(0, allowed)
     with pytest.raises(ValueError, match="aligned"):
-        Cells(np.frombuffer(bytearray(17), np.uint8)[1:].view(np.int64))
+        AtomicInts(np.frombuffer(bytearray(17), np.uint8)[1:].view(np.int64))
     with pytest.raises(TypeError):
-        Cells(np.zeros(3))
+        AtomicInts(np.zeros(3))
     frozen = np.arange(3)
     frozen.flags.writeable = False
     with pytest.raises(TypeError):
-        Cells(frozen)
+        AtomicInts(frozen)
     assert array[1:].tolist() == [-8, -7, -6] and len(cells) == 4
 
 
 def test_a_cell_is_waited_for_for_as_long_as_was_said():
-    cells = Cells(np.zeros(1, np.int64))
+    cells = AtomicInts(np.zeros(1, np.int64))
     for seconds in (float("nan"), -1.0, 0.0, 1e-5, 3e9):
         began = time.monotonic()
         assert not cells.reaches(0, 1, seconds)

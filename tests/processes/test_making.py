@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
+from contracts.kills import killed_at, lines_of
 from engram.data import LazyMemmapStorage, ReplayBuffer
 from engram.errors import StorageError
 from engram.store.files import FILE_NAME, remove_leftovers
 from engram.testing import numbers, steps
-from processes.killed_at import killed_at, lines_of
 
 
 def make_and_write(folder, who, lanes, existsok, layout=0):

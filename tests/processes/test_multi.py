@@ -22,7 +22,7 @@ from engram.collectors import (
     MultiSyncDataCollector,
     SyncDataCollector,
 )
-from engram.collectors.numbering import Numbering, SharedCount
+from engram.collectors.trajectories import GlobalTrajectoryIds, SharedCounter
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -342,7 +342,7 @@ def test_each_frame_says_which_weights_acted():
 
 # ---- numbers of trajectories ----
 def test_numbers_from_several_processes_are_all_different():
-    count, read, write = SharedCount(), *os.pipe()
+    count, read, write = SharedCounter(), *os.pipe()
     children = []
     for _ in range(3):
         children.append(os.fork())
@@ -364,8 +364,8 @@ def test_what_goes_on_keeps_its_number():
     def batch(ids):
         return TensorDict({IDS: torch.tensor(ids)}, batch_size=[len(ids), len(ids[0])])
 
-    count = SharedCount()
-    numbering = Numbering(count.take)
+    count = SharedCounter()
+    numbering = GlobalTrajectoryIds(count.take)
     first, second = batch([[0, 0, 2]]), batch([[0, 1, 1]])
     numbering.number([(0, first), (1, second)])
     assert first[IDS].tolist() == [[0, 0, 3]] and second[IDS].tolist() == [[1, 2, 2]]

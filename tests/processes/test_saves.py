@@ -101,7 +101,7 @@ def check_saved(rb, before, after, left_out=0):
     for lane, state in enumerate(lanes.states()):
         first, stop = state["first"], state["published"]
         there = torch.arange(first, stop)
-        batch, gone, absent, numbers = rb.storage.read(there % LANE + lane * LANE, numbers=True)
+        batch, gone, absent, numbers = rb.storage.read(there % LANE + lane * LANE, sequences=True)
         faults.check(gone is None and absent is None, "rows are missing")
         check_rows(faults, batch, numbers, there % LANE + lane * LANE, LANE, "saved")
         c = columns(batch)

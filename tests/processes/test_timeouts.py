@@ -174,9 +174,9 @@ def test_shutdown_leaves_no_process_of_one_that_hangs_without_a_timeout(cls, han
     collector = cls([calm, lambda: GymEnv(Hangs("step", hang))], frames_per_batch=20)
     pids = [worker.pid for worker in collector._workers]
     for k in range(2):
-        collector._ask(k)
+        collector._post_collect(k)
     time.sleep(0.5)
-    collector._end_quickly()
+    collector._shut_down_quickly()
     assert all(is_gone(pid, within=10) for pid in pids)
 
 

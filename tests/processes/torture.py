@@ -1,11 +1,13 @@
-"""Writers that are killed, stopped and started again, and samplers that check every row, through the public API.
+"""Writers that are killed, stopped and started again, and readers that check every row, each a process of its own.
 
 A program of its own (`python torture.py --rows 20e6`), so that it also runs against builds with planted faults. It
 prints one line of JSON: what was done, how fast, how long calls took, and `faults`: what may never be seen. Exit code
 1: there were some.
 
-Each row's bytes are a function of its lane, write number and writer (`rows.py`). The processes are forks of a
-controller with one thread; mapped stores each opens itself, shared memory comes with the fork.
+`BufferTorture` writes and samples through the public API; with `--store`, `StoreTorture` appends and gathers rows of
+several pages in the native store, where a race is a matter of nanoseconds. Each row's bytes are a function of its lane,
+sequence and writer. The processes are forks of a controller with one thread; mapped stores each opens itself, shared
+memory comes with the fork.
 """
 
 from __future__ import annotations
@@ -43,6 +45,9 @@ from engram.data import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
+from engram.store.lanes import Lanes
+from engram.store.locks import LaneLocks
+from native.support import numbers_of, row_words, store, words
 from processes.plants import PLANTS
 from processes.rows import Faults, Maker, check_rows, check_slices, columns
 
@@ -73,7 +78,8 @@ def _ends(storage: Any) -> None:
 class Side:
     """Memory that all processes of a run share: what the controller says, and what writers have done."""
 
-    STOP, FIELDS = 0, ("returned", "written", "calls", "longest", "cpu_longest", "cpu", "switches")
+    STOP = 0
+    FIELDS = ("returned", "written", "calls", "longest", "cpu_longest", "cpu", "switches", "session", "seams")
 
     def __init__(self, lanes: int) -> None:
         self._map = mmap.mmap(-1, 1 << 16)
@@ -104,7 +110,10 @@ class Clock:
 
 
 class Torture:
-    """One run; the options are those of `main`."""
+    """The controller of one run; the options are those of `main`. Subclasses say what the processes do."""
+
+    #: Before a writer is killed: how often it is let take its lane first; after it: how often all is checked at rest.
+    LET_TAKE_ITS_LANE, CHECK_AFTER_KILLS = 0.0, 0.3
 
     def __init__(self, folder: Path, options: Any) -> None:
         self.o, self.folder = options, folder / "store"
@@ -116,32 +125,31 @@ class Torture:
         self.faults = Faults()
         self.done: dict[str, Any] = {"kills": 0, "stops": 0, "checks": 0}
         self.calls: dict[str, float] = {"longest_sample_ms": 0.0, "longest_sample_cpu_ms": 0.0, "sample_switches": 0}
-        self.storage = self._made()
+        self._make_store()
 
-    def _made(self) -> Any:
-        size = self.lanes * self.lane_capacity
-        if self.o.memory == "shared":
-            storage: Any = LazyTensorStorage(size, shared=True, lanes=self.lanes)
-        else:
-            storage = LazyMemmapStorage(size, scratch_dir=self.folder, lanes=self.lanes)
-        rb = ReplayBuffer(storage=storage)
-        rb.extend(Maker(0, self._session()).rows(0, 1))
-        if self.o.memory == "shared":
-            _ends(storage)
-            return storage
-        storage.close()
-        return None
+    def _make_store(self) -> None:
+        raise NotImplementedError
+
+    def _fill(self) -> None:
+        """Once around every lane, for samplers that run alone."""
+        raise NotImplementedError
+
+    def _write(self, session: int, seed: int) -> dict[str, Any]:
+        """Until the end of the run."""
+        raise NotImplementedError
+
+    def _sample(self, which: int) -> dict[str, Any]:
+        """Until the end of the run; checks what it reads."""
+        raise NotImplementedError
+
+    def _check_rest(self) -> dict[str, Any]:
+        """Of a lane to which nobody writes every row is there and whole, and none that had returned is missing."""
+        raise NotImplementedError
 
     def _session(self) -> int:
         self.sessions += 1
         return self.sessions
 
-    def join(self, sampler: Any = None) -> ReplayBuffer:
-        """In a child: a buffer over the store."""
-        storage = LazyMemmapStorage.open(self.folder) if self.storage is None else self.storage
-        return ReplayBuffer(storage=storage, sampler=sampler, batch_size=BATCH)
-
-    # ---- the controller ----
     def run(self) -> None:
         o = self.o
         self.started = time.monotonic()
@@ -166,22 +174,15 @@ class Torture:
     def written(self) -> int:
         return int(self.side.lanes["returned"].sum())
 
-    def _fill(self) -> None:
-        rb = self.join()
-        maker = Maker(rb.storage.lanes.hold(), self._session())
-        for _ in range(0, self.lane_capacity, EXTEND):
-            rb.extend(maker.rows(rb.storage.lanes.states()[maker.lane]["published"], EXTEND))
-        if self.storage is None:
-            rb.storage.close()
-        else:
-            _ends(self.storage)
-
     def _writer(self) -> Child:
         session, seed = self._session(), self.random.randrange(1 << 60)
-        return Child(lambda: self._write(session, seed))
+        return Child(lambda: self._write(session, seed), session)
 
     def _disturb(self, writers: list[Child]) -> None:
         k, draw = self.random.randrange(len(writers)), self.random.random()
+        if self.random.random() < self.LET_TAKE_ITS_LANE:
+            while writers[k].session not in self.side.lanes["session"] and not writers[k].ended():
+                time.sleep(0.001)
         time.sleep(self.random.uniform(0, 0.04))
         if draw < self.o.stops:
             self.done["stops"] += 1
@@ -191,7 +192,7 @@ class Torture:
             return
         writers[k].kill()
         self.done["kills"] += 1
-        if self.random.random() < 0.3:
+        if self.random.random() < self.CHECK_AFTER_KILLS:
             self._take(Child(self._check_rest).wait(60))
         writers[k] = self._writer()
 
@@ -218,12 +219,43 @@ class Torture:
             self.faults.append(f"{self.lanes} lanes, {free} free, and every process has ended")
         self._take(said)
 
-    # ---- the other processes ----
+
+class BufferTorture(Torture):
+    """Buffers over one storage, with samplers of every kind."""
+
+    def _make_store(self) -> None:
+        size = self.lanes * self.lane_capacity
+        if self.o.memory == "shared":
+            storage: Any = LazyTensorStorage(size, shared=True, lanes=self.lanes)
+        else:
+            storage = LazyMemmapStorage(size, scratch_dir=self.folder, lanes=self.lanes)
+        rb = ReplayBuffer(storage=storage)
+        rb.extend(Maker(0, self._session()).rows(0, 1))
+        self.storage = storage if self.o.memory == "shared" else None
+        if self.storage is None:
+            storage.close()
+        else:
+            _ends(storage)
+
+    def join(self, sampler: Any = None) -> ReplayBuffer:
+        """In a child: a buffer over the store."""
+        storage = LazyMemmapStorage.open(self.folder) if self.storage is None else self.storage
+        return ReplayBuffer(storage=storage, sampler=sampler, batch_size=BATCH)
+
+    def _fill(self) -> None:
+        rb = self.join()
+        maker = Maker(rb.storage.lanes.hold(), self._session())
+        for _ in range(0, self.lane_capacity, EXTEND):
+            rb.extend(maker.rows(rb.storage.lanes.states()[maker.lane]["published"], EXTEND))
+        if self.storage is None:
+            rb.storage.close()
+        else:
+            _ends(self.storage)
+
     def _check_rest(self) -> dict[str, Any]:
-        """Of a lane to which nobody writes every row is there and whole, and none that had returned is missing."""
         rb, faults, checks = self.join(), Faults(), 0
         lanes = rb.storage.lanes
-        lanes.wake()
+        lanes.join_after_fork()
         for lane in range(self.lanes):
             if not lanes.locks.take_lane(lane):
                 continue
@@ -236,7 +268,7 @@ class Torture:
             there = torch.arange(state["first"], state["published"])
             slots = there % self.lane_capacity + lane * self.lane_capacity
             if len(slots):
-                batch, gone, absent, numbers = rb.storage.read(slots, numbers=True)
+                batch, gone, absent, numbers = rb.storage.read(slots, sequences=True)
                 faults.check(gone is None and absent is None, f"lane {lane} at rest: {gone} {absent} are not there")
                 faults.check((numbers == there).numpy(), f"lane {lane} at rest: other rows than {there[:3]} ...")
                 check_rows(faults, batch, numbers, slots, self.lane_capacity, "at rest")
@@ -387,10 +419,101 @@ class _Reader:
         faults.check(right, f"{self.name}: rows {g.numpy()[at]} of priorities {p[at]} have {found[at]}")
 
 
+class StoreTorture(Torture):
+    """The native store itself: rows of `--words` words, which are appended and gathered without a buffer."""
+
+    LET_TAKE_ITS_LANE, CHECK_AFTER_KILLS = 0.8, 1.0
+
+    def _make_store(self) -> None:
+        fd = os.open(self.folder, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        store(8 * self.o.words, self.lane_capacity, lanes=self.lanes, trailer=self.o.trailer, fd=fd)
+        os.close(fd)
+
+    def _join(self) -> Lanes:
+        fd = os.open(self.folder, os.O_RDWR | os.O_CLOEXEC)
+        opened = _native.Store.open(fd, os.fstat(fd).st_size)
+        return Lanes(opened, LaneLocks(fd, str(self.folder)), on_take=opened.raise_term)
+
+    def _check_rest(self) -> dict[str, Any]:
+        lanes, faults, checks = self._join(), Faults(), 0
+        for lane in range(self.lanes):
+            if not lanes.locks.take_lane(lane):
+                continue
+            checks += 1
+            state, returned = lanes.store.lane(lane), int(self.side.lanes["returned"][lane])
+            faults.check(
+                state["published"] >= returned,
+                f"lane {lane}: {returned} rows had returned, {state['published']} are published",
+            )
+            there = torch.arange(state["first"], state["published"])
+            slots = there % self.lane_capacity + lane * self.lane_capacity
+            rows, gone, absent, numbers = lanes.store.gather(words(self.o.words)[0], slots, sequences=True)
+            right = not gone and not absent and torch.equal(numbers, there)
+            faults.check(right, f"lane {lane} at rest: {gone} missing, {absent} unwritten")
+            self._check_words(faults, rows[0], numbers, lane, "at rest")
+            lanes.locks.free_lane(lane)
+        return {"faults": list(faults), "checks": checks}
+
+    def _write(self, session: int, seed: int) -> dict[str, Any]:
+        lanes, draw = self._join(), random.Random(seed)
+        code, _ = words(self.o.words)
+        opened, lane = lanes.store, lanes.hold()
+        state, seam = opened.lane(lane), opened.next_is_seam(lane)
+        if state["published"] > state["first"] and not seam:
+            raise AssertionError(f"lane {lane} was taken at {state['published']} without a seam")
+        self.side.lanes["seams"][lane] += seam
+        self.side.lanes["session"][lane] = session
+        while not self.side.flags[Side.STOP]:
+            n = draw.choice((1, 1, 2, 3, 5, self.lane_capacity + 2))
+            first = opened.lane(lane)["published"]
+            rows = row_words(torch.arange(first, first + n), self.o.words, edition=lane)
+            opened.append(lane, code.check_list([rows], 1, 0))
+            self.side.lanes["returned"][lane] = first + n
+        return {"faults": []}
+
+    def _sample(self, which: int) -> dict[str, Any]:
+        opened, draw, faults = self._join().store, random.Random(self.o.seed + which), Faults()
+        code, _ = words(self.o.words)
+        done = {"batches": 0, "read": 0, "missing": 0, "unwritten": 0}
+        highest = [0] * self.lanes
+        while not self.side.flags[Side.STOP] and not faults:
+            n = draw.choice((1, 8, 32, 128))
+            slots = opened.uniform(torch.tensor([draw.randrange(1 << 62)]), n)
+            if slots is None:
+                continue
+            rows, gone, absent, numbers = opened.gather(code, slots, sequences=True)
+            bad = {*(gone or ()), *(absent or ())}
+            keep = torch.tensor([i for i in range(n) if i not in bad], dtype=torch.int64)
+            done["batches"] += 1
+            done["read"] += len(keep)
+            done["missing"] += len(gone or ())
+            done["unwritten"] += len(absent or ())
+            for lane in range(self.lanes):
+                mine = keep[slots[keep] // self.lane_capacity == lane]
+                self._check_words(faults, rows[0][mine], numbers[mine], lane, "read")
+                in_its_slot = torch.equal(numbers[mine] % self.lane_capacity, slots[mine] % self.lane_capacity)
+                faults.check(in_its_slot, f"lane {lane}: a number that is not of its slot")
+                published = opened.lane(lane)["published"]
+                right = published >= highest[lane] and not (len(mine) and int(numbers[mine].max()) >= published)
+                faults.check(right, f"lane {lane}: published is {published}, rows {numbers[mine].tolist()}")
+                highest[lane] = published
+        return {**done, "faults": list(faults)}
+
+    @staticmethod
+    def _check_words(faults: Faults, rows: torch.Tensor, numbers: torch.Tensor, lane: int, when: str) -> None:
+        holds, whole = numbers_of(rows)
+        right = (holds == numbers) & (rows[:, 0] // (1 << 50) == lane)
+        faults.check(whole.numpy(), f"{when}: rows {numbers[~whole].tolist()} of lane {lane} are torn")
+        other = whole & ~right
+        what = f"{when}: rows {numbers[other].tolist()} of lane {lane} hold {holds[other].tolist()}"
+        faults.check(not other.any(), what)
+
+
 class Child:
     """A forked process; what it returns comes back as JSON."""
 
-    def __init__(self, work: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, work: Callable[[], dict[str, Any]], session: int = 0) -> None:
+        self.session = session
         self._from, to = os.pipe()
         self._over = False
         self.pid = os.fork()
@@ -436,6 +559,9 @@ class Child:
 
 
 def options() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "--store", {"action": "store_true", "help": "the native store without buffers"}
+    yield "--words", {"type": int, "default": 1024, "help": "of a row, with --store: two pages"}
+    yield "--trailer", {"action": "store_true", "help": "rows have a checksum, with --store"}
     yield "--memory", {"choices": ("mapped", "shared"), "default": "mapped"}
     yield "--folder", {"default": "/dev/shm" if os.access("/dev/shm", os.W_OK) else None}
     yield "--writers", {"type": int, "default": 4}
@@ -464,7 +590,7 @@ def main() -> int:
     if o.plant:
         PLANTS[o.plant][0]()
     with tempfile.TemporaryDirectory(dir=o.folder) as folder:
-        t = Torture(Path(folder), o)
+        t = (StoreTorture if o.store else BufferTorture)(Path(folder), o)
         t.run()
     side = t.side.lanes
     writes = {
@@ -474,7 +600,15 @@ def main() -> int:
         "extend_switches": int(side["switches"].sum()),
         "us_of_own_time_an_extend": round(side["cpu"].sum() / 1e3 / max(1, side["calls"].sum()), 2),
     }  # fmt: skip
-    said = {"planted": _native.PLANTED or o.plant, "seconds": round(t.seconds, 2), **writes, **t.done, **t.calls}
+    seconds, seams = round(t.seconds, 2), int(side["seams"].sum())
+    said = {
+        "planted": _native.testing.PLANTED or o.plant,
+        "seconds": seconds,
+        "seams": seams,
+        **writes,
+        **t.done,
+        **t.calls,
+    }
     print(json.dumps({**said, "faults": t.faults[:20]}))
     return 1 if t.faults else 0
 

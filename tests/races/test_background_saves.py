@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.programs import run_program
 from engram import verify
 from engram.data import (
     LazyMemmapStorage,
@@ -207,7 +205,7 @@ def test_a_row_changed_before_the_save_and_overwritten_during_it_is_not_taken_ov
     rb.dumps(tmp_path)
     rb[3] = steps(777, 778)[0]
     expected = state_of(rb)
-    frozen = rb.storage.freeze()
+    frozen = rb.storage._snapshot_view()
     rb.extend(steps(100, 110))  # over row 3, before anybody asks what had changed
     checkpointer = rb.storage.checkpointer
     from engram.data.replay_buffers.checkpointers import save_snapshot
@@ -287,7 +285,7 @@ def test_the_interpreter_ends_after_the_save(tmp_path):
         rb.extend(torch.arange(200_000 * 20).reshape(-1, 20))
         rb.dumps(sys.argv[1], blocking=False)
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True)
+    run_program(code, tmp_path).check_returncode()
     twin = ReplayBuffer(storage=LazyTensorStorage(200_000))
     twin.loads(tmp_path)
     assert len(twin) == 200_000
@@ -351,7 +349,7 @@ def test_a_frozen_storage_gives_its_rows_as_they_were(tmp_path, kind, what):
     rb.dumps(tmp_path / "other")
     rb.extend(batch(kind, 0, 45 if kind != "environments" else 25))
     expected, counters = blocks(rb.storage), rb.storage.counters()
-    frozen = rb.storage.freeze()
+    frozen = rb.storage._snapshot_view()
     if what == "append":
         rb.extend(batch(kind, 800, 820))
     elif what == "replace":

@@ -18,6 +18,7 @@ from engram.data import (
     PrioritizedSliceSampler,
     RandomSampler,
     ReplayBufferEnsemble,
+    Sampler,
     SamplerEnsemble,
     SamplerWithoutReplacement,
     SequenceSampler,
@@ -296,48 +297,57 @@ def _drawn(sampler, storage):
 
 def _redraw(sampler, storage):
     slots, info = _drawn(sampler, storage)
-    sampler.redraw(storage, slots, info, [0, 3])
+    sampler._redraw(storage, slots, info, [0, 3])
 
 
-def _replaced(sampler, storage):
-    sampler.replaced(storage, *_drawn(sampler, storage))
+def _find_stale(sampler, storage):
+    sampler._find_stale(storage, *_drawn(sampler, storage))
 
 
-def _finish(sampler, storage):
+def _postprocess(sampler, storage):
     slots, info = _drawn(sampler, storage)
-    sampler.finish(steps(1, len(slots)), info)  # the last of an epoch can be shorter
+    sampler._postprocess(steps(1, len(slots)), info)  # the last of an epoch can be shorter
 
 
-def _rewind(sampler, storage):
-    position = sampler.position()
+def _set_cursor(sampler, storage):
+    cursor = sampler._get_cursor()
     sampler.sample(storage, 8)
-    sampler.rewind(position)
+    sampler._set_cursor(cursor)
 
 
 METHODS = {
     "sample": lambda s, st: s.sample(st, 8),
-    "redraw": _redraw,
-    "replaced": _replaced,
-    "finish": _finish,
     "check_storage": lambda s, st: s.check_storage(st),
-    "follow": lambda s, st: s.follow(st),
     "use_generator": lambda s, st: s.use_generator(None),
-    "draw_seed": lambda s, st: s.draw_seed(st),
     "empty": lambda s, st: s.empty(),
     "state_dict": lambda s, st: s.state_dict(),
     "load_state_dict": lambda s, st: s.load_state_dict(s.state_dict()),
-    "differences": lambda s, st: s.differences(s.state_dict()),
-    "check_state": lambda s, st: s.check_state(s.state_dict(), st),
-    "position": lambda s, st: s.position(),
-    "rewind": _rewind,
     "update_priority": lambda s, st: s.update_priority(torch.arange(8), torch.ones(8), storage=st),
     "mark_update": lambda s, st: s.mark_update(torch.arange(8), storage=st),
     "priorities": lambda s, st: s.priorities(torch.arange(8), storage=st),
     "checked_priorities": lambda s, st: s.checked_priorities(torch.ones(8), 8),
-    "most_rows": lambda s, st: s.most_rows(st, 8),
     "split": lambda s, st: s.split(torch.zeros(2, 4)),
+    # what other parts of a buffer ask of it
+    "_redraw": _redraw,
+    "_find_stale": _find_stale,
+    "_postprocess": _postprocess,
+    "_sync": lambda s, st: s._sync(st),
+    "_draw_seed": lambda s, st: s._draw_seed(st, st.lanes),
+    "_config": lambda s, st: s._config(),
+    "_differences": lambda s, st: s._differences(s.state_dict()),
+    "_check_state": lambda s, st: s._check_state(s.state_dict(), st),
+    "_get_cursor": lambda s, st: s._get_cursor(),
+    "_set_cursor": _set_cursor,
+    "_max_rows": lambda s, st: s._max_rows(st, 8),
 }
-OF_LOADS = {"adopt", "state_of_torchrl"}  # called by a load, which keeps others out
+OF_LOADS = {"_rebase"}  # called by a load, which keeps others out
+
+
+def methods_of(sampler):
+    """What users call, and what the other parts of a buffer do."""
+    of_users = {n for n, _ in inspect.getmembers(type(sampler), inspect.isfunction) if not n.startswith("_")}
+    of_parts = {n for n, m in vars(Sampler).items() if inspect.isfunction(m) and not n.startswith("__")}
+    return (of_users | of_parts) - OF_LOADS
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -350,10 +360,10 @@ def test_loads_stands_every_method_of_the_sampler_and_every_method_stands_loads(
     rb = make()
     rb.loads(tmp_path / "1")
     sampler, storage = rb.sampler, rb.storage
-    public = {n for n, _ in inspect.getmembers(type(sampler), inspect.isfunction) if not n.startswith("_")} - OF_LOADS
-    assert public <= METHODS.keys(), "a method that this test does not know"
-    works = [lambda call=METHODS[n]: call(sampler, storage) for n in sorted(public)]
-    properties = [n for n, _ in inspect.getmembers(type(sampler), lambda m: isinstance(m, property))]
+    methods = methods_of(sampler)
+    assert methods <= METHODS.keys(), "a method that this test does not know"
+    works = [lambda call=METHODS[n]: call(sampler, storage) for n in sorted(methods)]
+    properties = [n for n, _ in inspect.getmembers(type(sampler), inspect.isdatadescriptor) if n != "__dict__"]
     works.append(lambda: [getattr(sampler, n) for n in properties])
     with Threads(*works) as threads:
         for k in range(12):
@@ -383,8 +393,8 @@ def test_the_members_of_a_sampler_ensemble_are_kept_out_too(tmp_path):
     def draw():
         sampler.sample(rb.storage, 8)
 
-    works = [update_all, draw, sampler.state_dict, lambda: sampler.rewind(sampler.position())]
-    with Threads(*works, lambda: sampler.follow(rb.storage)) as threads:
+    works = [update_all, draw, sampler.state_dict, lambda: sampler._set_cursor(sampler._get_cursor())]
+    with Threads(*works, lambda: sampler._sync(rb.storage)) as threads:
         for k in range(30):
             rb.loads(tmp_path / str(STATES[k % 3]))
             if threads.failed:
@@ -474,7 +484,7 @@ def test_a_batch_that_was_drawn_before_a_load_is_drawn_anew_after_it(when, make,
         rb.append_transform(transform)
     else:
         which = members(rb)[-1 if when == "between members" else 0].storage
-        for kind, name in ((type(which), "read"), (LazyTensorStorage, "read_with")):
+        for kind, name in ((type(which), "read"), (LazyTensorStorage, "_read_many")):
             read = getattr(kind, name)
             monkeypatch.setattr(kind, name, lambda *args, read=read, **more: (load_once(), read(*args, **more))[1])
     batch = DRAWS[draw](rb)
@@ -555,7 +565,7 @@ class Loading:
             rb.extend(steps(number))
             rb.storage.dumps(path / str(number))
         rb.storage.loads(path / "1")
-        table = type(rb.storage.table)
+        table = type(rb.storage._table)
         self._begun, self.go_on = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=lambda: rb.storage.loads(path / "2"), daemon=True)
         monkeypatch.setattr(table, "set_block", lambda *args, put=table.set_block: self._put(put, args))
@@ -596,13 +606,13 @@ def test_who_asks_in_the_middle_of_a_load_waits_for_its_end(what, name, tmp_path
 def test_who_has_begun_to_draw_when_a_load_begins_waits_for_its_end(name, tmp_path, monkeypatch):
     rb = buffer(name)
     loading = Loading(rb, tmp_path, monkeypatch)
-    draw_seed, first = rb.sampler.draw_seed, iter([None])
+    draw_seed, first = rb.sampler._draw_seed, iter([None])
 
-    def seed_then_load(storage):
-        seed = draw_seed(storage)
+    def seed_then_load(storage, lanes):
+        seed = draw_seed(storage, lanes)
         for _ in first:
             loading.begin()
         return seed
 
-    monkeypatch.setattr(rb.sampler, "draw_seed", seed_then_load)
+    monkeypatch.setattr(rb.sampler, "_draw_seed", seed_then_load)
     assert loading.found_by(lambda: the_one(rb.sample()["n"])) == [2]

@@ -89,34 +89,34 @@ def test_a_sequence_that_lost_a_step_is_drawn_anew_with_its_mask(weight):
 @pytest.mark.quick
 def test_boundaries_read_from_steps_that_were_overwritten_meanwhile_are_dropped():
     store = _native.Store.create(-1, 1, 10, 1, 0, 8, False, b"", bytes(16))
-    store.publish(0, store.claim(0, 10), 10)
+    _native.testing.publish(store, 0, _native.testing.claim(store, 0, 10), 10)
     index = _native.Episodes(False, None, 1)
     reads = []
 
     def fetch(lane, start, stop):
         flags = np.zeros((stop - start, 1), np.uint8)
         if not reads:
-            store.claim(0, 6)  # a writer: of steps 0 to 5 the flags are those of others by now
+            _native.testing.claim(store, 0, 6)  # a writer: of steps 0 to 5 the flags are those of others by now
             flags[:6] = 1
         reads.append((start, stop))
         return flags
 
     _, _, start, length = index.trajectories(store, fetch=fetch)
     assert (start.tolist(), length.tolist()) == ([6], [4])
-    store.publish(0, 10, 6)
+    _native.testing.publish(store, 0, 10, 6)
     _, _, start, length = index.trajectories(store, fetch=fetch)
     assert (start.tolist(), length.tolist()) == ([6], [10]) and reads == [(0, 10), (10, 16)]
 
 
 def test_a_look_that_writers_went_through_whole_is_made_again():
     store = _native.Store.create(-1, 1, 10, 1, 0, 8, False, b"", bytes(16))
-    store.publish(0, store.claim(0, 10), 10)
+    _native.testing.publish(store, 0, _native.testing.claim(store, 0, 10), 10)
     index, reads = _native.Episodes(False, None, 1), []
 
     def fetch(lane, start, stop):
         reads.append((start, stop))
         if len(reads) < 3:
-            store.publish(0, store.claim(0, 13), 13)
+            _native.testing.publish(store, 0, _native.testing.claim(store, 0, 13), 13)
         return np.zeros((stop - start, 1), np.uint8)
 
     _, _, start, length = index.trajectories(store, fetch=fetch)
@@ -125,7 +125,7 @@ def test_a_look_that_writers_went_through_whole_is_made_again():
 
 def test_threads_look_one_after_the_other_and_a_look_inside_a_look_is_refused():
     store = _native.Store.create(-1, 1, 10, 1, 0, 8, False, b"", bytes(16))
-    store.publish(0, store.claim(0, 10), 10)
+    _native.testing.publish(store, 0, _native.testing.claim(store, 0, 10), 10)
     index, inside, found = _native.Episodes(False, None, 1), [], []
 
     def fetch(lane, start, stop):
@@ -133,7 +133,7 @@ def test_threads_look_one_after_the_other_and_a_look_inside_a_look_is_refused():
         inside.append(True)
         threads.append(threading.Thread(target=look))
         if len(threads) == 2:
-            store.publish(0, store.claim(0, 5), 5)
+            _native.testing.publish(store, 0, _native.testing.claim(store, 0, 5), 5)
             threads[1].start()
         time.sleep(0.05)
         with pytest.raises(RuntimeError, match="drawing already"):
@@ -153,7 +153,7 @@ def test_threads_look_one_after_the_other_and_a_look_inside_a_look_is_refused():
 
 def test_an_error_while_flags_are_fetched_leaves_nothing_half_known():
     store = _native.Store.create(-1, 1, 10, 1, 0, 8, False, b"", bytes(16))
-    store.publish(0, store.claim(0, 5), 5)
+    _native.testing.publish(store, 0, _native.testing.claim(store, 0, 5), 5)
     index = _native.Episodes(True, None, 8)
 
     def broken(lane, start, stop):
@@ -168,7 +168,7 @@ def test_an_error_while_flags_are_fetched_leaves_nothing_half_known():
         with pytest.raises(ValueError, match="contiguous array"):
             index.trajectories(store, fetch=lambda lane, start, stop: np.zeros(3))
         assert index.trajectories(store, fetch=fetch)[2].tolist() == [0, 2, 4]
-        store.publish(0, store.claim(0, 1), 1)
+        _native.testing.publish(store, 0, _native.testing.claim(store, 0, 1), 1)
 
 
 @pytest.mark.quick
@@ -253,8 +253,8 @@ def test_a_small_ring_whose_writer_is_in_the_middle_of_a_step_is_looked_at_again
     rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=SliceSampler(slice_len=8, traj_key="id"), batch_size=8)
     rb.extend(episodes([8]))
     store = rb.storage.lanes.store
-    at = store.claim(0, 1)
-    writer = threading.Timer(0.02, lambda: store.publish(0, at, 1))
+    at = _native.testing.claim(store, 0, 1)
+    writer = threading.Timer(0.02, lambda: _native.testing.publish(store, 0, at, 1))
     writer.start()
     assert rb.sample(return_info=True)[1]["index"].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
     writer.join()

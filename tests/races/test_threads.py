@@ -225,21 +225,21 @@ def test_threads_that_draw_at_once_draw_different_rows(name, of_the_buffer):
     done = torch.arange(10_000).remainder(10) == 9
     flags = TensorDict({"done": done.unsqueeze(-1), "truncated": torch.zeros(10_000, 1, dtype=torch.bool)}, [10_000])
     rb.extend(TensorDict({"next": flags}, [10_000]))
-    drawn, first, draw_seed = [], iter([None]), sampler.draw_seed
+    drawn, first, draw_seed = [], iter([None]), sampler._draw_seed
 
     def draw():
         drawn.append(rb.sample(return_info=True)[1]["index"] if of_the_buffer else sampler.sample(rb.storage, 640)[0])
 
     other = threading.Thread(target=draw, daemon=True)
 
-    def seed_then_let_the_other_draw(storage):
-        seed = draw_seed(storage)
+    def seed_then_let_the_other_draw(storage, lanes):
+        seed = draw_seed(storage, lanes)
         for _ in first:
             other.start()
             other.join(0.05)
         return seed
 
-    sampler.draw_seed = seed_then_let_the_other_draw
+    sampler._draw_seed = seed_then_let_the_other_draw
     draw()
     other.join(60)
     assert len(drawn) == 2 and not torch.equal(*drawn)

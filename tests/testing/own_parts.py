@@ -5,14 +5,14 @@ import pickle
 import torch
 
 from engram.data import RoundRobinWriter, Storage, Writer
-from engram.data.replay_buffers.checkpointers import ListStorageCheckpointer
+from engram.data.replay_buffers.storages import Checked, Rows
 from engram.store.lanes import Lanes
 from engram.testing import RoundRobinWriterContract, SamplerContract, StorageContract, TransformContract, WriterContract
 from engram.transforms import Transform
 
 
 class PickledStorage(Storage):
-    """Keeps each step as a pickle of its own."""
+    """Keeps each step as a pickle of its own; defines what a storage must define, and `empty`."""
 
     def __init__(self, max_size):
         super().__init__(max_size)
@@ -22,23 +22,15 @@ class PickledStorage(Storage):
     def lanes(self):
         return self._lanes
 
-    @property
-    def nbytes(self):
-        return sum(map(len, self._pickles.values()))
-
-    @property
-    def _storage(self):
-        return self._pickles
-
-    def check(self, items, single, time_dim=0, index_key=None):
+    def check(self, items, single, time_dim=0, index_key=None, index=None):
         steps = [items] if single else list(items.unbind(time_dim))
         if not steps:
             raise ValueError("nothing to add")
-        return len(steps), steps
+        return Checked(len(steps), steps)
 
-    def append(self, checked):
-        slots = self._lanes.advance(checked[0])
-        self._put(slots, checked[1])
+    def append(self, checked, most=None):
+        slots = self._lanes.advance(len(checked.data[:most]))
+        self._put(slots, checked.data[:most])
         return slots
 
     def overwrite(self, slots, items, index_key=None):
@@ -50,65 +42,23 @@ class PickledStorage(Storage):
         self._put(slots, list(items.unbind(0)))
         self._lanes.store.note_edits(slots)
 
-    def _set(self, selection, items, index_key):
-        items = items.expand(selection.shape) if not items.batch_size else items
-        self.overwrite(selection.slots, items.flatten() if items.ndim > 1 else items[None] if not items.ndim else items)
-
-    def _put(self, slots, steps):
-        for slot, step in zip(slots.tolist(), steps, strict=True):
-            self._pickles[slot] = pickle.dumps(step.clone())
-            self._nothing = step[None][:0].clone()
-
-    def read(self, slots, shape=None, extra=None, numbers=False):
+    def read(self, slots, shape=None, extra=None, sequences=False):
         absent = [k for k, slot in enumerate(slots.tolist()) if slot not in self._pickles]
         if absent:
-            return None, None, absent, None
+            return Rows(None, absent=absent)
         rows = [pickle.loads(self._pickles[slot]) for slot in slots.tolist()]
         batch = torch.stack(rows) if rows else self._nothing
         batch = batch.reshape(shape) if rows and shape is not None else batch
-        return batch, None, None, self._lanes.generations(slots) if numbers else None
+        return Rows(batch, sequences=self._lanes.generations(slots) if sequences else None)
 
     def empty(self, reset_count=True):
         super().empty(reset_count)
         self._pickles.clear()
 
-    # ---- what ListStorageCheckpointer asks for: the steps, oldest first ----
-    def _default_checkpointer(self):
-        return ListStorageCheckpointer()
-
-    def items(self):
-        lane = self._lanes.store.lane(0)
-        return [
-            pickle.loads(self._pickles[w % self.max_size])
-            for w in range(lane["published"] - len(self), lane["published"])
-        ]
-
-    def counters(self):
-        return {"lane_capacity": self.max_size, "strands": 1, "lanes": self._lanes.saved_states()}
-
-    def check_restore(self, counters):
-        n = counters["lanes"][0]["published"] - counters["lanes"][0]["base"]
-        if n > self.max_size:
-            raise ValueError(f"room for {self.max_size} steps, {n} saved")
-
-    def restore_items(self, items, counters):
-        self.check_restore(counters)
-        lane, store = counters["lanes"][0], self._lanes.store
-        shift = 0 if counters["lane_capacity"] == self.max_size else lane["base"]
-        store.begin_restore()
-        first = lane["base"] - shift
-        self._pickles = {}
-        self._put((torch.arange(len(items)) + first) % self.max_size, items)
-        origin = (lane["origin"] - shift) % (1 << 64)
-        store.restore_lane(0, first, lane["published"] - shift, origin)
-        store.end_restore()
-        self.shifts = [shift]
-
-    def state_dict(self):
-        return {"items": self.items(), "counters": self.counters()}
-
-    def load_state_dict(self, state):
-        self.restore_items(state["items"], state["counters"])
+    def _put(self, slots, steps):
+        for slot, step in zip(slots.tolist(), steps, strict=True):
+            self._pickles[slot] = pickle.dumps(step.clone())
+            self._nothing = step[None][:0].clone()
 
 
 class TestPickledStorage(StorageContract):
@@ -129,14 +79,14 @@ class AnyStep:
     def sample(self, storage, batch_size):
         if not len(storage):
             raise RuntimeError("the storage is empty: Cannot sample from an empty storage.")
-        return storage.outward(torch.randint(len(storage), (batch_size,))), {}
+        return storage.from_slots(torch.randint(len(storage), (batch_size,))), {}
 
 
 class BrokenSampler:
     def sample(self, storage, batch_size):
         if not len(storage):
             raise RuntimeError("Cannot sample from an empty storage.")
-        return storage.outward(torch.randint(len(storage) + 1, (batch_size,))), {}
+        return storage.from_slots(torch.randint(len(storage) + 1, (batch_size,))), {}
 
 
 class TestAnyStep(SamplerContract):
@@ -167,6 +117,19 @@ class TestKeepsFirst(WriterContract):
 
     def make(self):
         return KeepsFirst()
+
+
+class KeepsFirstAlone:
+    """The same, and inherits from nothing."""
+
+    write = KeepsFirst.write
+
+
+class TestKeepsFirstAlone(WriterContract):
+    drops = True
+
+    def make(self):
+        return KeepsFirstAlone()
 
 
 class TestBrokenWriter(WriterContract):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram.collectors.stats import Episodes
+from engram.collectors.stats import EpisodeStats
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.envs import TransformedEnv
 from engram.errors import CheckpointMisfitError
@@ -193,7 +193,7 @@ def test_a_saved_norm_of_data_that_were_not_finite_is_refused(tmp_path):
 def test_a_reward_that_is_not_finite_is_in_the_return_of_its_own_episode_only(value, batch):
     reward = np.array([[1.0, value, 3, 4, 5, 6], [1, 2, 3, 4, value, 6]])
     done = np.array([[0, 0, 1, 0, 1, 0], [0, 1, 0, 0, 0, 1]], dtype=bool)
-    episodes = Episodes(2)
+    episodes = EpisodeStats(2)
     for t in range(0, 6, batch):
         episodes.add(reward[:, t : t + batch], done[:, t : t + batch])
     episodes.add(np.array([[1.0], [1.0]]), np.array([[True], [True]]))

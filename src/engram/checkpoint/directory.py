@@ -1,4 +1,4 @@
-"""Sealed JSON: a document that ends in the hash of everything before it, so that no changed byte goes unnoticed."""
+"""JSON that ends in a checksum of itself, so that no changed byte goes unnoticed."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def digest(data: bytes) -> str:
     return str(xxhash.xxh3_128(data).hexdigest())
 
 
-def seal(document: dict[str, Any]) -> bytes:
+def to_checksummed_json(document: dict[str, Any]) -> bytes:
     """`document` as one line of JSON whose last key, `xxh3_128`, is the hash of all bytes before that key."""
     head = to_json(document)[:-1]
     return head + _BEFORE_HASH + digest(head).encode() + _AFTER_HASH
 
 
-def unseal(data: bytes) -> dict[str, Any]:
-    """The document in `data`; ValueError says why it is not the one that was sealed."""
+def from_checksummed_json(data: bytes) -> dict[str, Any]:
+    """The document that `to_checksummed_json` wrote; a ValueError says why it is none."""
     if len(data) <= _TAIL_LENGTH:
-        raise ValueError(f"it has {len(data)} bytes, too few for a sealed document")
+        raise ValueError(f"it has {len(data)} bytes, too few for a document with a checksum")
     head = data[:-_TAIL_LENGTH]
     if data[-_TAIL_LENGTH:] != _BEFORE_HASH + digest(head).encode() + _AFTER_HASH:
         raise ValueError("its bytes do not match the hash at its end")
@@ -53,16 +53,20 @@ def to_json(value: Any) -> bytes:
 def from_json(data: bytes) -> Any:
     """What `to_json` wrote; anything that is not JSON is a ValueError."""
     try:
+        value = json.loads(data, parse_constant=_no_constant)
+        if to_json(value) == data:  # so it has no key twice
+            return value
+        del value  # frees its memory before the text, which has another layout, is parsed a second time
         return json.loads(data, parse_constant=_no_constant, object_pairs_hook=_once)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):  # readers could differ in which of them counts
+    value = dict(pairs)
+    if len(value) < len(pairs):  # readers could differ in which of them counts
         raise ValueError("its JSON has a key twice")
-    return made
+    return value
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -77,7 +81,7 @@ MARKER_CONTENT = b"engram snapshot: this directory belongs to engram, which remo
 
 FORMAT = "engram snapshot"
 VERSION = 1
-#: What a snapshot may use beyond version 1, by name: none yet. A reader refuses a snapshot that names one it does not know.
+#: Features beyond version 1 that a snapshot may use, by name: none yet. A reader refuses a snapshot with others.
 FEATURES: tuple[str, ...] = ()
 
 LARGEST_MANIFEST = 1 << 28  # a sparse file of any size costs nothing to make
@@ -89,10 +93,27 @@ _POINTER_FORMAT = "engram checkpoint"
 
 @dataclass(frozen=True)
 class Pointer:
-    """What CURRENT says: the snapshot in force and the XXH3-128 of its manifest file."""
+    """The content of CURRENT: the name of the current snapshot and the XXH3-128 of its manifest file."""
 
     snapshot: str
     manifest: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The content of a checkpoint's directory, read by a save that holds the lock: nobody else changes it.
+
+    Attributes:
+        numbered: directories that have the name of a snapshot, whoever made them.
+        snapshots: those of them that carry our marker, newest first; unfinished ones included.
+        pointer: the content of CURRENT; None where that is missing or damaged.
+        damage: why CURRENT is damaged; None where it is not.
+    """
+
+    numbered: list[str]
+    snapshots: list[str]
+    pointer: Pointer | None
+    damage: CorruptCheckpointError | None
 
 
 def is_snapshot_name(name: object) -> bool:
@@ -100,7 +121,7 @@ def is_snapshot_name(name: object) -> bool:
 
 
 def is_file_name(name: object) -> bool:
-    """Whether `name` can only mean a file below its snapshot: no `..`, nothing absolute, nothing hidden."""
+    """Whether this is a relative name of a file below a snapshot: without `..`, not hidden."""
     return isinstance(name, str) and len(name) < 256 and _FILE_NAME.fullmatch(name) is not None
 
 
@@ -140,7 +161,7 @@ def sync_directory(path: str) -> None:
 
 
 class CheckpointDirectory:
-    """`<path>` of a checkpoint: CURRENT, LOCK and snapshots `g-000001`, ..., beside whatever else is there."""
+    """The directory of a checkpoint: CURRENT, LOCK and snapshots `g-000001`, ...; it may hold other files too."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -150,14 +171,26 @@ class CheckpointDirectory:
 
     def snapshots(self) -> list[str]:
         """Names of the directories that carry our name and our marker, newest first; unfinished ones included."""
-        return sorted((name for name in self._numbered() if self._is_marked(name)), key=_number, reverse=True)
+        return self._marked(self._numbered())
+
+    def listing(self) -> Listing:
+        """What a save must know of the directory before it changes something."""
+        numbered = self._numbered()
+        snapshots = self._marked(numbered)
+        try:
+            return Listing(numbered, snapshots, self.current(), None)
+        except CorruptCheckpointError as error:
+            return Listing(numbered, snapshots, None, error)
+
+    def _marked(self, numbered: list[str]) -> list[str]:
+        return sorted(filter(self._is_marked, numbered), key=_number, reverse=True)
 
     def next_name(self) -> str:
         # Also above directories that only look like ours: we neither write into them nor remove them.
-        return f"g-{max((_number(name) for name in self._numbered()), default=0) + 1:06d}"
+        return f"g-{max(map(_number, self._numbered()), default=0) + 1:06d}"
 
     def current(self) -> Pointer | None:
-        """What CURRENT says; None when there is no such file, CorruptCheckpointError when it is not whole."""
+        """The content of CURRENT; None where there is no such file, a CorruptCheckpointError where it is damaged."""
         try:
             return self._pointer(self._read(CURRENT, most=1 << 16))
         except FileNotFoundError:
@@ -166,14 +199,14 @@ class CheckpointDirectory:
             raise CorruptCheckpointError(self.path(CURRENT), f"it cannot be opened ({error.strerror})") from error
 
     def point_to(self, pointer: Pointer) -> None:
-        """Moves CURRENT: everything that `pointer` names must be on disk before this is called."""
+        """Replaces CURRENT. Everything that `pointer` names must be on disk before this is called."""
         aside = self.path(CURRENT + ".new")
         document = {"format": _POINTER_FORMAT, "version": 1, "snapshot": pointer.snapshot, "manifest": pointer.manifest}
-        # Whatever has this name, of a killed save or put there: to open it could write to a file outside, or wait.
+        # A file of this name may be a link or a pipe: opening it could write to a file elsewhere, or block.
         if _exists(aside):
             os.unlink(aside)
         try:
-            _write_synced(aside, seal(document))
+            _write_synced(aside, to_checksummed_json(document))
             os.replace(aside, self.path(CURRENT))
         except BaseException:
             if os.path.lexists(aside):
@@ -181,49 +214,45 @@ class CheckpointDirectory:
             raise
         sync_directory(self.root)
 
-    def refuse_foreign(self) -> None:
-        """CheckpointError when CURRENT is there and nothing says that it is ours to replace."""
-        if self.snapshots():
-            return
-        try:
-            self.current()
-        except CorruptCheckpointError as error:
+    def refuse_foreign(self, listing: Listing) -> None:
+        """CheckpointError where CURRENT was not written by engram, and would be replaced."""
+        if listing.damage is not None and not listing.snapshots:
             raise CheckpointError(
                 f"{self.path(CURRENT)} was not written by engram and would be replaced; save to another directory"
-            ) from error
+            ) from listing.damage
 
-    def clean(self, keep_last: int) -> None:
+    def clean(self, listing: Listing, keep_last: int) -> list[str]:
         """Removes what killed saves left: snapshots without a manifest, those that CURRENT never pointed to, and
-        those that should have been pruned. Were that left to the end, saves that are all killed would fill the disk.
+        those that should have been pruned. Done first: saves that are killed again and again do not fill the disk.
+
+        Returns the names of the snapshots that stay, newest first.
         """
-        leftovers = self._leftovers(keep_last)
+        leftovers = self._leftovers(listing, keep_last)
         if leftovers:
             # A save that was killed just after it moved CURRENT has not synced the move, and a sync that failed there
             # may make the next one believe that it has: after a power cut CURRENT may still name what is removed here.
-            self._move_again()
+            self._move_again(listing.pointer)
+        stay = list(listing.snapshots)
         for name in leftovers:
-            self.remove(name)
-        for name in self._numbered():
-            self._remove_if_empty(name)
+            if self.remove(name):
+                stay.remove(name)
+        for name in listing.numbered:
+            if name not in listing.snapshots:
+                self._remove_if_empty(name)
+        return stay
 
-    def _move_again(self) -> None:
-        """Makes what CURRENT says now certain."""
-        try:
-            pointer = self.current()
-        except CorruptCheckpointError:
-            pointer = None
+    def _move_again(self, pointer: Pointer | None) -> None:
+        """Makes sure that CURRENT, as it is now, survives a power cut."""
         if pointer is None:
             sync_directory(self.root)
         else:
             self.point_to(pointer)
 
-    def _leftovers(self, keep_last: int) -> list[str]:
-        names = self.snapshots()
+    def _leftovers(self, listing: Listing, keep_last: int) -> list[str]:
+        names, pointer = listing.snapshots, listing.pointer
         unfinished = {name for name in names if not _exists(self.path(name, MANIFEST))}
-        try:
-            pointer = self.current()
-        except CorruptCheckpointError:
-            return list(unfinished)  # any finished snapshot may be the one in force: keep them all
+        if listing.damage is not None:
+            return list(unfinished)  # any finished snapshot may be the current one: keep them all
         if pointer is not None:
             older = [name for name in names if _number(name) < _number(pointer.snapshot) and name not in unfinished]
             return [name for name in names if name not in [pointer.snapshot, *older[: keep_last - 1]]]
@@ -231,36 +260,32 @@ class CheckpointDirectory:
         rescue = next((name for name in names if self._is_finished(name)), None)
         return [name for name in names if name != rescue]
 
-    def prune(self, keep_last: int, in_force: str) -> None:
-        """Removes all but the one in force and the newest others, `keep_last` in all; those being read stay until a
-        later save.
-        """
-        others = [name for name in self.snapshots() if name != in_force]
-        for name in others[keep_last - 1 :]:
-            self.remove(name)
-
     def remove(self, name: str) -> bool:
-        """Removes a marked snapshot that nobody reads. Killed half-way, it is not a whole one and still marked."""
+        """Removes a marked snapshot; False where somebody reads it. Killed half-way, it is marked and unfinished."""
+        folder = self.path(name)
+        marker, manifest = os.path.join(folder, MARKER), os.path.join(folder, MANIFEST)
         try:
-            lock = FileLock(open_regular(self.path(name, MARKER), os.O_RDWR), exclusive=True)
+            lock = FileLock(open_regular(marker, os.O_RDWR), exclusive=True)
         except BlockingIOError:
             return False
-        with lock:
-            if _exists(self.path(name, MANIFEST)) and not self._is_folder(name, MANIFEST):
-                os.unlink(self.path(name, MANIFEST))
-            _remove_content(self.path(name), except_for=MARKER)
-            os.unlink(self.path(name, MARKER))
-            os.rmdir(self.path(name))
+        try:
+            if _exists(manifest) and not stat.S_ISDIR(os.lstat(manifest).st_mode):
+                os.unlink(manifest)
+            _remove_content(folder, except_for=MARKER)
+            os.unlink(marker)
+            os.rmdir(folder)
+        finally:
+            lock.release()
         return True
 
     def _read(self, *names: str, most: int) -> bytes:
-        """The beginning of a file; OSError when it is none."""
+        """The first bytes of a regular file; OSError where there is none."""
         with open(open_regular(self.path(*names), os.O_RDONLY), "rb") as file:
             return file.read(most)
 
     def _pointer(self, data: bytes) -> Pointer:
         try:
-            document = unseal(data)
+            document = from_checksummed_json(data)
         except ValueError as error:
             raise CorruptCheckpointError(self.path(CURRENT), str(error)) from None
         snapshot, manifest = document.get("snapshot"), document.get("manifest")
@@ -270,9 +295,9 @@ class CheckpointDirectory:
 
     def _numbered(self) -> list[str]:
         try:
-            # A disk that does not say what is there is an error: a number given twice would cost a snapshot.
+            # A disk that cannot list it is an error: a number given twice would cost a snapshot.
             with os.scandir(self.root) as entries:
-                return [e.name for e in entries if is_snapshot_name(e.name) and e.is_dir(follow_symlinks=False)]
+                return [e.name for e in entries if _SNAPSHOT_NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -287,13 +312,10 @@ class CheckpointDirectory:
         try:
             if not stat.S_ISREG(os.lstat(self.path(name, MANIFEST)).st_mode):
                 return False
-            unseal(self._read(name, MANIFEST, most=LARGEST_MANIFEST + 1))
+            from_checksummed_json(self._read(name, MANIFEST, most=LARGEST_MANIFEST + 1))
         except (FileNotFoundError, ValueError):
             return False
         return True
-
-    def _is_folder(self, *names: str) -> bool:
-        return stat.S_ISDIR(os.lstat(self.path(*names)).st_mode)
 
     def _remove_if_empty(self, name: str) -> None:
         try:
@@ -303,7 +325,7 @@ class CheckpointDirectory:
 
 
 def _exists(path: str) -> bool:
-    """Unlike `os.path.lexists`, raises when the disk does not say: what is not known to be a leftover stays."""
+    """As `os.path.lexists`, but raises the disk's errors: only what is certainly a leftover is removed."""
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -327,8 +349,8 @@ def _write_synced(path: str, data: bytes) -> None:
 
 def _remove_content(path: str, except_for: str) -> None:
     with os.scandir(path) as entries:
-        found = list(entries)
-    for entry in found:
+        content = list(entries)
+    for entry in content:
         if entry.is_dir(follow_symlinks=False):
             _remove_content(entry.path, except_for="")
             os.rmdir(entry.path)

@@ -1,8 +1,8 @@
-"""Component states <-> JSON and raw bytes, exactly: every value comes back with the type and the bits that it had.
+"""Encodes states of components as JSON and raw bytes, exactly: a value comes back with its type and its bits.
 
 Plain JSON stands for itself; every other value is an object with one key that begins with `$` (`docs/format.md`).
-Arrays lie in a binary file beside, in the order in which they are met. Nothing here can make an object of a class
-that a file names.
+Arrays are written to a binary file, in the order in which they are encoded. No file can name a class of which an
+object is made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from engram._system import check_memory
-from engram.checkpoint.reader import VerifiedFile
+from engram.checkpoint.reader import ChecksummedFile
 from engram.errors import CheckpointError
 
 ALIGNMENT = 64
@@ -49,8 +49,8 @@ _NOT_PORTABLE = ("f16", "c32", "f12", "c24")
 Array = Union[torch.Tensor, npt.NDArray[Any], bytes]
 
 
-class Codec(Protocol):
-    """How one more class is written: as a value that `encode` knows, under a tag of its own."""
+class ClassCodec(Protocol):
+    """Encodes one more class: as a value that `encode` knows, under a tag of its own."""
 
     tag: str
 
@@ -59,25 +59,24 @@ class Codec(Protocol):
     def unpack(self, packed: Any) -> Any: ...
 
 
-class Blobs:
-    """The binary side of encoded values: each array at a multiple of 64 bytes, little-endian, C order."""
+class EncodedArrays:
+    """The arrays of encoded values, for the binary file: each at a multiple of 64 bytes, little-endian, C order."""
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.empty = True
         self._arrays: list[Array] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._arrays)
-
     def add(self, array: Array, nbytes: int) -> dict[str, int]:
-        """Place of the array in the file. Only refers to it: its bytes are taken when `blocks` comes to it."""
+        """Adds an array; returns its place in the file. Its bytes are read when `blocks` yields them, not here."""
         at = _aligned(self.nbytes)
         self._arrays.append(array)
+        self.empty = False
         self.nbytes = at + nbytes
         return {"at": at, "nbytes": nbytes}
 
     def blocks(self) -> Iterator[bytes | npt.NDArray[Any]]:
-        """The file's bytes, one array after the other; small ones together."""
+        """The bytes of the file, one array after the other; small arrays are joined."""
         position, small = 0, bytearray()
         for array in self._arrays:
             small += bytes(_aligned(position) - position)
@@ -95,23 +94,23 @@ class Blobs:
             yield bytes(small)
 
 
-def encode(value: Any, blobs: Blobs, codecs: tuple[Codec, ...] = (), place: str = "state") -> Any:
-    """`value` as JSON, its arrays in `blobs`. TypeError names the place of what cannot be written.
+def encode(value: Any, arrays: EncodedArrays, codecs: tuple[ClassCodec, ...] = (), place: str = "state") -> Any:
+    """Encodes a value as JSON and adds its arrays to `arrays`. A TypeError names the place of what cannot be saved.
 
     dict, OrderedDict, list, tuple, str, int, float, bool, None, bytes, `torch.Size`, tensors of any dense dtype and
     device, numpy arrays and scalars, and what `codecs` add; subclasses of these are refused, as they would come back
     as something else. Gradients are not kept.
 
-    >>> encode({"epoch": 3, "rate": (0.5, float("inf"))}, Blobs())
+    >>> encode({"epoch": 3, "rate": (0.5, float("inf"))}, EncodedArrays())
     {'epoch': 3, 'rate': {'$tuple': [0.5, {'$float': '7ff0000000000000'}]}}
     """
-    return _Encoder(blobs, codecs).encode(value, place, 0)
+    return Encoder(codecs).encode(value, arrays, place)
 
 
-def decode(tree: Any, file: VerifiedFile | None, codecs: tuple[Codec, ...] = ()) -> Any:
-    """What `encode` was given; tensors and arrays are writable copies of their own. ValueError: no such encoding.
+def decode(tree: Any, file: ChecksummedFile | None, codecs: tuple[ClassCodec, ...] = ()) -> Any:
+    """Decodes what `encode` returned; tensors and arrays are new and writable. A ValueError says what is malformed.
 
-    `file` is read from front to back; the caller compares its hash at the end, before it hands the value on.
+    `file` is read from start to end; the caller compares its checksum then, before the value is used.
     """
     try:
         return _Decoder(file, codecs).decode(tree)
@@ -121,13 +120,12 @@ def decode(tree: Any, file: VerifiedFile | None, codecs: tuple[Codec, ...] = ())
         raise ValueError(f"a state in it is malformed ({error!r})") from error
 
 
-class _Encoder:
-    def __init__(self, blobs: Blobs, codecs: tuple[Codec, ...]) -> None:
-        self._blobs = blobs
+class Encoder:
+    """Encodes any number of values, as `encode`."""
+
+    def __init__(self, codecs: tuple[ClassCodec, ...]) -> None:
         self._codecs = codecs
         self._by_type: dict[type, Callable[[Any, str, int], Any]] = {
-            type(None): self._plain,
-            bool: self._plain,
             int: self._int,
             float: self._float,
             str: self._str,
@@ -141,9 +139,16 @@ class _Encoder:
             np.ndarray: self._array,
         }
 
-    def encode(self, value: Any, place: str, depth: int) -> Any:
+    def encode(self, value: Any, arrays: EncodedArrays, place: str) -> Any:
+        """Encodes a value as JSON and adds its arrays to `arrays`."""
+        self._encoded_arrays = arrays
+        return self._encode(value, place, 0)
+
+    def _encode(self, value: Any, place: str, depth: int) -> Any:
         if depth > _DEEPEST:
             raise TypeError(f"{place[:80]}...: nested more than {_DEEPEST} deep, or a container that contains itself")
+        if value is None or type(value) is bool or (type(value) is str and value.isascii()):
+            return value
         encoder = self._by_type.get(type(value))
         if encoder is not None:
             return encoder(value, place, depth)
@@ -151,14 +156,11 @@ class _Encoder:
             return self._scalar(value, place)
         for codec in self._codecs:
             if codec.owns(value):
-                return {f"${codec.tag}": self.encode(codec.pack(value), place, depth + 1)}
+                return {f"${codec.tag}": self._encode(codec.pack(value), place, depth + 1)}
         raise TypeError(
             f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved; "
             "use tensors, numpy arrays, numbers, strings, bytes, None, and dicts, lists and tuples of these"
         )
-
-    def _plain(self, value: Any, place: str, depth: int) -> Any:
-        return value
 
     def _int(self, value: int, place: str, depth: int) -> Any:
         return value if -_WORD <= value < _WORD else {"$int": hex(value)}
@@ -174,15 +176,19 @@ class _Encoder:
         return value
 
     def _bytes(self, value: bytes, place: str, depth: int) -> Any:
-        return {"$bytes": self._blobs.add(value, len(value))}
+        return {"$bytes": self._encoded_arrays.add(value, len(value))}
 
     def _list(self, value: list[Any] | tuple[Any, ...], place: str, depth: int) -> list[Any]:
-        return [self.encode(member, f"{place}[{i}]", depth + 1) for i, member in enumerate(value)]
+        return [self._encode(member, f"{place}[{i}]", depth + 1) for i, member in enumerate(value)]
 
     def _dict(self, value: dict[Any, Any], place: str, depth: int) -> Any:
-        if all(type(key) is str and key.isprintable() and not key.startswith("$") for key in value):
-            return {key: self.encode(member, f"{place}[{key!r}]", depth + 1) for key, member in value.items()}
-        return {"$dict": self._pairs(value, place, depth)}
+        for key in value:
+            if type(key) is not str or not key.isprintable() or key.startswith("$"):
+                return {"$dict": self._pairs(value, place, depth)}
+        encoded = {}
+        for key, member in value.items():
+            encoded[key] = self._encode(member, f"{place}[{key!r}]", depth + 1)
+        return encoded
 
     def _pairs(self, value: dict[Any, Any], place: str, depth: int) -> list[Any]:
         pairs = []
@@ -190,7 +196,7 @@ class _Encoder:
             if not _is_key(key):
                 raise TypeError(f"{place} has the key {key!r}; keys are str, int, float, bool, None, bytes and tuples")
             within = f"{place}[{key!r}]"
-            pairs.append([self.encode(key, within, depth + 1), self.encode(member, within, depth + 1)])
+            pairs.append([self._encode(key, within, depth + 1), self._encode(member, within, depth + 1)])
         return pairs
 
     def _tensor(self, value: torch.Tensor, place: str, depth: int) -> Any:
@@ -199,14 +205,14 @@ class _Encoder:
                 f"{place} is a {value.dtype} tensor with layout {value.layout} on {value.device}, "
                 "which cannot be saved; only dense tensors with memory of their own can"
             )
-        blob = self._blobs.add(value, value.numel() * value.element_size())
+        blob = self._encoded_arrays.add(value, value.numel() * value.element_size())
         return {"$tensor": {"dtype": _TORCH_NAMES[value.dtype], "shape": list(value.shape), **blob}}
 
     def _array(self, value: npt.NDArray[Any], place: str, depth: int) -> Any:
         dtype = value.dtype.str
         if _NUMPY_DTYPE.fullmatch(dtype) is None or dtype[1:] in _NOT_PORTABLE or value.dtype.fields is not None:
             raise TypeError(f"{place} is a numpy array of {value.dtype}, which cannot be saved; use numbers or text")
-        return {"$array": {"dtype": dtype, "shape": list(value.shape), **self._blobs.add(value, value.nbytes)}}
+        return {"$array": {"dtype": dtype, "shape": list(value.shape), **self._encoded_arrays.add(value, value.nbytes)}}
 
     def _scalar(self, value: np.generic, place: str) -> Any:
         array = np.asarray(value)
@@ -216,8 +222,8 @@ class _Encoder:
 
 
 class _Decoder:
-    def __init__(self, file: VerifiedFile | None, codecs: tuple[Codec, ...]) -> None:
-        self._file = file
+    def __init__(self, file: ChecksummedFile | None, codecs: tuple[ClassCodec, ...]) -> None:
+        self._file, self._codecs = file, codecs
         self._depth = 0
         self._by_tag: dict[str, Callable[[Any], Any]] = {
             "$int": lambda body: int(body, 16),
@@ -232,7 +238,6 @@ class _Decoder:
             "$array": self._array,
             "$scalar": lambda body: self._array(body)[()],
         }
-        self._by_tag.update({f"${codec.tag}": self._unpacker(codec) for codec in codecs})
 
     def decode(self, tree: Any) -> Any:
         if not isinstance(tree, dict | list):
@@ -246,13 +251,19 @@ class _Decoder:
             if len(tree) == 1:
                 ((tag, body),) = tree.items()
                 if tag.startswith("$"):
-                    return self._by_tag[tag](body)
-            return {key: self.decode(member) for key, member in tree.items()}
+                    return self._by_tag[tag](body) if tag in self._by_tag else self._unpack(tag, body)
+            decoded = {}
+            for key, member in tree.items():
+                decoded[key] = self.decode(member)
+            return decoded
         finally:
             self._depth -= 1
 
-    def _unpacker(self, codec: Codec) -> Callable[[Any], Any]:
-        return lambda body: codec.unpack(self.decode(body))
+    def _unpack(self, tag: str, body: Any) -> Any:
+        for codec in self._codecs:
+            if tag == f"${codec.tag}":
+                return codec.unpack(self.decode(body))
+        raise KeyError(tag)
 
     def _pairs(self, body: Any) -> list[tuple[Any, Any]]:
         return [(self.decode(key), self.decode(member)) for key, member in _a_list(body)]
@@ -270,11 +281,11 @@ class _Decoder:
         if not dtype.itemsize:  # numpy would make it larger, whatever the shape
             raise ValueError(f"a state in it has the dtype {name!r}, whose items have no bytes")
         _check_size(shape, dtype.itemsize, body["nbytes"])
-        taken: npt.NDArray[Any] = self._take(body).numpy()
-        return taken.view(dtype).reshape(shape) if len(taken) else np.empty(shape, dtype)
+        content: npt.NDArray[Any] = self._take(body).numpy()
+        return content.view(dtype).reshape(shape) if len(content) else np.empty(shape, dtype)
 
     def _take(self, body: dict[str, Any]) -> torch.Tensor:
-        """The next bytes of the file, in memory of their own; only as many as the file is known to have."""
+        """Reads the next bytes of the file into new memory, after it was checked that the file has as many."""
         at, nbytes = body["at"], body["nbytes"]
         if self._file is None or at != _aligned(self._file.position):
             raise ValueError("a state in it refers to bytes that are not the next ones of its file")
@@ -283,9 +294,9 @@ class _Decoder:
             raise ValueError(f"a state in it has {nbytes} bytes, more than are left in its file")
         check_memory(nbytes, "a state in it")
         self._file.skip(padding)
-        taken = torch.empty(nbytes, dtype=torch.uint8)
-        self._file.take(taken.numpy())
-        return taken
+        content = torch.empty(nbytes, dtype=torch.uint8)
+        self._file.take(content.numpy())
+        return content
 
 
 def _raw(array: Array) -> bytes | npt.NDArray[Any]:
@@ -329,7 +340,7 @@ def _check_size(shape: list[int], itemsize: int, nbytes: Any) -> None:
 
 
 class TensorDictCodec:
-    """Plain TensorDicts, nested ones included. On loading they lie on the CPU; a device set there comes back as cpu."""
+    """Plain TensorDicts, nested ones too. They are loaded on the CPU; one that had a device set has the CPU set."""
 
     tag = "tensordict"
 
@@ -337,7 +348,7 @@ class TensorDictCodec:
         return type(value) is TensorDict
 
     def pack(self, value: Any) -> Any:
-        if _more_than_it_holds(value.values(), value.batch_size):
+        if _exceeds_content(value.values(), value.batch_size):
             raise TypeError(f"a TensorDict of batch size {tuple(value.batch_size)} that holds nothing of it")
         return {
             "batch_size": value.batch_size,
@@ -347,7 +358,7 @@ class TensorDictCodec:
         }
 
     def unpack(self, packed: Any) -> Any:
-        if _more_than_it_holds(packed["items"].values(), packed["batch_size"]):
+        if _exceeds_content(packed["items"].values(), packed["batch_size"]):
             raise ValueError(f"a TensorDict of batch size {tuple(packed['batch_size'])} holds nothing of it")
         device = torch.device("cpu") if packed["device"] else None
         return TensorDict(packed["items"], packed["batch_size"], device=device, names=packed["names"])
@@ -368,11 +379,11 @@ class NonTensorCodec:
         return NonTensorData(packed["data"], batch_size=packed["batch_size"])
 
 
-# A batch size costs nothing to write; whoever goes over such a TensorDict makes an object for each step.
+# A large batch size costs nothing to write, but code that iterates over the TensorDict makes an object for each step.
 _MOST_EMPTY = 1 << 24
 
 
-def _more_than_it_holds(values: Iterable[Any], batch_size: Iterable[int]) -> bool:
+def _exceeds_content(values: Iterable[Any], batch_size: Iterable[int]) -> bool:
     return math.prod(batch_size) > max(_MOST_EMPTY, _nbytes(values))
 
 

@@ -26,13 +26,13 @@ class RowSource(Protocol):
         """The layout of a row as JSON; `row_bytes` is its payload without trailer. None before the first write."""
 
     def counters(self) -> dict[str, Any]:
-        """JSON: `{"lane_capacity": int, "strands": int, "lanes": [{"base", "published", "origin", "seams": [...],
-        "border": {...}, "replaced": int}]}`.
+        """JSON: `{"lane_capacity": int, "strands": int, "lanes": [...]}`, each lane
+        `{"base", "published", "origin", "seams": [...], "border": {...}, "replaced": int}`.
 
         The rows of a lane that exist have the write numbers `max(base, published - lane_capacity)` to `published`.
         `published` is a seam where whoever writes next would enter one. `border` is what is known of entries that go on
-        from step to step: `{"looked": write number, "agreed": bits or None}`. `replaced` is how many sequences rows were
-        given that were written over others out of turn.
+        from step to step: `{"looked": write number, "agreed": bits or None}`. `replaced` counts the
+        sequences given to rows that were written over others out of turn.
         """
 
     def identity(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
     def plan_save(self, source: Source, previous: dict[str, Any] | None = None) -> SavePlan:
         """What a save of `source` will write. The source does not change until it is written.
 
-        `previous` is what `SavePlan.write` returned for the snapshot in force, whose files `writer.reuse` takes over.
+        `previous` is what `SavePlan.write` returned for the current snapshot, whose files `writer.reuse` takes over.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Files that are read once, from front to back, and believed when their hash is that of what was saved."""
+"""Files that are read from start to end while their checksum is computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engram._system import check_memory
+from engram._system import check_memory, open_regular
 from engram.checkpoint.directory import (
     CURRENT,
     FEATURES,
@@ -30,11 +30,10 @@ from engram.checkpoint.directory import (
     CheckpointDirectory,
     Pointer,
     digest,
+    from_checksummed_json,
     is_file_name,
     is_snapshot_name,
-    open_below,
     open_folder_below,
-    unseal,
 )
 from engram.errors import CheckpointError, CorruptCheckpointError
 from engram.store.locks import FileLock
@@ -48,21 +47,21 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says of one file."""
+    """Size and checksum of a file, as the manifest lists them."""
 
     nbytes: int
     xxh3_128: str
 
 
-class VerifiedFile:
-    """A file read once from front to back, with a hash of all that passed."""
+class ChecksummedFile:
+    """A file that is read once, from start to end, and compared with its checksum at the end."""
 
     def __init__(self, fd: int, path: str, record: FileRecord) -> None:
         self._fd = fd
         self._path = path
         self._record = record
         self._hasher = xxhash.xxh3_128()
-        self._ahead = memoryview(b"")  # hashed, and not taken yet
+        self._ahead = memoryview(b"")  # read and hashed, not yet handed out
         self.position = 0
 
     @property
@@ -70,7 +69,7 @@ class VerifiedFile:
         return self._record.nbytes - self.position
 
     def take(self, buffer: Bytes) -> None:
-        """Fills `buffer` with the bytes that come next."""
+        """Fills `buffer` with the next bytes."""
         view = buffer.data
         while len(view):
             if not self._ahead and len(view) < _SMALL:
@@ -81,19 +80,19 @@ class VerifiedFile:
             view = view[got:]
 
     def skip(self, nbytes: int) -> None:
-        """Passes over bytes that nobody needs; they count for the hash."""
+        """Skips bytes that are not needed; they are part of the checksum."""
         block = np.empty(min(nbytes, _BLOCK), np.uint8)
         while nbytes > 0:
             self.take(block[:nbytes])
             nbytes -= min(nbytes, len(block))
 
     def finish(self) -> None:
-        """Passes over the rest; CorruptCheckpointError when the whole is not what was saved."""
+        """Reads the rest; CorruptCheckpointError where the checksum of the whole file is not the saved one."""
         self.skip(self.remaining)
         if self._hasher.hexdigest() != self._record.xxh3_128:
             raise CorruptCheckpointError(self._path, "its checksum is not that of the bytes that were saved")
 
-    def __enter__(self) -> VerifiedFile:
+    def __enter__(self) -> ChecksummedFile:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -124,25 +123,27 @@ _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENO
 
 
 class SnapshotGoneError(CheckpointError):
-    """The snapshot is not there, or a saver is removing it."""
+    """The snapshot does not exist, or a save is removing it."""
 
 
 @contextmanager
 def reading(path: str | os.PathLike[str], snapshot: str | None = None) -> Iterator[SnapshotReader]:
-    """A reader of the snapshot in force below `path`, or of the one named; no saver removes it inside the block.
+    """A reader of the current snapshot at `path`, or of the one named; no save removes it inside the block.
 
-    CheckpointError: there is none. CorruptCheckpointError, from here or from inside the block: it names the file and
-    the newest snapshot that verifies whole.
+    Raises:
+        CheckpointError: there is none.
+        CorruptCheckpointError: from here or from inside the block; it names the damaged file, and the newest snapshot
+            that is whole.
     """
     directory = CheckpointDirectory(os.path.abspath(os.fspath(path)))
-    with _advising(directory):
+    with _with_advice(directory):
         reader = _open_current(directory) if snapshot is None else _open_named(directory, snapshot)
         with reader:
             yield reader
 
 
 class SnapshotReader:
-    """One snapshot, held by a shared lock: `body` as it was saved, and files that are compared with their hashes."""
+    """One snapshot, held by a shared lock: its `body`, and files that are compared with their checksums."""
 
     def __init__(self, directory: CheckpointDirectory, name: str, manifest_hash: str | None = None) -> None:
         self.name = name
@@ -172,21 +173,21 @@ class SnapshotReader:
         self.close()
 
     def nbytes(self, name: str) -> int:
-        """Size of a file of this snapshot; one that the manifest does not list is a CorruptCheckpointError."""
+        """Size of a file; a CorruptCheckpointError where the manifest does not list it."""
         if name not in self.files:
             raise self.malformed(f"it does not list the file {name}")
         return self.files[name].nbytes
 
-    def open(self, name: str) -> VerifiedFile:
-        """The file from its beginning; what is taken from it may be believed after `finish`."""
+    def open(self, name: str) -> ChecksummedFile:
+        """The file, to be read from its start. Its content may be used after `finish`, which compares the checksum."""
         self.nbytes(name)
-        return VerifiedFile(self._open_file(name), self.path(name), self.files[name])
+        return ChecksummedFile(self._open_file(name), self.path(name), self.files[name])
 
     def verified(self, name: str) -> BinaryIO:
-        """The file, open for reading, after it was compared with its hash."""
+        """The file, open for reading, after its checksum was compared."""
         fd = self._open_file(name)
         try:
-            with VerifiedFile(os.dup(fd), self.path(name), self.files[name]) as file:
+            with ChecksummedFile(os.dup(fd), self.path(name), self.files[name]) as file:
                 file.finish()
             os.lseek(fd, 0, os.SEEK_SET)
             return open(fd, "rb", buffering=0)
@@ -195,13 +196,13 @@ class SnapshotReader:
             raise
 
     def read_into(self, name: str, buffer: Bytes) -> None:
-        """A whole file, already compared with its hash; `buffer` has its size."""
+        """Reads a whole file into `buffer`, which has its size, and compares its checksum."""
         with self.open(name) as file:
             file.take(buffer)
             file.finish()
 
-    def ask_for(self, name: str) -> None:
-        """Makes the disk read a file that will be wanted soon."""
+    def read_ahead(self, name: str) -> None:
+        """Lets the disk start to read a file that will be needed soon."""
         if not hasattr(os, "posix_fadvise"):
             return
         fd = self._open_file(name)
@@ -212,12 +213,12 @@ class SnapshotReader:
             os.close(fd)
 
     def copy(self, name: str, target: str) -> FileRecord | None:
-        """Puts a file of this snapshot at the path `target` too: as a hard link, or where the file system has none as
-        a copy whose bytes are compared with the hash. None, and nothing there, if it is not what was saved.
+        """Links a file of this snapshot to the path `target`, or copies it where the file system has no hard links and
+        compares the checksum. None, and no file at `target`, where the file is damaged.
         """
         try:
             self._check_file(name)
-        except CorruptCheckpointError:  # written anew, or nothing could be saved here any more
+        except CorruptCheckpointError:  # the save writes it again
             return None
         try:
             os.link(self.path(name), target, follow_symlinks=False)
@@ -245,7 +246,7 @@ class SnapshotReader:
         return True
 
     def check(self, names: Iterable[str] | None = None) -> None:
-        """Compares files (all by default) with their hashes; CorruptCheckpointError names the first that differs."""
+        """Compares files (all by default) with their checksums; CorruptCheckpointError names the first that differs."""
         in_parallel((functools.partial(self._check, n) for n in (self.files if names is None else names)), THREADS)
 
     def _check(self, name: str) -> None:
@@ -256,7 +257,7 @@ class SnapshotReader:
         return os.path.join(self._path, name)
 
     def malformed(self, reason: str) -> CorruptCheckpointError:
-        """The error for a manifest whose bytes are whole, and whose content cannot be."""
+        """The error for a manifest whose checksum is right and whose content cannot be true."""
         return CorruptCheckpointError(self.path(MANIFEST), reason)
 
     def _open_directory(self) -> int:
@@ -279,7 +280,7 @@ class SnapshotReader:
         except BlockingIOError:
             raise SnapshotGoneError(f"{self._path} is being removed by a save") from None
         try:
-            # A lock got just after the remover let go of it protects nothing any more.
+            # Where the marker was removed just before the lock was taken, the lock protects nothing.
             if os.fstat(fd).st_nlink == 0:
                 raise SnapshotGoneError(f"{self._path} was removed by a save")
             if content != MARKER_CONTENT:
@@ -297,7 +298,7 @@ class SnapshotReader:
                     raise ValueError(f"it has more than {LARGEST_MANIFEST:,} bytes")
                 check_memory(JSON_AS_OBJECTS * size, self.path(MANIFEST))
                 data = file.read()
-            document = unseal(data)
+            document = from_checksummed_json(data)
         except (OSError, ValueError) as error:
             raise self.malformed(str(error)) from None
         if expected is not None and digest(data) != expected:
@@ -309,8 +310,11 @@ class SnapshotReader:
                 f"{self._path} has format version {document.get('version')}, this engram reads version {VERSION}; "
                 "load it with the engram that wrote it, or a newer one"
             )
+        if not isinstance(document.get("body"), dict):
+            raise self.malformed("it has no body")
         self._check_features(document.get("features"))
-        self.files, self.body = self._records(document.get("files")), self._body(document.get("body"))
+        self.files = self._records(document.get("files"))
+        self.body: dict[str, Any] = document["body"]
         for name in self.files:
             self._check_file(name)
 
@@ -337,15 +341,13 @@ class SnapshotReader:
             records[name] = FileRecord(nbytes, checksum)
         return records
 
-    def _body(self, body: Any) -> dict[str, Any]:
-        if not isinstance(body, dict):
-            raise self.malformed("it has no body")
-        return body
-
     def _open_file(self, name: str) -> int:
-        """An open file whose size is the manifest's, so that a size in the manifest can be trusted to allocate."""
-        with self._as_damage(name):
-            fd = open_below(*self._place(name))
+        """Opens a file and compares its size, so that memory can be taken for the size in the manifest."""
+        try:
+            folder, last = self._place(name)
+            fd = open_regular(last, os.O_RDONLY, folder)
+        except OSError as error:
+            raise self._cannot_open(name, error) from error
         try:
             self._compare_size(name, os.fstat(fd).st_size)
         except BaseException:
@@ -354,28 +356,26 @@ class SnapshotReader:
         return fd
 
     def _check_file(self, name: str) -> None:
-        """The same without opening it, for snapshots of very many files."""
-        with self._as_damage(name):
-            folder, last = self._place(name)
-            found = os.stat(last, dir_fd=folder, follow_symlinks=False)
-            if not stat.S_ISREG(found.st_mode):
-                raise OSError(f"{name} is not a regular file")
-        self._compare_size(name, found.st_size)
-
-    def _compare_size(self, name: str, found: int) -> None:
-        record = self.files.get(name) if name not in (MARKER, MANIFEST) else None
-        if record is not None and found != record.nbytes:
-            raise CorruptCheckpointError(self.path(name), f"it has {found} bytes, {record.nbytes} were saved")
-
-    @contextmanager
-    def _as_damage(self, name: str) -> Iterator[None]:
+        """Compares the size of a file without opening it, for snapshots of very many files."""
         try:
-            yield
+            folder, last = self._place(name)
+            status = os.stat(last, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(f"{name} is not a regular file")
         except OSError as error:
-            raise CorruptCheckpointError(self.path(name), f"it cannot be opened ({error.strerror or error})") from error
+            raise self._cannot_open(name, error) from error
+        self._compare_size(name, status.st_size)
+
+    def _compare_size(self, name: str, nbytes: int) -> None:
+        record = self.files.get(name) if name not in (MARKER, MANIFEST) else None
+        if record is not None and nbytes != record.nbytes:
+            raise CorruptCheckpointError(self.path(name), f"it has {nbytes} bytes, {record.nbytes} were saved")
+
+    def _cannot_open(self, name: str, error: OSError) -> CorruptCheckpointError:
+        return CorruptCheckpointError(self.path(name), f"it cannot be opened ({error.strerror or error})")
 
     def _place(self, name: str) -> tuple[int, str]:
-        """The folder that holds a file, opened once, and the file's name in it."""
+        """The open folder that holds a file, and the file's name in it."""
         folder, _, last = name.rpartition("/")
         if folder not in self._folders:
             self._folders[folder] = open_folder_below(self._folders[""], folder)
@@ -387,7 +387,7 @@ class SnapshotReader:
 
 
 def in_parallel(tasks: Iterable[Callable[[], object]], threads: int) -> None:
-    """Runs tasks by several threads, begun in their order; raises the first error, after all that had begun ended."""
+    """Runs tasks in several threads, started in their order; raises the first error after the running tasks ended."""
     with ThreadPoolExecutor(threads, thread_name_prefix="engram-read") as pool:
         running: deque[Future[object]] = deque()
         try:
@@ -403,7 +403,7 @@ def in_parallel(tasks: Iterable[Callable[[], object]], threads: int) -> None:
 
 
 def newest_whole(directory: CheckpointDirectory, damaged: str = "") -> str | None:
-    """Name of the newest snapshot whose manifest and files all verify, and that does not own the file `damaged`."""
+    """The newest snapshot whose files all verify, without the one that the file `damaged` belongs to."""
     for name in directory.snapshots():
         if damaged.startswith(directory.path(name, "")):
             continue
@@ -420,7 +420,7 @@ def _open_current(directory: CheckpointDirectory) -> SnapshotReader:
     for _ in range(_ATTEMPTS):
         pointer = directory.current()
         if pointer is None:
-            raise CheckpointError(_nothing_there(directory))
+            raise CheckpointError(_no_checkpoint(directory))
         try:
             return SnapshotReader(directory, pointer.snapshot, pointer.manifest)
         except SnapshotGoneError as error:
@@ -438,10 +438,10 @@ def _open_named(directory: CheckpointDirectory, name: str) -> SnapshotReader:
     try:
         return SnapshotReader(directory, name)
     except SnapshotGoneError as error:
-        raise CheckpointError(f"no snapshot {name}: {error}; there are {_listing(directory)}") from None
+        raise CheckpointError(f"no snapshot {name}: {error}; there are {_snapshot_names(directory)}") from None
 
 
-def _nothing_there(directory: CheckpointDirectory) -> str:
+def _no_checkpoint(directory: CheckpointDirectory) -> str:
     if not os.path.isdir(directory.root):
         return f"no checkpoint at {directory.root}: there is no such directory"
     message = f"no checkpoint at {directory.root}: there is no {directory.path(CURRENT)}"
@@ -449,13 +449,13 @@ def _nothing_there(directory: CheckpointDirectory) -> str:
     return message if whole is None else f"{message}; {_advice(whole)}"
 
 
-def _listing(directory: CheckpointDirectory) -> str:
+def _snapshot_names(directory: CheckpointDirectory) -> str:
     names = directory.snapshots() if os.path.isdir(directory.root) else []
     return ", ".join(names) if names else "none"
 
 
 @contextmanager
-def _advising(directory: CheckpointDirectory) -> Iterator[None]:
+def _with_advice(directory: CheckpointDirectory) -> Iterator[None]:
     """Adds to a CorruptCheckpointError which snapshot could be loaded instead."""
     try:
         yield
@@ -472,7 +472,7 @@ def _advice(whole: str | None) -> str:
 
 @dataclass(frozen=True)
 class SnapshotReport:
-    """One snapshot: how many files and bytes were compared, and what is wrong with it."""
+    """The result for one snapshot: how many files and bytes were compared, and what is damaged."""
 
     name: str
     in_force: bool
@@ -493,7 +493,7 @@ class SnapshotReport:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """What `verify` found: the snapshots, newest first, and what is wrong with the directory itself."""
+    """The result of `verify`: a report for each snapshot, newest first, and problems of the directory itself."""
 
     path: str
     snapshots: tuple[SnapshotReport, ...]
@@ -501,7 +501,7 @@ class VerificationReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the snapshot in force can be loaded."""
+        """Whether the current snapshot can be loaded."""
         return not self.problems and any(report.in_force and report.ok for report in self.snapshots)
 
     @property
@@ -515,9 +515,12 @@ class VerificationReport:
 
 
 def verify(path: str | os.PathLike[str]) -> VerificationReport:
-    """Compares every file of every snapshot below `path` with its hash; damage is reported, not raised.
+    """Compares every file of every snapshot at `path` with its checksum; damage is reported, not raised.
 
-    CheckpointError when there is no checkpoint at `path`. Changes nothing; savers may run meanwhile.
+    Changes nothing; saves may run at the same time.
+
+    Raises:
+        CheckpointError: there is no checkpoint at `path`.
     """
     directory = CheckpointDirectory(os.path.abspath(os.fspath(path)))
     if not os.path.isdir(directory.root):
@@ -528,8 +531,8 @@ def verify(path: str | os.PathLike[str]) -> VerificationReport:
     names = directory.snapshots()
     if pointer is not None and pointer.snapshot not in names and os.path.isdir(directory.path(pointer.snapshot)):
         names = [pointer.snapshot, *names]  # its marker is damaged, which the report says
-    found = [_report(directory, name, pointer) for name in names]
-    reports = tuple(report for report in found if report is not None)
+    every = [_report(directory, name, pointer) for name in names]
+    reports = tuple(report for report in every if report is not None)
     if pointer is not None and not any(report.in_force for report in reports) and directory.current() == pointer:
         problems = (*problems, f"{directory.path(CURRENT)} names {pointer.snapshot}, which is not there")
     return VerificationReport(directory.root, reports, problems)
@@ -543,7 +546,7 @@ def _pointer(directory: CheckpointDirectory) -> tuple[Pointer | None, tuple[str,
 
 
 def _report(directory: CheckpointDirectory, name: str, pointer: Pointer | None) -> SnapshotReport | None:
-    """None for a snapshot that a save removed, or has not finished."""
+    """The report for one snapshot; None where a save removed it, or has not finished it."""
     in_force = pointer is not None and pointer.snapshot == name
     if not in_force and not os.path.lexists(directory.path(name, MANIFEST)):
         return None

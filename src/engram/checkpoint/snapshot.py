@@ -1,19 +1,22 @@
-"""A buffer's whole state as one snapshot: the states of its components, and the rows of its storage."""
+"""A buffer's whole state as one snapshot: the states of its components and the rows of its storage."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from engram.checkpoint.directory import is_file_name, to_json
-from engram.checkpoint.encoding import CODECS, Blobs, decode, encode
+from engram.checkpoint.directory import to_json
+from engram.checkpoint.encoding import CODECS, EncodedArrays, Encoder, decode
 from engram.checkpoint.protocols import RestorePlan, StorageCheckpointerBase
 from engram.checkpoint.reader import SnapshotReader, reading
 from engram.checkpoint.writer import SnapshotWriter, saving
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
 from engram.store.layout import MalformedLayoutError
+
+_COMPONENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,239}", re.ASCII)  # that can be a file's
 
 
 def save_snapshot(
@@ -24,7 +27,7 @@ def save_snapshot(
     keep_last: int = 1,
     began: Callable[[SnapshotWriter], None] | None = None,
 ) -> str:
-    """Saves component states and a storage (its checkpointer, its source) as the new state at `path`; its name.
+    """Saves states of components and a storage (its checkpointer, its source) at `path`; returns the snapshot's name.
 
     `components` maps names (letters, digits, `_`, `-`, `.`) to states as `state.encode` takes them. All of them are
     encoded before anything is written. Errors as those of `commit.saving`; TypeError for what cannot be encoded.
@@ -37,17 +40,16 @@ def save_snapshot(
     ...         print(snapshot.name, snapshot.components["writer"])
     g-000001 {'cursor': 5}
     """
-    encoded = {name: _encode_component(name, state) for name, state in components.items()}
-    trees = {name: tree for name, (tree, _) in encoded.items()}
-    nbytes = len(to_json(trees)) + sum(blobs.nbytes for _, blobs in encoded.values())
+    trees, arrays = _encode_components(components)
+    nbytes = len(to_json(trees)) + sum([some.nbytes for some in arrays.values()])
     with saving(path, keep_last=keep_last) as writer:
         if began is not None:
             began(writer)
         plan = None if storage is None else storage[0].plan_save(storage[1], _previous(writer, storage[0]))
         writer.need(nbytes if plan is None else nbytes + plan.nbytes)
-        for name, (_, blobs) in encoded.items():
-            if blobs:
-                writer.write_file(_blob_file(name), blobs.blocks())
+        for name, some in arrays.items():
+            if not some.empty:
+                writer.write_file(_blob_file(name), some.blocks())
         state = None
         if storage is not None and plan is not None:
             state = {"format": storage[0].format, "state": plan.write(writer)}
@@ -56,7 +58,7 @@ def save_snapshot(
 
 
 def _previous(writer: SnapshotWriter, checkpointer: StorageCheckpointerBase[Any, Any]) -> dict[str, Any] | None:
-    """What a checkpointer of the same kind said of the snapshot in force."""
+    """The state that a checkpointer of the same format saved in the current snapshot."""
     storage = writer.previous.get("storage")
     if not isinstance(storage, dict) or storage.get("format") != checkpointer.format:
         return None
@@ -66,17 +68,17 @@ def _previous(writer: SnapshotWriter, checkpointer: StorageCheckpointerBase[Any,
 
 @contextmanager
 def open_snapshot(path: str | os.PathLike[str], snapshot: str | None = None) -> Iterator[Snapshot]:
-    """The snapshot in force at `path`, or the one named; no save removes it inside the block.
+    """The current snapshot at `path`, or the one named; no save removes it inside the block.
 
     Errors as those of `reading.reading`. The order that leaves a buffer untouched when anything is wrong: read the
-    components that are wanted (each is verified), check that they fit, `check_storage`, `load_storage`, then set them.
+    components that are needed (each is verified), check that they fit, `check_storage`, `load_storage`, then set them.
     """
     with reading(path, snapshot) as reader:
         yield Snapshot(reader)
 
 
 class Snapshot:
-    """An open snapshot. `components` reads and verifies each state when it is asked for."""
+    """An open snapshot. `components` reads and verifies a state when it is looked up."""
 
     def __init__(self, reader: SnapshotReader) -> None:
         self.name = reader.name
@@ -91,18 +93,18 @@ class Snapshot:
         return None if storage is None else str(storage["format"])
 
     def component(self, name: str) -> Any:
-        """The state of a component; CheckpointError when none of this name was saved."""
+        """The state of a component; CheckpointError where there is none of this name."""
         if name not in self.components:
             saved = ", ".join(self.components) or "none"
             raise CheckpointError(f"{self._reader.path('')} holds no {name}; its components are {saved}")
         return self.components[name]
 
     def malformed(self, reason: str) -> CorruptCheckpointError:
-        """The error for a snapshot whose bytes are whole, and that says what cannot be."""
+        """The error for a snapshot whose checksums are right and whose content cannot be true."""
         return self._reader.malformed(reason)
 
-    def wanted(self, parts: tuple[str, ...], owners: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """States of a buffer's parts as they were saved, and what cannot be taken over: nothing."""
+    def part_states(self, parts: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+        """States of a buffer's parts as they were saved; and, for other formats, why parts cannot be taken over."""
         states: dict[str, Any] = {
             name: self.component(name) for name in ("sampler", "writer", "generator") if name in parts
         }
@@ -111,7 +113,7 @@ class Snapshot:
         return states, []
 
     def check_storage(self, checkpointer: StorageCheckpointerBase[Any, Any], sink: Any) -> None:
-        """ValueError when the sink cannot take the storage that was saved; changes nothing."""
+        """ValueError where the sink cannot take the storage that was saved; changes nothing."""
         with self._as_malformed():
             self._restore_plan(checkpointer).check(sink)
 
@@ -130,14 +132,14 @@ class Snapshot:
 
     @contextmanager
     def _as_malformed(self) -> Iterator[None]:
-        """Around looks at the layout that was saved: where it is none, that is damage, not a difference."""
+        """Around uses of the saved layout: one that cannot be a layout is damage, not a difference."""
         try:
             yield
         except MalformedLayoutError as error:
             raise self.malformed(str(error)) from error
 
     def verify(self) -> None:
-        """Compares every file with its hash; CorruptCheckpointError names the first that differs."""
+        """Compares every file with its checksum; a CorruptCheckpointError names the first that differs."""
         self._reader.check()
 
     def _storage_state(self, checkpointer: StorageCheckpointerBase[Any, Any]) -> dict[str, Any]:
@@ -164,8 +166,11 @@ class _Components(Mapping[str, Any]):
     def __init__(self, reader: SnapshotReader) -> None:
         self._reader = reader
         self._trees: dict[str, Any] = reader.body.get("components", {})
-        if not isinstance(self._trees, dict) or not all(map(_is_component_name, self._trees)):
+        if not isinstance(self._trees, dict):
             raise reader.malformed("its components are not named states")
+        for name in self._trees:
+            if not _COMPONENT_NAME.fullmatch(name):
+                raise reader.malformed("its components are not named states")
         self._decoded: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -180,11 +185,15 @@ class _Components(Mapping[str, Any]):
         return len(self._trees)
 
 
-def _encode_component(name: str, state: Any) -> tuple[Any, Blobs]:
-    if not _is_component_name(name):
-        raise ValueError(f"{name!r} is no name for a component; use letters, digits, '_', '-' and '.'")
-    blobs = Blobs()
-    return encode(state, blobs, CODECS, place=name), blobs
+def _encode_components(components: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, EncodedArrays]]:
+    """Each component's state as JSON, and its arrays."""
+    encoder, trees, arrays = Encoder(CODECS), {}, {}
+    for name, state in components.items():
+        if not isinstance(name, str) or not _COMPONENT_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name for a component; use letters, digits, '_', '-' and '.'")
+        arrays[name] = EncodedArrays()
+        trees[name] = encoder.encode(state, arrays[name], name)
+    return trees, arrays
 
 
 def _read_component(reader: SnapshotReader, name: str, tree: Any) -> Any:
@@ -198,10 +207,6 @@ def _read_component(reader: SnapshotReader, name: str, tree: Any) -> Any:
             return state
     except ValueError as error:
         raise reader.malformed(f"component {name}: {error}") from error
-
-
-def _is_component_name(name: str) -> bool:
-    return is_file_name(name) and "/" not in name
 
 
 def _blob_file(name: str) -> str:

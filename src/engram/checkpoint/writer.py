@@ -1,12 +1,12 @@
-"""Commit: how a save reaches disk. Killed at any instruction, it leaves the old snapshot in force or the new one.
+"""Commit: writes a snapshot so that a save killed at any instruction leaves the old one current, or the new one.
 
-    <path>/CURRENT                       the snapshot in force and the hash of its manifest
-    <path>/LOCK                          flock: one saver
+    <path>/CURRENT                       the name of the current snapshot and the hash of its manifest
+    <path>/LOCK                          flock: one save at a time
     <path>/g-000042/ENGRAM-SNAPSHOT      the marker; readers hold a shared flock on it
-    <path>/g-000042/manifest.json        what the snapshot holds: every file with size and hash; sealed
+    <path>/g-000042/manifest.json        what the snapshot holds: every file with size and hash
     <path>/g-000042/...                  the files
 
-Knows bytes and names, not what they mean; `docs/format.md` describes each byte.
+Writes named files of bytes, whatever they mean; `docs/format.md` describes each byte.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from engram.checkpoint.directory import (
     Pointer,
     digest,
     is_file_name,
-    seal,
     sync_directory,
+    to_checksummed_json,
 )
 from engram.checkpoint.reader import SnapshotReader
 from engram.errors import CheckpointError, CorruptCheckpointError
@@ -53,17 +53,21 @@ Block = Union[bytes, memoryview, npt.NDArray[Any]]
 
 
 @dataclass
-class _Needs:
+class _SpaceNeeded:
+    """How many bytes a save will write, for the error of a full disk."""
+
     nbytes: int = 0
 
 
 @contextmanager
 def saving(path: str | os.PathLike[str], *, keep_last: int = 1) -> Iterator[SnapshotWriter]:
-    """A writer of the next snapshot below `path`; it comes into force when the block ends without an exception.
+    """A writer of the next snapshot at `path`, which becomes current when the block ends without an exception.
 
-    Afterwards the newest `keep_last` snapshots stay and older ones are removed, except those that somebody is reading.
-    CheckpointError: another saver is at work here, the disk is full or fails, the directory cannot be written; what was
-    in force before still is.
+    Then the newest `keep_last` snapshots stay and older ones are removed, except those that somebody is reading.
+
+    Raises:
+        CheckpointError: another save runs here, the disk is full or fails, or the directory cannot be written; the
+            snapshot that was current still is.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -79,27 +83,31 @@ def saving(path: str | os.PathLike[str], *, keep_last: int = 1) -> Iterator[Snap
     with _as_checkpoint_errors(directory.root) as needs:
         _make_directories(directory.root)
         with _only_saver(directory):
-            directory.refuse_foreign()
-            directory.clean(keep_last)
+            listing = directory.listing()
+            directory.refuse_foreign(listing)
+            older = directory.clean(listing, keep_last)
             name = directory.next_name()
-            with _in_force(directory) as previous, SnapshotWriter(directory, name, previous, needs) as writer:
+            with (
+                _current_snapshot(directory, listing.pointer) as previous,
+                SnapshotWriter(directory, name, previous, needs) as writer,
+            ):
                 yield writer
                 writer.commit()
-            _prune(directory, keep_last, name)
+            _prune(directory, older, keep_last)
 
 
 class SnapshotWriter:
-    """Writes the files of one snapshot; what `body` (JSON) holds at the end goes into its manifest."""
+    """Writes the files of one snapshot. `body` (JSON) becomes a part of its manifest when it is committed."""
 
     def __init__(
-        self, directory: CheckpointDirectory, name: str, previous: SnapshotReader | None, needs: _Needs
+        self, directory: CheckpointDirectory, name: str, previous: SnapshotReader | None, needs: _SpaceNeeded
     ) -> None:
         self.name = name
         self.body: dict[str, Any] = {}
-        #: The body of the snapshot that is in force until this one is; empty if there is none.
+        #: The body of the current snapshot, which this one will replace; empty where there is none.
         self.previous: dict[str, Any] = {} if previous is None else previous.body
-        self._in_force = previous
-        self._needs = needs
+        self._previous = previous
+        self._needed = needs
         self._written = 0
         self._directory = directory
         self._files: dict[str, dict[str, Any]] = {}
@@ -107,36 +115,36 @@ class SnapshotWriter:
         self._folders = [directory.path(name)]
 
     def need(self, nbytes: int) -> None:
-        """CheckpointError when the disk has no room for this many bytes: better known before they are written."""
-        self._needs.nbytes = nbytes
+        """CheckpointError where the disk has no room for this many bytes. Called before anything is written."""
+        self._needed.nbytes = nbytes
         _check_space(self._directory.root, nbytes)
 
     @property
     def progress(self) -> float:
-        """The part of the needed bytes that is written."""
-        return self._written / max(1, self._needs.nbytes)
+        """The fraction of the needed bytes that is written."""
+        return self._written / max(1, self._needed.nbytes)
 
     def reuse(self, *names: str) -> bool:
-        """Takes files of these names over from the snapshot in force, by hard links where there are such.
+        """Takes files over from the current snapshot, by hard links where the file system has them.
 
-        False: one is not there, or is not as it was saved; all of them must be written.
+        Returns False where one of them is missing or damaged: then all of them must be written.
         """
-        if self._in_force is None or not all(name in self._in_force.files for name in names):
+        if self._previous is None or not self._previous.files.keys() >= {*names}:
             return False
         for name in names:
             self._check_name(name)
             self._make_folder(os.path.dirname(name))
-            record = self._in_force.copy(name, self._directory.path(self.name, name))
+            record = self._previous.copy(name, self._directory.path(self.name, name))
             if record is None:
-                for taken in set(names) & set(self._files):
-                    os.unlink(self._directory.path(self.name, taken))
-                    del self._files[taken]
+                for linked in set(names) & set(self._files):
+                    os.unlink(self._directory.path(self.name, linked))
+                    del self._files[linked]
                 return False
             self._files[name] = {"nbytes": record.nbytes, "xxh3_128": record.xxh3_128}
         return True
 
     def write_file(self, name: str, blocks: Iterable[Block]) -> None:
-        """A new file of this snapshot, its blocks one after the other; `name` is relative, with `/` between folders."""
+        """Writes blocks to a new file of this snapshot; `name` is relative, with `/` between folders."""
         self._check_name(name)
         self._make_folder(os.path.dirname(name))
         fd = self._create(name)
@@ -153,7 +161,7 @@ class SnapshotWriter:
 
     @contextmanager
     def written_by_path(self, name: str) -> Iterator[str]:
-        """A new file of this snapshot that a library writes by its path, while the block lasts; hashed afterwards."""
+        """The path of a new file of this snapshot, which a library writes inside the block; it is hashed afterwards."""
         self._check_name(name)
         self._make_folder(os.path.dirname(name))
         os.close(self._create(name))
@@ -168,9 +176,9 @@ class SnapshotWriter:
         self._finish(name, fd, nbytes, hasher.hexdigest())
 
     def commit(self) -> None:
-        """Brings the snapshot into force: files first, then their folders, then the manifest, at last CURRENT."""
-        said = {"format": FORMAT, "version": VERSION, "features": [], "snapshot": self.name}
-        manifest = seal({**said, "files": self._files, "body": self.body})
+        """Makes the snapshot current: files are synced first, then folders, then the manifest; CURRENT moves last."""
+        about = {"format": FORMAT, "version": VERSION, "features": [], "snapshot": self.name}
+        manifest = to_checksummed_json({**about, "files": self._files, "body": self.body})
         self._unsynced.append(self._create(MANIFEST))
         _write_all(self._unsynced[-1], memoryview(manifest))
         self._sync_files(down_to=0)
@@ -216,9 +224,10 @@ class SnapshotWriter:
         return os.open(self._directory.path(self.name, name), flags, 0o644)
 
     def _make_folder(self, name: str) -> None:
-        folder = self._directory.path(self.name, name) if name else self._folders[0]
-        if folder not in self._folders:
-            self._make_folder(os.path.dirname(name))
+        folder = os.path.join(self._folders[0], name)
+        if name and folder not in self._folders:
+            if "/" in name:
+                self._make_folder(os.path.dirname(name))
             os.mkdir(folder)
             self._folders.append(folder)
 
@@ -237,7 +246,7 @@ class SnapshotWriter:
             os.close(self._unsynced.pop())
 
     def _discard(self) -> None:
-        """Removes the snapshot unless CURRENT names it, or may: an error can come after CURRENT was moved."""
+        """Removes the snapshot, unless CURRENT names it or may name it: an error can come after CURRENT was moved."""
         self._close_files()
         try:
             pointer = self._directory.current()
@@ -248,7 +257,7 @@ class SnapshotWriter:
             elif os.path.isdir(self._folders[0]):
                 os.rmdir(self._folders[0])
         except (OSError, CorruptCheckpointError):
-            pass  # the next save removes it; the error that brought us here is the one to report
+            pass  # the next save removes it; the error that ended this save is the one to report
 
 
 @contextmanager
@@ -261,8 +270,10 @@ def _only_saver(directory: CheckpointDirectory) -> Iterator[None]:
         raise CheckpointError(
             f"another save to {directory.root} is running (it holds {path}); wait for it, or save to another directory"
         ) from None
-    with lock:
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _open_lock(path: str) -> int:
@@ -272,15 +283,14 @@ def _open_lock(path: str) -> int:
         pass
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except FileExistsError:  # another save made it first
+    except FileExistsError:  # another save was first
         return open_regular(path, os.O_RDWR)
 
 
 @contextmanager
-def _in_force(directory: CheckpointDirectory) -> Iterator[SnapshotReader | None]:
-    """The snapshot in force, if there is one that is whole as far as its manifest and sizes say."""
+def _current_snapshot(directory: CheckpointDirectory, pointer: Pointer | None) -> Iterator[SnapshotReader | None]:
+    """The current snapshot; None where there is none, or its manifest or the size of a file is damaged."""
     try:
-        pointer = directory.current()
         reader = None if pointer is None else SnapshotReader(directory, pointer.snapshot, pointer.manifest)
     except CheckpointError:
         reader = None
@@ -289,8 +299,8 @@ def _in_force(directory: CheckpointDirectory) -> Iterator[SnapshotReader | None]
 
 
 @contextmanager
-def _as_checkpoint_errors(root: str) -> Iterator[_Needs]:
-    needs = _Needs()
+def _as_checkpoint_errors(root: str) -> Iterator[_SpaceNeeded]:
+    needs = _SpaceNeeded()
     try:
         yield needs
     except OSError as error:
@@ -336,15 +346,17 @@ def _make_directories(root: str) -> None:
     try:
         sync_directory(parent)
     except OSError:
-        # Else the next save would find it there, and not know that a power cut may forget it with all that is in it.
+        # The next save would see the directory and not know that a power cut can lose it with all that is in it.
         with contextlib.suppress(OSError):
             os.rmdir(root)
         raise
 
 
-def _prune(directory: CheckpointDirectory, keep_last: int, in_force: str) -> None:
+def _prune(directory: CheckpointDirectory, older: list[str], keep_last: int) -> None:
+    """Removes all but the newest snapshots; those being read stay until a later save."""
     try:
-        directory.prune(keep_last, in_force)
+        for name in older[keep_last - 1 :]:
+            directory.remove(name)
     except OSError as error:  # the save itself has succeeded
         warnings.warn(f"{directory.root}: older snapshots could not be removed ({error}); the next save tries again")
 
@@ -361,7 +373,7 @@ def _write_all(fd: int, view: memoryview) -> None:
 
 
 def _let_go(fd: int) -> None:
-    """Starts writing a file to the disk, and gives up the memory of what has been written."""
-    # Else a save would push the buffer's own pages out of the cache, and need as much new memory as it has bytes.
+    """Starts writing a file to the disk, and frees the page cache of what has been written."""
+    # Otherwise a save would push the buffer's own pages out of the cache.
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,7 +1,6 @@
-"""Collectors: environments and policies in, batches out."""
+"""Collectors step environments with a policy and hand out batches, or write them into a replay buffer."""
 
-from engram.collectors.multi_async import MultiaSyncDataCollector
-from engram.collectors.multi_sync import MultiSyncDataCollector
+from engram.collectors.multi import MultiaSyncDataCollector, MultiSyncDataCollector
 from engram.collectors.sync import Collector, SyncDataCollector
 from engram.envs.policies import RandomPolicy
 

@@ -1,4 +1,4 @@
-"""How collecting goes: speed, and the episodes that ended."""
+"""Statistics of collecting: frames per second, and returns and lengths of episodes."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ class CollectorStats(NamedTuple):
     last_length: float
 
 
-class Speed:
-    """Steps a second, lately and altogether."""
+class Throughput:
+    """Frames per second, over the last batches and over all."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=10)
         self._steps, self._seconds = 0, 0.0
 
     def add(self, steps: int, seconds: float) -> None:
-        """One batch more."""
+        """Adds a batch of so many frames, which took so many seconds."""
         self._recent.append((steps, seconds))
         self._steps, self._seconds = self._steps + steps, self._seconds + seconds
 
     @property
     def recent(self) -> float:
-        """Over the last 10 batches."""
+        """Frames per second over the last 10 batches."""
         return _rate(sum(steps for steps, _ in self._recent), sum(seconds for _, seconds in self._recent))
 
     @property
     def mean(self) -> float:
-        """Over all batches."""
+        """Frames per second over all batches."""
         return _rate(self._steps, self._seconds)
 
 
-class Episodes:
+class EpisodeStats:
     """Returns and lengths of the last `window` episodes of several environments, from batch to batch.
 
-    >>> episodes = Episodes(1)
+    >>> episodes = EpisodeStats(1)
     >>> episodes.add(np.array([[1.0, 2.0, 3.0]]), np.array([[False, True, False]]))
     >>> episodes.add(np.array([[4.0]]), np.array([[True]]))
     >>> episodes.count, list(episodes.returns), list(episodes.lengths)
@@ -72,12 +72,12 @@ class Episodes:
         self._length = np.zeros(envs, dtype=np.int64)
 
     def restart(self) -> None:
-        """The episodes under way do not go on."""
+        """Drops the unfinished episodes."""
         self._return[:] = 0
         self._length[:] = 0
 
     def add(self, reward: Array, done: Array) -> None:
-        """Takes in steps: `reward` and bool `done`, both `[envs, time]`."""
+        """Adds steps: `reward` and bool `done`, both `[envs, time]`."""
         steps = done.shape[1]
         ends = np.flatnonzero(done)
         if not len(ends):
@@ -91,18 +91,21 @@ class Episodes:
         np.not_equal(envs[1:], envs[:-1], out=is_first[1:])
         is_last = np.append(is_first[1:], True)
         if np.isfinite(sums[:, -1]).all():
-            returns = self._whole(self._return, sums.reshape(-1)[ends], sums[:, -1], envs, is_first, is_last)
+            returns = self._totals(self._return, sums.reshape(-1)[ends], sums[:, -1], envs, is_first, is_last)
         else:  # a difference of sums would give the NaN or the infinity of one episode to those after it
-            returns = self._summed_apart(reward, ends, envs, is_first)
-        lengths = self._whole(self._length, times, np.full(len(sums), steps), envs, is_first, is_last)
+            returns = self._returns_one_by_one(reward, ends, envs, is_first)
+        lengths = self._totals(self._length, times, np.full(len(sums), steps), envs, is_first, is_last)
         latest = times.argsort(kind="stable")[-self._window :]  # as they ended, of equal ones by environment
         self.count += len(ends)
         self.returns.extend(returns[latest].tolist())
         self.lengths.extend(lengths[latest].tolist())
 
     @staticmethod
-    def _whole(carried: Array, at_end: Array, total: Array, envs: Array, is_first: Array, is_last: Array) -> Array:
-        """What each episode comes to, where `at_end` counts from the batch's start; `carried` goes on from `total`."""
+    def _totals(carried: Array, at_end: Array, total: Array, envs: Array, is_first: Array, is_last: Array) -> Array:
+        """The total of each episode that ended; `carried` becomes the totals of the unfinished ones, `[envs]`.
+
+        `at_end` are the running totals from the start of the batch at the end of each episode, `total` at its own end.
+        """
         before = np.empty_like(at_end)
         before[1:] = at_end[:-1]
         firsts, lasts = envs[is_first], envs[is_last]
@@ -111,8 +114,8 @@ class Episodes:
         carried[lasts] = total[lasts] - at_end[is_last]
         return at_end - before
 
-    def _summed_apart(self, reward: Array, ends: Array, envs: Array, is_first: Array) -> Array:
-        """What each episode comes to, each added up by itself."""
+    def _returns_one_by_one(self, reward: Array, ends: Array, envs: Array, is_first: Array) -> Array:
+        """The return of each episode that ended, each added up by itself."""
         size, steps = reward.size, reward.shape[1]
         starts = np.union1d(np.arange(0, size, steps), ends + 1)
         starts = starts[starts < size]
@@ -126,37 +129,37 @@ class Episodes:
         return returns
 
     def latest(self, since: int) -> tuple[list[float], list[int]]:
-        """Returns and lengths of the episodes that ended after the first `since`, as far as they are kept."""
+        """Returns and lengths of the episodes after the first `since`, as far as they are still stored."""
         new = min(self.count - since, len(self.returns))
         return list(self.returns)[len(self.returns) - new :], list(self.lengths)[len(self.lengths) - new :]
 
     def take(self, returns: list[float], lengths: list[int]) -> None:
-        """Episodes that ended elsewhere."""
+        """Adds episodes that ended in another process."""
         self.count += len(returns)
         self.returns.extend(returns)
         self.lengths.extend(lengths)
 
     def state_dict(self) -> dict[str, Any]:
-        """The episodes that ended; those under way are not part of it."""
+        """The episodes that ended, without the unfinished ones."""
         return {"count": self.count, "returns": list(self.returns), "lengths": list(self.lengths)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after `state`."""
         self.restart()
         self.count = int(state["count"])
-        for mine, theirs in ((self.returns, state["returns"]), (self.lengths, state["lengths"])):
-            mine.clear()
-            mine.extend(theirs)
+        for own, loaded in ((self.returns, state["returns"]), (self.lengths, state["lengths"])):
+            own.clear()
+            own.extend(loaded)
 
 
-def stats_of(frames: int, batches: int, episodes: Episodes, speed: Speed) -> CollectorStats:
-    """All figures together."""
+def collector_stats(frames: int, batches: int, episodes: EpisodeStats, throughput: Throughput) -> CollectorStats:
+    """Puts all figures together."""
     return CollectorStats(
         frames=frames,
         batches=batches,
         episodes=episodes.count,
-        steps_per_second=speed.recent,
-        mean_steps_per_second=speed.mean,
+        steps_per_second=throughput.recent,
+        mean_steps_per_second=throughput.mean,
         mean_return=_mean(episodes.returns),
         last_return=_last(episodes.returns),
         mean_length=_mean(episodes.lengths),

@@ -1,39 +1,46 @@
-"""Collecting in this process."""
+"""Collecting in this process, and what collectors of both kinds do with settings, states, weights and buffers."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor, nn
 
-from engram.collectors.asking import ask
-from engram.collectors.devices import Device, first_device, on_device, stored
-from engram.collectors.rolled import Rolled
-from engram.collectors.rollers import Roller, roller_for
-from engram.collectors.settings import refuse_bad_settings, refuse_bad_state
-from engram.collectors.stats import CollectorStats, Episodes, Speed, stats_of
-from engram.collectors.trajectories import FrameMarks
+from engram.collectors.choose_rollout import make_rollout
+from engram.collectors.rollout import Rollout, RolloutResult, call_if_present, is_cpu
+from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
+from engram.collectors.trajectories import StepTags, TrajectoryAssembler
 from engram.collectors.utils import split_trajectories
-from engram.collectors.weights import PolicyWeights
-from engram.collectors.whole import WholeTrajectories
-from engram.collectors.writing import BufferWriter
-from engram.envs.policies import ExplorationType, as_policy, set_exploration_type
+from engram.envs.policies import (
+    CallablePolicy,
+    ExplorationType,
+    RandomPolicy,
+    TensorDictPolicy,
+    as_policy,
+    set_exploration_type,
+)
 from engram.processes.timeouts import CallTimer, reject_timeout
+from engram.specs.tensors import usable_device
 
-ROWS_IN_SEARCH = 32  # at a time, while whole trajectories are looked for
+ROWS_FOR_TRAJECTORIES = 32  # stepped at a time with `trajs_per_batch`, where `frames_per_batch` is not given
+COUNTERS = ("frames", "stepped", "batches", "trajectories", "policy_version")
+Device = torch.device | str | int | None
 
 
 class SyncDataCollector:
     """Steps an environment with a policy and hands out batches in TED.
 
     A batch is `[time]` for a single environment, `[*batch_size, time]` for several, with `frames_per_batch` frames
-    rounded up to whole rows (3 environments, 22 frames: 3 x 8). Episodes go on from one batch to the next;
+    rounded up to whole rows (3 environments, 22 frames: 3 x 8). EpisodeStats go on from one batch to the next;
     `("collector", "traj_ids")`, int64, numbers them 0, 1, 2, ... in time order. Iterating ends after `total_frames`
     (-1: never).
 
@@ -114,7 +121,7 @@ class SyncDataCollector:
         timeout: None = None,
     ) -> None:
         reject_timeout(timeout, "SyncDataCollector")
-        refuse_bad_settings(
+        validate_settings(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
             max_frames_per_traj=max_frames_per_traj,
@@ -132,29 +139,29 @@ class SyncDataCollector:
         self._postproc, self._split_trajs = postproc, split_trajs
         self._writer = None if replay_buffer is None else BufferWriter(replay_buffer)
         self._failure: BaseException | None = None  # to be raised before anything else is collected
-        self._set_truncated, self._waits = set_truncated, not no_cuda_sync
-        self._trajs_per_batch, self._whole = trajs_per_batch or 0, WholeTrajectories()
-        self._own: TensorDictBase | None = None
+        self._set_truncated, self._waits_for_copies = set_truncated, not no_cuda_sync
+        self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
+        self._same_td: TensorDictBase | None = None
         self._return_same_td = return_same_td
-        self._storing_device = first_device("storing_device", storing_device, device)
-        self._policy_device = first_device("policy_device", policy_device, device)
-        place = first_device("env_device", env_device, device)
+        self._storing_device = device_argument("storing_device", storing_device, device)
+        self._policy_device = device_argument("policy_device", policy_device, device)
+        device_of_env = device_argument("env_device", env_device, device)
         self._init_random_frames = init_random_frames or 0
         self._weights = PolicyWeights(policy, self._policy_device)
         makes_env = isinstance(create_env_fn, type) or not hasattr(create_env_fn, "step")
         self.env = create_env_fn() if makes_env else create_env_fn
         self._finalizer = weakref.finalize(self, self.env.close) if makes_env else None
         try:
-            if place is not None:
-                self.env.to(place)
+            if device_of_env is not None:
+                self.env.to(device_of_env)
             self._set_sizes(frames_per_batch, total_frames)
-            self._marks = FrameMarks(self._width, tracks_version=track_policy_version)
-            self._limit = max_frames_per_traj
-            self._roller = self._make_roller()
+            self._tags = StepTags(self._width, tracks_version=track_policy_version)
+            self._max_frames_per_traj = max_frames_per_traj
+            self._rollout = self._make_rollout()
         except BaseException:
             self.shutdown()
             raise
-        self._episodes, self._speed = Episodes(self._width), Speed()
+        self._episodes, self._throughput = EpisodeStats(self._width), Throughput()
         self._stepped = 0
         self.frames = 0
         self.batches = 0
@@ -162,28 +169,28 @@ class SyncDataCollector:
 
     def _set_sizes(self, frames_per_batch: int | None, total_frames: int) -> None:
         self._width = self.env.batch_size.numel()
-        self.requested_frames_per_batch = frames_per_batch or ROWS_IN_SEARCH * self._width
+        self.requested_frames_per_batch = frames_per_batch or ROWS_FOR_TRAJECTORIES * self._width
         self._steps = -(-self.requested_frames_per_batch // self._width)
         self.frames_per_batch = self._steps * self._width
         self.total_frames = total_frames
-        if total_frames > 0 and total_frames % self.frames_per_batch and not self._trajs_per_batch:
-            whole = -(-total_frames // self.frames_per_batch) * self.frames_per_batch
-            warnings.warn(
-                f"total_frames={total_frames} is not a multiple of the {self.frames_per_batch} frames of a batch; "
-                f"{whole} frames will be collected",
-                stacklevel=3,
-            )
+        if not self._trajs_per_batch:
+            warn_of_remainder(total_frames, self.frames_per_batch, stacklevel=4)
 
-    def _enter_steps_in(self, clock: CallTimer) -> None:
-        """From the first one on, steps and resets of the environment are entered in `clock`, for a worker's owner."""
-        self._roller = self._make_roller(clock)
+    def _time_steps(self, clock: CallTimer) -> None:
+        """Enters all steps and resets of the environment in `clock`, which the owner of a worker process reads."""
+        self._rollout = self._make_rollout(clock)
 
-    def _make_roller(self, clock: CallTimer | None = None) -> Roller:
+    def _make_rollout(self, clock: CallTimer | None = None) -> Rollout:
         policy = as_policy(self._weights.policy, self.env)
         self._prepare = getattr(policy, "prepare", lambda: None)
-        policy = on_device(policy, self._policy_device, self.env)
-        return roller_for(
-            self.env, policy, self._limit, self._marks, reset_when_done=self._reset_when_done, clock=clock
+        policy = policy_on_device(policy, self._policy_device, self.env)
+        return make_rollout(
+            self.env,
+            policy,
+            self._tags,
+            max_frames_per_traj=self._max_frames_per_traj,
+            reset_when_done=self._reset_when_done,
+            clock=clock,
         )
 
     @property
@@ -193,13 +200,13 @@ class SyncDataCollector:
 
     @property
     def policy_version(self) -> int:
-        """How often `update_policy_weights_` was called."""
-        return self._marks.version
+        """The number of calls of `update_policy_weights_`."""
+        return self._tags.version
 
     @property
     def stats(self) -> CollectorStats:
         """Frames, speed, and returns and lengths of the last episodes, for a progress bar."""
-        return stats_of(self.frames, self.batches, self._episodes, self._speed)
+        return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         while self._failure is not None or self.total_frames < 0 or self.frames < self.total_frames:
@@ -215,7 +222,7 @@ class SyncDataCollector:
             raise RuntimeError("this collector was shut down; make a new one")
         self._raise_failure()
         try:
-            batch = self._rolled_out()
+            batch = self._next_batch()
         except BaseException as error:
             self.reset()  # a batch is lost: no trajectory may go on across the gap
             failure, self._failure = self._failure, None
@@ -230,7 +237,7 @@ class SyncDataCollector:
 
     @property
     def failure(self) -> BaseException | None:
-        """What the next `rollout` raises, as an environment or the policy did after the steps of the last batch."""
+        """The error of an environment or the policy after the last batch's steps, which the next `rollout` raises."""
         return self._failure
 
     def _raise_failure(self) -> None:
@@ -238,14 +245,14 @@ class SyncDataCollector:
         if failure is not None:
             raise failure
 
-    def _rolled_out(self) -> TensorDictBase | None:
-        batch = self._whole_trajectories() if self._trajs_per_batch else self._collected()
+    def _next_batch(self) -> TensorDictBase | None:
+        batch = self._collect_trajectories() if self._trajs_per_batch else self._collect_batch()
         self.frames += batch.numel()
         self.batches += 1
         if self._split_trajs or (self._trajs_per_batch and self._writer is None):
             batch = split_trajectories(batch)
         if self._return_same_td:
-            batch = self._in_own(batch)
+            batch = self._into_same_td(batch)
         if self._postproc is not None:
             batch = self._postproc(batch)
         if self._writer is None:
@@ -253,64 +260,65 @@ class SyncDataCollector:
         self._writer.write(batch)
         return None
 
-    def _whole_trajectories(self) -> TensorDictBase:
-        while self._whole.count < self._trajs_per_batch and self._failure is None:
-            self._whole.add(self._collected())
-        if self._failure is not None and self._whole.count == 0:
+    def _collect_trajectories(self) -> TensorDictBase:
+        while self._assembler.count < self._trajs_per_batch and self._failure is None:
+            self._assembler.add(self._collect_batch())
+        if self._failure is not None and self._assembler.count == 0:
             raise self._failure
-        return self._whole.take(min(self._trajs_per_batch, self._whole.count))
+        return self._assembler.take(min(self._trajs_per_batch, self._assembler.count))
 
-    def _in_own(self, batch: TensorDictBase) -> TensorDictBase:
+    def _into_same_td(self, batch: TensorDictBase) -> TensorDictBase:
         if self._failure is not None:
             return batch  # a shorter one
-        self._own = batch if self._own is None else self._own.update_(batch)
-        return self._own
+        self._same_td = batch if self._same_td is None else self._same_td.update_(batch)
+        return self._same_td
 
-    def _collected(self) -> TensorDictBase:
+    def _collect_batch(self) -> TensorDictBase:
         if self._reset_at_each_iter:
             self.reset()
         start = time.perf_counter()
-        batch, self._failure = self._rolled(-(-max(0, self._init_random_frames - self._stepped) // self._width))
+        random_frames = max(0, self._init_random_frames - self._stepped)
+        batch, self._failure = self._collect_steps(random_steps=-(-random_frames // self._width))
         if self._failure is not None and self._writer is None and not isinstance(self._failure, Exception):
-            raise self._failure  # an interrupt waits for nobody
+            raise self._failure  # an interrupt is never held back
         self._stepped += batch.numel()
         self._note_episodes(batch)
         if self._set_truncated:
-            _mark_last_step(batch)
-        batch = stored(batch, self._storing_device, waits=self._waits)
-        self._speed.add(batch.numel(), time.perf_counter() - start)
+            _truncate_last_step(batch)
+        batch = to_storing_device(batch, self._storing_device, waits=self._waits_for_copies)
+        self._throughput.add(batch.numel(), time.perf_counter() - start)
         return batch
 
-    def _rolled(self, random_steps: int) -> Rolled:
-        if self._roller.is_random:  # no policy: the two switches would cost as much as four steps of CartPole
-            return self._roller.roll(self._steps, random_steps)
+    def _collect_steps(self, *, random_steps: int) -> RolloutResult:
+        if self._rollout.is_random:  # no policy: the two switches would cost as much as four steps of CartPole
+            return self._rollout.collect(self._steps, random_steps=random_steps)
         self._prepare()
         with torch.no_grad(), set_exploration_type(self._exploration_type):
-            return self._roller.roll(self._steps, random_steps)
+            return self._rollout.collect(self._steps, random_steps=random_steps)
 
     def _note_episodes(self, batch: TensorDictBase) -> None:
         following = batch.get("next")
         reward, done = following.get("reward", None), following.get("done", None)
-        if reward is not None and done is not None and self._reset_when_done:  # others keep theirs in groups of agents
+        if reward is not None and done is not None and self._reset_when_done:  # multi-agent ones have both in groups
             self._episodes.add(as_rows(reward, batch.shape, np.add), as_rows(done, batch.shape, np.logical_or))
 
     def reset(self) -> None:
-        """The next batch starts with a reset of every environment; trajectories that have not ended never will."""
-        self._roller.restart()
-        self._marks.ids.restart()
+        """Resets every environment before the next batch; trajectories that have not ended are left unfinished."""
+        self._rollout.restart()
+        self._tags.ids.restart()
         self._episodes.restart()
-        self._whole.restart()
+        self._assembler.restart()
         if self._writer is not None:
             self._writer.restart()
 
     def update_policy_weights_(self, policy_weights: Any = None, *, version: int | None = None) -> None:
-        """Brings the weights of the collecting policy up to date, and raises `policy_version` (to `version`, if given).
+        """Updates the weights of the policy that acts, and raises `policy_version` (to `version`, if given).
 
         None takes them from the policy that the collector was made with, where it collects with a copy on another
         device. Otherwise a state dict, a module, or a TensorDict of parameters. Raises TypeError without weights.
         """
         self._weights.update(policy_weights)
-        self._marks.version = self._marks.version + 1 if version is None else version
+        self._tags.version = self._tags.version + 1 if version is None else version
 
     def set_seed(self, seed: int) -> int:
         """The next reset of each environment starts from `seed`, `seed + 1`, ...; returns the first that is free.
@@ -320,10 +328,10 @@ class SyncDataCollector:
         return int(self.env.set_seed(seed))
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, ended episodes, the policy's state, and the environments' random numbers where they can be told.
+        """Counters, ended episodes, and the states of the policy and of the environments' random numbers, if any.
 
-        What environments are in the middle of is not part of it: whoever loads the state begins new episodes, with the
-        random numbers that this collector would use next. Where this one is reset at that point too (`reset`, or
+        Unfinished episodes are not part of it: a collector that loads the state begins new ones, with the random
+        numbers that this collector would use next. Where this one is reset at that point too (`reset`, or
         `reset_at_each_iter`), both give the same batches from there on. Random actions come from torch's global
         generator, which is the caller's to save.
         """
@@ -331,11 +339,11 @@ class SyncDataCollector:
             "frames": self.frames,
             "stepped": self._stepped,
             "batches": self.batches,
-            "trajectories": self._marks.ids.count,
-            "policy_version": self._marks.version,
+            "trajectories": self._tags.ids.count,
+            "policy_version": self._tags.version,
             "episodes": self._episodes.state_dict(),
         }
-        weights, numbers = self._weights.state_dict(), ask(self.env, "random_state")
+        weights, numbers = self._weights.state_dict(), call_if_present(self.env, "random_state")
         if weights is not None:
             state["policy_state_dict"] = weights
         return state if numbers is None else {**state, "env_random_state": numbers}
@@ -345,15 +353,15 @@ class SyncDataCollector:
 
         Raises ValueError for a state of another kind of collector or policy, with nothing changed.
         """
-        refuse_bad_state(state, self._weights.state_dict())
+        validate_state(state, self._weights.state_dict())
         if "env_random_state" in state:
             self.env.set_random_state(state["env_random_state"])
         if "policy_state_dict" in state:
             self._weights.update(state["policy_state_dict"])
         self.reset()
-        self._whole.clear()
+        self._assembler.clear()
         self.frames, self._stepped, self.batches = state["frames"], state["stepped"], state["batches"]
-        self._marks.ids.count, self._marks.version = state["trajectories"], state["policy_version"]
+        self._tags.ids.count, self._tags.version = state["trajectories"], state["policy_version"]
         self._episodes.load_state_dict(state["episodes"])
 
     def shutdown(self) -> None:
@@ -378,11 +386,12 @@ class SyncDataCollector:
 Collector = SyncDataCollector
 
 
-def _mark_last_step(batch: TensorDictBase) -> None:
+def _truncate_last_step(batch: TensorDictBase) -> None:
+    """Marks the last step as truncated and done where it is not terminated."""
     time_dim, following = batch.ndim - 1, batch.get("next")
     if following.get("terminated", None) is None:
         following.set("terminated", following.get("done").clone())
-    if following.get("truncated", None) is None:  # some environments know no truncation
+    if following.get("truncated", None) is None:  # some environments have no such flag
         following.set("truncated", torch.zeros_like(following.get("done")))
     done, terminated, truncated = (
         batch.get(("next", key)).select(time_dim, -1) for key in ("done", "terminated", "truncated")
@@ -392,6 +401,231 @@ def _mark_last_step(batch: TensorDictBase) -> None:
 
 
 def as_rows(leaf: torch.Tensor, shape: torch.Size, merge: np.ufunc) -> np.ndarray[Any, Any]:
-    """`[*shape, ...]` as an array `[envs, time]`; further dimensions, of agents, are merged."""
+    """`[*shape, ...]` as an array `[envs, time]`; further dimensions (agents) are merged by `merge`."""
     rows = leaf.detach().cpu().numpy().reshape(shape[:-1].numel(), shape[-1], -1)
     return rows[..., 0] if rows.shape[-1] == 1 else np.asarray(merge.reduce(rows, -1))
+
+
+def validate_settings(
+    *,
+    frames_per_batch: int | None,
+    total_frames: int,
+    max_frames_per_traj: int | None,
+    init_random_frames: int | None,
+    trajs_per_batch: int | None,
+    split_trajs: bool,
+    return_same_td: bool,
+    set_truncated: bool,
+    reset_at_each_iter: bool,
+    reset_when_done: bool,
+    replay_buffer: Any,
+) -> None:
+    """Raises ValueError for the first setting that cannot work."""
+    validate_counts(
+        frames_per_batch=frames_per_batch,
+        total_frames=total_frames,
+        max_frames_per_traj=max_frames_per_traj,
+        init_random_frames=init_random_frames,
+        trajs_per_batch=trajs_per_batch,
+    )
+    by_trajectories = trajs_per_batch is not None
+    if split_trajs and replay_buffer is not None:
+        raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
+    if return_same_td and (split_trajs or by_trajectories or replay_buffer is not None):
+        raise ValueError(
+            "return_same_td=True needs batches of one shape that are handed out; leave out split_trajs, "
+            "trajs_per_batch and replay_buffer"
+        )
+    if max_frames_per_traj is not None and not reset_when_done:
+        raise ValueError("max_frames_per_traj ends episodes by resets; leave out reset_when_done=False")
+    if by_trajectories and (split_trajs or set_truncated or reset_at_each_iter or not reset_when_done):
+        raise ValueError(
+            "trajs_per_batch gives whole trajectories, one a row, and goes on where it stopped; leave out split_trajs, "
+            "set_truncated, reset_at_each_iter and reset_when_done"
+        )
+    if by_trajectories and getattr(getattr(replay_buffer, "storage", None), "ndim", 1) > 1:
+        raise ValueError("trajs_per_batch writes steps one after the other; give a storage with ndim=1")
+
+
+def validate_counts(
+    *,
+    frames_per_batch: int | None,
+    total_frames: int,
+    max_frames_per_traj: int | None,
+    init_random_frames: int | None,
+    trajs_per_batch: int | None = None,
+) -> None:
+    """Raises ValueError for the first number that is too small."""
+    if frames_per_batch is None and trajs_per_batch is None:
+        raise ValueError("frames_per_batch says how many frames a batch has; give it, or trajs_per_batch")
+    if frames_per_batch is not None and frames_per_batch < 1:
+        raise ValueError(f"frames_per_batch must be 1 or more, got {frames_per_batch}")
+    if total_frames < 1 and total_frames != -1:
+        raise ValueError(f"total_frames must be 1 or more, or -1 for no end, got {total_frames}")
+    if max_frames_per_traj is not None and max_frames_per_traj < 1:
+        raise ValueError(f"max_frames_per_traj must be 1 or more, or None, got {max_frames_per_traj}")
+    if init_random_frames is not None and init_random_frames < 0:
+        raise ValueError(f"init_random_frames must be 0 or more, or None, got {init_random_frames}")
+    if trajs_per_batch is not None and trajs_per_batch < 1:
+        raise ValueError(f"trajs_per_batch must be 1 or more, or None, got {trajs_per_batch}")
+
+
+def warn_of_remainder(total_frames: int, frames_per_batch: int, *, stacklevel: int) -> None:
+    """Warns where the last batch goes beyond `total_frames`."""
+    if total_frames > 0 and total_frames % frames_per_batch:
+        rounded_up = -(-total_frames // frames_per_batch) * frames_per_batch
+        warnings.warn(
+            f"total_frames={total_frames} is not a multiple of the {frames_per_batch} frames of a batch; "
+            f"{rounded_up} frames will be collected",
+            stacklevel=stacklevel,
+        )
+
+
+def validate_state(state: Any, policy_state: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for anything but a collector's state whose policy has the same entries as `policy_state`."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a collector's state is a dict, got {type(state).__name__}")
+    for key in COUNTERS:
+        if not isinstance(state.get(key), int) or state[key] < 0:
+            raise ValueError(f"a collector's state has a number {key!r} of 0 or more, got {state.get(key)!r}")
+    if not isinstance(state.get("episodes"), Mapping) or state["episodes"].keys() != {"count", "returns", "lengths"}:
+        raise ValueError(
+            f"a collector's state has 'episodes' with count, returns, lengths, got {state.get('episodes')!r}"
+        )
+    episodes = state["episodes"]
+    numbers = [episodes["count"], *_list_of(episodes, "returns"), *_list_of(episodes, "lengths")]
+    if wrong := [number for number in numbers if not isinstance(number, int | float)]:
+        raise ValueError(f"a collector's state has numbers in 'episodes', got {wrong[0]!r:.80}")
+    shapes, allowed = _shapes(state.get("policy_state_dict")), _shapes(policy_state)
+    if shapes != allowed:
+        raise ValueError(
+            f"the state's policy is not this collector's.\n  found:   {shapes}\n  allowed: {allowed}\n"
+            "  Make the collector with a policy of the same parameters."
+        )
+    for name, value in (state.get("policy_state_dict") or {}).items():
+        if policy_state and isinstance(policy_state[name], Tensor) and not isinstance(value, Tensor):
+            raise ValueError(f"the policy's {name!r} is a tensor, got a {type(value).__name__}")
+
+
+def _list_of(episodes: Mapping[str, Any], name: str) -> list[Any]:
+    if not isinstance(episodes[name], list | tuple):
+        raise ValueError(
+            f"a collector's state has lists 'returns' and 'lengths' in 'episodes', got {episodes[name]!r:.80}"
+        )
+    return list(episodes[name])
+
+
+def _shapes(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if state is None else {key: tuple(getattr(value, "shape", ())) for key, value in state.items()}
+
+
+class PolicyWeights:
+    """A user's policy, and its copy on another device where the policy has to act there.
+
+    `policy` is the user's own object unless its parameters live elsewhere than `device`.
+    """
+
+    def __init__(self, original: Any, device: torch.device | None) -> None:
+        self._original = original
+        self.policy = original
+        if device is not None and isinstance(original, nn.Module) and not _lives_on(original, device):
+            self.policy = copy.deepcopy(original).to(device)
+
+    def update(self, weights: Any = None) -> None:
+        """Copies weights into the policy that acts: the original's, or a state dict or TensorDict of parameters.
+
+        Raises TypeError for a policy without weights.
+        """
+        if weights is None and self.policy is self._original:
+            return
+        if not isinstance(self.policy, nn.Module):
+            raise TypeError(f"the policy is a {type(self.policy).__name__} and has no weights; give an nn.Module")
+        self.policy.load_state_dict(self._original.state_dict() if weights is None else _state_dict(weights))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The state of the policy that acts; None for a policy that is no module."""
+        return self.policy.state_dict() if isinstance(self.policy, nn.Module) else None
+
+
+def _lives_on(module: nn.Module, device: torch.device) -> bool:
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    return all(own.type == device.type and device.index in (None, own.index) for own in devices)
+
+
+def _state_dict(weights: Any) -> Mapping[str, Any]:
+    if isinstance(weights, TensorDictBase):
+        return {key: value.detach() for key, value in weights.flatten_keys(".").items()}
+    if isinstance(weights, nn.Module):
+        return weights.state_dict()
+    return weights  # type: ignore[no-any-return]
+
+
+class BufferWriter:
+    """Writes batches into `replay_buffer`, in the shape that its storage has.
+
+    Where new trajectories begin it marks a seam before the next row, so that no sampled slice joins it with a row that
+    anybody wrote before. Steps that the buffer's transforms hold back are written before the seam.
+    """
+
+    def __init__(self, replay_buffer: Any) -> None:
+        self.replay_buffer = replay_buffer
+        self._needs_seam = True
+
+    def restart(self) -> None:
+        """Marks a seam before the next batch: it continues nothing that was written before."""
+        self._needs_seam = True
+
+    def write(self, batch: TensorDictBase) -> None:
+        """Adds a batch `[*envs, time]`; where the storage has one dimension, one environment after the other."""
+        storage = getattr(self.replay_buffer, "storage", None)
+        batch = _shaped_for(storage, batch)
+        if not self._needs_seam:
+            self.replay_buffer.extend(batch)
+            return
+        with getattr(storage, "mutex", contextlib.nullcontext()):  # no row of another thread between seam and batch
+            flush = getattr(type(self.replay_buffer), "flush_transforms", None)
+            if flush is not None:
+                flush(self.replay_buffer)
+            mark_seam = getattr(type(storage), "mark_seam", None)  # buffers of other libraries may have neither
+            if mark_seam is not None:
+                mark_seam(storage)
+            self.replay_buffer.extend(batch)
+        self._needs_seam = False
+
+
+def _shaped_for(storage: Any, batch: TensorDictBase) -> TensorDictBase:
+    ndim = getattr(storage, "ndim", None)
+    if ndim == 1 and batch.ndim > 1:
+        return batch.reshape(-1)
+    return batch.reshape(-1, batch.shape[-1]) if ndim == 2 and batch.ndim != 2 else batch
+
+
+def device_argument(name: str, device: Device, default: Device) -> torch.device | None:
+    """The device of the argument `name`; where it is None, that of the argument `device`, which is `default`.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    return usable_device(default, "device") if device is None else usable_device(device, name)
+
+
+def policy_on_device(policy: TensorDictPolicy, policy_device: torch.device | None, env: Any) -> TensorDictPolicy:
+    """`policy` as a function of TensorDicts of `env`, which is called with copies on `policy_device`."""
+    env_device = env.device
+    is_same = policy_device is None or policy_device == env_device or (is_cpu(policy_device) and is_cpu(env_device))
+    if is_same or isinstance(policy, RandomPolicy):
+        return policy
+    target = env_device or torch.device("cpu")
+
+    def call(td: TensorDictBase) -> TensorDictBase:
+        out = policy(td.to(policy_device)).to(target)
+        return out if env_device is not None else out.clear_device_()
+
+    return CallablePolicy(call)
+
+
+def to_storing_device(batch: TensorDictBase, device: torch.device | None, *, waits: bool) -> TensorDictBase:
+    """`batch` on `device` (None: where it is); without waiting, a copy to or from a GPU may still be under way."""
+    if device is None:
+        return batch
+    return batch.to(device) if waits else batch.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Helpers around collected batches."""
+"""Splitting collected batches into trajectories."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _starts(rows: TensorDictBase, trajectory_key: Key | None, done_key: Key) -> 
         changes = ids[:, 1:] != ids[:, :-1]
     else:
         changes = torch.zeros(rows.shape[0], rows.shape[1] - 1, dtype=torch.bool, device=rows.device)
-    # Slices of one episode have one id: it is their marks that say where each ends.
+    # Slices of one episode have one id: their done and truncated flags say where each ends.
     for flags in (done, rows.get((*_path(done_key)[:-1], "truncated"), None)):
         if flags is not None:
             changes = changes | flags.reshape(*rows.shape, -1).any(-1)[:, :-1]

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
     InteractionType as ExplorationType,
@@ -240,3 +241,17 @@ def _only_observation(env: Any) -> Any:
 
 def _leaf_keys(spec: Any) -> list[Any]:
     return list(spec.leaves()) if hasattr(spec, "leaves") else list(spec.keys(True, True))
+
+
+def zero_outputs(policy: TensorDictPolicy, td: TensorDictBase) -> TensorDictBase:
+    """Zeros for every entry that `policy` adds to `td` besides the action, under `"next"` too.
+
+    Random steps carry them, so that all batches of a collector have the same keys. The policy is called once, on a
+    copy, and torch's random numbers are put back.
+    """
+    if not isinstance(policy, CallablePolicy):
+        return td.empty()
+    with torch.random.fork_rng():
+        out = policy(td.clone())
+    given = set(td.keys(True, True)) | {"action"}
+    return out.select(*[key for key in out.keys(True, True) if key not in given]).apply(torch.zeros_like)

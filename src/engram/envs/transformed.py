@@ -166,8 +166,11 @@ class TransformedEnv(EnvBase):
     def vector_engine(self) -> None:
         """None: as `engines`."""
 
-    def later_parts(self) -> list[Transform] | None:
-        """The transforms, for whom steps `base_env` and lets them follow; None where a child has changed a step."""
+    def deferrable_transforms(self) -> list[Transform] | None:
+        """The transforms, for collectors that step `base_env` and apply them to whole batches.
+
+        None where a child class has changed a step.
+        """
         cls = type(self)
         return None if (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS else list(self._parts)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engram._native import Cells
+from engram._native import AtomicInts
 from engram.errors import WorkerError
 from engram.processes.shared_memory import SharedMemory
 from engram.processes.timeouts import CallTimer, Timeout
@@ -316,5 +316,5 @@ def _bytes(size: int) -> int:
     return _STRIDE * 8 * size
 
 
-def _cells(blocks: list[Any]) -> Cells:
-    return Cells(blocks[0].view(np.int64))
+def _cells(blocks: list[Any]) -> AtomicInts:
+    return AtomicInts(blocks[0].view(np.int64))

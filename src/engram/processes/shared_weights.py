@@ -14,7 +14,7 @@ import xxhash
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from engram.store.files import share_descriptor
+from engram.store.files import share_fd
 
 _HEADER = 64  # bytes: version, checksum
 _ALIGNED = 64
@@ -55,8 +55,8 @@ class SharedWeights:
         """The version of the last `write` (the first is 0); it may still be being written."""
         return int(self._header[0])
 
-    def write(self, state: Mapping[str, Tensor], version: int | None = None) -> None:
-        """Replaces the values; `version` is one more than the last, unless given.
+    def write(self, state: Mapping[str, Tensor], *, version: int | None = None) -> None:
+        """Overwrites the values; their `version` is one more than the last, unless given.
 
         Raises ValueError for other names, shapes or dtypes.
         """
@@ -84,7 +84,7 @@ class SharedWeights:
         raise TimeoutError(f"the shared weights were being written at every attempt to read them for {_READ_TIMEOUT} s")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"entries": self._entries, "descriptor": share_descriptor(self._fd), "version": self._version}
+        return {"entries": self._entries, "descriptor": share_fd(self._fd), "version": self._version}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._entries, self._version = state["entries"], state["version"]

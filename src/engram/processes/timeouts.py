@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engram._native import Cells
+from engram._native import AtomicInts
 from engram.processes.shared_memory import SharedMemory
 
 _SINCE, _KIND, _ENV, _COUNT = range(4)
@@ -31,7 +31,7 @@ class CallTimer:
 
     def __init__(self) -> None:
         self._memory = SharedMemory()
-        self._cells = Cells(self._memory.allocate([_BYTES])[0].view(np.int64))
+        self._cells = AtomicInts(self._memory.allocate([_BYTES])[0].view(np.int64))
 
     def timed(self, call: Callable[..., Any], kind: str, env: int) -> Callable[..., Any]:
         """Wraps a "step" or "reset" of environment `env` so that its beginning and end are recorded here."""
@@ -61,7 +61,7 @@ class CallTimer:
 
     def __setstate__(self, memory: SharedMemory) -> None:
         self._memory = memory
-        self._cells = Cells(memory.attach([_BYTES])[0].view(np.int64))
+        self._cells = AtomicInts(memory.attach([_BYTES])[0].view(np.int64))
 
 
 class TimedEnv:

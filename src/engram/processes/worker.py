@@ -34,7 +34,7 @@ from engram import _native
 from engram._system import SIGNED
 from engram.errors import WorkerError
 from engram.processes.eventfd import EventFd
-from engram.store.files import carried_by
+from engram.store.files import passing_fds
 
 CLOSE_TIMEOUT = 5.0  # seconds that a worker has to end by itself
 ERROR_CLOSE_TIMEOUT = 0.2  # the same while an exception is on its way to the user
@@ -313,7 +313,7 @@ class Worker:
 
 def _packed(message: Any) -> tuple[bytes, list[int]]:
     packed = io.BytesIO()
-    with carried_by([]) as descriptors:
+    with passing_fds([]) as descriptors:
         _pickler()(packed).dump(message)
     return len(descriptors).to_bytes(1, "little") + packed.getvalue(), descriptors
 
@@ -343,7 +343,7 @@ def _pickler() -> Any:
 def _unpacked(packed: bytes, connection: Connection) -> Any:
     descriptors = [_receive_descriptor(connection) for _ in range(packed[0])]
     try:
-        with carried_by(descriptors):
+        with passing_fds(descriptors):
             return pickle.loads(memoryview(packed)[1:])
     finally:
         for fd in descriptors:

@@ -1,15 +1,16 @@
-"""The border between what is stored and what is appended: which entries of a step tell whether another follows it.
+"""The border between stored and appended steps: whether the first new step continues the newest stored one.
 
 Steps are joined to trajectories by their flags and ids. Two collectors that both count their trajectories from 0, or
-two runs of a program, give rows that look joined and are not. So where a batch meets what is stored:
+two runs of a program, give rows that look joined and are not. So where a batch is appended:
 
-- the newest step is done and has the same trajectory id as the first new one: a seam;
-- it is not done: the entries that stand both at the root and under `"next"` are compared, byte for byte, whatever the
-  ids say. One differs: a seam. An entry counts only if it agreed between the last two steps that are joined, in every
-  environment in which these are, so that n-step rows and what a transform changes on one side only are joined as ever.
+- the newest stored step is done and has the same trajectory id as the first new one: a seam;
+- it is not done: the entries that exist both at the root and under `"next"` are compared byte for byte, whatever the
+  ids are. One differs: a seam. An entry counts only if it agreed between the last two joined steps, in every
+  environment in which they are joined, so that n-step rows and entries that a transform changes on one side only put
+  no seams.
 
-Which entries agreed stands with the lane's counters in the store, and is saved with them: it stays known when the two
-steps are gone. `border.hpp` does this for packed rows; the functions here for lists of items and for columns.
+Which entries agreed (the *evidence*) is part of the lane's counters in the store and of checkpoints, so that it
+outlives those two steps. `border.hpp` does this for packed rows; the classes here for lists of items and for columns.
 """
 
 from __future__ import annotations
@@ -28,19 +29,18 @@ from engram.store.lanes import Lanes
 
 _IDS: tuple[KeyPath, ...] = (("collector", "traj_ids"), ("episode",))
 _NOT_COMPARED = {"done", "terminated", "truncated", "reward", "traj_ids", "episode", "index", "collector"}
-_MOST = 63  # entries that are compared; the store has a bit for each
+_MAX_ENTRIES = 63  # that are compared; the store has a bit for each
 _ARRAYS = np.ndarray | np.generic | bool | int | float | complex
-LOOK_BACK = 4096  # steps, for two that are joined
+LOOK_BACK = 4096  # steps among which two joined ones are searched
 
 
 @dataclasses.dataclass(frozen=True)
 class Border:
-    """Places in a list of paths.
+    """Which leaves decide about a seam, as positions in a list of paths.
 
     Attributes:
-        entries: what stands at the root, and the same under `"next"`; in the order of their names, which is the same
-            wherever these steps are kept.
-        done: the flags under `"next"` that say that a trajectory ends.
+        entries: each entry at the root and the same under `"next"`, sorted by name: the same order in every storage.
+        done: the flags under `"next"` that end a trajectory.
         either: one set flag is enough (`terminated` and `truncated`); else a step with several is done when all are.
         id: the trajectory's id; None where there is none.
     """
@@ -52,7 +52,7 @@ class Border:
 
     @classmethod
     def of(cls, paths: Sequence[KeyPath], forms: Sequence[Any]) -> Border:
-        """The border of steps with these paths; an entry is compared with one of the same form (shape and dtype)."""
+        """The border of steps with these paths; only entries of one form (shape and dtype) are compared."""
         at = {path: i for i, path in enumerate(paths)}
         entries = []
         for path, i in sorted(at.items()):
@@ -67,16 +67,16 @@ class Border:
         if either:
             done = [at[p] for p in flags if p[-1] in ("terminated", "truncated")]
         ids = next((at[path] for path in _IDS if path in at), None)
-        return cls(tuple(entries[:_MOST]), tuple(done), either, ids)
+        return cls(tuple(entries[:_MAX_ENTRIES]), tuple(done), either, ids)
 
     @property
-    def says_anything(self) -> bool:
-        """Whether steps with these entries can differ at a border."""
+    def decides(self) -> bool:
+        """Whether a seam can follow from these entries."""
         return bool(self.entries) or (self.id is not None and bool(self.done))
 
 
 class ItemBorder:
-    """The border of items that are kept one by one: `begins` says whether a trajectory begins at a new item.
+    """The border of items that are stored one by one.
 
     Args:
         lanes: counts the items.
@@ -85,19 +85,19 @@ class ItemBorder:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._border: Border | None = None
-        self._says_anything = False
+        self._decides = False
         self._paths: list[KeyPath] = []
         self._keys: tuple[Any, ...] = ()
 
     def begins(self, items: list[Any], capacity: int, rows: list[Any]) -> bool:
-        """Whether somebody else's steps begin with `rows[0]`, before it is put behind the newest of `items`."""
+        """Whether a trajectory begins at `rows[0]`, which is about to be appended to `items`."""
         if not items:
             return False
         newest = items[self._lanes.next_slot() - 1]
         border = self._border
         if border is None or _keys(newest) != self._keys:
-            border = self._look_at(newest)
-        if not self._says_anything:  # most items of a list are no steps with both sides
+            border = self._update_border(newest)
+        if not self._decides:  # as for most items of a list, which are no steps with both sides
             return False
         new = rows[0]
         flags = self._flags(newest)
@@ -108,35 +108,35 @@ class ItemBorder:
                    if not self._same(newest, under_next, new, at_root)]  # fmt: skip
         return bool(differs) and bool(self._evidence(items, capacity, rows) & sum(1 << k for k in differs))
 
-    def _look_at(self, item: Any) -> Border:
-        found = []
+    def _update_border(self, item: Any) -> Border:
+        leaves = []
         if has_keys(item):
             try:
-                found = describe(item, 0)[1]
+                leaves = describe(item, 0)[1]
             except (TypeError, ValueError):
-                found = []  # an item of objects, which are no steps
-        before, names = self._border, [path for path, _ in found]
-        border = Border.of(names, [(np.shape(v), getattr(v, "dtype", type(v))) for _, v in found])
-        if before is not None and [names[i] for i, _ in border.entries] != [self._paths[i] for i, _ in before.entries]:
-            # What is known of the entries of other items says nothing of these.
+                leaves = []  # an item of objects, which is no step
+        before, paths = self._border, [path for path, _ in leaves]
+        border = Border.of(paths, [(np.shape(v), getattr(v, "dtype", type(v))) for _, v in leaves])
+        if before is not None and [paths[i] for i, _ in border.entries] != [self._paths[i] for i, _ in before.entries]:
+            # The evidence is about other entries.
             self._lanes.store.set_border_evidence(0, self._lanes.store.lane(0)["published"] - 1, None)
-        self._paths, self._border, self._keys = names, border, _keys(item)
-        self._says_anything = border.says_anything
+        self._paths, self._border, self._keys = paths, border, _keys(item)
+        self._decides = border.decides
         return border
 
     def _flags(self, item: Any) -> list[bool]:
         assert self._border is not None
-        found: list[bool] = []
+        flags: list[bool] = []
         for i in self._border.done:
             flag = get_entry(item, self._paths[i])
             if isinstance(flag, Tensor) and flag.numel() == 1:
-                found.append(bool(flag))
+                flags.append(bool(flag))
             elif flag is not None:
-                found += map(bool, np.ravel(flag))
-        return found
+                flags += map(bool, np.ravel(flag))
+        return flags
 
     def _same(self, a: Any, i: int, b: Any, j: int) -> bool:
-        """Whether entry i of one item is entry j of another; what is missing or no array differs from nothing."""
+        """Whether entry i of one item equals entry j of another; entries that are missing or no arrays are equal."""
         x, y = get_entry(a, self._paths[i]), get_entry(b, self._paths[j])
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if x.shape != y.shape or x.dtype != y.dtype or torch.equal(x, y):
@@ -150,7 +150,7 @@ class ItemBorder:
         return True
 
     def _joined(self, before: Any, after: Any) -> bool:
-        """Whether two items that follow each other are of one trajectory, as far as their flags and ids say."""
+        """Whether two consecutive items are of one trajectory by their flags and ids."""
         assert self._border is not None
         i = self._border.id
         return not any(self._flags(before)) and (i is None or self._same(before, i, after, i))
@@ -162,7 +162,7 @@ class ItemBorder:
                    if self._same(before, under_next, after, at_root))  # fmt: skip
 
     def _evidence(self, items: list[Any], capacity: int, rows: list[Any]) -> int:
-        """The entries, a bit each, that agreed between the last two joined items; else between the first two new."""
+        """The entries, a bit each, that agreed between the last two joined items; without such, the first two new."""
         store = self._lanes.store
         looked, agreed = store.border_evidence(0)
         lane, seams = store.lane(0), set(store.seams(0))
@@ -179,7 +179,7 @@ class ItemBorder:
 
 
 def _keys(item: Any) -> tuple[Any, ...]:
-    """The names by which `Border.of` could choose otherwise: an item may have others than the one before it."""
+    """The names that `Border.of` depends on; two items with the same names have the same border."""
     if type(item) is TensorDict:
         item = item._tensordict
     if not isinstance(item, dict):
@@ -190,7 +190,7 @@ def _keys(item: Any) -> tuple[Any, ...]:
 
 
 class ColumnBorder:
-    """The border of steps that are kept as columns; works on their device and does not wait for it.
+    """The border of steps that are stored as columns; computed on their device, without waiting for it.
 
     Args:
         border: the entries that are compared.
@@ -201,12 +201,12 @@ class ColumnBorder:
         self._border = border
         self._envs = envs
         self._device = device
-        self.recall(None)
+        self.restore(None)
 
-    def recall(self, agreed: int | None) -> None:
-        """Goes on from what a store knows: the entries that agreed between the last two joined steps, a bit each."""
+    def restore(self, agreed: int | None) -> None:
+        """Takes the evidence of a store: the entries that agreed between the last two joined steps, a bit each."""
         each = [bool((agreed or 0) >> k & 1) for k in range(len(self._border.entries))]
-        # bool [1 + entries]: whether there were two, and of each entry whether it agreed.
+        # bool [1 + entries]: whether two joined steps exist, and for each entry whether it agreed.
         self.evidence = torch.tensor([agreed is not None, *each], device=self._device)
 
     def begins(self, newest: list[Tensor], new: list[Tensor]) -> Tensor:
@@ -228,35 +228,35 @@ class ColumnBorder:
         agreed = self.evidence
         if len(new[0]) > 1:
             second = [leaf[1] for leaf in new]
-            found = self._between(first, second, self._joined(first, second, one))
-            agreed = torch.where(self.evidence[0], self.evidence, found)
+            new_evidence = self._between(first, second, self._joined(first, second, one))
+            agreed = torch.where(self.evidence[0], self.evidence, new_evidence)
         differs = (~self._agree(newest, first) & ~some).any(1)
         return begins | (differs & agreed[1:] & agreed[0]).any()
 
     def learn(self, newest: list[Tensor], new: list[Tensor], begins: Tensor) -> None:
-        """Takes in the newest step and the first new one, of which `begins` was said."""
+        """Updates the evidence by the newest step and the first new one; `begins` is what `begins()` returned."""
         if self._border.entries:
             first = [leaf[0] for leaf in new]
             self._learn(newest, first, self._joined(newest, first, (self._envs,)) & ~begins)
 
     def learn_all(self, steps: list[Tensor], rows: Tensor, cut: Tensor | None = None) -> None:
-        """Takes in the last two joined of some steps.
+        """Updates the evidence by the last two joined of some steps.
 
         Args:
             steps: leaves `[time, *envs, ...]`.
-            rows: int64 [n], which of these follow each other.
-            cut: bool [n - 1, 1], the pairs between which a seam stands.
+            rows: int64 [n], consecutive ones among these.
+            cut: bool [n - 1, 1], the pairs with a seam between them.
         """
         n = len(rows) - 1
         if n < 1 or not self._border.entries:
             return
-        asked = {*self._border.done, self._border.id}  # who is joined is asked of all, what they are of one pair
+        joining = {*self._border.done, self._border.id}  # leaves that are read of all steps; others of one pair only
 
-        def told(at: Tensor) -> list[Tensor]:
-            return [leaf[at] if i in asked else leaf for i, leaf in enumerate(steps)]
+        def select(at: Tensor) -> list[Tensor]:
+            return [leaf[at] if i in joining else leaf for i, leaf in enumerate(steps)]
 
         before, after = rows[:-1], rows[1:]
-        joined = self._joined(told(before), told(after), (n, self._envs))
+        joined = self._joined(select(before), select(after), (n, self._envs))
         if cut is not None:
             joined = joined & ~cut
         last = (torch.arange(n, device=self._device) * joined.any(1)).max().reshape(1)
@@ -267,7 +267,7 @@ class ColumnBorder:
         self.evidence = torch.where(joined.any(), self._between(before, after, joined), self.evidence)
 
     def _between(self, before: list[Tensor], after: list[Tensor], joined: Tensor) -> Tensor:
-        """What two steps say that follow each other and are joined in these of the environments."""
+        """The evidence of two consecutive steps that are joined in these environments."""
         agreed = (self._agree(before, after) | ~joined).all(1)
         return torch.cat([joined.any().reshape(1), agreed])
 
@@ -275,7 +275,7 @@ class ColumnBorder:
         return torch.stack([_equal(before[n], after[r], (self._envs,)) for r, n in self._border.entries])
 
     def _joined(self, before: list[Tensor], after: list[Tensor], lead: tuple[int, ...]) -> Tensor:
-        """Whether steps `[*lead]` are of one trajectory, as far as their flags and ids say."""
+        """Whether steps `[*lead]` are of one trajectory by their flags and ids."""
         joined = ~self._done(before, lead)[0]
         if self._border.id is not None:
             i = self._border.id
@@ -293,7 +293,7 @@ class ColumnBorder:
 
 
 def _equal(a: Tensor, b: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """bool [*lead]: whether all that stands behind the leading dimensions is the same, NaN where NaN is."""
+    """bool [*lead]: whether all values behind the leading dimensions are equal; NaN equals NaN."""
     same = a == b
     if a.is_floating_point() or a.is_complex():
         same = same | (a.isnan() & b.isnan())

@@ -1,4 +1,4 @@
-"""The counters of a storage as checkpointers get them: which write numbers exist in which lane."""
+"""The counters of a storage as checkpointers get them: which sequences exist in which lane."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from engram._native import FIRST_REPLACED
 
-_END = 1 << 62  # of write numbers
+_SEQUENCE_LIMIT = 1 << 62
 
 
 class Counters:
@@ -17,16 +17,18 @@ class Counters:
     """
 
     def __init__(self, counters: dict[str, Any]) -> None:
-        capacity = counters["lane_capacity"]
-        self._capacity = None if capacity is None else _count(capacity)
-        self.strands = _count(counters["strands"])
+        self._capacity: int | None = counters["lane_capacity"]
+        self.envs: int = counters["strands"]
+        _check_counts(self.envs, 0 if self._capacity is None else self._capacity)
         self._lanes = [_checked(lane) for lane in counters["lanes"]]
 
-    def check_strands(self, layout: dict[str, Any]) -> None:
-        """ValueError when a layout, where it says how many environments there are, contradicts the counters."""
-        strands = layout.get("strands", [self.strands])
-        if not isinstance(strands, list) or math.prod(map(_count, strands)) != self.strands or not self.strands:
-            raise ValueError(f"the layout is of environments {strands!r}, the counters of {self.strands}")
+    def check_envs(self, layout: dict[str, Any]) -> None:
+        """ValueError where the layout names another number of environments than the counters."""
+        shape = layout.get("strands", [self.envs])
+        if isinstance(shape, list):
+            _check_counts(*shape)
+        if not isinstance(shape, list) or math.prod(shape) != self.envs or not self.envs:
+            raise ValueError(f"the layout is of environments {shape!r}, the counters of {self.envs}")
 
     @property
     def lanes(self) -> int:
@@ -34,11 +36,11 @@ class Counters:
 
     @property
     def rows(self) -> int:
-        """Rows that exist in all lanes and strands."""
-        return self.strands * sum(self.stop(lane) - self.first(lane) for lane in range(self.lanes))
+        """Rows that exist in all lanes and environments."""
+        return self.envs * sum(self.stop(lane) - self.first(lane) for lane in range(self.lanes))
 
     def first(self, lane: int) -> int:
-        """The oldest write number that exists in the lane; `stop` when there is none."""
+        """The oldest sequence that exists in the lane; `stop` when there is none."""
         base, published = self._lanes[lane]
         return base if self._capacity is None else max(base, published - self._capacity)
 
@@ -47,25 +49,25 @@ class Counters:
 
 
 def _checked(lane: dict[str, Any]) -> tuple[int, int]:
-    """Base and published of a lane whose counters can all be."""
-    base, published = _count(lane["base"]), _count(lane["published"])
+    """`base` and `published` of a lane; ValueError where its counters contradict each other."""
+    base, published = lane["base"], lane["published"]
+    _check_counts(base, published, *lane["seams"])
     if base > published:
         raise ValueError(f"a lane's base, {base}, is beyond what it has published, {published}")
     if type(lane["origin"]) is not int or not 0 <= lane["origin"] < 1 << 64:
         raise ValueError(f"{lane['origin']!r} is no origin of a lane")
-    seams = [_count(seam) for seam in lane["seams"]]
+    seams = list(lane["seams"])
     if seams != sorted(seams) or seams[-1:] > [published]:
         raise ValueError(f"the seams of a lane do not rise up to {published}: {seams}")
-    border = lane["border"]
-    looked, agreed = _count(border["looked"]), border["agreed"]
+    looked, agreed = lane["border"]["looked"], lane["border"]["agreed"]
+    _check_counts(looked, lane["replaced"])
     if looked > published or (agreed is not None and (type(agreed) is not int or not 0 <= agreed < 1 << 63)):
-        raise ValueError(f"{border!r:.80} is nothing that is known of the border of a lane")
-    _count(lane["replaced"])
+        raise ValueError(f"{lane['border']!r:.80} cannot be the evidence about the border of a lane")
     return base, published
 
 
 def check_sequences(sequences: list[int], n: int) -> None:
-    """ValueError where these are not the sequences that n items can carry: 0, or one that no lane counts."""
+    """Raises ValueError where these are not the sequences that n items can carry: 0, or one that no lane counts."""
     if len(sequences) != n or not all(own == 0 or FIRST_REPLACED <= own < 1 << 63 for own in map(_whole, sequences)):
         raise ValueError(f"the sequences of {n} items are {sequences!r:.80}")
 
@@ -76,7 +78,7 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _END:
-        raise ValueError(f"{value!r} is not a count")
-    return value
+def _check_counts(*values: Any) -> None:
+    for value in values:
+        if type(value) is not int or not 0 <= value < _SEQUENCE_LIMIT:
+            raise ValueError(f"{value!r} is not a count")

@@ -1,4 +1,4 @@
-"""Where trajectories start and end: one index for every sampler and checkpointer."""
+"""The index of stored trajectories: where each starts and ends, for samplers and exports."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import SIGNED, slots_tensor
+from engram._system import SIGNED
 from engram.pytree import Key, KeyPath, as_path, format_key
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
 
 DONE: KeyPath = ("next", "done")
-IDS: tuple[KeyPath, ...] = (("collector", "traj_ids"), ("episode",))  # where trajectory ids are looked for
+IDS: tuple[KeyPath, ...] = (("collector", "traj_ids"), ("episode",))  # keys that may hold trajectory ids
 _FLAGS = (torch.bool, torch.uint8, torch.int8)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
-class Steps(Protocol):
-    """What the index asks of a storage."""
+class StepSource(Protocol):
+    """A storage as the index reads it."""
 
     mutex: Any
 
@@ -34,21 +34,21 @@ class Steps(Protocol):
     def column(self, path: KeyPath, slots: Tensor) -> Tensor: ...
 
 
-class Trajectories(NamedTuple):
-    """Every stored trajectory, lane by lane, strand by strand, oldest first: int64 [n] each.
+class StoredTrajectories(NamedTuple):
+    """Every stored trajectory, lane by lane, environment by environment, oldest first: int64 [n] each.
 
-    `start` is the write number of the first step that is still stored; its slot is
-    `(lane * lane_capacity + start % lane_capacity) * strands + strand`.
+    `start` is the sequence of the first step that is still stored; its slot is
+    `(lane * lane_capacity + start % lane_capacity) * envs + env`.
     """
 
     lane: Tensor
-    strand: Tensor
+    env: Tensor
     start: Tensor
     length: Tensor
 
 
-class _Found(NamedTuple):
-    """The index of one storage."""
+class _Indexed(NamedTuple):
+    """A storage and the native index of its trajectories."""
 
     steps: Callable[[], Any]  # the storage, while it lives
     lanes: Any
@@ -57,15 +57,15 @@ class _Found(NamedTuple):
     guard: Any
 
 
-_NONE = _Found(lambda: None, None, None, None, None)
+_NONE = _Indexed(lambda: None, None, None, None, None)
 
 
-class Episodes:
-    """The trajectories of a storage, per lane and strand; takes in what is new whenever it is asked.
+class EpisodeIndex:
+    """The trajectories of a storage, per lane and environment; each call first indexes the steps that are new.
 
-    A done flag ends a trajectory after its step, a change of trajectory id begins one. None reaches over the write
-    cursor, a seam (where another process took over), or from one lane or strand to another. Steps that were overwritten
-    shorten the oldest trajectory; the running, unfinished one counts as one.
+    A done flag ends a trajectory after its step, a change of trajectory id begins one. No trajectory crosses the write
+    cursor, a seam (where another process took over), a lane or an environment. Steps that were overwritten shorten the
+    oldest trajectory; the running, unfinished one counts as one.
 
     Args:
         end_key: flags, one a step.
@@ -80,7 +80,7 @@ class Episodes:
     Example:
         >>> storage = LazyTensorStorage(10)
         >>> _ = ReplayBuffer(storage=storage).extend({"done": torch.tensor([0, 0, 1, 0]).bool()})
-        >>> Episodes(end_key="done").trajectories(storage).length
+        >>> EpisodeIndex(end_key="done").trajectories(storage).length
         tensor([3, 1])
     """
 
@@ -94,54 +94,49 @@ class Episodes:
     ) -> None:
         given = {"traj_key": traj_key, "ends": ends, "trajectories": trajectories}
         if sum(v is not None for v in given.values()) > 1:
-            raise ValueError(f"give one of {', '.join(given)}: each of them says where trajectories end")
+            raise ValueError(f"give one of {', '.join(given)}: each of them defines where trajectories end")
         self.end_key = as_path(end_key, "end_key")
         self.traj_key = None if traj_key is None else as_path(traj_key, "traj_key")
         self._given = _per_step(ends if trajectories is None else trajectories, trajectories is not None)
         self._given_ids = trajectories is not None
-        self._found = _NONE
+        self._indexed = _NONE
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What says where trajectories end; of flags or ids of a dataset only that there are some."""
+        """The constructor's arguments; of `ends` and `trajectories` only which of them was given."""
         given = None if self._given is None else "trajectories" if self._given_ids else "ends"
         return {"end_key": self.end_key, "traj_key": self.traj_key, "boundaries": given}
 
-    # ---- what samplers ask; None and empty results where nothing is stored yet ----
-    def draw(self, steps: Steps, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
-        """n slices, uniform over the trajectories that are long enough, then over starts; None: there is none."""
-        found = self._of(steps)
-        if found is None:
+    # ---- queries; None and empty results where nothing is stored yet ----
+    def draw(self, steps: StepSource, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
+        """n slices, uniform over the trajectories that are long enough, then over starts; None: none is long enough."""
+        indexed = self._of(steps)
+        if indexed is None:
             return None
-        index: _native.Episodes = found.index
-        if found.fetch is None:
-            return index.draw(found.lanes.store, rule, seed, n)
-        with found.guard:
-            return index.draw(found.lanes.store, rule, seed, n, found.fetch)
+        index: _native.Episodes = indexed.index
+        if indexed.fetch is None:
+            return index.draw(indexed.lanes.store, rule, seed, n)
+        with indexed.guard:
+            return index.draw(indexed.lanes.store, rule, seed, n, indexed.fetch)
 
     def draw_starts(
-        self, steps: Steps, priorities: _native.Priorities, rule: _native.SliceRule, seed: Tensor, n: int
+        self, steps: StepSource, priorities: _native.Priorities, rule: _native.SliceRule, seed: Tensor, n: int
     ) -> _native.SliceBatch | None:
-        """n slices whose starts are drawn by priority; None: there is no start."""
-        found = self._of(steps)
-        if found is None:
+        """n slices whose starts are drawn by priority; None: no step may be a start."""
+        indexed = self._of(steps)
+        if indexed is None:
             return None
-        with found.guard:
-            return priorities.draw_starts(found.lanes.store, found.index, rule, seed, n, found.fetch)
+        with indexed.guard:
+            return priorities.draw_starts(indexed.lanes.store, indexed.index, rule, seed, n, indexed.fetch)
 
-    def starting_at(self, steps: Steps, rule: _native.SliceRule, slots: Tensor) -> tuple[_native.SliceBatch, list[int]]:
-        """Slices that begin at these steps, and positions of slots that hold none."""
-        made: tuple[_native.SliceBatch, list[int]] = self._ask(steps, "starting_at", rule, slots)
-        return made
-
-    def begin_epoch(self, steps: Steps, rule: _native.SliceRule, key: int, shuffle: bool) -> _native.SliceEpoch:
+    def begin_epoch(self, steps: StepSource, rule: _native.SliceRule, key: int, shuffle: bool) -> _native.SliceEpoch:
         """An epoch over the trajectories that are long enough now."""
-        epoch: _native.SliceEpoch = self._ask(steps, "begin_epoch", rule, key, shuffle)
+        epoch: _native.SliceEpoch = self._query(steps, "begin_epoch", rule, key, shuffle)
         return epoch
 
     def take(
         self,
-        steps: Steps,
+        steps: StepSource,
         rule: _native.SliceRule,
         epoch: _native.SliceEpoch,
         position: int,
@@ -150,87 +145,84 @@ class Episodes:
         least: int,
     ) -> tuple[_native.SliceBatch, int, bool]:
         """Up to n slices from a position of an epoch on, the position after them, whether `least` more are left."""
-        made: tuple[_native.SliceBatch, int, bool] = self._ask(steps, "take", rule, epoch, position, seed, n, least)
-        return made
+        drawn: tuple[_native.SliceBatch, int, bool]
+        drawn = self._query(steps, "take", rule, epoch, position, seed, n, least)
+        return drawn
 
-    def longest(self, steps: Steps) -> int:
+    def longest(self, steps: StepSource) -> int:
         """Steps of the longest trajectory; 0 where nothing is stored."""
-        return 0 if self._of(steps) is None else int(self._ask(steps, "longest"))
+        return 0 if self._of(steps) is None else int(self._query(steps, "longest"))
 
-    def bounds(self, steps: Steps, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Write numbers [start, stop) of the trajectory that each step is of: int64 [n]; -1 for slots without one."""
-        start, stop = self._ask(steps, "bounds", slots)
-        return slots_tensor(start), slots_tensor(stop)
-
-    def trajectories(self, steps: Steps) -> Trajectories:
-        """Every trajectory that is stored."""
+    def trajectories(self, steps: StepSource) -> StoredTrajectories:
+        """Every stored trajectory."""
         if self._of(steps) is None:
-            return Trajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
-        return Trajectories(*(slots_tensor(t) for t in self._ask(steps, "trajectories")))
+            return StoredTrajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
+        return StoredTrajectories(*self._query(steps, "trajectories"))
 
-    def _ask(self, steps: Steps, what: str, *args: Any) -> Any:
-        found = self._of(steps)
-        if found is None:
+    def _query(self, steps: StepSource, method: str, *args: Any) -> Any:
+        indexed = self._of(steps)
+        if indexed is None:
             raise RuntimeError("nothing is stored yet: there are no trajectories")
-        with found.guard:
-            return getattr(found.index, what)(found.lanes.store, *args, fetch=found.fetch)
+        with indexed.guard:
+            return getattr(indexed.index, method)(indexed.lanes.store, *args, fetch=indexed.fetch)
 
     # ---- where flags and ids come from ----
-    def _of(self, steps: Steps) -> _Found | None:
-        """The index of a storage, and what it needs; None before the first write."""
+    def _of(self, steps: StepSource) -> _Indexed | None:
+        """A storage with its index, made at the first query; None before the first write."""
         lanes = steps.lanes
         if lanes is None:
             return None
-        if lanes.asleep:
-            lanes.wake()
-        found = self._found
-        if found.steps() is steps and found.lanes is lanes:
-            return found
+        if lanes.unused_since_fork:
+            lanes.join_after_fork()
+        indexed = self._indexed
+        if indexed.steps() is steps and indexed.lanes is lanes:
+            return indexed
         if not len(lanes):
             return None  # a list storage has no keys yet
-        # Whole or not at all: another thread may ask for another storage meanwhile.
-        self._found = found = self._made(steps, lanes)
-        return found
+        # One assignment: another thread may query another storage at the same time.
+        self._indexed = indexed = self._new_index(steps, lanes)
+        return indexed
 
-    def _made(self, steps: Steps, lanes: Lanes) -> _Found:
+    def _new_index(self, steps: StepSource, lanes: Lanes) -> _Indexed:
         ref = weakref.ref(steps)
         if self._given is not None:
             index = _native.Episodes(self._given_ids, None, self._given.itemsize)
-            return _Found(ref, lanes, index, _GivenSteps(self._given, lanes), steps.mutex)
+            return _Indexed(ref, lanes, index, _GivenSteps(self._given, lanes), steps.mutex)
         by_id, leaf = self._leaf(steps)
         if lanes.store.payload_bytes > 0:
             index = _native.Episodes(by_id, leaf.offset, leaf.itemsize)
-            return _Found(ref, lanes, index, None, contextlib.nullcontext())
-        # Storages that are no packed rows count a step before they hold it: under their mutex both agree.
+            return _Indexed(ref, lanes, index, None, contextlib.nullcontext())
+        # Storages without packed rows count a step before they hold it: under their mutex both agree.
         index = _native.Episodes(by_id, None, leaf.itemsize)
-        return _Found(ref, lanes, index, _StoredSteps(ref, leaf, lanes.store), _Settled(lanes))
+        return _Indexed(ref, lanes, index, _StoredSteps(ref, leaf, lanes.store), _Settled(lanes))
 
-    def _leaf(self, steps: Steps) -> tuple[bool, LeafSpec]:
+    def _leaf(self, steps: StepSource) -> tuple[bool, LeafSpec]:
+        """Whether trajectories are told apart by ids, and the leaf with the ids or the flags."""
         ids = IDS if self.end_key == DONE else ()
         for path in ids if self.traj_key is None else (self.traj_key,):
-            found = steps.leaf(path)
-            if found is not None:
-                return True, _checked(found, _INTEGERS, "a trajectory id is an integer")
+            leaf = steps.leaf(path)
+            if leaf is not None:
+                return True, _checked(leaf, _INTEGERS, "a trajectory id is an integer")
         if self.traj_key is not None:
             raise KeyError(f"the stored steps have no trajectory ids {format_key(self.traj_key)}")
-        found = steps.leaf(self.end_key)
-        if found is None:
+        leaf = steps.leaf(self.end_key)
+        if leaf is None:
             raise KeyError(
                 f"the stored steps have neither done flags {format_key(self.end_key)} nor trajectory ids "
                 f"{' or '.join(map(format_key, IDS))}: say with end_key or traj_key where trajectories end"
             )
-        return False, _checked(found, _FLAGS, "a flag is a bool")
+        return False, _checked(leaf, _FLAGS, "a flag is a bool")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_found": None}
+        return {**self.__dict__, "_indexed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._found = _NONE
+        self._indexed = _NONE
 
 
 class _Settled:
-    """The lanes' mutex, with every seam known: what a device still works out is waited for."""
+    """The lanes' mutex, held after pending seams were computed."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
@@ -245,15 +237,15 @@ class _Settled:
 
 
 class _StoredSteps:
-    """Fetches flags or ids from a storage that is no table of packed rows."""
+    """Fetches flags or ids from a storage without packed rows."""
 
     def __init__(self, steps: Callable[[], Any], leaf: LeafSpec, store: _native.Store) -> None:
         self._steps, self._leaf = steps, leaf
-        self._capacity, self._strands = store.lane_capacity, store.strands
+        self._capacity, self._envs = store.lane_capacity, store.envs
 
     def __call__(self, lane: int, start: int, stop: int) -> Any:
         slots = lane * self._capacity + torch.arange(start, stop) % self._capacity
-        values = self._steps().column(self._leaf.path, slots).reshape(stop - start, self._strands)
+        values = self._steps().column(self._leaf.path, slots).reshape(stop - start, self._envs)
         return _as_array(values)
 
 
@@ -263,13 +255,13 @@ class _GivenSteps:
     def __init__(self, given: Tensor, lanes: Lanes) -> None:
         state = lanes.states()
         steps = sum(lane["published"] - lane["first"] for lane in state)
-        strands = lanes.strands
-        if len(state) > 1 or given.numel() != steps * strands:
+        envs = lanes.envs
+        if len(state) > 1 or given.numel() != steps * envs:
             raise ValueError(
-                f"ends or trajectories have {given.numel()} entries, but {steps * strands} steps are stored in "
+                f"ends or trajectories have {given.numel()} entries, but {steps * envs} steps are stored in "
                 f"{len(state)} lane(s); they are for a dataset in one lane that does not change"
             )
-        self._values = _as_array(given.reshape(steps, strands))
+        self._values = _as_array(given.reshape(steps, envs))
         self._first, self._stop = state[0]["first"], state[0]["published"]
 
     def __call__(self, lane: int, start: int, stop: int) -> Any:
@@ -281,10 +273,10 @@ class _GivenSteps:
         return self._values[start - self._first : stop - self._first]
 
 
-def _checked(leaf: LeafSpec, dtypes: tuple[torch.dtype, ...], wanted: str) -> LeafSpec:
+def _checked(leaf: LeafSpec, dtypes: tuple[torch.dtype, ...], rule: str) -> LeafSpec:
     if leaf.dtype not in dtypes or leaf.nbytes != leaf.itemsize:
         raise ValueError(
-            f"{format_key(leaf.path)} is {leaf.dtype} {list(leaf.shape)} a step; {wanted}, and one a step (agents and "
+            f"{format_key(leaf.path)} is {leaf.dtype} {list(leaf.shape)} a step; {rule}, and one a step (agents and "
             "groups have flags of their own: name one for the whole environment)"
         )
     return leaf

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engram import _native
-from engram._system import boot_id, free_memory, human_bytes, open_regular, stat_regular
+from engram._system import boot_id, free_memory, human_bytes, open_regular
 from engram.errors import StorageError
 from engram.store.layout import RowLayout
 from engram.store.locks import LaneLocks
@@ -27,35 +27,50 @@ from engram.store.locks import LaneLocks
 FILE_NAME = "rows.engram"
 
 
-class StoreSize:
-    """How many rows of which layout: what a new store is made from."""
+class StoreSpec:
+    """What a new store is made from: its layout and its sizes.
 
-    def __init__(self, layout: RowLayout, lanes: int, lane_capacity: int, strands: int, trailer: bool) -> None:
+    Args:
+        trailer: whether each row ends in a trailer, by which rows torn by a power cut are recognised.
+        layout_extra: JSON that the header holds beside the layout.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        lanes: int,
+        lane_capacity: int,
+        envs: int,
+        trailer: bool,
+        layout_extra: dict[str, Any] | None = None,
+    ) -> None:
         self.layout = layout
-        self.lanes, self.lane_capacity, self.strands, self.trailer = lanes, lane_capacity, strands, trailer
+        self.lanes, self.lane_capacity, self.envs, self.trailer = lanes, lane_capacity, envs, trailer
         self.layout_bytes = layout.to_bytes()
+        if layout_extra is not None:
+            self.layout_bytes = json.dumps({**layout.to_json(), **layout_extra}, separators=(",", ":")).encode()
         self.total_bytes = _native.Store.size_needed(
-            lanes, lane_capacity, strands, layout.payload_bytes, layout.alignment, trailer, len(self.layout_bytes)
+            lanes, lane_capacity, envs, layout.payload_bytes, layout.alignment, trailer, len(self.layout_bytes)
         )
 
     def create(self, fd: int) -> _native.Store:
         """A new store in private memory (fd -1) or in a file that has room for it."""
         return _native.Store.create(
-            fd, self.lanes, self.lane_capacity, self.strands, self.layout.payload_bytes, self.layout.alignment,
+            fd, self.lanes, self.lane_capacity, self.envs, self.layout.payload_bytes, self.layout.alignment,
             self.trailer, self.layout_bytes, os.urandom(16),
         )  # fmt: skip
 
     def create_in(self, fd: int) -> _native.Store:
-        """A new store in a file of its own, which is closed where that fails."""
+        """A new store in a file, whose descriptor is closed where that fails."""
         try:
             return self.create(fd)
         except BaseException:
             os.close(fd)
             raise
 
-    def describe(self) -> str:
-        """Size and shape of each key, as it is logged and put into errors."""
-        rows = self.lanes * self.lane_capacity * self.strands
+    def __str__(self) -> str:
+        """Size and shape of each key, for logs and errors."""
+        rows = self.lanes * self.lane_capacity * self.envs
         keys = ", ".join(
             f"{'.'.join(map(str, x.path)) or 'tensor'}: {[rows, *x.shape]} {human_bytes(rows * x.nbytes)}"
             for x in self.layout.leaves
@@ -63,24 +78,24 @@ class StoreSize:
         return f"{rows} steps, {human_bytes(self.total_bytes)} ({keys})"
 
 
-def refuse_if_memory_is_short(size: StoreSize) -> None:
-    """A StorageError with the numbers, before anything breaks."""
+def refuse_if_memory_is_short(size: StoreSpec) -> None:
+    """A StorageError, with the numbers, where less memory is free than the store needs."""
     free = free_memory()
     if free is not None and size.total_bytes > free:
         raise StorageError(
             f"not enough memory: the storage needs {human_bytes(size.total_bytes)}, {human_bytes(free)} are free. "
             "Use a smaller max_size or LazyMemmapStorage, which keeps its rows in a file. "
-            f"It would hold {size.describe()}"
+            f"It would hold {size}"
         )
 
 
-def open_shared_memory(size: StoreSize) -> int:
-    """A descriptor of memory that processes share and that goes with the last of them."""
+def open_shared_memory(size: StoreSpec) -> int:
+    """A descriptor of memory that processes share and that is freed with the last of them."""
     refuse_if_memory_is_short(size)
     fd = os.memfd_create("engram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size.total_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # nobody needs to look whether it still has its size
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # its size need not be checked again
     except BaseException as error:
         os.close(fd)
         if isinstance(error, OSError):
@@ -89,7 +104,7 @@ def open_shared_memory(size: StoreSize) -> int:
     return fd
 
 
-def open_temporary(size: StoreSize) -> int:
+def open_temporary(size: StoreSpec) -> int:
     """A descriptor of an unlinked file in TMPDIR, with its space reserved."""
     try:
         folder = tempfile.gettempdir()
@@ -105,8 +120,8 @@ def open_temporary(size: StoreSize) -> int:
     return handle
 
 
-def reserve(fd: int, size: StoreSize, folder: str | os.PathLike[str]) -> None:
-    """Takes the file's space now: a full disk is an exception here, and not a bus error at some later write."""
+def reserve(fd: int, size: StoreSpec, folder: str | os.PathLike[str]) -> None:
+    """Reserves the file's space: a full disk is an exception here, and not a bus error at some later write."""
     free = os.statvfs(folder)
     available = free.f_bavail * free.f_frsize
     if size.total_bytes > available:
@@ -121,50 +136,50 @@ def reserve(fd: int, size: StoreSize, folder: str | os.PathLike[str]) -> None:
 
 def _no_file(error: OSError, nbytes: int, where: str) -> StorageError:
     """The error for a file that cannot get its size."""
-    said = f"cannot reserve {human_bytes(nbytes)} in {where}: {error.strerror or error}"
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if error.errno == errno.EFBIG and most != resource.RLIM_INFINITY and nbytes > most:
-        said += f". Files of this process may have {human_bytes(most)} (RLIMIT_FSIZE, `ulimit -f`): raise that limit"
+    message = f"cannot reserve {human_bytes(nbytes)} in {where}: {error.strerror or error}"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY and nbytes > limit:
+        message += f". Files of this process may have {human_bytes(limit)} (RLIMIT_FSIZE, `ulimit -f`): raise it"
     elif error.errno == errno.EFBIG:
-        said += ". The file system has no files of this size"
-    return StorageError(said)
+        message += ". The file system has no files of this size"
+    return StorageError(message)
 
 
-def _disk_full(size: StoreSize, folder: Any, available: int) -> StorageError:
+def _disk_full(size: StoreSpec, folder: Any, available: int) -> StorageError:
     return StorageError(
         f"not enough disk space: the storage needs {human_bytes(size.total_bytes)}, {os.fspath(folder)} has "
         f"{human_bytes(available)} free. Free some, use a smaller max_size, or another scratch_dir (TMPDIR for "
-        f"temporary files). It would hold {size.describe()}"
+        f"temporary files). It would hold {size}"
     )
 
 
-def create_named(folder: Path, size: StoreSize, prepare: Any) -> bool:
-    """Makes the store's file whole and then gives it its name; False if somebody else was first.
+def create_named(folder: Path, size: StoreSpec, prepare: Any) -> bool:
+    """Makes the store's whole file, then gives it its name; False if another process was first.
 
-    `prepare(store)` sets what the header must say before anybody sees the file.
+    `prepare(store)` sets header fields before any other process sees the file.
     """
     with (
         _as_storage_errors(folder),
-        _made(folder),
-        _nameless(folder) as (fd, source),
+        _new_folder(folder),
+        _unnamed_file(folder) as (fd, source),
         _directory(folder) as fd_of_folder,
     ):
         reserve(fd, size, folder)
         store = size.create(fd)
         prepare(store)
         os.fsync(fd)
-        made = True
+        created = True
         try:
             # With a directory given, Python calls linkat and follows /proc's link to the nameless file.
             os.link(source, folder / FILE_NAME, src_dir_fd=fd_of_folder, follow_symlinks=True)
         except FileExistsError:
-            made = False
-        os.fsync(fd_of_folder)  # also of a name that is there: who gave it may have failed here
-    return made
+            created = False
+        os.fsync(fd_of_folder)  # an existing name, too: the process that made it may have died before its sync
+    return created
 
 
 def has_store(folder: Path) -> bool:
-    """Whether something has the name of a store's file in a folder; StorageError where the system does not say."""
+    """Whether a folder has an entry with the name of a store's file; StorageError where it cannot be read."""
     try:
         os.lstat(folder / FILE_NAME)
     except (FileNotFoundError, NotADirectoryError):
@@ -175,14 +190,15 @@ def has_store(folder: Path) -> bool:
 
 
 def open_store(folder: Path, flags: int = os.O_RDWR) -> tuple[int, os.stat_result]:
-    """A descriptor of the store's file in a folder, and what the system says of it.
+    """A descriptor of the store's file in a folder, and its `stat`.
 
     Raises:
-        StorageError: there is none, or what has its name cannot be opened as one.
+        StorageError: there is none, or it cannot be opened as a regular file.
     """
     path = folder / FILE_NAME
     try:
-        return stat_regular(path, flags)
+        fd = open_regular(path, flags)
+        return fd, os.fstat(fd)
     except FileNotFoundError:
         raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})") from None
     except OSError as error:
@@ -194,23 +210,21 @@ def open_store(folder: Path, flags: int = os.O_RDWR) -> tuple[int, os.stat_resul
         raise StorageError(f"{path} cannot be opened: {reason}") from error
 
 
-def reserve_holes(fd: int, found: os.stat_result, nbytes: int, path: Path) -> None:
-    """Takes the space that a copy has left out (`cp --sparse`, `rsync -S`).
+def reserve_holes(fd: int, stat: os.stat_result, nbytes: int, path: Path) -> None:
+    """Reserves the space of holes that a sparse copy of the file has (`cp --sparse`, `rsync -S`).
 
-    A write there could find the disk full, which is a bus error in a map.
-
-    The caller is alone with the file, of which the system said `found`: where the file system cannot do it, the library
-    writes into each block.
+    A write into a hole on a full disk is a bus error in a memory map. The caller holds the exclusive lock: where the
+    file system cannot reserve space, libc writes into each block.
     """
-    # Either alone is not enough: a file has blocks that are not its bytes, and space that nobody wrote yet is a hole.
-    whole = found.st_blocks * 512 >= nbytes and _first_hole(fd) >= nbytes
+    # Both are needed: a file has blocks that are not its bytes, and reserved space that was never written is a hole.
+    whole = stat.st_blocks * 512 >= nbytes and _first_hole(fd) >= nbytes
     if whole or not hasattr(os, "posix_fallocate"):
         return
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            return  # nothing can be reserved there
+            return  # the file system reserves no space
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise _no_file(error, nbytes, str(path)) from error
         missing, free = nbytes - os.fstat(fd).st_blocks * 512, os.statvfs(path.parent)
@@ -224,7 +238,7 @@ def reserve_holes(fd: int, found: os.stat_result, nbytes: int, path: Path) -> No
 def _first_hole(fd: int) -> int:
     try:
         return os.lseek(fd, 0, os.SEEK_HOLE)
-    except (OSError, AttributeError):  # a file system, or a system, that does not say
+    except (OSError, AttributeError):  # a file system, or a system, without SEEK_HOLE
         return 0
 
 
@@ -237,20 +251,20 @@ def _as_storage_errors(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Makes a folder and those above it; those that it made go again when the block fails."""
+def _new_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder and its parents; removes those that it made when the block fails."""
     missing = [f for f in (folder, *folder.parents) if not f.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        for made in missing:  # a store whose folder a power cut forgets is gone, flushed or not
-            sync_folder(made.parent)
+        for new in missing:  # a power cut that loses the folder's name loses the store, flushed or not
+            sync_folder(new.parent)
         yield
     except BaseException:
-        for made in missing:
+        for new in missing:
             try:
-                made.rmdir()
+                new.rmdir()
             except OSError:
-                break  # somebody else uses it by now
+                break  # another process uses it by now
         raise
 
 
@@ -270,13 +284,13 @@ def _directory(folder: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _nameless(folder: Path) -> Iterator[tuple[int, str]]:
-    """A new file without a name, and a path that links it; where that is not possible, a temporary name."""
+def _unnamed_file(folder: Path) -> Iterator[tuple[int, str]]:
+    """A new file without a name, and a path to link it by; where the system has none, a file with a temporary name."""
     try:
         fd, source, name = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o644), "", None
         source = f"/proc/self/fd/{fd}"
     except (OSError, AttributeError):
-        fd, name = _named(folder)
+        fd, name = _temporary_file(folder)
         source = name
     try:
         yield fd, source
@@ -289,27 +303,27 @@ def _nameless(folder: Path) -> Iterator[tuple[int, str]]:
 _PREFIX, _SUFFIX = ".rows-", ".tmp"
 
 
-def _named(folder: Path) -> tuple[int, str]:
-    """A new file with a temporary name, which holds a lock on itself for as long as it is being made."""
+def _temporary_file(folder: Path) -> tuple[int, str]:
+    """A new file with a temporary name, locked for as long as it is being written."""
     remove_leftovers(folder)
     while True:
         fd, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_SUFFIX, dir=folder)
         fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
             return fd, name
-        os.close(fd)  # somebody found it before it was locked
+        os.close(fd)  # another process removed it before it was locked
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what makers that were killed left under a temporary name."""
+    """Removes temporary files of processes that were killed while they made a store."""
     try:
         names = os.listdir(folder)
-    except PermissionError:  # what is in it may be used by name all the same
+    except PermissionError:  # files in it can be opened by name all the same
         return
     for name in names:
         if not (name.startswith(_PREFIX) and name.endswith(_SUFFIX)):
             continue
-        with contextlib.suppress(OSError):  # somebody is making it, or another has just removed it
+        with contextlib.suppress(OSError):  # another process is writing it, or has just removed it
             fd = open_regular(folder / name, os.O_RDWR)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -323,12 +337,24 @@ _DELETED = "was deleted or replaced"
 _log = logging.getLogger("engram")
 
 
-class Session:
-    """One process's use of a named store, from `open` to `close`."""
+class StoreSession:
+    """One process's use of the store in a folder, from opening to `close`.
+
+    Attributes:
+        dropped: rows torn by a power cut that the opening removed.
+
+    Raises:
+        StorageError: there is no store, or its file is damaged.
+        StorageInUseError: another process holds it exclusively for a long time.
+    """
 
     def __init__(self, folder: Path) -> None:
+        try:
+            remove_leftovers(folder)
+        except OSError as error:
+            raise StorageError(f"there is no folder {folder}: {error.strerror}") from error
         path = folder / FILE_NAME
-        fd, self._found = open_store(folder)
+        fd, self._stat = open_store(folder)
         self._path, self._fd = path, fd
         try:
             self.store = _native.Store.open(fd)
@@ -342,36 +368,36 @@ class Session:
         self._wrote = False
         self._name_synced = False
         try:
-            self.locks = LaneLocks(fd, str(path.absolute()), needs=self._needs_mending, mend=self._mend)
+            self.locks = LaneLocks(fd, str(path.absolute()), needs_repair=self._needs_repair, repair=self._repair)
         except OSError as error:
             raise StorageError(f"{path} cannot be locked: {error}") from error
-        # Rows that somebody wrote and did not flush: a sync may have failed for them there.
-        self._failures_mended = -1 if self.store.unflushed else self.store.sync_failures
+        # For rows that another process wrote and did not flush a sync may have failed there.
+        self._handled_failures = -1 if self.store.unflushed else self.store.sync_failures
         if self.dropped:
             _log.warning("%s: %d rows that a power cut had torn were dropped", path, self.dropped)
 
     def on_take(self, lane: int) -> None:
-        """Before the first write to a lane; a StorageError where nobody would ever find what is written."""
+        """Before the first write to a lane; a StorageError where the file has been deleted."""
         if self._is_deleted():
             raise StorageError(f"{self._path} {_DELETED}; what is written to it now would be lost")
         self.store.raise_term(lane)
         self._begin()
-        self._wrote = True  # only now: where the sync failed the next change tries again
+        self._wrote = True  # only now: where the sync failed, the next change tries again
 
-    def on_alone(self) -> None:
+    def on_exclusive(self) -> None:
         """Before a change of stored rows or counters."""
         if not self._wrote:
             self._begin()
             self._wrote = True
-        if self.store.interrupted:  # by a disk that failed
-            with self._told("a change of stored rows"):
+        if self.store.interrupted:  # by a failing disk
+            with self._disk_errors("a change of stored rows"):
                 self.store.finish_interrupted()
 
     def _begin(self) -> None:
-        """From here on an unclean stop of the machine means a scan."""
+        """Marks the store as in use: from here on, opening it after an unclean stop of the machine scans its rows."""
         self.store.boot_id = boot_id()
         self.store.clean = False
-        with self._told("the beginning of a session"):
+        with self._disk_errors("the beginning of a session"):
             self.store.sync_header()
 
     def flush(self) -> None:
@@ -386,26 +412,26 @@ class Session:
     def _sync(self) -> None:
         published = [self.store.lane(i)["published"] for i in range(self.store.lanes)]
         failures = self.store.sync_failures
-        with self._told("rows"):
-            if failures != self._failures_mended:
+        with self._disk_errors("rows"):
+            if failures != self._handled_failures:
                 self.store.dirty_again(published)
             self._sync_name()
             os.fsync(self.locks.fd)
             self.store.mark_durable(published)
             self.store.sync_header()
-        self._failures_mended = failures
+        self._handled_failures = failures
 
     def _sync_name(self) -> None:
-        """Once: who made the file may have died, or failed, before its name was on the disk."""
+        """Syncs the file's name, once: the process that made the file may have died before it did."""
         if self._name_synced:
             return
-        with contextlib.suppress(FileNotFoundError):  # moved by somebody, who has given it the name that it has now
+        with contextlib.suppress(FileNotFoundError):  # the user has moved it
             sync_folder(self._path.parent)
         self._name_synced = True
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """What a disk says, as a StorageError; nothing that is not synced yet is believed to be after it."""
+    def _disk_errors(self, what: str) -> Iterator[None]:
+        """Errors of the disk as a StorageError; after one, no row counts as synced that did not before."""
         try:
             yield
         except (OSError, RuntimeError) as error:
@@ -417,110 +443,96 @@ class Session:
             ) from error
 
     def close(self) -> None:
-        """Marks the store clean if nobody else has it open; warns where its file is gone, and the rows with it."""
+        """Marks the store clean if no other process has it open; warns where its file, and so the rows, are gone."""
         if self._wrote:
             if self._is_deleted():
                 warnings.warn(
                     f"{self._path} {_DELETED} while it was open: its rows are lost with this close", stacklevel=4
                 )
             self._sync()
-            if self.locks.try_alone():
+            if self.locks.try_exclusive():
                 self.store.clean = True
                 self.store.sync_header()
         self._wrote = False
 
-    # ---- when nobody else has the store open ----
-    def _needs_mending(self) -> bool:
+    # ---- repairs, under the exclusive lock ----
+    def _needs_repair(self) -> bool:
         whole, clean, boot = self.store.left_as()
         return not whole or self._machine_stopped(clean, boot, unless_known=False)
 
     def _machine_stopped(self, clean: bool, boot: bytes, unless_known: bool) -> bool:
-        """Whether the machine stopped while somebody wrote; `unless_known` where the system does not say."""
-        if clean:  # as nearly every store is: the system is not asked
+        """Whether the machine stopped while the store was written; `unless_known` where boots have no ids."""
+        if clean:  # the usual case: needs no look at the boot id
             return False
         now = boot_id()
         if not any(now) or not any(boot):
             return unless_known
         return boot != now
 
-    def _mend(self) -> None:
-        reserve_holes(self._fd, self._found, self.store.total_bytes, self._path)
-        whole, clean, boot = self.store.mend()
+    def _repair(self) -> None:
+        reserve_holes(self._fd, self._stat, self.store.total_bytes, self._path)
+        whole, clean, boot = self.store.repair()
         if not whole:
-            with self._told("a change of stored rows that was interrupted"):
+            with self._disk_errors("a change of stored rows that was interrupted"):
                 self.store.finish_interrupted()
-        # Alone, and nothing says that the machine is the same as then: the rows do.
+        # Without boot ids nothing says that the machine has not stopped since: the rows are scanned.
         if self._machine_stopped(clean, boot, unless_known=True):
             self.dropped = self.store.recover()
-            self.store.boot_id = boot_id()  # for whoever opens it next; after another power cut all is scanned again
+            self.store.boot_id = boot_id()  # opened again in this boot, it is not scanned again
 
 
-def open_session(folder: Path) -> Session:
-    """Opens the store in a folder.
-
-    Raises:
-        StorageError: there is none, or its file is damaged.
-        StorageInUseError: somebody is alone with it for a long time.
-    """
-    try:
-        remove_leftovers(folder)
-    except OSError as error:
-        raise StorageError(f"there is no folder {folder}: {error.strerror}") from error
-    return Session(folder)
-
-
-_carriers = threading.local()
+_passing = threading.local()  # `fds`: the descriptors that travel with what is being pickled or unpickled
 
 
 @contextmanager
-def carried_by(descriptors: list[int]) -> Iterator[list[int]]:
-    """Who sends descriptors by its own means: what is pickled in here adds them, what is unpickled takes them."""
-    before = getattr(_carriers, "descriptors", None)
-    _carriers.descriptors = descriptors
+def passing_fds(descriptors: list[int]) -> Iterator[list[int]]:
+    """A block for a channel that sends descriptors itself: pickling in it appends to the list, unpickling reads it."""
+    before = getattr(_passing, "fds", None)
+    _passing.fds = descriptors
     try:
         yield descriptors
     finally:
-        _carriers.descriptors = before
+        _passing.fds = before
 
 
-def sends(cls: type) -> None:
-    """Objects of a class travel by their `__getstate__` when they are sent to a process, whatever `pickle` does."""
-    reduction.ForkingPickler.register(cls, _as_sent)
+def pickle_by_state(cls: type) -> None:
+    """Sends objects of a class to other processes by their `__getstate__`, whatever `pickle` makes of them."""
+    reduction.ForkingPickler.register(cls, _reduce_by_state)
 
 
-def _as_sent(part: Any) -> Any:
+def _reduce_by_state(part: Any) -> Any:
     return object.__reduce_ex__(part, 4)
 
 
-def is_sent() -> bool:
-    """Whether what is being pickled here is carried to another process."""
-    return getattr(_carriers, "descriptors", None) is not None
+def is_passing_fds() -> bool:
+    """Whether this thread pickles or unpickles inside `passing_fds`."""
+    return getattr(_passing, "fds", None) is not None
 
 
-class _Carried:
-    """The place of a descriptor among those that are carried."""
+class PassedFd:
+    """A descriptor by its position in the list of `passing_fds`."""
 
-    def __init__(self, place: int) -> None:
-        self._place = place
+    def __init__(self, position: int) -> None:
+        self._position = position
 
     def detach(self) -> int:
-        return os.dup(_carriers.descriptors[self._place])
+        return os.dup(_passing.fds[self._position])
 
 
-def share_descriptor(fd: int) -> Any:
+def share_fd(fd: int) -> Any:
     """An object that gives another process the same file: its `detach()` there is a descriptor.
 
-    It travels through `multiprocessing`'s own channels, or by who has said `carried_by`.
+    It travels through `multiprocessing`'s own channels, or in a `passing_fds` block.
     """
-    carried = getattr(_carriers, "descriptors", None)
-    if carried is None:
+    fds = getattr(_passing, "fds", None)
+    if fds is None:
         return reduction.DupFd(fd)
-    carried.append(fd)
-    return _Carried(len(carried) - 1)
+    fds.append(fd)
+    return PassedFd(len(fds) - 1)
 
 
-def store_of_descriptor(handle: Any) -> tuple[_native.Store, LaneLocks, RowLayout]:
-    """The store behind a descriptor that has arrived, through a description of its own."""
+def open_passed_store(handle: Any) -> tuple[_native.Store, LaneLocks, RowLayout]:
+    """The store of a descriptor that has arrived, opened anew, so that its locks are this process's own."""
     inherited = handle.detach()
     fd = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
     os.close(inherited)

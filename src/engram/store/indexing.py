@@ -1,4 +1,4 @@
-"""From what users write between brackets to slots: done once, at the public edge."""
+"""Indices as users write them between brackets, as slots: converted once, at the public edge."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import slots_tensor
 from engram.errors import is_masked
 
 
 class Selection(NamedTuple):
-    """Slots (int64 [n]) and the batch shape in which their rows are wanted; `()` is one row."""
+    """Slots (int64 [n]) and the batch shape of their rows; `()` is one row."""
 
     slots: Tensor
     shape: tuple[int, ...]
@@ -27,17 +26,17 @@ def stored_slots(store: _native.Store) -> Tensor:
     ranges = [(s["first"], max(0, s["published"] - s["first"])) for s in lanes]
     walk = _native.EpochWalk(store, 0, False, ranges)
     slots, _ = walk.take(store, 0, len(walk))
-    return slots_tensor(slots)
+    return slots
 
 
-def select(store: _native.Store, index: Any, inner: tuple[int, ...]) -> Selection:
+def select(store: _native.Store, index: Any, env_shape: tuple[int, ...]) -> Selection:
     """The slots that an index means.
 
     Args:
-        store: the native store, which knows what exists.
-        index: int, slice, range, list, bool mask, tensor or array over the stored time steps; a tuple goes on into
-            the strands.
-        inner: the shape of the strands, `()` for ndim=1.
+        store: the native store, whose counters say which rows exist.
+        index: int, slice, range, list, bool mask, tensor or array over the stored time steps; the further entries of a
+            tuple index environments.
+        env_shape: the shape of the environments, `()` for ndim=1.
 
     Raises:
         IndexError: a slot that does not exist or has not been written; the message says which.
@@ -46,22 +45,22 @@ def select(store: _native.Store, index: Any, inner: tuple[int, ...]) -> Selectio
         index = index[0]
     if isinstance(index, str):
         raise IndexError(f"{index!r} is a key; steps are indexed by numbers, slices and masks")
-    if not inner:
+    if not env_shape:
         flat = _one_dimension(store, index)
         if flat is not None:
             return flat
-    elif isinstance(index, tuple) and len(index) == 1 + len(inner) and all(isinstance(i, Tensor) for i in index):
-        return _points(store, index, inner)
-    grid = stored_slots(store).reshape(-1, *inner)
+    elif isinstance(index, tuple) and len(index) == 1 + len(env_shape) and all(isinstance(i, Tensor) for i in index):
+        return _points(store, index, env_shape)
+    grid = stored_slots(store).reshape(-1, *env_shape)
     try:
-        found = grid[_torch_index(index)]
+        slots = grid[_torch_index(index)]
     except (IndexError, TypeError, ValueError, OverflowError) as error:
         raise IndexError(f"{index!r:.80} does not index the stored steps {list(grid.shape)}: {error}") from error
-    return Selection(found.reshape(-1).contiguous(), tuple(found.shape))
+    return Selection(slots.reshape(-1).contiguous(), tuple(slots.shape))
 
 
 def _one_dimension(store: _native.Store, index: Any) -> Selection | None:
-    """The usual cases, without listing what is stored."""
+    """The selection of an index over one dimension, without listing all stored slots; None: that is needed."""
     if isinstance(index, bool | np.bool_) or _is_single_bool(index):
         raise IndexError("a single bool is no index; a mask has one entry for each stored step")
     if hasattr(index, "__index__") and not (isinstance(index, Tensor | np.ndarray) and index.ndim):
@@ -104,7 +103,7 @@ def _listed(index: Any) -> Tensor:
 
 
 def _whole(index: Any) -> Any:
-    """The index; an IndexError for a numpy masked array, some of whose entries are none."""
+    """The index itself; an IndexError for a numpy masked array, whose masked entries are no indices."""
     if is_masked(index):
         raise IndexError(f"{index!r:.80} is a masked array, and no index; use index.compressed()")
     return index
@@ -114,7 +113,7 @@ def tensor_of(index: Any) -> Tensor:
     """An index, or one part of it, as a tensor; an empty list is one of integers.
 
     Raises:
-        IndexError: it is none.
+        IndexError: it is no index.
     """
     try:
         return torch.as_tensor(_whole(index), dtype=torch.int64 if type(index) is list and not index else None)
@@ -126,17 +125,14 @@ def tensor_of(index: Any) -> Tensor:
 
 
 def _check_written(store: _native.Store, slot: int) -> None:
-    if (
-        slot >= store.lanes * store.lane_capacity * store.strands
-        or int(slots_tensor(store.generations(torch.tensor([slot]).numpy()))[0]) < 0
-    ):
+    if slot >= store.lanes * store.lane_capacity * store.envs or int(store.generations(torch.tensor([slot]))[0]) < 0:
         raise IndexError(f"index {slot} has not been written; {store.rows()} steps are stored")
 
 
-def _points(store: _native.Store, index: tuple[Tensor, ...], inner: tuple[int, ...]) -> Selection:
-    """(time, strand, ...) tensors, as samplers give them."""
+def _points(store: _native.Store, index: tuple[Tensor, ...], env_shape: tuple[int, ...]) -> Selection:
+    """The selection of (time, env, ...) tensors, as samplers return them."""
     parts = torch.broadcast_tensors(*(i.cpu().to(torch.int64) for i in index))  # type: ignore[no-untyped-call]
-    sizes = (store.lanes * store.lane_capacity, *inner)
+    sizes = (store.lanes * store.lane_capacity, *env_shape)
     slots = torch.zeros_like(parts[0])
     for part, size in zip(parts, sizes, strict=True):
         if part.numel() and (int(part.min()) < -size or int(part.max()) >= size):
@@ -155,31 +151,31 @@ def _torch_index(index: Any) -> Any:
     return index.cpu() if isinstance(index, Tensor) else index
 
 
-def outward(slots: Tensor, inner: tuple[int, ...]) -> Tensor | tuple[Tensor, ...]:
-    """Slots as users see them: int64 [n], or a tuple (time, strand, ...) of such with several dimensions."""
-    if not inner:
+def from_slots(slots: Tensor, env_shape: tuple[int, ...]) -> Tensor | tuple[Tensor, ...]:
+    """Slots as users see them: int64 [n], or a tuple (time, env, ...) of such with several dimensions."""
+    if not env_shape:
         return slots
     parts = []
-    for size in reversed(inner):
+    for size in reversed(env_shape):
         parts.append(slots % size)
         slots = slots // size
     return (slots, *reversed(parts))
 
 
-def inward(index: Any, inner: tuple[int, ...], capacity: int) -> Tensor:
-    """Slots from what a sampler returned or a user hands back as an index: int64 [n].
+def to_slots(index: Any, env_shape: tuple[int, ...], capacity: int) -> Tensor:
+    """The slots of an index that a sampler returned or a user hands back: int64 [n].
 
     Raises:
         IndexError: an index that lies outside the storage.
     """
-    if inner:
-        if isinstance(index, Tensor) and index.ndim >= 1 and index.shape[-1] == 1 + len(inner):
+    if env_shape:
+        if isinstance(index, Tensor) and index.ndim >= 1 and index.shape[-1] == 1 + len(env_shape):
             index = index.unbind(-1)
         parts = [tensor_of(i).cpu().to(torch.int64).reshape(-1) for i in index]
         slots = torch.zeros_like(parts[0])
-        for part, size in zip(parts, (capacity, *inner), strict=True):
+        for part, size in zip(parts, (capacity, *env_shape), strict=True):
             if part.numel() and (int(part.min()) < 0 or int(part.max()) >= size):
-                raise IndexError(f"an index lies outside the storage's {[capacity, *inner]}")
+                raise IndexError(f"an index lies outside the storage's {[capacity, *env_shape]}")
             slots = slots * size + part
         return slots
     if isinstance(index, tuple) and len(index) == 1:

@@ -1,10 +1,11 @@
-"""Where each key sits in a packed row: made from the first batch, immutable, JSON-serialisable."""
+"""The layout of a packed row: where each key is; made from the first batch, immutable, kept as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
+import math
 import sys
 from typing import Any
 
@@ -38,25 +39,49 @@ except AttributeError:  # another torch
         return t.is_neg() or t.is_conj()
 
 
-_native.use_torch(Tensor, getattr(Tensor, "__dlpack_c_exchange_api__", None), is_lazy)
-
 _CPU = torch.device("cpu")
 
-# DLPack's (type code, bits) of each dtype that a row can hold.
+# DLPack's (type code, bits) of each dtype that a row may have.
 _DLPACK: dict[torch.dtype, tuple[int, int]] = {
     torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64),
     torch.uint8: (1, 8), torch.uint16: (1, 16), torch.uint32: (1, 32), torch.uint64: (1, 64),
     torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16),
     torch.complex64: (5, 64), torch.complex128: (5, 128), torch.bool: (6, 8),
 }  # fmt: skip
-_MOST_BYTES = 1 << 40  # of a row; the native core counts in 64 bits
+_DTYPES = {code: dtype for dtype, code in _DLPACK.items()}
+_MAX_ROW_BYTES = 1 << 40  # the native core counts in 64 bits
 _NAMES = {str(d).removeprefix("torch."): d for d in _DLPACK}
-# What numpy calls a dtype of the same size that it does not know itself.
-_RAW = {torch.bfloat16: torch.int16}
+
+
+_EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # an older torch has none
+
+
+def use_torch(exchange_api: Any = _EXCHANGE_API) -> None:
+    """Tells the native core how to read and make tensors: through the DLPack C exchange API, or (None) in Python."""
+    _native.use_torch(Tensor, exchange_api, is_lazy, _describe, _over)
+
+
+def _describe(t: Tensor) -> tuple[int, int, int, tuple[int, ...]] | None:
+    """Address, DLPack dtype code and bits, shape and strides of a plain CPU tensor; None for any other."""
+    code = _DLPACK.get(t.dtype)
+    if code is None or t.layout is not torch.strided or t.device != _CPU:
+        return None
+    try:
+        return t.data_ptr(), *code, (*t.shape, *t.stride())
+    except RuntimeError:  # of functorch: it has no memory of its own
+        return None
+
+
+def _over(memory: np.ndarray[Any, Any], code: int, bits: int, shape: list[int]) -> Tensor:
+    """A tensor over the bytes of an array."""
+    return torch.from_numpy(memory).view(_DTYPES[code, bits]).reshape(shape)
+
+
+use_torch()
 
 
 class MalformedLayoutError(ValueError):
-    """What should describe a row does not."""
+    """JSON that should describe a row layout does not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +98,17 @@ class LeafSpec:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
-        n = self.itemsize
-        for d in self.shape:
-            n *= d
-        return n
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
-#: Of a row that was written over another one out of turn its own sequence; 0: the row has the one that its lane counts.
+#: The sequence of a row that was written over another one out of turn; 0: the row has the one that its lane counts.
 SEQUENCE = LeafSpec(("sequence",), torch.int64, (), hidden=True)
 
 
 class LayoutState(dict[str, Any]):
-    """A saved layout as JSON, and the `RowLayout` that it describes: parsed once in a load, whoever asks for it."""
+    """A saved layout as JSON, and the `RowLayout` that it describes: parsed once in a load."""
 
     _parsed: RowLayout | None = None
 
@@ -118,16 +140,17 @@ class RowLayout:
         self.stored = _packed([*leaves, SEQUENCE] if carries_sequence else leaves)
         self.leaves = [leaf for leaf in self.stored if not leaf.hidden]
         self.carries_sequence = carries_sequence
-        self.paths = frozenset(leaf.path for leaf in self.leaves)  # asked by each write
-        self.payload_bytes = max(1, sum(leaf.nbytes for leaf in self.stored))
-        self.alignment = max(8, *(leaf.itemsize for leaf in self.stored))
+        self.paths = frozenset(leaf.path for leaf in self.leaves)  # read by each write
+        self.payload_bytes = max(1, _row_bytes(self.stored))
+        self.alignment = max(8, *[leaf.dtype.itemsize for leaf in self.stored])
         self.plain = root.is_plain() and _builds_tensordicts()
         self.codec = _codec(self)
 
     def take_root(self, root: TreeSpec) -> None:
-        """Gives batches this form, which has the same leaves."""
+        """Gives batches this form, which must have the same leaves."""
         self.root = root
-        self.within = root.within  # asked for by each read
+        self.within = root.within  # read by each read of rows
+        self._json: bytes | None = None
 
     def with_sequence(self) -> RowLayout:
         """The layout of the same steps, whose rows carry their own sequence."""
@@ -141,9 +164,9 @@ class RowLayout:
     @classmethod
     def of(cls, batch: Any, batch_dims: int) -> RowLayout:
         """The layout of a batch whose first `batch_dims` dimensions are not part of a step."""
-        root, found = pytree.describe(batch, batch_dims)
+        root, entries = pytree.describe(batch, batch_dims)
         leaves = []
-        for path, value in found:
+        for path, value in entries:
             tensor = pytree.as_tensor(value, path)
             if tensor.dtype not in _DLPACK:
                 raise TypeError(
@@ -152,7 +175,7 @@ class RowLayout:
             if tensor.ndim < batch_dims:
                 raise ValueError(
                     f"{pytree.format_key(path)} has shape {list(tensor.shape)}, the batch {batch_dims} dimensions"
-                    + _of_a_list(path)
+                    + _list_advice(path)
                 )
             leaves.append(LeafSpec(path, tensor.dtype, tuple(tensor.shape[batch_dims:])))
         return cls(root, leaves)
@@ -164,8 +187,8 @@ class RowLayout:
         Args:
             batch: the data.
             batch_dims: how many of its first dimensions are not part of a step: 0, 1 or 2.
-            time_dim: which of them is time; the other counts strands.
-            extra: a key of the root and its value, which stands in for what the batch has there.
+            time_dim: which of them is time; the other one counts environments.
+            extra: a key of the root and its value, used instead of the batch's own.
 
         Raises:
             ValueError: a leaf is missing, new, or has another shape or dtype; the message names it.
@@ -179,9 +202,6 @@ class RowLayout:
     def _plan_slowly(self, batch: Any, batch_dims: int, time_dim: int) -> Any:
         tensors = [tensor.contiguous() for tensor in self.fitting(batch, batch_dims)]
         plan = self.codec.check_list(tensors, batch_dims, time_dim)
-        if plan is None:  # a torch without the exchange API: through numpy, by size where numpy lacks the dtype
-            arrays = [_numpy(t) for t in tensors]
-            plan = self.codec.check_list(arrays, batch_dims, time_dim, raw=True)
         if plan is None:
             raise TypeError("the native core cannot read this batch; please report it with the batch's printout")
         return plan
@@ -212,31 +232,20 @@ class RowLayout:
         if tensor.ndim < batch_dims or tuple(tensor.shape[batch_dims:]) != leaf.shape:
             raise ValueError(
                 f"{pytree.format_key(leaf.path)} has the shape {list(leaf.shape)} for one step in this storage, found "
-                f"{list(tensor.shape[batch_dims:])} (of {list(tensor.shape)}){_other_dims(leaf, tensor, batch_dims)}. "
+                f"{list(tensor.shape[batch_dims:])} (of {list(tensor.shape)}){_dims_advice(leaf, tensor, batch_dims)}. "
                 "Nothing was written"
             )
         return tensor
 
     # ---- batches out ----
     def build(self, leaves: list[Tensor], lead: tuple[int, ...]) -> Any:
-        """The batch with these leaves, in the form that the data came in."""
+        """The batch with these leaves, in the form of the written data."""
         return pytree.unflatten(self.root, leaves, lead, _CPU)
-
-    def empty_arrays(self, n: int) -> list[Any]:
-        """Room for n steps: one numpy array a leaf, of its size."""
-        return [np.empty((n, *leaf.shape), dtype=_numpy_dtype(leaf.dtype)) for leaf in self.leaves]
-
-    def tensors_of(self, arrays: list[Any], lead: tuple[int, ...]) -> list[Tensor]:
-        """Tensors over the arrays of `empty_arrays`."""
-        return [
-            torch.from_numpy(a).view(leaf.dtype).reshape(*lead, *leaf.shape)
-            for a, leaf in zip(arrays, self.leaves, strict=True)
-        ]
 
     def views(
         self, memory: Any, rows_offset: int, row_stride: int, lead: tuple[int, ...], steps: tuple[int, ...]
     ) -> Any:
-        """Live views of stored rows: leaf [*lead, ...] with a distance of `steps` rows along each of `lead`."""
+        """Live views of stored rows: leaf [*lead, ...] with a stride of `steps` rows along each dimension of `lead`."""
         raw = torch.from_numpy(memory)
         leaves = []
         for leaf in self.leaves:
@@ -247,15 +256,8 @@ class RowLayout:
 
     # ---- on disk ----
     def to_json(self) -> dict[str, Any]:
-        return {
-            "root": self.root.to_json(),
-            "leaves": [
-                {"path": list(x.path), "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
-                for x in self.leaves
-            ],
-            **({"hidden": [SEQUENCE.path[0]]} if self.carries_sequence else {}),
-            "row_bytes": self.payload_bytes,
-        }
+        state: dict[str, Any] = json.loads(self.to_bytes())  # the caller's own, to the last list
+        return state
 
     @functools.cached_property
     def key(self) -> bytes:
@@ -263,49 +265,58 @@ class RowLayout:
         return self.to_bytes()
 
     def to_bytes(self) -> bytes:
-        return json.dumps(self.to_json(), separators=(",", ":")).encode()
+        """The JSON of `to_json`."""
+        if self._json is None:
+            state = {
+                "root": self.root.to_json(),
+                "leaves": [
+                    {"path": list(x.path), "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
+                    for x in self.leaves
+                ],
+                **({"hidden": [SEQUENCE.path[0]]} if self.carries_sequence else {}),
+                "row_bytes": self.payload_bytes,
+            }
+            self._json = json.dumps(state, separators=(",", ":")).encode()
+        return self._json
 
     @classmethod
-    def from_json(cls, made: dict[str, Any]) -> RowLayout:
-        """Reads what `to_json` wrote; a ValueError where it is not that."""
+    def from_json(cls, saved: dict[str, Any]) -> RowLayout:
+        """Reads what `to_json` wrote; a ValueError where it is something else."""
         try:
-            leaves = [LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], _sizes(x["shape"])) for x in made["leaves"]]
-            root = TreeSpec.from_json(made["root"])
-            fits = root.paths() == [leaf.path for leaf in leaves] and all(
-                leaf.shape[: len(batch)] == batch
-                for path, batch in root.batches().items()
-                for leaf in leaves
-                if leaf.path[: len(path)] == path
-            )
-            if not fits or sum(leaf.nbytes for leaf in leaves) > _MOST_BYTES:
+            leaves = [LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], _sizes(x["shape"])) for x in saved["leaves"]]
+            root = TreeSpec.from_json(saved["root"])
+            if not _belong_together(root, leaves) or _row_bytes(leaves) > _MAX_ROW_BYTES:
                 raise MalformedLayoutError("this is no row layout: its form and its leaves do not belong together")
-            layout = cls(root, leaves, carries_sequence=_is_sequence(made.get("hidden", [])))
+            layout = cls(root, leaves, carries_sequence=_is_sequence(saved.get("hidden", [])))
         except MalformedLayoutError:
             raise
         except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
             raise MalformedLayoutError(f"this is no row layout: {error!r}") from error
-        if made.get("row_bytes") != layout.payload_bytes:
+        if saved.get("row_bytes") != layout.payload_bytes:
             raise MalformedLayoutError(
-                f"the layout's leaves need {layout.payload_bytes} bytes, it says {made.get('row_bytes')}"
+                f"the layout's leaves need {layout.payload_bytes} bytes, it says {saved.get('row_bytes')}"
             )
         return layout
 
     def differences(self, other: RowLayout) -> list[str]:
-        """What differs, a line each; empty: the same rows."""
+        """One line for each difference; empty where the rows are the same."""
+        if other is self:
+            return []
         mine, theirs = ({x.path: x for x in layout.leaves} for layout in (self, other))
-        said = [f"{pytree.format_key(p)} is missing" for p in mine if p not in theirs]
-        said += [f"{pytree.format_key(p)} is new" for p in theirs if p not in mine]
+        lines = [f"{pytree.format_key(p)} is missing" for p in mine if p not in theirs]
+        lines += [f"{pytree.format_key(p)} is new" for p in theirs if p not in mine]
         for path in mine.keys() & theirs.keys():
             a, b = mine[path], theirs[path]
             if (a.dtype, a.shape) != (b.dtype, b.shape):
-                said.append(
+                lines.append(
                     f"{pytree.format_key(path)} is {a.dtype} {list(a.shape)} here, {b.dtype} {list(b.shape)} there"
                 )
-        return said + _other_constants(self.root.constants(), other.root.constants())
+        return lines + _constant_differences(self.root.constants(), other.root.constants())
 
     def order_in(self, other: RowLayout) -> Any:
-        """int64 [payload_bytes]: where a row of `other`, of the same leaves in another order, has each byte of a row
-        of this one, -1 for those of a sequence that only ours carry; None where both have the same order.
+        """int64 [payload_bytes]: the position, in a row of `other`, of each byte of a row of this layout.
+
+        Both have the same leaves; -1 for bytes of a sequence that only ours carry. None: they are in the same order.
         """
         theirs = {(leaf.path, leaf.hidden): leaf.offset for leaf in other.stored}
         if self.payload_bytes == other.payload_bytes and all(
@@ -320,13 +331,13 @@ class RowLayout:
         return order
 
     def take_form(self, other: RowLayout) -> None:
-        """Gives batches the form of a layout of the same leaves: its classes, and its order of keys."""
+        """Gives batches the form of a layout with the same leaves: its classes, and its order of keys."""
         numbers = {leaf.path: i for i, leaf in enumerate(self.leaves)}
         self.take_root(other.root.renumbered([numbers[leaf.path] for leaf in other.leaves]))
 
 
-def _of_a_list(path: KeyPath) -> str:
-    """What to do where an entry of a list or tuple was taken for a leaf."""
+def _list_advice(path: KeyPath) -> str:
+    """Advice for an entry that is a list or tuple, whose members are leaves of their own."""
     if not path or not isinstance(path[-1], int):
         return ""
     return (
@@ -335,8 +346,8 @@ def _of_a_list(path: KeyPath) -> str:
     )
 
 
-def _other_dims(leaf: LeafSpec, tensor: Tensor, batch_dims: int) -> str:
-    """What to do with data that fit but for their batch dimensions."""
+def _dims_advice(leaf: LeafSpec, tensor: Tensor, batch_dims: int) -> str:
+    """Advice for data of which only the batch dimensions do not fit."""
     lead = tensor.ndim - len(leaf.shape)
     if lead < 0 or tuple(tensor.shape[lead:]) != leaf.shape:
         return ""
@@ -366,18 +377,33 @@ def _sizes(shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _other_constants(mine: dict[KeyPath, Any], theirs: dict[KeyPath, Any]) -> list[str]:
-    said = [f"{pytree.format_key(p)} is missing" for p in mine if p not in theirs]
-    said += [f"{pytree.format_key(p)} is new" for p in theirs if p not in mine]
+def _constant_differences(mine: dict[KeyPath, Any], theirs: dict[KeyPath, Any]) -> list[str]:
+    lines = [f"{pytree.format_key(p)} is missing" for p in mine if p not in theirs]
+    lines += [f"{pytree.format_key(p)} is new" for p in theirs if p not in mine]
     both = [p for p in mine if p in theirs and mine[p] != theirs[p]]
-    return said + [f"{pytree.format_key(p)} is the constant {mine[p]!r} here, {theirs[p]!r} there" for p in both]
+    return lines + [f"{pytree.format_key(p)} is the constant {mine[p]!r} here, {theirs[p]!r} there" for p in both]
+
+
+def _belong_together(root: TreeSpec, leaves: list[LeafSpec]) -> bool:
+    """Whether a form has these leaves, and each (sub-)dict the batch dimensions of what is in it."""
+    if root.paths() != [leaf.path for leaf in leaves]:
+        return False
+    for path, batch in root.batches().items():
+        for leaf in leaves:
+            if leaf.path[: len(path)] == path and leaf.shape[: len(batch)] != batch:
+                return False
+    return True
+
+
+def _row_bytes(leaves: list[LeafSpec]) -> int:
+    return sum([leaf.nbytes for leaf in leaves])
 
 
 def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
-    """Offsets in the order of item sizes, leaves in their own order."""
+    """The leaves in their own order, with offsets in the order of item sizes."""
     offsets: dict[int, int] = {}
-    at = 0
-    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].itemsize):
+    at, sizes = 0, [-leaf.dtype.itemsize for leaf in leaves]
+    for i in sorted(range(len(leaves)), key=sizes.__getitem__):
         offsets[i] = at
         at += leaves[i].nbytes
     return [dataclasses.replace(leaf, offset=offsets[i]) for i, leaf in enumerate(leaves)]
@@ -393,24 +419,24 @@ def _codec(layout: RowLayout) -> Any:
 
 def _template() -> dict[str, Any] | None:
     """The attributes of a TensorDict as its constructor sets them; None if they are not all plain values."""
-    made = TensorDict({}, batch_size=[0], device=_CPU)
-    template = {sys.intern(k): v for k, v in vars(made).items()}
-    wanted = {"_tensordict": dict, "_batch_size": torch.Size}
-    for name, kind in wanted.items():
+    empty = TensorDict({}, batch_size=[0], device=_CPU)
+    template = {sys.intern(k): v for k, v in vars(empty).items()}
+    own_types = {"_tensordict": dict, "_batch_size": torch.Size}
+    for name, kind in own_types.items():
         if type(template.get(name)) is not kind:
             return None
     plain = (type(None), bool, torch.device)
-    return template if all(isinstance(v, plain) for k, v in template.items() if k not in wanted) else None
+    return template if all(isinstance(v, plain) for k, v in template.items() if k not in own_types) else None
 
 
 _fast_tensordicts: bool | None = None
 
 
 def _builds_tensordicts() -> bool:
-    """Whether a TensorDict that the native core puts together equals one that the constructor makes."""
+    """Whether TensorDicts built by the native core equal those that the constructor makes."""
     global _fast_tensordicts
     if _fast_tensordicts is None:
-        _fast_tensordicts = _native.has_exchange() and _template() is not None and _same_as_public()
+        _fast_tensordicts = _template() is not None and _same_as_public()
     return _fast_tensordicts
 
 
@@ -423,15 +449,15 @@ def _same_as_public() -> bool:
     plan = codec.check(data, 1, 0)
     if plan is None:
         return False
-    made = store.gather(codec, store.append(0, plan))[0]
-    ours, public = vars(made), vars(data)
+    built = store.gather(codec, store.append(0, plan))[0]
+    ours, public = vars(built), vars(data)
     return (
-        type(made) is TensorDict
+        type(built) is TensorDict
         and ours.keys() == public.keys()
         and all(type(ours[k]) is type(public[k]) for k in ours)
-        and made.batch_size == data.batch_size
-        and made.device == data.device
-        and bool((made == data).all())
+        and built.batch_size == data.batch_size
+        and built.device == data.device
+        and bool((built == data).all())
     )
 
 
@@ -448,16 +474,8 @@ def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
     return raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
-def _numpy_dtype(dtype: torch.dtype) -> Any:
-    return torch.empty(0, dtype=_RAW.get(dtype, dtype)).numpy().dtype
-
-
-def _numpy(t: Tensor) -> Any:
-    return t.view(_RAW[t.dtype]).numpy() if t.dtype in _RAW else t.numpy()
-
-
 def _number(value: Any, tensor: Tensor, leaf: LeafSpec) -> Tensor:
-    """A Python number takes the dtype of its leaf where it fits: bools to bool, ints to ints and floats."""
+    """A Python number in the dtype of its leaf where it fits: bools to bool, ints to ints and floats."""
     if isinstance(value, bool) != (leaf.dtype == torch.bool) or tensor.ndim != len(leaf.shape):
         return tensor
     if isinstance(value, int) and not leaf.dtype.is_floating_point and not leaf.dtype.is_complex:

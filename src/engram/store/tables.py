@@ -1,27 +1,54 @@
-"""Packed rows: private memory, shared memory, or a mapped file."""
+"""Tables: stored rows, packed in private memory, shared memory or a mapped file, or as columns on a device."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engram import _native, pytree
-from engram._system import slots_tensor
 from engram.errors import StorageError
 from engram.store.border import LOOK_BACK, Border, ColumnBorder
 from engram.store.lanes import Lanes
 from engram.store.layout import SEQUENCE, RowLayout
 
-_Read = tuple[Any, list[int] | None, list[int] | None, Tensor | None]
+
+class Rows(NamedTuple):
+    """Rows that were copied out of a storage.
+
+    Attributes:
+        batch: the rows, in the form of the stored data.
+        overwritten: positions of rows that were overwritten while they were copied; None: none.
+        absent: positions of slots that hold no row; None: none.
+        sequences: int64 [n], the sequence of each row; None unless asked for.
+    """
+
+    batch: Any
+    overwritten: list[int] | None = None
+    absent: list[int] | None = None
+    sequences: Tensor | None = None
+
+
+class JoinedRows(NamedTuple):
+    """Rows of several tables in one batch: as `Rows`; `parts` are each table's rows, in the memory of the whole."""
+
+    batch: Any
+    overwritten: list[int] | None
+    absent: list[int] | None
+    sequences: Tensor | None
+    parts: list[Any] | None = None
+
+
+# `Rows(*values)` runs Python code; this is done at every read.
+_new_tuple: Any = tuple.__new__
 
 
 class RowTable:
-    """The bytes of the stored rows, and the way in and out of them."""
+    """Packed rows: the bytes of each step next to each other."""
 
     def __init__(self, lanes: Lanes, layout: RowLayout, mapped: bool) -> None:
         self.lanes = lanes
@@ -31,9 +58,9 @@ class RowTable:
         self.mapped = mapped
         self._fast = layout.plain
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
-        if border.says_anything:
+        if border.decides:
             self._store.set_border(self._codec, list(border.entries), list(border.done), border.either, border.id)
-        if layout.sequence_offset is not None and self._store.lanes == self._store.strands == 1:
+        if layout.sequence_offset is not None and self._store.lanes == self._store.envs == 1:
             lanes.own_sequences = functools.partial(_own_sequences, self._store, layout.sequence_offset)
 
     @property
@@ -44,9 +71,9 @@ class RowTable:
     def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> _native.Plan:
         """Checks a batch leaf by leaf, as `RowLayout.plan`."""
         plan: _native.Plan = self.layout.plan(batch, batch_dims, time_dim, extra)
-        if plan.strands != self._store.strands:
+        if plan.envs != self._store.envs:
             raise ValueError(
-                f"the batch has {plan.strands} environments, this storage {self._store.strands}; nothing was written"
+                f"the batch has {plan.envs} environments, this storage {self._store.envs}; nothing was written"
             )
         return plan
 
@@ -55,15 +82,14 @@ class RowTable:
 
         Returns time slots, int64 [steps]; of a single step without batch dimensions its slot.
         """
-        made: Any = self._store.append(self.lanes.hold(), plan, most)
-        return made if type(made) in (Tensor, int) else slots_tensor(made)
+        return self._store.append(self.lanes.hold(), plan, most)
 
     def overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor | None = None) -> None:
         """Writes a checked batch (`rows`: these of its rows, int64 [n]) over rows that exist."""
         self._store.overwrite(slots, plan, rows)
 
     def prepare_overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor, first: int) -> Callable[[], None]:
-        """As `overwrite`; what is returned writes, and needs no memory. The rows may come until then.
+        """As `overwrite`, in two steps: what is returned writes and takes no memory. The rows may come until then.
 
         Row i of the batch gets the sequence `first + i`, with its bytes.
         """
@@ -81,54 +107,44 @@ class RowTable:
         slots: Tensor,
         shape: tuple[int, ...] | None = None,
         extra: dict[str, Any] | None = None,
-        numbers: bool = False,
-    ) -> _Read:
+        sequences: bool = False,
+    ) -> Rows:
         """Copies rows out.
 
         Args:
             slots: int64 [n].
             shape: batch dimensions with n elements; `[n]` if None.
             extra: entries to add at the root of the batch.
-            numbers: also give each row's write number.
-
-        Returns:
-            the batch; positions of rows that were overwritten meanwhile (None: none); positions of slots that hold
-            no row (None: none); write numbers (None unless asked for).
+            sequences: also return each row's sequence.
         """
-        if self.lanes.asleep:
-            self.lanes.wake()
+        if self.lanes.unused_since_fork:
+            self.lanes.join_after_fork()
         if extra and self.layout.within:
             lead = 1 if shape is None else len(shape)
             extra = {key: pytree.repeat_per_step(value, lead, self.layout.within) for key, value in extra.items()}
-        found = None
-        if numbers and self.lanes.own_sequences is not None:
-            found, numbers = self.lanes.generations(slots), False
         if self._fast:
-            made: _Read = self._store.gather(self._codec, slots, shape, extra, self.mapped, numbers)
-        else:
-            made = self._read_slowly(slots, (len(slots),) if shape is None else shape, extra, numbers)
-        return made if found is None else (*made[:3], found)
+            rows: Rows = _new_tuple(Rows, self._store.gather(self._codec, slots, shape, extra, self.mapped, sequences))
+            return rows
+        return self._read_form(slots, (len(slots),) if shape is None else shape, extra, sequences)
 
-    def like(self, other: RowTable) -> bool:
-        """Whether both can be read into one batch."""
+    def same_rows(self, other: RowTable) -> bool:
+        """Whether rows of both can be read into one batch."""
         return self._fast and (other is self or (other.layout.plain and other.layout.key == self.layout.key))
 
-    def read_with(
+    def read_many(
         self,
         others: list[RowTable],
         slots: Tensor,
         shape: tuple[int, ...],
         extra: dict[str, Any] | None,
-        numbers: bool,
+        sequences: bool,
         parts: list[dict[str, Any] | None] | None,
-    ) -> tuple[Any, ...] | None:
-        """As `read`, from tables that are `like` this one; None where some rows carry sequences of their own."""
+    ) -> JoinedRows:
+        """As `read`, from tables with the `same_rows` too."""
         tables = [self, *others]
         for table in tables:
-            if table.lanes.asleep:
-                table.lanes.wake()
-            if numbers and table.lanes.own_sequences is not None:
-                return None
+            if table.lanes.unused_since_fork:
+                table.lanes.join_after_fork()
         if within := self.layout.within:
             extra = (
                 None if extra is None else {k: pytree.repeat_per_step(v, len(shape), within) for k, v in extra.items()}
@@ -138,49 +154,44 @@ class RowTable:
             ]
         stores = [table.lanes.store for table in tables]
         mapped = any(table.mapped for table in tables)
-        return _native.gather_many(stores, self._codec, slots, shape, extra, mapped, numbers, parts)
+        return JoinedRows(*_native.gather_many(stores, self._codec, slots, shape, extra, mapped, sequences, parts))
 
-    def _read_slowly(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, numbers: bool) -> _Read:
-        if _native.has_exchange():
-            leaves, gone, absent, found = self._store.gather(self._codec, slots, shape, None, self.mapped, numbers)
-            batch = self.layout.build(leaves, shape) if isinstance(leaves, list) else leaves
-        else:
-            arrays = self.layout.empty_arrays(len(slots))
-            where = slots.numpy()
-            _, gone, absent, found = self._store.gather_into(self._codec, where, arrays, self.mapped, numbers)
-            batch = self.layout.build(self.layout.tensors_of(arrays, shape), shape)
+    def _read_form(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, sequences: bool) -> Rows:
+        """As `read`, for forms of batches that the native core does not build."""
+        leaves, *rest = self._store.gather(self._codec, slots, shape, None, self.mapped, sequences)
+        batch = self.layout.build(leaves, shape)
         for key, value in (extra or {}).items():
             pytree.set_entry(batch, key, value)
-        return batch, gone, absent, None if found is None else slots_tensor(found)
+        return Rows(batch, *rest)
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
-        """One leaf of the steps at time slots: [n, *strands, ...]."""
+        """One leaf of the steps at time slots: [n, *envs, ...]."""
         # A view whose gaps are the rest of the rows.
-        whole = pytree.flatten(self.layout.root, self.view(0, self._store.lanes * self._store.lane_capacity))
+        leaves = pytree.flatten(self.layout.root, self.view(0, self._store.lanes * self._store.lane_capacity))
         at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
-        leaf: Tensor = whole[at][slots]
+        leaf: Tensor = leaves[at][slots]
         return leaf
 
     def view(self, start: int, stop: int) -> Any:
-        """Live views of time slots [start, stop): `[time, ...]`, or `[time, strands, ...]` with several strands."""
+        """Live views of time slots [start, stop): `[time, ...]`, or `[time, envs, ...]` with several environments."""
         s = self._store
         lead: tuple[int, ...] = (stop - start,)
         steps: tuple[int, ...] = (1,)
-        if s.strands > 1:
-            lead, steps = (*lead, s.strands), (*steps, s.lane_capacity)
+        if s.envs > 1:
+            lead, steps = (*lead, s.envs), (*steps, s.lane_capacity)
         offset = s.rows_offset + start * s.row_stride
         return self.layout.views(s.memory(), offset, s.row_stride, lead, steps)
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """uint8 [strands, stop - start, payload bytes]: the rows with these write numbers, copied."""
-        out = np.empty((self._store.strands, stop - start, self._store.payload_bytes), np.uint8)
-        for at, there in self._pieces(lane, start, stop):
-            out[:, at] = there
+        """uint8 [envs, stop - start, payload bytes]: the rows with these sequences, copied."""
+        out = np.empty((self._store.envs, stop - start, self._store.payload_bytes), np.uint8)
+        for at, rows in self._pieces(lane, start, stop):
+            out[:, at] = rows
         return out
 
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
-        """Puts rows in their places; they become visible when the counters are set. StorageError: the disk fails."""
+        """Writes rows from a sequence on, visible when the counters are set. StorageError: the disk fails."""
         if rows.strides[-1] != 1:
             rows = np.ascontiguousarray(rows)
         try:
@@ -190,8 +201,8 @@ class RowTable:
 
     def _pieces(self, lane: int, start: int, stop: int) -> list[tuple[slice, np.ndarray[Any, Any]]]:
         s = self._store
-        shape = (s.lanes, s.strands, s.lane_capacity, s.row_stride)
-        size = s.lanes * s.strands * s.lane_capacity * s.row_stride
+        shape = (s.lanes, s.envs, s.lane_capacity, s.row_stride)
+        size = s.lanes * s.envs * s.lane_capacity * s.row_stride
         memory = s.memory()[s.rows_offset : s.rows_offset + size].reshape(shape)[lane]
         pieces, w = [], start
         while w < stop:
@@ -203,41 +214,41 @@ class RowTable:
 
 
 def _own_sequences(store: _native.Store, offset: int, slots: Tensor) -> Tensor:
-    """The sequences that the rows in these slots carry: int64 [n]. A store of one lane and one strand."""
+    """The sequences that the rows in these slots carry: int64 [n]. A store of one lane and one environment."""
     rows = store.memory()[store.rows_offset :][: store.lane_capacity * store.row_stride]
     own = rows.reshape(store.lane_capacity, store.row_stride)[:, offset : offset + SEQUENCE.nbytes][slots.numpy()]
     return torch.from_numpy(own.reshape(-1).view(np.int64))
 
 
-def expand_slots(time_slots: Tensor | int, strands: int) -> Tensor | int:
-    """The slots of all strands at these times: int64 [steps * strands], time first."""
-    if strands == 1 or isinstance(time_slots, int):
+def expand_slots(time_slots: Tensor | int, envs: int) -> Tensor | int:
+    """The slots of all environments at these times: int64 [steps * envs], time first."""
+    if envs == 1 or isinstance(time_slots, int):
         return time_slots
-    return (time_slots.unsqueeze(1) * strands + torch.arange(strands)).reshape(-1)
+    return (time_slots.unsqueeze(1) * envs + torch.arange(envs)).reshape(-1)
 
 
 class ColumnTable:
-    """Rows kept as columns `[time, *strands, ...]` on one device. Writers and readers take the storage's mutex."""
+    """Rows as columns `[time, *envs, ...]` on one device. Writers and readers hold the storage's mutex."""
 
-    def __init__(self, lanes: Lanes, layout: RowLayout, columns: list[Tensor], inner: tuple[int, ...]) -> None:
+    def __init__(self, lanes: Lanes, layout: RowLayout, columns: list[Tensor], env_shape: tuple[int, ...]) -> None:
         self._lanes = lanes
         self.layout = layout
         self._columns = columns
-        self._inner = inner
+        self._env_shape = env_shape
         self._device = columns[0].device
         self._sequences: Tensor | None = None
         if layout.carries_sequence:
             self.carry_sequences()
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
-        self._border = ColumnBorder(border, lanes.strands, self._device) if border.says_anything else None
+        self._border = ColumnBorder(border, lanes.envs, self._device) if border.decides else None
         self._incarnation = lanes.store.incarnation
 
     @classmethod
-    def empty(cls, lanes: Lanes, layout: RowLayout, inner: tuple[int, ...], device: torch.device) -> ColumnTable:
-        """Columns with room for every lane."""
-        lead = (lanes.store.lane_capacity, *inner)
+    def empty(cls, lanes: Lanes, layout: RowLayout, env_shape: tuple[int, ...], device: torch.device) -> ColumnTable:
+        """New columns with room for every step."""
+        lead = (lanes.store.lane_capacity, *env_shape)
         columns = [torch.zeros((*lead, *x.shape), dtype=x.dtype, device=device) for x in layout.leaves]
-        return cls(lanes, layout, columns, inner)
+        return cls(lanes, layout, columns, env_shape)
 
     @property
     def nbytes(self) -> int:
@@ -246,7 +257,7 @@ class ColumnTable:
     def carry_sequences(self) -> None:
         """Makes room for the rows' own sequences, in a column that no batch shows."""
         if self._sequences is None:
-            lead = self._columns[0].shape[: 1 + len(self._inner)]
+            lead = self._columns[0].shape[: 1 + len(self._env_shape)]
             self._sequences = torch.zeros(lead, dtype=SEQUENCE.dtype, device=self._device)
             self.layout = self.layout.with_sequence()
             self._lanes.own_sequences = functools.partial(_own_sequences_of_column, self._sequences)
@@ -256,7 +267,7 @@ class ColumnTable:
         return self._columns if self._sequences is None else [*self._columns, self._sequences]
 
     def plan(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> list[Tensor]:
-        """Leaves `[time, *strands, ...]` on the columns' device; errors as `RowLayout.plan`."""
+        """Leaves `[time, *envs, ...]` on the columns' device; errors as `RowLayout.plan`."""
         if extra is not None:
             batch = pytree.with_entry(batch, *extra)
         leaves = self.layout.fitting(batch, batch_dims)
@@ -264,13 +275,13 @@ class ColumnTable:
             leaves = [t.unsqueeze(0) for t in leaves]
         elif time_dim:
             leaves = [t.movedim(time_dim, 0) for t in leaves]
-        if len(self._inner) > 1:
-            leaves = [t.reshape(t.shape[0], *self._inner, *t.shape[2:]) for t in leaves]
+        if len(self._env_shape) > 1:
+            leaves = [t.reshape(t.shape[0], *self._env_shape, *t.shape[2:]) for t in leaves]
         for leaf, t in zip(self.layout.leaves, leaves, strict=True):
-            if tuple(t.shape[1 : 1 + len(self._inner)]) != self._inner:
+            if tuple(t.shape[1 : 1 + len(self._env_shape)]) != self._env_shape:
                 raise ValueError(
-                    f"{pytree.format_key(leaf.path)} has {list(t.shape[1 : 1 + len(self._inner)])} environments, "
-                    f"this storage {list(self._inner)}"
+                    f"{pytree.format_key(leaf.path)} has {list(t.shape[1 : 1 + len(self._env_shape)])} environments, "
+                    f"this storage {list(self._env_shape)}"
                 )
         return [t.to(self._device) for t in leaves]
 
@@ -279,7 +290,7 @@ class ColumnTable:
         leaves = [leaf[:most] for leaf in leaves]
         capacity = self._lanes.store.lane_capacity
         if self._border is not None:
-            self._look_at_border(self._border, leaves)
+            self._note_border(self._border, leaves)
         slots = self._lanes.advance(len(leaves[0]))
         where = slots[-capacity:].to(self._device)
         for column, leaf in zip(self._columns, leaves, strict=True):
@@ -288,15 +299,15 @@ class ColumnTable:
             self._sequences[where] = 0
         return slots
 
-    def _look_at_border(self, border: ColumnBorder, new: list[Tensor]) -> None:
-        """Says to the lanes whether the first of the new steps goes on where the newest stored one stopped."""
+    def _note_border(self, border: ColumnBorder, new: list[Tensor]) -> None:
+        """Notes in the lanes whether the first new step continues the newest stored one."""
         store, lanes = self._lanes.store, self._lanes
         lane = store.lane(0)
         published, capacity = lane["published"], store.lane_capacity
         if store.incarnation != self._incarnation:
             self._incarnation = store.incarnation
             looked, agreed = store.border_evidence(0)
-            border.recall(agreed)
+            border.restore(agreed)
             rows = torch.arange(max(lane["first"], min(looked, published - 1), published - LOOK_BACK), published)
             cut = torch.isin(rows[1:], torch.tensor(store.seams(0), dtype=torch.int64))
             border.learn_all(self._columns, (rows % capacity).to(self._device), cut.to(self._device).unsqueeze(1))
@@ -327,7 +338,7 @@ class ColumnTable:
         self._lanes.store.note_edits(slots)
 
     def prepare_overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor, first: int) -> Callable[[], None]:
-        """As `overwrite`, which what is returned does."""
+        """As `overwrite`, in two steps: what is returned writes."""
         return functools.partial(self.overwrite, slots, leaves, rows, first)
 
     def read(
@@ -335,11 +346,11 @@ class ColumnTable:
         slots: Tensor,
         shape: tuple[int, ...] | None = None,
         extra: dict[str, Any] | None = None,
-        numbers: bool = False,
-    ) -> tuple[Any, list[int] | None, list[int] | None, Tensor | None]:
-        """As `RowTable.read`; nothing is ever overwritten meanwhile."""
-        if self._lanes.asleep:
-            self._lanes.wake()
+        sequences: bool = False,
+    ) -> Rows:
+        """As `RowTable.read`; no row is overwritten meanwhile."""
+        if self._lanes.unused_since_fork:
+            self._lanes.join_after_fork()
         if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= self._lanes.capacity):
             raise IndexError(f"a slot lies outside 0 to {self._lanes.capacity - 1}")
         where = slots.to(self._device)
@@ -352,42 +363,42 @@ class ColumnTable:
         batch = pytree.unflatten(self.layout.root, leaves, lead, self._device)
         for key, value in (extra or {}).items():
             pytree.set_per_item(batch, key, value, len(lead))
-        return batch, None, absent or None, generation if numbers else None
+        return Rows(batch, absent=absent or None, sequences=generation if sequences else None)
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
-        """One leaf of the steps at time slots: [n, *strands, ...]."""
+        """One leaf of the steps at time slots: [n, *envs, ...]."""
         at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
         return self._columns[at][slots.to(self._device)]
 
     def view(self, start: int, stop: int) -> Any:
         """Live views of time slots [start, stop)."""
         leaves = [c[start:stop] for c in self._columns]
-        return pytree.unflatten(self.layout.root, leaves, (stop - start, *self._inner), self._device)
+        return pytree.unflatten(self.layout.root, leaves, (stop - start, *self._env_shape), self._device)
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """uint8 [strands, stop - start, payload bytes]: packed rows of these write numbers."""
+        """uint8 [envs, stop - start, payload bytes]: packed rows of these sequences."""
         slots = torch.arange(start, stop) % self._lanes.store.lane_capacity
-        out = np.empty((self._lanes.strands, stop - start, self.layout.payload_bytes), np.uint8)
+        out = np.empty((self._lanes.envs, stop - start, self.layout.payload_bytes), np.uint8)
         for column, x in zip(self._stored(), self.layout.stored, strict=True):
-            rows = column[slots.to(self._device)].cpu().reshape(stop - start, self._lanes.strands, *x.shape)
+            rows = column[slots.to(self._device)].cpu().reshape(stop - start, self._lanes.envs, *x.shape)
             if x.nbytes and start < stop:
-                raw = rows.contiguous().reshape(stop - start, self._lanes.strands, x.nbytes // x.itemsize)
+                raw = rows.contiguous().reshape(stop - start, self._lanes.envs, x.nbytes // x.itemsize)
                 as_bytes = raw.view(torch.uint8).numpy()
                 out[:, :, x.offset : x.offset + x.nbytes] = as_bytes.transpose(1, 0, 2)
         return out
 
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
-        """Puts packed rows in their places."""
+        """Writes packed rows from a sequence on."""
         slots = (torch.arange(start, start + rows.shape[1]) % self._lanes.store.lane_capacity).to(self._device)
         for column, x in zip(self._stored(), self.layout.stored, strict=True):
             # A copy with strides of its own: of one row, any strides count as contiguous, and views refuse some.
             part = rows[:, :, x.offset : x.offset + x.nbytes].transpose(1, 0, 2).copy()
-            leaf = torch.from_numpy(part).view(x.dtype).reshape(rows.shape[1], *self._inner, *x.shape)
+            leaf = torch.from_numpy(part).view(x.dtype).reshape(rows.shape[1], *self._env_shape, *x.shape)
             column[slots] = leaf.to(self._device)
 
     def _flat(self) -> list[Tensor]:
-        return [c.flatten(0, len(self._inner)) for c in self._columns]
+        return [c.flatten(0, len(self._env_shape)) for c in self._columns]
 
 
 def _own_sequences_of_column(column: Tensor, slots: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Storages as they were at one moment, for saves that run while the storage goes on."""
+"""Storages as they were at one moment: what a save reads while the storage goes on."""
 
 from __future__ import annotations
 
@@ -10,44 +10,47 @@ import numpy as np
 from engram.store.lanes import Lanes
 
 
-class Changes:
-    """What `identity` and `edited` of a storage said at one moment."""
+class ChangeTracker:
+    """Which rows of a storage have changed in place, as of the moment in which this was made."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._identity = lanes.identity()
-        # Now: a row that was changed in place and is then overwritten could not be named any more.
+        # Read now: a row that was changed in place and overwritten later could no longer be named.
         self._log = lanes.log()
 
     def identity(self) -> dict[str, Any]:
         return self._identity
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
-        mine, reached = self._identity, since.get("log")
-        if any(since.get(k) != mine[k] for k in ("session", "incarnation")) or type(reached) is not int:
+        now, log_end = self._identity, since.get("log")
+        same_rows = since.get("session") == now["session"] and since.get("incarnation") == now["incarnation"]
+        if not same_rows or type(log_end) is not int:
             return None
-        if not mine["log"] - len(self._log) <= reached <= mine["log"]:
+        if not now["log"] - len(self._log) <= log_end <= now["log"]:
             return None
-        return [entry for entry in self._log[len(self._log) - (mine["log"] - reached) :] if entry is not None]
+        return list(filter(None, self._log[len(self._log) - (now["log"] - log_end) :]))
 
 
-class FrozenRows(Changes):
-    """Packed rows: the RowSource of a save while others write.
+class RowSnapshot(ChangeTracker):
+    """Packed rows: the RowSource of a save.
 
-    Writers of this process keep a copy of what they overwrite before it was read; what other processes overwrite is
-    left out. The caller holds the storage's mutex, here and at `close`; all the time where nothing is written
-    `beside` the save by this process.
+    Writers of this process keep a copy of each row that they overwrite before it was read; rows that other processes
+    overwrite are left out. The caller holds the storage's mutex here and at `close`.
+
+    Args:
+        copy_on_write: whether this process writes while the save runs; otherwise the caller holds the mutex all along.
     """
 
     def __init__(
-        self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], row_bytes: int, beside: bool = True
+        self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], row_bytes: int, copy_on_write: bool = True
     ) -> None:
         super().__init__(lanes)
         self._lanes = lanes
         self._layout = copy.deepcopy(layout)
         self._counters = counters
         self._row_bytes = row_bytes
-        self._beside = beside
-        self._pass = lanes.store.begin_save(beside)
+        self._copy_on_write = copy_on_write
+        self._pass = lanes.store.begin_save(copy_on_write)
 
     def layout_state(self) -> dict[str, Any]:
         return self._layout
@@ -73,12 +76,12 @@ class FrozenRows(Changes):
         return out
 
     def close(self) -> None:
-        if self._beside:
+        if self._copy_on_write:
             self._lanes.store.end_save()
 
 
-class CopiedRows(Changes):
-    """Rows of a storage that keeps columns, copied: they change without notice."""
+class ColumnSnapshot(ChangeTracker):
+    """A copy of all rows of a storage that keeps columns, whose writers do not tell a save what they overwrite."""
 
     left_out = 0
 
@@ -107,8 +110,8 @@ class CopiedRows(Changes):
         self._blocks = []
 
 
-class FrozenItems(Changes):
-    """Items of a list, which are replaced and never changed."""
+class ItemSnapshot(ChangeTracker):
+    """The items of a list storage, which replaces its items and never changes them."""
 
     left_out = 0
 
@@ -132,8 +135,8 @@ class FrozenItems(Changes):
         self._items = []
 
 
-class FrozenParts:
-    """The members of an ensemble, each frozen behind its checkpointer."""
+class EnsembleSnapshot:
+    """Snapshots of the members of an ensemble, each with its checkpointer."""
 
     def __init__(self, parts: list[tuple[Any, Any]]) -> None:
         self._parts = parts
@@ -150,8 +153,8 @@ class FrozenParts:
             source.close()
 
 
-class NothingYet:
-    """A storage to which nothing has been written."""
+class EmptySource:
+    """The RowSource of a storage to which nothing has been written."""
 
     left_out = 0
 

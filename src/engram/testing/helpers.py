@@ -66,7 +66,7 @@ def state_of(rb: Any) -> Any:
     if lanes is None:
         return 0, 0, 0, []
     rows = numbers(rb[:]) if len(rb) else []
-    return len(rb), rb.write_count, rb.writer._cursor, rows
+    return len(rb), rb.write_count, getattr(rb.writer, "_cursor", None), rows
 
 
 _FEWEST = 5.0  # expected counts below which the chi-square distribution is a poor approximation

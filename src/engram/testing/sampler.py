@@ -18,14 +18,14 @@ class SamplerContract:
     """Of a class with `sample(storage, batch_size) -> (index, info)`. Inherit, and implement `make`.
 
     What a sampler may leave out (`use_generator`, `state_dict`) is asked of those that have it. A sampler for storages
-    of environments returns `storage.outward(slots)`; one that is not sets `environments = False`.
+    of environments returns `storage.from_slots(slots)`; one that is not sets `environments = False`.
 
     Example:
         >>> class AnyStep:
         ...     def sample(self, storage, batch_size):
         ...         if not len(storage):
         ...             raise RuntimeError("Cannot sample from an empty storage.")
-        ...         return storage.outward(torch.randint(len(storage), (batch_size,))), {}
+        ...         return storage.from_slots(torch.randint(len(storage), (batch_size,))), {}
         >>> class TestAnyStep(SamplerContract):
         ...     def make(self):
         ...         return AnyStep()

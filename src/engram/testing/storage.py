@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from engram.data import ReplayBuffer, SamplerWithoutReplacement, Storage, TensorDictReplayBuffer
+from engram.data.replay_buffers.storages import Rows
 from engram.testing.helpers import env_steps, numbers, of_numbers, state_of, steps
 
 INDICES = [
@@ -115,27 +116,24 @@ class StorageContract:
         assert numbers(rb[:]) == [0, 1, 2, 3]
 
     # ---- reading ----
-    @pytest.mark.parametrize("index", INDICES + REPEATING, ids=repr)
-    def test_an_index_means_what_it_means_to_numpy(self, rb: ReplayBuffer, index: Any) -> None:
+    def test_an_index_means_what_it_means_to_numpy(self, rb: ReplayBuffer) -> None:
         rb.extend(steps(0, 6))
-        where = np.asarray(index) if isinstance(index, list | range) else index
-        if isinstance(where, np.ndarray) and not where.size:
-            where = where.astype(int)
-        expected = np.arange(6)[where.numpy() if isinstance(where, torch.Tensor) else where]
-        found = rb[index]
-        assert np.array_equal(np.reshape(numbers(found), expected.shape), expected)
-        assert np.array_equal(np.reshape(numbers(rb.storage[index]), expected.shape), expected)
-        assert np.array_equal(np.reshape(numbers(rb.storage.get(index)), expected.shape), expected)
+        for index in INDICES + REPEATING:
+            expected = np.arange(6)[_as_numpy(index)]
+            for batch in (rb[index], rb.storage[index], rb.storage.get(index)):
+                assert np.array_equal(np.reshape(numbers(batch), expected.shape), expected), f"index {index!r}"
 
-    @pytest.mark.parametrize("index", BAD_INDICES, ids=lambda i: repr(i)[:40])
-    def test_a_bad_index_is_an_index_error_and_changes_nothing(self, rb: ReplayBuffer, index: Any) -> None:
+    def test_a_bad_index_is_an_index_error_and_changes_nothing(self, rb: ReplayBuffer) -> None:
         rb.extend(steps(0, 6))
-        if not isinstance(index, str):
+        for index in BAD_INDICES:
+            if not isinstance(index, str):
+                with pytest.raises(IndexError):
+                    rb[index]
+                    pytest.fail(f"index {index!r} was read")
             with pytest.raises(IndexError):
-                rb[index]
-        with pytest.raises(IndexError):
-            rb[index] = steps(50, 51)[0]
-        assert numbers(rb[:]) == [0, 1, 2, 3, 4, 5]
+                rb[index] = steps(50, 51)[0]
+                pytest.fail(f"index {index!r} was written")
+            assert numbers(rb[:]) == [0, 1, 2, 3, 4, 5], f"index {index!r}"
 
     def test_an_index_error_says_which_index_and_how_many_steps_there_are(self, rb: ReplayBuffer) -> None:
         rb.extend(steps(0, 6))
@@ -159,20 +157,31 @@ class StorageContract:
                 leaf.zero_()
         assert numbers(rb[:]) == [0, 1, 2, 3, 4, 5]
 
-    # ---- replacing ----
-    @pytest.mark.parametrize("index", INDICES, ids=repr)
-    def test_stored_steps_can_be_replaced_by_any_index_that_names_them_once(self, rb: ReplayBuffer, index: Any) -> None:
+    def test_rows_are_read_by_slot(self, rb: ReplayBuffer, storage: Any) -> None:
         rb.extend(steps(0, 6))
-        where = np.asarray(index) if isinstance(index, list | range) else index
-        if isinstance(where, np.ndarray) and not where.size:
-            where = where.astype(int)
-        where = where.numpy() if isinstance(where, torch.Tensor) else where
-        expected = np.arange(6)
-        chosen = np.array(expected[where])
-        expected[where] += 50
-        rb[index] = self.shaped(torch.as_tensor(chosen + 50))
-        assert numbers(rb[:]) == expected.tolist()
-        assert (len(rb), rb.write_count, rb.writer._cursor) == (6, 6, 6)
+        slots = torch.tensor([4, 1])
+        rows = storage.read(slots, sequences=True)
+        assert isinstance(rows, Rows) and numbers(rows.batch) == [4, 1]
+        assert rows.overwritten is None and rows.absent is None
+        assert rows.sequences is not None and torch.equal(rows.sequences, storage.lanes.generations(slots))
+
+    def test_slots_without_a_row_are_named(self, rb: ReplayBuffer, storage: Any) -> None:
+        rb.extend(steps(0, 6))
+        rb.empty()
+        rb.extend(steps(6, 9))
+        assert storage.read(torch.tensor([2, 8, 1])).absent == [1]
+
+    # ---- replacing ----
+    def test_stored_steps_can_be_replaced_by_any_index_that_names_them_once(self, rb: ReplayBuffer) -> None:
+        for index in INDICES:
+            rb.empty()
+            rb.extend(steps(0, 6))
+            where, expected = _as_numpy(index), np.arange(6)
+            chosen = np.array(expected[where])
+            expected[where] += 50
+            rb[index] = self.shaped(torch.as_tensor(chosen + 50))
+            assert numbers(rb[:]) == expected.tolist(), f"index {index!r}"
+            assert (len(rb), rb.write_count, rb.writer._cursor) == (6, 6, 6)
 
     def shaped(self, n: torch.Tensor) -> Any:
         """Data of these numbers as they are given to `rb[...] = ...`."""
@@ -265,6 +274,13 @@ class StorageContract:
         with pytest.raises(ValueError, match="8"):
             smaller.load_state_dict(rb.state_dict())
         assert numbers(smaller[:]) == [50, 51, 52] and smaller.write_count == 3
+
+
+def _as_numpy(index: Any) -> Any:
+    """What means the same to a NumPy array."""
+    if isinstance(index, list | range):
+        index = np.asarray(index) if len(index) else np.zeros(0, int)
+    return index.numpy() if isinstance(index, torch.Tensor) else index
 
 
 def _leaves(batch: Any) -> list[torch.Tensor]:

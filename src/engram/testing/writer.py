@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, Writer
+from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
 from engram.testing.helpers import numbers, state_of, steps
 
 
 class WriterContract:
-    """Of a `Writer`. Inherit, and implement `make`.
+    """Of a class with `write(storage, items, single, time_dim) -> slots`. Inherit, and implement `make`.
 
     Example:
         >>> class EverySecond(RoundRobinWriter):
@@ -29,7 +29,7 @@ class WriterContract:
     #: Whether it may leave steps out: their index is -1, or there is none for them.
     drops = False
 
-    def make(self) -> Writer:
+    def make(self) -> Any:
         """A new writer."""
         raise NotImplementedError
 
@@ -44,7 +44,7 @@ class WriterContract:
             at += n
             found = numbers(rb[:])
             assert len(rb) == len(found) == len(set(found)) <= 10 and set(found) <= set(range(at))
-        assert 0 <= rb.writer._cursor < 10
+        assert 0 <= getattr(rb.writer, "_cursor", 0) < 10  # which a writer that is no `Writer` need not have
 
     def test_the_indices_that_it_returns_are_where_the_steps_are(self, rb: ReplayBuffer) -> None:
         at = 0

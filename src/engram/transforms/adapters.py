@@ -16,7 +16,7 @@ from engram.transforms.env_specs import EnvSpecs, bounds_of, specs_by_trial
 _INVERSES = ("inv", "_inv_call", "_inv_apply_transform")
 
 
-class CallableTransform(Transform):
+class CallableTransform(Transform, built_in=True):
     """A callable as a transform: on reading, or with `invert` on writing."""
 
     def __init__(self, fn: Callable[[Any], Any], invert: bool = False) -> None:
@@ -36,7 +36,7 @@ class CallableTransform(Transform):
         return f"{getattr(self.fn, '__name__', self.fn)}{' (on writing)' if self.invert else ''}"
 
 
-class ForeignTransform(Transform):
+class ForeignTransform(Transform, built_in=True):
     """An object with an inverse as a transform: the object is called on reading, its inverse on writing.
 
     The inverse is its `inv`, which gets the caller's own batch; else its `_inv_call`, which gets new containers; else

@@ -41,6 +41,16 @@ class TransformStep(NamedTuple):
     inv: Callable[[TensorDictBase], TensorDictBase] | None  #: None: it changes nothing on the way in
 
 
+class Deferred(NamedTuple):
+    """A transform that changes whole batches that were collected without it, as it would have changed each step."""
+
+    writes: tuple[Key, ...]  #: the root entries that it makes or changes
+    limit: int | None  #: the number of steps after which it truncates an episode
+    #: Changes a batch `[*batch, T]` in TED in place, and goes on where the last batch ended. A mask, bool `[N, T]`,
+    #: says which of its steps follow a reset.
+    apply: Callable[[TensorDictBase, Tensor], None]
+
+
 class EnvTransformMixin:
     """The part of `Transform` that `TransformedEnv` uses.
 
@@ -113,6 +123,10 @@ class EnvTransformMixin:
     def env_steps(self) -> list[TransformStep]:
         """The functions to call at resets and steps."""
         return [TransformStep(self, self._reset, self._step, self._inv_call if self._inverts() else None)]
+
+    def deferred(self) -> Deferred | None:
+        """The same work done on whole batches; None where only step by step will do."""
+        return None
 
     @cached_property
     def _env_pairs(self) -> list[tuple[Key, Key]]:
@@ -371,8 +385,13 @@ class Transform(EnvTransformMixin):
     _inverts_by_call = False  # whether `inv` calls `_inv_call`
     _has_memory = False  # whether the inverse may keep steps in attributes from one write to the next
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    #: Whether it is one of the library's own classes: loading a state assigns attributes, and changes none in place; an
+    #: exception at a saved state means that this is damaged. Of a child that a user writes this need not hold.
+    built_in = True
+
+    def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.built_in = built_in
         by_call = cls._inv_call is not Transform._inv_call and cls.inv is Transform.inv
         if by_call and not cls._inverts_by_call:
             cls._inverts_by_call = cls._has_memory = cls.inverse_in_order = True
@@ -578,7 +597,7 @@ def _pair(sources: Keys, targets: Keys, suffix: str) -> tuple[list[Key], list[Ke
     return ins, outs
 
 
-class InvertedTransform(Transform):
+class InvertedTransform(Transform, built_in=True):
     """A transform in the opposite direction: `inv` on reading, `forward` on writing."""
 
     def __init__(self, transform: Transform) -> None:

@@ -15,7 +15,7 @@ from engram.transforms.env_specs import EnvSpecs, map_spec
 from engram.transforms.trajectory import TrajectoryBounds, TrajectoryTransform
 
 
-class CatFrames(TrajectoryTransform):
+class CatFrames(TrajectoryTransform, built_in=True):
     """Concatenates each observation with the N - 1 before it in its trajectory, oldest first.
 
     Args:

@@ -11,7 +11,7 @@ from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform, WriteRequest
 
 
-class Compose(Transform):
+class Compose(Transform, built_in=True):
     """Runs its transforms in order on reading, and in reverse order on writing.
 
     Example:
@@ -140,7 +140,7 @@ class Compose(Transform):
                 if name not in saved or saved[name] != mine
             ]
             differences += transform.differences(entry["state"])
-            if not differences and type(transform).__module__.split(".")[0] == "engram":
+            if not differences and transform.built_in:
                 copy.deepcopy(transform).load_state_dict(entry["state"])  # raises where it is impossible
         return differences
 

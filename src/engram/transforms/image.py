@@ -16,7 +16,7 @@ _BYTE_MODES = ("nearest", "nearest-exact", "bilinear")
 _GREY = (0.2989, 0.587, 0.114)  # ITU-R BT.601, as image libraries round it
 
 
-class ToTensorImage(Transform):
+class ToTensorImage(Transform, built_in=True):
     """Converts images `[*, H, W, C]` to floats `[*, C, H, W]`; integers of any dtype are divided by 255.
 
     Args:
@@ -70,7 +70,7 @@ class ToTensorImage(Transform):
         return {} if self.dtype is None else {"dtype": self.dtype}
 
 
-class Resize(Transform):
+class Resize(Transform, built_in=True):
     """Resizes images `[*, C, H, W]`: the last two dimensions become `[w, h]`, in this order.
 
     Args:
@@ -149,7 +149,7 @@ class Resize(Transform):
         return settings | ({"antialias": True} if self.antialias else {})
 
 
-class GrayScale(Transform):
+class GrayScale(Transform, built_in=True):
     """Converts images `[*, 3, H, W]` to grey `[*, 1, H, W]`, by the weights of ITU-R BT.601; integers keep their dtype.
 
     Raises:

@@ -30,7 +30,7 @@ _DONES: list[Key] = [*_FLAGS, *(("next", flag) for flag in _FLAGS)]
 _ATTACHED: list[Key] = ["index", "generation", "priority_weight"]
 
 
-class RenameTransform(Transform):
+class RenameTransform(Transform, built_in=True):
     """Renames entries.
 
     Args:
@@ -122,7 +122,7 @@ class RenameTransform(Transform):
         return {"create_copy": True} if self.create_copy else {}
 
 
-class SelectTransform(Transform):
+class SelectTransform(Transform, built_in=True):
     """Keeps only these entries on reading, and those that a buffer adds to its samples (`"index"`, ...).
 
     Args:
@@ -178,7 +178,7 @@ class SelectTransform(Transform):
         return {"keys": self.selected_keys}
 
 
-class ExcludeTransform(Transform):
+class ExcludeTransform(Transform, built_in=True):
     """Removes these entries on reading, where they exist.
 
     Args:

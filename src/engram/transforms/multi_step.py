@@ -162,7 +162,7 @@ class _Rows(NamedTuple):
         return unflatten(self.form, list(self.leaves), (*self.lead, self.steps), self.device)
 
 
-class MultiStepTransform(Transform):
+class MultiStepTransform(Transform, built_in=True):
     """Makes n-step transitions of the steps that are written; steps whose future is not known yet are held back.
 
     Args:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -28,7 +31,7 @@ from engram.pytree import (
     unstack,
 )
 from engram.specs import Categorical, Spec, Unbounded
-from engram.transforms.base import Transform, WriteRequest, root_key, root_pairs, select_reset, to_device
+from engram.transforms.base import Deferred, Transform, WriteRequest, root_key, root_pairs, select_reset, to_device
 from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs
 from engram.transforms.values import REWARD_KEYS, first_key
 
@@ -194,7 +197,7 @@ class CarryOver(NamedTuple):
     value: Any  # what `_run` returned
 
 
-class TrajectoryTransform(Transform):
+class TrajectoryTransform(Transform, built_in=True):
     """Base of transforms along time: they take batches `[*, T]`, and compute nothing across a trajectory's end.
 
     Trajectories end at done flags (`done_key`; `("next", "done")` if None, or `"done"` in batches without it), where
@@ -254,6 +257,24 @@ class TrajectoryTransform(Transform):
         """Sets the state of an environment before its first reset."""
         raise NotImplementedError
 
+    def _deferred(self, writes: Sequence[Key], *, limit: int | None = None, **settings: Any) -> Deferred:
+        """This transform with other `settings`, for whole batches of an environment."""
+        of_batches, before = copy.copy(self), None
+        vars(of_batches).update(settings, done_key=("next", "done"))
+
+        def apply(batch: TensorDictBase, starts: Tensor) -> None:
+            nonlocal before
+            ends = torch.zeros_like(starts)
+            ends[:, :-1] = starts[:, 1:]
+            trajectories = TrajectoryBounds(BatchView(tuple(batch.batch_size)), ends, None, starts, ends)
+            before = of_batches._run_in_env(batch, trajectories, ~starts[:, 0], before)
+
+        return Deferred(tuple(writes), limit, apply)
+
+    def _run_in_env(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
+        """`_run` on a batch in TED, with every root entry that the transform makes in an environment."""
+        return self._run(batch, trajectories, continues, before)
+
     def _inverts(self) -> bool:
         return False
 
@@ -312,7 +333,7 @@ def sibling_key(key: Key, name: str) -> Key:
     return name if isinstance(key, str) else (*key[:-1], name)
 
 
-class RewardSum(TrajectoryTransform):
+class RewardSum(TrajectoryTransform, built_in=True):
     """Adds up the rewards of each trajectory so far, this step's included, as `episode_reward` beside each reward.
 
     Args:
@@ -344,6 +365,8 @@ class RewardSum(TrajectoryTransform):
             return super()._pairs(batch)
         key = first_key(batch, REWARD_KEYS, "RewardSum")
         return [(key, sibling_key(key, "episode_reward"))]
+
+    _sum_along = staticmethod(running_sum)
 
     # ---- environments ----
     @cached_property
@@ -382,6 +405,25 @@ class RewardSum(TrajectoryTransform):
             following.set(target, self._shown(total, reward.dtype))
         return following
 
+    def deferred(self) -> Deferred | None:
+        if type(self) is not RewardSum:
+            return None
+        sources, targets = zip(*self._env_pairs, strict=True)
+        in_keys, out_keys = ([("next", *key_path(key)) for key in keys] for keys in (sources, targets))
+        return self._deferred(targets, in_keys=in_keys, out_keys=out_keys, _sum_along=_sum_in_order)
+
+    def _run_in_env(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
+        left = self._run(batch, trajectories, continues, before)
+        for i, (_, target) in enumerate(self._env_pairs):
+            total = require_tensor(batch, ("next", *key_path(target)), "RewardSum")
+            after = trajectories.view.split(total, target).flatten(2)
+            so_far = torch.zeros_like(after)
+            so_far[:, 1:] = after[:, :-1]
+            if before is not None:
+                so_far[:, 0] = before[i]
+            set_entry(batch, target, so_far.masked_fill_(trajectories.starts.unsqueeze(-1), 0).reshape(total.shape))
+        return left
+
     def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         first, left = trajectories.first(), []
         for i, (source, target) in enumerate(self._pairs(batch)):
@@ -391,14 +433,14 @@ class RewardSum(TrajectoryTransform):
             if before is not None:
                 x = x.clone()
                 x[:, 0] += torch.where(continues.unsqueeze(-1), before[i].to(x.device), 0)
-            total = running_sum(x, first)
+            total = self._sum_along(x, first)
             left.append(total[:, -1].clone())
             dtype = reward.dtype if reward.is_floating_point() else torch.int64
             set_entry(batch, target, trajectories.view.join(total.reshape(split.shape).to(dtype)))
         return left
 
 
-class StepCounter(TrajectoryTransform):
+class StepCounter(TrajectoryTransform, built_in=True):
     """Counts steps within each trajectory: `step_count` 0, 1, 2, ... and, one higher, `("next", "step_count")`.
 
     Args:
@@ -469,6 +511,11 @@ class StepCounter(TrajectoryTransform):
             self._most = int(self._count.max())
         return following
 
+    def deferred(self) -> Deferred | None:
+        if type(self) is not StepCounter:
+            return None
+        return self._deferred([self.step_count_key], limit=self.max_steps, max_steps=None)
+
     def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         done_key = self.done_key or first_key(batch, DONE_KEYS, "StepCounter")
         done = require_tensor(batch, done_key, "StepCounter")
@@ -497,7 +544,7 @@ class StepCounter(TrajectoryTransform):
         return {"max_steps": self.max_steps, **super()._settings()}
 
 
-class InitTracker(TrajectoryTransform):
+class InitTracker(TrajectoryTransform, built_in=True):
     """Marks the first step of each trajectory and of the batch: `is_init`, bool with the shape of the flags.
 
     Args:
@@ -535,6 +582,15 @@ class InitTracker(TrajectoryTransform):
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         return following.set(root_key(self.init_key), torch.zeros_like(following.get("done")))
 
+    def deferred(self) -> Deferred | None:
+        if type(self) is not InitTracker:
+            return None
+        return self._deferred(self.root_entries(), init_key=root_key(self.init_key))
+
+    def _run_in_env(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
+        set_entry(batch, ("next", *key_path(self.init_key)), torch.zeros_like(batch.get(("next", "done"))))
+        return self._run(batch, trajectories, continues, before)
+
     def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         done = require_tensor(batch, self.done_key or first_key(batch, DONE_KEYS, "InitTracker"), "InitTracker")
         init = trajectories.first() == trajectories.position
@@ -548,6 +604,17 @@ class InitTracker(TrajectoryTransform):
         return {"init_key": self.init_key, **super()._settings()}
 
 
+def _sum_in_order(x: Tensor, first: Tensor) -> Tensor:
+    """As `running_sum`, and to the last bit what an environment gives, which adds up one step after the other."""
+    sums = x.numpy().copy()
+    starts = (first == torch.arange(x.shape[1])).numpy()
+    for row, is_start in zip(sums, starts, strict=True):
+        bounds = [*np.flatnonzero(is_start).tolist(), len(row)]
+        for start, stop in pairwise(bounds):
+            np.add.accumulate(row[start:stop], axis=0, out=row[start:stop])
+    return torch.from_numpy(sums)
+
+
 def as_sum_dtype(value: Tensor) -> Tensor:
     """A tensor in the dtype that its sums are computed in."""
     if value.dtype in (torch.float16, torch.bfloat16):
@@ -555,7 +622,7 @@ def as_sum_dtype(value: Tensor) -> Tensor:
     return value if value.is_floating_point() else value.to(torch.int64)
 
 
-class Reward2GoTransform(TrajectoryTransform):
+class Reward2GoTransform(TrajectoryTransform, built_in=True):
     """On writing, adds the discounted sum of rewards from each step to its trajectory's end, as `reward_to_go`.
 
     Args:

@@ -23,13 +23,13 @@ from engram.pytree import (
     set_entry,
 )
 from engram.specs import Categorical, OneHot, Spec, Unbounded
-from engram.transforms.base import Transform, root_pairs
+from engram.transforms.base import Deferred, Transform, root_pairs
 from engram.transforms.env_specs import EnvSpecs, cast_spec, map_leaves
 
 REWARD_KEYS: tuple[Key, ...] = (("next", "reward"), "reward")
 
 
-class DTypeCastTransform(Transform):
+class DTypeCastTransform(Transform, built_in=True):
     """Casts entries of one dtype to another on reading, and back on writing.
 
     Args:
@@ -129,7 +129,7 @@ class DTypeCastTransform(Transform):
         return {"dtype_in": self.dtype_in, "dtype_out": self.dtype_out}
 
 
-class ObservationNorm(Transform):
+class ObservationNorm(Transform, built_in=True):
     """Normalises entries: `value * scale + loc`, or with `standard_normal` `(value - loc) / scale`; `inv` reverses it.
 
     Args:
@@ -269,7 +269,7 @@ class ObservationNorm(Transform):
         return {"loc": self.loc, "scale": self.scale, "standard_normal": self.standard_normal}
 
 
-class RewardScaling(Transform):
+class RewardScaling(Transform, built_in=True):
     """Scales rewards: `reward * scale + loc`, or with `standard_normal` `(reward - loc) / scale`.
 
     Args:
@@ -310,6 +310,17 @@ class RewardScaling(Transform):
         loc, scale = cast_stat(self.loc, value), cast_stat(self.scale, value)
         return (value - loc) / scale if self.standard_normal else value * scale + loc
 
+    def deferred(self) -> Deferred | None:
+        is_scalar = self.loc.numel() == self.scale.numel() == 1
+        if type(self) is not RewardScaling or not is_scalar or self._env_pairs != [("reward", "reward")]:
+            return None
+
+        def apply(batch: TensorDictBase, starts: Tensor) -> None:
+            following = batch.get("next")
+            following.set("reward", self._apply_transform(following.get("reward")))
+
+        return Deferred(("reward",), None, apply)
+
     def _settings(self) -> dict[str, Any]:
         return {"loc": self.loc.tolist(), "scale": self.scale.tolist(), "standard_normal": self.standard_normal}
 
@@ -339,7 +350,7 @@ def _checked_stats(loc: Any, scale: Any) -> tuple[Tensor, Tensor]:
     return loc, scale
 
 
-class FlattenObservation(Transform):
+class FlattenObservation(Transform, built_in=True):
     """Flattens neighbouring dimensions into one.
 
     Args:
@@ -378,7 +389,7 @@ class FlattenObservation(Transform):
         return {"first_dim": self.first_dim, "last_dim": self.last_dim}
 
 
-class UnsqueezeTransform(Transform):
+class UnsqueezeTransform(Transform, built_in=True):
     """Adds a dimension of 1 on reading; `inv` removes it.
 
     Args:

@@ -45,7 +45,7 @@ class _Stats(NamedTuple):
         return _Stats(count, mean, squares)
 
 
-class VecNorm(Transform):
+class VecNorm(Transform, built_in=True):
     """Normalises entries with their running mean and standard deviation.
 
     Args:

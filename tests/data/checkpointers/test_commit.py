@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from engram.checkpoint.directory import MARKER, MARKER_CONTENT, seal, unseal
+from engram.checkpoint.directory import MARKER, MARKER_CONTENT, from_checksummed_json, to_checksummed_json
 from engram.checkpoint.reader import reading
 from engram.checkpoint.writer import saving
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot, verify
@@ -234,7 +234,8 @@ def test_the_bytes_of_a_checkpoint_are_those_of_the_format(tmp_path):
         writer.body["n"] = 1
     manifest = (tmp_path / "g-000001" / "manifest.json").read_bytes()
     head = (
-        b'{"format":"engram snapshot","version":1,"features":[],"snapshot":"g-000001","files":{"a.bin":{"nbytes":3,"xxh3_128":"'
+        b'{"format":"engram snapshot","version":1,"features":[],"snapshot":"g-000001",'
+        b'"files":{"a.bin":{"nbytes":3,"xxh3_128":"'
         + xxhash.xxh3_128(b"abc").hexdigest().encode()
         + b'"}},"body":{"n":1}'
     )
@@ -267,10 +268,10 @@ def test_a_newer_format_is_refused_by_its_version(tmp_path, monkeypatch):
 def test_a_snapshot_that_uses_what_is_not_known_here_is_refused_by_name(tmp_path, features, error, said):
     save(tmp_path, 1)
     manifest = tmp_path / "g-000001" / "manifest.json"
-    document = unseal(manifest.read_bytes())
+    document = from_checksummed_json(manifest.read_bytes())
     document.pop("features")
     manifest.chmod(0o644)
-    manifest.write_bytes(seal(document if features is None else {**document, "features": features}))
+    manifest.write_bytes(to_checksummed_json(document if features is None else {**document, "features": features}))
     with pytest.raises(error, match=said):
         load(tmp_path, "g-000001")
 

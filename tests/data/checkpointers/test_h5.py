@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.checkpointer import data_files
-from contracts.forged import forge_file, forge_state
+from contracts.corruption import forge_file, forge_state
 from contracts.ted_rings import TedRings
 from engram import _hdf5 as h5
 from engram.data import LazyTensorStorage, ReplayBuffer

@@ -42,10 +42,12 @@ NEEDED = {
 # Functions that compute the name of an attribute, and where the name comes from: never from a file.
 COMPUTED = {
     ("checkpoint/encoding.py", ""): "dtypes that stand there, at import",
-    ("data/replay_buffers/checkpointers/torchrl/folders.py", ""): "dtypes that stand there, at import",
-    ("store/episodes.py", "_ask"): "the two methods that call it",
-    ("data/replay_buffers/reader.py", "_own"): "the constructor that calls it",
-    ("data/replay_buffers/storages/staging.py", "__getattr__"): "whoever asks the table that it stands for",
+    ("interop/torchrl/files.py", ""): "dtypes that stand there, at import",
+    ("store/episodes.py", "_query"): "the methods that call it",
+    ("data/replay_buffers/samplers/base.py", "_call"): "the methods that call it",
+    ("data/replay_buffers/samplers/prioritized.py", "__get__"): "the settings that stand there, at import",
+    ("data/replay_buffers/samplers/prioritized.py", "__set__"): "the settings that stand there, at import",
+    ("data/replay_buffers/writers/round_robin.py", "_call"): "the methods that call it",
     ("transforms/base.py", "decisive"): "_decisive of the class",
     ("data/replay_buffers/buffer.py", "_replace"): "the methods that call it",
 }

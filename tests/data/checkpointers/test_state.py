@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from engram.checkpoint.encoding import Blobs, encode
+from engram.checkpoint.encoding import EncodedArrays, Encoder, encode
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
 from engram.errors import CorruptCheckpointError
 
@@ -149,14 +149,14 @@ class Int(int):
 @pytest.mark.parametrize("value", [Int(3), {1}, bytearray(b"a"), 1j, torch.float32, np.zeros(1, "i4,i4")])
 def test_what_would_come_back_as_something_else_is_refused_with_its_place(value):
     with pytest.raises(TypeError, match=r"sampler\['a'\]\[1\] is a .* cannot be saved"):
-        encode({"a": [0, value]}, Blobs(), place="sampler")
+        encode({"a": [0, value]}, EncodedArrays(), place="sampler")
 
 
 def test_a_state_that_contains_itself_is_refused():
     state: list = []
     state.append(state)
     with pytest.raises(TypeError, match="contains itself"):
-        encode(state, Blobs())
+        encode(state, EncodedArrays())
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/a", ".hidden", "a\n"])
@@ -184,16 +184,17 @@ def test_a_component_name_that_is_no_file_name_is_refused(tmp_path, name):
 def test_a_forged_description_is_an_error_before_anything_is_allocated(tmp_path, monkeypatch, edit, value):
     from engram.checkpoint import snapshot
 
-    def forge(*arguments, **options):
-        tree = encode(*arguments, **options)
-        edit(*tree.values())
-        return tree
+    class Forging(Encoder):
+        def encode(self, value, blobs, place):
+            tree = super().encode(value, blobs, place)
+            edit(*tree.values())
+            return tree
 
     def allocate(size, *arguments, **options):
         assert size <= value.nbytes
         return empty(size, *arguments, **options)
 
-    monkeypatch.setattr(snapshot, "encode", forge)
+    monkeypatch.setattr(snapshot, "Encoder", Forging)
     save_snapshot(tmp_path, {"state": value})
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", allocate)
@@ -210,7 +211,7 @@ def test_a_forged_description_is_an_error_before_anything_is_allocated(tmp_path,
 def test_a_forged_tree_is_an_error(tmp_path, monkeypatch, tree):
     from engram.checkpoint import snapshot
 
-    monkeypatch.setattr(snapshot, "encode", lambda *arguments, **options: tree)
+    monkeypatch.setattr(snapshot.Encoder, "encode", lambda *arguments: tree)
     save_snapshot(tmp_path, {"state": 1})
     with (
         pytest.raises(CorruptCheckpointError, match=r"manifest\.json is damaged: component state"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as s
 from tensordict import TensorDict
 
 from contracts.checkpointer import CheckpointerContract, RowRings, data_files
-from contracts.forged import forge_file, forge_state
+from contracts.corruption import forge_file, forge_state
 from contracts.ted_rings import TedRings, ted_steps
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.data.replay_buffers.checkpointers import (
@@ -91,7 +91,7 @@ def round_trip(checkpointer, rings, like):
     return like
 
 
-@makers
+@pytest.mark.parametrize("make", [TensorStorageCheckpointer, *MAKERS.values()], ids=["rows", *MAKERS])
 @given(
     counts=s.lists(s.integers(0, 70), min_size=1, max_size=3),
     strands=s.integers(1, 3),

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, tensorclass
 
+from contracts.programs import run_program
 from engram.data import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -94,7 +93,7 @@ def leaves(data, path=()):
 
 def stored(buffer):
     """What lies in the slots, by key."""
-    n = len(buffer) // int(np.prod(buffer.storage.inner, dtype=int))
+    n = len(buffer) // int(np.prod(buffer.storage.env_shape, dtype=int))
     view = buffer.storage[0:n] if len(buffer) else buffer.storage._storage
     return {path: leaf[:n] for path, leaf in leaves(view)}
 
@@ -121,10 +120,10 @@ def test_rows_cursor_and_write_count_come_over(torchrl, rows, facts, name):
     buffer.loads(torchrl / name)
     same(buffer, rows, name)
     said = facts[name]
-    assert len(buffer) == said["length"] * np.prod(buffer.storage.inner, dtype=int)
+    assert len(buffer) == said["length"] * np.prod(buffer.storage.env_shape, dtype=int)
     if "cursor" in said:
         assert buffer.writer._cursor == said["cursor"]
-        assert buffer.write_count == said["write_count"] * np.prod(buffer.storage.inner, dtype=int)
+        assert buffer.write_count == said["write_count"] * np.prod(buffer.storage.env_shape, dtype=int)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +259,24 @@ def test_a_sampler_that_cannot_be_taken_over_says_which_parts_can(torchrl, rows,
     assert f"loads(path, parts={parts!r})" in str(error.value) and not len(buffer)
     buffer.loads(torchrl / name, parts=parts)
     same(buffer, rows, name)
+
+
+def test_samplers_of_a_users_own_take_over_what_their_base_does_or_nothing(torchrl, rows, facts):
+    class OwnEpochs(SamplerWithoutReplacement):
+        pass
+
+    class Own:
+        def sample(self, storage, batch_size):
+            return torch.zeros(batch_size, dtype=torch.int64), {}
+
+    buffer = buffer_for("epoch-begun", sampler=OwnEpochs())
+    buffer.loads(torchrl / "epoch-begun")
+    assert buffer.sample()["index"].tolist() == facts["epoch-begun"]["then"][0]
+    buffer = buffer_for("tensor-partial", sampler=Own())
+    buffer.loads(torchrl / "tensor-partial")
+    same(buffer, rows, "tensor-partial")
+    with pytest.raises(ValueError, match="the sampler is a Own here, one without replacement was saved"):
+        buffer.loads(torchrl / "epoch-begun")
 
 
 def test_a_state_of_an_unknown_sampler_is_refused_and_the_rest_is_taken_over(torchrl, tmp_path, rows):
@@ -401,5 +418,5 @@ def test_torchrl_is_not_imported(torchrl):
         "rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)\n"
         f"rb.loads({str(torchrl / 'flat-full-1')!r}); print(len(rb), 'torchrl.data' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_program(code)
     assert done.stdout.split() == ["10", "False"]

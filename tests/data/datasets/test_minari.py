@@ -309,18 +309,6 @@ def test_filters_that_would_be_loaded_from_elsewhere_are_refused(dataset):
         read_minari(dataset, buffer())
 
 
-def test_a_file_cut_short_anywhere_is_an_error_and_never_other_rows(dataset):
-    file = dataset / "data" / "main_data.hdf5"
-    whole = file.read_bytes()
-    wanted = torch.cat(list(iter_minari(dataset)))
-    for k in range(20):
-        file.write_bytes(whole[: len(whole) * k // 20])
-        try:
-            assert_same_bits(torch.cat(list(iter_minari(dataset))), wanted)
-        except DatasetError as error:
-            assert "main_data.hdf5" in str(error)
-
-
 def test_metadata_that_disagree_or_are_damaged_are_errors(dataset):
     metadata = dataset / "data" / "metadata.json"
     made = json.loads(metadata.read_text())

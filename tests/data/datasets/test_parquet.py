@@ -264,15 +264,6 @@ def test_a_form_that_leaves_a_column_out_is_refused(tmp_path):
         read_parquet(tmp_path / "s", buffer())
 
 
-def test_a_file_cut_short_anywhere_is_an_error(tmp_path):
-    write_parquet(filled(steps([30])), tmp_path / "s")
-    data = (tmp_path / "s").read_bytes()
-    for k in range(20):
-        (tmp_path / "s").write_bytes(data[: len(data) * k // 20])
-        with pytest.raises(DatasetError, match="no Parquet file"):
-            read_parquet(tmp_path / "s", buffer())
-
-
 def test_wrong_arguments_are_errors(tmp_path):
     with pytest.raises(ValueError, match="compression is"):
         write_parquet(steps([3]), tmp_path / "s", compression="best")

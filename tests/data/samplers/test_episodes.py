@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from data.samplers.episode_oracle import World
 from engram import _native
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
-from engram.store.episodes import Episodes
+from engram.store.episodes import EpisodeIndex
 
 CAPACITY = 12
 
@@ -78,7 +78,7 @@ def check(world, grown):
 
 def made(world):
     key = ("next", "value")
-    return Episodes(traj_key=key) if world.by_id else Episodes(end_key=key)
+    return EpisodeIndex(traj_key=key) if world.by_id else EpisodeIndex(end_key=key)
 
 
 @pytest.mark.parametrize("kind", ["rows", "environments", "list", "columns", "lanes"])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from contracts.children import Child
+from engram import _native
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -529,7 +530,7 @@ def test_a_step_that_is_being_overwritten_cannot_be_drawn_any_more():
     rb.extend(torch.arange(10))
     rb.update_priority(0, 1e9)
     assert rb.sample().tolist() == [0] * 4
-    rb.storage.lanes.store.claim(0, 1)  # as a writer in another process that has begun to replace it
+    _native.testing.claim(rb.storage.lanes.store, 0, 1)  # as a writer in another process that has begun to replace it
     assert priorities(rb, torch.arange(10)) == [-1, *[1] * 9]
     for _ in range(20):
         assert 0 not in rb.sample().tolist()
@@ -541,9 +542,9 @@ def test_rows_that_vanish_while_they_are_read_are_replaced_with_their_weights():
     rb = buffer(eps=0.0)
     rb.update_priority(rb.extend(torch.arange(10)), torch.tensor([8.0] + [2.0] * 9))
     slots, info = rb.sampler.sample(rb.storage, 30)
-    rb.storage.lanes.store.claim(0, 1)
+    _native.testing.claim(rb.storage.lanes.store, 0, 1)
     places = (slots == 0).nonzero().reshape(-1).tolist()
-    again = rb.sampler.redraw(rb.storage, slots, info, places)
+    again = rb.sampler._redraw(rb.storage, slots, info, places)
     assert places and 0 not in again.tolist()
     assert [info["priority_weight"][i].item() for i in places] == [1.0] * len(places)
     assert torch.equal(again[slots != 0], slots[slots != 0])

@@ -1,4 +1,4 @@
-"""SliceSampler: contract, what a slice is, marks, and statistics at the 1e-6 level."""
+"""Slices of trajectories: drawn at random, in epochs, and with a burn-in."""
 
 import pickle
 import re
@@ -14,7 +14,9 @@ from engram.data import (
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
+    SequenceSampler,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -22,6 +24,7 @@ from engram.testing.helpers import numbers, steps
 from engram.testing.sampler import SamplerContract
 
 
+# ---- SliceSampler: its contract, what a slice is ----
 class SliceContract(SamplerContract):
     """Of the contract's data, those without keys have no trajectories: steps take their place."""
 
@@ -370,3 +373,251 @@ def test_the_draws_of_an_index_that_grew_are_those_of_one_that_was_loaded(tmp_pa
         larger = made(90)
         larger.loads(tmp_path / str(k))
         assert [larger.sample()["n"].tolist() for _ in range(3)] == expected
+
+
+# ---- SliceSamplerWithoutReplacement: each trajectory once an epoch, wherever it is loaded ----
+class TestSliceSamplerWithoutReplacement(SliceContract):
+    def make(self):
+        return SliceSamplerWithoutReplacement(slice_len=2, end_key="done", truncated_key=None)
+
+
+class TestInOrder(SliceContract):
+    def make(self):
+        return SliceSamplerWithoutReplacement(
+            num_slices=1, end_key="done", truncated_key=None, drop_last=True, shuffle=False, strict_length=False
+        )
+
+    def test_a_sampler_used_for_two_buffers_mixes_nothing_up(self):
+        super().test_a_sampler_used_for_two_buffers_mixes_nothing_up()
+
+
+def buffer(capacity=100, batch_size=6, **how):
+    sampler = SliceSamplerWithoutReplacement(slice_len=2, **how)
+    generator = torch.Generator().manual_seed(3)
+    return ReplayBuffer(
+        storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=batch_size, generator=generator
+    )
+
+
+def ids_of(rb):
+    """The episode of each slice, to the end of the epoch."""
+    return [n for batch in rb for n in batch["id"][::2].tolist()]
+
+
+def test_every_trajectory_that_is_long_enough_is_drawn_once_an_epoch():
+    rb = buffer()
+    rb.extend(episodes([5, 1, 3, 2, 9, 1, 4, 2, 2, 7]))
+    for _ in range(5):
+        sizes, seen = [], []
+        for batch in rb:
+            sizes.append(len(batch))
+            seen += batch["id"][::2].tolist()
+        assert sorted(seen) == [0, 2, 3, 4, 6, 7, 8, 9] and sizes == [6, 6, 4]
+        assert rb.sampler.ran_out
+    slices_of(*rb.sample(return_info=True))
+    assert not rb.sampler.ran_out
+
+
+def test_a_last_batch_that_is_not_full_can_be_left_out():
+    rb = buffer(drop_last=True)
+    rb.extend(episodes([2] * 8))
+    for _ in range(3):
+        assert [len(batch) for batch in rb] == [6, 6]
+    assert rb.sample(16).shape == (16,)
+    with pytest.raises(ValueError, match=r"a batch is 9 slices, but only 8 trajectories have 2 steps"):
+        rb.sample(18)
+
+
+def test_in_order_means_oldest_first():
+    rb = buffer(capacity=20, shuffle=False)
+    rb.extend(episodes([2] * 13))
+    assert ids_of(rb) == list(range(3, 13))
+
+
+def test_orders_are_as_likely_and_so_are_starts():
+    rb = buffer(batch_size=2)
+    rb.extend(episodes([4, 4, 4]))
+    first, starts = [], []
+    for _ in range(3000):
+        batches = [batch["n"][0].item() for batch in rb]
+        first.append(tuple(n // 4 for n in batches))
+        starts += batches
+    assert_uniform(first, [(a, b, 3 - a - b) for a in range(3) for b in range(3) if a != b])
+    assert_uniform(starts, [0, 1, 2, 4, 5, 6, 8, 9, 10])
+
+
+def test_trajectories_that_come_during_an_epoch_join_the_next():
+    rb = buffer()
+    rb.extend(episodes([2, 2, 2, 2, 1], running=True))
+    seen = rb.sample()["id"][::2].tolist()
+    rb.extend(episodes([3, 2], start=9, first_id=4))
+    assert sorted(seen + ids_of(rb)) == [0, 1, 2, 3]
+    assert sorted(ids_of(rb)) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_trajectories_that_are_overwritten_during_an_epoch_are_skipped(shuffle):
+    for seed in range(20):
+        rb = buffer(capacity=20, shuffle=shuffle)
+        rb.generator.manual_seed(seed)
+        rb.extend(episodes([2] * 10))
+        seen = rb.sample()["id"][::2].tolist()
+        rb.extend(episodes([2] * 4, start=20, first_id=10))
+        seen += ids_of(rb) if not rb.sampler.ran_out else []
+        assert len(seen) == len(set(seen)) and set(seen) | set(range(4)) == set(range(10))
+        assert sorted(ids_of(rb)) == list(range(4, 14))
+
+
+def test_another_batch_size_that_changes_the_length_begins_an_epoch():
+    sampler = SliceSamplerWithoutReplacement(num_slices=2)
+    rb = ReplayBuffer(storage=LazyTensorStorage(50), sampler=sampler)
+    rb.extend(episodes([4, 2, 4, 2, 4]))
+    rb.sample(4)
+    seen = [n for _ in range(2) for n in rb.sample(8)["id"][::4].tolist()]
+    assert sorted(seen) == [0, 2, 4]
+
+
+def test_a_state_saved_at_every_step_goes_on_the_same_elsewhere(tmp_path):
+    """Also where rows were written and overwritten between the last draw and the save."""
+    for shuffle in (True, False):
+        rb = buffer(capacity=40, batch_size=4, shuffle=shuffle)
+        rb.extend(episodes([3, 2, 5, 1, 2, 2, 4, 2, 6]))
+        at = 27
+        for k in range(25):
+            if k % 3 != 2:
+                rb.sample()
+            if k % 2:
+                rb.extend(episodes([k % 5 + 1], start=at, first_id=100 + k, running=k % 4 == 1))
+                at += k % 5 + 1
+            path = tmp_path / f"{shuffle}{k}"
+            rb.dumps(path)
+            expected = [rb.sample()["n"].tolist() for _ in range(9)]
+            for capacity in (40, 55):
+                twin = buffer(capacity=capacity, batch_size=4, shuffle=shuffle)
+                twin.loads(path)
+                assert [twin.sample()["n"].tolist() for _ in range(9)] == expected, (shuffle, k, capacity)
+            rb.loads(path)
+
+
+def test_an_epoch_that_is_loaded_into_a_store_with_more_lanes_goes_on(tmp_path):
+    rb = buffer()
+    rb.extend(episodes([2] * 10))
+    rb.sample()
+    rb.dumps(tmp_path / "saved")
+    expected = ids_of(rb)
+    sampler = SliceSamplerWithoutReplacement(slice_len=2)
+    twin = ReplayBuffer(
+        storage=LazyMemmapStorage(400, lanes=2), sampler=sampler, batch_size=6, generator=torch.Generator()
+    )
+    twin.loads(tmp_path / "saved")
+    assert ids_of(twin) == expected
+
+
+def test_prepared_batches_are_those_without_preparation():
+    def drawn(prefetch):
+        sampler = SliceSamplerWithoutReplacement(slice_len=2)
+        generator = torch.Generator().manual_seed(1)
+        storage = LazyTensorStorage(60)
+        rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=4, generator=generator, prefetch=prefetch)
+        rb.extend(episodes([4, 2, 6, 3, 2, 8, 5, 2, 2]))
+        first = [rb.sample()["n"].tolist() for _ in range(4)]
+        rb[0] = rb[0]  # drops what was prepared
+        return first + [[b["n"].tolist() for b in rb] for _ in range(3)]
+
+    assert drawn(0) == drawn(3)
+
+
+def test_saved_settings_that_differ_are_refused():
+    rb = buffer()
+    rb.extend(episodes([2] * 5))
+    with pytest.raises(ValueError, match="drop_last=True here, False there"):
+        buffer(drop_last=True).load_state_dict(rb.state_dict())
+
+
+# ---- SequenceSampler: windows of one length, burn-in, padding, masks, beginnings ----
+MASK = ("collector", "mask")
+
+
+class TestSequenceSampler(SliceContract):
+    def make(self):
+        return SequenceSampler(slice_len=2, end_key="done", truncated_key=None)
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_window_is_burn_in_and_training_steps_with_padding_around(storage, strict):
+    sampler = SequenceSampler(slice_len=6, burn_in=2, strict_length=strict)
+    rb = ReplayBuffer(storage=storage(40), sampler=sampler)
+    rb.extend(episodes([7, 3, 4], start=0))
+    trained = set()
+    for _ in range(100):
+        batch = rb.sample(12).reshape(2, 6)
+        for row in batch:
+            n, mask = row["n"].tolist(), row[MASK].tolist()
+            real = [i for i, m in zip(n, mask, strict=True) if m]
+            assert real == list(range(real[0], real[0] + len(real))) and len(set(row["id"].tolist())) == 1
+            left = mask.index(True)
+            right = 6 - left - len(real)
+            assert n == [real[0]] * left + real + [real[-1]] * right
+            assert left <= 2 and (left == 0 or real[0] in (0, 7, 10))
+            assert right == 0 or (not strict and real[-1] == 9)
+            ends = [i == left + len(real) - 1 for i in range(6)]
+            done = row["next", "done"].flatten().tolist()
+            assert row["next", "truncated"].flatten().tolist() == ends
+            assert [d for d, m in zip(done, mask, strict=True) if m] == [
+                e for e, m in zip(ends, mask, strict=True) if m
+            ]
+            assert row["is_init"].flatten().tolist() == [i == left for i in range(6)]
+            trained |= {i for i, m in zip(n[2:], mask[2:], strict=True) if m}
+        warm_up, training = sampler.split(batch)
+        assert warm_up.shape == (2, 2) and torch.equal(training["n"], batch["n"][:, 2:])
+    assert trained == {*range(7), *(range(7, 10) if not strict else ()), *range(10, 14)}
+
+
+def test_starts_of_training_are_uniform():
+    torch.manual_seed(0)
+    rb = ReplayBuffer(storage=LazyTensorStorage(40), sampler=SequenceSampler(slice_len=5, burn_in=3))
+    rb.extend(episodes([8]))
+    assert_uniform(rb.sample(100_000)["n"].reshape(-1, 5)[:, 3].tolist(), range(7))
+
+
+def test_without_burn_in_whole_windows_are_slices():
+    rb = ReplayBuffer(storage=LazyTensorStorage(40), sampler=SequenceSampler(num_slices=3))
+    rb.extend(episodes([8, 9]))
+    batch, info = rb.sample(12, return_info=True)
+    assert batch[MASK].all() and info[MASK].all() and (batch["n"].reshape(3, 4).diff() == 1).all()
+
+
+def test_short_trajectories_are_padded_behind():
+    rb = ReplayBuffer(storage=LazyTensorStorage(40), sampler=SequenceSampler(slice_len=5, strict_length=False))
+    rb.extend(episodes([3]))
+    batch, info = rb.sample(5, return_info=True)
+    assert batch["n"].tolist() == [0, 1, 2, 2, 2] and batch[MASK].tolist() == [True] * 3 + [False] * 2
+    assert info["slice_id"].tolist() == [0] * 5 and info["index"].tolist() == [0, 1, 2, 2, 2]
+
+
+def test_marks_that_the_data_have_stay():
+    data = episodes([4, 4])
+    data["is_init"] = torch.tensor([1, 0, 1, 0, 1, 0, 0, 0]).bool().unsqueeze(-1)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(40), sampler=SequenceSampler(slice_len=4), batch_size=8)
+    rb.extend(data)
+    for row in rb.sample().reshape(2, 4):
+        wanted = [True, False, row["id"].unique().item() == 0, False]
+        assert row["is_init"].flatten().tolist() == wanted
+    rb.set_sampler(SequenceSampler(slice_len=3, init_key=None, mask_key="real", traj_key="id"))
+    batch = rb.sample(6)
+    assert batch["real"].all() and "collector" not in batch
+
+
+def test_burn_in_must_leave_steps_to_train_on():
+    for burn_in in (-1, True, 1.5):
+        with pytest.raises(ValueError, match="burn_in must be 0 or more"):
+            SequenceSampler(slice_len=4, burn_in=burn_in)
+    with pytest.raises(ValueError, match="burn_in=4 leaves no row to train on of sequences of 4"):
+        SequenceSampler(slice_len=4, burn_in=4)
+    rb = ReplayBuffer(storage=LazyTensorStorage(40), sampler=SequenceSampler(num_slices=2, burn_in=4))
+    rb.extend(episodes([9]))
+    with pytest.raises(ValueError, match="leaves no row to train on of sequences of 3"):
+        rb.sample(6)
+    with pytest.raises(TypeError, match="there is no span"):
+        SequenceSampler(slice_len=4, span=True)

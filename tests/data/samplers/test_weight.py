@@ -165,7 +165,7 @@ def windows_by_hand(pieces, sampler):
 def pieces_by_hand(rb, cuts):
     """The stored numbers in runs of one id, lane by lane, environment by environment, cut before these numbers."""
     runs = []
-    size, strands = rb.storage.lanes.store.lane_capacity, rb.storage.lanes.strands
+    size, strands = rb.storage.lanes.store.lane_capacity, rb.storage.lanes.envs
     for lane, state in enumerate(rb.storage.lanes.states()):
         for strand in range(strands):
             previous = None

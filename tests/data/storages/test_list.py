@@ -13,6 +13,8 @@ from engram.testing import StorageContract, numbers, steps
 
 
 class TestListStorage(StorageContract):
+    settings = {"kind": "list", "lanes": 1}
+
     def make(self, capacity, path):
         return ListStorage(capacity)
 

@@ -12,11 +12,14 @@ from engram.testing import TableContract, env_steps, numbers, state_of, steps
 
 
 class TestTemporaryFile(TableContract):
+    settings = {"kind": "temporary file", "lanes": 1}
+
     def make(self, capacity, path):
         return LazyMemmapStorage(capacity)
 
 
 class TestNamedFile(TableContract):
+    settings = {"kind": "named file", "lanes": 1}
     fresh = False
 
     def make(self, capacity, path):
@@ -43,6 +46,7 @@ class TestNamedFile(TableContract):
 
 
 class TestNamedFileWithLanes(TestNamedFile):
+    settings = {"kind": "named file", "lanes": "several"}
     room_is_max_size = False
     test_a_slice_of_the_storage_is_a_live_view = None  # lanes have gaps between them
 

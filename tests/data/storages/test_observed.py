@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import subprocess
-import sys
 import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -16,6 +14,8 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
+from contracts.programs import run_program
+from engram import _native
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -93,15 +93,16 @@ def test_it_writes_nothing(job: ReplayBuffer, tmp_path: Path) -> None:
 
 def test_no_native_call_writes_to_its_map(job: ReplayBuffer, tmp_path: Path) -> None:
     store = observer(tmp_path).storage.lanes.store
-    plan = job.storage.table.plan(steps(0, 1), 1, 0)
+    plan = job.storage._table.plan(steps(0, 1), 1, 0)
     for write in (
-        lambda: store.append(0, plan), lambda: store.overwrite(torch.tensor([0]), plan), store.mend, store.recover,
-        lambda: store.claim(0, 1), lambda: store.publish(0, 20, 1), lambda: store.raise_term(0), store.sync_header,
+        lambda: store.append(0, plan), lambda: store.overwrite(torch.tensor([0]), plan), store.repair, store.recover,
+        lambda: _native.testing.claim(store, 0, 1), lambda: _native.testing.publish(store, 0, 20, 1),
+        lambda: store.raise_term(0), store.sync_header,
         lambda: store.mark_durable([0]), lambda: store.empty(True), store.begin_restore, store.end_restore,
         lambda: store.restore_lane(0, 0, 0, 0), lambda: store.set_seams(0, 0, 1, []), store.finish_interrupted,
         lambda: setattr(store, "clean", True), lambda: setattr(store, "boot_id", bytes(16)),
         lambda: setattr(store, "replaced", 1), lambda: store.note_edits(torch.tensor([0])),
-        lambda: store.reserve_sequences(1), lambda: store.count_replaced(1),
+        lambda: store.reserve_sequences(1), lambda: store.count_replaced(torch.tensor([0])),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="observed"):
             write()
@@ -208,7 +209,7 @@ def test_it_saves_what_it_sees(job: ReplayBuffer, tmp_path: Path) -> None:
 
 def test_a_save_during_which_rows_were_changed_fails(job: ReplayBuffer, tmp_path: Path) -> None:
     rb = observer(tmp_path)
-    with rb.storage.still() as source:
+    with rb.storage._consistent_view() as source:
         source.read_block(0, 0, 5)
         job[3] = of_numbers(torch.tensor(99))
         with pytest.raises(StorageInUseError, match="while they were saved"):
@@ -238,6 +239,5 @@ def test_it_uses_no_lock(job: ReplayBuffer, tmp_path: Path) -> None:
     rb = observer(tmp_path)
     code = "from engram.data import ReplayBuffer; import sys; ReplayBuffer.open(sys.argv[1]).empty()"
     job.storage.close()
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, env=env)
+    run_program(code, tmp_path).check_returncode()
     assert len(rb) == 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from contracts.children import Child, Signal
+from contracts.pairwise import pairwise_product
 from engram.data import (
     FlatStorageCheckpointer,
     H5StorageCheckpointer,
@@ -18,7 +19,7 @@ from engram.data import (
     TensorStorageCheckpointer,
 )
 from engram.errors import StorageInUseError
-from engram.store.episodes import Episodes
+from engram.store.episodes import EpisodeIndex
 
 
 def one_trajectory(start, stop):
@@ -28,7 +29,7 @@ def one_trajectory(start, stop):
 
 def lengths(rb):
     """Of the stored trajectories."""
-    return Episodes().trajectories(rb.storage).length.tolist()
+    return EpisodeIndex().trajectories(rb.storage).length.tolist()
 
 
 def dumped(rb, twin, path):
@@ -51,9 +52,7 @@ CHECKPOINTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("capacity", [10, 12])
-@pytest.mark.parametrize("checkpointer", CHECKPOINTERS)
-@pytest.mark.parametrize("how", SAVED)
+@pytest.mark.parametrize("how, checkpointer, capacity", pairwise_product(SAVED, CHECKPOINTERS, [10, 12]))
 def test_a_save_before_the_first_write_of_a_store_that_was_opened_again_cuts_where_that_write_does(
     tmp_path, how, checkpointer, capacity
 ):

@@ -1,13 +1,11 @@
 """Too little disk or memory: an exception with the numbers at the first write, no signal, nothing left behind."""
 
 import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
 
+from contracts.programs import run_program
 from engram import _system
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.errors import StorageError
@@ -16,17 +14,9 @@ from engram.testing import steps
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(mount):
     """A disk of one megabyte."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    return mount("1m")
 
 
 def free(folder):
@@ -87,9 +77,7 @@ def test_tmpdir_is_honoured_and_a_full_one_is_no_signal(small_disk):
             print("refused", error)
     """
     env = {**os.environ, "TMPDIR": str(small_disk)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=200
-    )
+    done = run_program(code, env=env)
     assert done.returncode == 0 and str(small_disk) in done.stdout, done.stderr
     assert list(small_disk.iterdir()) == []
 
@@ -170,9 +158,7 @@ def test_a_real_control_group_limits_a_real_process(tmp_path):
             print("refused", error)
     """
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200
-        )
+        done = run_program(code)
     finally:
         os.rmdir(group)
     assert done.returncode == 0 and "refused not enough memory" in done.stdout, done.stderr

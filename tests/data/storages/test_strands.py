@@ -7,21 +7,29 @@ from engram.testing import StrandsContract, numbers, of_numbers
 
 
 class TestLazyTensorStorage(StrandsContract):
+    settings = {"kind": "memory", "lanes": 1}
+
     def make(self, capacity, path, ndim=2):
         return LazyTensorStorage(capacity, ndim=ndim)
 
 
 class TestShared(StrandsContract):
+    settings = {"kind": "shared", "lanes": 1}
+
     def make(self, capacity, path, ndim=2):
         return LazyTensorStorage(capacity, ndim=ndim, shared=True)
 
 
 class TestTemporaryFile(StrandsContract):
+    settings = {"kind": "temporary file", "lanes": 1}
+
     def make(self, capacity, path, ndim=2):
         return LazyMemmapStorage(capacity, ndim=ndim)
 
 
 class TestNamedFile(StrandsContract):
+    settings = {"kind": "named file", "lanes": 1}
+
     def make(self, capacity, path, ndim=2):
         return LazyMemmapStorage(capacity, scratch_dir=path, ndim=ndim)
 

@@ -14,11 +14,15 @@ from engram.testing import TableContract, numbers, steps
 
 
 class TestLazyTensorStorage(TableContract):
+    settings = {"kind": "memory", "lanes": 1}
+
     def make(self, capacity, path):
         return LazyTensorStorage(capacity)
 
 
 class TestSharedLazyTensorStorage(TableContract):
+    settings = {"kind": "shared", "lanes": 1}
+
     def make(self, capacity, path):
         return LazyTensorStorage(capacity, shared=True)
 
@@ -26,6 +30,7 @@ class TestSharedLazyTensorStorage(TableContract):
 class TestLazyTensorStorageWithLanes(TableContract):
     """One process writes one lane: its room is that of the lane."""
 
+    settings = {"kind": "shared", "lanes": "several"}
     room_is_max_size = False
     test_a_slice_of_the_storage_is_a_live_view = None  # lanes have gaps between them
 
@@ -36,6 +41,7 @@ class TestLazyTensorStorageWithLanes(TableContract):
 class TestTensorStorage(TableContract):
     """Emptied, it is a storage like others whose layout is known from the start."""
 
+    settings = {"kind": "existing tensors", "lanes": 1}
     fresh = False
 
     def make(self, capacity, path):

@@ -2,9 +2,7 @@
 
 import copy
 import math
-import os
-import subprocess
-import sys
+import threading
 
 import hypothesis.strategies as st
 import pytest
@@ -12,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from tensordict import TensorDict
 
+from contracts.children import Signal
+from contracts.kills import killed_after
 from engram import _native
+from engram._native import FIRST_REPLACED
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -279,18 +280,29 @@ class TestNumbersOfRows:
             if turn == 6:
                 rb.empty()
 
-    def test_a_read_never_gives_a_row_the_number_of_a_newer_one(self):
-        rb = make()
-        rb.extend(items([1.0, 2.0, 3.0, 4.0]))
-        rb.extend(items([5.0], [10]))
-        lanes, table = rb.storage.lanes, rb.storage
-        looked = lanes.generations
-        # The worst moment: rows are replaced between the look at the numbers and the copy, or the other way round.
-        lanes.generations = lambda slots: (looked(slots), rb.extend(items([6.0], [11])))[0]
-        batch, _, _, number = table.read(torch.arange(4), numbers=True)
-        del lanes.generations
-        now = lanes.generations(torch.arange(4))
-        assert batch["id"].tolist()[1] == 11 and number[1] != now[1]
+    def test_a_read_gives_each_row_its_own_number_whoever_replaces_it_meanwhile(self):
+        rb = make(LazyTensorStorage(64))
+        rb.extend(items([0.0] * 64, list(range(64))))
+        done, written = threading.Event(), 64
+
+        def replace():
+            nonlocal written
+            while not done.is_set():
+                rb.extend(items([float(written)], [written]))
+                written += 1
+
+        thread = threading.Thread(target=replace)
+        thread.start()
+        try:
+            for _ in range(300):
+                batch, gone, _, number = rb.storage.read(torch.arange(64), sequences=True)
+                if gone is None:
+                    ids = batch["id"]
+                    expected = torch.where(ids < 64, ids, ids - 64 + FIRST_REPLACED)
+                    assert torch.equal(number, expected)
+        finally:
+            done.set()
+            thread.join()
 
 
 class TestAlone:
@@ -352,31 +364,25 @@ def test_it_says_what_it_is():
 
 @pytest.mark.deep
 def test_a_kill_while_rows_are_replaced_leaves_whole_rows(tmp_path):
-    code = f"""
-import torch
-from tensordict import TensorDict
-from engram.data import *
-rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(64, scratch_dir={str(tmp_path)!r}),
-                            writer=TensorDictMaxValueWriter("n"))
-n = 0
-while True:
-    i = torch.arange(n, n + 16)
-    rb.extend(TensorDict({{"n": i, "obs": i.unsqueeze(-1) + torch.arange(300.0)}}, [16]))
-    n += 16
-    if n == 1600:
-        print("busy", flush=True)
-"""
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ))
-    try:
-        assert child.stdout.readline()
-    finally:
-        child.kill()
-        child.wait()
-        child.stdout.close()
+    busy = Signal()
+
+    def replace_for_ever():
+        storage = LazyMemmapStorage(64, scratch_dir=tmp_path)
+        rb = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter("n"))
+        for first in range(0, 1 << 40, 16):
+            n = torch.arange(first, first + 16)
+            rb.extend(TensorDict({"n": n, "obs": n.unsqueeze(-1) + torch.arange(300.0)}, [16]))
+            if first == 1600:
+                busy.send()
+
+    killed_after(busy.wait, replace_for_ever)
     rb = TensorDictReplayBuffer.open(tmp_path, writer=TensorDictMaxValueWriter("n"))
     rows = rb[:]
     assert len(rows) == 64 and (rows["obs"] == rows["n"].unsqueeze(-1) + torch.arange(300.0)).all()
     assert rows["index"].tolist() == list(range(64))
+    # A row and its sequence are of one write: of the first 64 their number, of the others how many have replaced any.
+    expected = torch.where(rows["n"] < 64, rows["n"], rows["n"] - 64 + FIRST_REPLACED)
+    assert torch.equal(rb.storage.lanes.generations(torch.arange(64)), expected)
     lowest = int(rows["n"].argmin())
     best = TensorDict({"n": torch.tensor([1 << 40]), "obs": torch.zeros(1, 300)}, [1])
     assert rb.extend(best).tolist() == [lowest]

@@ -31,8 +31,10 @@ from engram.data import (
     TensorStorage,
 )
 from engram.data.datasets import write_hdf5, write_parquet
-from engram.errors import StorageError
+from engram.errors import CheckpointMisfitError, StorageError
 from engram.store import files
+from engram.store.lanes import Lanes
+from engram.store.tables import RowTable
 
 STORAGES: dict[str, Callable[[int, Path], Any]] = {
     "list": lambda n, path: ListStorage(n),
@@ -225,7 +227,7 @@ class TestOfAStoreThatIsReopened:
         native = rb.storage.lanes.store
         # Just before the rows are written: the sequences are taken, whatever happens.
         plan = rb.storage.check(ranked(9), False, 0, "index", torch.tensor([1]))
-        write = rb.storage.prepare_replace(plan, torch.tensor([0]), torch.tensor([1]))
+        write = rb.storage._prepare_replace(plan, torch.tensor([0]), torch.tensor([1]))
         shutil.copytree(path / "killed", path / "before")
         write()
         shutil.copytree(path / "killed", path / "after")
@@ -366,7 +368,7 @@ class TestRowsThatCarryNone:
         rows = rb[:]
         rb.set_writer(TensorDictMaxValueWriter())
         with rb.storage.mutex:
-            frozen = rb.storage.freeze()
+            frozen = rb.storage._snapshot_view()
         rb.extend(steps(100, 130))
         block = frozen.read_block(0, 5, 25)
         frozen.close()
@@ -408,12 +410,30 @@ class TestRowsThatCarryNone:
         assert numbers(twin) == numbers(rb) and (twin[:] == rb[:]).all()
         assert twin.extend(steps(100, 101)).tolist() == [5]
 
-    def test_where_they_have_no_place_loaded_rows_have_those_that_the_lane_counts(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("storage", ["shared", "mapped", "temporary"])
+    @pytest.mark.parametrize("way", ["dumps", "state_dict"])
+    def test_rows_that_carry_theirs_are_not_loaded_where_they_would_lose_them(
+        self, storage: str, way: str, tmp_path: Path
+    ) -> None:
         rb = filled(LazyTensorStorage(20))
+        other = made_by_another(ROW_STORAGES[storage](tmp_path))
+        before, rows = numbers(other), other[:]
         rb.dumps(tmp_path / "saved")
-        other = made_by_another(ROW_STORAGES["mapped"](tmp_path))
+        with pytest.raises(CheckpointMisfitError, match="rows carry sequences of their own there"):
+            if way == "dumps":
+                other.loads(tmp_path / "saved", parts=("storage",))
+            else:
+                other.storage.load_state_dict(rb.storage.state_dict())
+        assert numbers(other) == before and (other[:] == rows).all()
+
+    @pytest.mark.parametrize("storage", ["memory", "shared", "mapped", "temporary", "tensors"])
+    def test_rows_of_which_none_was_replaced_are_loaded_anywhere(self, storage: str, tmp_path: Path) -> None:
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20), writer=TensorDictMaxValueWriter())
+        rb.extend(steps(0, 15))
+        other = made_by_another(ROW_STORAGES[storage](tmp_path))
+        rb.dumps(tmp_path / "saved")
         other.loads(tmp_path / "saved", parts=("storage",))
-        assert numbers(other) == list(range(20)) and (other[:] == rb[:]).all()
+        assert numbers(other) == list(range(15)) and (other[:] == rb[:]).all()
 
     def test_a_load_that_fails_brings_back_rows_that_were_copied_for_it(self, tmp_path: Path) -> None:
         saved = filled(LazyTensorStorage(20))
@@ -445,3 +465,99 @@ def test_rows_of_a_writer_that_replaces_none_carry_none() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(20), writer=RoundRobinWriter())
     rb.extend(steps(0, 5))
     assert not rb.storage.layout.carries_sequence
+
+
+# ---- planted errors ----
+def _shows_sequences(patch: pytest.MonkeyPatch) -> None:
+    """Batches have one entry more."""
+    read = RowTable.read
+
+    def shown(self: RowTable, slots: Any, shape: Any = None, extra: Any = None, numbers: bool = False) -> Any:
+        own = self.lanes.generations(slots).reshape((len(slots),) if shape is None else shape)
+        return read(self, slots, shape, {**(extra or {}), "sequence": own}, numbers)
+
+    patch.setattr(RowTable, "read", shown)
+
+
+def _is_a_key(patch: pytest.MonkeyPatch) -> None:
+    """The sequence is a leaf like the others, from the first batch on."""
+    check = LazyTensorStorage.check
+
+    def with_key(self: Any, items: Any, *args: Any, **kwargs: Any) -> Any:
+        return check(self, items.clone().set("sequence", torch.zeros(items.shape, dtype=torch.int64)), *args, **kwargs)
+
+    patch.setattr(LazyTensorStorage, "check", with_key)
+
+
+def _fills_nothing(patch: pytest.MonkeyPatch) -> None:
+    """`loads` leaves in the place of sequences what was in the memory."""
+    put = RowTable.set_block
+
+    def unfilled(self: RowTable, lane: int, start: int, rows: Any) -> None:
+        offset = self.layout.sequence_offset
+        if offset is not None:
+            rows = rows.copy()
+            rows[..., offset : offset + 8] = 0x7F
+        put(self, lane, start, rows)
+
+    patch.setattr(RowTable, "set_block", unfilled)
+
+
+def _loses_them_in_place(patch: pytest.MonkeyPatch) -> None:
+    overwrite = RowTable.overwrite
+
+    def lost(self: RowTable, slots: Any, plan: Any, rows: Any = None) -> None:
+        self.prepare_overwrite(slots, plan, torch.arange(len(slots)), 0)() if rows is None else overwrite(
+            self, slots, plan, rows
+        )
+
+    patch.setattr(RowTable, "overwrite", lost)
+
+
+def _copies_without_counters(patch: pytest.MonkeyPatch) -> None:
+    """Rows that were copied to carry sequences are those of another store."""
+    widened = Lanes.widened
+
+    def other(self: Lanes, store: Any) -> Lanes:
+        lane = self.store.lane(0)
+        store.begin_restore()
+        store.restore_lane(0, lane["first"], lane["published"], lane["origin"])
+        store.end_restore()
+        return widened(self, store)
+
+    patch.setattr(Lanes, "widened", other)
+
+
+PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Path], None]]] = {
+    "sequences in batches": (_shows_sequences, lambda path: test_they_are_in_no_batch("memory", path)),
+    "sequences in what is exported": (
+        _is_a_key, lambda path: test_they_are_in_nothing_that_is_exported("memory", path)
+    ),
+    "sequences that loads does not fill": (
+        _fills_nothing,
+        lambda path: TestRowsThatCarryNone().test_loaded_into_a_storage_of_this_writer_they_carry_theirs(
+            "memory", False, path
+        ),
+    ),
+    "sequences that are lost by a change in place": (
+        _loses_them_in_place,
+        lambda path: test_a_row_that_is_changed_in_place_keeps_the_one_that_it_has(lambda: LazyTensorStorage(4)),
+    ),
+    "priorities that are lost when rows are copied for their sequences": (
+        _copies_without_counters,
+        lambda path: TestRowsThatCarryNone().test_priorities_and_trajectories_stay_when_they_are_copied(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.mutant
+@pytest.mark.deep
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_error_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, check = PLANTS[name]
+    (tmp_path / "sound").mkdir()
+    check(tmp_path / "sound")
+    plant(monkeypatch)
+    (tmp_path / "planted").mkdir()
+    with pytest.raises(AssertionError):
+        check(tmp_path / "planted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engram import _native
 from engram.data import SamplerEnsemble, StorageEnsemble, WriterEnsemble
 from engram.data.replay_buffers import ensemble as together
 from machine.mutants.base import Patch, around
@@ -17,13 +18,13 @@ def draws_the_next_member(choose: Any, sampler: Any, n: int) -> Any:
 def names_the_next_member(patch: Patch) -> None:
     original = together.ids_of
     patch.setattr(together, "ids_of", lambda ids, n: 1 - original(ids, n))
-    joint = together._joint_index
+    joint = _native.joint_index
 
     def named(drawn: Any, ids: Any) -> Any:
-        found = joint(drawn, ids)
-        return found and (found[0], 1 - found[1])
+        both = joint(drawn, ids)
+        return both and (both[0], 1 - both[1])
 
-    patch.setattr(together, "_joint_index", named)
+    patch.setattr(_native, "joint_index", named)
 
 
 def updates_the_next_member(update: Any, sampler: Any, index: Any, *rest: Any, **more: Any) -> None:

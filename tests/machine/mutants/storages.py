@@ -18,7 +18,7 @@ def next_row(read: Any, storage: Storage, slots: Tensor, *rest: Any) -> Any:
 
 
 def storage_strands(storage: Storage) -> int:
-    return storage.lanes.strands if storage.lanes is not None else 1
+    return storage.lanes.envs if storage.lanes is not None else 1
 
 
 def last_row_before_the_wrap_is_lost(append: Any, storage: Storage, checked: Any) -> Any:

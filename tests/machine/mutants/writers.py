@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engram.data import ImmutableDatasetWriter, RoundRobinWriter, Storage, TensorDictMaxValueWriter
+from engram._native import FIRST_REPLACED
+from engram.data import ImmutableDatasetWriter, ListStorage, RoundRobinWriter, Storage, TensorDictMaxValueWriter
 from engram.data.replay_buffers.storages.tensor import TableStorage
+from engram.store.lanes import Lanes
+from engram.store.tables import ColumnTable, RowTable
 from machine.mutants.base import Mutant, Patch, around
 
 
@@ -55,6 +58,17 @@ def writes_beside_the_lowest(
     store(storage, checked, slots, appended, rows, targets)
 
 
+def no_sequences(prepare: Any, table: Any, slots: Tensor, plan: Any, rows: Tensor, first: int) -> Any:
+    return prepare(slots, plan, rows, 0)
+
+
+def keeps_sequences(append: Any, storage: ListStorage, checked: Any, *most: Any) -> Any:
+    before = dict(storage._sequences)
+    slots = append()
+    storage._sequences.update(before)
+    return slots
+
+
 WRITER_MUTANTS = {
     "a cursor that is one further after the wrap": Mutant(cursor_after_the_wrap),
     "a writer that returns the next slot": Mutant(around(RoundRobinWriter, "write", returns_the_next_slot)),
@@ -63,13 +77,33 @@ WRITER_MUTANTS = {
         around(TableStorage, "_own_index", next_index), writers=("with index",)
     ),
     "an immutable data set that can be emptied": Mutant(
-        around(ImmutableDatasetWriter, "allow", lambda allow, writer, what: None), writers=("round robin", "immutable")
+        around(ImmutableDatasetWriter, "check_mutable", lambda check, writer, operation: None),
+        writers=("round robin", "immutable"),
     ),
     "a heap that replaces the second lowest": Mutant(
         around(TensorDictMaxValueWriter, "_following", replaces_the_second_lowest), writers=("best",)
     ),
     "a heap that gives way to equal ranks": Mutant(
         around(TensorDictMaxValueWriter, "_values", ranks_one_higher), writers=("best",)
+    ),
+    "rows that replace others without a sequence of their own": Mutant(
+        around(RowTable, "prepare_overwrite", no_sequences),
+        storage="named",
+        writers=("best",),
+    ),
+    "columns that replace others without a sequence of their own": Mutant(
+        around(ColumnTable, "prepare_overwrite", no_sequences),
+        storage="tensors",
+        writers=("best",),
+    ),
+    "items that replace others without a sequence of their own": Mutant(
+        around(Lanes, "reserve_sequences", lambda reserve, lanes, n: 0), storage="list", writers=("best",)
+    ),
+    "sequences that are given twice": Mutant(
+        around(Lanes, "reserve_sequences", lambda reserve, lanes, n: FIRST_REPLACED), writers=("best",)
+    ),
+    "sequences that stay when a row is appended over theirs": Mutant(
+        around(ListStorage, "append", keeps_sequences), storage="list", writers=("best", "with index")
     ),
     "a heap that writes beside the lowest": Mutant(
         around(TensorDictMaxValueWriter, "_store", writes_beside_the_lowest), writers=("best",)

@@ -18,7 +18,7 @@ from torch import Tensor
 from engram import pytree
 from engram.errors import DatasetError
 from engram.pytree import Key, KeyPath, as_path, stack
-from engram.store.episodes import DONE, IDS, Episodes
+from engram.store.episodes import DONE, IDS, EpisodeIndex
 from engram.store.layout import LeafSpec, RowLayout
 
 Array = npt.NDArray[Any]
@@ -249,7 +249,7 @@ def source_of(data: Any, end_key: Key, traj_key: Key | None, exclude: Sequence[K
     if hasattr(storage, "lanes") and hasattr(storage, "read"):
         if storage.lanes is None or not len(storage):
             raise ValueError("there is nothing to write: the buffer is empty")
-        return StoredSteps(storage, Episodes(end_key=end_key, traj_key=traj_key), leave_out)
+        return StoredSteps(storage, EpisodeIndex(end_key=end_key, traj_key=traj_key), leave_out)
     batches = [data] if isinstance(data, TensorDictBase) else data
     if isinstance(batches, dict | Tensor | str) or not isinstance(batches, Iterable):
         raise TypeError(
@@ -262,7 +262,7 @@ def source_of(data: Any, end_key: Key, traj_key: Key | None, exclude: Sequence[K
 class StoredSteps:
     """The steps of a storage, lane by lane, strand by strand, oldest first."""
 
-    def __init__(self, storage: Any, episodes: Episodes, leave_out: tuple[KeyPath, ...]) -> None:
+    def __init__(self, storage: Any, episodes: EpisodeIndex, leave_out: tuple[KeyPath, ...]) -> None:
         self._storage, self._episodes, self._leave_out = storage, episodes, leave_out
 
     @property
@@ -274,7 +274,7 @@ class StoredSteps:
         with self._storage.mutex:
             found = self._trajectories()
             for lane, state in enumerate(self._storage.lanes.states()):
-                for strand in range(self._storage.lanes.strands):
+                for strand in range(self._storage.lanes.envs):
                     mine = found.get((lane, strand), np.zeros((0, 2), np.int64)) if found is not None else None
                     yield from self._run(lane, strand, state["first"], state["published"], mine)
 
@@ -284,7 +284,7 @@ class StoredSteps:
             found = [t.numpy() for t in self._episodes.trajectories(self._storage)]
         except KeyError:
             return None
-        strands = self._storage.lanes.strands
+        strands = self._storage.lanes.envs
         groups, begins = np.unique(found[0] * strands + found[1], return_index=True)
         order = np.argsort(begins)
         pieces = np.split(np.stack(found[2:], 1), np.sort(begins)[1:])
@@ -302,7 +302,7 @@ class StoredSteps:
     def _read(self, lane: int, strand: int, start: int, stop: int) -> Any:
         store = self._storage.lanes.store
         times = lane * store.lane_capacity + torch.arange(start, stop) % store.lane_capacity
-        rows, gone, absent, _ = self._storage.read(times * store.strands + strand)
+        rows, gone, absent, _ = self._storage.read(times * store.envs + strand)
         if gone is not None or absent is not None:
             raise RuntimeError(
                 "another process overwrote steps before they were written to the dataset; let it pause, or write from "

@@ -1,4 +1,4 @@
-"""How a buffer takes a saved state over: in one step for everybody else, and not at all where a part refuses."""
+"""How a buffer is saved and loaded: a load is one step for everybody else, and none at all where a part refuses."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 from engram.checkpoint.snapshot import save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
-from engram.data.replay_buffers.checkpointers.opening import as_damage, open_saved
+from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.errors import CheckpointMisfitError, differences_of
+from engram.interop.open import Part, Receiver, as_damage, open_saved
 from engram.transforms.compose import Compose
 
 if TYPE_CHECKING:
-    from engram.data.replay_buffers.buffer import SavedBuffer
+    from engram.data.replay_buffers.buffer import ReplayBuffer
 
 log = logging.getLogger("engram")
 
 Malformed = Callable[[str], Exception]
 
 
-def adopt(
-    buffer: Any, wanted: dict[str, Any], fill: Callable[[], None] | None, malformed: Malformed | None = None
+def restore(
+    buffer: Any, states: dict[str, Any], fill: Callable[[], None] | None, malformed: Malformed | None = None
 ) -> None:
-    """Takes states over that were found to fit. The caller holds the buffer still, and its storage alone.
+    """Brings a buffer to states that fit it. The caller holds the buffer still, and its storage alone.
 
     What a user's own part can refuse comes before the rows that it would destroy; an error leaves the buffer as it was.
 
@@ -37,58 +39,57 @@ def adopt(
         malformed: makes the error for a state that turns out to be impossible when the rows are there.
     """
     storage = buffer.storage
-    before = _Before(buffer, rows_too=fill is not None)
-    with storage.mutex if fill is None else storage.replacing("loads"):
+    backup = _Backup(buffer, rows_too=fill is not None)
+    with storage.mutex if fill is None else storage._replacing("loads"):
         try:
-            fills_first = fill is not None and storage.is_empty
+            fills_first = fill is not None and storage._is_empty
             if fill is not None and fills_first:
                 fill()
-                before.filled = True
-                check_sampler(buffer, wanted, malformed)  # now that there is something to compare it with
-            _load_parts(buffer, wanted)
+                backup.filled = True
+                check_sampler(buffer, states, malformed)  # now that there is something to compare it with
+            _load_parts(buffer, states)
             if fill is not None and not fills_first:
                 fill()
-                before.filled = True
-            _join(buffer, rows_too=fill is not None)
+                backup.filled = True
+            _connect(buffer, rows_too=fill is not None)
         except BaseException:
-            before.bring_back()
+            backup.restore()
             raise
 
 
-def take_over(buffer: Any, wanted: dict[str, Any]) -> None:
+def restore_copy(buffer: Any, states: dict[str, Any]) -> None:
     """Brings a new buffer, which has its rows already, to these states of its parts."""
-    _load_parts(buffer, wanted)
-    _join(buffer, rows_too=True)
+    _load_parts(buffer, states)
+    _connect(buffer, rows_too=True)
 
 
-def _load_parts(buffer: Any, wanted: dict[str, Any]) -> None:
-    for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
-        if name in wanted and hasattr(part, "load_state_dict"):
-            part.load_state_dict(wanted[name]["state"])
-    if "transform" in wanted:
-        _load_transforms(buffer.saved_transform, wanted["transform"]["state"])
-    if "generator" in wanted:
-        buffer.restore_generator(wanted["generator"]["state"])
+def _load_parts(buffer: Any, states: dict[str, Any]) -> None:
+    for name, part in (("sampler", buffer._sampler), ("writer", buffer._writer)):
+        if name in states:
+            part.load_state_dict(states[name]["state"])
+    if "transform" in states:
+        _load_transforms(buffer._saved_transform, states["transform"]["state"])
+    if "generator" in states:
+        buffer._restore_generator(states["generator"]["state"])
 
 
 def _load_transforms(transform: Compose, state: dict[str, Any] | None) -> None:
-    """What transforms had learnt and held back there; where nothing was saved, nothing of before is carried on."""
+    """Loads what transforms had learnt and held back; where nothing was saved, they begin anew."""
     if state is None:
         transform.empty()
     else:
         transform.load_state_dict(state)
 
 
-def _join(buffer: Any, rows_too: bool) -> None:
-    """Brings rows and parts together."""
-    storage, sampler = buffer.storage, buffer.sampler
+def _connect(buffer: Any, rows_too: bool) -> None:
+    """Brings the states of the parts and the rows together."""
+    storage, sampler = buffer.storage, buffer._sampler
     if rows_too:
-        storage.hand_over(sampler)
-    if hasattr(sampler, "follow"):
-        sampler.follow(storage)
+        storage._rebase_sampler(sampler)
+    sampler._sync(storage)
 
 
-class _Before:
+class _Backup:
     """What a buffer was before a load."""
 
     def __init__(self, buffer: Any, rows_too: bool) -> None:
@@ -96,104 +97,112 @@ class _Before:
         self._buffer = buffer
         self._rows_too = rows_too
         self._incarnations = _incarnations(buffer.storage)
-        self._generator = buffer.generator_state()
-        parts = [buffer.sampler, buffer.writer, buffer.saved_transform]
-        self._parts = [_Part(part) for whole in parts for part in _with_members(whole)]
-        self._undo = buffer.storage.kept() if rows_too else None
+        self._generator = buffer._generator_state()
+        parts = [buffer._sampler, buffer._writer, buffer._saved_transform]
+        self._parts = [_PartBackup(part) for whole in parts for part in _with_members(whole)]
+        self._undo = buffer.storage._restore_point() if rows_too else None
         # With rows that come back under another incarnation goes a sampler that is told so.
-        keeps_state = self._undo is not None and hasattr(buffer.sampler, "state_dict")
-        self._sampler = copy.deepcopy(buffer.sampler.state_dict()) if keeps_state else None
+        self._sampler = copy.deepcopy(buffer._sampler.state_dict()) if self._undo is not None else None
 
-    def bring_back(self) -> None:
+    def restore(self) -> None:
         """Makes the buffer what it was."""
-        storage, sampler = self._buffer.storage, self._buffer.sampler
+        storage, sampler = self._buffer.storage, self._buffer._sampler
         touched = self._rows_too and (self.filled or _incarnations(storage) != self._incarnations)
         if touched and self._undo is None:
             if not self.filled:
-                self._forget()
+                self._empty_parts()
             return  # else: what was loaded stays, which is whole
         for part in self._parts:
-            part.bring_back()
-        self._buffer.restore_generator(self._generator)
+            part.restore()
+        self._buffer._restore_generator(self._generator)
         if not touched or self._undo is None:
             return
-        with _tried(storage):
+        with _logging_errors(storage):
             self._undo()
-        if self._sampler is not None and hasattr(sampler, "load_state_dict"):
-            with _tried(sampler):
+        if self._sampler is not None:
+            with _logging_errors(sampler):
                 sampler.load_state_dict(self._sampler)
-                storage.hand_over(sampler)
+                storage._rebase_sampler(sampler)
 
-    def _forget(self) -> None:
+    def _empty_parts(self) -> None:
         """The rows went in the middle of being replaced."""
-        self._buffer.saved_transform.empty()
-        for part in (self._buffer.sampler, self._buffer.writer):
-            if hasattr(part, "empty"):
-                part.empty()
+        self._buffer._saved_transform.empty()
+        self._buffer._sampler.empty()
+        self._buffer._writer.empty()
 
 
-class _Part:
+class _PartBackup:
     """A part of a buffer as it is now: its attributes, and of one of a user's own also what it would save."""
 
     def __init__(self, part: Any) -> None:
         self._part = part
-        self._attributes = dict(vars(part)) if hasattr(part, "__dict__") else {}
-        both = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-        self._saves = both and not _ours(part)
-        self._state = copy.deepcopy(part.state_dict()) if self._saves else None
+        own = _given(part)
+        self._attributes = dict(vars(own)) if hasattr(own, "__dict__") else {}
+        self._has_state = not _is_built_in(part) and hasattr(own, "state_dict") and hasattr(own, "load_state_dict")
+        self._state = copy.deepcopy(part.state_dict()) if self._has_state else None
 
-    def bring_back(self) -> None:
-        if self._saves:
-            with _tried(self._part):
+    def restore(self) -> None:
+        if self._has_state:
+            with _logging_errors(self._part):
                 self._part.load_state_dict(self._state)
                 return
-        # Ours never change the value of an attribute: they give it another one.
-        mine = vars(self._part) if self._attributes else {}
-        mine.update(self._attributes)
-        for name in mine.keys() - self._attributes.keys():
-            del mine[name]
+        # Built-in parts never change the value of an attribute: they assign another one.
+        attributes = vars(_given(self._part)) if self._attributes else {}
+        attributes.update(self._attributes)
+        for name in attributes.keys() - self._attributes.keys():
+            del attributes[name]
 
 
 @contextlib.contextmanager
-def _tried(part: Any) -> Iterator[None]:
-    """A part's way back after an error, which is the one that is raised."""
+def _logging_errors(part: Any) -> Iterator[None]:
+    """Around a part's way back after an error, which is the one that is raised."""
     try:
         yield
     except Exception:
-        log.exception("after a load that failed, a %s cannot go back to its state of before", type(part).__name__)
+        kind = type(_given(part)).__name__
+        log.exception("after a load that failed, a %s cannot go back to its state of before", kind)
 
 
 def _incarnations(storage: Any) -> list[int | None]:
     """What changes when rows are replaced, of a storage or of each of an ensemble's."""
-    members = getattr(storage, "storages", [storage])
-    return [None if one.lanes is None else one.lanes.store.incarnation for one in members]
+    return [None if one.lanes is None else one.lanes.store.incarnation for one in storage._members()]
 
 
 def _with_members(part: Any) -> Iterator[Any]:
-    """A sampler, writer or transform, and those that it is made of."""
+    """A sampler, writer or transform, and those that it consists of."""
     yield part
-    for name in ("samplers", "writers", "transforms"):
-        members = vars(part).get(name) if hasattr(part, "__dict__") else None
-        for member in members if isinstance(members, list) else []:
-            yield from _with_members(member)
+    if isinstance(part, Sampler | Writer):
+        members: Any = part._members
+    else:
+        members = vars(part).get("transforms") if hasattr(part, "__dict__") else None
+    for member in members if isinstance(members, list) else []:
+        yield from _with_members(member)
 
 
-def _ours(part: Any) -> bool:
-    return type(part).__module__.split(".")[0] == "engram"
+def _given(part: Any) -> Any:
+    """The object that the user gave, of which a sampler or a writer may be an adapter."""
+    return part._given if isinstance(part, Sampler | Writer) else part
 
 
-def check_sampler(buffer: Any, wanted: dict[str, Any], malformed: Malformed | None) -> None:
+def _is_built_in(part: Any) -> bool:
+    """Whether a part is of one of the library's own classes."""
+    return bool(part._built_in if isinstance(part, Sampler | Writer) else part.built_in)
+
+
+def check_sampler(buffer: Any, states: dict[str, Any], malformed: Malformed | None) -> None:
     """An error where a sampler's state cannot be that of the rows."""
-    storage, sampler = buffer.storage, buffer.sampler
+    storage, sampler = buffer.storage, buffer._sampler
     several = storage.lanes is None and hasattr(storage, "storages")
-    if "sampler" in wanted and (several or storage.lanes is not None) and hasattr(sampler, "check_state"):
-        with looking_at(sampler, malformed):
-            sampler.check_state(wanted["sampler"]["state"], storage)
+    if "sampler" in states and (several or storage.lanes is not None):
+        with damage_of(sampler, malformed):
+            sampler._check_state(states["sampler"]["state"], storage)
 
 
-def looking_at(part: Any, malformed: Malformed | None) -> contextlib.AbstractContextManager[None]:
-    """Around looks at a part's state: what ours run into there is damage, what a user's own raises is its own error."""
-    if malformed is None or not all(map(_ours, _with_members(part) if part is not None else ())):
+def damage_of(part: Any, malformed: Malformed | None) -> contextlib.AbstractContextManager[None]:
+    """Around a check of a part's state: an exception in a built-in part means that the state is damaged; one that a
+    user's own part raises is its own error.
+    """
+    if malformed is None or not all(map(_is_built_in, _with_members(part) if part is not None else ())):
         return contextlib.nullcontext()
     return as_damage(malformed)
 
@@ -288,25 +297,24 @@ PARTS = ("storage", "sampler", "writer", "generator")
 
 def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any:
     """A buffer of copied parts, brought to the states that these had."""
-    made = cls.__new__(cls)
-    made.__setstate__(attributes)
-    wanted: dict[str, Any] = {name: {"state": state} for name, state in states.items()}
-    take_over(made, wanted)
-    return made
+    buffer = cls.__new__(cls)
+    buffer.__setstate__(attributes)
+    restore_copy(buffer, {name: {"state": state} for name, state in states.items()})
+    return buffer
 
 
-def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
+def _save(buffer: ReplayBuffer, path: Path, keep_last: int) -> None:
     """Saves every part as one snapshot. The caller holds the buffer still."""
-    components = _components(buffer)
-    with buffer.storage.still() as source:
-        save_snapshot(path, components, (buffer.storage.checkpointer, source), keep_last=keep_last)
+    components, storage = _components(buffer), buffer.storage
+    with storage._consistent_view() as source:
+        save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
 
 
-def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
+def _save_in_background(buffer: ReplayBuffer, path: Path, keep_last: int) -> SaveHandle:
     """The same in a thread, of what the parts are now. The caller holds the buffer still until this returns."""
     storage, checkpointer = buffer.storage, buffer.storage.checkpointer
     components = copy.deepcopy(_components(buffer))
-    frozen = storage.freeze()
+    frozen = storage._snapshot_view()
 
     def work(handle: SaveHandle) -> str:
         return save_snapshot(path, components, (checkpointer, frozen), keep_last=keep_last, began=handle.began)
@@ -318,37 +326,49 @@ def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> Save
     return SaveHandle(work, frozen, finish)
 
 
-def _components(buffer: SavedBuffer) -> dict[str, Any]:
-    states = buffer.part_states()
+def _components(buffer: ReplayBuffer) -> dict[str, Any]:
+    states = buffer._part_states()
     return {
-        "sampler": {"kind": type(buffer.sampler).__name__, "state": states["sampler"]},
-        "writer": {"kind": type(buffer.writer).__name__, "state": states["writer"]},
+        "sampler": {"kind": buffer._sampler._kind, "state": states["sampler"]},
+        "writer": {"kind": buffer._writer._kind, "state": states["writer"]},
         "transform": {"state": states["transform"]},
         "generator": {"state": states["generator"]},
     }
 
 
-def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[str, ...]) -> None:
-    """Takes parts over, after everything that is wanted was found to fit. The caller holds the buffer still."""
+def _load(buffer: ReplayBuffer, path: Path, snapshot: str | None, parts: tuple[str, ...]) -> None:
+    """Loads parts of a buffer, after a check that all of them fit. The caller holds the buffer still."""
     unknown = [p for p in parts if p not in PARTS]
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
     storage, with_rows = buffer.storage, "storage" in parts
-    with open_saved(path, snapshot) as saved:
-        wanted, said = saved.wanted(parts, {"sampler": buffer.sampler, "writer": buffer.writer, "storage": storage})
-        said += _differences(buffer, wanted, saved.malformed)
-        if not said:
-            _check_states(buffer, wanted, saved.malformed)
+    with open_saved(path, snapshot, _receiver(buffer)) as saved:
+        states, differences = saved.part_states(parts)
+        differences += _differences(buffer, states, saved.malformed)
+        if not differences:
+            _check_states(buffer, states, saved.malformed)
         if with_rows:
-            said += _misfits(lambda: saved.check_storage(storage.checkpointer, storage))
-        if said:
-            raise CheckpointMisfitError(f"{path} does not fit this buffer", said, _advice(wanted))
-        with storage.alone("loads") if with_rows else storage.mutex:
-            fill = storage.read_aside(saved) if with_rows else None
-            adopt(buffer, wanted, fill, saved.malformed)
+            differences += _differences_in(lambda: saved.check_storage(storage.checkpointer, storage._sink()))
+        if differences:
+            raise CheckpointMisfitError(f"{path} does not fit this buffer", differences, _advice(states))
+        with storage._exclusive("loads") if with_rows else storage.mutex:
+            fill = storage._prepare_load(saved) if with_rows else None
+            restore(buffer, states, fill, saved.malformed)
 
 
-def _misfits(check: Callable[[], None]) -> list[str]:
+def _receiver(buffer: ReplayBuffer) -> Receiver:
+    """The buffer, as another library's directory is read for it."""
+    parts: dict[str, Sampler | Writer] = {"sampler": buffer._sampler, "writer": buffer._writer}
+
+    def part(name: str) -> Part:
+        kinds = type(parts[name]._given).__mro__
+        return Part(tuple(kind.__name__ for kind in kinds), parts[name].state_dict())
+
+    return Receiver(buffer.storage, buffer._writer.index_key, part)
+
+
+def _differences_in(check: Callable[[], None]) -> list[str]:
+    """What a check of a state lists as not fitting."""
     try:
         check()
     except ValueError as error:
@@ -356,56 +376,59 @@ def _misfits(check: Callable[[], None]) -> list[str]:
     return []
 
 
-def _advice(wanted: dict[str, Any]) -> str:
-    return "What is not wanted from there can be left out: loads(path, parts=...)" if "sampler" in wanted else ""
+def _advice(states: dict[str, Any]) -> str:
+    return "What is not wanted from there can be left out: loads(path, parts=...)" if "sampler" in states else ""
 
 
-def _state_of(buffer: SavedBuffer) -> dict[str, Any]:
+def _state_of(buffer: ReplayBuffer) -> dict[str, Any]:
     """Everything, in memory; parts of a user's own may hand out tensors that they go on with, so copies of them."""
-    return {"storage": buffer.storage.state_dict(), **_kinds(buffer), **copy.deepcopy(buffer.part_states())}
+    return {"storage": buffer.storage.state_dict(), **_kinds(buffer), **copy.deepcopy(buffer._part_states())}
 
 
-def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
-    """Takes over what `state_of` gave."""
+def _load_state(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
+    """Loads what `_state_of` gave."""
     missing = [f"it has no {part}" for part in (*PARTS, "transform") if part not in state]
     if missing:
         raise CheckpointMisfitError("the state does not fit this buffer", missing)
-    wanted = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
-    wanted["transform"] = {"state": state["transform"]}
-    said = _differences(buffer, wanted) + _misfits(lambda: buffer.storage.check_state(state["storage"]))
-    if said:
-        raise CheckpointMisfitError("the state does not fit this buffer", said)
-    _check_states(buffer, wanted)
-    wanted = copy.deepcopy(wanted)
-    with buffer.storage.alone("load_state_dict"):
-        adopt(buffer, wanted, functools.partial(buffer.storage.load_state_dict, state["storage"]))
+    states = {p: {"kind": state.get(f"{p}_kind"), "state": state[p]} for p in ("sampler", "writer", "generator")}
+    states["transform"] = {"state": state["transform"]}
+    differences = _differences(buffer, states) + _differences_in(lambda: buffer.storage._check_state(state["storage"]))
+    if differences:
+        raise CheckpointMisfitError("the state does not fit this buffer", differences)
+    _check_states(buffer, states)
+    states = copy.deepcopy(states)
+    with buffer.storage._exclusive("load_state_dict"):
+        restore(buffer, states, functools.partial(buffer.storage.load_state_dict, state["storage"]))
 
 
-def _kinds(buffer: SavedBuffer) -> dict[str, str]:
-    return {"sampler_kind": type(buffer.sampler).__name__, "writer_kind": type(buffer.writer).__name__}
+def _kinds(buffer: ReplayBuffer) -> dict[str, str]:
+    return {"sampler_kind": buffer._sampler._kind, "writer_kind": buffer._writer._kind}
 
 
-def _differences(buffer: SavedBuffer, wanted: dict[str, Any], malformed: Malformed | None = None) -> list[str]:
-    said: list[str] = []
-    for name, part in (("sampler", buffer.sampler), ("writer", buffer.writer)):
-        if name not in wanted:
+def _differences(buffer: ReplayBuffer, states: dict[str, Any], malformed: Malformed | None = None) -> list[str]:
+    """What of saved states does not fit the parts."""
+    differences: list[str] = []
+    parts: tuple[tuple[str, Sampler | Writer], ...] = (("sampler", buffer._sampler), ("writer", buffer._writer))
+    for name, part in parts:
+        if name not in states:
             continue
-        with looking_at(part, malformed):
-            kind, state = wanted[name]["kind"], wanted[name]["state"]
-            if kind != type(part).__name__:
-                said.append(f"the {name} is a {type(part).__name__} here, a {kind} there")
-            elif hasattr(part, "differences"):
-                said += part.differences(state)
-    if "transform" in wanted:
-        with looking_at(buffer.saved_transform, malformed):
-            state = wanted["transform"]["state"]
-            said += [] if state is None else buffer.saved_transform.differences(state)
-    return said
+        with damage_of(part, malformed):
+            kind, state = states[name]["kind"], states[name]["state"]
+            if kind != part._kind:
+                differences.append(f"the {name} is a {part._kind} here, a {kind} there")
+            else:
+                differences += part._differences(state)
+    if "transform" in states:
+        transform = buffer._saved_transform
+        with damage_of(transform, malformed):
+            state = states["transform"]["state"]
+            differences += [] if state is None else transform.differences(state)
+    return differences
 
 
-def _check_states(buffer: SavedBuffer, wanted: dict[str, Any], malformed: Malformed | None = None) -> None:
+def _check_states(buffer: ReplayBuffer, states: dict[str, Any], malformed: Malformed | None = None) -> None:
     """An error where a state cannot be taken over here, before anything is changed for it."""
-    with looking_at(None, malformed):
-        if "generator" in wanted:
-            buffer.check_generator(wanted["generator"]["state"])
-    check_sampler(buffer, wanted, malformed)
+    with damage_of(None, malformed):
+        if "generator" in states:
+            buffer._check_generator(states["generator"]["state"])
+    check_sampler(buffer, states, malformed)

@@ -1,12 +1,10 @@
-"""The read path of ensembles: rows of several members as one batch."""
+"""Several buffers that are sampled together: how their rows become one batch, and the buffer that they make up."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -14,9 +12,8 @@ from torch import Tensor
 
 from engram import _native
 from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.reader import Reader, Ticket, refuse_if_too_many
-from engram.data.replay_buffers.samplers.base import EpochInfo, lock_of
+from engram.data.replay_buffers.reader import BatchReader, Draw, refuse_if_too_many
+from engram.data.replay_buffers.samplers.base import EpochInfo
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
@@ -24,13 +21,21 @@ from engram.pytree import collate_items, set_per_item
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
 
-_live: weakref.WeakSet[EnsembleReader] = weakref.WeakSet()
 
-_Drawn = tuple[Any, dict[str, Any], bool]  # what a member's sampler drew and said, and whether its epoch ran out
+class EnsembleDraw(NamedTuple):
+    """What the samplers of several members drew for one batch, which is not read yet."""
+
+    members: list[int]
+    draws: list[Draw]  # one of each
+
+    @property
+    def last(self) -> bool:
+        """Whether an epoch of one of them ended."""
+        return any(draw.last for draw in self.draws)
 
 
 class EnsembleReader:
-    """Turns draws from several members into batches `[members, rows]`, as a Reader does for one buffer.
+    """Turns draws from several members into batches `[members, rows]`, as a BatchReader does for one buffer.
 
     Args:
         readers: of the members.
@@ -41,10 +46,11 @@ class EnsembleReader:
 
     def __init__(
         self,
-        readers: list[Reader],
+        readers: list[BatchReader],
         sampler: SamplerEnsemble,
         transform: Compose,
         collate_fn: Callable[[list[Any]], Any] | None,
+        *,
         pin_memory: bool,
     ) -> None:
         self.readers = readers
@@ -55,128 +61,126 @@ class EnsembleReader:
         self._attaches = all(reader.attaches for reader in readers)
         # Whether rows of all members can go straight into one batch.
         alike = all(reader.attaches == readers[0].attaches for reader in readers)
-        self._at_once = alike and collate_fn is None and all(reader.only_reads for reader in readers)
-        self._of_epochs = any(reader.of_epochs for reader in readers)
-        self.lock = lock_of(sampler)
-        _live.add(self)
+        self._reads_at_once = alike and collate_fn is None and all(reader.only_reads for reader in readers)
+        self._has_epochs = any(reader.has_epochs for reader in readers)
+
+    @property
+    def lock(self) -> Any:
+        """Held by whoever draws members."""
+        return self.sampler.lock
 
     def check_room(self, n: int) -> None:
         """OutOfMemoryError where a batch of n rows cannot be held, before anything is drawn."""
         # Members give equal parts, over the ends of epochs if need be.
         refuse_if_too_many(n, max(reader.row_bytes for reader in self.readers), n)
 
-    def draw(self, n: int) -> Ticket:
-        """Asks the sampler for members, and their samplers for rows."""
+    def draw(self, n: int) -> EnsembleDraw:
+        """Draws members, and rows of them."""
         with self.lock:
-            ids, each = self.sampler.choose(n)
-            incarnation = self._incarnation(ids)
-            drawn = [_exactly(self.readers[i], each) for i in ids]
-        return Ticket(drawn, ids, {}, any(ran_out for _, _, ran_out in drawn), incarnation)  # type: ignore[arg-type]
+            ids, rows_of_each = self.sampler.choose(n)
+            incarnations = [self.readers[i].storage._incarnation for i in ids]
+            draws = [
+                _draw_exactly(self.readers[i], rows_of_each, incarnation)
+                for i, incarnation in zip(ids, incarnations, strict=True)
+            ]
+        return EnsembleDraw(ids, draws)
 
-    def sample(self, n: int, numbers: bool) -> tuple[Any, dict[str, Any]]:
-        """A batch of n and what there is to say about it."""
-        return self._read_once(n, numbers)[0]
+    def sample(self, n: int, generations: bool) -> tuple[Any, dict[str, Any]]:
+        """A batch of n and its info."""
+        return self._draw_and_read(n, generations)[0]
 
-    def next(self, n: int, numbers: bool) -> tuple[Any, bool]:
+    def next(self, n: int, generations: bool) -> tuple[Any, bool]:
         """A batch of n, and whether it is the last of an epoch."""
-        read, last = self._read_once(n, numbers)
-        return read[0], last
+        (batch, _), last = self._draw_and_read(n, generations)
+        return batch, last
 
-    def _read_once(self, n: int, numbers: bool) -> tuple[tuple[Any, dict[str, Any]], bool]:
-        """A batch with what there is to say about it; without memory for it epochs go on as `Reader.sample` has it."""
+    def _draw_and_read(self, n: int, generations: bool) -> tuple[tuple[Any, dict[str, Any]], bool]:
+        """Batch and info, and whether it is the last; without memory for it epochs go on as `BatchReader` has it."""
         while True:
             before, after = None, None
             try:
                 with self.lock:
-                    before = self.sampler.position() if self._of_epochs else None
+                    before = self.sampler._get_cursor() if self._has_epochs else None
                     try:
-                        ticket = self.draw(n)
+                        draw = self.draw(n)
                     finally:
                         after = self._draws()
-                read = self.fetch(ticket.slots, ticket.index, {}, numbers, ticket.incarnation)
+                batch_and_info = self.read(draw, generations)
             except MemoryError:
                 with self.lock:
                     if before is not None and self._draws() == after:
-                        self.sampler.rewind(before)
+                        self.sampler._set_cursor(before)
                 raise
-            if read is not None:
-                return read, ticket.last
+            if batch_and_info is not None:
+                return batch_and_info, draw.last
 
     def _draws(self) -> list[int]:
         return [reader.draws for reader in self.readers]
 
-    def _incarnation(self, ids: list[int]) -> list[int]:
-        return [self.readers[i].storage.incarnation for i in ids]
-
-    def fetch(
-        self, slots: Any, index: Any, info: dict[str, Any], numbers: bool, incarnation: Any
-    ) -> tuple[Any, dict[str, Any]] | None:
-        """Reads what `draw` gave: its slots are what each member's sampler drew, its index the members.
-
-        None: since then all rows of one of them have been replaced by others.
-        """
-        drawn: list[_Drawn] = slots
-        made = self._read_at_once(drawn, index, numbers) if self._at_once else None
-        if made is None:
-            made = self._read_one_by_one(drawn, index, numbers, incarnation)
-            if made is None:
+    def read(self, draw: EnsembleDraw, generations: bool) -> tuple[Any, dict[str, Any]] | None:
+        """The batch of a draw, and its info; None: all rows of a member have been replaced by others since then."""
+        ids, draws = draw
+        batch_and_info = self._read_at_once(draws, ids, generations) if self._reads_at_once else None
+        if batch_and_info is None:
+            batch_and_info = self._read_one_by_one(draws, ids, generations)
+            if batch_and_info is None:
                 return None
-        batch, info = made
+        batch, info = batch_and_info
         if self.transform.transforms:
             batch = self.transform.forward(batch)
-        if self._incarnation(index) != incarnation:
+        if any(self.readers[i].storage._incarnation != one.incarnation for i, one in zip(ids, draws, strict=True)):
             return None
         return (batch.pin_memory() if self.pin_memory else batch), info
 
-    def _read_at_once(self, drawn: list[_Drawn], ids: list[int], numbers: bool) -> tuple[Any, dict[str, Any]] | None:
-        """Straight into one batch; None where it takes more than that."""
+    def _read_at_once(self, draws: list[Draw], ids: list[int], generations: bool) -> tuple[Any, dict[str, Any]] | None:
+        """Reads all members straight into one batch; None where it takes more than that."""
         readers = [self.readers[i] for i in ids]
-        joint = _joint_index([one[0] for one in drawn], ids)
+        joint = _native.joint_index([draw.index for draw in draws], ids)
         if joint is None:
             return None
         index, buffer_ids = joint
-        info = joined([one[1] for one in drawn])
+        info = joined([draw.info for draw in draws])
         extra = None
         if self._attaches:
             extra = readers[0].entries(index, info)
             extra["buffer_ids"] = buffer_ids
         others = [reader.storage for reader in readers[1:]]
         shape = tuple(index.shape)
-        parts: list[Any] | None = None
-        for reader in readers:
-            if reader.transform.transforms:
-                parts = [r.entries(one[0], one[1]) or None for r, one in zip(readers, drawn, strict=True)]
-                break
-        read = readers[0].storage.read_with(others, index, shape, extra, numbers, parts)
-        if read is None or read[1] is not None or read[2] is not None:
+        entries_of_parts: list[Any] | None = None
+        if any(reader.transform.transforms for reader in readers):
+            entries_of_parts = [
+                reader.entries(draw.index, draw.info) or None for reader, draw in zip(readers, draws, strict=True)
+            ]
+        read = readers[0].storage._read_many(others, index, shape, extra, generations, entries_of_parts)
+        if read is None or read.overwritten is not None or read.absent is not None:
             return None  # rows that are gone are drawn anew by their own member
-        for reader, one in zip(readers, drawn, strict=True):
-            if reader.replaced(one[0], one[1]) is not None:
+        for reader, draw in zip(readers, draws, strict=True):
+            if reader.find_stale(draw.slots, draw.info) is not None:
                 return None
-        batch, generation = read[0], read[3]
+        batch, generation, parts = read.batch, read.sequences, read.parts or []
         if generation is not None:
             info["generation"] = generation.view(shape)
             if extra is not None and readers[0].with_generation:
                 set_per_item(batch, "generation", info["generation"], 2)
-                for part, of_part in zip(read[4] if parts else [], info["generation"], strict=False):
+                for part, of_part in zip(parts, info["generation"], strict=False):
                     set_per_item(part, "generation", of_part)
         info["index"], info["buffer_ids"] = index, buffer_ids
-        if parts is not None:
-            batch = _transformed(batch, read[4], [reader.transform for reader in readers])
+        if parts:
+            batch = _transform_parts(batch, parts, [reader.transform for reader in readers])
             if self._attaches:
                 _put_ids(batch, buffer_ids)
         return batch, info
 
     def _read_one_by_one(
-        self, drawn: list[_Drawn], ids: list[int], numbers: bool, incarnation: list[int]
+        self, draws: list[Draw], ids: list[int], generations: bool
     ) -> tuple[Any, dict[str, Any]] | None:
         batches, infos = [], []
-        for i, (index, said, _), then in zip(ids, drawn, incarnation, strict=True):
+        for i, draw in zip(ids, draws, strict=True):
             reader = self.readers[i]
-            read = reader.fetch(reader.slots_of(index), index, said, numbers, then)
-            if read is None:
+            batch_and_info = reader.read(draw, generations)
+            if batch_and_info is None:
                 return None
-            batch, info = read
+            batch, info = batch_and_info
             if isinstance(info["index"], tuple):
                 info["index"] = torch.stack(info["index"], -1)
             batches.append(batch)
@@ -192,7 +196,7 @@ class EnsembleReader:
 
 
 def _put_ids(batch: Any, ids: Tensor) -> None:
-    """Puts each row's member into a batch that has a place for it."""
+    """Puts each row's member into a batch that has keys."""
     if isinstance(batch, TensorDictBase) and batch.batch_size[:2] == ids.shape:
         more = batch.batch_size[2:]  # dimensions that transforms have added
         batch.set("buffer_ids", ids.reshape(*ids.shape, *(1 for _ in more)).expand(batch.batch_size) if more else ids)
@@ -212,14 +216,14 @@ def stack_batches(batches: list[Any]) -> Any:
         return lazy_stack(batches)
 
 
-def _transformed(whole: Any, parts: list[Any], transforms: list[Compose]) -> Any:
-    """The whole batch after each part of it has gone through its transform.
+def _transform_parts(whole: Any, parts: list[Any], transforms: list[Compose]) -> Any:
+    """The whole batch, each part of which goes through its transform.
 
     Parts lie in the memory of the whole: what a transform left where it was, or changed in place, is in its place.
     """
     if type(whole) is not TensorDict:
         return stack_batches([t.forward(part) for t, part in zip(transforms, parts, strict=True)])
-    before = [_held(part) for part in parts]
+    before = [_entries(part) for part in parts]
     after = [t.forward(part) for t, part in zip(transforms, parts, strict=True)]
     fits = all(type(part) is TensorDict and part.batch_size == whole.batch_size[1:] for part in after)
     try:
@@ -230,13 +234,13 @@ def _transformed(whole: Any, parts: list[Any], transforms: list[Compose]) -> Any
     return stack_batches(after)
 
 
-def _held(part: TensorDict) -> dict[str, Any]:
+def _entries(part: TensorDict) -> dict[str, Any]:
     """The entries of a TensorDict and of those in it, as they are now."""
-    held = dict(part._tensordict)
+    entries = dict(part._tensordict)
     for key, value in part._tensordict.items():
         if type(value) is TensorDict:
-            held[key] = _held(value)
-    return held
+            entries[key] = _entries(value)
+    return entries
 
 
 def _rejoin(whole: TensorDict, before: list[dict[str, Any]], after: list[Any]) -> bool:
@@ -268,17 +272,7 @@ def _rejoin(whole: TensorDict, before: list[dict[str, Any]], after: list[Any]) -
     return True
 
 
-def _joint_index(drawn: list[Any], ids: list[int]) -> tuple[Tensor, Tensor] | None:
-    """Slots and members as int64 [members, rows]; None where they are no slots, or not as many of each."""
-    if _native.has_exchange():
-        joint: Any = _native.joint_index(drawn, ids)
-        return joint  # type: ignore[no-any-return]
-    if any(type(slots) is not Tensor or slots.ndim != 1 or slots.shape != drawn[0].shape for slots in drawn):
-        return None
-    return torch.stack(drawn), ids_of(ids, len(drawn[0]))
-
-
-def _exactly(reader: Reader, n: int) -> _Drawn:
+def _draw_exactly(reader: BatchReader, n: int, incarnation: int) -> Draw:
     """A draw of n rows, over the end of an epoch if need be: members give equal parts of a batch."""
     with reader.lock:
         reader.draws += 1
@@ -286,31 +280,23 @@ def _exactly(reader: Reader, n: int) -> _Drawn:
         index, info = sampler.sample(storage, n)
         if isinstance(info, EpochInfo):
             info = dict(info)  # of no epoch: a row that is lost is replaced, by one of the next epoch if need be
-        ran_out = getattr(sampler, "ran_out", False)
-        while not info and _rows(index) < n:
-            more, info = sampler.sample(storage, n - _rows(index))
-            ran_out = ran_out or getattr(sampler, "ran_out", False)
-            index = _both(index, more)
-    return index, info, ran_out
+        last = sampler.ran_out
+        while not info and _count(index) < n:
+            more, info = sampler.sample(storage, n - _count(index))
+            last = last or sampler.ran_out
+            index = _concatenated(index, more)
+    return Draw(reader.slots_of(index), index, info, last, incarnation)
 
 
-def _both(index: Any, more: Any) -> Any:
+def _concatenated(index: Any, more: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(torch.cat(pair) for pair in zip(index, more, strict=True))
     return torch.cat([index, more])
 
 
-def _rows(index: Any) -> int:
+def _count(index: Any) -> int:
     one = index[0] if isinstance(index, tuple) else index
     return one.numel() if isinstance(one, Tensor) else len(one)
-
-
-def _after_fork() -> None:
-    for reader in list(_live):
-        reader.lock = lock_of(reader.sampler)
-
-
-os.register_at_fork(after_in_child=_after_fork)  # after that of the samplers, which are imported here
 
 
 class ReplayBufferEnsemble(ReplayBuffer):
@@ -376,7 +362,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
             sampler = samplers
         else:
             sampler = SamplerEnsemble(
-                *(rb.sampler for rb in members), p=p, sample_from_all=sample_from_all,
+                *(rb._sampler for rb in members), p=p, sample_from_all=sample_from_all,
                 num_buffer_sampled=num_buffer_sampled,
             )  # fmt: skip
         if batch_size is not None:
@@ -384,7 +370,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         super().__init__(
             storage=StorageEnsemble(*(rb.storage for rb in members), transforms=[rb.transform for rb in members]),
             sampler=sampler,
-            writer=WriterEnsemble(*(rb.writer for rb in members)),
+            writer=WriterEnsemble(*(rb._writer for rb in members)),
             transform=transform,
             batch_size=batch_size,
             collate_fn=collate_fn,
@@ -398,14 +384,13 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 "members; for reading only, give the ensemble a callable, or one that names in_keys and no in_keys_inv"
             )
 
-    def _wire(self) -> None:
-        self._check_parts()
-        self._storage.attach(self)
-        self._sampler.use_generator(self._generator)
-        parts = zip(self._members, self._storage.storages, self._sampler.samplers, self._collate_fns, strict=True)  # type: ignore[attr-defined]
-        readers = [rb.reading(storage, sampler, collate) for rb, storage, sampler, collate in parts]
-        self._reader: Any = EnsembleReader(readers, self._sampler, self._transform, self._collate_fn, self._pin_memory)
-        self._prefetcher = Prefetcher(self._reader, self._prefetch, self._drawn_from()) if self._prefetch else None
+    def _register_writer(self) -> None:
+        """Nothing: the members' writers write to the members' storages."""
+
+    def _make_reader(self) -> Any:
+        parts = zip(self._members, self._storage.storages, self._sampler._members, self._collate_fns, strict=True)  # type: ignore[attr-defined]
+        readers = [rb._reader_for(storage, sampler, collate) for rb, storage, sampler, collate in parts]
+        return EnsembleReader(readers, self._sampler, self._transform, self._collate_fn, pin_memory=self._pin_memory)
 
     def _check_parts(self) -> None:
         for part, kind in (
@@ -415,13 +400,13 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 raise ValueError(
                     f"an ensemble of {len(self._members)} takes a {kind.__name__} of as many, got {part!r:.80}"
                 )
-        self._sampler.check_storage(self._storage)
+        super()._check_parts()
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         with contextlib.ExitStack() as held:
             for rb in (self, *self._members):
-                held.enter_context(rb.paused())
+                held.enter_context(rb._paused())
             held.enter_context(self._reader.lock)
             # Members' own, and those of samplers that the ensemble draws with instead; in one order for all ensembles.
             locks = {id(r.lock): r.lock for r in (*self._reader.readers, *(rb._reader for rb in self._members))}
@@ -456,8 +441,8 @@ class ReplayBufferEnsemble(ReplayBuffer):
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Empties every member."""
-        self._writer.allow("empty")
-        with self._undisturbed(), self._storage.replacing("empty"):
+        self._writer.check_mutable("empty")
+        with self._undisturbed(), self._storage._replacing("empty"):
             for rb in self._members:
                 rb.empty(empty_write_count)
             self._transform.empty()
@@ -483,9 +468,9 @@ class ReplayBufferEnsemble(ReplayBuffer):
         raise self._refusal("update_if_present(...)")
 
     @staticmethod
-    def _refusal(what: str) -> RuntimeError:
-        dot = "" if what.startswith("[") else "."
-        return RuntimeError(f"an ensemble is not written to: write to a member, as rb[0]{dot}{what}")
+    def _refusal(operation: str) -> RuntimeError:
+        dot = "" if operation.startswith("[") else "."
+        return RuntimeError(f"an ensemble is not written to: write to a member, as rb[0]{dot}{operation}")
 
     # ---- priorities ----
     def update_priority(self, index: Any, priority: Any, generation: Any = None, *, buffer_ids: Any = None) -> None:
@@ -517,66 +502,66 @@ class ReplayBufferEnsemble(ReplayBuffer):
         self.update_priority(batch, batch.get(key), batch.get("generation", None))
 
     # ---- state ----
-    def _drawn_from(self) -> list[torch.Generator]:
-        own = super()._drawn_from()  # which then goes to the members, too
+    def _generators(self) -> list[torch.Generator]:
+        own = super()._generators()  # which then goes to the members, too
         return own or [rb.generator for rb in self._members if rb.generator is not None]
 
-    def generator_state(self) -> Any:
-        states = [rb.generator_state() for rb in self._members]
-        own = super().generator_state()
+    def _generator_state(self) -> Any:
+        states = [rb._generator_state() for rb in self._members]
+        own = super()._generator_state()
         return own if all(state is None for state in states) else {"own": own, "members": states}
 
-    def restore_generator(self, state: Any) -> None:
+    def _restore_generator(self, state: Any) -> None:
         several = isinstance(state, dict)
-        super().restore_generator(state["own"] if several else state)
+        super()._restore_generator(state["own"] if several else state)
         for rb, saved in zip(self._members, state["members"] if several else [], strict=several):
-            rb.restore_generator(saved)
+            rb._restore_generator(saved)
 
-    def check_generator(self, state: Any) -> None:
+    def _check_generator(self, state: Any) -> None:
         several = isinstance(state, dict)
-        super().check_generator(state["own"] if several else state)
+        super()._check_generator(state["own"] if several else state)
         for rb, saved in zip(self._members, state["members"] if several else [], strict=several):
-            rb.check_generator(saved)
+            rb._check_generator(saved)
 
     @property
-    def saved_transform(self) -> Any:
-        return _Transforms([self._transform, *(rb.transform for rb in self._members)])
+    def _saved_transform(self) -> Any:
+        return _Transforms([self._transform, *(rb._transform for rb in self._members)])
 
-    def __repr__(self) -> str:
-        collate = getattr(self._collate_fn, "__name__", self._collate_fn)
-        said = {
+    def _shown(self) -> dict[str, Any]:
+        return {
             "storages": self._storage,
             "samplers": self._sampler,
             "writers": self._writer,
             "batch_size": self._batch_size,
             "transform": self._transform,
-            "collate_fn": collate,
+            "collate_fn": self._collate_fn,
         }
-        inner = ",\n".join(f"    {k}={v}" for k, v in said.items())
-        return f"{type(self).__name__}(\n{inner})"
 
 
 class _Transforms:
     """The common transform and the members', for saving."""
 
-    def __init__(self, each: list[Compose]) -> None:
-        self._each = each
+    built_in = True
+
+    def __init__(self, transforms: list[Compose]) -> None:
+        self.transforms = transforms
 
     def state_dict(self) -> dict[str, Any]:
-        return {"each": [transform.state_dict() for transform in self._each]}
+        return {"each": [transform.state_dict() for transform in self.transforms]}
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         saved = state.get("each", [])
-        if len(saved) != len(self._each):
-            return [f"the ensemble has transforms of {len(self._each) - 1} members here, of {len(saved) - 1} there"]
-        return [said for mine, one in zip(self._each, saved, strict=True) for said in mine.differences(one)]
+        if len(saved) != len(self.transforms):
+            here, there = len(self.transforms) - 1, len(saved) - 1
+            return [f"the ensemble has transforms of {here} members here, of {there} there"]
+        return [what for mine, one in zip(self.transforms, saved, strict=True) for what in mine.differences(one)]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for transform, saved in zip(self._each, state["each"], strict=True):
+        for transform, saved in zip(self.transforms, state["each"], strict=True):
             transform.load_state_dict(saved)
 
     def empty(self) -> None:
-        for transform in self._each:
+        for transform in self.transforms:
             transform.empty()
 
 
@@ -594,14 +579,14 @@ def _members(rbs: tuple[Any, ...], storages: Any, samplers: Any, writers: Any) -
         raise ValueError("an ensemble needs buffers, or storages, samplers and writers")
     transforms = storages.transforms if isinstance(storages, StorageEnsemble) else None
     storages = storages.storages if isinstance(storages, StorageEnsemble) else list(storages)
-    samplers = samplers.samplers if isinstance(samplers, SamplerEnsemble) else list(samplers)
-    writers = writers.writers if isinstance(writers, WriterEnsemble) else list(writers)
+    samplers = samplers._members if isinstance(samplers, SamplerEnsemble) else list(samplers)
+    writers = writers._members if isinstance(writers, WriterEnsemble) else list(writers)
     if not len(storages) == len(samplers) == len(writers):
         raise ValueError(
             f"{len(storages)} storages, {len(samplers)} samplers and {len(writers)} writers; give as many of each"
         )
-    made = zip(storages, samplers, writers, transforms or [None] * len(storages), strict=True)
-    return [ReplayBuffer(storage=s, sampler=d, writer=w, transform=t) for s, d, w, t in made]
+    parts = zip(storages, samplers, writers, transforms or [None] * len(storages), strict=True)
+    return [ReplayBuffer(storage=s, sampler=d, writer=w, transform=t) for s, d, w, t in parts]
 
 
 __all__ = ["ReplayBufferEnsemble"]

@@ -1,28 +1,38 @@
-"""Batches prepared by threads while the caller trains."""
+"""Batches that threads prepare while the caller trains."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from engram._system import set_state, state_of
-from engram.data.replay_buffers.samplers.base import go_back, position_of
+from engram._system import fork_registry, set_state, state_of
+from engram.data.replay_buffers.samplers.base import Sampler
 
-_live: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
+
+class Reader(Protocol):
+    """What batches are prepared with: a `BatchReader` or an `EnsembleReader`."""
+
+    sampler: Sampler
+
+    @property
+    def lock(self) -> Any: ...
+
+    def draw(self, n: int) -> Any: ...
+
+    def read(self, draw: Any, generations: bool) -> tuple[Any, dict[str, Any]] | None: ...
 
 
 class _Prepared(NamedTuple):
     future: Future[tuple[Any, dict[str, Any]] | None]
-    sampler: Any  # the sampler's position before this draw
-    generators: list[torch.Tensor]  # where they stood then
+    cursor: Any  # the sampler's, before this draw
+    generators: list[torch.Tensor]  # their states then
     last: bool
 
 
@@ -31,9 +41,12 @@ class Prefetcher:
 
     Draws are made in order, by the caller's thread, when a batch is scheduled; threads then read, collate and
     transform. So the batches are those that one would get without prefetching.
+
+    Args:
+        generators: those that draws change, but for torch's global one.
     """
 
-    def __init__(self, reader: Any, depth: int, generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, reader: Reader, depth: int, generators: Sequence[torch.Generator]) -> None:
         self._reader = reader
         self._depth = depth
         self._generators = list(generators)
@@ -58,17 +71,17 @@ class Prefetcher:
                     self._schedule()
                 prepared = self._queue.popleft()
                 try:
-                    read = prepared.future.result()
+                    batch_and_info = prepared.future.result()
                 except BaseException as error:
                     if isinstance(error, MemoryError):
                         self._queue.appendleft(prepared)  # it is drawn again, too: each row comes once an epoch
                     self.drop()
                     raise
-                if read is not None:
+                if batch_and_info is not None:
                     break
                 self.drop()  # somebody else has replaced all rows of the storage
             self._fill()
-        batch, info = read
+        batch, info = batch_and_info
         return batch, info, prepared.last
 
     def _fill(self) -> None:
@@ -76,23 +89,22 @@ class Prefetcher:
             try:
                 self._schedule()
             except Exception:
-                # Nothing to draw any more: the caller gets the error when it asks for this batch.
+                # Nothing to draw any more: the caller gets the error when it comes for this batch.
                 return
 
     def _schedule(self) -> None:
         assert self._batch_size is not None
-        with self._reader.lock:
-            sampler = position_of(self._reader.sampler)
+        reader = self._reader
+        with reader.lock:
+            cursor = reader.sampler._get_cursor()
             generators = [state_of(generator) for generator in self._generators]
             try:
-                ticket = self._reader.draw(self._batch_size)
+                draw = reader.draw(self._batch_size)
             except BaseException:
-                self._rewind(sampler, generators)
+                self._rewind(cursor, generators)
                 raise
-        future = self._threads.submit(
-            self._reader.fetch, ticket.slots, ticket.index, ticket.info, True, ticket.incarnation
-        )
-        self._queue.append(_Prepared(future, sampler, generators, ticket.last))
+        future = self._threads.submit(reader.read, draw, generations=True)
+        self._queue.append(_Prepared(future, cursor, generators, draw.last))
 
     def drop(self) -> None:
         """Forgets what was prepared; the sampler is where it was before."""
@@ -105,7 +117,7 @@ class Prefetcher:
                     prepared.future.exception()  # wait: it reads from the storage
             self._queue.clear()
             with self._reader.lock:
-                self._rewind(oldest.sampler, oldest.generators)
+                self._rewind(oldest.cursor, oldest.generators)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -114,8 +126,8 @@ class Prefetcher:
             self.drop()
             yield
 
-    def _rewind(self, sampler: Any, generators: list[torch.Tensor]) -> None:
-        go_back(self._reader.sampler, sampler)
+    def _rewind(self, cursor: Any, generators: list[torch.Tensor]) -> None:
+        self._reader.sampler._set_cursor(cursor)
         for generator, state in zip(self._generators, generators, strict=True):
             set_state(generator, state)
 
@@ -129,13 +141,9 @@ class Prefetcher:
         self._lock = threading.RLock()
         self._threads = ThreadPoolExecutor(self._depth, thread_name_prefix="engram-prefetch")
         if self._queue:
-            self._rewind(self._queue[0].sampler, self._queue[0].generators)
+            self._rewind(self._queue[0].cursor, self._queue[0].generators)
         self._queue.clear()
 
 
-def _after_fork() -> None:
-    for prefetcher in list(_live):
-        prefetcher.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+# Runs after that of the samplers, which are imported here.
+_live: weakref.WeakSet[Prefetcher] = fork_registry(Prefetcher.after_fork)

@@ -1,4 +1,4 @@
-"""Replay buffers of TensorDicts: samples also say which rows they are."""
+"""Replay buffers of TensorDicts, whose samples carry the index of each row, and buffers that draw by priority."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def __init__(self, *args: Any, priority_key: str = "td_error", **kwargs: Any) -> None:
         self._priority_key = priority_key
-        self._known_layout: tuple[Any, bool] = (None, True)  # and whether its rows have priorities
+        self._layout_checked: tuple[Any, bool] = (None, True)  # and whether its rows have priorities
         super().__init__(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_known_layout": (None, True)}
+        return {**super().__getstate__(), "_layout_checked": (None, True)}
 
     def _default_writer(self) -> Writer:
         return TensorDictRoundRobinWriter()
@@ -64,42 +64,42 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return entries
 
     # ---- priorities that come with the data ----
-    def _extras(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
-        return self._given_priorities(items, single, time_dim) if self._takes_priorities() else None
+    def _given_priorities(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
+        return self._priorities_in(items, single, time_dim) if self._takes_priorities() else None
 
     def _writing(self) -> AbstractContextManager[Any]:
         return self._with_sampler() if self._takes_priorities() else super()._writing()
 
     @contextlib.contextmanager
     def _with_sampler(self) -> Iterator[None]:
-        with self._reader.lock, self._storage.mutex:  # in the order of those who draw, load and save
+        with self._sampler.lock, self._storage.mutex:  # in the order of those who draw, load and save
             yield
 
-    def _wrote(self, slots: Tensor | int, extras: Tensor) -> None:
+    def _set_priorities(self, slots: Tensor | int, priorities: Tensor) -> None:
         at = torch.as_tensor(slots).reshape(-1)
-        if self._storage.item_shape:  # of an item's priorities, one would be made of those of items that are gone
+        if self._storage._item_shape:  # of an item's priorities, one would be made of those of items that are gone
             last = torch.tensor(list({slot: i for i, slot in enumerate(at.tolist())}.values()))
-            at, extras = at[last], extras[last]
-        given = ~extras.isnan() & (at >= 0)  # a writer gives -1 to steps that it refuses
-        self.sampler.update_priority(self._storage.outward(at[given]), extras[given], storage=self._storage)
+            at, priorities = at[last], priorities[last]
+        given = ~priorities.isnan() & (at >= 0)  # a writer gives -1 to steps that it refuses
+        self._sampler.update_priority(self._storage.from_slots(at[given]), priorities[given], storage=self._storage)
 
     def _takes_priorities(self) -> bool:
         """Whether data may come with priorities, for a sampler that takes them."""
-        if not hasattr(self._sampler, "checked_priorities"):
+        if not self._sampler._takes_priorities:
             return False
         # Where the rows have no such leaf, data that have it are refused anyhow: looking for it in each costs more.
-        layout = getattr(self._storage, "layout", None)
+        layout = self._storage.layout
         if layout is None:
             return True
-        if self._known_layout[0] is not layout:
+        if self._layout_checked[0] is not layout:
             path = self._priority_key if isinstance(self._priority_key, tuple) else (self._priority_key,)
-            self._known_layout = layout, any(leaf.path == path for leaf in layout.leaves)
-        return self._known_layout[1]
+            self._layout_checked = layout, any(leaf.path == path for leaf in layout.leaves)
+        return self._layout_checked[1]
 
-    def _given_priorities(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
+    def _priorities_in(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
         """One for each step, in the order of slots; NaN for items without one; None where no item has any."""
         if isinstance(items, list):
-            each = [self._given_priorities(item, True, -1) for item in items]
+            each = [self._priorities_in(item, True, -1) for item in items]
             if all(p is None for p in each):
                 return None
             return torch.cat([torch.tensor([torch.nan], dtype=torch.float64) if p is None else p for p in each])
@@ -111,9 +111,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if not single and time_dim < value.ndim:
             value = value.movedim(time_dim, 0)
         lead = value.shape[:dims]
-        n, sampler = lead.numel(), self.sampler
-        checked: Tensor = sampler.checked_priorities(value.reshape(n, *value.shape[dims:]), n)
-        return checked
+        n = lead.numel()
+        priorities: Tensor = self._sampler.checked_priorities(value.reshape(n, *value.shape[dims:]), n)
+        return priorities
 
     def update_tensordict_priority(self, batch: Any) -> None:
         """Sets the priorities of a batch's rows from `batch[priority_key]`.

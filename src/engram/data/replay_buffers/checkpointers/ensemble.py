@@ -61,7 +61,7 @@ class _EnsembleSavePlan:
 
 
 class _EnsembleRestorePlan:
-    """What a snapshot says of every member; how a member was saved is looked at when its checkpointer is there."""
+    """What a snapshot says of every member; a member's own plan is made with the checkpointer that reads it."""
 
     def __init__(self, reader: SnapshotReader, state: dict[str, Any]) -> None:
         self._reader, self._members = reader, _members(reader, state)
@@ -112,7 +112,7 @@ class _EnsembleRestorePlan:
 
 
 def _before(parts: list[Part], previous: dict[str, Any] | None) -> list[dict[str, Any] | None]:
-    """What each member's checkpointer said of the snapshot in force."""
+    """The state that each member's checkpointer saved in the current snapshot."""
     saved = previous.get("members") if previous is not None else None
     if not isinstance(saved, list) or len(saved) != len(parts):
         return [None] * len(parts)
@@ -137,8 +137,8 @@ class _Folder:
         self._snapshot.write_file(self._below + name, blocks)
 
     def written_by_path(self, name: str) -> AbstractContextManager[str]:
-        made: AbstractContextManager[str] = self._snapshot.written_by_path(self._below + name)
-        return made
+        path: AbstractContextManager[str] = self._snapshot.written_by_path(self._below + name)
+        return path
 
     def reuse(self, *names: str) -> bool:
         return bool(self._snapshot.reuse(*(self._below + name for name in names)))
@@ -161,8 +161,8 @@ class _Folder:
     def read_into(self, name: str, buffer: Any) -> None:
         self._snapshot.read_into(self._below + name, buffer)
 
-    def ask_for(self, name: str) -> None:
-        self._snapshot.ask_for(self._below + name)
+    def read_ahead(self, name: str) -> None:
+        self._snapshot.read_ahead(self._below + name)
 
     def check(self, names: Iterable[str] | None = None) -> None:
         self._snapshot.check(self._below + name for name in (self.files if names is None else names))
@@ -171,8 +171,8 @@ class _Folder:
         return str(self._snapshot.path(self._below + name))
 
     def malformed(self, reason: str) -> Exception:
-        made: Exception = self._snapshot.malformed(f"{self._below}: {reason}")
-        return made
+        error: Exception = self._snapshot.malformed(f"{self._below}: {reason}")
+        return error
 
 
 def _members(reader: SnapshotReader, state: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from engram._system import check_memory
 from engram.checkpoint.directory import from_json, to_json
-from engram.checkpoint.encoding import CODECS, Blobs, decode, encode
+from engram.checkpoint.encoding import CODECS, EncodedArrays, decode, encode
 from engram.checkpoint.protocols import (
     Hook,
     ItemSink,
@@ -42,7 +42,7 @@ class ListStorageCheckpointer(StorageCheckpointerBase[ItemSource, ItemSink]):
 
 
 class _ItemSavePlan:
-    """One save of items: the chunks that hold them, and which of these the snapshot in force has already."""
+    """One save of items: the chunks that hold them, and which of these the current snapshot has already."""
 
     def __init__(self, source: ItemSource, hooks: list[Hook], previous: dict[str, Any] | None) -> None:
         self._hooks, self._items, self._sequences = hooks, source.items(), source.sequences()
@@ -58,10 +58,10 @@ class _ItemSavePlan:
         # Encoded here for its size and again to be written: an encoding only refers to arrays, but its text would
         # have to be kept, and a full disk is better known before.
         encoded = [self._encode(number) for number in self._cuts if number not in self._reusable]
-        self.nbytes = sum(len(text) + blobs.nbytes for text, blobs in encoded)
+        self.nbytes = sum(len(text) + arrays.nbytes for text, arrays in encoded)
 
     def _find_reusable(self, source: ItemSource, previous: dict[str, Any]) -> set[int]:
-        """Chunks of the snapshot in force that hold what they would hold now."""
+        """Chunks of the current snapshot that hold what they would hold now."""
         reusable = ReusableChunks(source, previous, {})
         if not reusable.any:
             return set()
@@ -72,20 +72,20 @@ class _ItemSavePlan:
         for number in self._cuts:
             if number in self._reusable and writer.reuse(_text_file(number), _blob_file(number)):
                 continue
-            text, blobs = self._encode(number)
+            text, arrays = self._encode(number)
             writer.write_file(_text_file(number), [text])
-            writer.write_file(_blob_file(number), blobs.blocks())
+            writer.write_file(_blob_file(number), arrays.blocks())
         return {"counters": self._counters, "chunks": list(self._cuts), "identity": self._identity}
 
-    def _encode(self, number: int) -> tuple[bytes, Blobs]:
+    def _encode(self, number: int) -> tuple[bytes, EncodedArrays]:
         """JSON and arrays of a chunk."""
-        blobs, (begin, end) = Blobs(), self._cuts[number]
-        tree = [self._encode_item(w - self._first, blobs) for w in range(begin, end)]
+        arrays, (begin, end) = EncodedArrays(), self._cuts[number]
+        tree = [self._encode_item(w - self._first, arrays) for w in range(begin, end)]
         own = self._sequences[begin - self._first : end - self._first]
-        return to_json({"items": tree, "sequences": own if any(own) else None}), blobs
+        return to_json({"items": tree, "sequences": own if any(own) else None}), arrays
 
-    def _encode_item(self, index: int, blobs: Blobs) -> Any:
-        return encode(apply_hooks(self._hooks, self._items[index]), blobs, CODECS, place=f"item {index}")
+    def _encode_item(self, index: int, arrays: EncodedArrays) -> Any:
+        return encode(apply_hooks(self._hooks, self._items[index]), arrays, CODECS, place=f"item {index}")
 
 
 class _ItemRestorePlan:

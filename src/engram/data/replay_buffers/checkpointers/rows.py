@@ -1,8 +1,9 @@
-"""How the rows of a chunk lie in its file: as they are, or every observation once (`flat`, `nested`)."""
+"""Codecs for the rows of a chunk: as they are, or every observation once (`flat`, `nested`)."""
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import threading
 from abc import abstractmethod
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engram.checkpoint.directory import from_json, to_json
+from engram.checkpoint.directory import to_json
 from engram.checkpoint.protocols import (
     Hook,
     RestorePlan,
@@ -35,10 +36,10 @@ Details = tuple[int, ...]
 WHOLE = -1  # in place of a number of values: every value is there
 
 
-class Packing(Protocol):
-    """Makes the content of a chunk's file of its rows, and the rows of the content.
+class ChunkCodec(Protocol):
+    """Encodes the rows of a chunk as the content of its file, and decodes them.
 
-    `details` are numbers that stand beside a chunk in the manifest; with them the size of its file is known.
+    `details` are numbers that the manifest has for a chunk; the size of its file follows from them.
     """
 
     @property
@@ -58,7 +59,7 @@ class Packing(Protocol):
         """Rows `[strands, steps, row_bytes]`, valid as long as `content` is; ValueError when they cannot be."""
 
 
-class RawPacking:
+class RawChunkCodec:
     """Rows as they are."""
 
     def __init__(self, row_bytes: int) -> None:
@@ -79,8 +80,8 @@ class RawPacking:
         return content.reshape(strands, steps, self.row_bytes)
 
 
-class Sections:
-    """Takes the content of a file apart, front to back."""
+class SectionReader:
+    """Reads the sections of a file's content, from start to end."""
 
     def __init__(self, content: Rows) -> None:
         self._content, self._at = content, 0
@@ -91,17 +92,17 @@ class Sections:
 
     def positions(self, count: int, below: int) -> Positions:
         """int64 [count]: rising positions of steps; a ValueError says that they are not."""
-        found = self._take(4 * count).view("<u4").astype(np.int64)
-        if count and (found[-1] >= below or (np.diff(found) <= 0).any()):
+        positions = self._take(4 * count).view("<u4").astype(np.int64)
+        if count and (positions[-1] >= below or (np.diff(positions) <= 0).any()):
             raise ValueError("positions of steps do not rise, or go beyond the last step")
-        return found
+        return positions
 
     def _take(self, nbytes: int) -> Rows:
-        taken = self._content[self._at : self._at + nbytes]
-        if len(taken) != nbytes:
+        section = self._content[self._at : self._at + nbytes]
+        if len(section) != nbytes:
             raise ValueError("its content is shorter than its details say")
         self._at += nbytes
-        return taken
+        return section
 
 
 def positions_block(positions: Positions) -> Block:
@@ -126,7 +127,7 @@ def pack_values(column: Column) -> tuple[int, list[Block]]:
     return len(starts), [positions_block(starts), column[starts]]
 
 
-def unpack_values(sections: Sections, nbytes: int, count: int, n: int) -> Column:
+def unpack_values(sections: SectionReader, nbytes: int, count: int, n: int) -> Column:
     """The column of n steps that `pack_values` packed."""
     if count == WHOLE:
         return sections.values(n, nbytes)
@@ -152,13 +153,13 @@ class ReusableChunks:
 
     Args:
         source: the storage that is being saved.
-        previous: what its checkpointer returned for the snapshot in force.
+        previous: what its checkpointer returned for the current snapshot.
         same: entries of `previous` that must be as they are now: the layout, how rows are cut, the hooks.
     """
 
     def __init__(self, source: TracksChanges, previous: dict[str, Any] | None, same: dict[str, Any]) -> None:
         since = None if previous is None else previous.get("identity")
-        comparable = previous is not None and isinstance(since, dict) and same == {k: previous.get(k) for k in same}
+        comparable = previous is not None and isinstance(since, dict) and same.items() <= previous.items()
         edited = source.edited(since) if comparable and since is not None else None
         self.any = edited is not None
         self._edited = set(edited or ())
@@ -186,9 +187,9 @@ class Chunk:
     @classmethod
     def read(cls, entry: list[Any]) -> Chunk:
         """What `entry` gave; ValueError or TypeError where it is not that."""
-        if any(type(detail) is not int for detail in entry[4:]):
-            raise ValueError(f"{entry!r} does not describe a chunk")
-        lane, number, start, stop = map(natural, entry[:4])
+        lane, number, start, stop = entry[:4]
+        if {*map(type, entry)} != {int} or min(entry[:4]) < 0:
+            raise ValueError(f"{entry!r:.80} does not describe a chunk")
         return cls(lane, number, start, stop, tuple(entry[4:]))
 
     @property
@@ -214,11 +215,11 @@ class ChunkedStorageCheckpointer(StorageCheckpointerBase[RowSource, RowSink]):
     needs = "read_block"
 
     @abstractmethod
-    def _packing(self, layout: LayoutState) -> Packing:
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
         """How rows of this layout are written; ValueError when they cannot be."""
 
     @abstractmethod
-    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
         """How they were written; KeyError, TypeError or ValueError when `state` does not say it."""
 
     def plan_save(self, source: RowSource, previous: dict[str, Any] | None = None) -> SavePlan:
@@ -236,11 +237,11 @@ class TensorStorageCheckpointer(ChunkedStorageCheckpointer):
 
     format = "rows"
 
-    def _packing(self, layout: LayoutState) -> Packing:
-        return RawPacking(layout["row_bytes"])
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
+        return RawChunkCodec(layout["row_bytes"])
 
-    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
-        return RawPacking(natural(layout["row_bytes"]))
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
+        return RawChunkCodec(natural(layout["row_bytes"]))
 
 
 class _NothingToSave:
@@ -256,7 +257,7 @@ class _NothingToSave:
 
 
 class _RowSavePlan:
-    """One save of packed rows: which chunks hold them, and which of these the snapshot in force has already."""
+    """One save of packed rows: which chunks hold them, and which of these the current snapshot has already."""
 
     def __init__(
         self,
@@ -270,20 +271,22 @@ class _RowSavePlan:
         # A hook may change any byte: what was written with one cannot be told from what would be written now.
         identity = None if self._hooks else source.identity()
         layout, self._counters, identity = json_copy([layout, counters, identity])
-        self._packing = checkpointer._packing(LayoutState(layout))
+        self._codec = checkpointer._codec(LayoutState(layout))
         self._checked = Counters(self._counters)
         self._row_bytes = layout["row_bytes"]
         same = {
-            **self._packing.state(),
+            **self._codec.state(),
             "layout": layout,
-            "rows_per_chunk": rows_per_chunk(self._checked.strands * self._row_bytes),
+            "rows_per_chunk": rows_per_chunk(self._checked.envs * self._row_bytes),
         }
         self._description = {**same, "identity": identity}
-        self._chunks = list(cut(self._checked, same["rows_per_chunk"]))
+        self._chunks = cut(self._checked, same["rows_per_chunk"])
         self._reusable = {} if identity is None or previous is None else self._find_reusable(previous, same)
+        steps = sum([c.stop - c.start for c in self._chunks if c not in self._reusable])
+        self.nbytes = steps * self._checked.envs * self._codec.row_bytes
 
     def _find_reusable(self, previous: dict[str, Any], same: dict[str, Any]) -> dict[Chunk, Chunk]:
-        """Of each chunk the one of the snapshot in force that holds, unchanged, all its rows."""
+        """Of each chunk the one of the current snapshot that holds, unchanged, all its rows."""
         reusable = ReusableChunks(self._source, previous, same)
         if not reusable.any:
             return {}
@@ -298,16 +301,13 @@ class _RowSavePlan:
             if old is not None and old.stop == chunk.stop and reusable.unchanged(chunk.lane, chunk.start, chunk.stop)
         }
 
-    @property
-    def nbytes(self) -> int:
-        steps = sum([c.stop - c.start for c in self._chunks if c not in self._reusable])
-        return steps * self._checked.strands * self._packing.row_bytes
-
     def write(self, writer: SnapshotWriter) -> dict[str, Any]:
         written = [self._write(chunk, writer) for chunk in self._chunks]
         # Other processes may have overwritten the oldest rows before they were read.
-        counters = json_copy(self._source.counters())
-        left = Counters(counters)
+        counters, left = self._source.counters(), self._checked
+        if counters != self._counters:
+            counters = json_copy(counters)
+            left = Counters(counters)
         chunks = [chunk.entry for chunk in written if chunk.stop > left.first(chunk.lane)]
         return {**self._description, "counters": counters, "chunks": chunks}
 
@@ -316,8 +316,8 @@ class _RowSavePlan:
         old = self._reusable.get(chunk)
         if old is not None and writer.reuse(old.file):
             return old  # it may begin with rows that exist no longer
-        rows = read_rows(self._source, chunk, self._checked.strands, self._row_bytes, self._hooks)
-        details, blocks = self._packing.pack(rows, cuts_of(self._counters["lanes"][chunk.lane], chunk))
+        rows = read_rows(self._source, chunk, self._checked.envs, self._row_bytes, self._hooks)
+        details, blocks = self._codec.pack(rows, cuts_of(self._counters["lanes"][chunk.lane], chunk))
         writer.write_file(chunk.file, blocks)
         return replace(chunk, details=details)
 
@@ -334,9 +334,9 @@ class _RowRestorePlan:
             self._checked = Counters(self.counters)
             self.chunks = [Chunk.read(entry) for entry in state["chunks"]]
             if self.layout is not None:
-                self._checked.check_strands(self.layout)
+                self._checked.check_envs(self.layout)
             self._row_bytes = 0 if self.layout is None else natural(self.layout["row_bytes"])
-            self._packing = RawPacking(0) if self.layout is None else checkpointer._saved_packing(self.layout, state)
+            self._codec = RawChunkCodec(0) if self.layout is None else checkpointer._saved_codec(self.layout, state)
             self._most = max(1, natural(state["rows_per_chunk"]))
             self._sizes = {chunk: self._nbytes(chunk) for chunk in self.chunks}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -373,7 +373,7 @@ class _RowRestorePlan:
         """The chunks, each handed out when the disk has been made to read those after it."""
         for i, chunk in enumerate(self.chunks):
             for later in self.chunks[i + _CHUNKS_AHEAD : i + _CHUNKS_AHEAD + 1]:
-                self._reader.ask_for(later.file)
+                self._reader.read_ahead(later.file)
             yield chunk
 
     def _rows(self, chunk: Chunk) -> tuple[int, Rows]:
@@ -390,17 +390,17 @@ class _RowRestorePlan:
 
     def _unpack(self, chunk: Chunk, content: Rows) -> Rows:
         try:
-            return self._packing.unpack(content, chunk.details, self._checked.strands, chunk.stop - chunk.start)
+            return self._codec.unpack(content, chunk.details, self._checked.envs, chunk.stop - chunk.start)
         except ValueError as error:
             raise CorruptCheckpointError(self._reader.path(chunk.file), str(error)) from error
 
     def _nbytes(self, chunk: Chunk) -> int:
         steps = chunk.stop - chunk.start
         # A few bytes can stand for many equal rows: how many there are is limited before memory is taken for them.
-        per_step = self._checked.strands * self._row_bytes
+        per_step = self._checked.envs * self._row_bytes
         if not 0 < steps <= self._most or steps * per_step > most_row_bytes(per_step):
             raise ValueError(f"{chunk.file} cannot hold rows {chunk.start} to {chunk.stop}")
-        return self._packing.nbytes(chunk.details, self._checked.strands, steps)
+        return self._codec.nbytes(chunk.details, self._checked.envs, steps)
 
     def _check_sizes(self) -> None:
         for chunk in self.chunks:
@@ -465,13 +465,15 @@ def most_row_bytes(bytes_per_number: int) -> int:
     return _LARGEST_CHUNK + bytes_per_number
 
 
-def cut(counters: Counters, rows_per_chunk: int, only: int | None = None) -> Iterator[Chunk]:
+def cut(counters: Counters, rows_per_chunk: int, only: int | None = None) -> list[Chunk]:
     """The chunks that hold every row, of all lanes or of one."""
+    chunks = []
     for lane in range(counters.lanes) if only is None else [only]:
         first, stop = counters.first(lane), counters.stop(lane)
         for number in range(first // rows_per_chunk, -(-stop // rows_per_chunk) if stop > first else 0):
             begin = number * rows_per_chunk
-            yield Chunk(lane, number, max(first, begin), min(stop, begin + rows_per_chunk))
+            chunks.append(Chunk(lane, number, max(first, begin), min(stop, begin + rows_per_chunk)))
+    return chunks
 
 
 def natural(value: Any) -> int:
@@ -490,4 +492,4 @@ def layout_of(state: dict[str, Any]) -> LayoutState | None:
 
 def json_copy(value: Any) -> Any:
     # a copy: the storage's own objects may change before the manifest is written
-    return from_json(to_json(value))
+    return json.loads(to_json(value))

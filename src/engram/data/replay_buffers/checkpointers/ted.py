@@ -11,10 +11,10 @@ from engram.checkpoint.protocols import Rows
 from engram.checkpoint.writer import Block
 from engram.data.replay_buffers.checkpointers.rows import (
     WHOLE,
+    ChunkCodec,
     ChunkedStorageCheckpointer,
     Details,
-    Packing,
-    Sections,
+    SectionReader,
     column_of,
     pack_values,
     positions_block,
@@ -28,7 +28,7 @@ from engram.ted import codec as ted_codec
 from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Mask, StepKeys
 
 
-class FlatPacking:
+class FlatChunkCodec:
     """One section a leaf. A leaf under `next` that its root repeats a step later: the steps where it does not, and
     their values. Any other: its values, or where they change and the new values, whichever is shorter.
     """
@@ -67,7 +67,7 @@ class FlatPacking:
         return sum(section_bytes(leaf.nbytes, x, n) for leaf, x in zip(self._leaves, details, strict=True))
 
     def unpack(self, content: Rows, details: Details, strands: int, steps: int) -> Rows:
-        n, sections = strands * steps, Sections(content)
+        n, sections = strands * steps, SectionReader(content)
         out = np.zeros((n, self._payload), np.uint8)
         exceptions: dict[int, tuple[ted_codec.Positions, Column]] = {}
         for i, leaf in enumerate(self._leaves):
@@ -109,14 +109,14 @@ class FlatStorageCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _packing(self, layout: LayoutState) -> Packing:
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
         made = layout.parse()
         self._keys.flags(made.leaves)  # for its error
-        return FlatPacking(made, self._keys.shared(made.leaves))
+        return FlatChunkCodec(made, self._keys.shared(made.leaves))
 
-    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
         made = layout.parse()
-        return FlatPacking(made, shared_of(made, state))
+        return FlatChunkCodec(made, shared_of(made, state))
 
 
 def shared_of(layout: RowLayout, state: dict[str, Any]) -> dict[int, int]:
@@ -139,7 +139,7 @@ def _check_covered(at: ted_codec.Positions, ends: ted_codec.Mask) -> None:
         raise ValueError("nothing says what followed the newest step")
 
 
-class NestedPacking:
+class NestedChunkCodec:
     """The last steps of the trajectories, then one section a leaf. A leaf that `next` repeats has one value more a
     trajectory, what followed its last step; its copy under `next` only the steps inside a trajectory that differ.
     """
@@ -196,7 +196,7 @@ class NestedPacking:
         return 4 * details[0] + longer + sum(section_bytes(leaf.nbytes, count, n) for leaf, count in sections)
 
     def unpack(self, content: Rows, details: Details, strands: int, steps: int) -> Rows:
-        n, sections = strands * steps, Sections(content)
+        n, sections = strands * steps, SectionReader(content)
         ends = np.zeros(n, np.bool_)
         ends[sections.positions(details[0], n)] = True
         if not ends[ted_codec.strand_ends(strands, steps)].all():
@@ -245,11 +245,11 @@ class NestedStorageCheckpointer(ChunkedStorageCheckpointer):
         super().__init__()
         self._keys = StepKeys(done_keys, reward_keys)
 
-    def _packing(self, layout: LayoutState) -> Packing:
+    def _codec(self, layout: LayoutState) -> ChunkCodec:
         made = layout.parse()
         keys = self._keys
-        return NestedPacking(made, keys.shared(made.leaves), keys.flags(made.leaves), keys.ids(made.leaves))
+        return NestedChunkCodec(made, keys.shared(made.leaves), keys.flags(made.leaves), keys.ids(made.leaves))
 
-    def _saved_packing(self, layout: LayoutState, state: dict[str, Any]) -> Packing:
+    def _saved_codec(self, layout: LayoutState, state: dict[str, Any]) -> ChunkCodec:
         made = layout.parse()
-        return NestedPacking(made, shared_of(made, state))
+        return NestedChunkCodec(made, shared_of(made, state))

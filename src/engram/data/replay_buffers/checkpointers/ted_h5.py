@@ -536,7 +536,7 @@ class _SavePlan:
 
     def _write_lane(self, out: h5.H5Writer, lane: int, form: Form) -> dict[str, Any]:
         checked, row_bytes = self._checked, form.layout.payload_bytes
-        first, steps, strands = checked.first(lane), checked.stop(lane) - checked.first(lane), checked.strands
+        first, steps, strands = checked.first(lane), checked.stop(lane) - checked.first(lane), checked.envs
         if not steps:
             return {"start": first, "blocks": []}
         kind = GroupsOut if self._checkpointer.group_per_trajectory else DatasetsOut
@@ -561,7 +561,7 @@ class _RestorePlan:
             self._checked = Counters(self.counters)
             self._lanes = [(natural(lane["start"]), lane["blocks"]) for lane in state["lanes"]]
             if self.layout is not None:
-                self._checked.check_strands(self.layout)
+                self._checked.check_envs(self.layout)
                 layout = self.layout.parse()
                 self._form = Form(layout, shared_of(layout, state))
                 self._file, self._groups = str(state["file"]), bool(state["group_per_trajectory"])
@@ -632,7 +632,7 @@ class _RestorePlan:
         made: list[LaneIn] = []
         for lane, (_, blocks) in enumerate(self._lanes):
             spans = self._spans[lane]
-            made.append(kind(file, _lane(lane), self._form, sum(span.steps for span in spans), self._checked.strands))
+            made.append(kind(file, _lane(lane), self._form, sum(span.steps for span in spans), self._checked.envs))
             if spans:
                 made[-1].expect(spans, [tuple(block[1:]) for block in blocks])
         return made
@@ -644,11 +644,11 @@ class _RestorePlan:
             steps = natural(block[0])
             details: Details = tuple(block[1:])
             # A few bytes can stand for many equal rows: how many there are is limited before memory is taken for them.
-            if not 0 < steps * self._checked.strands * self._form.layout.payload_bytes <= self._most():
+            if not 0 < steps * self._checked.envs * self._form.layout.payload_bytes <= self._most():
                 raise ValueError(f"a block cannot have {steps} steps")
             if any(type(detail) is not int for detail in details):
                 raise ValueError(f"{block!r} does not describe a block")
-            spans.append(Span(at, steps, self._checked.strands))
+            spans.append(Span(at, steps, self._checked.envs))
             at += steps
         first, stop = self._checked.first(lane), self._checked.stop(lane)
         if start > first or (first < stop and start + at != stop):
@@ -656,7 +656,7 @@ class _RestorePlan:
         return spans
 
     def _most(self) -> int:
-        return most_row_bytes(self._checked.strands * self._form.layout.payload_bytes)
+        return most_row_bytes(self._checked.envs * self._form.layout.payload_bytes)
 
     @contextmanager
     def _as_damage(self) -> Iterator[None]:

@@ -1,11 +1,10 @@
-"""Which slots to read."""
+"""What a sampler is, to those who use one, write one, or are a buffer that draws with one."""
 
 from __future__ import annotations
 
 import abc
 import copy
 import itertools
-import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -13,37 +12,53 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram._system import drawing
-from engram.store.indexing import inward
+from engram._system import drawing, fork_registry
+from engram.store.indexing import to_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
+    from engram.store.lanes import Lanes
 
 Index = Tensor | tuple[Tensor, ...]
 
 EMPTY = "Cannot sample from an empty storage."
 
-_live: weakref.WeakSet[Sampler] = weakref.WeakSet()
-
 
 class EpochInfo(dict[str, Any]):
-    """What is said of a batch that is of an epoch: as any info, and which epoch it is (a number in this process).
+    """The info of a batch that belongs to an epoch: a dict that also names the epoch, by a number in this process.
 
-    Rows of it that are overwritten before they are read are drawn anew from the same epoch or not at all: from another
-    one a row could come that was in this one already.
+    Rows of such a batch that are overwritten before they are read are drawn again from the same epoch or not at all: a
+    row of another epoch could be one that this epoch has already given.
     """
 
-    numbers = itertools.count()
+    ids = itertools.count()
     epoch: int | None = None
 
 
 class Sampler(abc.ABC):
     """Chooses which stored steps a batch is made of.
 
-    A sampler of your own is a class with `sample(storage, batch_size) -> (index, info)`.
+    A sampler of your own is a class with `sample(storage, batch_size) -> (index, info)`; it need not inherit from this
+    one. It may also have any of `update_priority`, `mark_update`, `check_storage`, `use_generator`, `empty`, `ran_out`,
+    `state_dict` and `load_state_dict`, as they are described here; those that it leaves out do nothing. One with
+    `checked_priorities`, as `PrioritizedSampler` has it, is given the priorities that come with data.
 
     Draws come from torch's global generator, or from the buffer's own where it has one.
     """
+
+    #: Whether the library may rely on what it keeps to in its own classes: `sample` takes the lock, and gives slots
+    #: where a storage has one dimension; loading a state assigns attributes, and changes none in place; an exception at
+    #: a saved state means that this is damaged. Of a child that a user writes none of this holds, whatever its base.
+    _built_in = False
+    #: Whether it takes the priorities that come with data.
+    _takes_priorities = False
+    #: Whether a draw that is not believed may be made again; an epoch would leave out the rows of the first one.
+    _can_repeat_draws = False
+
+    def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._built_in = built_in
+        cls._takes_priorities = hasattr(cls, "checked_priorities")
 
     def __init__(self) -> None:
         #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
@@ -54,81 +69,63 @@ class Sampler(abc.ABC):
         # While a view of it lives, `random_` releases the GIL once instead of four times (torch 2.13).
         self._seed_view = self._seed.view(1)
 
+    # ---- drawing ----
     @abc.abstractmethod
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        """Slots to read: int64 [batch_size] (a tuple (time, strand) of such with ndim=2), and what there is to say.
+        """Index of the rows to read, int64 [batch_size] (with ndim=2 a tuple (time, env) of such), and an info dict.
 
         Raises:
             RuntimeError: the storage is empty.
         """
-
-    def most_rows(self, storage: Storage, batch_size: int) -> int:
-        """The most rows that a batch of this size can have: asked before a huge one is drawn."""
-        return batch_size
-
-    def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
-        """Other rows for some places of a batch, whose rows were overwritten while they were read.
-
-        Args:
-            slots: int64 [n], what was drawn.
-            info: what `sample` said of it; what it says of these places is changed too.
-            places: positions in the batch.
-
-        Returns:
-            the slots to read instead, int64 [n].
-        """
-        return redrawn(self, storage, slots, info, places)
-
-    def replaced(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
-        """Positions in a batch that was just read whose slots may hold other rows than those that were drawn.
-
-        For samplers to whom it matters which rows these are; None: there are none, or it does not matter.
-        """
-        return None
-
-    def finish(self, batch: Any, info: dict[str, Any]) -> Any:
-        """The batch as this sampler hands it out, from the rows that were read; `info` is what `sample` said."""
-        return batch
-
-    def check_storage(self, storage: Storage) -> None:
-        """Called when a buffer puts the two together. ValueError: the sampler cannot be used with this storage."""
-
-    def follow(self, storage: Storage) -> None:
-        """Takes in what was written since it last looked: before a state is saved, and after one was loaded."""
-
-    def use_generator(self, generator: torch.Generator | None) -> None:
-        """Draws from this generator from now on; None: torch's global one."""
-        self._generator = generator
-
-    def draw_seed(self, storage: Storage) -> Tensor:
-        """int64 [1] from the generator; the same tensor at every call.
-
-        Raises RuntimeError for an empty storage, before anything is drawn.
-        """
-        lanes = storage.lanes
-        if lanes is None or not (len(lanes) or lanes.claimed() or len(storage)):
-            raise RuntimeError(f"{EMPTY} Add or extend it first.")
-        with drawing:
-            return self._seed.random_(generator=self._generator)
-
-    def empty(self) -> None:
-        """Forgets what was stored."""
 
     @property
     def ran_out(self) -> bool:
         """Whether an epoch has just ended."""
         return False
 
-    # ---- state ----
-    def _decisive(self) -> dict[str, Any]:
-        """Settings that decide which rows are drawn. They are saved, and a state is only loaded where they are the
-        same; those that say in which form rows are handed out are the constructor's alone.
-        """
-        return {}
+    def use_generator(self, generator: torch.Generator | None) -> None:
+        """Draws from this generator from now on; None: torch's global one."""
+        self._generator = generator
 
+    def check_storage(self, storage: Storage) -> None:
+        """Called when a buffer puts the two together. ValueError: the sampler cannot be used with this storage."""
+
+    def empty(self) -> None:
+        """Forgets what was stored."""
+
+    # ---- priorities ----
+    def update_priority(
+        self, index: Any, priority: Any, *, generation: Any = None, storage: Storage | None = None
+    ) -> None:
+        """Sets priorities of stored steps; a sampler without priorities ignores it.
+
+        Args:
+            index: int, int64 [n], a tuple (time, env) of such or [n, 2] with ndim=2, a slice, a bool mask.
+            priority: a number, or a tensor of one number for each step. With more dimensions than the index it is
+                reduced over them (`reduction`).
+            generation: int64 [n], as `info["generation"]` has it: where a slot holds another step by now, the update is
+                left out and counted in `skipped`.
+            storage: of the steps; the one that was sampled last if None.
+
+        Where whole trajectories are stored as items, what is given for an item's steps is reduced to one priority. Of a
+        step that is named twice the last priority stays.
+
+        Raises:
+            ValueError: a priority is negative, NaN or infinite, or sizes differ. Nothing is changed.
+            IndexError: an index lies outside the storage, or has not been written (with generations it is skipped).
+        """
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Gives stored steps the priority of new ones, as they have changed; a sampler without priorities ignores it.
+
+        Raises:
+            IndexError: an index lies outside the storage or has not been written.
+        """
+
+    # ---- state ----
     def state_dict(self) -> dict[str, Any]:
         """What must be saved for the draws to go on as they would have."""
-        return self._decisive()
+        return self._config()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state.
@@ -136,48 +133,110 @@ class Sampler(abc.ABC):
         Raises:
             ValueError: it is that of a sampler with other settings; every difference is listed.
         """
-        different = self.differences(state)
+        different = self._differences(state)
         if different:
             raise ValueError("; ".join(different))
 
-    def differences(self, state: dict[str, Any]) -> list[str]:
+    # ---- between the parts of a buffer: drawing ----
+    @property
+    def _given(self) -> Any:
+        """The object that the user gave: this one, or the one that is adapted."""
+        return self
+
+    def _draw_seed(self, storage: Storage, lanes: Lanes | None) -> Tensor:
+        """int64 [1] from the generator; the same tensor at every call. `lanes` are the storage's.
+
+        Raises RuntimeError for an empty storage, before anything is drawn.
+        """
+        if lanes is None or not (len(lanes) or lanes.any_rows() or len(storage)):
+            raise RuntimeError(f"{EMPTY} Add or extend it first.")
+        with drawing:
+            return self._seed.random_(generator=self._generator)
+
+    def _max_rows(self, storage: Storage, batch_size: int) -> int | None:
+        """The most rows that a batch of this size can have: asked before a huge one is drawn. None: not known."""
+        return batch_size
+
+    def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
+        """Draws other rows for some positions of a batch, whose rows were overwritten while they were read.
+
+        This is for samplers that draw each row by itself, with an entry for each row in their info.
+
+        Args:
+            slots: int64 [n], what was drawn.
+            info: what `sample` gave with it; its entries at these positions are replaced, too.
+            positions: in the batch.
+
+        Returns:
+            the slots to read instead, int64 [n].
+        """
+        slots, n, done = slots.clone(), len(slots), 0
+        while done < len(positions):  # the last draw of an epoch may give fewer
+            index, fresh_info = self.sample(storage, len(positions) - done)
+            fresh = to_slots(index, storage.env_shape, storage.max_size or 0)[: len(positions) - done]
+            at = torch.tensor(positions[done : done + len(fresh)])
+            slots[at] = fresh
+            put_rows(info, fresh_info, at, n)
+            done += len(fresh)
+        return slots
+
+    def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
+        """Positions in a batch that was just read whose slots may hold other rows than those that were drawn.
+
+        For samplers to whom it matters which rows these are; None: there are none, or it does not matter.
+        """
+        return None
+
+    def _postprocess(self, batch: Any, info: dict[str, Any]) -> Any:
+        """The batch as this sampler hands it out, from the rows that were read; `info` is what `sample` gave."""
+        return batch
+
+    # ---- between the parts of a buffer: state ----
+    @property
+    def _kind(self) -> str:
+        """The name that its state is saved under."""
+        return type(self).__name__
+
+    @property
+    def _members(self) -> list[Sampler]:
+        """The samplers that it consists of."""
+        return []
+
+    def _config(self) -> dict[str, Any]:
+        """Settings that decide which rows are drawn. They are saved, and a state is only loaded where they are the
+        same; those that say in which form rows are handed out are the constructor's alone.
+        """
+        return {}
+
+    def _differences(self, state: dict[str, Any]) -> list[str]:
         """What of a saved state does not fit this sampler."""
         return [
             f"the sampler has {name}={mine!r} here, {state.get(name)!r} there"
-            for name, mine in self._decisive().items()
+            for name, mine in self._config().items()
             if name not in state or state[name] != mine
         ]
 
-    def check_state(self, state: dict[str, Any], storage: Storage) -> None:
+    def _check_state(self, state: dict[str, Any], storage: Storage) -> None:
         """A ValueError where a state without differences cannot be one of this storage, which holds rows; changes
         nothing. Called before the rows are replaced by those that were saved with it.
         """
 
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        """A state of this sampler, made of what TorchRL saved of one; None: of one that has nothing to save.
+    def _rebase(self, incarnation: int, shifts: list[int]) -> None:
+        """After a load: goes on in a store with this incarnation, whose sequences are lower by `shifts`, one a lane."""
 
-        `found` is of a sampler without replacement: `remaining` (numbers of rows or trajectories, int64 [n], or None
-        between epochs), `length` (how many its epoch has), `drop_last`, `ran_out`, `stored` (rows), `strands`, and
-        `rows`: `remaining` as write number * strands + strand (None where they are no rows).
+    def _sync(self, storage: Storage) -> None:
+        """Takes in what was written since it last looked: before a state is saved, and after one was loaded."""
 
-        Raises:
-            ValueError: this sampler can make nothing of it.
-        """
-        if found is not None or self.state_dict():
-            there = "one without a state" if found is None else "one without replacement"
-            raise ValueError(f"the sampler is a {type(self).__name__} here, {there} was saved")
-        return {}
-
-    def position(self) -> Any:
-        """What a draw changes, for `rewind`: taken before every batch that is prepared ahead, so small.
+    def _get_cursor(self) -> Any:
+        """What a draw changes, for `_set_cursor`: taken before every batch that is prepared ahead, so small.
 
         The caller holds the lock.
         """
         return copy.deepcopy(self.state_dict())  # which may hold tensors that draws change in place
 
-    def rewind(self, position: Any) -> None:
-        """Draws again what was drawn since this position."""
-        self.load_state_dict(position)
+    def _set_cursor(self, cursor: Any) -> None:
+        """Goes back to where it stood at a cursor, to draw the same again."""
+        self.load_state_dict(cursor)
 
     def __getstate__(self) -> dict[str, Any]:
         # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
@@ -191,20 +250,98 @@ class Sampler(abc.ABC):
         return f"{type(self).__name__}()"
 
 
+class _AdaptedSampler(Sampler):
+    """A sampler of a user's own that is no `Sampler`, with what it leaves out."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__()
+        self._own = sampler
+        self._takes_priorities = hasattr(sampler, "checked_priorities")
+        self._can_repeat_draws = not hasattr(sampler, "ran_out")
+
+    @property
+    def _given(self) -> Any:
+        return self._own
+
+    @property
+    def _kind(self) -> str:
+        return type(self._own).__name__
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        drawn: tuple[Index, dict[str, Any]] = self._own.sample(storage, batch_size)
+        return drawn
+
+    @property
+    def ran_out(self) -> bool:
+        return bool(getattr(self._own, "ran_out", False))
+
+    def use_generator(self, generator: torch.Generator | None) -> None:
+        self._call("use_generator", generator)
+
+    def check_storage(self, storage: Storage) -> None:
+        self._call("check_storage", storage)
+
+    def empty(self) -> None:
+        self._call("empty")
+
+    def update_priority(self, index: Any, priority: Any, **more: Any) -> None:
+        self._call("update_priority", index, priority, **more)
+
+    def mark_update(self, index: Any, **more: Any) -> None:
+        self._call("mark_update", index, **more)
+
+    def checked_priorities(self, priority: Any, n: int) -> Tensor:
+        checked: Tensor = self._own.checked_priorities(priority, n)
+        return checked
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._call("state_dict") or {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._call("load_state_dict", state)
+
+    def _max_rows(self, storage: Storage, batch_size: int) -> int | None:
+        return None
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(self._own, name, None)
+        return None if method is None else method(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self._own)
+
+
+def as_sampler(sampler: Any) -> Sampler:
+    """A Sampler from what a user gave.
+
+    Raises:
+        TypeError: it has no method `sample`.
+    """
+    if isinstance(sampler, Sampler):
+        # A child whose constructor does not call that of its base. (`vars` would make its attributes slower to read.)
+        if not hasattr(sampler, "lock"):
+            Sampler.__init__(sampler)
+        return sampler
+    if isinstance(sampler, type) or not callable(getattr(sampler, "sample", None)):
+        kind = sampler.__name__ if isinstance(sampler, type) else f"a {type(sampler).__name__}"
+        raise TypeError(f"a sampler is an object with sample(storage, batch_size) -> (index, info), got {kind}")
+    return _AdaptedSampler(sampler)
+
+
 def stored_rows(storage: Storage) -> int:
     """How many rows there are, of all environments."""
     lanes = storage.lanes
-    return 0 if lanes is None else sum(s["published"] - s["first"] for s in lanes.states()) * lanes.strands
+    return 0 if lanes is None else sum(s["published"] - s["first"] for s in lanes.states()) * lanes.envs
 
 
 def check_counts(values: Any, least: int = 0) -> None:
-    """ValueError where a saved list is none of integers that write numbers and counts can be."""
+    """ValueError where a saved list is not one of integers that sequences and counts can be."""
     if type(values) is not list or not all(type(n) is int and least <= n < 1 << 62 for n in values):
         raise ValueError(f"a saved state has {values!r:.80} where there are counts")
 
 
 def check_epoch(state: dict[str, Any], *names: str) -> None:
-    """ValueError where a saved state holds an epoch that none has made."""
+    """ValueError where a saved state holds an epoch that no sampler has made."""
     epoch, _ = state["epoch"], state["ran_out"]
     if epoch is None:
         return
@@ -213,51 +350,16 @@ def check_epoch(state: dict[str, Any], *names: str) -> None:
         raise ValueError(f"a saved epoch has the key {epoch['key']!r:.80}")
 
 
-def redrawn(sampler: Any, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
-    """`Sampler.redraw` for a sampler that draws each row by itself, with an entry a row in its info."""
-    slots, n, done = slots.clone(), len(slots), 0
-    while done < len(places):  # an epoch's last draw may give fewer
-        index, said = sampler.sample(storage, len(places) - done)
-        found = inward(index, storage.inner, storage.max_size or 0)[: len(places) - done]
-        at = torch.tensor(places[done : done + len(found)])
-        slots[at] = found
-        put_rows(info, said, at, n)
-        done += len(found)
-    return slots
-
-
-def put_rows(info: dict[str, Any], said: dict[str, Any], at: Tensor, n: int) -> None:
-    """Puts what is said of rows that were drawn anew in their places (int64) of what is said of a batch of n."""
-    for key, value in said.items():
+def put_rows(info: dict[str, Any], fresh: dict[str, Any], at: Tensor, n: int) -> None:
+    """Puts the info of rows that were drawn again at their positions (int64) in the info of a batch of n rows."""
+    for key, value in fresh.items():
         old = info.get(key)
         if isinstance(value, Tensor) and isinstance(old, Tensor) and value.ndim and len(old) == n:
             info[key] = old.index_copy(0, at, value[: len(at)])
 
 
-def position_of(sampler: Any) -> Any:
-    """Where a sampler stands; one of a user's own may have a state only, or none."""
-    if hasattr(sampler, "position"):
-        with lock_of(sampler):
-            return sampler.position()
-    return copy.deepcopy(sampler.state_dict()) if hasattr(sampler, "state_dict") else None
+def _renew_lock(sampler: Sampler) -> None:
+    sampler.lock = threading.RLock()  # a thread of the parent may hold the old one
 
 
-def go_back(sampler: Any, position: Any) -> None:
-    """Puts a sampler where it stood at a position."""
-    rewind = getattr(sampler, "rewind", None) or getattr(sampler, "load_state_dict", None)
-    if rewind is not None:
-        rewind(position)
-
-
-def lock_of(sampler: Any) -> Any:
-    """The lock of a sampler; one of a user's own may have none: a new one."""
-    lock = getattr(sampler, "lock", None) if isinstance(sampler, Sampler) else None
-    return threading.RLock() if lock is None else lock
-
-
-def _after_fork() -> None:
-    for sampler in list(_live):
-        sampler.lock = threading.RLock()  # a thread of the parent may hold the old one
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_live: weakref.WeakSet[Sampler] = fork_registry(_renew_lock)

@@ -1,4 +1,4 @@
-"""Draws from several buffers."""
+"""The sampler of several buffers that are sampled together."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import bisect
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from engram._system import drawing
-from engram.data.replay_buffers.samplers.base import Sampler, go_back, position_of
+from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
 
 
-class SamplerEnsemble(Sampler):
+class SamplerEnsemble(Sampler, built_in=True):
     """Draws members of an ensemble, then rows from each: a batch of 10 from two members is [2, 5].
 
     Args:
@@ -29,7 +29,8 @@ class SamplerEnsemble(Sampler):
         num_buffer_sampled: how many members are drawn for a batch, with replacement; as many as there are if None.
 
     Raises:
-        ValueError: settings that contradict each other, or weights that are none.
+        ValueError: settings that contradict each other, or weights that cannot be.
+        TypeError: one of them is no sampler.
 
     Example:
         >>> sampler = SamplerEnsemble(RandomSampler(), RandomSampler(), p=[0.9, 0.1])
@@ -47,7 +48,7 @@ class SamplerEnsemble(Sampler):
         super().__init__()
         if not samplers:
             raise ValueError("an ensemble needs at least one sampler")
-        self.samplers = list(samplers)
+        self._samplers = [as_sampler(sampler) for sampler in samplers]
         if sample_from_all and p is not None:
             raise ValueError("with sample_from_all every member is in every batch: leave p out")
         if sample_from_all and num_buffer_sampled not in (None, len(samplers)):
@@ -67,6 +68,11 @@ class SamplerEnsemble(Sampler):
         self.p = p
 
     @property
+    def samplers(self) -> list[Any]:
+        """The samplers of the members."""
+        return [sampler._given for sampler in self._samplers]
+
+    @property
     def p(self) -> list[float] | None:
         """How likely each member is drawn, relative to the others. None: equally."""
         return self._p
@@ -77,12 +83,12 @@ class SamplerEnsemble(Sampler):
             raise ValueError("with sample_from_all every member is in every batch: p cannot be set")
         weights = None if p is None else torch.as_tensor(p, dtype=torch.float64).tolist()
         if weights is not None:
-            if not isinstance(weights, list) or len(weights) != len(self.samplers):
-                raise ValueError(f"p must have one weight for each of {len(self.samplers)} members, got {p!r}")
+            if not isinstance(weights, list) or len(weights) != len(self._samplers):
+                raise ValueError(f"p must have one weight for each of {len(self._samplers)} members, got {p!r}")
             if not all(math.isfinite(w) and w >= 0 for w in weights) or sum(weights) <= 0:
                 raise ValueError(f"p must be weights of 0 or more, one above 0, got {weights}")
         self._p: list[float] | None = weights
-        parts = [1.0] * len(self.samplers) if weights is None else weights
+        parts = [1.0] * len(self._samplers) if weights is None else weights
         self._bounds = list(itertools.accumulate(w / sum(parts) for w in parts))
         self._last = max(i for i, w in enumerate(parts) if w > 0)  # where rounding leads past the end
 
@@ -116,7 +122,7 @@ class SamplerEnsemble(Sampler):
         """
         ids, n = self.choose(batch_size)
         members = storage.storages  # type: ignore[attr-defined]
-        drawn = [self.samplers[i].sample(members[i], n) for i in ids]
+        drawn = [self._samplers[i].sample(members[i], n) for i in ids]
         index: Any = [index for index, _ in drawn]
         if all(isinstance(one, Tensor) and one.shape == index[0].shape for one in index):
             index = torch.stack(index)
@@ -124,34 +130,36 @@ class SamplerEnsemble(Sampler):
 
     @property
     def ran_out(self) -> bool:
-        return any(getattr(sampler, "ran_out", False) for sampler in self.samplers)
+        return any(sampler.ran_out for sampler in self._samplers)
 
     # ---- the members' ----
+    @property
+    def _members(self) -> list[Sampler]:
+        return self._samplers
+
     def __getitem__(self, index: int) -> Any:
         return self.samplers[index]
 
     def __len__(self) -> int:
-        return len(self.samplers)
+        return len(self._samplers)
 
     def check_storage(self, storage: Storage) -> None:
         members = getattr(storage, "storages", None)
-        if members is None or len(members) != len(self.samplers):
-            found = f"a {type(storage).__name__}" if members is None else f"{len(members)} storages"
-            raise ValueError(f"{len(self.samplers)} samplers are for an ensemble of as many storages, not {found}")
-        for sampler, member in zip(self.samplers, members, strict=True):
-            if hasattr(sampler, "check_storage"):
-                sampler.check_storage(member)
+        if members is None or len(members) != len(self._samplers):
+            what = f"a {type(storage).__name__}" if members is None else f"{len(members)} storages"
+            raise ValueError(f"{len(self._samplers)} samplers are for an ensemble of as many storages, not {what}")
+        for sampler, member in zip(self._samplers, members, strict=True):
+            sampler.check_storage(member)
 
-    def follow(self, storage: Storage) -> None:
-        for sampler, member in zip(self.samplers, storage.storages, strict=True):  # type: ignore[attr-defined]
-            if hasattr(sampler, "follow"):
-                sampler.follow(member)
+    def _sync(self, storage: Storage) -> None:
+        for sampler, member in zip(self._samplers, storage.storages, strict=True):  # type: ignore[attr-defined]
+            sampler._sync(member)
 
     def use_generator(self, generator: torch.Generator | None) -> None:
         """Members and rows are drawn from this generator; None: members go on with those that they have."""
         super().use_generator(generator)
         if generator is not None:
-            for sampler in self._those_with("use_generator"):
+            for sampler in self._samplers:
                 sampler.use_generator(generator)
 
     def update_priority(
@@ -166,7 +174,7 @@ class SamplerEnsemble(Sampler):
         """Sets priorities of rows in the members that they came from.
 
         Args:
-            index: what `info` said (with `"index"` and `"buffer_ids"`), or its `"index"`.
+            index: the `info` of `sample` (with `"index"` and `"buffer_ids"`), or its `"index"`.
             priority: one for each row.
             generation: as in `info`.
             buffer_ids: as in `info`, where the index does not say it.
@@ -178,32 +186,27 @@ class SamplerEnsemble(Sampler):
             priority = priority.reshape(ids.numel(), -1).squeeze(-1)
         generation = None if generation is None else torch.as_tensor(generation).reshape(-1)
         for i in sorted(set(ids.reshape(-1).tolist())):
-            sampler = self.samplers[i]
-            if hasattr(sampler, "update_priority"):
-                mine = (ids == i).reshape(-1)
-                given = {} if generation is None else {"generation": generation[mine]}
-                sampler.update_priority(
-                    rows[mine],
-                    priority[mine] if priority.ndim else priority,
-                    storage=None if storage is None else storage.storages[i],  # type: ignore[attr-defined]
-                    **given,
-                )
+            mine = (ids == i).reshape(-1)
+            # A sampler of a user's own may take no generation: it is only given where there is one.
+            given = {} if generation is None else {"generation": generation[mine]}
+            self._samplers[i].update_priority(
+                rows[mine],
+                priority[mine] if priority.ndim else priority,
+                storage=None if storage is None else storage.storages[i],  # type: ignore[attr-defined]
+                **given,
+            )
 
     def mark_update(self, index: Any, *, storage: Storage | None = None, buffer_ids: Any = None) -> None:
         """Tells the members' samplers that stored rows have changed; arguments as `update_priority`."""
         ids, index = _whose(index, buffer_ids)
         rows = index.reshape(ids.numel(), -1).squeeze(-1)
         for i in sorted(set(ids.reshape(-1).tolist())):
-            if hasattr(self.samplers[i], "mark_update"):
-                member = None if storage is None else storage.storages[i]  # type: ignore[attr-defined]
-                self.samplers[i].mark_update(rows[(ids == i).reshape(-1)], storage=member)
+            member = None if storage is None else storage.storages[i]  # type: ignore[attr-defined]
+            self._samplers[i].mark_update(rows[(ids == i).reshape(-1)], storage=member)
 
     def empty(self) -> None:
-        for sampler in self._those_with("empty"):
+        for sampler in self._samplers:
             sampler.empty()
-
-    def _those_with(self, name: str) -> Iterator[Any]:
-        return (sampler for sampler in self.samplers if hasattr(sampler, name))
 
     # ---- state ----
     def state_dict(self) -> dict[str, Any]:
@@ -211,51 +214,51 @@ class SamplerEnsemble(Sampler):
             "p": self._p,
             "sample_from_all": self.sample_from_all,
             "num_buffer_sampled": self.num_buffer_sampled,
-            "samplers": [
-                {"kind": type(s).__name__, "state": s.state_dict() if hasattr(s, "state_dict") else {}}
-                for s in self.samplers
-            ],
+            "samplers": [{"kind": s._kind, "state": s.state_dict()} for s in self._samplers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self.differences(state)
+        different = self._differences(state)
         if different:
             raise ValueError("; ".join(different))
         self.p = state["p"]
-        for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
-            if hasattr(sampler, "load_state_dict"):
-                sampler.load_state_dict(saved["state"])
+        for sampler, saved in zip(self._samplers, state["samplers"], strict=True):
+            sampler.load_state_dict(saved["state"])
 
-    def differences(self, state: dict[str, Any]) -> list[str]:
+    def _differences(self, state: dict[str, Any]) -> list[str]:
         saved = state["samplers"]
-        if len(saved) != len(self.samplers):
-            return [f"the ensemble has {len(self.samplers)} samplers here, {len(saved)} there"]
-        said = [
+        if len(saved) != len(self._samplers):
+            return [f"the ensemble has {len(self._samplers)} samplers here, {len(saved)} there"]
+        differences = [
             f"the ensemble has {name}={getattr(self, name)} here, {state[name]} there"
             for name in ("sample_from_all", "num_buffer_sampled")
             if getattr(self, name) != state[name]
         ]
-        for i, (sampler, one) in enumerate(zip(self.samplers, saved, strict=True)):
-            kind, state_there = one["kind"], one["state"]
-            if kind != type(sampler).__name__:
-                said.append(f"sampler {i} is a {type(sampler).__name__} here, a {kind} there")
-            elif hasattr(sampler, "differences"):
-                said += [f"member {i}: {what}" for what in sampler.differences(state_there)]
-        if not said:
-            copy.copy(self).p = state["p"]  # refuses what are no weights
-        return said
+        for i, (sampler, one) in enumerate(zip(self._samplers, saved, strict=True)):
+            kind, member_state = one["kind"], one["state"]
+            if kind != sampler._kind:
+                differences.append(f"sampler {i} is a {sampler._kind} here, a {kind} there")
+            else:
+                differences += [f"member {i}: {what}" for what in sampler._differences(member_state)]
+        if not differences:
+            copy.copy(self).p = state["p"]  # an error where these are no weights
+        return differences
 
-    def check_state(self, state: dict[str, Any], storage: Any) -> None:
-        for sampler, one, member in zip(self.samplers, state["samplers"], storage.storages, strict=True):
-            if hasattr(sampler, "check_state") and member.lanes is not None:
-                sampler.check_state(one["state"], member)
+    def _check_state(self, state: dict[str, Any], storage: Any) -> None:
+        for sampler, one, member in zip(self._samplers, state["samplers"], storage.storages, strict=True):
+            if member.lanes is not None:
+                sampler._check_state(one["state"], member)
 
-    def position(self) -> Any:
-        return [position_of(sampler) for sampler in self.samplers]
+    def _get_cursor(self) -> Any:
+        cursors = []
+        for sampler in self._samplers:
+            with sampler.lock:
+                cursors.append(sampler._get_cursor())
+        return cursors
 
-    def rewind(self, position: Any) -> None:
-        for sampler, at in zip(self.samplers, position, strict=True):
-            go_back(sampler, at)
+    def _set_cursor(self, cursor: Any) -> None:
+        for sampler, one in zip(self._samplers, cursor, strict=True):
+            sampler._set_cursor(one)
 
     def __repr__(self) -> str:
         return (
@@ -270,16 +273,16 @@ def ids_of(ids: list[int], n: int) -> Tensor:
 
 
 def joined(infos: list[dict[str, Any]]) -> dict[str, Any]:
-    """What several members say: tensors of one shape stacked, other things in a list."""
-    made: dict[str, Any] = {}
+    """The infos of several members as one: tensors of one shape stacked, other things in a list."""
+    info_of_all: dict[str, Any] = {}
     if not any(infos):
-        return made
+        return info_of_all
     for key in dict.fromkeys(key for info in infos for key in info):
         values: list[Any] = [info.get(key) for info in infos]
         first = values[0]
         alike = all(isinstance(v, Tensor) and v.shape == first.shape and v.dtype == first.dtype for v in values)
-        made[key] = torch.stack(values) if alike else values
-    return made
+        info_of_all[key] = torch.stack(values) if alike else values
+    return info_of_all
 
 
 def _whose(index: Any, buffer_ids: Any) -> tuple[Tensor, Tensor]:

@@ -1,20 +1,20 @@
-"""Priorities of stored steps, for samplers that draw by them."""
+"""Draws by priority: the table of priorities, and the sampler of single steps."""
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import slots_tensor, values_tensor
 from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler, check_counts, put_rows
 from engram.errors import is_masked, masked_array
-from engram.store.indexing import inward, select, tensor_of
+from engram.store.indexing import select, tensor_of, to_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -22,16 +22,33 @@ if TYPE_CHECKING:
 
 _WEIGHTS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _REDUCTIONS = ("max", "min", "mean", "median")
-_SAVED = ("alpha", "eps", "reduction", "max_priority_within_buffer")
+_CONFIG = ("alpha", "eps", "reduction", "max_priority_within_buffer")
+
+T = TypeVar("T")
 
 
-class HasPriorities(Sampler):
-    """Keeps a priority for each step of the storage that is sampled from."""
+class DrawnInfo(dict[str, Any]):
+    """The info of a batch that was drawn by priority, which also knows the rows; a copy is a plain dict."""
 
-    #: Whether only steps at which slices can start are drawn.
-    _starts_only = False
+    __slots__ = ("drawn", "store")
+    drawn: _native.DrawnRows
+    store: _native.Store
 
-    def _set_up(
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class PriorityTable:
+    """A priority for each stored step of one storage, for the sampler that holds it.
+
+    What is written is taken in before the table is used. The caller holds the sampler's lock.
+
+    Args:
+        starts_only: draw only steps at which slices can start.
+        Others: as PrioritizedSampler.
+    """
+
+    def __init__(
         self,
         max_capacity: int | None,
         alpha: float,
@@ -40,6 +57,7 @@ class HasPriorities(Sampler):
         dtype: torch.dtype,
         reduction: str,
         max_priority_within_buffer: bool,
+        starts_only: bool = False,
     ) -> None:
         if max_capacity is not None and (
             isinstance(max_capacity, bool) or not hasattr(max_capacity, "__index__") or int(max_capacity) < 1
@@ -53,21 +71,21 @@ class HasPriorities(Sampler):
         self.dtype = dtype
         self.reduction = reduction
         self.max_priority_within_buffer = bool(max_priority_within_buffer)
+        self._starts_only = starts_only
         self._alpha = _checked("alpha", alpha)
         self._eps = _checked("eps", eps)
         self.beta = beta
-        self._priorities = self._made()
-        self._restored: dict[str, Any] | None = None  # a state that waits for its storage
+        self._priorities = self._new_priorities()
+        self._waiting: dict[str, Any] | None = None  # a loaded state that waits for its storage
         self._storage: weakref.ref[Storage] | None = None  # the one that was used last
         self._fits = False  # whether it will not outgrow `max_capacity`: it has a limit
 
-    def _made(self) -> _native.Priorities:
+    def _new_priorities(self) -> _native.Priorities:
         return _native.Priorities(self._alpha, self._eps, self.max_priority_within_buffer, self._starts_only)
 
     # ---- settings ----
     @property
     def alpha(self) -> float:
-        """How much priorities count. Assigning it takes time in proportion to the storage."""
         return self._alpha
 
     @alpha.setter
@@ -76,7 +94,6 @@ class HasPriorities(Sampler):
 
     @property
     def eps(self) -> float:
-        """What is added to each priority. Assigning it takes time in proportion to the storage."""
         return self._eps
 
     @eps.setter
@@ -84,13 +101,11 @@ class HasPriorities(Sampler):
         self._use(self._alpha, _checked("eps", eps))
 
     def _use(self, alpha: float, eps: float) -> None:
-        with self.lock:
-            self._priorities.use(alpha, eps)
-            self._alpha, self._eps = alpha, eps
+        self._priorities.use(alpha, eps)
+        self._alpha, self._eps = alpha, eps
 
     @property
     def beta(self) -> float:
-        """How much weights correct for the priorities."""
         return self._beta
 
     @beta.setter
@@ -99,45 +114,49 @@ class HasPriorities(Sampler):
 
     @property
     def default_priority(self) -> float:
-        """The priority that new steps get."""
         return self._priorities.new_priority
 
     @property
     def skipped(self) -> int:
-        """Updates of steps that were not stored any more, which changed nothing."""
         return self._priorities.skipped
 
-    def follow(self, storage: Storage) -> None:
-        with self.lock:
-            if storage.lanes is not None:
-                self._following(storage, storage.lanes).look(storage.lanes.store)
+    def settings_shown(self) -> str:
+        """The settings, as the `repr` of samplers shows them."""
+        return f"alpha={self._alpha}, beta={self._beta}, eps={self._eps}, reduction={self.reduction}"
 
-    def _following(self, storage: Storage, lanes: Lanes) -> _native.Priorities:
-        """The priorities of this storage's steps. The caller holds the lock as long as it uses them."""
+    # ---- following a storage ----
+    def following(self, storage: Storage, lanes: Lanes) -> _native.Priorities:
+        """The priorities of this storage's steps, for as long as the caller holds the lock."""
         last = self._storage
         if last is None or last() is not storage or not self._fits:
             self.check_storage(storage)
             self._storage, self._fits = weakref.ref(storage), storage.max_size is not None
-        if lanes.asleep:
-            lanes.wake()
-        if self._restored is not None:
+        if lanes.unused_since_fork:
+            lanes.join_after_fork()
+        if self._waiting is not None:
             self._resume(lanes)
         return self._priorities
 
     def _resume(self, lanes: Lanes) -> None:
-        saved = self._restored
+        saved = self._waiting
         assert saved is not None
         self._priorities.resume(
             lanes.store, [(a, b) for a, b in saved["seen"]], saved["max_priority"], saved["latest_priority"],
-            saved["skipped"], saved["priorities"].numpy(),
+            saved["skipped"], saved["priorities"],
         )  # fmt: skip
-        self._restored = None
+        self._waiting = None
+
+    def sync(self, storage: Storage) -> None:
+        """Takes in what was written since the last look."""
+        if storage.lanes is not None:
+            self.following(storage, storage.lanes).poll(storage.lanes.store)
 
     def check_storage(self, storage: Storage) -> None:
+        """ValueError where the storage has more steps than `max_capacity`."""
         lanes = storage.lanes
         size = storage.max_size if storage.max_size is not None else len(storage)
         # A storage rounds its size up to whole lanes and to whole rows of environments.
-        rounding = 0 if lanes is None else lanes.store.lanes * lanes.strands - 1
+        rounding = 0 if lanes is None else lanes.store.lanes * lanes.envs - 1
         if self.max_capacity is not None and size - rounding > self.max_capacity:
             raise ValueError(
                 f"max_capacity={self.max_capacity} of the sampler is less than the {size} steps of the storage; "
@@ -145,38 +164,20 @@ class HasPriorities(Sampler):
             )
 
     # ---- priorities ----
-    def update_priority(
-        self, index: Any, priority: Any, *, generation: Any = None, storage: Storage | None = None
-    ) -> None:
-        """Sets priorities of stored steps; of a step named twice the last one stays.
-
-        Args:
-            index: int, int64 [n], a tuple (time, env) of such or [n, 2] with ndim=2, a slice, a bool mask.
-            priority: a number, or a tensor of one number for each step. With more dimensions than the index it is
-                reduced over them (`reduction`).
-            generation: int64 [n], write numbers as `info["generation"]` has them: where a slot holds another step by
-                now, the update is left out and counted in `skipped`.
-            storage: of the steps; the one that was sampled last if None.
-
-        Raises:
-            ValueError: a priority is negative, NaN or infinite, or sizes differ. Nothing is changed.
-            IndexError: an index lies outside the storage, or has not been written (with generations it is skipped).
-
-        Where whole trajectories are stored as items, what is given for an item's steps is reduced to one priority.
-        """
-        with self.lock:
-            where, lanes = self._stored_in(storage)
-            mine = self._following(where, lanes)
-            if (
-                type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
-                and (generation is None or lanes.own_sequences is None) and not where.item_shape
-                and mine.set(lanes.store, index, priority, generation)
-            ):  # fmt: skip
-                return
-            self._set_any(where, lanes, index, priority, generation)
+    def update(self, index: Any, priority: Any, generation: Any, storage: Storage | None) -> None:
+        """As `Sampler.update_priority`."""
+        where, lanes = self._stored_in(storage)
+        if (
+            type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
+            and (generation is None or lanes.own_sequences is None) and not where._item_shape
+            and self.following(where, lanes).set(lanes.store, index, priority, generation)
+        ):  # fmt: skip
+            return
+        self._set_any(where, lanes, index, priority, generation)
 
     def _set_any(self, where: Storage, lanes: Lanes, index: Any, priority: Any, generation: Any) -> None:
         """Sets priorities, whatever form the arguments have."""
+        priorities = self.following(where, lanes)
         slots, shape = self._slots(where, lanes, index)
         p = self._per_step(priority, len(slots), shape)
         if generation is not None:
@@ -185,42 +186,37 @@ class HasPriorities(Sampler):
                 raise ValueError(
                     f"{len(slots)} steps are indexed, {len(generation)} generations given; nothing was changed"
                 )
-        if where.item_shape:
+        if where._item_shape:
             slots, p, generation = _one_for_each_item(slots, p, generation, self.reduction)
         if generation is not None:
-            generation = lanes.counted(slots, generation).contiguous().numpy()
-        self._priorities.set(lanes.store, slots.numpy(), p.numpy(), generation)
+            generation = lanes.counted(slots, generation).contiguous()
+        priorities.set(lanes.store, slots, p, generation)
 
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Gives stored steps the priority of new ones.
+    def mark(self, index: Any, storage: Storage | None) -> None:
+        """As `Sampler.mark_update`."""
+        where, lanes = self._stored_in(storage)
+        self.following(where, lanes).mark(lanes.store, self._slots(where, lanes, index)[0])
 
-        Raises:
-            IndexError: an index lies outside the storage or has not been written.
-        """
-        with self.lock:
-            where, lanes = self._stored_in(storage)
-            self._following(where, lanes).mark(lanes.store, self._slots(where, lanes, index)[0].numpy())
+    def get(self, index: Any, storage: Storage | None) -> Tensor:
+        """As `PrioritizedSampler.priorities`."""
+        where, lanes = self._stored_in(storage)
+        mine = self.following(where, lanes)
+        return mine.of(lanes.store, self._slots(where, lanes, index)[0])
 
-    def priorities(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """The priorities of stored steps as they were given: float64 [n]; -1 where a slot holds no step.
-
-        Raises:
-            IndexError: an index lies outside the storage.
-        """
-        with self.lock:
-            where, lanes = self._stored_in(storage)
-            mine = self._following(where, lanes)
-            return values_tensor(mine.of(lanes.store, self._slots(where, lanes, index)[0].numpy()), torch.float64)
-
-    def checked_priorities(self, priority: Any, n: int) -> Tensor:
-        """Priorities of n steps, reduced to one for each: float64 [n].
-
-        Raises:
-            ValueError: one is negative, NaN or infinite, or there is not one for each step.
-        """
+    def checked(self, priority: Any, n: int) -> Tensor:
+        """As `PrioritizedSampler.checked_priorities`."""
         p = self._per_step(priority, n, (n,))
-        self._priorities.check(p.numpy())
+        self._priorities.check(p)
         return p
+
+    def start_weights(self, slices: _native.SliceBatch) -> Tensor:
+        """The weight of each row's slice, by the priority of its start: [n]."""
+        return self._priorities.start_weights(slices, self._beta, self.dtype is torch.float64).to(self.dtype)
+
+    def empty(self) -> None:
+        """Forgets all priorities."""
+        self._priorities.forget()
+        self._waiting = None
 
     def _stored_in(self, storage: Storage | None) -> tuple[Storage, Lanes]:
         if storage is None:
@@ -236,20 +232,20 @@ class HasPriorities(Sampler):
         """Slots of an index, and its shape."""
         given = index if isinstance(index, Tensor) else None
         if isinstance(index, slice | range) or (given is not None and given.dtype == torch.bool):
-            found = select(lanes.store, index, storage.inner)
-            return found.slots, found.shape
+            selection = select(lanes.store, index, storage.env_shape)
+            return selection.slots, selection.shape
         parts = [tensor_of(i) for i in index] if isinstance(index, tuple) else [tensor_of(index)]
         if any(p.dtype == torch.bool or p.is_floating_point() or p.is_complex() for p in parts):
             raise IndexError(f"indices must be integers, found {[p.dtype for p in parts]}; nothing was changed")
         given = parts[0]
-        if storage.inner and not isinstance(index, tuple) and given.shape[-1:] != (storage.ndim,):
+        if storage.env_shape and not isinstance(index, tuple) and given.shape[-1:] != (storage.ndim,):
             raise IndexError(
                 f"with ndim={storage.ndim} an index is a tuple (time, env) or ends in a dimension of {storage.ndim}, "
                 f"found shape {list(given.shape)}; nothing was changed"
             )
-        slots = inward(tuple(parts) if isinstance(index, tuple) else given, storage.inner, storage.max_size or 0)
+        slots = to_slots(tuple(parts) if isinstance(index, tuple) else given, storage.env_shape, storage.max_size or 0)
         shape = tuple(given.shape)
-        return slots, shape[:-1] if storage.inner and not isinstance(index, tuple) else shape
+        return slots, shape[:-1] if storage.env_shape and not isinstance(index, tuple) else shape
 
     def _per_step(self, priority: Any, n: int, shape: tuple[int, ...]) -> Tensor:
         p = _real(priority)
@@ -264,29 +260,27 @@ class HasPriorities(Sampler):
             )
         return p.reshape(-1).contiguous()
 
-    def empty(self) -> None:
-        with self.lock:
-            self._priorities.forget()
-            self._restored = None
-
     # ---- state ----
-    def state_dict(self) -> dict[str, Any]:
-        with self.lock:
-            settings = {**self._decisive(), "beta": self._beta}
-            storage = None if self._storage is None else self._storage()
-            if self._restored is not None:
-                return {**self._restored, **settings}
-            if storage is None or storage.lanes is None:
-                return {**settings, "seen": [], "max_priority": 1.0, "latest_priority": 1.0, "skipped": 0,
-                        "priorities": torch.empty(0, dtype=torch.float64)}  # fmt: skip
-            seen, highest, latest, skipped, made = self._following(storage, storage.lanes).state(storage.lanes.store)
+    def state(self) -> dict[str, Any]:
+        """What a sampler saves of it."""
+        settings = {**self.config(), "beta": self._beta}
+        storage = None if self._storage is None else self._storage()
+        if self._waiting is not None:
+            return {**self._waiting, **settings}
+        if storage is None or storage.lanes is None:
+            return {**settings, "seen": [], "max_priority": 1.0, "latest_priority": 1.0, "skipped": 0,
+                    "priorities": torch.empty(0, dtype=torch.float64)}  # fmt: skip
+        seen, highest, latest, skipped, priorities = self.following(storage, storage.lanes).state(storage.lanes.store)
         return {**settings, "seen": [list(rows) for rows in seen], "max_priority": highest, "latest_priority": latest,
-                "skipped": skipped, "priorities": values_tensor(made, torch.float64)}  # fmt: skip
+                "skipped": skipped, "priorities": priorities}  # fmt: skip
 
-    def _decisive(self) -> dict[str, Any]:
-        return {**super()._decisive(), **{name: getattr(self, name) for name in _SAVED}}
+    def config(self) -> dict[str, Any]:
+        """The settings that decide which rows are drawn."""
+        return {name: getattr(self, name) for name in _CONFIG}
 
-    def differences(self, state: dict[str, Any]) -> list[str]:
+    @staticmethod
+    def check_saved(state: dict[str, Any]) -> None:
+        """ValueError where a saved state is not one that a table can have."""
         if type(state["seen"]) is not list or not isinstance(state["priorities"], Tensor):
             raise ValueError("a saved state has no priorities")
         for rows in state["seen"]:
@@ -296,66 +290,253 @@ class HasPriorities(Sampler):
         check_counts([state["skipped"]])
         for name in ("beta", "max_priority", "latest_priority"):
             _checked(name, state[name])
-        return super().differences(state)
 
     def check_state(self, state: dict[str, Any], storage: Storage) -> None:
-        super().check_state(state, storage)
+        """ValueError where a saved state cannot be one of this storage, which holds rows."""
         if storage.lanes is None:
             return
         p, steps = _real(state["priorities"]), sum(b - a for a, b in state["seen"])
-        if p.ndim != 1 or len(p) != steps * storage.lanes.strands:
+        if p.ndim != 1 or len(p) != steps * storage.lanes.envs:
             raise ValueError(f"a saved state has {p.numel()} priorities for {steps} time steps")
         highest = torch.tensor([state["max_priority"], state["latest_priority"]], dtype=torch.float64)
         for values in (p.contiguous(), highest):
-            self._priorities.check(values.numpy())
+            self._priorities.check(values)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def restored(self, state: dict[str, Any]) -> PriorityTable:
+        """A table that goes on from a saved state; this one stays as it is, for a load that fails later."""
         names = ("seen", "max_priority", "latest_priority", "skipped", "priorities")
-        restored = {name: state[name] for name in names}
-        restored["priorities"] = state["priorities"].to(torch.float64).contiguous()
-        with self.lock:
-            super().load_state_dict(state)
-            self.beta = state["beta"]
-            # What it was goes on to be that of the old object: where the load fails, nothing has happened to it.
-            self._priorities, self._restored = self._made(), restored
+        waiting = {name: state[name] for name in names}
+        waiting["priorities"] = state["priorities"].to(torch.float64).contiguous()
+        table = self._with_waiting(waiting)
+        table.beta = state["beta"]
+        return table
 
-    def adopt(self, incarnation: int, shifts: list[int]) -> None:
-        """After `loads`: the priorities go on in a store that counts anew."""
-        with self.lock:
-            if self._restored is not None:
-                self._restored = {**self._restored, **_shifted(self._restored, shifts)}
+    def rebased(self, shifts: list[int]) -> PriorityTable:
+        """This table in a store whose sequences are lower by `shifts`, one a lane."""
+        waiting = self._waiting
+        return self if waiting is None else self._with_waiting({**waiting, **_shifted(waiting, shifts)})
 
-    def position(self) -> None:
-        """Nothing: a draw changes the generator alone."""
-
-    def rewind(self, position: None) -> None:
-        pass
+    def _with_waiting(self, waiting: dict[str, Any]) -> PriorityTable:
+        table = PriorityTable.__new__(PriorityTable)
+        table.__dict__.update(self.__dict__)
+        table._priorities, table._waiting = self._new_priorities(), waiting
+        return table
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_priorities": None, "_storage": None, "_restored": self._sent()}
-
-    def _sent(self) -> dict[str, Any]:
-        """The state, with memory of its own: shared with another process it would be gone before it arrives."""
-        state = self.state_dict()
-        return {**state, "priorities": state["priorities"].numpy().copy()}
+        state = self.state()
+        # With memory of its own: shared with another process it would be gone before it arrives.
+        state["priorities"] = state["priorities"].numpy().copy()
+        return {**self.__dict__, "_priorities": None, "_storage": None, "_fits": False, "_waiting": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._priorities = self._made()
-        assert self._restored is not None
-        self._restored = {**self._restored, "priorities": torch.from_numpy(self._restored["priorities"])}
+        self.__dict__.update(state)
+        self._priorities = self._new_priorities()
+        assert self._waiting is not None
+        self._waiting = {**self._waiting, "priorities": torch.from_numpy(self._waiting["priorities"])}
+
+
+class TableSetting(Generic[T]):
+    """An attribute of a sampler that is one of its priority table."""
+
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, sampler: Any, owner: type | None = None) -> T:
+        value: Any = self if sampler is None else getattr(sampler._table, self._name)
+        return value  # type: ignore[no-any-return]
+
+    def __set__(self, sampler: Any, value: T) -> None:
+        with sampler.lock:
+            setattr(sampler._table, self._name, value)
+
+
+class PrioritizedSampler(Sampler, built_in=True):
+    """Draws a step with probability proportional to `(p + eps) ** alpha` (Schaul et al., 2016), with replacement.
+
+    `info["priority_weight"]` holds `(P_i / P_min) ** -beta`, [batch], P_min over all stored steps that can be drawn.
+    New steps, and steps that were changed in place, get the highest priority seen so far, which is 1.0 at first; steps
+    that are overwritten lose theirs. Priorities follow one storage: used with another one, the sampler starts anew.
+    Probabilities and weights have the precision of a float32, weights of dtype float64 that of a float64.
+
+    Args:
+        max_capacity: the largest storage that it may be used with; None: any.
+        alpha: how much priorities count; 0: uniform.
+        beta: how much weights correct for it; 1: fully. May be assigned at any time.
+        eps: added to each priority.
+        dtype: of the weights.
+        reduction: of priorities with more dimensions than the index: "max", "min", "mean" or "median".
+        max_priority_within_buffer: new steps get the highest priority among the steps that are stored when they come.
+
+    Raises:
+        ValueError: a setting that is not allowed.
+
+    Example:
+        >>> sampler = PrioritizedSampler(10, alpha=1.0, beta=1.0)
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        >>> index = rb.extend(torch.arange(5))
+        >>> rb.update_priority(index, torch.tensor([0.0, 0.0, 3.0, 0.0, 0.0]))
+        >>> rb.sample().tolist()
+        [2, 2, 2, 2]
+    """
+
+    def __init__(
+        self,
+        max_capacity: int | None,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+    ) -> None:
+        super().__init__()
+        self._table = PriorityTable(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+
+    alpha = TableSetting[float]("How much priorities count. Assigning it takes time in proportion to the storage.")
+    beta = TableSetting[float]("How much weights correct for the priorities.")
+    eps = TableSetting[float]("What is added to each priority. Assigning it takes time in proportion to the storage.")
+    max_capacity = TableSetting[int | None]("The largest storage that it may be used with; None: any.")
+    dtype = TableSetting[torch.dtype]("Of the weights.")
+    reduction = TableSetting[str]("Of priorities with more dimensions than the index.")
+    max_priority_within_buffer = TableSetting[bool](
+        "Whether new steps get the highest priority among those that are stored, and not of all that were.",
+    )
+    default_priority = TableSetting[float]("The priority that new steps get.")
+    skipped = TableSetting[int]("Updates of steps that were not stored any more, which changed nothing.")
+
+    # ---- sampling ----
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        lanes = storage.lanes
+        with self.lock:
+            drawn = None if lanes is None else self._draw(storage, lanes, batch_size)
+        if drawn is None or lanes is None:
+            raise RuntimeError(f"{EMPTY} Add or extend it first.")
+        slots, weights, rows = drawn
+        info = DrawnInfo()
+        info["priority_weight"] = weights
+        info.drawn, info.store = rows, lanes.store
+        return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
+
+    def _draw(self, storage: Storage, lanes: Lanes, n: int) -> tuple[Tensor, Tensor, _native.DrawnRows] | None:
+        table = self._table
+        priorities, seed = table.following(storage, lanes), self._draw_seed(storage, lanes)
+        dtype, beta = table.dtype, table._beta
+        wide = dtype is torch.float64
+        drawn = priorities.draw(lanes.store, seed, n, beta, wide)
+        if drawn is None:
+            drawn = lanes.retry_draw(lambda: priorities.draw(lanes.store, seed, n, beta, wide))
+            if drawn is None:
+                return None
+        slots, weights, rows = drawn
+        return slots, weights if weights.dtype is dtype else weights.to(dtype), rows
+
+    # ---- after the read: a row that came in the place of the one that was drawn would have that one's weight ----
+    def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
+        if type(info) is not DrawnInfo:
+            return None  # a child of a user's own gives another info
+        stale: Any = info.drawn.stale(info.store, slots)
+        return stale  # type: ignore[no-any-return]
+
+    def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
+        if type(info) is not DrawnInfo:
+            return super()._redraw(storage, slots, info, positions)
+        index, fresh = self.sample(storage, len(positions))
+        assert type(fresh) is DrawnInfo
+        slots, at = slots.clone(), torch.tensor(positions)
+        slots[at] = to_slots(index, storage.env_shape, storage.max_size or 0)
+        put_rows(info, fresh, at, len(slots))
+        info.drawn.replace(positions, fresh.drawn)
+        return slots
+
+    def _get_cursor(self) -> None:
+        """Nothing: a draw changes the generator alone."""
+
+    def _set_cursor(self, cursor: None) -> None:
+        pass
+
+    # ---- priorities: those of the table, under the lock ----
+    def update_priority(
+        self, index: Any, priority: Any, *, generation: Any = None, storage: Storage | None = None
+    ) -> None:
+        with self.lock:
+            self._table.update(index, priority, generation, storage)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        with self.lock:
+            self._table.mark(index, storage)
+
+    def priorities(self, index: Any, *, storage: Storage | None = None) -> Tensor:
+        """The priorities of stored steps as they were given: float64 [n]; -1 where a slot holds no step.
+
+        Raises:
+            IndexError: an index lies outside the storage.
+        """
+        with self.lock:
+            return self._table.get(index, storage)
+
+    def checked_priorities(self, priority: Any, n: int) -> Tensor:
+        """Priorities of n steps, reduced to one for each: float64 [n].
+
+        Raises:
+            ValueError: one is negative, NaN or infinite, or there is not one for each step.
+        """
+        return self._table.checked(priority, n)
+
+    def check_storage(self, storage: Storage) -> None:
+        self._table.check_storage(storage)
+
+    def empty(self) -> None:
+        with self.lock:
+            self._table.empty()
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.lock:
+            return {**self._config(), **self._table.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self.lock:
+            super().load_state_dict(state)
+            self._table = self._table.restored(state)
+
+    def _config(self) -> dict[str, Any]:
+        return {**super()._config(), **self._table.config()}
+
+    def _differences(self, state: dict[str, Any]) -> list[str]:
+        self._table.check_saved(state)
+        return super()._differences(state)
+
+    def _check_state(self, state: dict[str, Any], storage: Storage) -> None:
+        self._table.check_state(state, storage)
+
+    def _rebase(self, incarnation: int, shifts: list[int]) -> None:
+        with self.lock:
+            self._table = self._table.rebased(shifts)
+
+    def _sync(self, storage: Storage) -> None:
+        with self.lock:
+            self._table.sync(storage)
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self.lock:
+            return {**super().__getstate__(), "_table": copy.copy(self._table)}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._table.settings_shown()})"
 
 
 def _shifted(saved: dict[str, Any], shifts: list[int]) -> dict[str, Any]:
-    """Rows and priorities of a state, for lanes whose write numbers are lower by this much."""
+    """Rows and priorities of a state, for lanes whose sequences are lower by this much."""
     seen, p = saved["seen"], saved["priorities"]
-    strands, kept, at = len(p) // max(1, sum(b - a for a, b in seen)), [], 0
+    envs, parts, at = len(p) // max(1, sum(b - a for a, b in seen)), [], 0
     for (a, b), shift in zip(seen, shifts, strict=False):
-        # Rows that were overwritten between the state and the save of the rows have no numbers here.
-        kept.append(p[at + (min(max(a, shift), b) - a) * strands : at + (b - a) * strands])
-        at += (b - a) * strands
-    numbered = [[max(a, s) - s, max(b, s) - s] for (a, b), s in zip(seen, shifts, strict=False)]
-    return {"priorities": torch.cat(kept) if kept else p[:0], "seen": numbered}
+        # Rows that were overwritten between the state and the save of the rows have no sequence here.
+        parts.append(p[at + (min(max(a, shift), b) - a) * envs : at + (b - a) * envs])
+        at += (b - a) * envs
+    shifted = [[max(a, s) - s, max(b, s) - s] for (a, b), s in zip(seen, shifts, strict=False)]
+    return {"priorities": torch.cat(parts) if parts else p[:0], "seen": shifted}
 
 
 def _checked(name: str, value: Any) -> float:
@@ -405,14 +586,14 @@ def _one_for_each_item(
 
 
 def _whole_numbers(generation: Any) -> Tensor:
-    """Write numbers of any form: int64 [n]."""
+    """Generations of any form: int64 [n]."""
     try:
         given = torch.as_tensor(generation).cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError):
         given = None
     if given is None or given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
         raise TypeError(
-            f"generations are write numbers, int64, as info['generation'] has them, found a "
+            f"generations are sequences, int64, as info['generation'] has them, found a "
             f"{type(generation).__name__}: {generation!r:.80}; nothing was changed"
         )
     return given.to(torch.int64).reshape(-1)
@@ -425,106 +606,3 @@ def _reduced(p: Tensor, reduction: str) -> Tensor:
     if reduction == "min":
         return p.amin(1)
     return p.mean(1) if reduction == "mean" else p.median(1).values
-
-
-class DrawnInfo(dict[str, Any]):
-    """What is said of a batch of rows that were drawn by priority, and which rows these are; a copy is a plain dict."""
-
-    __slots__ = ("drawn", "store")
-    drawn: _native.DrawnRows
-    store: _native.Store
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-class PrioritizedSampler(HasPriorities):
-    """Draws a step with probability proportional to `(p + eps) ** alpha` (Schaul et al., 2016), with replacement.
-
-    `info["priority_weight"]` holds `(P_i / P_min) ** -beta`, [batch], P_min over all stored steps that can be drawn.
-    New steps, and steps that were changed in place, get the highest priority seen so far, which is 1.0 at first; steps
-    that are overwritten lose theirs. Priorities follow one storage: used with another one, the sampler starts anew.
-    Probabilities and weights have the precision of a float32, weights of dtype float64 that of a float64.
-
-    Args:
-        max_capacity: the largest storage that it may be used with; None: any.
-        alpha: how much priorities count; 0: uniform.
-        beta: how much weights correct for it; 1: fully. May be assigned at any time.
-        eps: added to each priority.
-        dtype: of the weights.
-        reduction: of priorities with more dimensions than the index: "max", "min", "mean" or "median".
-        max_priority_within_buffer: new steps get the highest priority among the steps that are stored when they come.
-
-    Raises:
-        ValueError: a setting that is not allowed.
-
-    Example:
-        >>> sampler = PrioritizedSampler(10, alpha=1.0, beta=1.0)
-        >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
-        >>> index = rb.extend(torch.arange(5))
-        >>> rb.update_priority(index, torch.tensor([0.0, 0.0, 3.0, 0.0, 0.0]))
-        >>> rb.sample().tolist()
-        [2, 2, 2, 2]
-    """
-
-    def __init__(
-        self,
-        max_capacity: int | None,
-        alpha: float,
-        beta: float,
-        eps: float = 1e-8,
-        dtype: torch.dtype = torch.float,
-        reduction: str = "max",
-        max_priority_within_buffer: bool = False,
-    ) -> None:
-        super().__init__()
-        self._set_up(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
-
-    # ---- sampling ----
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        lanes = storage.lanes
-        with self.lock:
-            drawn = None if lanes is None else self._draw(self._following(storage, lanes), storage, lanes, batch_size)
-        if drawn is None or lanes is None:
-            raise RuntimeError(f"{EMPTY} Add or extend it first.")
-        slots, weights, rows = drawn
-        info = DrawnInfo()
-        info["priority_weight"] = weights
-        info.drawn, info.store = rows, lanes.store
-        return (storage.outward(slots) if storage.ndim > 1 else slots), info
-
-    def _draw(
-        self, priorities: _native.Priorities, storage: Storage, lanes: Lanes, n: int
-    ) -> tuple[Tensor, Tensor, _native.DrawnRows] | None:
-        seed, wide = self.draw_seed(storage), self.dtype is torch.float64
-        drawn: Any = priorities.draw(lanes.store, seed, n, self._beta, wide)
-        if drawn is None:
-            drawn = lanes.look_again(lambda: priorities.draw(lanes.store, seed, n, self._beta, wide))
-            if drawn is None:
-                return None
-        slots, weights, rows = drawn
-        if type(slots) is not Tensor:
-            slots, weights = slots_tensor(slots), values_tensor(weights, torch.float64 if wide else torch.float32)
-        return slots, weights if weights.dtype is self.dtype else weights.to(self.dtype), rows
-
-    # ---- after the read: a row that came in the place of the one that was drawn would have that one's weight ----
-    def replaced(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
-        if type(info) is not DrawnInfo:
-            return None  # a sampler of the user's own says something else of its rows
-        stale: Any = info.drawn.stale(info.store, slots)
-        return stale  # type: ignore[no-any-return]
-
-    def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
-        if type(info) is not DrawnInfo:
-            return super().redraw(storage, slots, info, places)
-        index, fresh = self.sample(storage, len(places))
-        assert type(fresh) is DrawnInfo
-        slots, at = slots.clone(), torch.tensor(places)
-        slots[at] = inward(index, storage.inner, storage.max_size or 0)
-        put_rows(info, fresh, at, len(slots))
-        info.drawn.replace(places, fresh.drawn)
-        return slots
-
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={getattr(self, name)}" for name in ("alpha", "beta", "eps", "reduction"))
-        return f"{type(self).__name__}({settings})"

@@ -1,4 +1,4 @@
-"""An epoch whose rows are written down, one by one: what another library saved of one that had begun."""
+"""Samplers that draw every stored step with equal probability, with replacement or in epochs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import slots_tensor
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     EpochInfo,
@@ -17,7 +16,6 @@ from engram.data.replay_buffers.samplers.base import (
     Sampler,
     check_counts,
     check_epoch,
-    redrawn,
     stored_rows,
 )
 
@@ -26,50 +24,36 @@ if TYPE_CHECKING:
     from engram.store.lanes import Lanes
 
 
-def listed_epoch(rows: np.ndarray[Any, Any], strands: int) -> dict[str, Any]:
-    """The epoch as a sampler keeps it: rows of the first lane, write number * strands + strand, in their order.
-
-    `moved`: by how much the lane's write numbers are lower than when the epoch began, after loads that count anew.
-    """
-    first = int(rows.min()) // strands if len(rows) else 0
-    count = int(rows.max()) // strands + 1 - first if len(rows) else 0
-    listed = torch.from_numpy(rows.copy())
-    return {
-        "key": 0, "ranges": [[first, count]], "position": 0, "incarnation": None, "ring": max(1, count), "moved": [0],
-        "listed": listed, "strands": strands,
-    }  # fmt: skip
-
-
 def check_list(rows: Any) -> None:
-    """ValueError where a saved list of rows is none."""
+    """ValueError where what a saved epoch has for its list of rows is not one."""
     if not isinstance(rows, Tensor) or rows.dtype is not torch.int64 or rows.ndim != 1:
         raise ValueError(f"a saved epoch lists its rows as {rows!r:.80}")
 
 
-class ListedWalk:
-    """Takes the rows of a list in their order, those that exist no longer left out."""
+class ExplicitOrder:
+    """The order of an epoch whose rows are listed one by one; rows that are gone are left out."""
 
-    def __init__(self, listed: Tensor, strands: int, moved: int = 0) -> None:
-        self._rows, self._strands, self._moved = listed.numpy(), strands, moved
+    def __init__(self, listed: Tensor, envs: int, moved: int = 0) -> None:
+        self._rows, self._envs, self._moved = listed.numpy(), envs, moved
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def take(self, store: _native.Store, position: int, n: int) -> tuple[Tensor, int]:
         """Up to n slots from `position` on, and the position after them."""
-        lane, found = store.lane(0), np.empty(0, np.int64)
-        while position < len(self._rows) and len(found) < n:
+        lane, slots = store.lane(0), np.empty(0, np.int64)
+        while position < len(self._rows) and len(slots) < n:
             rows = self._rows[position : position + n]
-            numbers = rows // self._strands - self._moved
-            there = np.flatnonzero((numbers >= lane["first"]) & (numbers < lane["published"]))[: n - len(found)]
-            full = len(found) + len(there) == n
-            position = position + int(there[-1]) + 1 if full and len(there) else min(position + n, len(self._rows))
-            slots = numbers[there] % store.lane_capacity * self._strands + rows[there] % self._strands
-            found = np.concatenate([found, slots])
-        return torch.from_numpy(found), position
+            sequences = rows // self._envs - self._moved
+            exist = np.flatnonzero((sequences >= lane["first"]) & (sequences < lane["published"]))[: n - len(slots)]
+            full = len(slots) + len(exist) == n
+            position = position + int(exist[-1]) + 1 if full and len(exist) else min(position + n, len(self._rows))
+            more = sequences[exist] % store.lane_capacity * self._envs + rows[exist] % self._envs
+            slots = np.concatenate([slots, more])
+        return torch.from_numpy(slots), position
 
 
-class RandomSampler(Sampler):
+class RandomSampler(Sampler, built_in=True):
     """Uniform over everything stored, with replacement.
 
     Example:
@@ -82,13 +66,13 @@ class RandomSampler(Sampler):
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
         with self.lock:
-            slots = None if lanes is None else lanes.uniform(self.draw_seed(storage), batch_size)
+            slots = None if lanes is None else lanes.uniform(self._draw_seed(storage, lanes), batch_size)
         if slots is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
-        return (storage.outward(slots) if storage.ndim > 1 else slots), {}
+        return (storage.from_slots(slots) if storage.ndim > 1 else slots), {}
 
 
-class SamplerWithoutReplacement(Sampler):
+class SamplerWithoutReplacement(Sampler, built_in=True):
     """Epochs: every stored step once, then all over again.
 
     Rows appended during an epoch join the next one; rows overwritten meanwhile are skipped. The order is a
@@ -110,16 +94,16 @@ class SamplerWithoutReplacement(Sampler):
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._epoch: dict[str, Any] | None = None  # all that is saved
-        self._walk: _native.EpochWalk | ListedWalk | None = None
+        self._walk: _native.EpochWalk | ExplicitOrder | None = None
         self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
         self._ran_out = False
-        self._number = -1  # of the epoch, in this process
+        self._epoch_id = -1  # in this process
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         with self.lock:
-            return self._drawn(storage, batch_size)
+            return self._draw(storage, batch_size)
 
-    def _drawn(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+    def _draw(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
         if lanes is None or not (len(lanes) or len(storage)):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
@@ -132,43 +116,42 @@ class SamplerWithoutReplacement(Sampler):
             self._begin_if_needed(storage, lanes)
             assert self._epoch is not None and self._walk is not None
             info = EpochInfo()
-            info.epoch = self._number
-            made, position = self._walk.take(lanes.store, self._epoch["position"], batch_size)
-            slots = slots_tensor(made)
+            info.epoch = self._epoch_id
+            slots, position = self._walk.take(lanes.store, self._epoch["position"], batch_size)
             self._epoch["position"] = position
             self._ran_out = self._over(lanes, batch_size)
             if self._ran_out:
                 self._epoch = self._walk = None
             if len(slots) and not (self.drop_last and len(slots) < batch_size):
-                return (storage.outward(slots) if storage.ndim > 1 else slots), info
+                return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
         raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
 
-    def most_rows(self, storage: Storage, batch_size: int) -> int:
+    def _max_rows(self, storage: Storage, batch_size: int) -> int:
         return min(batch_size, stored_rows(storage))
 
-    def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
+    def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
         """Other rows of the same epoch for those that were lost; where it has no more, the batch has fewer rows."""
-        places = [place for place in places if place < len(slots)]
-        epoch = getattr(info, "epoch", None)
-        if self.drop_last or epoch is None or len(places) == len(slots):
-            return redrawn(self, storage, slots, info, places)
+        positions = [position for position in positions if position < len(slots)]
+        epoch = info.epoch if isinstance(info, EpochInfo) else None
+        if self.drop_last or epoch is None or len(positions) == len(slots):
+            return super()._redraw(storage, slots, info, positions)
         with self.lock:
-            found = self._more(storage, epoch, len(places))
+            fresh = self._draw_more(storage, epoch, len(positions))
         keep = torch.ones(len(slots), dtype=torch.bool)
-        keep[places[len(found) :]] = False
+        keep[positions[len(fresh) :]] = False
         slots = slots.clone()
-        slots[places[: len(found)]] = found
+        slots[positions[: len(fresh)]] = fresh
         return slots[keep]
 
-    def _more(self, storage: Storage, epoch: int, n: int) -> Tensor:
+    def _draw_more(self, storage: Storage, epoch: int, n: int) -> Tensor:
         """Up to n more rows of this epoch, such that a last batch remains, which says that it is the last."""
         lanes = storage.lanes
-        if lanes is not None and self._walk is not None and self._epoch is not None and self._number == epoch:
-            found, position = self._walk.take(lanes.store, self._epoch["position"], n)
+        if lanes is not None and self._walk is not None and self._epoch is not None and self._epoch_id == epoch:
+            drawn, position = self._walk.take(lanes.store, self._epoch["position"], n)
             rest, _ = self._walk.take(lanes.store, position, 1)
-            if len(slots_tensor(rest)):
+            if len(rest):
                 self._epoch["position"] = position
-                return slots_tensor(found)
+                return drawn
         return torch.empty(0, dtype=torch.int64)
 
     def _begin_if_needed(self, storage: Storage, lanes: Lanes) -> None:
@@ -176,7 +159,7 @@ class SamplerWithoutReplacement(Sampler):
         self._store_id = lanes.store.store_id
         if epoch is None:
             existing = [[s["first"], s["published"] - s["first"]] for s in lanes.states()]
-            key = int(self.draw_seed(storage)) if self.shuffle else 0
+            key = int(self._draw_seed(storage, lanes)) if self.shuffle else 0
             epoch = {
                 "key": key, "ranges": existing, "position": 0, "incarnation": lanes.store.incarnation,
                 "ring": lanes.store.lane_capacity, "moved": [0] * len(existing),
@@ -187,14 +170,14 @@ class SamplerWithoutReplacement(Sampler):
 
     def _goes_on(self, lanes: Lanes) -> bool:
         """Whether the epoch is one of this store."""
-        epoch, known = self._epoch, self._store_id in (None, lanes.store.store_id)
-        return known and epoch is not None and bool(epoch["incarnation"] == lanes.store.incarnation)
+        epoch, same_store = self._epoch, self._store_id in (None, lanes.store.store_id)
+        return same_store and epoch is not None and bool(epoch["incarnation"] == lanes.store.incarnation)
 
     def _resume(self, lanes: Lanes, epoch: dict[str, Any]) -> None:
         if self._walk is not None:
             return
         if "listed" in epoch:
-            self._walk = ListedWalk(epoch["listed"], lanes.strands, *epoch["moved"][:1])
+            self._walk = ExplicitOrder(epoch["listed"], lanes.envs, *epoch["moved"][:1])
         else:
             ranges = [(first, max(0, rows)) for first, rows in epoch["ranges"]]
             # A store with more lanes than the one that was saved: they are not in the epoch.
@@ -203,7 +186,7 @@ class SamplerWithoutReplacement(Sampler):
                 lanes.store, epoch["key"], self.shuffle, ranges + [(0, 0)] * more, epoch["ring"],
                 epoch["moved"] + [0] * more,
             )  # fmt: skip
-        self._number = next(EpochInfo.numbers)
+        self._epoch_id = next(EpochInfo.ids)
 
     def _over(self, lanes: Lanes, batch_size: int) -> bool:
         """Whether nothing (or, with drop_last, no full batch) is left of the epoch."""
@@ -211,8 +194,8 @@ class SamplerWithoutReplacement(Sampler):
         left = len(self._walk) - self._epoch["position"]
         if left >= batch_size and not self._some_overwritten(lanes):
             return False
-        found, _ = self._walk.take(lanes.store, self._epoch["position"], batch_size if self.drop_last else 1)
-        return len(slots_tensor(found)) < (batch_size if self.drop_last else 1)
+        rest, _ = self._walk.take(lanes.store, self._epoch["position"], batch_size if self.drop_last else 1)
+        return len(rest) < (batch_size if self.drop_last else 1)
 
     def _some_overwritten(self, lanes: Lanes) -> bool:
         assert self._epoch is not None
@@ -231,9 +214,9 @@ class SamplerWithoutReplacement(Sampler):
     def state_dict(self) -> dict[str, Any]:
         with self.lock:
             epoch = None if self._epoch is None else {**self._epoch, "ranges": [list(r) for r in self._epoch["ranges"]]}
-            return {"epoch": epoch, "ran_out": self._ran_out, **self._decisive()}
+            return {"epoch": epoch, "ran_out": self._ran_out, **self._config()}
 
-    def _decisive(self) -> dict[str, Any]:
+    def _config(self) -> dict[str, Any]:
         return {"shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -242,30 +225,19 @@ class SamplerWithoutReplacement(Sampler):
             self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
             self._ran_out = bool(state["ran_out"])
 
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        if found is None:
-            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
-        epoch = None
-        # Elsewhere rows that came during an epoch end it.
-        if found["remaining"] is not None and found["length"] == found["stored"]:
-            if found["rows"] is None:
-                raise ValueError("the epoch there names rows that are not stored, or one of them twice")
-            epoch = listed_epoch(found["rows"], found["strands"])
-        return {"epoch": epoch, "ran_out": found["ran_out"], "shuffle": self.shuffle, "drop_last": found["drop_last"]}
-
-    def position(self) -> Any:
+    def _get_cursor(self) -> Any:
         epoch = self._epoch
         return epoch, epoch and epoch["position"], self._walk, self._ran_out
 
-    def rewind(self, position: Any) -> None:
-        epoch, at, walk, ran_out = position
+    def _set_cursor(self, cursor: Any) -> None:
+        epoch, at, walk, ran_out = cursor
         with self.lock:
             self._epoch, self._walk, self._ran_out = epoch and {**epoch, "position": at}, walk, ran_out
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_walk": None}
 
-    def differences(self, state: dict[str, Any]) -> list[str]:
+    def _differences(self, state: dict[str, Any]) -> list[str]:
         epoch = state["epoch"] or {}
         if "listed" in epoch:
             check_epoch(state, "position", "strands")
@@ -274,26 +246,25 @@ class SamplerWithoutReplacement(Sampler):
             check_epoch(state, "position", "incarnation")
         if epoch:
             _check_ranges(epoch)
-        return super().differences(state)
+        return super()._differences(state)
 
-    def check_state(self, state: dict[str, Any], storage: Storage) -> None:
+    def _check_state(self, state: dict[str, Any], storage: Storage) -> None:
         lanes, epoch = storage.lanes, state["epoch"]
         if lanes is None or epoch is None:
             return
         if len(epoch["ranges"]) > lanes.store.lanes or any(n > lanes.store.lane_capacity for _, n in epoch["ranges"]):
             raise ValueError("a saved epoch has more rows than this storage")
-        if "listed" in epoch and epoch["strands"] != lanes.strands:
-            raise ValueError(f"a saved epoch has {epoch['strands']} environments, this storage {lanes.strands}")
+        if "listed" in epoch and epoch["strands"] != lanes.envs:
+            raise ValueError(f"a saved epoch has {epoch['strands']} environments, this storage {lanes.envs}")
 
-    def follow(self, storage: Storage) -> None:
+    def _sync(self, storage: Storage) -> None:
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
         lanes = storage.lanes
         with self.lock:
             if lanes is not None and self._epoch is not None and self._goes_on(lanes):
                 self._resume(lanes, self._epoch)
 
-    def adopt(self, incarnation: int, shifts: list[int]) -> None:
-        """After `loads`: the epoch goes on in a store that counts anew."""
+    def _rebase(self, incarnation: int, shifts: list[int]) -> None:
         with self.lock:
             if self._epoch is None:
                 return
@@ -306,7 +277,7 @@ class SamplerWithoutReplacement(Sampler):
 
 
 def _check_ranges(epoch: dict[str, Any]) -> None:
-    """ValueError where the rows of a saved epoch are none that there can be."""
+    """ValueError where the rows of a saved epoch cannot exist."""
     ring, ranges, moved = epoch["ring"], epoch["ranges"], epoch["moved"]
     check_counts(moved)
     check_counts([ring], least=1)

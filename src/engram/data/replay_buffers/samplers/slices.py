@@ -1,7 +1,8 @@
-"""What slices say in the batch: their ends, their beginnings, which rows are padding."""
+"""Samplers that draw slices of trajectories, and the entries by which a batch says where its slices begin and end."""
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import flags_tensor, slots_tensor, values_tensor
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
     EpochInfo,
@@ -20,36 +20,36 @@ from engram.data.replay_buffers.samplers.base import (
     check_epoch,
     stored_rows,
 )
-from engram.data.replay_buffers.samplers.prioritized import HasPriorities
+from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
 from engram.pytree import Key, KeyPath, as_path, format_key, get_entry, has_keys, set_entry
-from engram.store.episodes import DONE, Episodes
+from engram.store.episodes import DONE, EpisodeIndex
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
 
 
 def mark_last(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor:
-    """True at each slice's last step, in place; a leaf that is not there is added: bool [n, 1]."""
+    """Sets a leaf to True at each slice's last step, in place; adds one where there is none: bool [n, 1]."""
     return _marked(batch, path, slices.mark_last, slices.last)
 
 
 def mark_first(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor:
-    """True at each slice's first step, in place; a leaf that is not there is added: bool [n, 1]."""
+    """Sets a leaf to True at each slice's first step, in place; adds one where there is none: bool [n, 1]."""
     return _marked(batch, path, slices.mark_first, slices.first)
 
 
-def _marked(batch: Any, path: KeyPath, mark: Callable[[Any], bool], flags: Callable[[], Any]) -> Tensor:
+def _marked(batch: Any, path: KeyPath, mark: Callable[[Any], bool], flags: Callable[[], Tensor]) -> Tensor:
     leaf: Tensor | None = get_entry(batch, path)
     if leaf is None:
-        leaf = flags_tensor(flags(), -1, 1)
+        leaf = flags()
         put(batch, path, leaf)
     elif not mark(leaf):
-        leaf[flags_tensor(flags(), -1).to(leaf.device)] = 1
+        leaf[flags().flatten().to(leaf.device)] = 1
     return leaf
 
 
 def put(batch: Any, path: KeyPath, value: Tensor) -> None:
-    """One more entry at a path; dictionaries on the way are made.
+    """Adds an entry at a path, with the dictionaries on the way to it.
 
     Raises:
         TypeError: a tensorclass has no such field.
@@ -68,10 +68,10 @@ def put(batch: Any, path: KeyPath, value: Tensor) -> None:
 
 TRUNCATED = ("next", "truncated")
 Weight = Literal["trajectories", "steps"]
-_LOOKS = 10_000
+_MAX_RETRIES = 10_000  # while a writer replaces the rows of a tiny lane
 
 
-class SliceSampler(Sampler):
+class SliceSampler(Sampler, built_in=True):
     """Slices of trajectories: a trajectory uniformly among those that are long enough, then a start uniformly.
 
     So steps of short trajectories are drawn more often than others: an episode of 20 steps and one of 1,000 each get
@@ -85,8 +85,8 @@ class SliceSampler(Sampler):
 
     Args:
         num_slices, slice_len: exactly one of them; the batch size is a multiple of it.
-        end_key, traj_key: where trajectories end, as for `Episodes`.
-        ends, trajectories: flags or ids of a dataset that does not change, instead of keys, as for `Episodes`.
+        end_key, traj_key: where trajectories end, as for `EpisodeIndex`.
+        ends, trajectories: flags or ids of a dataset that does not change, instead of keys, as for `EpisodeIndex`.
         cache_values: accepted for users of other libraries; boundaries are always kept and never read twice.
         truncated_key: bool [n, 1], added where the data lack it, and `done` beside it; None: nothing is marked.
         strict_length: draw only from trajectories of at least a slice's length. False: a shorter one is a slice whole,
@@ -139,7 +139,7 @@ class SliceSampler(Sampler):
             raise ValueError(f"give exactly one of num_slices and slice_len, got {num_slices} and {slice_len}")
         self.num_slices = _positive(num_slices, "num_slices")
         self.slice_len = _positive(slice_len, "slice_len")
-        self.episodes = Episodes(end_key=end_key, traj_key=traj_key, ends=ends, trajectories=trajectories)
+        self.episodes = EpisodeIndex(end_key=end_key, traj_key=traj_key, ends=ends, trajectories=trajectories)
         self.cache_values = cache_values
         self.truncated_key = None if truncated_key is None else as_path(truncated_key, "truncated_key")
         self._done_key = None if self.truncated_key is None else (*self.truncated_key[:-1], "done")
@@ -149,27 +149,27 @@ class SliceSampler(Sampler):
         if weight not in get_args(Weight):
             raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
         self.weight = weight
-        self._planned: tuple[int, int, _native.SliceRule] | None = None
+        self._plan: tuple[int, int, _native.SliceRule] | None = None  # of the last batch size: it, slices, their rule
 
     # ---- drawing ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         with self.lock:
-            planned = self._planned
-            if planned is None or planned[0] != batch_size:
-                planned = self._plan(batch_size)
-            return self._said(storage, self._slices(storage, planned[2], planned[1]))
+            plan = self._plan
+            if plan is None or plan[0] != batch_size:
+                plan = self._make_plan(batch_size)
+            _, n, rule = plan
+            return self._info(storage, self._slices(storage, rule, n))
 
-    def most_rows(self, storage: Storage, batch_size: int) -> int:
-        n, length = self._cut(batch_size)
+    def _max_rows(self, storage: Storage, batch_size: int) -> int:
+        n, length = self._divide(batch_size)
         return n * min(length, stored_rows(storage))
 
-    def _plan(self, batch_size: int) -> tuple[int, int, _native.SliceRule]:
-        """Number and rule of the slices of a batch."""
-        n, length = self._cut(batch_size)
-        self._planned = batch_size, n, self._rule(length)
-        return self._planned
+    def _make_plan(self, batch_size: int) -> tuple[int, int, _native.SliceRule]:
+        n, length = self._divide(batch_size)
+        self._plan = batch_size, n, self._rule(length)
+        return self._plan
 
-    def _cut(self, batch_size: int) -> tuple[int, int]:
+    def _divide(self, batch_size: int) -> tuple[int, int]:
         """Number and length of the slices of a batch."""
         name, given = ("num_slices", self.num_slices) if self.slice_len is None else ("slice_len", self.slice_len)
         assert given is not None
@@ -185,25 +185,25 @@ class SliceSampler(Sampler):
         return _native.SliceRule(length, length if self.strict_length else 1, before, after, by_window=by_window)
 
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
-        seed = self.draw_seed(storage)
-        slices = self._drawn(storage, rule, seed, n)
+        seed = self._draw_seed(storage, storage.lanes)
+        slices = self._draw(storage, rule, seed, n)
         if slices is None:
             with storage.mutex:  # after somebody who is replacing all rows
-                slices = self._drawn(storage, rule, seed, n)
-        for _ in range(_LOOKS):
+                slices = self._draw(storage, rule, seed, n)
+        for _ in range(_MAX_RETRIES):
             if slices is not None:
                 return slices
             if not _being_written(storage):
                 break
             time.sleep(0)
-            slices = self._drawn(storage, rule, seed, n)
-        raise self._nothing(storage, rule)
+            slices = self._draw(storage, rule, seed, n)
+        raise self._nothing_to_draw(storage, rule)
 
-    def _drawn(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
+    def _draw(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
         """n slices; None: there is no trajectory that is long enough."""
         return self.episodes.draw(storage, rule, seed, n)
 
-    def _nothing(self, storage: Storage, rule: _native.SliceRule) -> RuntimeError:
+    def _nothing_to_draw(self, storage: Storage, rule: _native.SliceRule) -> RuntimeError:
         if not len(storage):
             return RuntimeError(f"{EMPTY} Add or extend it first.")
         return RuntimeError(
@@ -211,68 +211,72 @@ class SliceSampler(Sampler):
             f"{self.episodes.longest(storage)}. Use shorter slices, or strict_length=False"
         )
 
-    def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
+    def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         slots, ids = slices.slots(), slices.ids()
-        if type(slots) is not Tensor:
-            slots, ids = slots_tensor(slots), slots_tensor(ids)
-        # "slices" is for `redraw`, `replaced` and `finish`, which takes it out.
+        # "slices" is for `_redraw`, `_find_stale` and `_postprocess`, which takes it out.
         info = {"slice_id": ids, "slices": slices}
-        return (storage.outward(slots) if storage.ndim > 1 else slots), info
+        return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
 
     # ---- after the read ----
-    def replaced(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
-        assert storage.lanes is not None
-        stale = info["slices"].stale(storage.lanes.store)
+    def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
+        lanes = storage.lanes
+        assert lanes is not None
+        stale = info["slices"].stale(lanes.store)
         return torch.isin(info["slice_id"], torch.tensor(stale)).nonzero().flatten().tolist() if stale else None
 
-    def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
+    def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
         """Other slices for those that lost a row; with slices of several lengths the batch may get another one."""
         ids = info["slice_id"]
-        which = sorted({int(ids[place]) for place in places if place < len(ids)})
+        which = sorted({int(ids[position]) for position in positions if position < len(ids)})
         if not which:
             return slots
-        slices = info["slices"]
+        slices: _native.SliceBatch = info["slices"]
         while which:  # an epoch's last draw may give fewer
             fresh = self._slices(storage, slices.rule, len(which))
             slices = slices.replaced(which[: len(fresh)], fresh)
             which = which[len(fresh) :]
-        info.update(self._said(storage, slices)[1])
-        return slots_tensor(slices.slots())
+        info.update(self._info(storage, slices)[1])
+        return slices.slots()
 
-    def finish(self, batch: Any, info: dict[str, Any]) -> Any:
+    def _postprocess(self, batch: Any, info: dict[str, Any]) -> Any:
         slices = info.pop("slices")
         if has_keys(batch):
             self._mark(batch, info, slices)
         return batch
 
     def _mark(self, batch: Any, info: dict[str, Any], slices: _native.SliceBatch) -> None:
-        said: dict[Any, Any] = info  # users of the field look for the flags under their keys
+        flags: dict[Any, Any] = info  # where other libraries have them under their keys, too
         if self.truncated_key is not None and self._done_key is not None:
             for key in (self.truncated_key, self._done_key):
-                said[key if len(key) > 1 else key[0]] = mark_last(batch, key, slices)
+                flags[key if len(key) > 1 else key[0]] = mark_last(batch, key, slices)
         if self.slice_key is not None:
             put(batch, self.slice_key, info["slice_id"])
 
     # ---- state ----
-    def _decisive(self) -> dict[str, Any]:
-        mine = {name: getattr(self, name) for name in ("num_slices", "slice_len", "strict_length", "span", "weight")}
-        return {**super()._decisive(), **mine, **self.episodes.settings}
+    def _config(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("num_slices", "slice_len", "strict_length", "span", "weight")}
+        return {**super()._config(), **own, **self.episodes.settings}
 
-    def position(self) -> Any:
+    def _get_cursor(self) -> Any:
         """Nothing: a draw changes the generator alone."""
 
-    def rewind(self, position: Any) -> None:
+    def _set_cursor(self, cursor: Any) -> None:
         pass
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_planned": None}
+        return {**super().__getstate__(), "_plan": None}
 
     def __repr__(self) -> str:
-        said = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
-        return f"{type(self).__name__}({said}, strict_length={self.strict_length}, span={self.span}{self._weight_said})"
+        settings = f"strict_length={self.strict_length}, span={self.span}{self._weight_shown}"
+        return f"{type(self).__name__}({self._size_shown}, {settings})"
 
     @property
-    def _weight_said(self) -> str:
+    def _size_shown(self) -> str:
+        """The size of slices, as `repr` shows it."""
+        return f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
+
+    @property
+    def _weight_shown(self) -> str:
         return "" if self.weight == "trajectories" else f", weight={self.weight!r}"
 
 
@@ -297,7 +301,7 @@ def _being_written(storage: Storage) -> bool:
     return lanes is not None and any(lane["claimed"] > lane["published"] for lane in lanes.states())
 
 
-class SliceSamplerWithoutReplacement(SliceSampler):
+class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
     """Epochs over trajectories: a slice of each one that is long enough, at a start drawn uniformly.
 
     Trajectories that become long enough during an epoch join the next one; those that are overwritten, or have become
@@ -305,7 +309,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     Args:
         drop_last: leave out a last batch that is not full.
-        shuffle: trajectories in random order; else lane by lane, strand by strand, oldest first.
+        shuffle: trajectories in random order; else lane by lane, environment by environment, oldest first.
         Others: as SliceSampler; there is no `weight`.
 
     Raises:
@@ -329,57 +333,60 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self._walk: _native.SliceEpoch | None = None
         self._store_id: bytes | None = None  # of the store that the epoch is about; None: the next one
         self._ran_out = False
-        self._number = self._drawn_from = -1  # of the epoch, and of that of the last draw, in this process
+        self._epoch_id = self._drawn_epoch_id = -1  # of the epoch, and of that of the last draw, in this process
 
-    def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
-        index, said = super()._said(storage, slices)
-        info = EpochInfo(said)
-        info.epoch = self._drawn_from
+    def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
+        index, of_slices = super()._info(storage, slices)
+        info = EpochInfo(of_slices)
+        info.epoch = self._drawn_epoch_id
         return index, info
 
-    def most_rows(self, storage: Storage, batch_size: int) -> int:
+    def _max_rows(self, storage: Storage, batch_size: int) -> int:
         return min(batch_size, stored_rows(storage))
 
-    def redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], places: list[int]) -> Tensor:
+    def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
         """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""
-        slices, ids = info["slices"], info["slice_id"]
-        which = sorted({int(ids[place]) for place in places if place < len(ids)})
-        epoch = getattr(info, "epoch", None)
+        slices: _native.SliceBatch = info["slices"]
+        ids = info["slice_id"]
+        which = sorted({int(ids[position]) for position in positions if position < len(ids)})
+        epoch = info.epoch if isinstance(info, EpochInfo) else None
         if self.drop_last or epoch is None or len(which) == len(slices):
-            return super().redraw(storage, slots, info, places)
+            return super()._redraw(storage, slots, info, positions)
         with self.lock:
-            fresh = self._more(storage, slices.rule, epoch, len(which))
+            fresh = self._draw_more(storage, slices.rule, epoch, len(which))
         done = 0 if fresh is None else len(fresh)
         if fresh is not None:
             slices = slices.replaced(which[:done], fresh)
         slices = slices.without(which[done:])
-        info.update(super()._said(storage, slices)[1])
-        return slots_tensor(slices.slots())
+        info.update(super()._info(storage, slices)[1])
+        return slices.slots()
 
-    def _more(self, storage: Storage, rule: _native.SliceRule, epoch: int, n: int) -> _native.SliceBatch | None:
+    def _draw_more(self, storage: Storage, rule: _native.SliceRule, epoch: int, n: int) -> _native.SliceBatch | None:
         """Up to n more slices of this epoch, such that a last batch remains, which says that it is the last."""
         now, walk = self._epoch, self._walk
-        if now is None or walk is None or self._number != epoch:
+        if now is None or walk is None or self._epoch_id != epoch:
             return None
-        made, position, more = self.episodes.take(storage, rule, walk, now["position"], self.draw_seed(storage), n, 1)
+        seed = self._draw_seed(storage, storage.lanes)
+        slices, position, more = self.episodes.take(storage, rule, walk, now["position"], seed, n, 1)
         if not more:
             return None
         now["position"] = position
-        return made
+        return slices
 
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
         for _ in range(100):  # an epoch can be over before it gave a slice, when writers overwrite all of it
             epoch, walk = self._begin_if_needed(storage, rule)
             if self.drop_last and n > len(walk):
                 raise ValueError(
-                    f"{n} slices are wanted, but only {len(walk)} trajectories have {rule.min_length} steps, and "
+                    f"a batch is {n} slices, but only {len(walk)} trajectories have {rule.min_length} steps, and "
                     "drop_last leaves out batches that are not full; sample fewer"
                 )
+            seed = self._draw_seed(storage, storage.lanes)
             slices, position, more = self.episodes.take(
-                storage, rule, walk, epoch["position"], self.draw_seed(storage), n, n if self.drop_last else 1
+                storage, rule, walk, epoch["position"], seed, n, n if self.drop_last else 1
             )
             epoch["position"] = position
-            self._drawn_from, self._ran_out = self._number, not more
+            self._drawn_epoch_id, self._ran_out = self._epoch_id, not more
             if self._ran_out:
                 self._epoch = self._walk = None
             if len(slices) == n or (len(slices) and not self.drop_last):
@@ -389,39 +396,39 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def _begin_if_needed(self, storage: Storage, rule: _native.SliceRule) -> tuple[dict[str, Any], _native.SliceEpoch]:
         lanes = storage.lanes
         if lanes is None or not (len(lanes) or len(storage)):
-            raise self._nothing(storage, rule)
+            raise self._nothing_to_draw(storage, rule)
         store, epoch = lanes.store, self._epoch
         fits = self._goes_on(store) and epoch is not None and epoch["min_length"] == rule.min_length
         self._store_id = store.store_id
         if not fits or epoch is None:
-            key = int(self.draw_seed(storage)) if self.shuffle else 0
+            key = int(self._draw_seed(storage, lanes)) if self.shuffle else 0
             walk = self.episodes.begin_epoch(storage, rule, key, self.shuffle)
             if not len(walk):
-                raise self._nothing(storage, rule)
+                raise self._nothing_to_draw(storage, rule)
             epoch = {
                 "key": key, "position": 0, "incarnation": store.incarnation, "min_length": rule.min_length,
                 "counts": walk.counts, "lasts": walk.lasts,
             }  # fmt: skip
-            self._walk, self._number = walk, next(EpochInfo.numbers)
+            self._walk, self._epoch_id = walk, next(EpochInfo.ids)
         self._epoch = epoch
         return epoch, self._resumed(store, epoch)
 
     def _goes_on(self, store: _native.Store) -> bool:
         """Whether the epoch is one of this store."""
-        epoch, known = self._epoch, self._store_id in (None, store.store_id)
-        return known and epoch is not None and bool(epoch["incarnation"] == store.incarnation)
+        epoch, same_store = self._epoch, self._store_id in (None, store.store_id)
+        return same_store and epoch is not None and bool(epoch["incarnation"] == store.incarnation)
 
     def _resumed(self, store: _native.Store, epoch: dict[str, Any]) -> _native.SliceEpoch:
         if self._walk is None:
             self._check_epoch(store, epoch)
             # A store with more lanes than the one that was saved: they are not in the epoch.
-            rest = store.lanes * store.strands - len(epoch["counts"])
+            rest = store.lanes * store.envs - len(epoch["counts"])
             counts, lasts = epoch["counts"] + [0] * rest, epoch["lasts"] + [-1] * rest
             self._walk = _native.SliceEpoch(epoch["key"], self.shuffle, counts, lasts)
-            self._number = next(EpochInfo.numbers)
+            self._epoch_id = next(EpochInfo.ids)
         return self._walk
 
-    def follow(self, storage: Storage) -> None:
+    def _sync(self, storage: Storage) -> None:
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
         lanes = storage.lanes
         with self.lock:
@@ -441,10 +448,10 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def state_dict(self) -> dict[str, Any]:
         with self.lock:
             epoch = None if self._epoch is None else {**self._epoch}
-            return {"epoch": epoch, "ran_out": self._ran_out, **self._decisive()}
+            return {"epoch": epoch, "ran_out": self._ran_out, **self._config()}
 
-    def _decisive(self) -> dict[str, Any]:
-        return {**super()._decisive(), "shuffle": self.shuffle, "drop_last": self.drop_last}
+    def _config(self) -> dict[str, Any]:
+        return {**super()._config(), "shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self.lock:
@@ -452,24 +459,17 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             self._epoch, self._walk, self._store_id = state["epoch"] and {**state["epoch"]}, None, None
             self._ran_out = bool(state["ran_out"])
 
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        if found is None:
-            raise ValueError(f"the sampler is a {type(self).__name__} here, one without a state was saved")
-        if found["remaining"] is not None and len(found["remaining"]) != found["length"]:
-            raise ValueError("an epoch of slices had begun there: which trajectories are left is not said")
-        return {**self._decisive(), "epoch": None, "ran_out": found["ran_out"], "drop_last": found["drop_last"]}
-
-    def differences(self, state: dict[str, Any]) -> list[str]:
+    def _differences(self, state: dict[str, Any]) -> list[str]:
         check_epoch(state, "position", "incarnation", "min_length")
         if state["epoch"]:
             check_counts(state["epoch"]["counts"])
             check_counts(state["epoch"]["lasts"], least=-1)
             if len(state["epoch"]["counts"]) != len(state["epoch"]["lasts"]):
-                raise ValueError("a saved epoch does not have a last step for each strand")
-        return super().differences(state)
+                raise ValueError("a saved epoch does not have a last step for each environment")
+        return super()._differences(state)
 
-    def check_state(self, state: dict[str, Any], storage: Storage) -> None:
-        super().check_state(state, storage)
+    def _check_state(self, state: dict[str, Any], storage: Storage) -> None:
+        super()._check_state(state, storage)
         if storage.lanes is not None and state["epoch"] is not None:
             self._check_epoch(storage.lanes.store, state["epoch"])
 
@@ -477,23 +477,22 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def _check_epoch(store: _native.Store, epoch: dict[str, Any]) -> None:
         if any(count > store.lane_capacity for count in epoch["counts"]):
             raise ValueError(f"an epoch of {max(epoch['counts'])} trajectories is not one of this storage")
-        if len(epoch["counts"]) > store.lanes * store.strands:
-            raise ValueError(f"an epoch of {len(epoch['counts'])} strands is not one of this storage")
+        if len(epoch["counts"]) > store.lanes * store.envs:
+            raise ValueError(f"an epoch of {len(epoch['counts'])} environments is not one of this storage")
 
-    def position(self) -> Any:
+    def _get_cursor(self) -> Any:
         return self._epoch and {**self._epoch}, self._walk, self._ran_out
 
-    def rewind(self, position: Any) -> None:
-        epoch, walk, ran_out = position
+    def _set_cursor(self, cursor: Any) -> None:
+        epoch, walk, ran_out = cursor
         with self.lock:
             self._epoch, self._walk, self._ran_out = epoch and {**epoch}, walk, ran_out
 
-    def adopt(self, incarnation: int, shifts: list[int]) -> None:
-        """After `loads`: the epoch goes on in a store that counts anew."""
+    def _rebase(self, incarnation: int, shifts: list[int]) -> None:
         with self.lock:
             if self._epoch is not None and shifts:
-                strands = max(1, len(self._epoch["lasts"]) // len(shifts))
-                lasts = [max(-1, last - shifts[k // strands]) for k, last in enumerate(self._epoch["lasts"])]
+                envs = max(1, len(self._epoch["lasts"]) // len(shifts))
+                lasts = [max(-1, last - shifts[k // envs]) for k, last in enumerate(self._epoch["lasts"])]
                 self._epoch = {**self._epoch, "incarnation": incarnation, "lasts": lasts}
                 self._walk = None
 
@@ -504,7 +503,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         return f"{super().__repr__()[:-1]}, drop_last={self.drop_last}, shuffle={self.shuffle})"
 
 
-class SequenceSampler(SliceSampler):
+class SequenceSampler(SliceSampler, built_in=True):
     """Slices of exactly `slice_len` rows, to be reshaped to `[num_slices, slice_len]`.
 
     The first `burn_in` rows of each are there to bring a recurrent state up to date (Kapturowski et al., "Recurrent
@@ -573,7 +572,7 @@ class SequenceSampler(SliceSampler):
                 f"burn_in={self.burn_in} leaves no row to train on of sequences of {length}; slice_len counts both"
             )
 
-    def most_rows(self, storage: Storage, batch_size: int) -> int:
+    def _max_rows(self, storage: Storage, batch_size: int) -> int:
         return batch_size
 
     def _rule(self, length: int) -> _native.SliceRule:
@@ -583,32 +582,31 @@ class SequenceSampler(SliceSampler):
             return _native.SliceRule(length, least, before=length - 1, pad=True, by_window=True)
         return _native.SliceRule(length, least, before=self.burn_in, pad=True)
 
-    def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
-        index, info = super()._said(storage, slices)
-        said: dict[Any, Any] = info
-        said[self.mask_key if len(self.mask_key) > 1 else self.mask_key[0]] = flags_tensor(slices.mask())
+    def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
+        index, info = super()._info(storage, slices)
+        by_key: dict[Any, Any] = info
+        by_key[self.mask_key if len(self.mask_key) > 1 else self.mask_key[0]] = slices.mask()
         return index, info
 
     def _mark(self, batch: Any, info: dict[str, Any], slices: _native.SliceBatch) -> None:
         super()._mark(batch, info, slices)
-        put(batch, self.mask_key, flags_tensor(slices.mask()))
+        put(batch, self.mask_key, slices.mask())
         if self.init_key is not None:
             mark_first(batch, self.init_key, slices)
 
-    def _decisive(self) -> dict[str, Any]:
-        return {**super()._decisive(), "burn_in": self.burn_in}
+    def _config(self) -> dict[str, Any]:
+        return {**super()._config(), "burn_in": self.burn_in}
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """Burn-in and training rows of a batch `[num_slices, slice_len]`: `[num_slices, burn_in]` and the rest."""
         return batch[:, : self.burn_in], batch[:, self.burn_in :]
 
     def __repr__(self) -> str:
-        said = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
-        settings = f"burn_in={self.burn_in}, strict_length={self.strict_length}{self._weight_said}"
-        return f"{type(self).__name__}({said}, {settings})"
+        settings = f"burn_in={self.burn_in}, strict_length={self.strict_length}{self._weight_shown}"
+        return f"{type(self).__name__}({self._size_shown}, {settings})"
 
 
-class PrioritizedSliceSampler(HasPriorities, SliceSampler):
+class PrioritizedSliceSampler(SliceSampler, built_in=True):
     """Slices of trajectories that start at a step with probability proportional to `(p + eps) ** alpha` of that step.
 
     A step can be a start when a whole slice from it on lies in its trajectory; with `strict_length=False` any step can,
@@ -633,8 +631,6 @@ class PrioritizedSliceSampler(HasPriorities, SliceSampler):
         >>> rb.sample(6)["step"].tolist()
         [5, 6, 7, 5, 6, 7]
     """
-
-    _starts_only = True
 
     def __init__(
         self,
@@ -665,21 +661,94 @@ class PrioritizedSliceSampler(HasPriorities, SliceSampler):
         )  # fmt: skip
         if any(self.span):
             raise ValueError(f"span must be False with priorities, got {span}; strict_length=False cuts slices at ends")
-        self._set_up(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
+        self._table = PriorityTable(
+            max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, starts_only=True
+        )
 
-    def _drawn(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
+    # What the table says, as PrioritizedSampler has it.
+    alpha, beta, eps = PrioritizedSampler.alpha, PrioritizedSampler.beta, PrioritizedSampler.eps
+    max_capacity, dtype = PrioritizedSampler.max_capacity, PrioritizedSampler.dtype
+    reduction = PrioritizedSampler.reduction
+    max_priority_within_buffer = PrioritizedSampler.max_priority_within_buffer
+    default_priority, skipped = PrioritizedSampler.default_priority, PrioritizedSampler.skipped
+
+    # ---- sampling ----
+    def _draw(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
         if storage.lanes is None:
             return None
-        return self.episodes.draw_starts(storage, self._following(storage, storage.lanes), rule, seed, n)
+        return self.episodes.draw_starts(storage, self._table.following(storage, storage.lanes), rule, seed, n)
 
-    def _said(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
-        index, info = super()._said(storage, slices)
-        wide = self.dtype is torch.float64
-        made = self._priorities.start_weights(slices, self.beta, wide)
-        info["priority_weight"] = values_tensor(made, torch.float64 if wide else torch.float32).to(self.dtype)
+    def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
+        index, info = super()._info(storage, slices)
+        info["priority_weight"] = self._table.start_weights(slices)
         return index, info
 
+    # ---- priorities: those of the table, under the lock ----
+    def update_priority(
+        self, index: Any, priority: Any, *, generation: Any = None, storage: Storage | None = None
+    ) -> None:
+        with self.lock:
+            self._table.update(index, priority, generation, storage)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        with self.lock:
+            self._table.mark(index, storage)
+
+    def priorities(self, index: Any, *, storage: Storage | None = None) -> Tensor:
+        """The priorities of stored steps as they were given: float64 [n]; -1 where a slot holds no step.
+
+        Raises:
+            IndexError: an index lies outside the storage.
+        """
+        with self.lock:
+            return self._table.get(index, storage)
+
+    def checked_priorities(self, priority: Any, n: int) -> Tensor:
+        """Priorities of n steps, reduced to one for each: float64 [n].
+
+        Raises:
+            ValueError: one is negative, NaN or infinite, or there is not one for each step.
+        """
+        return self._table.checked(priority, n)
+
+    def check_storage(self, storage: Storage) -> None:
+        self._table.check_storage(storage)
+
+    def empty(self) -> None:
+        with self.lock:
+            self._table.empty()
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.lock:
+            return {**self._config(), **self._table.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self.lock:
+            super().load_state_dict(state)
+            self._table = self._table.restored(state)
+
+    def _config(self) -> dict[str, Any]:
+        return {**super()._config(), **self._table.config()}
+
+    def _differences(self, state: dict[str, Any]) -> list[str]:
+        self._table.check_saved(state)
+        return super()._differences(state)
+
+    def _check_state(self, state: dict[str, Any], storage: Storage) -> None:
+        self._table.check_state(state, storage)
+
+    def _rebase(self, incarnation: int, shifts: list[int]) -> None:
+        with self.lock:
+            self._table = self._table.rebased(shifts)
+
+    def _sync(self, storage: Storage) -> None:
+        with self.lock:
+            self._table.sync(storage)
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self.lock:
+            return {**super().__getstate__(), "_table": copy.copy(self._table)}
+
     def __repr__(self) -> str:
-        said = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
-        settings = ", ".join(f"{name}={getattr(self, name)}" for name in ("alpha", "beta", "eps", "reduction"))
-        return f"{type(self).__name__}({said}, strict_length={self.strict_length}, {settings})"
+        settings = f"strict_length={self.strict_length}, {self._table.settings_shown()}"
+        return f"{type(self).__name__}({self._size_shown}, {settings})"

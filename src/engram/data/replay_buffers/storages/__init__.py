@@ -1,4 +1,4 @@
-"""Where rows are kept."""
+"""Storages, which hold the rows of a buffer."""
 
 from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble

@@ -1,4 +1,4 @@
-"""What every storage does: hold rows, hand them out, say how many there are."""
+"""The interface of storages: rows are checked, appended, read and replaced; and what every storage does with that."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import abc
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import math
 import os
@@ -13,34 +14,29 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from engram import pytree
+from engram._system import fork_registry
 from engram.checkpoint.snapshot import save_snapshot
-from engram.data.replay_buffers.checkpointers.opening import open_saved
-from engram.data.replay_buffers.storages.staging import TooManyRowsError
-from engram.errors import StorageError
+from engram.errors import CheckpointMisfitError, StorageError
+from engram.interop.open import open_saved
 from engram.pytree import KeyPath, format_key, get_entry
-from engram.store.files import is_sent, sends
-from engram.store.indexing import Selection, outward, select, stored_slots
-from engram.store.lanes import Lanes, tell_of_copy
-from engram.store.layout import LeafSpec
-from engram.store.tables import expand_slots
+from engram.store.counters import Counters, check_sequences
+from engram.store.files import is_passing_fds, pickle_by_state
+from engram.store.indexing import Selection, from_slots, select, stored_slots
+from engram.store.lanes import Lanes, warn_of_copy
+from engram.store.layout import LeafSpec, RowLayout
+from engram.store.tables import JoinedRows, Rows, RowTable, expand_slots
 
 log = logging.getLogger("engram")
 
-_MOST = 1 << 56
+_MAX_SIZE = 1 << 56
 
 _T = TypeVar("_T")
-
-_live: weakref.WeakSet[Storage] = weakref.WeakSet()
-
-
-# What a read by slots gives: the batch; positions of rows that were overwritten while they were copied (None: none);
-# positions of slots that hold no row (None: none); each row's write number (None unless asked for).
-Rows = tuple[Any, list[int] | None, list[int] | None, Tensor | None]
 
 
 class Checked(NamedTuple):
@@ -50,33 +46,50 @@ class Checked(NamedTuple):
     data: Any
 
 
+class TooManyRowsError(Exception):
+    """A load has more rows than are held aside until all of them are verified."""
+
+
 class Storage(abc.ABC):
     """Holds rows.
 
-    Samplers ask `lanes` what exists and `read` for rows; writers hand a `check`ed batch to `append` or `overwrite`.
+    Samplers read `lanes` to learn which rows exist, and `read` them; writers hand a `check`ed batch to `append` or
+    `overwrite`.
+
+    A storage of your own defines `lanes`, `check`, `append`, `overwrite` and `read`; it may also define `replace` (for
+    writers that keep the best), `leaf` and `column` (faster than reading whole rows), `empty` and `nbytes`.
+    `engram.testing.StorageContract` tests it.
     """
 
+    #: Batch dimensions of the data; the last one is time.
     ndim: int = 1
+    #: Whether this process only reads the rows, which another one writes.
+    read_only = False
 
-    read_only = False  # whether it shows the rows of others and takes none
+    # Whether any objects are stored one by one, so that reading several gives a list of them.
+    _holds_items: ClassVar[bool] = False
+    # Whether its steps can be saved as items, one by one (`StoredSteps`).
+    _saved_as_items: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        sends(cls)
+        pickle_by_state(cls)
 
     def __init__(self, max_size: int | None, checkpointer: Any = None) -> None:
         if max_size is not None and (
-            isinstance(max_size, bool) or not hasattr(max_size, "__index__") or not 0 < int(max_size) <= _MOST
+            isinstance(max_size, bool) or not hasattr(max_size, "__index__") or not 0 < int(max_size) <= _MAX_SIZE
         ):
             raise ValueError(f"max_size must be an integer from 1 to 2**56, got {max_size!r}")
         self._max_size = None if max_size is None else int(max_size)
         self._checkpointer: Any = None
         self.checkpointer = checkpointer
-        self.shifts = []
-        #: Changes before and after all rows are replaced at once (`empty`, `loads`), and is odd meanwhile. What was
-        #: drawn before such a change is not read after it.
-        self.incarnation = 0
+        # By how much the last `loads` moved the sequences of each lane down.
+        self._sequence_shifts: list[int] = []
+        # Raised before and after all rows are replaced (`empty`, `loads`), so odd meanwhile: rows that were drawn
+        # under another value are not read.
+        self._incarnation = 0
         self._attached: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()
         self._forked_from = 0  # the process that had this storage, without rows, when it forked this one
         _live.add(self)
@@ -90,58 +103,70 @@ class Storage(abc.ABC):
     @property
     @abc.abstractmethod
     def lanes(self) -> Lanes | None:
-        """Counters of what is stored; None before the first write of a storage that is made then."""
+        """Counters of the stored rows (`Lanes.in_memory` makes some); None before the first write."""
 
     @property
-    def inner(self) -> tuple[int, ...]:
-        """The shape of the strands: `()` with ndim=1, `(envs,)` with ndim=2."""
+    def layout(self) -> RowLayout | None:
+        """Keys, shapes and dtypes of a stored step; None before the first write, and where steps may differ."""
+        return None
+
+    @property
+    def env_shape(self) -> tuple[int, ...]:
+        """The shape of the environments: `()` with ndim=1, `(envs,)` with ndim=2."""
         return ()
 
     @property
-    def item_shape(self) -> tuple[int, ...]:
+    def nbytes(self) -> int:
+        """Bytes of the storage, used or not; 0 before the first write."""
+        return len(self) * self._bytes_per_row()
+
+    @property
+    def _storage(self) -> Any:
+        """The stored data; a live view where the storage has one."""
+        return self.get(slice(None)) if len(self) else None
+
+    @property
+    def _item_shape(self) -> tuple[int, ...]:
         """Batch dimensions of a stored item: `()` of steps, `(T,)` of whole trajectories of T steps."""
         return ()
 
     @property
-    @abc.abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of the storage, used or not; 0 before the first write."""
-
-    @property
-    @abc.abstractmethod
-    def _storage(self) -> Any:
-        """The stored data as a live view."""
-
-    @property
     def _is_full(self) -> bool:
-        return self.settled(lambda: self.lanes is not None and self.lanes.is_full)
+        return self._settled(lambda: self.lanes is not None and self.lanes.is_full)
+
+    @property
+    def _is_empty(self) -> bool:
+        return not len(self)
 
     def __len__(self) -> int:
-        return self.settled(self._count)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no step is stored."""
-        return not len(self)
+        return self._settled(self._count)
 
     def _count(self) -> int:
         lanes = self.lanes
         if lanes is None:
-            self._tell_of_copy()
+            self._warn_of_copy()
             return 0
         return len(lanes)
 
-    def _tell_of_copy(self) -> None:
-        """Warns where this process was forked before there was anything to share."""
+    def _warn_of_copy(self) -> None:
+        """Warns where this process was forked before the first write, so that there was nothing to share."""
         parent, self._forked_from = self._forked_from, 0
-        tell_of_copy(parent)
+        warn_of_copy(parent)
 
     @property
     def write_count(self) -> int:
         """Steps ever written."""
-        return self.settled(lambda: 0 if self.lanes is None else self.lanes.write_count)
+        return self._settled(lambda: 0 if self.lanes is None else self.lanes.write_count)
 
-    # ---- the write path: check, then append or overwrite ----
+    def _bytes_per_row(self) -> int:
+        """Bytes that a stored row takes in a batch; 0 before the first write."""
+        if self.lanes is None or not len(self):
+            return 0
+        rows = self.read(stored_slots(self.lanes.store)[:1]).batch
+        values = [torch.as_tensor(value) for _, value in pytree.describe(rows, 1)[1]]
+        return sum(value.numel() * value.itemsize for value in values)
+
+    # ---- writing: check, then append or overwrite ----
     @abc.abstractmethod
     def check(
         self,
@@ -151,10 +176,10 @@ class Storage(abc.ABC):
         index_key: str | None = None,
         index: Tensor | None = None,
     ) -> Checked:
-        """Checks a batch (or one step, `single`) leaf by leaf; nothing moves. Makes the storage at the first call.
+        """Checks a batch (or one step, `single`) leaf by leaf; nothing is written. The first call makes the storage.
 
-        `time_dim` says which batch dimension is time. With `index_key` each row also stores its own index there:
-        `index` (int64 [steps]), or where `append` will put it.
+        `time_dim` is the batch dimension of time. With `index_key` each row also stores its own index there: `index`
+        (int64 [steps]), or the one that `append` will give it.
 
         Raises:
             ValueError, TypeError: the batch does not fit; the message names the leaf.
@@ -163,27 +188,27 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
-        """Writes behind the newest row; returns slots, int64 [steps * strands] in the order of time.
+        """Writes behind the newest row; returns slots, int64 [steps * envs] in the order of time.
 
         With `most`, only so many of the first steps. Of one step without batch dimensions it may return the slot as a
         number.
         """
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
-        """Writes rows (int64 [n]) of a checked batch over stored ones, for which the storage must be used alone.
+        """Writes rows (int64 [n]) of a checked batch over stored ones; the caller uses the storage exclusively.
 
-        Each gets a sequence of its own (`lanes.reserve_sequences`), which `lanes.own_sequences` finds.
+        Each gets a sequence of its own (`lanes.reserve_sequences`), which `lanes.own_sequences` returns.
         """
         raise NotImplementedError(f"a {type(self).__name__} has no `replace`, which writers need that keep the best")
 
-    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        """As `replace`, in two steps: all that may fail for want of memory, and what is returned, which writes."""
+    def _prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        """As `replace`, in two steps: what may fail for want of memory is done here, what is returned writes."""
         return functools.partial(self.replace, checked, rows, slots)
 
-    def expect_sequences(self) -> None:
-        """A writer is used that writes rows over others out of turn: from the first write on each carries its sequence."""
+    def _expect_sequences(self) -> None:
+        """Called for a writer that replaces rows out of turn: every row then carries its own sequence."""
 
-    def carry_sequences(self) -> None:
+    def _carry_sequences(self) -> None:
         """Before the first row is written over another one out of turn: makes room for the sequences of rows.
 
         Raises:
@@ -192,54 +217,74 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        """Writes items over stored rows, for which the storage must be used by nobody else."""
+        """Writes items over stored rows, one for each slot (int64 [n]); the caller uses the storage exclusively.
 
-    # ---- the read path ----
+        With `index_key` each of them stores its own index there.
+
+        Raises:
+            IndexError: a slot holds no row.
+            ValueError, TypeError: the items do not fit; nothing was written.
+        """
+
+    # ---- reading ----
     @abc.abstractmethod
     def read(
         self,
         slots: Tensor,
         shape: tuple[int, ...] | None = None,
         extra: dict[str, Any] | None = None,
-        numbers: bool = False,
+        sequences: bool = False,
     ) -> Rows:
-        """Copies the rows of slots (int64 [n]) out; `extra` entries are added at the root of the batch."""
+        """Copies the rows of slots (int64 [n]) out.
+
+        Args:
+            shape: batch dimensions with n elements; `[n]` if None.
+            extra: entries to add at the root of the batch.
+            sequences: also return each row's sequence.
+        """
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        """Dtype and shape of one leaf of a stored step; None: steps have none there."""
+        """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
         if not len(self) or self.lanes is None:
             return None
-        found = get_entry(self.read(stored_slots(self.lanes.store)[:1])[0], path)
-        return None if found is None else LeafSpec(path, found.dtype, tuple(found.shape[1:]))
+        value = get_entry(self.read(stored_slots(self.lanes.store)[:1]).batch, path)
+        return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        """One leaf of the steps at these time slots: [n, *strands, ...]. The caller holds the storage's mutex."""
-        rows = torch.as_tensor(expand_slots(slots, math.prod(self.inner)))
-        found = get_entry(self.read(rows)[0], path)
-        if found is None:
+        """One leaf of the steps at these time slots: [n, *envs, ...]. The caller holds the storage's mutex."""
+        rows = torch.as_tensor(expand_slots(slots, math.prod(self.env_shape)))
+        values = get_entry(self.read(rows).batch, path)
+        if values is None:
             raise KeyError(f"the stored steps have no {format_key(path)}")
-        column: Tensor = found.reshape(len(slots), *self.inner, *found.shape[1:])
+        column: Tensor = values.reshape(len(slots), *self.env_shape, *values.shape[1:])
         return column
 
-    def read_with(
+    @property
+    def _row_table(self) -> RowTable | None:
+        """The packed rows; None where they are stored otherwise, or nothing is."""
+        return None
+
+    def _read_many(
         self,
-        others: list[Any],
+        others: list[Storage],
         slots: Tensor,
         shape: tuple[int, ...],
         extra: dict[str, Any] | None = None,
-        numbers: bool = False,
+        sequences: bool = False,
         parts: list[dict[str, Any] | None] | None = None,
-    ) -> tuple[Any, ...] | None:
+    ) -> JoinedRows | None:
         """As `read`, from this storage and others: as many slots of each, one after the other, into one batch.
 
-        With `parts` (for each storage entries to add, or None), also a list of each storage's rows as a batch, which
-        lie in the memory of the whole. None: the rows do not lie alike, each storage must be read by itself.
+        With `parts` (for each storage entries to add, or None), `JoinedRows.parts` is a list of each storage's rows.
+        None: the rows have different layouts, each storage must be read by itself.
         """
         return None
 
-    def believed(self, read: Callable[[], Any], only_errors: bool = False) -> Any:
-        """What `read` gives, of a moment in which nobody else changed rows that exist; `only_errors`: what it gives
-        need not be of one moment, but an error must."""
+    def _validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
+        """What `read` returns, of a moment in which no other process changed stored rows in place.
+
+        With `errors_only` just an error must be of one moment.
+        """
         return read()
 
     def get(self, index: Any) -> Any:
@@ -249,23 +294,23 @@ class Storage(abc.ABC):
             IndexError: a step that has not been written.
         """
         for _ in range(100):
-            with self.mutex:  # what is there and its rows are looked at together: nobody replaces them in between
+            with self.mutex:  # no row may be replaced between the look at the counters and the copy
                 if self.lanes is None:
                     raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
-                selection = select(self.lanes.store, index, self.inner)
-                batch, gone, absent, _ = self._read_shaped(selection)
-            if absent is not None:
-                slot = int(selection.slots[absent[0]])
+                selection = select(self.lanes.store, index, self.env_shape)
+                rows = self._read_selection(selection)
+            if rows.absent is not None:
+                slot = int(selection.slots[rows.absent[0]])
                 raise IndexError(f"index {slot} has not been written; {len(self)} steps are stored")
-            if gone is None:
-                return batch
+            if rows.overwritten is None:
+                return rows.batch
         raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
 
-    def _read_shaped(self, selection: Selection) -> Rows:
+    def _read_selection(self, selection: Selection) -> Rows:
         return self.read(selection.slots, selection.shape)
 
     def set(self, index: Any, items: Any, index_key: str | None = None) -> None:
-        """Replaces stored rows. With `index_key` each of them keeps its own index there.
+        """Replaces stored rows. With `index_key` each of them stores its own index there.
 
         Raises:
             IndexError: a step that has not been written.
@@ -273,11 +318,23 @@ class Storage(abc.ABC):
         """
         if self.lanes is None:
             raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
-        with self.lanes.alone("changing stored rows"):
-            self._set(select(self.lanes.store, index, self.inner), items, index_key)
+        with self.lanes.exclusive("changing stored rows"):
+            self._set(select(self.lanes.store, index, self.env_shape), items, index_key)
 
-    @abc.abstractmethod
-    def _set(self, selection: Selection, items: Any, index_key: str | None) -> None: ...
+    def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
+        if len(set(selection.slots.tolist())) != len(selection.slots):
+            raise ValueError("an index names a step twice; nothing was written")
+        if self._is_single(items):
+            items = pytree.expand(items, len(selection.slots))
+        elif len(selection.shape) > 1:
+            items = pytree.flatten_dims(items, 0, len(selection.shape) - 1)
+        self.overwrite(selection.slots, items, index_key)
+
+    def _is_single(self, items: Any) -> bool:
+        """Whether the data are one step, to be written at every index."""
+        path, value = pytree.describe(items, 0)[1][0]
+        leaf = self.leaf(path)
+        return leaf is not None and torch.as_tensor(value).ndim == len(leaf.shape)
 
     def __getitem__(self, index: Any) -> Any:
         return self.get(index)
@@ -285,60 +342,27 @@ class Storage(abc.ABC):
     def __setitem__(self, index: Any, items: Any) -> None:
         self.set(index, items)
 
-    def outward(self, slots: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Slots as users see them."""
-        return outward(slots, self.inner)
+    def from_slots(self, slots: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Slots as users see them: int64 [n], with ndim=2 a tuple (time, env) of such."""
+        return from_slots(slots, self.env_shape)
 
     # ---- life ----
-    def alone(self, what: str) -> AbstractContextManager[None]:
-        """For what must not run beside other users of the storage.
-
-        Raises:
-            StorageInUseError: another process has the storage open.
-        """
-        return self.mutex if self.lanes is None else self.lanes.alone(what)  # type: ignore[return-value]
-
     def empty(self, reset_count: bool = True) -> None:
         """Forgets every row; the cursor is 0.
 
         Raises:
             StorageInUseError: another process has the storage open.
         """
-        with self.replacing("empty"):
-            self._empty(reset_count)
-
-    def _empty(self, reset_count: bool) -> None:
-        if self.lanes is not None:
-            self.lanes.store.empty(reset_count)
-
-    @contextlib.contextmanager
-    def replacing(self, what: str) -> Iterator[None]:
-        """As `alone`, around what replaces all rows: readers see what was there before or what is there at the end."""
-        with self.alone(what):
-            if self.incarnation % 2:  # inside of another such block, whose end is the end
-                yield
-                return
-            self.incarnation += 1
-            try:
-                yield
-            finally:
-                self.incarnation += 1
-
-    def settled(self, look: Callable[[], _T]) -> _T:
-        """What `look` finds of the storage; not what it finds in the middle of a `loads`, whose end it waits for."""
-        before = self.incarnation
-        found = look()
-        if before == self.incarnation and not before % 2:
-            return found
-        with self.mutex:
-            return look()
+        with self._replacing("empty"):
+            if self.lanes is not None:
+                self.lanes.store.empty(reset_count)
 
     def attach(self, buffer: Any) -> None:
         """Notes that a buffer uses this storage."""
         self._attached.add(buffer)
 
     def flush(self) -> None:
-        """Rows appended so far survive a power cut, where the storage outlives its processes."""
+        """Makes the rows appended so far survive a power cut, where the storage outlives its processes."""
 
     def release(self) -> None:
         """Gives this process's lane back, for another process to take."""
@@ -346,7 +370,7 @@ class Storage(abc.ABC):
             self.lanes.release()
 
     def mark_seam(self) -> None:
-        """The next row that this process writes begins a trajectory, whatever ids and flags say."""
+        """Begins a trajectory at the next row that this process writes, whatever its id and flags are."""
         if self.lanes is not None:
             self.lanes.mark_seam()
 
@@ -354,89 +378,55 @@ class Storage(abc.ABC):
         """Ends the use of the storage by this object."""
         self.release()
 
-    # ---- checkpoints ----
-    #: By how much `loads` moved the write numbers of each lane down.
-    shifts: list[int]
+    def _exclusive(self, operation: str) -> AbstractContextManager[None]:
+        """A block that no other user of the storage runs beside.
 
-    def identity(self) -> dict[str, Any]:
-        """What names these rows, for saves that write only what changed; `{}`: every save writes all of them."""
-        return {}
-
-    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
-        """Lane and write number of rows changed in place since `identity()` was `since`; None if that is not known."""
-        return None
-
-    def freeze(self) -> Any:
-        """What the checkpointer saves, as it is now, while the storage goes on: it has `left_out` and `close()`.
-
-        The caller holds the mutex, here and at `close`.
+        Raises:
+            StorageInUseError: another process has the storage open; `operation` is named in the message.
         """
-        raise NotImplementedError(f"a {type(self).__name__} cannot be saved in the background; use blocking=True")
+        return self.mutex if self.lanes is None else self.lanes.exclusive(operation)  # type: ignore[return-value]
 
     @contextlib.contextmanager
-    def still(self) -> Iterator[Any]:
-        """What the checkpointer saves while this process writes nothing, though other processes may.
-
-        The caller holds the mutex.
-        """
-        yield self
-
-    @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Rows and counters in memory."""
-
-    @abc.abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replaces everything by what `state_dict` gave; a ValueError where it does not fit."""
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """A ValueError where what `state_dict` gave does not fit; changes nothing."""
-
-    def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> None:
-        """Saves this storage alone."""
-        with self.mutex, self.still() as source:
-            save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
-
-    def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
-        """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
-        with open_saved(path, snapshot) as saved, self.alone("loads"):
-            fill, undo = self.read_aside(saved), self.kept()
-            with self.replacing("loads"):
-                try:
-                    fill()
-                except BaseException:
-                    if undo is not None:
-                        undo()
-                    raise
-
-    def read_aside(self, saved: Any) -> Callable[[], None]:
-        """What fills this storage with what was saved; where it holds something, all of that has been verified."""
-        staging = None if self.is_empty else self.staging()
-        if staging is not None:
+    def _replacing(self, operation: str) -> Iterator[None]:
+        """As `_exclusive`, around a replacement of all rows: readers see the rows of before or those of the end."""
+        with self._exclusive(operation):
+            if self._incarnation % 2:  # inside of another such block, whose end is the end
+                yield
+                return
+            self._incarnation += 1
             try:
-                saved.load_storage(self.checkpointer, staging)
-            except TooManyRowsError:  # they are verified, and then read a second time
-                staging = None
-        return functools.partial(saved.load_storage, self.checkpointer, self) if staging is None else staging.commit
+                yield
+            finally:
+                self._incarnation += 1
 
-    def staging(self) -> Any:
-        """What takes a state from the checkpointer instead of this storage, which has it after `commit()`; None:
-        the storage cannot have it later.
-        """
-        return None
+    def _settled(self, look: Callable[[], _T]) -> _T:
+        """What `look` returns, outside of a replacement of all rows: waits for its end where one is under way."""
+        before = self._incarnation
+        result = look()
+        if before == self._incarnation and not before % 2:
+            return result
+        with self.mutex:
+            return look()
 
-    def kept(self) -> Callable[[], None] | None:
-        """What puts everything back as it is now, after a load that failed. None: that would be too much to keep."""
-        return self.empty if self.is_empty else None
+    def _limit(self, max_size: int) -> None:
+        """Gives an empty storage without limit a size."""
+        raise ValueError(f"capacity={max_size}, but the storage has max_size={self.max_size}; give one of them")
 
-    def hand_over(self, sampler: Any) -> None:
-        """After `loads`: tells a sampler how the write numbers of its rows have changed."""
-        if self.lanes is not None and hasattr(sampler, "adopt"):
-            sampler.adopt(self.lanes.store.incarnation, self.shifts)
+    def _share(self) -> None:
+        """Lets other processes see and write the rows; a ValueError where they cannot."""
+        raise ValueError(
+            f"shared=True needs LazyTensorStorage or LazyMemmapStorage, whose rows processes can share, "
+            f"not {type(self).__name__}"
+        )
 
+    def _members(self) -> list[Storage]:
+        """The storages with counters of their own: this one, or the members of an ensemble."""
+        return [self]
+
+    # ---- saving ----
     @property
     def checkpointer(self) -> Any:
-        """What encodes this storage for disk; may be assigned. TypeError: it saves another kind of storage."""
+        """Encodes this storage for disk; may be assigned. TypeError: it saves another kind of storage."""
         if self._checkpointer is None:
             self._checkpointer = self._default_checkpointer()
         return self._checkpointer
@@ -444,15 +434,17 @@ class Storage(abc.ABC):
     @checkpointer.setter
     def checkpointer(self, checkpointer: Any) -> None:
         needs = getattr(checkpointer, "needs", None)
-        if needs is not None and not hasattr(type(self), needs):
+        if needs is not None and not hasattr(type(self), needs) and not (self._saved_as_items and needs == "items"):
             raise TypeError(
                 f"a {type(checkpointer).__name__} cannot save a {type(self).__name__}, which hands out no {needs}; use "
                 f"a {type(self._default_checkpointer()).__name__}"
             )
         self._checkpointer = checkpointer
 
-    @abc.abstractmethod
-    def _default_checkpointer(self) -> Any: ...
+    def _default_checkpointer(self) -> Any:
+        from engram.data.replay_buffers.checkpointers.objects import ListStorageCheckpointer
+
+        return ListStorageCheckpointer()
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
         """Adds a callable that storages' checkpointers apply to what is saved."""
@@ -462,7 +454,100 @@ class Storage(abc.ABC):
         """Adds a callable that storages' checkpointers apply to what is loaded."""
         self.checkpointer.register_load_hook(hook)
 
-    def after_fork(self) -> None:
+    def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> None:
+        """Saves this storage alone."""
+        with self.mutex, self._consistent_view() as source:
+            save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
+
+    def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
+        """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
+        with open_saved(path, snapshot) as saved, self._exclusive("loads"):
+            fill, undo = self._prepare_load(saved), self._restore_point()
+            with self._replacing("loads"):
+                try:
+                    fill()
+                except BaseException:
+                    if undo is not None:
+                        undo()
+                    raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows and counters in memory."""
+        with self.mutex:
+            steps = StoredSteps(self)
+            return {"items": steps.items(), "counters": steps.counters(), "sequences": steps.sequences()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replaces everything by what `state_dict` gave; a ValueError where it does not fit."""
+        self._check_state(state)
+        StoredSteps(self).restore_items(state["items"], state["counters"], state["sequences"])
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """A ValueError where what `state_dict` gave does not fit; changes nothing."""
+        try:
+            counters, n = Counters(state["counters"]), len(state["items"])
+            check_sequences(state["sequences"], n)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
+        if (counters.lanes, counters.rows) != (1, n):
+            raise ValueError(f"{n} items do not fit counters of {counters.rows} in {counters.lanes} lanes")
+        StoredSteps(self).check_restore(state["counters"])
+
+    def _sink(self) -> Any:
+        """What the checkpointer saves and fills: this storage, or `StoredSteps` where it lacks the methods for that."""
+        needs = getattr(self.checkpointer, "needs", None)
+        return self if needs is None or hasattr(type(self), needs) else StoredSteps(self)
+
+    @contextlib.contextmanager
+    def _consistent_view(self) -> Iterator[Any]:
+        """What the checkpointer saves while this process writes nothing, though other processes may.
+
+        The caller holds the mutex.
+        """
+        yield self._sink()
+
+    def _snapshot_view(self) -> Any:
+        """What the checkpointer saves, as it is now, while the storage goes on: it has `left_out` and `close()`.
+
+        The caller holds the mutex, here and at `close`.
+        """
+        raise NotImplementedError(f"a {type(self).__name__} cannot be saved in the background; use blocking=True")
+
+    def _prepare_load(self, saved: Any) -> Callable[[], None]:
+        """A function that fills this storage with what was saved; over stored rows only after all is verified."""
+        staging = None if self._is_empty else self._staging()
+        if staging is not None:
+            try:
+                saved.load_storage(self.checkpointer, staging)
+            except TooManyRowsError:  # they are verified, and then read a second time
+                staging = None
+        if staging is None:
+            return functools.partial(saved.load_storage, self.checkpointer, self._sink())
+        commit: Callable[[], None] = staging.commit
+        return commit
+
+    def _staging(self) -> Any:
+        """Takes a saved state, which this storage gets in `commit()`; None: that is not possible."""
+        sink = self._sink()
+        return StagedItems(sink) if isinstance(sink, StoredSteps) else None
+
+    def _restore_point(self) -> Callable[[], None] | None:
+        """A function that puts everything back as it is now, after a load that failed; None: too much to hold."""
+        if self._is_empty:
+            return self.empty
+        lanes = self.lanes
+        if lanes is None or lanes.store.lanes * lanes.envs > 1 or lanes.own_sequences is not None:
+            return None
+        steps = StoredSteps(self)
+        return functools.partial(steps.restore_items, steps.items(), steps.counters(), steps.sequences())
+
+    def _rebase_sampler(self, sampler: Any) -> None:
+        """After a load: tells a sampler by how much the sequences of its rows have changed."""
+        if self.lanes is not None and hasattr(sampler, "adopt"):
+            sampler.adopt(self.lanes.store.incarnation, self._sequence_shifts)
+
+    # ---- forks and copies ----
+    def _after_fork(self) -> None:
         """In a child: mutexes that no thread of the parent holds."""
         self.mutex = threading.RLock()
         if self.lanes is not None:
@@ -479,74 +564,209 @@ class Storage(abc.ABC):
             "LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and dumps and loads copy any"
         )
 
-    # ---- copies: what `pickle` and `copy` make ----
-    def settings(self) -> dict[str, Any] | None:
-        """Arguments for a storage like this one, in which copied rows are put; None: it is not copied so."""
+    def _copy_arguments(self) -> dict[str, Any] | None:
+        """Arguments for a storage like this one, to put copied rows in; None: it is copied as any object."""
         return None
 
     @property
-    def travels_by_path(self) -> bool:
+    def _pickled_by_path(self) -> bool:
         """Whether a pickle names a file instead of holding its rows."""
         return False
 
-    def form(self) -> Any:
-        """What an empty storage must know of the rows before their state is loaded."""
+    def _row_form(self) -> Any:
+        """What an empty copy must know about the rows before their state is loaded."""
         return None
 
-    def take_form(self, form: Any) -> None:
-        """Makes room for rows of what `form` gave."""
+    def _take_row_form(self, form: Any) -> None:
+        """Makes room for rows of what `_row_form` returned."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        settings = self.settings()
-        if settings is None or is_sent() or self.travels_by_path:
+        arguments = self._copy_arguments()
+        if arguments is None or is_passing_fds() or self._pickled_by_path:
             return super().__reduce_ex__(protocol)
         with self.mutex:
             state = self.state_dict() if len(self) or self.lanes is not None else None
-            return _copied, (type(self), settings, self._checkpointer, self.form(), state)
+            return _unpickled, (type(self), arguments, self._checkpointer, self._row_form(), state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        settings = self.settings()
-        if settings is None:
-            made = super().__reduce_ex__(4)
-            return copy._reconstruct(self, memo, *made)  # type: ignore[attr-defined]
+        arguments = self._copy_arguments()
+        if arguments is None:
+            return copy._reconstruct(self, memo, *super().__reduce_ex__(4))  # type: ignore[attr-defined]
         with self.mutex:
-            made = self._like(copy.deepcopy(settings, memo), copy.deepcopy(self._checkpointer, memo))
-            memo[id(self)] = made
+            twin = self._like(copy.deepcopy(arguments, memo), copy.deepcopy(self._checkpointer, memo))
+            memo[id(self)] = twin
             if self.lanes is not None:
-                self.copy_rows_into(made, memo)
-        return made
+                self._copy_rows_to(twin, memo)
+        return twin
 
     @classmethod
-    def _like(cls, settings: dict[str, Any], checkpointer: Any) -> Any:
-        made = cls.__new__(cls)
-        made.__init__(**settings)  # type: ignore[misc]
+    def _like(cls, arguments: dict[str, Any], checkpointer: Any) -> Any:
+        twin = cls.__new__(cls)
+        twin.__init__(**arguments)  # type: ignore[misc]
         if checkpointer is not None:
-            made.checkpointer = checkpointer
-        return made
+            twin.checkpointer = checkpointer
+        return twin
 
-    def copy_rows_into(self, other: Any, memo: dict[int, Any]) -> None:
-        """Puts a copy of every row into an empty storage of the same settings; the caller holds the mutex."""
-        other.take_form(self.form())
+    def _copy_rows_to(self, other: Any, memo: dict[int, Any]) -> None:
+        """Puts a copy of every row into an empty storage with the same arguments; the caller holds the mutex."""
+        other._take_row_form(self._row_form())
         other.load_state_dict(copy.deepcopy(self.state_dict(), memo))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim})"
 
 
-def _copied(cls: Any, settings: dict[str, Any], checkpointer: Any, form: Any, state: Any) -> Any:
-    """The copy that a pickle holds."""
-    made = cls._like(settings, checkpointer)
+_live: weakref.WeakSet[Storage] = fork_registry(lambda storage: storage._after_fork())
+
+
+def _unpickled(cls: Any, arguments: dict[str, Any], checkpointer: Any, form: Any, state: Any) -> Any:
+    storage = cls._like(arguments, checkpointer)
     if state is not None:
-        made.take_form(form)
-        made.load_state_dict(state)
-    return made
+        storage._take_row_form(form)
+        storage.load_state_dict(state)
+    return storage
 
 
-def _after_fork() -> None:
-    for storage in list(_live):
-        storage.after_fork()
+def as_storage(storage: Any) -> Storage:
+    """A storage, or what a function without arguments makes of one.
+
+    Raises:
+        TypeError: it is no `Storage`, or one whose methods lack arguments that buffers pass.
+    """
+    if not isinstance(storage, Storage):
+        storage = storage() if callable(storage) else storage
+    if not isinstance(storage, Storage):
+        raise TypeError(
+            f"storage must be a Storage or something that makes one, got a {type(storage).__name__}; "
+            "TensorStorage(data) stores in tensors that exist, ListStorage(n) takes any objects"
+        )
+    _check_signatures(type(storage))
+    return storage
 
 
-os.register_at_fork(after_in_child=_after_fork)
+def _check_signatures(cls: type[Storage]) -> None:
+    for name in ("check", "append", "overwrite", "read"):
+        method = inspect.signature(getattr(cls, name)).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in method.values()):
+            continue
+        missing = [p for p in inspect.signature(getattr(Storage, name)).parameters if p not in method]
+        if missing:
+            raise TypeError(
+                f"{cls.__name__}.{name} has no argument {', '.join(map(repr, missing))}; it must take all arguments of "
+                f"Storage.{name}"
+            )
 
-__all__ = ["Checked", "Rows", "Storage"]
+
+class StoredSteps:
+    """The steps of a storage as items, for a checkpointer of items; made of the storage's five abstract methods.
+
+    For storages of one dimension and one lane, whose rows carry no sequences of their own.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def __len__(self) -> int:
+        return len(self._storage)
+
+    def items(self) -> list[Any]:
+        """The steps, oldest first."""
+        lanes = self._storage.lanes
+        if lanes is None or not len(lanes):
+            return []
+        if lanes.store.lanes * lanes.envs > 1:
+            raise self._needs_checkpointer("several lanes or environments")
+        lane, capacity = lanes.store.lane(0), lanes.store.lane_capacity
+        sequences = torch.arange(max(lane["base"], lane["first"]), lane["published"])
+        return list(pytree.unstack(self._storage.read(sequences % capacity).batch, 0))
+
+    def _needs_checkpointer(self, what: str) -> StorageError:
+        return StorageError(f"a {type(self._storage).__name__} with {what} needs a checkpointer of its own")
+
+    def sequences(self) -> list[int]:
+        """0 for each step: it has the sequence that its lane counts."""
+        lanes = self._storage.lanes
+        if lanes is not None and lanes.own_sequences is not None:
+            raise self._needs_checkpointer("rows that carry sequences")
+        return [0] * len(self._storage)
+
+    def counters(self) -> dict[str, Any]:
+        storage = self._storage
+        if storage.lanes is None:
+            border = {"looked": 0, "agreed": None}
+            empty = {"base": 0, "published": 0, "origin": 0, "seams": [], "border": border, "replaced": 0}
+            return {"lane_capacity": storage.max_size, "strands": 1, "lanes": [empty]}
+        return {"lane_capacity": storage.max_size, "strands": 1, "lanes": storage.lanes.saved_states()}
+
+    def identity(self) -> dict[str, Any]:
+        return {}
+
+    def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
+        return None
+
+    def check_restore(self, counters: dict[str, Any]) -> None:
+        check_room(self._storage.max_size, counters)
+
+    def abort_restore(self) -> None:
+        self._storage.empty()
+
+    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
+        self.check_restore(counters)
+        if any(sequences):
+            raise self._needs_checkpointer("rows that carry sequences")
+        storage, lane = self._storage, counters["lanes"][0]
+        with storage._replacing("loads"):
+            storage.empty()
+            # Slots follow from sequences, which stay where the capacity is the same; else the oldest row is number 0.
+            shift = 0 if counters["lane_capacity"] == storage.max_size else lane["base"]
+            base, published = lane["base"] - shift, lane["published"] - shift
+            first = storage.check(items[0], True) if items else None  # makes a storage that is made at the first write
+            lanes = storage.lanes
+            if lanes is None:
+                return
+            lanes.hold()  # as the writer of what is loaded: trajectories go on
+            lanes.store.begin_restore()
+            lanes.store.restore_lane(0, base, base, (lane["origin"] - shift) % (1 << 64))
+            lanes.store.end_restore()
+            for i, item in enumerate(items):
+                storage.append(first if i == 0 and first is not None else storage.check(item, True))
+            seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
+            lanes.store.begin_restore()
+            lanes.store.set_seams(0, base, published, seams)
+            lanes.restore_lane(0, lane, shift)
+            lanes.store.end_restore()
+            storage._sequence_shifts = [shift]
+
+
+class StagedItems:
+    """The ItemSink of a storage that holds rows: takes a saved state, which the storage gets in `commit`."""
+
+    def __init__(self, sink: Any) -> None:
+        self._sink = sink
+
+    def __len__(self) -> int:
+        return 0  # filling this destroys nothing
+
+    def check_restore(self, counters: dict[str, Any]) -> None:
+        self._sink.check_restore(counters)
+
+    def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
+        self._items, self._counters, self._sequences = items, counters, sequences
+
+    def abort_restore(self) -> None:
+        self._items = []
+
+    def commit(self) -> None:
+        self._sink.restore_items(self._items, self._counters, self._sequences)
+
+
+def check_room(max_size: int | None, counters: dict[str, Any]) -> None:
+    """A CheckpointMisfitError where saved items do not fit."""
+    lane = counters["lanes"][0]
+    n = lane["published"] - lane["base"]
+    if max_size is not None and n > max_size:
+        difference = f"room for {max_size} items here, {n} saved there"
+        raise CheckpointMisfitError("the checkpoint does not fit this storage", [difference])
+
+
+__all__ = ["Checked", "Rows", "Storage", "as_storage"]

@@ -1,4 +1,4 @@
-"""Several storages, read together."""
+"""An ensemble of storages: read in one batch, written one by one."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 
-from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
-from engram.data.replay_buffers.storages.staging import StagedParts
+from engram.data.replay_buffers.storages.base import Checked, Storage, as_storage
 from engram.errors import CheckpointMisfitError, differences_of
-from engram.store.files import is_sent
+from engram.store.files import is_passing_fds
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
-from engram.store.views import FrozenParts
+from engram.store.views import EnsembleSnapshot
 
 _MISFIT = "the state does not fit this ensemble"
 
 
 class StorageEnsemble(Storage):
-    """Several storages, read together; written to one by one, each by itself.
+    """Several storages: read in one batch, written one by one.
 
     Args:
         storages: the members.
-        transforms: what batches of each member go through, None for nothing; one for each member.
+        transforms: one for each member, applied to its batches; None for nothing.
 
     Raises:
         ValueError: no members, one of them twice, or another number of transforms.
@@ -37,44 +36,46 @@ class StorageEnsemble(Storage):
         (2, 20)
     """
 
+    _saved_as_items: ClassVar[bool] = False
+
     def __init__(self, *storages: Storage, transforms: Any = None, checkpointer: Any = None) -> None:
         if not storages:
             raise ValueError("an ensemble needs at least one storage")
         if len({id(storage) for storage in storages}) < len(storages):
             raise ValueError("a storage is a member twice; give it a larger p instead")
-        self._members = list(storages)
+        self._storages = [as_storage(storage) for storage in storages]
         self._transforms = [None] * len(storages) if transforms is None else list(transforms)
         if len(self._transforms) != len(storages):
             raise ValueError(
                 f"{len(storages)} storages, {len(self._transforms)} transforms; give one for each, or None"
             )
         super().__init__(None, checkpointer)
-        self.mutex = _Mutexes(self._members)  # type: ignore[assignment]
+        self.mutex = _Mutexes(self._storages)  # type: ignore[assignment]
 
     # ---- copies ----
     @property
-    def travels_by_path(self) -> bool:
-        return any(storage.travels_by_path for storage in self._members)
+    def _pickled_by_path(self) -> bool:
+        return any(storage._pickled_by_path for storage in self._storages)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if is_sent():
+        if is_passing_fds():
             return object.__reduce_ex__(self, protocol)
-        return _ensemble, (type(self), self._members, self._transforms, self._checkpointer)
+        return _ensemble, (type(self), self._storages, self._transforms, self._checkpointer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         make, parts = self.__reduce_ex__(4)
-        memo[id(self)] = made = make(*copy.deepcopy(parts, memo))
-        return made
+        memo[id(self)] = twin = make(*copy.deepcopy(parts, memo))
+        return twin
 
     # ---- facts ----
     @property
     def storages(self) -> list[Storage]:
         """The members."""
-        return list(self._members)
+        return list(self._storages)
 
     @property
     def transforms(self) -> list[Any]:
-        """What batches of each member go through; None for nothing."""
+        """The transform of each member's batches; None for nothing."""
         return list(self._transforms)
 
     @property
@@ -84,26 +85,26 @@ class StorageEnsemble(Storage):
 
     @property
     def nbytes(self) -> int:
-        return sum(storage.nbytes for storage in self._members)
+        return sum(storage.nbytes for storage in self._storages)
 
     @property
     def _storage(self) -> list[Any]:
-        return [storage._storage for storage in self._members]
+        return [storage._storage for storage in self._storages]
 
     @property
     def _is_full(self) -> bool:
-        return all(storage._is_full for storage in self._members)
+        return all(storage._is_full for storage in self._storages)
 
     def __len__(self) -> int:
         """The number of members."""
-        return len(self._members)
+        return len(self._storages)
 
     # ---- reading ----
     def __getitem__(self, index: Any) -> Any:
         """A member; with a tuple `(member, ...)` rows of it."""
         if isinstance(index, tuple):
-            return self._members[index[0]][index[1:] if len(index) > 2 else index[1]]
-        return self._members[index]
+            return self._storages[index[0]][index[1:] if len(index) > 2 else index[1]]
+        return self._storages[index]
 
     def get(self, index: Any) -> list[Any]:
         """The rows of several members, each through its transform.
@@ -114,7 +115,7 @@ class StorageEnsemble(Storage):
         batches = []
         for member, rows in zip(index["buffer_ids"], index["index"], strict=True):
             ids = member.reshape(-1)[0] if isinstance(member, Tensor) else member
-            batch = self._members[int(ids)].get(rows)
+            batch = self._storages[int(ids)].get(rows)
             transform = self._transforms[int(ids)]
             batches.append(batch if transform is None else transform(batch))
         return batches
@@ -124,8 +125,8 @@ class StorageEnsemble(Storage):
         slots: Tensor,
         shape: tuple[int, ...] | None = None,
         extra: dict[str, Any] | None = None,
-        numbers: bool = False,
-    ) -> Rows:
+        sequences: bool = False,
+    ) -> NoReturn:
         raise self._one_member("read")
 
     def leaf(self, path: Any) -> NoReturn:
@@ -159,48 +160,51 @@ class StorageEnsemble(Storage):
 
     # ---- life ----
     @contextlib.contextmanager
-    def alone(self, what: str) -> Iterator[None]:
+    def _exclusive(self, operation: str) -> Iterator[None]:
         with contextlib.ExitStack() as held:
-            for storage in self._members:
-                held.enter_context(storage.alone(what))
+            for storage in self._storages:
+                held.enter_context(storage._exclusive(operation))
             yield
 
     @contextlib.contextmanager
-    def replacing(self, what: str) -> Iterator[None]:
+    def _replacing(self, operation: str) -> Iterator[None]:
         with contextlib.ExitStack() as held:
-            for storage in self._members:
-                held.enter_context(storage.alone(what))
-            for storage in self._members:  # when nothing can refuse any more
-                held.enter_context(storage.replacing(what))
+            for storage in self._storages:
+                held.enter_context(storage._exclusive(operation))
+            for storage in self._storages:  # after the last one that may be refused
+                held.enter_context(storage._replacing(operation))
             yield
 
     @property
-    def is_empty(self) -> bool:
-        return all(storage.is_empty for storage in self._members)
+    def _is_empty(self) -> bool:
+        return all(storage._is_empty for storage in self._storages)
+
+    def _members(self) -> list[Storage]:
+        return self._storages
 
     def empty(self, reset_count: bool = True) -> None:
-        with self.replacing("empty"):
-            for storage in self._members:
+        with self._replacing("empty"):
+            for storage in self._storages:
                 storage.empty(reset_count)
 
     def attach(self, buffer: Any) -> None:
-        for storage in self._members:
+        for storage in self._storages:
             storage.attach(buffer)
 
     def flush(self) -> None:
-        for storage in self._members:
+        for storage in self._storages:
             storage.flush()
 
     def release(self) -> None:
-        for storage in self._members:
+        for storage in self._storages:
             storage.release()
 
     def close(self) -> None:
-        for storage in self._members:
+        for storage in self._storages:
             storage.close()
 
-    def after_fork(self) -> None:
-        self.mutex = _Mutexes(self._members)  # type: ignore[assignment]
+    def _after_fork(self) -> None:
+        self.mutex = _Mutexes(self._storages)  # type: ignore[assignment]
 
     # ---- checkpoints ----
     def _default_checkpointer(self) -> Any:
@@ -208,70 +212,70 @@ class StorageEnsemble(Storage):
 
         return StorageEnsembleCheckpointer()
 
-    def parts(self) -> list[tuple[Any, Storage]]:
-        """Each member behind its checkpointer."""
-        return [(storage.checkpointer, storage) for storage in self._members]
+    def parts(self) -> list[tuple[Any, Any]]:
+        """The checkpointer of each member, and what it saves and fills."""
+        return [(storage.checkpointer, storage._sink()) for storage in self._storages]
 
-    def freeze(self) -> FrozenParts:
-        return FrozenParts([(storage.checkpointer, storage.freeze()) for storage in self._members])
+    def _snapshot_view(self) -> EnsembleSnapshot:
+        return EnsembleSnapshot([(storage.checkpointer, storage._snapshot_view()) for storage in self._storages])
 
     @contextlib.contextmanager
-    def still(self) -> Iterator[FrozenParts]:
+    def _consistent_view(self) -> Iterator[EnsembleSnapshot]:
         with contextlib.ExitStack() as stack:
-            yield FrozenParts(
-                [(storage.checkpointer, stack.enter_context(storage.still())) for storage in self._members]
+            yield EnsembleSnapshot(
+                [(storage.checkpointer, stack.enter_context(storage._consistent_view())) for storage in self._storages]
             )
 
     def register_save_hook(self, hook: Any) -> None:
-        for storage in self._members:
+        for storage in self._storages:
             storage.register_save_hook(hook)
 
     def register_load_hook(self, hook: Any) -> None:
-        for storage in self._members:
+        for storage in self._storages:
             storage.register_load_hook(hook)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"members": [storage.state_dict() for storage in self._members]}
+        return {"members": [storage.state_dict() for storage in self._storages]}
 
-    def check_state(self, state: dict[str, Any]) -> None:
+    def _check_state(self, state: dict[str, Any]) -> None:
         if len(state["members"]) != len(self):
             raise CheckpointMisfitError(_MISFIT, [f"{len(self)} members here, {len(state['members'])} there"])
-        said: list[str] = []
-        for i, (storage, saved) in enumerate(zip(self._members, state["members"], strict=True)):
+        differences: list[str] = []
+        for i, (storage, saved) in enumerate(zip(self._storages, state["members"], strict=True)):
             try:
-                storage.check_state(saved)
+                storage._check_state(saved)
             except ValueError as error:
-                said += [f"member {i}: {what}" for what in differences_of(error)]
-        if said:
-            raise CheckpointMisfitError(_MISFIT, said)
+                differences += [f"member {i}: {difference}" for difference in differences_of(error)]
+        if differences:
+            raise CheckpointMisfitError(_MISFIT, differences)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.check_state(state)
-        with self.replacing("load_state_dict"):
-            for storage, saved in zip(self._members, state["members"], strict=True):
+        self._check_state(state)
+        with self._replacing("load_state_dict"):
+            for storage, saved in zip(self._storages, state["members"], strict=True):
                 storage.load_state_dict(saved)
 
-    def staging(self) -> StagedParts | None:
-        staged = [storage.staging() for storage in self._members]
-        return None if None in staged else StagedParts([m.checkpointer for m in self._members], staged)
+    def _staging(self) -> StagedMembers | None:
+        staged = [storage._staging() for storage in self._storages]
+        return None if None in staged else StagedMembers([m.checkpointer for m in self._storages], staged)
 
-    def kept(self) -> Callable[[], None] | None:
-        undone = [storage.kept() for storage in self._members]
-        if None in undone:
+    def _restore_point(self) -> Callable[[], None] | None:
+        points = [storage._restore_point() for storage in self._storages]
+        if None in points:
             return None
 
-        def bring_back() -> None:
-            for undo in undone:
-                undo()  # type: ignore[misc]
+        def restore() -> None:
+            for restore_member in points:
+                restore_member()  # type: ignore[misc]
 
-        return bring_back
+        return restore
 
-    def hand_over(self, sampler: Any) -> None:
-        for storage, one in zip(self._members, sampler.samplers, strict=True):
-            storage.hand_over(one)
+    def _rebase_sampler(self, sampler: Any) -> None:
+        for storage, one in zip(self._storages, sampler._members, strict=True):
+            storage._rebase_sampler(one)
 
     def __repr__(self) -> str:
-        members = ", ".join(map(repr, self._members))
+        members = ", ".join(map(repr, self._storages))
         return f"StorageEnsemble(storages=[{members}], transforms={self._transforms})"
 
 
@@ -279,18 +283,35 @@ def _ensemble(cls: Any, members: list[Storage], transforms: list[Any], checkpoin
     return cls(*members, transforms=transforms, checkpointer=checkpointer)
 
 
+class StagedMembers:
+    """Holds saved states for the members of an ensemble, which get them in `commit`."""
+
+    def __init__(self, checkpointers: list[Any], staged: list[Any]) -> None:
+        self._checkpointers, self._staged = checkpointers, staged
+
+    def parts(self) -> list[tuple[Any, Any]]:
+        return list(zip(self._checkpointers, self._staged, strict=True))
+
+    def __len__(self) -> int:
+        return len(self._staged)
+
+    def commit(self) -> None:
+        for one in self._staged:
+            one.commit()
+
+
 class _Mutexes:
     """The mutexes of all members as one."""
 
     def __init__(self, storages: list[Storage]) -> None:
-        self._storages = sorted(storages, key=id)  # one order for all ensembles, so that none waits for another
+        self._storages = sorted(storages, key=id)  # one order for all ensembles, so that they cannot deadlock
         self._held = threading.local()
 
     def __enter__(self) -> None:
-        taken = contextlib.ExitStack()
+        mutexes = contextlib.ExitStack()
         for storage in self._storages:
-            taken.enter_context(storage.mutex)
-        self._held.stack = [*getattr(self._held, "stack", []), taken]
+            mutexes.enter_context(storage.mutex)
+        self._held.stack = [*getattr(self._held, "stack", []), mutexes]
 
     def __exit__(self, *error: object) -> None:
         self._held.stack.pop().close()

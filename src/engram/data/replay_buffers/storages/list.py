@@ -1,18 +1,16 @@
-"""Any objects, one after the other."""
+"""A storage of any objects."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.storages.base import Checked, Rows, Storage
-from engram.data.replay_buffers.storages.staging import StagedItems
-from engram.errors import CheckpointMisfitError
+from engram.data.replay_buffers.storages.base import Checked, StagedItems, Storage, check_room
 from engram.pytree import (
     KeyPath,
     as_tensor,
@@ -28,11 +26,11 @@ from engram.pytree import (
     with_entry,
 )
 from engram.store.border import ItemBorder
-from engram.store.counters import Counters, check_sequences
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
-from engram.store.views import Changes, FrozenItems
+from engram.store.tables import Rows
+from engram.store.views import ChangeTracker, ItemSnapshot
 
 _NO_LIMIT = 1 << 40
 
@@ -52,6 +50,8 @@ class ListStorage(Storage):
         ['a', {'b': 1}]
     """
 
+    _holds_items: ClassVar[bool] = True
+
     def __init__(self, max_size: int | None = None, *, checkpointer: Any = None) -> None:
         super().__init__(max_size, checkpointer)
         self._items: list[Any] = []
@@ -64,10 +64,10 @@ class ListStorage(Storage):
         self._lanes.own_sequences = functools.partial(_own_sequences, self._sequences)
         self._border = ItemBorder(self._lanes)
 
-    def settings(self) -> dict[str, Any]:
+    def _copy_arguments(self) -> dict[str, Any]:
         return {"max_size": self._max_size}
 
-    def copy_rows_into(self, other: Any, memo: dict[int, Any]) -> None:
+    def _copy_rows_to(self, other: Any, memo: dict[int, Any]) -> None:
         state = self.state_dict()  # tensors are copies already; other objects are the stored ones
         items = [
             item if (isinstance(item, Tensor) or has_batch_size(item)) else copy.deepcopy(item, memo)
@@ -75,9 +75,10 @@ class ListStorage(Storage):
         ]
         other.load_state_dict({**state, "items": items})
 
-    def limit(self, max_size: int) -> None:
-        """Gives an empty storage without limit a size."""
-        if self._max_size is not None or self._items:
+    def _limit(self, max_size: int) -> None:
+        if self._max_size is not None:
+            super()._limit(max_size)
+        if self._items:
             raise ValueError(f"the storage has {len(self)} items and max_size={self._max_size}: too late for a limit")
         self._max_size = max_size
         self._start(max_size)
@@ -128,7 +129,7 @@ class ListStorage(Storage):
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
         first = self._lanes.reserve_sequences(checked.steps)
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-            # A copy: a row alone would keep its whole batch in memory.
+            # A copy: a single row would keep its whole batch in memory.
             self._items[slot] = clone(checked.data[row])
             self._sequences[slot] = first + row
         self._lanes.store.note_edits(slots)
@@ -149,7 +150,7 @@ class ListStorage(Storage):
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
         has_shape = isinstance(items, Tensor) or has_batch_size(items)
         if selection.shape == () or (has_shape and not items.shape):
-            items = [items] * len(selection.slots)  # one item is written at every index
+            items = [items] * len(selection.slots)  # one item replaces all that are indexed
         self.overwrite(selection.slots, items, index_key)
 
     def read(
@@ -157,48 +158,55 @@ class ListStorage(Storage):
         slots: Tensor,
         shape: tuple[int, ...] | None = None,
         extra: dict[str, Any] | None = None,
-        numbers: bool = False,
+        sequences: bool = False,
     ) -> Rows:
         """The items themselves, as a list; `extra` is for batches and ignored."""
-        if self._lanes.asleep:
-            self._lanes.wake()
+        if self._lanes.unused_since_fork:
+            self._lanes.join_after_fork()
         with self.mutex:
-            found, n = slots.tolist(), len(self._items)
-            if found and (min(found) < 0 or max(found) >= self._lanes.capacity):
+            positions, n = slots.tolist(), len(self._items)
+            if positions and (min(positions) < 0 or max(positions) >= self._lanes.capacity):
                 raise IndexError(f"an index lies outside 0 to {self._lanes.capacity - 1}")
-            absent = [k for k, i in enumerate(found) if i >= n]
-            generation = self._lanes.generations(slots) if numbers else None
-            return [self._items[i] if i < n else None for i in found], None, absent or None, generation
+            absent = [k for k, i in enumerate(positions) if i >= n]
+            generations = self._lanes.generations(slots) if sequences else None
+            items = [self._items[i] if i < n else None for i in positions]
+            return Rows(items, absent=absent or None, sequences=generations)
 
     @property
-    def item_shape(self) -> tuple[int, ...]:
-        """As the oldest item has it."""
+    def _item_shape(self) -> tuple[int, ...]:
+        """That of the oldest item."""
         oldest = self._items[0] if self._items else None
         return tuple(oldest.batch_size) if has_batch_size(oldest) else ()
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        """As the oldest item has it."""
-        found = get_entry(self._items[0], path) if self._items else None
-        if found is None:
+        """That of the oldest item."""
+        value = get_entry(self._items[0], path) if self._items else None
+        if value is None:
             return None
-        tensor = as_tensor(found, path)
+        tensor = as_tensor(value, path)
         return LeafSpec(path, tensor.dtype, tuple(tensor.shape))
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        found = [get_entry(self._items[slot], path) for slot in slots.tolist()]
-        if any(value is None for value in found):
+        values = [get_entry(self._items[slot], path) for slot in slots.tolist()]
+        if any(value is None for value in values):
             raise KeyError(f"some of the stored items have no {format_key(path)}")
-        return torch.stack([as_tensor(value, path) for value in found])
+        return torch.stack([as_tensor(value, path) for value in values])
 
-    def _read_shaped(self, selection: Selection) -> Rows:
-        found, _, absent, _ = self.read(selection.slots)
-        items = [clone(item) for item in found]
-        return items[0] if selection.shape == () else items, None, absent, None
+    def _read_selection(self, selection: Selection) -> Rows:
+        rows = self.read(selection.slots)
+        items = [clone(item) for item in rows.batch]
+        return Rows(items[0] if selection.shape == () else items, absent=rows.absent)
 
-    def _empty(self, reset_count: bool) -> None:
-        super()._empty(reset_count)
-        self._items.clear()
-        self._sequences.clear()
+    def _bytes_per_row(self) -> int:
+        """On average."""
+        stored = len(self)
+        return self.nbytes // stored if stored else 0
+
+    def empty(self, reset_count: bool = True) -> None:
+        with self._replacing("empty"):
+            super().empty(reset_count)
+            self._items.clear()
+            self._sequences.clear()
 
     # ---- checkpoints: the ItemSource and ItemSink that a checkpointer sees ----
     def _default_checkpointer(self) -> Any:
@@ -226,32 +234,27 @@ class ListStorage(Storage):
         return {"lane_capacity": self._max_size, "strands": 1, "lanes": self._lanes.saved_states()}
 
     def identity(self) -> dict[str, Any]:
-        """What names these items, as `Lanes.identity`."""
-        return Changes(self._lanes).identity()
+        """As `Lanes.identity`."""
+        return ChangeTracker(self._lanes).identity()
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
-        """Items replaced since `identity()` was `since`; None if that is not known."""
-        return Changes(self._lanes).edited(since)
+        """Items replaced since `identity()` returned `since`; None where the log does not reach back so far."""
+        return ChangeTracker(self._lanes).edited(since)
 
-    def freeze(self) -> FrozenItems:
-        """The items as they are now, for a save in the background; the caller holds the mutex."""
-        return FrozenItems(self._lanes, self)
+    def _snapshot_view(self) -> ItemSnapshot:
+        return ItemSnapshot(self._lanes, self)
 
     def check_restore(self, counters: dict[str, Any]) -> None:
         """A ValueError where the items do not fit."""
-        lane = counters["lanes"][0]
-        n = lane["published"] - lane["base"]
-        if self._max_size is not None and n > self._max_size:
-            said = f"room for {self._max_size} items here, {n} saved there"
-            raise CheckpointMisfitError("the checkpoint does not fit this storage", [said])
+        check_room(self._max_size, counters)
 
     def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
         """Replaces everything by what was saved, items and their sequences oldest first."""
         self.check_restore(counters)
         lane, store = counters["lanes"][0], self._lanes.store
-        with self.replacing("loads"):
+        with self._replacing("loads"):
             capacity, oldest = self._max_size or _NO_LIMIT, lane["base"]
-            # The oldest is number 0 in another list, and in one that is not full: it must begin at the first place.
+            # Sequences stay where the oldest item stays in its slot; else it gets sequence 0, in the first slot.
             stays = counters["lane_capacity"] == self._max_size and (oldest % capacity == 0 or len(items) == capacity)
             shift = 0 if stays else oldest
             base, published = oldest - shift, lane["published"] - shift
@@ -264,32 +267,22 @@ class ListStorage(Storage):
             store.set_seams(0, base, published, [seam - shift for seam in lane["seams"] if seam > lane["base"]])
             self._lanes.restore_lane(0, lane, shift)
             store.end_restore()
-            self.shifts = [shift]
+            self._sequence_shifts = [shift]
 
     def state_dict(self) -> dict[str, Any]:
         items = [clone(item) for item in self.items()]
         return {"items": items, "counters": self.counters(), "sequences": self.sequences()}
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        try:
-            known, n = Counters(state["counters"]), len(state["items"])
-            check_sequences(state["sequences"], n)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
-        if (known.lanes, known.rows) != (1, n):
-            raise ValueError(f"{n} items stand beside counters of {known.rows} in {known.lanes} lanes")
-        self.check_restore(state["counters"])
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.check_state(state)
+        self._check_state(state)
         items = [clone(item) for item in state["items"]]
-        with self.replacing("load_state_dict"):
+        with self._replacing("load_state_dict"):
             self.restore_items(items, state["counters"], state["sequences"])
 
-    def staging(self) -> StagedItems:
+    def _staging(self) -> StagedItems:
         return StagedItems(self)
 
-    def kept(self) -> Callable[[], None]:
+    def _restore_point(self) -> Callable[[], None]:
         return functools.partial(self.restore_items, self.items(), self.counters(), self.sequences())
 
 

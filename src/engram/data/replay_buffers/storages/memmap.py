@@ -1,9 +1,10 @@
-"""A mapped store that this process only looks at, beside whoever writes to it."""
+"""Storages in a mapped file: one that writes, and one that only reads what other processes write."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -14,45 +15,45 @@ from torch import Tensor
 
 from engram import _native
 from engram._system import boot_id
-from engram.data.replay_buffers.storages.base import Checked, Rows, log
+from engram.data.replay_buffers.storages.base import Checked, Storage, log
 from engram.data.replay_buffers.storages.tensor import TableStorage
 from engram.errors import StorageError, StorageInUseError
 from engram.store.files import (
     FILE_NAME,
-    Session,
-    StoreSize,
+    StoreSession,
+    StoreSpec,
     create_named,
     has_store,
-    is_sent,
-    open_session,
+    is_passing_fds,
+    open_passed_store,
     open_store,
     open_temporary,
-    share_descriptor,
-    store_of_descriptor,
+    share_fd,
 )
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
-from engram.store.locks import LaneLocks, in_use
-from engram.store.tables import RowTable
-from engram.store.views import FrozenRows
+from engram.store.locks import LaneLocks, is_open_elsewhere
+from engram.store.tables import Rows, RowTable
+from engram.store.views import RowSnapshot
 
 _T = TypeVar("_T")
-_TRIES = 500  # of reading what is being changed in place: about two seconds
-_LONGEST_PAUSE = 0.005
-_NOT_WRITTEN = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
+_READ_TRIES = 500  # while rows are being changed in place: about two seconds
+_MAX_PAUSE = 0.005  # seconds between two of them
+_READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
 
 
 class ObservedMemmapStorage(TableStorage):
-    """What `LazyMemmapStorage.open(folder, read_only=True)` gives: the rows of a store that others may be writing.
+    """A read-only view of a mapped store that other processes may be writing.
 
-    The file is mapped read-only, also on a read-only file system. An observer takes no lock and no lane, repairs
-    nothing, and is in nobody's way: the job beside it may append, and do what needs the store alone. What was read is
-    believed if no row was changed in place meanwhile, and neither `empty` nor `loads` ran; else it is read again.
+    `LazyMemmapStorage.open(folder, read_only=True)` returns one. The file is mapped read-only, also on a read-only file
+    system. It takes no lock and no lane and repairs nothing, so that the writing job may append and use the store
+    exclusively as if nobody looked. A read during which rows were changed in place, or all rows replaced (`empty`,
+    `loads`), is repeated.
 
     Raises:
-        StorageError: there is no store, its file is damaged, or it was left in the middle of a change, or by a machine
-            that stopped: open it once for writing, which mends it.
+        StorageError: there is no store, its file is damaged, or a process or the machine stopped in the middle of a
+            change: open it once for writing, which repairs it.
         StorageInUseError: rows were changed all the time while this process tried to read.
     """
 
@@ -63,42 +64,40 @@ class ObservedMemmapStorage(TableStorage):
         store, fd = _observed(self.scratch_dir)
         self._fd = fd
         try:
-            made = json.loads(store.layout)
-            layout = RowLayout.from_json(made)
-            inner, ndim = tuple(int(d) for d in made["inner"]), int(made["ndim"])
+            layout, env_shape, ndim = _saved_layout(store)
         except (ValueError, KeyError, TypeError) as error:
             os.close(fd)
             raise StorageError(f"{self.scratch_dir / FILE_NAME} has no readable layout: {error}") from error
         super().__init__(None, ndim, checkpointer)
         lanes = _ObservedLanes(store)
         lanes.mutex = self.mutex
-        self._inner, self._n_lanes = inner, store.lanes
+        self._env_shape, self._n_lanes = env_shape, store.lanes
         self._lanes, self._table = lanes, RowTable(lanes, layout, mapped=True)
-        self._max_size = self._asked_size = lanes.capacity
+        self._max_size = self._requested_size = lanes.capacity
 
     # ---- reading ----
-    def believed(self, read: Callable[[], _T], only_errors: bool = False) -> _T:
+    def _validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
         lanes = self._lanes
         if lanes is None:
             return read()
-        for attempt in range(_TRIES):
+        for attempt in range(_READ_TRIES):
             before, error = lanes.store.epoch(), None
-            if only_errors or not any(n % 2 for n in before):
-                # Of rows that move anything can seem wrong: an error counts only if they stood still.
+            if errors_only or not any(n % 2 for n in before):
+                # Rows that are being changed can cause any error: it counts only if they were not.
                 try:
-                    found = read()
-                    if only_errors:
-                        return found
+                    result = read()
+                    if errors_only:
+                        return result
                 except (RuntimeError, ValueError, LookupError, ArithmeticError) as raised:
                     error = raised
                 if lanes.store.epoch() == before and not any(n % 2 for n in before):
                     if error is not None:
                         raise error
-                    return found
-            time.sleep(min(_LONGEST_PAUSE, 1e-5 * attempt))
+                    return result
+            time.sleep(min(_MAX_PAUSE, 1e-5 * attempt))
         raise StorageInUseError(
             f"the rows of the store in {self.scratch_dir} are being changed in place, or were left in the middle of a "
-            f"change by a process that died; nothing could be believed in {_TRIES} tries. Try again, or open it once "
+            f"change by a process that died: each of {_READ_TRIES} reads met a change. Try again, or open it once "
             "for writing"
         )
 
@@ -107,51 +106,57 @@ class ObservedMemmapStorage(TableStorage):
         slots: Tensor,
         shape: tuple[int, ...] | None = None,
         extra: dict[str, Any] | None = None,
-        numbers: bool = False,
+        sequences: bool = False,
     ) -> Rows:
-        return self.believed(lambda: super(ObservedMemmapStorage, self).read(slots, shape, extra, numbers))
+        return self._validated(lambda: super(ObservedMemmapStorage, self).read(slots, shape, extra, sequences))
 
-    def read_with(self, others: list[Any], slots: Tensor, shape: tuple[int, ...], *how: Any, **more: Any) -> None:
-        """None: rows of others are read alone."""
+    def _read_many(
+        self, others: list[Storage], slots: Tensor, shape: tuple[int, ...], *rest: Any, **options: Any
+    ) -> None:
+        """None: each read is validated by itself."""
 
-    def settled(self, look: Callable[[], _T]) -> _T:
-        return self.believed(look)
+    @property
+    def _row_table(self) -> None:
+        """None: each read is validated."""
+
+    def _settled(self, look: Callable[[], _T]) -> _T:
+        return self._validated(look)
 
     def get(self, index: Any) -> Any:
-        return self.believed(lambda: super(ObservedMemmapStorage, self).get(index))
+        return self._validated(lambda: super(ObservedMemmapStorage, self).get(index))
 
     def __getitem__(self, index: Any) -> Any:
         return self.get(index)
 
     @property
     def _storage(self) -> Any:
-        """A copy of all rows, written or not: a view of a read-only map could not be handed out."""
-        return self.believed(lambda: super(ObservedMemmapStorage, self)._storage.clone())
+        """A copy of all rows, written or not: torch has no views of read-only memory."""
+        return self._validated(lambda: super(ObservedMemmapStorage, self)._storage.clone())
 
     @contextlib.contextmanager
-    def still(self) -> Iterator[Any]:
+    def _consistent_view(self) -> Iterator[Any]:
         table, lanes, layout = self._table, self._lanes, self.layout_state()
         if lanes is None or not isinstance(table, RowTable) or layout is None:
             raise StorageError(f"the store in {self.scratch_dir} has been closed")
-        yield self.believed(lambda: _ObservedRows(lanes, layout, self.counters(), table.layout.payload_bytes))
+        yield self._validated(lambda: _ObservedRows(lanes, layout, self.counters(), table.layout.payload_bytes))
 
-    def freeze(self) -> Any:
-        raise StorageError(f"{_NOT_WRITTEN}, and keeps nothing that others change meanwhile; save with blocking=True")
+    def _snapshot_view(self) -> Any:
+        raise StorageError(f"{_READ_ONLY}, and keeps nothing that others change meanwhile; save with blocking=True")
 
-    # ---- nothing is written ----
+    # ---- every write is refused ----
     def _make(self, layout: RowLayout, lane_capacity: int) -> NoReturn:
-        raise StorageError(_NOT_WRITTEN)
+        raise StorageError(_READ_ONLY)
 
     def check(
         self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
     ) -> Checked:
-        raise StorageError(_NOT_WRITTEN)
+        raise StorageError(_READ_ONLY)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        raise StorageError(_NOT_WRITTEN)
+        raise StorageError(_READ_ONLY)
 
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
-        raise StorageError(_NOT_WRITTEN)
+        raise StorageError(_READ_ONLY)
 
     def flush(self) -> None:
         """Nothing to do."""
@@ -164,11 +169,11 @@ class ObservedMemmapStorage(TableStorage):
                 os.close(self._fd)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # it was never made, or the interpreter ends
+        with contextlib.suppress(AttributeError, OSError):  # its constructor failed, or the interpreter ends
             self.close()
 
     @property
-    def travels_by_path(self) -> bool:
+    def _pickled_by_path(self) -> bool:
         return True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,23 +184,23 @@ class ObservedMemmapStorage(TableStorage):
 
 
 class _ObservedLanes(Lanes):
-    """Lanes of which this process holds none."""
+    """Lanes that this process does not write to."""
 
     def hold(self) -> NoReturn:
-        raise StorageError(_NOT_WRITTEN)
+        raise StorageError(_READ_ONLY)
 
     @contextlib.contextmanager
-    def alone(self, what: str) -> Iterator[None]:
-        raise StorageError(_NOT_WRITTEN)
+    def exclusive(self, operation: str) -> Iterator[None]:
+        raise StorageError(_READ_ONLY)
         yield
 
 
-class _ObservedRows(FrozenRows):
-    """The RowSource of a save: what is read of it is of the moment in which it was made, or an error."""
+class _ObservedRows(RowSnapshot):
+    """The RowSource of a save: rows of the moment in which it was made; an error where they have changed since."""
 
     def __init__(self, lanes: Lanes, layout: dict[str, Any], counters: dict[str, Any], row_bytes: int) -> None:
         self._epoch = lanes.store.epoch()
-        super().__init__(lanes, layout, counters, row_bytes, beside=False)
+        super().__init__(lanes, layout, counters, row_bytes, copy_on_write=False)
 
     def read_block(self, lane: int, start: int, stop: int) -> Any:
         block = super().read_block(lane, start, stop)
@@ -210,7 +215,7 @@ def _observed(folder: Path) -> tuple[_native.Store, int]:
     fd, _ = open_store(folder, os.O_RDONLY)
     try:
         store = _native.Store.open(fd, read_only=True)
-        _refuse_unmended(store, fd, path)
+        _check_repaired(store, fd, path)
     except (RuntimeError, ValueError) as error:
         os.close(fd)
         raise StorageError(f"{path} cannot be opened: {error}") from error
@@ -221,16 +226,22 @@ def _observed(folder: Path) -> tuple[_native.Store, int]:
     return store, fd
 
 
-def _refuse_unmended(store: _native.Store, fd: int, path: Path) -> None:
-    """A store that was left in the middle of something is mended by who writes to it, not by who looks at it."""
+def _check_repaired(store: _native.Store, fd: int, path: Path) -> None:
+    """A StorageError where the store needs a repair, which only a writing process makes."""
     now = boot_id()
-    used = in_use(fd)
-    known = any(now) and any(store.boot_id)
-    stopped = not store.clean and (store.boot_id != now if known else not used)
+    in_use = is_open_elsewhere(fd)
+    has_boot_ids = any(now) and any(store.boot_id)
+    stopped = not store.clean and (store.boot_id != now if has_boot_ids else not in_use)
     halfway = store.interrupted or any(n % 2 for n in store.epoch())
-    if stopped or (halfway and not used):
+    if stopped or (halfway and not in_use):
         why = "the machine stopped while it was written" if stopped else "a process died in the middle of a change"
         raise StorageError(f"{path}: {why}. Open it once for writing, which mends it")
+
+
+def _saved_layout(store: _native.Store) -> tuple[RowLayout, tuple[int, ...], int]:
+    """The layout of a store's rows, the shape of its environments, and its ndim; any error: they are damaged."""
+    saved = json.loads(store.layout)
+    return RowLayout.from_json(saved), tuple(int(d) for d in saved["inner"]), int(saved["ndim"])
 
 
 class LazyMemmapStorage(TableStorage):
@@ -276,7 +287,7 @@ class LazyMemmapStorage(TableStorage):
     ) -> None:
         super().__init__(max_size, ndim, checkpointer, lanes)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
-        self._session: Session | None = None
+        self._session: StoreSession | None = None
         self.dropped = 0
         if self.scratch_dir is not None and has_store(self.scratch_dir):
             if not existsok:
@@ -299,7 +310,7 @@ class LazyMemmapStorage(TableStorage):
         """The store in a folder, as it was left.
 
         Args:
-            read_only: look at the rows only, beside whoever writes: an `ObservedMemmapStorage`.
+            read_only: only read the rows, which other processes may be writing: an `ObservedMemmapStorage`.
 
         Raises:
             StorageError: there is none, or its file is damaged.
@@ -311,86 +322,88 @@ class LazyMemmapStorage(TableStorage):
 
     # ---- making and opening ----
     def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable]:
-        strands = 1
-        for d in self._inner:
-            strands *= d
-        size = StoreSize(layout, self._n_lanes, lane_capacity, strands, trailer=self.scratch_dir is not None)
+        envs, named = math.prod(self._env_shape), self.scratch_dir is not None
+        dimensions = {"inner": list(self._env_shape), "ndim": self.ndim} if named else None
+        spec = StoreSpec(layout, self._n_lanes, lane_capacity, envs, trailer=named, layout_extra=dimensions)
         if self.scratch_dir is None:
-            fd = open_temporary(size)
-            log.info("mapped storage in a temporary file: %s", size.describe())
-            store = size.create_in(fd)
+            fd = open_temporary(spec)
+            log.info("mapped storage in a temporary file: %s", spec)
+            store = spec.create_in(fd)
             store.advise_random()
             lanes = Lanes(store, LaneLocks(fd))
             return lanes, RowTable(lanes, layout, mapped=True)
-        with_extras = _Extras(size, self._inner, self.ndim)
-        if create_named(self.scratch_dir, with_extras.size, _start_header):
-            log.info("mapped storage in %s: %s", self.scratch_dir, size.describe())
-        return self._join(layout)
+        if create_named(self.scratch_dir, spec, _start_header):
+            log.info("mapped storage in %s: %s", self.scratch_dir, spec)
+        return self._open_file(layout)
 
-    def _join(self, layout: RowLayout | None) -> tuple[Lanes, RowTable]:
-        """Opens the file, whoever made it; its layout must be this one."""
+    def _open_file(self, layout: RowLayout | None) -> tuple[Lanes, RowTable]:
+        """Opens the file, whichever process made it; its layout must be this one."""
         assert self.scratch_dir is not None
-        session = open_session(self.scratch_dir)
+        session = StoreSession(self.scratch_dir)
         try:
-            lanes, table = self._joined(session, layout)
+            lanes, table = self._table_of(session, layout)
         except BaseException:
             session.locks.close()
             raise
         self._session, self.dropped = session, session.dropped
         return lanes, table
 
-    def _joined(self, session: Session, layout: RowLayout | None) -> tuple[Lanes, RowTable]:
+    def _table_of(self, session: StoreSession, layout: RowLayout | None) -> tuple[Lanes, RowTable]:
         assert self.scratch_dir is not None
         try:
-            made = json.loads(session.store.layout)
-            found = RowLayout.from_json(made)
-            inner, ndim = tuple(int(d) for d in made["inner"]), int(made["ndim"])
-            different = [] if layout is None else layout.differences(found)
+            saved, env_shape, ndim = _saved_layout(session.store)
+            differences = [] if layout is None else layout.differences(saved)
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{self.scratch_dir / FILE_NAME} has no readable layout: {error}") from error
         if layout is None:
-            self.ndim, self._inner = ndim, inner
-        elif different or inner != self._inner:
-            raise StorageError(f"another process made a different store in {self.scratch_dir}: {'; '.join(different)}")
-        if layout is not None:
-            found.take_form(layout)  # it may know a tensorclass, which no file names
+            self.ndim, self._env_shape = ndim, env_shape
+        elif differences or env_shape != self._env_shape:
+            raise StorageError(
+                f"another process made a different store in {self.scratch_dir}: {'; '.join(differences)}"
+            )
+        else:
+            saved.take_form(layout)  # which may have a tensorclass, unnamed in the file
         session.store.advise_random()
-        lanes = Lanes(session.store, session.locks, on_take=session.on_take, on_alone=session.on_alone)
-        return lanes, RowTable(lanes, found, mapped=True)
+        lanes = Lanes(session.store, session.locks, on_take=session.on_take, on_exclusive=session.on_exclusive)
+        return lanes, RowTable(lanes, saved, mapped=True)
 
     def _open(self) -> None:
-        asked, asked_ndim, asked_lanes = self._max_size, self.ndim, self._n_lanes
-        lanes, table = self._join(None)
+        max_size, ndim, n_lanes = self._max_size, self.ndim, self._n_lanes
+        lanes, table = self._open_file(None)
         self._n_lanes = lanes.store.lanes
-        if asked is not None:
-            said = []
-            if lanes.capacity not in range(asked, asked + self._n_lanes * lanes.strands):
-                said.append(f"room for {lanes.capacity} steps, max_size={asked} was asked for")
-            if asked_ndim != self.ndim:
-                said.append(f"ndim={self.ndim}, ndim={asked_ndim} was asked for")
-            if asked_lanes != self._n_lanes:
-                said.append(f"lanes={self._n_lanes}, lanes={asked_lanes} was asked for")
-            if said:
+        if max_size is not None:
+            differences = []
+            if lanes.capacity not in range(max_size, max_size + self._n_lanes * lanes.envs):
+                differences.append(f"room for {lanes.capacity} steps, max_size={max_size} was asked for")
+            if ndim != self.ndim:
+                differences.append(f"ndim={self.ndim}, ndim={ndim} was asked for")
+            if n_lanes != self._n_lanes:
+                differences.append(f"lanes={self._n_lanes}, lanes={n_lanes} was asked for")
+            if differences:
                 assert lanes.locks is not None
                 lanes.locks.close()
                 raise StorageError(
-                    f"the store in {self.scratch_dir} has {'; '.join(said)}; LazyMemmapStorage.open takes it as it is"
+                    f"the store in {self.scratch_dir} has {'; '.join(differences)}; "
+                    "LazyMemmapStorage.open takes it as it is"
                 )
         lanes.mutex = self.mutex
         self._lanes, self._table = lanes, table
-        self._max_size = self._asked_size = lanes.capacity
+        self._max_size = self._requested_size = lanes.capacity
 
-    def _tell_of_copy(self) -> None:
-        if self.scratch_dir is None:  # else whoever writes first makes the file for all
-            super()._tell_of_copy()
+    def _warn_of_copy(self) -> None:
+        if self.scratch_dir is None:  # else the first write makes a file that both processes use
+            super()._warn_of_copy()
 
-    def _unmake(self) -> bool:
+    def _remove_table(self) -> bool:
         # A named file stays: other processes may have it open by now.
-        return self.scratch_dir is None and super()._unmake()
+        return self.scratch_dir is None and super()._remove_table()
+
+    def _share(self) -> None:
+        """Nothing to do: a mapped file is shared."""
 
     # ---- life ----
     def flush(self) -> None:
-        """Rows appended so far survive a power cut. Costs a sync of the disk.
+        """Makes the rows appended so far survive a power cut. Costs a sync of the disk.
 
         Raises:
             StorageError: the disk failed, and no row counts as flushed that did not before. The next call writes all
@@ -411,25 +424,25 @@ class LazyMemmapStorage(TableStorage):
                 self._lanes.close()
                 self._lanes = self._table = self._session = None
 
-    def settings(self) -> dict[str, Any]:
-        """A copy's file is temporary: no second store is made in the same folder."""
-        return {"max_size": self._asked_size, "ndim": self.ndim, "lanes": self._n_lanes}
+    def _copy_arguments(self) -> dict[str, Any]:
+        # A copy's file is temporary: no second store is made in the same folder.
+        return {"max_size": self._requested_size, "ndim": self.ndim, "lanes": self._n_lanes}
 
     @property
-    def travels_by_path(self) -> bool:
+    def _pickled_by_path(self) -> bool:
         return self.scratch_dir is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.scratch_dir is not None and self._lanes is None and not is_sent():
-            return {"unmade": {**self.settings(), "scratch_dir": str(self.scratch_dir.absolute())}}
+        if self.scratch_dir is not None and self._lanes is None and not is_passing_fds():
+            return {"unmade": {**self._copy_arguments(), "scratch_dir": str(self.scratch_dir.absolute())}}
         if self._lanes is None or self._lanes.locks is None:
             raise StorageError(
                 "the storage has not been initialized: write its first batch before sending it to another process"
             )
-        state: dict[str, Any] = {"inner": self._inner, "ndim": self.ndim}
+        state: dict[str, Any] = {"env_shape": self._env_shape, "ndim": self.ndim}
         if self.scratch_dir is not None:
             return {**state, "scratch_dir": str(self.scratch_dir.absolute())}
-        return {**state, "descriptor": share_descriptor(self._lanes.locks.fd)}
+        return {**state, "descriptor": share_fd(self._lanes.locks.fd)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "unmade" in state:
@@ -438,23 +451,14 @@ class LazyMemmapStorage(TableStorage):
         if "scratch_dir" in state:
             self.__init__(None, scratch_dir=state["scratch_dir"], existsok=True)  # type: ignore[misc]
             return
-        store, locks, layout = store_of_descriptor(state["descriptor"])
+        store, locks, layout = open_passed_store(state["descriptor"])
         self.__init__(store.lanes * store.lane_capacity, ndim=state["ndim"])  # type: ignore[misc]
         store.advise_random()
         lanes = Lanes(store, locks)
         lanes.mutex = self.mutex
-        self._n_lanes, self._inner, self._lanes = store.lanes, state["inner"], lanes
+        self._n_lanes, self._env_shape, self._lanes = store.lanes, state["env_shape"], lanes
         self._table = RowTable(lanes, layout, mapped=True)
-        self._max_size = self._asked_size = lanes.capacity
-
-
-class _Extras:
-    """The size of a named store, whose layout also says how its dimensions are meant."""
-
-    def __init__(self, size: StoreSize, inner: tuple[int, ...], ndim: int) -> None:
-        made = {**json.loads(size.layout_bytes), "inner": list(inner), "ndim": ndim}
-        size.layout_bytes = json.dumps(made, separators=(",", ":")).encode()
-        self.size = size
+        self._max_size = self._requested_size = lanes.capacity
 
 
 def _start_header(store: Any) -> None:

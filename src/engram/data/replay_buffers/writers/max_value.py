@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engram import _native, pytree
-from engram._system import slots_tensor
 from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.store.layout import is_lazy
 
@@ -21,7 +20,7 @@ _NATIVE = (torch.float32, torch.float64, torch.int64)
 _PIECE = 1 << 20  # rows whose ranks are read at once
 
 
-class TensorDictMaxValueWriter(Writer):
+class TensorDictMaxValueWriter(Writer, built_in=True):
     """Keeps the items of the highest rank: in a full storage an item replaces the lowest one, or is refused (index -1).
 
     The lowest is that of the lowest rank, among equal ones that of the lowest index, and gives way only to a higher
@@ -30,8 +29,8 @@ class TensorDictMaxValueWriter(Writer):
     row also stores its own index under `"index"`, where its data have a place for it, and carries a sequence of its own
     once it has replaced another one, so that a `generation` never means another row.
 
-    Replacing needs the storage alone, and one dimension (`ndim=1`, `lanes=1`). Rows in memory that another writer made are
-    copied once to make room for their sequences, when the first of them is replaced. In a LazyMemmapStorage with a
+    Replacing needs the storage alone, and one dimension (`ndim=1`, `lanes=1`). Rows in memory that another writer made
+    are copied once to make room for their sequences, when the first of them is replaced. In a LazyMemmapStorage with a
     `scratch_dir` it waits for the disk when it meets rows that were flushed: twice for each 64 KB that a call replaces.
 
     Args:
@@ -73,7 +72,7 @@ class TensorDictMaxValueWriter(Writer):
                 f"ndim={storage.ndim}; store whole trajectories as items, or flatten the data"
             )
         super().register_storage(storage)
-        storage.expect_sequences()
+        storage._expect_sequences()
 
     # ---- writing ----
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
@@ -82,16 +81,15 @@ class TensorDictMaxValueWriter(Writer):
             return storage.append(storage.check(items, single, time_dim, self.index_key))
         heap = self._following(storage)
         store = None if storage.lanes is None else storage.lanes.store
-        made, appended, rows, targets = heap.place(store, values, self.reduction)
-        slots = slots_tensor(made)
+        slots, appended, rows, targets = heap.place(store, values, self.reduction)
         with contextlib.ExitStack() as alone:
             try:
                 if rows is not None:
-                    storage.carry_sequences()  # before the check, which is against the layout
+                    storage._carry_sequences()  # before the check, which is against the layout
                 checked = storage.check(items, single, time_dim, self.index_key, slots)
                 self._check_shape(storage, checked, slots)
                 if rows is not None:
-                    alone.enter_context(storage.alone("replacing rows (TensorDictMaxValueWriter)"))
+                    alone.enter_context(storage._exclusive("replacing rows (TensorDictMaxValueWriter)"))
             except BaseException:
                 heap.undo()
                 raise
@@ -107,12 +105,12 @@ class TensorDictMaxValueWriter(Writer):
         assert lanes is not None and self._heap is not None
         replace = None
         if rows is not None:  # all memory first: a batch is written whole or not at all
-            replace = storage.prepare_replace(checked, slots_tensor(rows), slots_tensor(targets))
+            replace = storage._prepare_replace(checked, rows, targets)
         if appended:
             storage.append(checked, appended)
         if replace is not None:
             replace()
-            lanes.store.count_replaced(int((slots[appended:] >= 0).sum()))
+            lanes.store.count_replaced(slots[appended:])
         self._heap.written(lanes.store)
 
     def _check_shape(self, storage: Storage, checked: Checked, slots: Tensor) -> None:
@@ -135,7 +133,7 @@ class TensorDictMaxValueWriter(Writer):
         behind = heap.behind(storage.lanes.store)
         if behind is not None:
             try:
-                for slots in torch.split(slots_tensor(behind), _PIECE):
+                for slots in torch.split(behind, _PIECE):
                     heap.put(slots, self._stored(storage, slots), self.reduction)
                     storage.lanes.note_sequences(slots)
             except BaseException:
@@ -199,19 +197,11 @@ class TensorDictMaxValueWriter(Writer):
         return {"rank_key": self._path, "reduction": self.reduction}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self.differences(state)
+        different = self._differences(state)
         if different:
             raise ValueError("; ".join(different))
 
-    def state_of_torchrl(self, found: dict[str, Any] | None) -> dict[str, Any]:
-        if found is None or "rank_key" not in found:
-            raise ValueError(f"the writer is a {type(self).__name__} here, one that keeps the newest was saved")
-        key = found["rank_key"]
-        path = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, list) else key
-        return {"rank_key": path, "reduction": self.reduction}  # the order follows from the rows
-
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        """What of a saved state does not fit this writer."""
+    def _differences(self, state: dict[str, Any]) -> list[str]:
         mine = {"rank_key": self._path, "reduction": self.reduction}
         return [
             f"the writer has {name}={value!r} here, {state.get(name)!r} there"

@@ -1,0 +1,392 @@
+"""Stepping vectorised environments with raw values: tensors are made once a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from engram.collectors.action_sources import (
+    ActionSource,
+    MaskedRandom,
+    ModuleActions,
+    RandomActions,
+    TensorDictActions,
+    skipping,
+)
+from engram.collectors.rollout import RolloutResult, ted_batch
+from engram.collectors.trajectories import StepTags
+from engram.envs.base import FrameIndex, stack_steps
+from engram.envs.codecs import BOOL, DOUBLE, SINGLE, SpaceLeaf, flag_row, narrow_rewards, reward_row, space_leaves
+from engram.envs.engines import Autoreset, VectorEngine, VectorStep
+from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
+
+Array = np.ndarray[Any, Any]
+
+
+class VectorRollout:
+    """Steps environments of a `VectorEngine` together; key by key the same as `TensorDictRollout`.
+
+    A call that only resets an environment (NEXT_STEP) is no frame of it: environments whose episodes are long then have
+    more frames than others, and a batch is complete when each has its steps. **Frames beyond those open the next batch,
+    in their order**; `restart` drops them.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        engine: VectorEngine,
+        policy: TensorDictPolicy,
+        tags: StepTags,
+        *,
+        max_frames_per_traj: int | None,
+    ) -> None:
+        if max_frames_per_traj is not None and not engine.can_reset_some:
+            raise ValueError(
+                f"max_frames_per_traj={max_frames_per_traj} cuts episodes one by one, and these environments can only "
+                "be reset all together; use a time limit of their own (gymnasium.make_vec(..., "
+                f"max_episode_steps={max_frames_per_traj})), or SerialEnv"
+            )
+        self._engine, self._policy, self._tags = engine, policy, tags
+        self._max_frames = max_frames_per_traj
+        self._codec, self._batch_size, self._device = engine.action, torch.Size((engine.n,)), env.device
+        self.is_random = isinstance(policy, RandomPolicy)
+        random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
+        self._random = RandomActions(random, self._codec, self._batch_size)
+        self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)))
+        self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, self._device)
+        self._tensordict_actions.start(self._log, self._log.store_outputs)
+        self.restart()
+
+    def restart(self) -> None:
+        self._log.clear()
+        self._to_reset = np.zeros(self._engine.n, np.bool_)
+        self._lengths = np.zeros(self._engine.n, np.int64)
+
+    def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
+        try:
+            self._run_all(steps, random_steps)
+        except BaseException as error:
+            return self._cut_short(steps, error)
+        try:
+            return RolloutResult(self._batch_of(self._log.take(steps), steps))
+        except BaseException:
+            self.restart()  # half a batch is lost: no trajectory may go on across the gap
+            raise
+
+    def _cut_short(self, steps: int, error: BaseException) -> RolloutResult:
+        """Makes a batch of the steps before an error that every environment has, and restarts."""
+        try:
+            try:
+                self._log.count()
+            except ValueError as earlier:
+                error = earlier
+            steps = min(steps, int(self._log.waiting.min()))
+            if steps == 0:
+                raise error
+            return RolloutResult(self._batch_of(self._log.take(steps), steps), error)
+        finally:
+            self.restart()
+
+    def _run_all(self, steps: int, random_steps: int) -> None:
+        source = self._source()
+        if self._log.is_empty:
+            self._log.begin(self._engine.reset())
+            source.reset_envs(range(self._engine.n))
+        waiting = self._log.waiting
+        while (missing := steps - int(waiting.min())) > 0:
+            if self._to_reset.any():  # only now: the last state of a batch must stay, and a restart may come
+                self._reset(source)
+            if self.is_random:
+                self._run(self._random_actions(missing), source, missing)
+            elif (surely_random := random_steps - int(waiting.max())) > 0:
+                calls = min(missing, surely_random)
+                self._run(skipping(source, self._random_actions(calls)), source, calls)
+            elif int(waiting.min()) < random_steps:  # some have had their random steps, others not
+                mixed = MaskedRandom(waiting < random_steps, self._random, source, self._codec, self._batch_size)
+                self._run(self._chosen(mixed, 1), mixed, 1)
+            else:
+                self._run(self._chosen(source, missing), source, missing)
+
+    def _source(self) -> ActionSource:
+        if self.is_random:
+            return self._random
+        direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
+        if direct is not None:
+            return ModuleActions(direct, self._codec, self._batch_size, self._log)
+        return self._tensordict_actions
+
+    def _chosen(self, source: ActionSource, calls: int) -> Iterator[Any]:
+        return source.raw_actions(range(calls), self._codec.decode_batch, self._log.add_action)
+
+    def _random_actions(self, calls: int) -> Iterator[Any]:
+        if not self._random.is_one_array:
+            return self._chosen(self._random, calls)
+        raws = self._random.draw_batches(calls)
+        self._log.add_actions(raws)
+        return iter(raws)
+
+    def _run(self, raws: Iterator[Any], source: ActionSource, calls: int) -> None:
+        log, step, version = self._log, self._engine.step, self._tags.version
+        ends_matter = self._engine.autoreset is Autoreset.DISABLED or self._max_frames is not None
+        for number, raw in enumerate(raws, 1):
+            out = step(raw)
+            log.add(out, version)
+            if out.idle is not None:
+                source.reset_envs(out.idle)
+            elif out.last:
+                source.reset_envs([env for env, _ in out.last])
+            if ends_matter and self._note_ends(out) and number < calls:
+                self._reset(source)
+        log.count()
+
+    def _note_ends(self, out: VectorStep) -> bool:
+        """Notes which episodes end with this call; returns whether environments have to be reset."""
+        natural = self._log.last_ends()
+        self._to_reset = natural
+        if self._max_frames is not None:
+            self._lengths += 1 if out.idle is None else ~out.idle
+            too_long = self._lengths >= self._max_frames
+            self._log.truncate(too_long)
+            ended = natural | too_long
+            self._lengths[ended] = 0
+            self._to_reset = ended if self._engine.autoreset is Autoreset.DISABLED else too_long & ~natural
+        return bool(np.count_nonzero(self._to_reset))
+
+    def _reset(self, source: ActionSource) -> None:
+        envs = self._to_reset.copy()
+        self._log.reset_envs(envs, self._engine.reset(None if envs.all() else envs))
+        self._to_reset[:] = False
+        source.reset_envs(envs)
+
+    def _batch_of(self, window: StepWindow, steps: int) -> TensorDictBase:
+        shape = torch.Size((self._engine.n, steps))
+        done = window.terminated | window.truncated
+        outcomes = {
+            "reward": window.reward,
+            "done": done,
+            "terminated": window.terminated,
+            "truncated": window.truncated,
+        }
+        tags = self._tags.tag(done[..., 0], shape, window.versions)
+        return ted_batch(
+            {**window.before, **window.action},
+            window.after,
+            outcomes,
+            tags,
+            window.policy_outputs,
+            shape=shape,
+            device=self._device,
+        )
+
+
+class StepLog:
+    """What each call of `VectorEngine.step` gave, until its frames are in a batch.
+
+    A *frame* is a step of one environment; a call that only resets an environment is no frame of it. Row c of the
+    observations is what the environments showed before call c, row c + 1 what they showed after it; where a reset wrote
+    over the latter, the last observation of the episode is kept apart. All arrays are copied at once.
+    """
+
+    def __init__(self, n: int, leaves: list[SpaceLeaf], actions: list[SpaceLeaf]) -> None:
+        self._n, self._leaves, self._action_leaves = n, leaves, actions
+        codec, is_single = leaves[0].codec, len(leaves) == 1 and not leaves[0].path
+        self._dtype = codec.raw_dtype if is_single else None  # None: several arrays
+        self._shape, self._flat = (n, *codec.raw_shape), (n,)
+        self._reward_row = np.dtype((np.void, n * SINGLE.itemsize))
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops everything, frames that wait for a batch included."""
+        self._shown: list[list[Array]] = [[] for _ in self._leaves]
+        self._actions: list[list[Array]] = [[] for _ in self._action_leaves]
+        self._rewards: list[bytes] = []  # bytes: a tenth of the cost of small arrays, to make and to join
+        self._uncounted: list[bytes] = []  # the rewards of the calls since the last `count`, in a dtype that fits all
+        self._reward_dtype: np.dtype[Any] = SINGLE
+        self._terminated: list[bytes] = []
+        self._truncated: list[bytes] = []
+        self._last_of_episodes: list[tuple[int, Any, list[Array]]] = []  # call, environments, their observations
+        self._outputs: list[TensorDictBase | None] = []  # of the policy, besides the action
+        self._next_outputs: TensorDictBase | None = None
+        self._versions: list[int] = []
+        self._dropped = 0
+        self._frames = FrameIndex(self._n)
+
+    @property
+    def waiting(self) -> Array:
+        """Frames of each environment that no batch has taken, int64 `[n]`."""
+        return self._frames.waiting
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the environments have not been reset yet."""
+        return not self._shown[0]
+
+    @property
+    def keys(self) -> list[Any]:
+        """The keys of the observations."""
+        return [leaf.key for leaf in self._leaves]
+
+    def rows(self, key: Any) -> Callable[[int], Tensor]:
+        """A function that returns the newest observation `[n, *shape]`; it ignores its argument."""
+        index = self.keys.index(key)
+        encode = self._leaves[index].codec.encode
+        return lambda t: encode(self._shown[index][-1])
+
+    def begin(self, observation: Any) -> None:
+        """Adds the observation after the first reset. Raises ValueError where it is not of the spaces."""
+        for rows, shown in zip(self._rows_of(observation), self._shown, strict=True):
+            shown.append(rows)
+
+    def _rows_of(self, observation: Any) -> list[Array]:
+        """Copies of the leaves `[n, ...]` of batched observations. Raises ValueError where one is not of its space."""
+        if type(observation) is np.ndarray and observation.dtype is self._dtype and observation.shape == self._shape:
+            return [observation.copy()]
+        return [np.array(leaf.rows(observation, self._n), order="C") for leaf in self._leaves]
+
+    def add_action(self, action: Any) -> None:
+        """Adds the raw action of the next call."""
+        for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
+            actions.append(np.array(leaf.pick(action), leaf.codec.raw_dtype, order="C"))
+
+    def add_actions(self, actions: Array) -> None:
+        """Adds the raw actions `[calls, n, ...]` of the next calls, where an action is one array."""
+        self._actions[0].extend(np.array(actions, self._action_leaves[0].codec.raw_dtype, order="C"))
+
+    def store_outputs(self, outputs: TensorDictBase) -> None:
+        """Stores what the policy writes besides the action of the next call; a second time replaces the first."""
+        self._next_outputs = outputs
+
+    def add(self, out: VectorStep, version: int) -> None:
+        """Adds one call. Raises ValueError where a value is not of the spaces, and adds nothing then.
+
+        Rewards beyond float32 are an error of `count`.
+        """
+        rows, reward, terminated, truncated = self._rows_of(out.observation), out.reward, out.terminated, out.truncated
+        flat, ndarray = self._flat, np.ndarray  # no function call for rows of the right dtype: it costs as much
+        if type(reward) is not ndarray or reward.dtype is not self._reward_dtype or reward.shape != flat:
+            reward = self._widened(reward_row(reward, self._n))
+        if type(terminated) is not ndarray or terminated.dtype is not BOOL or terminated.shape != flat:
+            terminated = flag_row(terminated, self._n, "terminated")
+        if type(truncated) is not ndarray or truncated.dtype is not BOOL or truncated.shape != flat:
+            truncated = flag_row(truncated, self._n, "truncated")
+        lasts = out.last and [(env, [leaf.value(last).copy() for leaf in self._leaves]) for env, last in out.last]
+        for row, shown in zip(rows, self._shown, strict=True):
+            shown.append(row)
+        self._frames.add(out.idle)
+        self._terminated.append(terminated.tobytes())
+        self._truncated.append(truncated.tobytes())
+        self._versions.append(version)
+        self._outputs.append(self._next_outputs)
+        self._next_outputs = None
+        for env, last in lasts:
+            self._last_of_episodes.append((self._last_call + 1, env, last))
+        self._uncounted.append(reward.tobytes())  # last: a call with rewards is whole
+
+    def _widened(self, reward: Array) -> Array:
+        """Rewards of another dtype than those before them, in a dtype that fits all that are not counted yet."""
+        if not self._uncounted:
+            self._reward_dtype = SINGLE if reward.dtype == SINGLE else DOUBLE
+        elif self._reward_dtype is SINGLE:
+            self._uncounted = [row.tobytes() for row in _rows(self._uncounted, SINGLE, self._n).astype(DOUBLE)]
+            self._reward_dtype = DOUBLE
+        return reward.astype(self._reward_dtype)
+
+    @property
+    def _last_call(self) -> int:
+        return self._dropped + len(self._rewards) + len(self._uncounted) - 1
+
+    def last_ends(self) -> Array:
+        """Whether the last call ended the episode of each environment, bool `[n]`."""
+        terminated, truncated = self._terminated[-1], self._truncated[-1]
+        return np.frombuffer(terminated, np.bool_) | np.frombuffer(truncated, np.bool_)
+
+    def truncate(self, envs: Array) -> None:
+        """Marks the last call as truncating the episodes of `envs` (bool `[n]`)."""
+        self._truncated[-1] = (np.frombuffer(self._truncated[-1], np.bool_) | envs).tobytes()
+
+    def reset_envs(self, envs: Array, observation: Any) -> None:
+        """Takes the `observation` of a reset of `envs` (bool `[n]`) after the last call."""
+        begun = self._rows_of(observation)
+        self._last_of_episodes.append((self._last_call, envs, [shown[-1][envs] for shown in self._shown]))
+        for rows, shown in zip(begun, self._shown, strict=True):
+            shown[-1][envs] = rows[envs]
+
+    def count(self) -> None:
+        """Counts the calls since the last count as waiting frames.
+
+        Raises ValueError for a reward beyond float32; only the calls before it are counted, the others are dropped.
+        """
+        rewards = narrow_rewards(_rows(self._uncounted, self._reward_dtype, self._n))
+        self._uncounted.clear()
+        self._rewards.extend(rewards.values.view(self._reward_row)[:, 0].tolist())  # bytes of each call
+        self._frames.count(len(rewards.values))
+        if rewards.error is not None:
+            raise rewards.error
+
+    def take(self, steps: int) -> StepWindow:
+        """Takes the first `steps` waiting frames of each environment, oldest first."""
+        calls, dropped = self._frames.take(steps)
+        window = StepWindow(calls, self._versions)
+        self._fill(window)
+        self._drop(dropped)
+        return window
+
+    def _fill(self, window: StepWindow) -> None:
+        slots, n = window.slots, self._n
+        for leaf_number, (leaf, shown) in enumerate(zip(self._leaves, self._shown, strict=True)):
+            rows = _rows(shown, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
+            window.before[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
+            for call, envs, last in self._last_of_episodes:  # no frame reads a call before the first of this log
+                rows[(call + 1 - self._dropped) * n :][:n][envs] = last[leaf_number]
+            window.after[leaf.key] = leaf.codec.encode(rows.take(slots + n, 0))
+        for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
+            rows = _rows(actions, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
+            window.action[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
+        window.reward = _rows(self._rewards, np.float32, 1).take(slots, 0)
+        window.terminated = _rows(self._terminated, np.bool_, 1).take(slots, 0)
+        window.truncated = _rows(self._truncated, np.bool_, 1).take(slots, 0)
+        some = next((outputs for outputs in self._outputs if outputs is not None), None)
+        if some is not None:
+            by_call = [some.empty() if outputs is None else outputs for outputs in self._outputs]
+            window.policy_outputs = stack_steps(by_call, 0).reshape(-1)[torch.from_numpy(slots)]
+
+    def _drop(self, calls: int) -> None:
+        flat: list[list[Any]] = [self._rewards, self._terminated, self._truncated, self._outputs]
+        for column in (*self._shown, *self._actions, *flat):
+            del column[:calls]
+        self._versions = self._versions[calls:]  # the window has the old list
+        self._dropped += calls
+        self._last_of_episodes = [entry for entry in self._last_of_episodes if entry[0] >= self._dropped]
+
+
+class StepWindow:
+    """The frames of a batch `[n, time]`: tensors by key, and arrays `[n, time, 1]`.
+
+    `calls` `[n, time]` says which call of the log each frame is of, `slots` which of its rows `call * n + env`.
+    """
+
+    reward: Array
+    terminated: Array
+    truncated: Array
+
+    def __init__(self, calls: Array, versions: list[int]) -> None:
+        self._calls, self._versions = calls, versions
+        self.slots = calls * len(calls) + np.arange(len(calls))[:, None]
+        self.before: dict[Any, Tensor] = {}
+        self.after: dict[Any, Tensor] = {}
+        self.action: dict[Any, Tensor] = {}
+        self.policy_outputs: TensorDictBase | None = None
+
+    def versions(self) -> Array:
+        """The versions of the policy that acted, int64 `[n, time]`."""
+        return np.array(self._versions, np.int64).take(self._calls)
+
+
+def _rows(chunks: Sequence[Any], dtype: Any, *shape: int) -> Array:
+    """Joins arrays, or bytes, of one dtype to a new array `[-1, *shape]`, at a third of the cost of `concatenate`."""
+    return np.frombuffer(bytearray().join(chunks), dtype).reshape(-1, *shape)

@@ -1,0 +1,282 @@
+"""A worker process of a collector: its messages, its loop, and batches that go to the owner in shared memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from engram.collectors.rollout import call_if_present
+from engram.collectors.stats import EpisodeStats
+from engram.collectors.sync import BufferWriter, SyncDataCollector, as_rows
+from engram.collectors.trajectories import GlobalTrajectoryIds, SharedCounter
+from engram.data import LazyTensorStorage, ReplayBuffer
+from engram.processes.shared_weights import SharedWeights
+from engram.processes.timeouts import CallTimer
+from engram.processes.worker import Channel, CloudpickleWrapper
+
+MAX_PIECES = 32  # a batch that can be stopped is collected in so many pieces at most
+
+
+class Hello(NamedTuple):
+    """The worker is ready: its batches have `frames` frames, over `envs` environments."""
+
+    frames: int
+    envs: int
+
+
+class Collect(NamedTuple):
+    """Asks for one more batch; the answer is a `BatchReady`."""
+
+
+class Stop(NamedTuple):
+    """Ends the batch that is being collected with the steps that it has."""
+
+
+class SetSeed(NamedTuple):
+    """Seeds the next reset of the environments; the answer is the first seed that is free."""
+
+    seed: int
+
+
+class GetState(NamedTuple):
+    """Asks for the state of the collector."""
+
+
+class ValidateState(NamedTuple):
+    """Asks whether the environments could load this random state; the answer says why not, or is None."""
+
+    random_state: Any
+
+
+class LoadState(NamedTuple):
+    """Loads a state of the collector; the answer is None."""
+
+    state: dict[str, Any]
+
+
+class AttachBuffer(NamedTuple):
+    """Writes batches into this buffer from now on, with trajectory ids from this counter; there is no answer."""
+
+    replay_buffer: Any
+    ids: SharedCounter
+
+
+class WroteFrames(NamedTuple):
+    """The number of frames that the worker wrote into the replay buffer."""
+
+    frames: int
+
+
+class BatchReady(NamedTuple):
+    """A batch, and returns and lengths of the episodes that ended in it.
+
+    `is_last`: the next message is the error that cut the batch short.
+    """
+
+    batch: SharedBatchRef | WroteFrames
+    returns: list[float]
+    lengths: list[int]
+    is_last: bool
+
+
+class WorkerConfig(NamedTuple):
+    """What a worker process is made from."""
+
+    make_env: CloudpickleWrapper
+    policy: CloudpickleWrapper | None
+    weights: SharedWeights | None
+    settings: dict[str, Any]
+    can_be_stopped: bool
+    batches_in_memory: int
+    clock: CallTimer | None
+
+
+def run_worker(channel: Channel, config: WorkerConfig) -> None:
+    """Runs a worker process until its owner closes the channel."""
+    _CollectorProcess(channel, config).run()
+
+
+class _CollectorProcess:
+    """A collector that carries out the messages of its owner."""
+
+    def __init__(self, channel: Channel, config: WorkerConfig) -> None:
+        self._channel, self._weights = channel, config.weights
+        policy = None if config.policy is None else config.policy.function
+        # A copy: after a fork, parameters in shared memory would still be the owner's.
+        policy = copy.deepcopy(policy) if isinstance(policy, nn.Module) else policy
+        self._env = config.make_env.function()
+        self._envs = self._env.batch_size.numel()
+        steps = -(-config.settings["frames_per_batch"] // self._envs)
+        self._pieces = _number_of_pieces(steps) if config.can_be_stopped else 1
+        settings = {**config.settings, "frames_per_batch": steps // self._pieces * self._envs}
+        self._collector = SyncDataCollector(self._env, policy, **settings)
+        if config.clock is not None:
+            self._collector._time_steps(config.clock)
+        self._resets_each = bool(config.settings["reset_at_each_iter"])
+        self._shared_batches = SharedBatchWriter(config.batches_in_memory)
+        self._writer: BufferWriter | None = None
+        self._global_ids: GlobalTrajectoryIds | None = None
+        self._version = 0
+        self._failure: BaseException | None = None  # of the environment or the policy, after a batch's first steps
+        self._episodes = EpisodeStats(self._envs)
+
+    def run(self) -> None:
+        collector = self._collector
+        answers: dict[type, Callable[[Any], Any]] = {
+            Collect: lambda message: self._collect(),
+            SetSeed: lambda message: collector.set_seed(message.seed),
+            GetState: lambda message: self._get_state(),
+            ValidateState: lambda message: self._validate(message.random_state),
+            LoadState: lambda message: self._load_state(message.state),
+        }
+        try:
+            self._channel.send(Hello(collector.frames_per_batch * self._pieces, self._envs))
+            while True:
+                message = self._channel.receive()
+                if isinstance(message, AttachBuffer):
+                    self._writer = BufferWriter(message.replay_buffer)
+                    self._global_ids = GlobalTrajectoryIds(message.ids.take)
+                elif not isinstance(message, Stop):  # a Stop that comes after the batch has ended is ignored
+                    self._channel.send(answers[type(message)](message))
+                    if self._failure is not None:
+                        raise self._failure
+        finally:
+            if self._writer is not None:
+                self._writer.replay_buffer.flush_transforms()  # steps that transforms hold back
+            self._env.close()
+
+    def _load_weights(self) -> None:
+        """Loads the weights if the owner has written new ones."""
+        if self._weights is not None and self._weights.version != self._version:
+            weights = self._weights.read()
+            self._version = self._weights.read_version
+            self._collector.update_policy_weights_(weights, version=self._version)
+
+    def _get_state(self) -> dict[str, Any]:
+        self._load_weights()  # an update counts as soon as it is made, also before the next batch
+        return self._collector.state_dict()
+
+    def _validate(self, random_state: Any) -> str | None:
+        before = call_if_present(self._env, "random_state")
+        try:
+            self._env.set_random_state(random_state)
+        except Exception as error:  # a user's environment may do anything here
+            return str(error) or type(error).__name__
+        finally:
+            if before is not None:
+                self._env.set_random_state(before)
+        return None
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        self._collector.load_state_dict(state)
+        self._version = state["policy_version"]  # its weights are the shared ones: an earlier update is void
+        self._episodes.restart()
+        if self._global_ids is not None:
+            self._global_ids.forget()
+        if self._writer is not None:
+            self._writer.restart()
+
+    def _collect(self) -> BatchReady:
+        self._load_weights()
+        batch = self._collect_steps()
+        since = self._episodes.count
+        reward, done = batch.get(("next", "reward"), None), batch.get(("next", "done"), None)
+        if reward is not None and done is not None:  # multi-agent ones have both in groups
+            self._episodes.add(as_rows(reward, batch.shape, np.add), as_rows(done, batch.shape, np.logical_or))
+        returns, lengths = self._episodes.latest(since)
+        return BatchReady(self._hand_over(batch), returns, lengths, is_last=self._failure is not None)
+
+    def _hand_over(self, batch: TensorDictBase) -> SharedBatchRef | WroteFrames:
+        if self._writer is None or self._global_ids is None:
+            return self._shared_batches.put(batch)
+        self._global_ids.number([(0, batch)])
+        if self._resets_each:
+            self._writer.restart()
+        self._writer.write(batch)
+        return WroteFrames(batch.numel())
+
+    def _collect_steps(self) -> TensorDictBase:
+        pieces: list[TensorDictBase] = []
+        while len(pieces) < self._pieces and self._failure is None:
+            try:
+                piece = self._collector.rollout()
+            except Exception as error:
+                if not pieces:
+                    raise
+                self._failure = error
+                break
+            assert piece is not None
+            pieces.append(piece)
+            self._failure = self._collector.failure
+            if self._pieces > 1 and self._channel.has_message():
+                break  # a Stop: nothing else is sent while a batch is collected, but the end, which is received next
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
+
+def _number_of_pieces(steps: int) -> int:
+    return max(k for k in range(1, MAX_PIECES + 1) if steps % k == 0)
+
+
+class SharedBatchRef(NamedTuple):
+    """Where a batch is in shared memory; `storage` is sent where it is a new one."""
+
+    shape: tuple[int, ...]
+    first: int  #: sequence of the first row
+    storage: LazyTensorStorage | None
+
+
+class SharedBatchWriter:
+    """Puts batches as packed rows into a shared storage with room for `batches` batches that were not read yet.
+
+    The first batch decides the layout. A batch of another layout, or one too long for the storage, gets a new storage;
+    the memory of the old one is freed when the owner has read its batches.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self._batches = batches
+        self._buffer: ReplayBuffer | None = None
+        self._capacity = 0
+
+    def put(self, batch: TensorDictBase) -> SharedBatchRef:
+        """Copies a batch into shared memory; the one put `batches` batches ago may be overwritten."""
+        rows = batch.reshape(-1)
+        is_new = self._buffer is None or rows.numel() * self._batches > self._capacity
+        if not is_new:
+            try:
+                return self._put(rows, batch.shape)
+            except (KeyError, ValueError):  # other keys, shapes or dtypes than before; nothing was written
+                pass
+        self._capacity = rows.numel() * self._batches
+        storage = LazyTensorStorage(self._capacity, shared=True)
+        self._buffer = ReplayBuffer(storage=storage, batch_size=1)
+        return self._put(rows, batch.shape, new_storage=storage)
+
+    def _put(
+        self, rows: TensorDictBase, shape: torch.Size, *, new_storage: LazyTensorStorage | None = None
+    ) -> SharedBatchRef:
+        assert self._buffer is not None
+        first = self._buffer.write_count
+        self._buffer.extend(rows)
+        return SharedBatchRef(tuple(shape), first, new_storage)
+
+
+class SharedBatchReader:
+    """Reads the batches that a `SharedBatchWriter` in a worker process has put into shared memory."""
+
+    def __init__(self) -> None:
+        self._storage: Any = None
+
+    def take(self, ref: SharedBatchRef) -> TensorDictBase:
+        """A copy of a batch, in memory of its own."""
+        if ref.storage is not None:
+            self._storage = ref.storage
+        n, capacity = torch.Size(ref.shape).numel(), self._storage.max_size
+        slots = torch.arange(ref.first, ref.first + n).remainder_(capacity)
+        batch: TensorDictBase = self._storage.get(slots)
+        return batch.reshape(ref.shape).clear_device_()

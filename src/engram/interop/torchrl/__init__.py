@@ -1,0 +1,1 @@
+"""Directories that TorchRL's `dumps` wrote."""

@@ -1,0 +1,325 @@
+// Python bindings of the episode index and of slices.
+#pragma once
+#include <sched.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <thread>
+
+#include "bind_store.hpp"
+#include "episodes.hpp"
+
+namespace engram {
+
+// Flags or ids from Python: `fetch(lane, from, to)` returns an array [time, env] of them.
+class FetchedSignals {
+ public:
+  FetchedSignals(nb::handle fetch, uint64_t envs, uint64_t bytes) : fetch_(fetch), envs_(envs), bytes_(bytes) {}
+  void expect(uint64_t lane, uint64_t from, uint64_t to) {
+    array_ = fetch_(lane, from, to);
+    buffer_ = std::make_unique<Buffer>();
+    if (!buffer_->get(array_.ptr()) || !PyBuffer_IsContiguous(&buffer_->view(), 'C') ||
+        static_cast<uint64_t>(buffer_->view().len) != (to - from) * envs_ * bytes_)
+      throw nb::value_error("flags or ids must be a contiguous array [time, env] of the index's item size");
+    lane_ = lane, from_ = from, to_ = to;
+  }
+  SignalRun run(uint64_t lane, uint64_t env, uint64_t from, uint64_t n) const {
+    if (!buffer_ || lane != lane_ || from < from_ || from + n > to_) throw nb::value_error("rows that were not fetched");
+    const auto* data = static_cast<const uint8_t*>(buffer_->view().buf);
+    return {data + ((from - from_) * envs_ + env) * bytes_, static_cast<ptrdiff_t>(envs_ * bytes_)};
+  }
+
+ private:
+  nb::handle fetch_;
+  uint64_t envs_, bytes_, lane_ = 0, from_ = 0, to_ = 0;
+  nb::object array_;
+  std::unique_ptr<Buffer> buffer_;
+};
+
+// A mutex for threads with and without the GIL, which is free in a forked child.
+class ForkSafeMutex {
+ public:
+  class Lock {
+   public:
+    explicit Lock(ForkSafeMutex& mutex) : mutex_(mutex) {
+      const std::thread::id me = std::this_thread::get_id();
+      if (mutex_.busy_.load() && mutex_.pid_ == ::getpid() && mutex_.owner_.load() == me)
+        throw std::runtime_error("this sampler is drawing already: a finaliser must not sample");
+      if (!mutex_.take()) {
+        nb::gil_scoped_release unlocked;
+        while (!mutex_.take()) ::sched_yield();
+      }
+      mutex_.owner_.store(me);
+    }
+    Lock(const Lock&) = delete;
+    ~Lock() {
+      mutex_.owner_.store(std::thread::id());
+      mutex_.busy_.store(false, std::memory_order_release);
+    }
+
+   private:
+    ForkSafeMutex& mutex_;
+  };
+  // Whether another process (the parent) held it last: it may have stopped in the middle.
+  bool forked() {
+    const bool other = pid_ != ::getpid();
+    pid_ = ::getpid();
+    return other;
+  }
+
+ private:
+  bool take() {
+    if (pid_ != ::getpid()) busy_.store(true);  // its holder is a thread of the parent
+    else if (busy_.exchange(true, std::memory_order_acquire)) return false;
+    return true;
+  }
+  std::atomic<bool> busy_{false};
+  std::atomic<std::thread::id> owner_{};
+  pid_t pid_ = ::getpid();
+};
+
+// The episode index of one storage, and slices drawn from it.
+class Episodes {
+ public:
+  // offset: of the flag or id in a packed row; none: it is fetched. bytes: its size.
+  Episodes(bool by_id, std::optional<uint64_t> offset, uint64_t bytes)
+      : by_id_(by_id), offset_(offset), bytes_(bytes), index_(by_id, bytes) {
+    if (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) throw nb::value_error("a flag or id has 1, 2, 4 or 8 bytes");
+  }
+
+  // Draws n slices: a trajectory that is long enough, uniformly, then a start or, by window, uniformly over all windows.
+  // None: no trajectory is long enough.
+  std::optional<SliceBatch> draw(Store& store, const SliceRule& rule, nb::handle seed_in, size_t n, nb::handle fetch) {
+    const uint64_t seed = seed_of(seed_in);
+    const ForkSafeMutex::Lock lock(mutex_);
+    poll(store, fetch);
+    const EligibleTrajectories& all = eligible(rule);
+    if (all.total() == 0) return std::nullopt;
+    SliceBatch batch = empty_batch(store, rule);
+    if (n > kMostBytes / sizeof(Slice)) throw std::bad_alloc();
+    batch.slices.reserve(n);
+    if (rule.by_window)
+      for (size_t i = 0; i < n; ++i)
+        batch.slices.push_back(all.window(index_, rule, below(random_at(seed, i), all.total())));
+    else
+      for (size_t i = 0; i < n; ++i)
+        batch.slices.push_back(any(all, rule, random_at(seed, 2 * i), random_at(seed, 2 * i + 1)));
+    return batch;
+  }
+  // Calls `use` with the updated index and an empty batch of slices.
+  template <typename Use>
+  auto with_index(Store& store, const SliceRule& rule, nb::handle fetch, Use&& use) {
+    const ForkSafeMutex::Lock lock(mutex_);
+    poll(store, fetch);
+    return use(index_, empty_batch(store, rule));
+  }
+  // Every trajectory as (lane, env, first sequence, length), lane by lane, environment by environment, oldest first.
+  std::tuple<Tensor, Tensor, Tensor, Tensor> trajectories(Store& store, nb::handle fetch) {
+    std::vector<int64_t> out[4];
+    {
+      const ForkSafeMutex::Lock lock(mutex_);
+      poll(store, fetch);
+      for (uint64_t k = 0; k < index_.envs(); ++k)
+        for (uint64_t i = 0; i < index_.count(k); ++i) {
+          const Trajectory t = index_.trajectory(k, i);
+          const uint64_t values[4] = {t.lane, t.env, t.start, t.length()};
+          for (int c = 0; c < 4; ++c) out[c].push_back(static_cast<int64_t>(values[c]));
+        }
+    }
+    return {copied_out(out[0]), copied_out(out[1]), copied_out(out[2]), copied_out(out[3])};
+  }
+  uint64_t longest(Store& store, nb::handle fetch) {
+    const ForkSafeMutex::Lock lock(mutex_);
+    poll(store, fetch);
+    return index_.longest();
+  }
+
+  // ---- epochs ----
+  SliceEpoch begin_epoch(Store& store, const SliceRule& rule, uint64_t key, bool shuffle, nb::handle fetch) {
+    const ForkSafeMutex::Lock lock(mutex_);
+    poll(store, fetch);
+    return SliceEpoch::begin(index_, eligible(rule), key, shuffle);
+  }
+  // Up to n slices from a position of the epoch on, the position after them, and whether at least `least` more follow.
+  std::tuple<SliceBatch, uint64_t, bool> take(Store& store, const SliceRule& rule, SliceEpoch& epoch, uint64_t position,
+                                              nb::handle seed_in, size_t n, size_t least, nb::handle fetch) {
+    const uint64_t seed = seed_of(seed_in);
+    const ForkSafeMutex::Lock lock(mutex_);
+    poll(store, fetch);
+    if (epoch.counts.size() != index_.envs()) throw nb::value_error("the epoch was made for another store");
+    const EligibleTrajectories& all = eligible(rule);
+    epoch.follow(index_, all);
+    SliceBatch batch = empty_batch(store, rule);
+    Trajectory t;
+    for (; position < epoch.size() && batch.slices.size() < n; ++position)
+      if (epoch.at(index_, all, position, t)) batch.slices.push_back(draw_slice(rule, t, random_at(seed, position)));
+    size_t more = 0;
+    for (uint64_t p = position; p < epoch.size() && more < least; ++p) more += epoch.at(index_, all, p, t);
+    return {std::move(batch), position, more >= least};
+  }
+
+ private:
+  static uint64_t seed_of(nb::handle seed_in) {
+    const SlotsArg seed(nb::borrow(seed_in));
+    if (seed.n < 1) throw nb::value_error("no seed");
+    return static_cast<uint64_t>(seed.data[0]);
+  }
+  static Tensor copied_out(const std::vector<int64_t>& values) {
+    return slots_out(values.size(), [&](int64_t* out) { std::copy(values.begin(), values.end(), out); });
+  }
+  static SliceBatch empty_batch(const Store& store, const SliceRule& rule) {
+    return {store.geometry(), store.header()->incarnation.load(std::memory_order_acquire), rule, {}};
+  }
+  Slice any(const EligibleTrajectories& all, const SliceRule& rule, uint64_t which, uint64_t where) const {
+    return draw_slice(rule, all.at(index_, below(which, all.total())), where);
+  }
+  void poll(Store& store, nb::handle fetch) {
+    if (offset_ && (store.geometry().payload_bytes < bytes_ || *offset_ > store.geometry().payload_bytes - bytes_))
+      throw nb::value_error("the flag or id lies outside the rows of this store");
+    if (!offset_ && fetch.is_none()) throw nb::value_error("flags or ids must be fetched");
+    if (mutex_.forked()) index_ = EpisodeIndex(by_id_, bytes_), lists_.clear();
+    try {
+      for (int looks = 0; looks == 0 || (looks < kLooks && index_.overtaken(store)); ++looks) poll_once(store, fetch);
+    } catch (...) {
+      index_.forget_all();  // a scan stopped in the middle: memory ran out, or Python raised
+      throw;
+    }
+  }
+  void poll_once(Store& store, nb::handle fetch) {
+    if (offset_) {
+      PackedSignals signals(store, *offset_);
+      maybe_without_gil(index_.news(store) > kGilRows, [&] { index_.poll(store, signals); });
+    } else {
+      FetchedSignals signals(fetch, store.geometry().envs, bytes_);
+      index_.poll(store, signals);
+    }
+  }
+  EligibleTrajectories& eligible(const SliceRule& rule) {
+    size_t i = 0;
+    while (i < lists_.size() && !lists_[i]->serves(rule)) ++i;
+    if (i == lists_.size()) {
+      if (i == kLists) lists_.erase(lists_.begin()), --i;  // the oldest of too many rules
+      lists_.push_back(std::make_unique<EligibleTrajectories>(rule));
+    }
+    try {
+      lists_[i]->follow(index_);
+    } catch (...) {
+      lists_.erase(lists_.begin() + static_cast<ptrdiff_t>(i));  // memory ran out in the middle
+      throw;
+    }
+    return *lists_[i];
+  }
+
+  static constexpr uint64_t kGilRows = 1 << 14;  // a longer scan releases the GIL
+  static constexpr size_t kLists = 4;
+  static constexpr int kLooks = 100;
+  bool by_id_;
+  std::optional<uint64_t> offset_;
+  uint64_t bytes_;
+  ForkSafeMutex mutex_;
+  EpisodeIndex index_;
+  std::vector<std::unique_ptr<EligibleTrajectories>> lists_;
+};
+
+// bool [n] or [n, 1].
+inline Tensor flags_out(size_t n, bool column, auto fill) {
+  OutBlock block;
+  const int64_t lead = static_cast<int64_t>(n);
+  static const std::vector<int64_t> scalar, one = {1};
+  block.plan({kDLBool, 8}, &lead, 1, column ? one : scalar, n);
+  block.take();
+  fill(block.data(0));
+  return block.make(0);
+}
+
+// Sets a bool tensor [n, ...] to true in each slice's last (or first) stored row, in place. False: it is no such tensor.
+inline bool mark_rows(const SliceBatch& batch, nb::handle tensor, bool last) {
+  TensorView t;
+  if (!t.of(tensor.ptr()) || t.dtype.code != kDLBool || t.ndim < 1) return false;
+  int64_t width = 1;
+  for (int d = t.ndim - 1; d >= 0; --d) {
+    if (t.strides && t.shape[d] > 1 && t.strides[d] != width) return false;
+    if (d > 0) width *= t.shape[d];
+  }
+  if (t.shape[0] < 0 || static_cast<uint64_t>(t.shape[0]) != batch.rows()) return false;
+  auto* data = const_cast<uint8_t*>(t.data);
+  batch.ends([&](uint64_t first, uint64_t end) {
+    std::memset(data + (last ? end : first) * static_cast<uint64_t>(width), 1, static_cast<size_t>(width));
+  });
+  return true;
+}
+
+inline Tensor end_flags(const SliceBatch& batch, bool last) {
+  const size_t n = batch.rows();
+  return flags_out(n, true, [&](uint8_t* out) {
+    std::fill_n(out, n, uint8_t{0});
+    batch.ends([&](uint64_t first, uint64_t end) { out[last ? end : first] = 1; });
+  });
+}
+
+inline void bind_episodes(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<SliceRule>(m, "SliceRule")
+      .def("__init__", [](SliceRule* rule, uint64_t length, uint64_t min_length, uint64_t before, uint64_t after,
+                          bool pad, bool by_window) {
+        if (length > kMostBytes)
+          throw nb::value_error(("a slice of " + std::to_string(length) + " rows is longer than any memory").c_str());
+        if (length < 1 || min_length < 1 || before >= length || after >= length)
+          throw nb::value_error("a slice has at least one row, and its window at least one stored row");
+        const SliceRule checked{length, min_length, before, after, pad, by_window};
+        if (by_window && min_length <= kMostBytes && static_cast<int64_t>(min_length) + checked.more_windows() < 1)
+          throw nb::value_error("by_window each trajectory that is long enough has a window");
+        new (rule) SliceRule(checked);
+      }, "length"_a, "min_length"_a, "before"_a = 0, "after"_a = 0, "pad"_a = false, "by_window"_a = false)
+      .def_ro("length", &SliceRule::length)
+      .def_ro("min_length", &SliceRule::min_length);
+  nb::class_<SliceBatch>(m, "SliceBatch")
+      .def("__len__", [](const SliceBatch& b) { return b.slices.size(); })
+      .def_prop_ro("rows", &SliceBatch::rows)
+      .def("slots", [](const SliceBatch& b) { return slots_out(b.rows(), [&](int64_t* out) { b.slots(out); }); })
+      .def("ids", [](const SliceBatch& b) { return slots_out(b.rows(), [&](int64_t* out) { b.ids(out); }); })
+      .def("mask", [](const SliceBatch& b) { return flags_out(b.rows(), false, [&](uint8_t* out) { b.mask(out); }); })
+      .def("first", [](const SliceBatch& b) { return end_flags(b, false); })
+      .def("last", [](const SliceBatch& b) { return end_flags(b, true); })
+      .def("mark_first", [](const SliceBatch& b, nb::handle t) { return mark_rows(b, t, false); }, "tensor"_a)
+      .def("mark_last", [](const SliceBatch& b, nb::handle t) { return mark_rows(b, t, true); }, "tensor"_a)
+      .def_ro("rule", &SliceBatch::rule)
+      .def("replaced", [](const SliceBatch& old, const std::vector<uint64_t>& which, const SliceBatch& fresh) {
+        if (which.size() != fresh.slices.size()) throw nb::value_error("one fresh slice for each that is replaced");
+        SliceBatch batch = fresh;
+        batch.slices = old.slices;
+        for (size_t i = 0; i < which.size(); ++i) batch.slices.at(which[i]) = fresh.slices[i];
+        return batch;
+      }, "which"_a, "fresh"_a)
+      .def("without", [](const SliceBatch& all, const std::vector<uint64_t>& which) {
+        SliceBatch batch = all;
+        batch.slices.clear();
+        for (uint64_t i = 0; i < all.slices.size(); ++i)
+          if (std::find(which.begin(), which.end(), i) == which.end()) batch.slices.push_back(all.slices[i]);
+        return batch;
+      }, "which"_a)
+      .def("stale", [](const SliceBatch& b, const Store& s) { return b.stale(s); }, "store"_a);
+  nb::class_<SliceEpoch>(m, "SliceEpoch")
+      .def("__init__", [](SliceEpoch* epoch, uint64_t key, bool shuffle, std::vector<uint64_t> counts,
+                          std::vector<int64_t> lasts) {
+        uint64_t total = 0;
+        for (uint64_t n : counts)
+          if (n > kMostBytes || (total += n) > kMostBytes) throw nb::value_error("an epoch beyond any memory");
+        if (counts.size() != lasts.size()) throw nb::value_error("a last row for each environment");
+        new (epoch) SliceEpoch(key, shuffle, std::move(counts), std::move(lasts));
+      }, "key"_a, "shuffle"_a, "counts"_a, "lasts"_a)
+      .def("__len__", &SliceEpoch::size)
+      .def_ro("counts", &SliceEpoch::counts)
+      .def_ro("lasts", &SliceEpoch::lasts);
+  nb::class_<Episodes>(m, "Episodes")
+      .def(nb::init<bool, std::optional<uint64_t>, uint64_t>(), "by_id"_a, "offset"_a.none(), "bytes"_a)
+      .def("draw", &Episodes::draw, "store"_a, "rule"_a, "seed"_a, "n"_a, "fetch"_a.none() = nb::none())
+      .def("trajectories", &Episodes::trajectories, "store"_a, "fetch"_a.none() = nb::none())
+      .def("longest", &Episodes::longest, "store"_a, "fetch"_a.none() = nb::none())
+      .def("begin_epoch", &Episodes::begin_epoch, "store"_a, "rule"_a, "key"_a, "shuffle"_a,
+           "fetch"_a.none() = nb::none())
+      .def("take", &Episodes::take, "store"_a, "rule"_a, "epoch"_a, "position"_a, "seed"_a, "n"_a, "least"_a,
+           "fetch"_a.none() = nb::none());
+}
+
+}  // namespace engram

@@ -1,0 +1,358 @@
+// Python bindings of priorities: arguments are checked here, before anything changes.
+#pragma once
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind_store.hpp"
+#include "bind_episodes.hpp"
+#include "priorities.hpp"
+
+namespace engram {
+
+// Numbers as an argument: a contiguous 1-D float32 or float64 tensor or array.
+class NumbersArg {
+ public:
+  explicit NumbersArg(nb::handle o) {
+    TensorView t;
+    DType d{};
+    if (t.of(o.ptr())) {
+      if (Codec::lazy(o.ptr())) return;
+      fits_ = t.ndim == 1 && (!t.strides || t.strides[0] == 1 || t.shape[0] <= 1) && take(t.dtype, t.data);
+      n = t.ndim == 1 ? static_cast<size_t>(t.shape[0]) : 0;
+    } else if (!is_tensor(o.ptr()) && buffer_.get(o.ptr())) {
+      const Py_buffer& v = buffer_.view();
+      fits_ = v.ndim == 1 && dtype_of_format(v.format, v.itemsize, d) && (v.strides[0] == v.itemsize || v.shape[0] <= 1) &&
+              take(d, v.buf);
+      n = v.ndim == 1 ? static_cast<size_t>(v.shape[0]) : 0;
+    }
+  }
+  bool fits() const { return fits_; }
+  double operator[](size_t i) const { return wide_ ? wide_[i] : static_cast<double>(narrow_[i]); }
+  size_t n = 0;
+
+ private:
+  bool take(DType d, const void* p) {
+    const bool wide = d == DType{kDLFloat, 64};
+    if (!(wide || d == DType{kDLFloat, 32}) || reinterpret_cast<uintptr_t>(p) % (d.bits / 8) != 0) return false;
+    wide ? void(wide_ = static_cast<const double*>(p)) : void(narrow_ = static_cast<const float*>(p));
+    return true;
+  }
+  bool fits_ = false;
+  const double* wide_ = nullptr;
+  const float* narrow_ = nullptr;
+  Buffer buffer_;
+};
+
+// Several 1-D results: planned, filled, then made into tensors, so that no Python code runs while shared state is read.
+class Results {
+ public:
+  void add(DType dtype, size_t n) {
+    const size_t bytes = dtype.bits / 8;
+    if (n > kMostBytes / bytes) throw std::bad_alloc();
+    lead_.push_back(static_cast<int64_t>(n));
+    parts_.push_back({dtype, n * bytes});
+  }
+  void take() {
+    static const std::vector<int64_t> scalar;
+    for (size_t i = 0; i < parts_.size(); ++i) block_.plan(parts_[i].dtype, &lead_[i], 1, scalar, parts_[i].bytes);
+    block_.take();
+  }
+  template <typename T>
+  T* data(size_t i) {
+    return reinterpret_cast<T*>(block_.data(i));
+  }
+  Tensor make(size_t i) { return block_.make(i); }
+
+ private:
+  struct Part {
+    DType dtype;
+    size_t bytes;
+  };
+  std::vector<int64_t> lead_;
+  std::vector<Part> parts_;
+  OutBlock block_;
+};
+
+constexpr uint32_t kMostPlaces = uint32_t{1} << 30;
+
+inline std::string text_of(double x) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.6g", x);
+  return text;
+}
+
+inline void refuse_priority(double p, size_t at) {
+  const bool large = p > 0 && std::isfinite(p);
+  throw nb::value_error(("priority " + text_of(p) + " at position " + std::to_string(at) +
+                         (large ? " is too large for this alpha" : ": priorities are finite and 0 or more") +
+                         "; nothing was changed").c_str());
+}
+
+inline void check_priorities(const Priorities& self, const NumbersArg& p) {
+  for (size_t i = 0; i < p.n; ++i)
+    if (!self.transform().takes(p[i])) refuse_priority(p[i], i);
+}
+
+// Which rows of a store exist, according to a follower that has just polled it.
+class StoredRows {
+ public:
+  StoredRows(const Store& store, const Priorities& p) : geometry_(store.geometry()), slots_(store.slots()), priorities_(p) {
+    for (uint64_t l = 0; l < geometry_.lanes; ++l) {
+      LaneView view;
+      view.published = p.seen()[l].published;
+      view.first = store.lanes.lane(l).base.load(std::memory_order_relaxed);
+      sequences_.emplace_back(view, geometry_.lane_capacity);
+    }
+  }
+  // Whether the row that a caller means is stored: the slot's current one, or the one of this generation. An IndexError for
+  // slots that can never have held a row.
+  bool is_stored(int64_t given, const int64_t* generation) const {
+    const auto slot = static_cast<uint64_t>(given);
+    if (slot >= slots_) refuse(given, " lies outside 0 to " + std::to_string(slots_ - 1));
+    uint64_t time = slot, lane = 0, sequence = 0;
+    if (geometry_.envs > 1) time /= geometry_.envs;
+    if (geometry_.lanes > 1) lane = time / geometry_.lane_capacity, time -= lane * geometry_.lane_capacity;
+    const bool written = sequences_[lane].find(time, sequence);
+    if (generation)
+      return written && priorities_.holds(slot) && *generation >= 0 && static_cast<uint64_t>(*generation) == sequence;
+    if (!written) refuse(given, " has not been written");
+    return priorities_.holds(slot);
+  }
+
+ private:
+  [[noreturn, gnu::noinline]] static void refuse(int64_t given, const std::string& why) {
+    throw nb::index_error(("index " + std::to_string(given) + why + "; nothing was changed").c_str());
+  }
+
+  const StoreGeometry& geometry_;
+  uint64_t slots_;
+  const Priorities& priorities_;
+  std::vector<SlotSequences> sequences_;
+};
+
+constexpr const char* kAllZero =
+    "the priorities of all stored steps are 0, so that none can be drawn; give one a priority with update_priority, or "
+    "the sampler an eps above 0";
+
+// Draws n rows: (slots, weights, drawn rows); None where no row is stored.
+inline std::optional<std::tuple<Tensor, Tensor, DrawnRows>> draw_by_priority(Priorities& self, const Store& store,
+                                                                              nb::handle seed_in, size_t n, double beta,
+                                                                              bool wide) {
+  const SlotsArg seed(nb::borrow(seed_in));
+  if (seed.n < 1) throw nb::value_error("no seed");
+  Results out;
+  out.add({kDLInt, 64}, n);
+  out.add({kDLFloat, static_cast<uint8_t>(wide ? 64 : 32)}, n);
+  out.take();
+  self.poll(store);
+  if (self.rows() == 0) return std::nullopt;
+  if (!(self.total() > 0))
+    throw std::runtime_error(kAllZero);
+  static thread_local std::vector<double> leaves;
+  leaves.resize(n);
+  self.draw(static_cast<uint64_t>(seed.data[0]), out.data<int64_t>(0), leaves.data(), n);
+  DrawnRows drawn = self.drawn();
+  if (wide)
+    self.weights(leaves.data(), beta, out.data<double>(1), n);
+  else
+    self.weights(leaves.data(), beta, out.data<float>(1), n);
+  Tensor slots = out.make(0), weights = out.make(1);
+  return std::tuple(std::move(slots), std::move(weights), std::move(drawn));
+}
+
+// Positions in the batch whose rows are no longer those that were drawn; None: there are none.
+inline nb::object stale_places(const DrawnRows& drawn, const Store& store, nb::handle slots_in) {
+  if (drawn.lasts(store)) return nb::none();
+  const SlotsArg slots(nb::borrow(slots_in));
+  return positions(drawn.stale(store, slots.data, slots.n));
+}
+
+// Draws slices whose starts are drawn by priority; None: no row can be a start.
+inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Episodes& episodes, const SliceRule& rule,
+                                             nb::handle seed_in, size_t n, nb::handle fetch) {
+  const SlotsArg seed(nb::borrow(seed_in));
+  if (seed.n < 1) throw nb::value_error("no seed");
+  if (n > kMostBytes / 8) throw std::bad_alloc();
+  const auto first = static_cast<uint64_t>(seed.data[0]);
+  return episodes.with_index(store, rule, fetch, [&](const EpisodeIndex& index, SliceBatch batch) -> std::optional<SliceBatch> {
+    self.poll(store);
+    self.open_starts(store, index, rule.length, rule.min_length < rule.length);
+    if (!(self.total() > 0)) {
+      if (index.longest() < rule.min_length) return std::nullopt;
+      throw std::runtime_error(kAllZero);
+    }
+    std::vector<int64_t> slots(n);
+    std::vector<double> leaves(n);
+    self.draw(first, slots.data(), leaves.data(), n);
+    const StoreGeometry& s = store.geometry();
+    for (int64_t slot : slots) {
+      const uint64_t time = static_cast<uint64_t>(slot) / s.envs, lane = time / s.lane_capacity;
+      const uint64_t env = static_cast<uint64_t>(slot) % s.envs;
+      uint64_t sequence = 0;
+      Trajectory t;
+      if (!SlotSequences(index.indexed(lane), s.lane_capacity).find(time % s.lane_capacity, sequence) ||
+          !index.find(lane * s.envs + env, sequence, t))
+        return std::nullopt;  // overwritten after the index was updated
+      batch.slices.push_back(slice_of(rule, t, static_cast<int64_t>(sequence)));
+    }
+    return batch;
+  });
+}
+// The weight of each row of a batch, which is that of its slice's start.
+inline Tensor start_weights(const Priorities& self, const SliceBatch& batch, double beta, bool wide) {
+  Results out;
+  out.add({kDLFloat, static_cast<uint8_t>(wide ? 64 : 32)}, batch.rows());
+  out.take();
+  auto fill = [&](auto* at) {
+    for (const Slice& slice : batch.slices) {
+      double leaf = self.leaf(slot_of(batch.geometry, slice.lane, slice.first, slice.env));
+      if (leaf == 0) leaf = self.lowest();  // overwritten since
+      self.weights(&leaf, beta, at, 1);
+      at = std::fill_n(at, slice.size(), *at);
+    }
+  };
+  wide ? fill(out.data<double>(0)) : fill(out.data<float>(0));
+  return out.make(0);
+}
+
+// Sets priorities. False: the arguments are not plain 1-D tensors or arrays of one length.
+inline bool set_priorities(Priorities& self, const Store& store, nb::handle slots_in, nb::handle priorities_in,
+                           nb::handle generations_in) {
+  const NumbersArg priorities(priorities_in);
+  if (!priorities.fits()) return false;
+  std::optional<SlotsArg> slots, generations;
+  try {
+    slots.emplace(nb::borrow(slots_in));
+    if (!generations_in.is_none()) generations.emplace(nb::borrow(generations_in));
+  } catch (const nb::builtin_exception&) {
+    return false;
+  }
+  if (slots->n != priorities.n || (generations && generations->n != slots->n)) return false;
+  self.poll(store);
+  const StoredRows stored(store, self);
+  static thread_local std::vector<Priorities::Change> changes;
+  changes.resize(slots->n);
+  self.prefetch(slots->data, slots->n);
+  for (size_t i = 0; i < slots->n; ++i) {
+    const double p = priorities[i];
+    if (!(p >= 0 && std::isfinite(p))) refuse_priority(p, i);
+    changes[i] = {static_cast<uint64_t>(slots->data[i]), p, self.transform().leaf(std::max(p, kZeroPriority))};
+    if (!(changes[i].leaf <= kMostLeaf)) refuse_priority(p, i);
+  }
+  size_t count = 0;
+  for (size_t i = 0; i < slots->n; ++i)
+    if (stored.is_stored(static_cast<int64_t>(changes[i].slot), generations ? generations->data + i : nullptr))
+      changes[count++] = changes[i];
+  const uint64_t skipped = slots->n - count;
+  changes.resize(count);
+  self.set(changes);
+  self.skip(skipped);
+  return true;
+}
+
+// Gives rows the priority of new ones.
+inline void mark_priorities(Priorities& self, const Store& store, nb::handle slots_in) {
+  const SlotsArg slots{nb::borrow(slots_in)};
+  self.poll(store);
+  const StoredRows stored(store, self);
+  const double priority = self.new_priority(), leaf = self.transform().leaf(priority);
+  std::vector<Priorities::Change> changes;
+  for (size_t i = 0; i < slots.n; ++i)
+    if (stored.is_stored(slots.data[i], nullptr)) changes.push_back({static_cast<uint64_t>(slots.data[i]), priority, leaf});
+  self.set(changes);
+}
+
+// Priorities of slots; -1 where a slot holds no row.
+inline Tensor priorities_of(Priorities& self, const Store& store, nb::handle slots_in) {
+  const SlotsArg slots{nb::borrow(slots_in)};
+  Results out;
+  out.add({kDLFloat, 64}, slots.n);
+  out.take();
+  self.poll(store);
+  for (size_t i = 0; i < slots.n; ++i) {
+    const auto slot = static_cast<uint64_t>(slots.data[i]);
+    if (slot >= store.slots()) refuse_slots(store);
+    out.data<double>(0)[i] = self.holds(slot) ? self.priority(slot) : -1;
+  }
+  return out.make(0);
+}
+
+using SeenRows = std::vector<std::pair<uint64_t, uint64_t>>;
+
+// The state: (rows seen of each lane, highest, latest, skipped, priorities of these rows in the order of age).
+inline std::tuple<SeenRows, double, double, uint64_t, Tensor> priorities_state(Priorities& self, const Store& store) {
+  self.poll(store);
+  const Priorities::State state = self.state();
+  uint64_t rows = 0;
+  for (auto [first, published] : state.seen) rows += published - first;
+  Results out;
+  out.add({kDLFloat, 64}, rows * store.geometry().envs);
+  out.take();
+  auto* at = out.data<double>(0);
+  Priorities::each_row(store.geometry(), state.seen,
+                       [&](uint64_t, uint64_t, uint64_t slot) { *at++ = self.priority(slot); });
+  return {state.seen, state.highest, state.latest, state.skipped, out.make(0)};
+}
+
+inline void resume_priorities(Priorities& self, const Store& store, const SeenRows& seen, double highest, double latest,
+                              uint64_t skipped, nb::handle priorities_in) {
+  const NumbersArg priorities(priorities_in);
+  std::vector<double> own;
+  unsigned __int128 rows = 0;
+  for (auto [first, published] : seen) {
+    if (published < first) throw nb::value_error("a saved lane ends before it begins");
+    rows += published - first;
+  }
+  if (!priorities.fits() || rows * store.geometry().envs != priorities.n)
+    throw nb::value_error("the saved state must have one priority for each row");
+  check_priorities(self, priorities);
+  if (!self.transform().takes(highest) || !self.transform().takes(latest))
+    throw nb::value_error("the saved highest priority is not a priority");
+  for (size_t i = 0; i < priorities.n; ++i) own.push_back(priorities[i]);
+  self.resume(store, {seen, highest, latest, skipped}, own.data());
+}
+
+inline void use_transform(Priorities& self, double alpha, double eps) {
+  const PriorityTransform next{alpha, eps};
+  if (!next.takes(self.highest_seen()))
+    throw nb::value_error(("alpha=" + text_of(alpha) + " makes the priority " + text_of(self.highest_seen()) +
+                           " too large to be summed").c_str());
+  if (!next.same(self.transform())) self.use(next);
+}
+
+inline void bind_priorities(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<Priorities>(m, "Priorities")
+      .def(nb::init<double, double, bool, bool>(), "alpha"_a, "eps"_a, "within_buffer"_a, "starts"_a = false)
+      .def("draw_starts", &draw_starts, "store"_a, "episodes"_a, "rule"_a, "seed"_a, "n"_a,
+           "fetch"_a.none() = nb::none())
+      .def("start_weights", &start_weights, "batch"_a, "beta"_a, "wide"_a)
+      .def("draw", &draw_by_priority, "store"_a, "seed"_a, "n"_a, "beta"_a, "wide"_a)
+      .def("poll", &Priorities::poll, "store"_a)
+      .def("set", &set_priorities, "store"_a, "slots"_a, "priorities"_a, "generations"_a.none() = nb::none())
+      .def("mark", &mark_priorities, "store"_a, "slots"_a)
+      .def("check", [](const Priorities& self, nb::handle priorities) {
+        const NumbersArg given(priorities);
+        if (!given.fits()) throw nb::type_error("priorities must be contiguous float32 or float64");
+        check_priorities(self, given);
+      }, "priorities"_a)
+      .def("of", &priorities_of, "store"_a, "slots"_a)
+      .def("use", &use_transform, "alpha"_a, "eps"_a)
+      .def("forget", &Priorities::forget)
+      .def("state", &priorities_state, "store"_a)
+      .def("resume", &resume_priorities, "store"_a, "seen"_a, "highest"_a, "latest"_a, "skipped"_a, "priorities"_a)
+      .def_prop_ro("new_priority", &Priorities::new_priority)
+      .def_prop_ro("skipped", &Priorities::skipped)
+      .def_prop_ro("total", &Priorities::total)
+      .def_prop_ro("lowest", &Priorities::lowest);
+  nb::class_<DrawnRows>(m, "DrawnRows")
+      .def("stale", &stale_places, "store"_a, "slots"_a)
+      .def("replace", [](DrawnRows& drawn, const std::vector<uint32_t>& places, const DrawnRows& fresh) {
+        for (uint32_t place : places)
+          if (place > kMostPlaces) throw nb::value_error("a place beyond any batch");
+        drawn.replace(places, fresh);
+      }, "places"_a, "fresh"_a);
+}
+
+}  // namespace engram

@@ -1,0 +1,848 @@
+// Python bindings of stores, codecs, plans and saves: arguments are checked here, before memory is touched.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "codec.hpp"
+#include "draw.hpp"
+#include "recovery.hpp"
+
+namespace engram {
+
+constexpr size_t kWarmBytes = 256 << 10;  // of a batch: prefetched rows stay in the second-level cache until they are copied
+
+
+// Sizes beyond any memory: refused before they are multiplied.
+constexpr size_t kMostBytes = size_t{1} << 46;
+
+// int64 [n].
+inline Tensor slots_out(size_t n, auto fill) {
+  if (n > kMostBytes / 8) throw std::bad_alloc();
+  OutBlock block;
+  const int64_t lead = static_cast<int64_t>(n);
+  static const std::vector<int64_t> scalar;
+  block.plan({kDLInt, 64}, &lead, 1, scalar, n * 8);
+  block.take();
+  fill(reinterpret_cast<int64_t*>(block.data(0)));
+  return block.make(0);
+}
+
+inline std::string bytes_of(nb::bytes b) { return {b.c_str(), b.size()}; }
+
+inline void check_lane(const Store& store, uint64_t lane) {
+  store.check_file();
+  if (lane >= store.geometry().lanes)
+    throw nb::index_error(("lane " + std::to_string(lane) + " of " + std::to_string(store.geometry().lanes)).c_str());
+}
+
+// Releases the GIL for long copies only: getting it back beside a busy thread costs milliseconds.
+template <typename F>
+inline void maybe_without_gil(bool release, F&& work) {
+  if (release) {
+    nb::gil_scoped_release unlocked;
+    work();
+  } else {
+    work();
+  }
+}
+
+// The time slots that n steps appended at sequence `first` take.
+inline Tensor slots_from(const Store& store, uint64_t lane, uint64_t first, size_t n) {
+  const uint64_t capacity = store.geometry().lane_capacity;
+  return slots_out(n, [&](int64_t* out) {
+    uint64_t slot = first % capacity;
+    for (size_t i = 0; i < n; ++i) {
+      out[i] = static_cast<int64_t>(lane * capacity + slot);
+      if (++slot == capacity) slot = 0;
+    }
+  });
+}
+
+inline Tensor next_slots(Store& store, uint64_t lane, size_t n) {
+  check_lane(store, lane);
+  return slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
+}
+
+// `most`: only so many of the first steps.
+inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most) {
+  store.must_be_writable();
+  check_lane(store, lane);
+  const size_t steps = most ? std::min(*most, plan.steps) : plan.steps;
+  const StoreGeometry& s = store.geometry();
+  if (plan.envs != s.envs)
+    throw nb::value_error(("the batch has " + std::to_string(plan.envs) + " environments, the store " +
+                           std::to_string(s.envs)).c_str());
+  for (const LeafSource& leaf : plan.leaves)
+    if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
+  // Before the rows: when they are there nothing may fail any more. The caller keeps other writers of the lane out.
+  const uint64_t first = store.lanes.lane(lane).published.load();
+  nb::object slots = plan.single ? nb::object(nb::int_(lane * s.lane_capacity + first % s.lane_capacity))
+                                 : slots_from(store, lane, first, steps);
+  maybe_without_gil(plan.bytes > kGilBytes || store.readahead().on(), [&] {
+    RowWriter(store).append(lane, steps, plan.leaves);
+  });
+  return slots;
+}
+
+inline nb::object positions(const std::vector<uint32_t>& at) {
+  if (at.empty()) return nb::none();
+  nb::list list;
+  for (uint32_t i : at) list.append(i);
+  return nb::object(list);
+}
+
+struct Reading {
+  ReadResult result;
+  bool inside = true;
+  size_t outside = 0;  // of several stores the one whose slots were not
+
+  // Another store's rows, behind the first n.
+  void join(const Reading& other, size_t n) {
+    inside = inside && other.inside;
+    result.sequences.insert(result.sequences.end(), other.result.sequences.begin(), other.result.sequences.end());
+    for (uint32_t i : other.result.missing) result.missing.push_back(static_cast<uint32_t>(i + n));
+    for (uint32_t i : other.result.unwritten) result.unwritten.push_back(static_cast<uint32_t>(i + n));
+  }
+};
+
+// A function of its own: inlined, the thread's scratch memory would be looked up again for each row.
+[[gnu::noinline]] inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies,
+                                        bool mapped, bool sequences, Reading& out, ReadScratch& scratch) {
+  RowReader reader(store, scratch);
+  if (!(out.inside = reader.find(slots, n))) return;
+  reader.copy(copies.data(), copies.size(), mapped);
+  reader.settle(sequences, out.result);
+}
+
+inline void read_rows(Store& store, const int64_t* slots, size_t n, std::vector<LeafCopy>& copies, bool mapped,
+                      bool sequences, Reading& out) {
+  static thread_local ReadScratch scratch;
+  read_rows(store, slots, n, copies, mapped, sequences, out, scratch);
+}
+
+inline void check_codec(const Store& store, const Codec& codec) {
+  store.check_file();
+  if (codec.row_end() > store.geometry().payload_bytes)
+    throw nb::value_error("the layout does not fit the rows of this store");
+}
+
+inline nb::tuple finish_read(nb::object rows, const Reading& reading, bool sequences) {
+  nb::object generation = nb::none();
+  if (sequences)
+    generation = slots_out(reading.result.sequences.size(), [&](int64_t* out) {
+      std::copy(reading.result.sequences.begin(), reading.result.sequences.end(), out);
+    });
+  return nb::make_tuple(rows, positions(reading.result.missing), positions(reading.result.unwritten), generation);
+}
+
+// The sequences that rows carry, copied with the rows: they replace those that the lanes count.
+class OwnSequences {
+ public:
+  OwnSequences(const Codec& codec, size_t n) : offset_(codec.sequence()), values_(offset_ ? n : 0) {}
+  void add(std::vector<LeafCopy>& copies, size_t from) {
+    if (values_.empty()) return;
+    copies.push_back({*offset_, kSequenceBytes, reinterpret_cast<uint8_t*>(values_.data() + from), kSequenceBytes});
+  }
+  void put(std::vector<uint64_t>& sequences) const {
+    for (size_t i = 0; i < values_.size(); ++i)
+      if (values_[i] >= kFirstReplaced && values_[i] < kFirstReplaced * 2) sequences[i] = values_[i];
+  }
+
+ private:
+  std::optional<size_t> offset_;
+  std::vector<uint64_t> values_;
+};
+
+inline void refuse_slots(const Store& store) {
+  throw nb::index_error(("a slot lies outside 0 to " + std::to_string(store.slots() - 1)).c_str());
+}
+
+// Slots that are read from one store.
+struct SlotRange {
+  const int64_t* data;
+  size_t n;
+};
+
+// Asks memory for one of `parts` parts of a batch's rows.
+inline void warm_rows(const Store& store, const SlotRange& slots, size_t part, size_t parts) {
+  const StoreGeometry& s = store.geometry();
+  if (s.row_stride > kPrefetchBytes || slots.n * s.row_stride > kWarmBytes) return;
+  const uint64_t all = store.slots();
+  for (size_t i = slots.n * part / parts; i < slots.n * (part + 1) / parts; ++i) {
+    const auto slot = static_cast<uint64_t>(slots.data[i]);
+    if (slot >= all) return;  // the read refuses it
+    uint64_t time = slot, env = 0, lane = 0;
+    if (s.envs > 1) time = slot / s.envs, env = slot - time * s.envs;
+    if (s.lanes > 1) lane = time / s.lane_capacity, time -= lane * s.lane_capacity;
+    const uint8_t* row = store.row(store.physical(lane, env, time));
+    prefetch_rows<0>(&row, 1, s.row_stride);
+  }
+}
+
+// The rows of several stores of one layout, the same number from each, as one batch; numbers and positions go through
+// all of them. With `parts` (an extra dict or None for each store) also each store's rows as a batch, in the memory of
+// the whole.
+inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& codec, nb::handle slots_in,
+                             std::optional<std::vector<int64_t>> shape, nb::handle extra, bool mapped, bool sequences,
+                             nb::handle parts = nb::none()) {
+  for (const Store* store : stores) check_codec(*store, codec);
+  const SlotsArg slots(nb::borrow(slots_in), true);
+  if (stores.empty() || slots.n % stores.size() != 0) throw nb::value_error("as many slots are needed for each store");
+  const size_t each = slots.n / stores.size();
+  std::vector<int64_t> lead(1, static_cast<int64_t>(slots.n));
+  if (shape) {
+    unsigned __int128 rows = 1;
+    for (int64_t d : *shape) {
+      if (d < 0 || rows > kMostBytes) throw nb::value_error("a dimension is negative or too large");
+      rows *= static_cast<uint64_t>(d);
+    }
+    if (rows != slots.n) throw nb::value_error("shape and number of slots differ");
+    lead = std::move(*shape);
+  }
+  const auto& leaves = codec.leaves();
+  std::vector<nb::object> extras;
+  if (!parts.is_none())
+    for (nb::handle one : nb::cast<nb::list>(parts)) extras.push_back(nb::borrow(one));
+  if (!extras.empty() && extras.size() != stores.size()) throw nb::value_error("parts needs one entry for each store");
+  const std::vector<int64_t> part_lead(1, static_cast<int64_t>(each));
+  OutBlock shared(leaves.size() * (1 + extras.size()));
+  std::vector<std::unique_ptr<OutBlock>> own;
+  std::vector<std::pair<OutBlock*, size_t>> where, part_where;
+  where.reserve(leaves.size());
+  size_t bytes = 0;
+  bool any_shared = false;
+  for (const Leaf& leaf : leaves) {
+    if (leaf.bytes > kMostBytes / std::max<size_t>(1, slots.n)) throw std::bad_alloc();
+    const size_t size = leaf.bytes * slots.n;
+    if ((bytes += size) > kMostBytes) throw std::bad_alloc();
+    OutBlock* block = &shared;
+    if (size >= kBigLeaf)
+      block = own.emplace_back(std::make_unique<OutBlock>()).get();
+    else
+      any_shared = true;
+    where.emplace_back(block, block->plan(leaf.dtype, lead.data(), lead.size(), leaf.shape, size));
+  }
+  for (size_t p = 0; p < extras.size(); ++p)
+    for (size_t k = 0; k < leaves.size(); ++k)
+      part_where.emplace_back(where[k].first,
+                              where[k].first->alias(where[k].second, part_lead.data(), 1, p * each * leaves[k].bytes));
+  if (any_shared) shared.take();
+  for (auto& block : own) block->take();
+  // Make the tensors while the rows are being prefetched; then copy the rows into the tensors' memory.
+  std::vector<nb::object> tensors;
+  tensors.reserve(leaves.size());
+  for (size_t k = 0; k < where.size(); ++k) {
+    for (size_t p = 0; p < stores.size(); ++p) warm_rows(*stores[p], {slots.data + p * each, each}, k, where.size());
+    tensors.push_back(where[k].first->make(where[k].second));
+  }
+  std::vector<nb::object> part_tensors;
+  for (auto [block, i] : part_where) part_tensors.push_back(block->make(i));
+  // From here to the end of the copy no Python code runs: a finaliser that samples would use the same scratch memory.
+  static thread_local std::vector<LeafCopy> copies;
+  Reading all;
+  OwnSequences own_sequences(codec, sequences ? slots.n : 0);
+  bool asking = false;
+  for (Store* store : stores) asking |= store->readahead().on();
+  maybe_without_gil(bytes > kGilBytes || (mapped && asking), [&] {
+    for (size_t p = 0; p < stores.size() && all.inside; ++p) {
+      copies.clear();
+      for (size_t k = 0; k < leaves.size(); ++k)
+        copies.push_back({leaves[k].offset, leaves[k].bytes,
+                          where[k].first->data(where[k].second) + p * each * leaves[k].bytes,
+                          static_cast<ptrdiff_t>(leaves[k].bytes)});
+      own_sequences.add(copies, p * each);
+      if (p == 0) {
+        read_rows(*stores[p], slots.data, each, copies, mapped, sequences, all);
+      } else {
+        Reading one;
+        read_rows(*stores[p], slots.data + p * each, each, copies, mapped, sequences, one);
+        all.join(one, p * each);
+      }
+      if (!all.inside) all.outside = p;
+    }
+  });
+  if (!all.inside) refuse_slots(*stores[all.outside]);
+  own_sequences.put(all.result.sequences);
+  nb::tuple read = finish_read(codec.build(tensors, lead, extra), all, sequences);
+  if (extras.empty()) return read;
+  nb::list part_batches;
+  for (size_t p = 0; p < extras.size(); ++p) {
+    std::vector<nb::object> mine;
+    for (size_t k = 0; k < leaves.size(); ++k) mine.push_back(std::move(part_tensors[p * leaves.size() + k]));
+    part_batches.append(codec.build(mine, part_lead, extras[p]));
+  }
+  return nb::make_tuple(read[0], read[1], read[2], read[3], part_batches);
+}
+
+// The members' draws of an ensemble as int64 [members, rows]: slots, and the id of each slot's member. None: they are no
+// slots (but tuples or masks), or the members have different numbers of them.
+inline std::optional<std::pair<Tensor, Tensor>> joint_index(nb::list drawn, const std::vector<int64_t>& members) {
+  if (nb::len(drawn) != members.size() || members.empty()) throw nb::value_error("slots are needed for each member");
+  std::vector<const int64_t*> slots;
+  std::vector<nb::object> keep;
+  size_t n = 0;
+  for (nb::handle h : drawn) {
+    TensorView t;
+    keep.push_back(nb::borrow(h));
+    if (!t.of(h.ptr()) || t.ndim != 1 || !(t.dtype == DType{kDLInt, 64})) return std::nullopt;
+    if ((t.strides && t.strides[0] != 1 && t.shape[0] > 1) || (slots.size() && static_cast<size_t>(t.shape[0]) != n))
+      return std::nullopt;
+    n = static_cast<size_t>(t.shape[0]);
+    slots.push_back(reinterpret_cast<const int64_t*>(t.data));
+  }
+  if (n > kMostBytes / 8 / members.size()) throw std::bad_alloc();
+  const int64_t lead[2] = {static_cast<int64_t>(members.size()), static_cast<int64_t>(n)};
+  static const std::vector<int64_t> scalar;
+  OutBlock block(2);
+  for (int k = 0; k < 2; ++k) block.plan({kDLInt, 64}, lead, 2, scalar, members.size() * n * 8);
+  block.take();
+  for (size_t m = 0; m < members.size(); ++m) {
+    std::copy_n(slots[m], n, reinterpret_cast<int64_t*>(block.data(0)) + m * n);
+    std::fill_n(reinterpret_cast<int64_t*>(block.data(1)) + m * n, n, members[m]);
+  }
+  Tensor index = block.make(0), ids = block.make(1);
+  return std::pair(std::move(index), std::move(ids));
+}
+
+inline nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::optional<std::vector<int64_t>> shape,
+                        nb::handle extra, bool mapped, bool sequences) {
+  return gather_many({&store}, codec, slots_in, std::move(shape), extra, mapped, sequences);
+}
+
+// Rows that will replace stored ones; all memory that `write` needs is allocated here. The caller keeps store and plan.
+class Replacement {
+ public:
+  // `rows_in`: the row of the plan that each slot takes; None: one after the other. `first`: row i of the plan has the
+  // sequence first + i; none: the row in a slot keeps the sequence that it has.
+  Replacement(Store& store, nb::handle slots_in, const Plan& plan, nb::handle rows_in, std::optional<uint64_t> first)
+      : store_(store), writer_(store), leaves_(plan.leaves) {
+    store.must_be_writable();
+    const SlotsArg given(nb::borrow(slots_in));
+    slots_.assign(given.data, given.data + given.n);  // a copy, so that what is checked is what is written
+    if (!rows_in.is_none()) {
+      const SlotsArg chosen(nb::borrow(rows_in));
+      rows_.assign(chosen.data, chosen.data + chosen.n);
+      chosen_ = true;
+      for (int64_t row : rows_)
+        if (static_cast<uint64_t>(row) >= plan.steps) throw nb::index_error("a row lies outside the batch");
+    }
+    const StoreGeometry& s = store.geometry();
+    if (plan.envs != 1 || (chosen_ ? rows_.size() : plan.steps) != slots_.size())
+      throw nb::value_error("one row for each slot");
+    for (const LeafSource& leaf : plan.leaves)
+      if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
+    if (first) {
+      if (!plan.carries_sequence) throw nb::value_error("these rows have no place for their sequence");
+      for (uint64_t i = 0; i < plan.steps; ++i) own_sequences_.push_back(*first + i);
+      leaves_.back().array = reinterpret_cast<const uint8_t*>(own_sequences_.data());
+      leaves_.back().stride = kSequenceBytes;
+    } else if (plan.carries_sequence) {
+      leaves_.pop_back();
+    }
+    for (int64_t slot : slots_)
+      if (static_cast<uint64_t>(slot) >= store.slots()) refuse_slots(store);
+    sequences_.reserve(s.lanes);
+    writer_.prepare(slots_.data(), slots_.size(), leaves_.size());
+  }
+  // Every slot must hold a row by now.
+  void write() {
+    store_.must_be_writable();
+    const StoreGeometry& s = store_.geometry();
+    sequences_.clear();
+    for (uint64_t l = 0; l < s.lanes; ++l) sequences_.emplace_back(store_.lanes.view(l), s.lane_capacity);
+    for (int64_t slot : slots_) {
+      const uint64_t time = static_cast<uint64_t>(slot) / s.envs;
+      uint64_t sequence = 0;
+      if (!sequences_[time / s.lane_capacity].find(time % s.lane_capacity, sequence))
+        throw nb::index_error(("slot " + std::to_string(slot) + " has not been written").c_str());
+    }
+    writer_.write(slots_.data(), slots_.size(), leaves_, chosen_ ? rows_.data() : nullptr);
+  }
+
+ private:
+  Store& store_;
+  std::vector<int64_t> slots_, rows_;
+  std::vector<uint64_t> own_sequences_;
+  bool chosen_ = false;
+  std::vector<SlotSequences> sequences_;
+  InPlaceWriter writer_;
+  std::vector<LeafSource> leaves_;
+};
+
+inline void overwrite(Store& store, nb::handle slots, const Plan& plan, nb::handle rows) {
+  Replacement(store, slots, plan, rows, std::nullopt).write();
+}
+
+// The sequence of the first of n rows that are about to be written over others. Counted before they are: whoever opens the
+// store after a kill must not give their sequences to others.
+inline uint64_t reserve_sequences(const Store& store, uint64_t n) {
+  store.must_be_writable();
+  Counter& replaced = store.header()->replaced;
+  const uint64_t given = std::min(replaced.load(), kFirstReplaced / 2);  // a damaged header
+  replaced.store(given + std::min(n, kFirstReplaced / 4));
+  return kFirstReplaced + given;
+}
+
+// A store in private memory with the same rows, counters and identity, whose rows are longer. `moves`: where bytes of a
+// row were, where they go, and how many there are.
+inline std::unique_ptr<Store> widened(const Store& store, uint64_t payload_bytes, uint64_t alignment, nb::bytes layout,
+                                      const std::vector<std::array<uint64_t, 3>>& moves) {
+  const StoreGeometry& s = store.geometry();
+  if (store.fd() >= 0 || s.payload_bytes == 0) throw nb::value_error("only rows in private memory can be made longer");
+  for (const auto& [from, to, bytes] : moves)
+    if (from > s.payload_bytes || bytes > s.payload_bytes - from || to > payload_bytes || bytes > payload_bytes - to)
+      throw nb::value_error("bytes lie outside the row");
+  const std::string id(reinterpret_cast<const char*>(s.store_id), sizeof s.store_id);
+  auto wide = Store::create(-1, {s.lanes, s.lane_capacity, s.envs, payload_bytes, alignment, false, bytes_of(layout), id});
+  wide->take_counters(store);
+  for (uint64_t l = 0; l < s.lanes; ++l) {
+    const SlotSequences sequences(store.lanes.view(l), s.lane_capacity);
+    uint64_t sequence = 0;
+    for (uint64_t t = 0; t < s.lane_capacity; ++t)
+      for (uint64_t env = 0; sequences.find(t, sequence) && env < s.envs; ++env) {
+        const uint64_t row = store.physical(l, env, t);
+        for (const auto& [from, to, bytes] : moves) std::memcpy(wide->row(row) + to, store.row(row) + from, bytes);
+      }
+  }
+  return wide;
+}
+
+// Enters changed slots in the log, for rows that are kept elsewhere: followers read them again.
+inline void note_edits(Store& store, nb::handle slots_in) {
+  store.must_be_writable();
+  const SlotsArg slots(nb::borrow(slots_in));
+  for (size_t i = 0; i < slots.n; ++i)
+    if (static_cast<uint64_t>(slots.data[i]) >= store.slots()) refuse_slots(store);
+  InPlaceWriter(store).note(slots.data, slots.n);
+}
+
+// Generations of slots as the lanes count: sequences, -1 where a slot holds no row.
+inline Tensor generations(const Store& store, nb::handle slots_in) {
+  const SlotsArg slots(nb::borrow(slots_in));
+  const StoreGeometry& s = store.geometry();
+  store.check_file();
+  std::vector<SlotSequences> sequences;
+  for (uint64_t l = 0; l < s.lanes; ++l) sequences.emplace_back(store.lanes.view(l), s.lane_capacity);
+  return slots_out(slots.n, [&](int64_t* out) {
+    for (size_t i = 0; i < slots.n; ++i) {
+      const auto slot = static_cast<uint64_t>(slots.data[i]);
+      if (slot >= store.slots()) refuse_slots(store);
+      const uint64_t time = slot / s.envs;
+      uint64_t sequence = 0;
+      const bool is_stored = sequences[time / s.lane_capacity].find(time % s.lane_capacity, sequence);
+      out[i] = is_stored ? static_cast<int64_t>(sequence) : -1;
+    }
+  });
+}
+
+inline std::optional<Tensor> uniform(Store& store, nb::handle seed_in, size_t n) {
+  const SlotsArg seed(nb::borrow(seed_in));
+  if (seed.n < 1) throw nb::value_error("no seed");
+  store.check_file();
+  if (store.lanes.rows() == 0) return std::nullopt;
+  bool drawn = false;
+  Tensor slots = slots_out(n, [&](int64_t* out) {
+    drawn = draw_uniform(store.lanes, static_cast<uint64_t>(seed.data[0]), out, n);
+  });
+  return drawn ? std::optional(std::move(slots)) : std::nullopt;
+}
+
+// One pass over the rows that existed when an epoch began, in a store whose lanes had `ring` steps (0: as this one's) and
+// whose sequences were higher by `moved[lane]` (empty: by 0). A position of the epoch always means the same row.
+class EpochWalk {
+ public:
+  EpochWalk(const Store& store, uint64_t key, bool shuffle, std::vector<std::pair<uint64_t, uint64_t>> ranges,
+            uint64_t ring, std::vector<uint64_t> moved)
+      : map_(ring ? ring : store.lanes.capacity(), store.lanes.envs()), moved_(std::move(moved)),
+        permutation_(0, 0, false) {
+    if (moved_.empty()) moved_.resize(ranges.size());
+    if (ranges.size() != store.lanes.count() || moved_.size() != ranges.size())
+      throw nb::value_error("one range for each lane");
+    for (auto [first, rows] : ranges) {
+      if (rows > store.lanes.capacity() || (ring && rows > ring)) throw nb::value_error("a range is longer than its lane");
+      map_.add(first, rows);
+    }
+    permutation_ = Permutation(key, map_.total(), shuffle);
+  }
+  uint64_t size() const { return map_.total(); }
+  // Up to n slots from `position` on, without rows that were overwritten since, and the position after them.
+  std::pair<Tensor, uint64_t> take(const Store& store, uint64_t position, size_t n) const {
+    if (store.lanes.count() != moved_.size()) throw nb::value_error("the walk was made for another store");
+    store.check_file();
+    const uint64_t capacity = store.lanes.capacity(), envs = store.lanes.envs();
+    std::vector<uint64_t> first;
+    for (uint64_t l = 0; l < store.lanes.count(); ++l) first.push_back(store.lanes.view(l).first);
+    std::vector<int64_t> drawn;
+    drawn.reserve(std::min<uint64_t>(n, map_.total()));
+    for (; position < map_.total() && drawn.size() < n; ++position) {
+      uint64_t lane = 0, sequence = 0;
+      const uint64_t env = static_cast<uint64_t>(map_.by_slot(permutation_.at(position), lane, sequence)) % envs;
+      if (sequence < moved_[lane] || sequence - moved_[lane] < first[lane]) continue;
+      drawn.push_back(static_cast<int64_t>((lane * capacity + (sequence - moved_[lane]) % capacity) * envs + env));
+    }
+    Tensor slots = slots_out(drawn.size(), [&](int64_t* out) { std::copy(drawn.begin(), drawn.end(), out); });
+    return {std::move(slots), position};
+  }
+
+ private:
+  RowMap map_;
+  std::vector<uint64_t> moved_;
+  Permutation permutation_;
+};
+
+// Writes restored rows [envs, steps, payload bytes] with sequences from `start` on, which readers do not see yet.
+inline void put_rows(Store& store, uint64_t lane, uint64_t start,
+                     nb::ndarray<const uint8_t, nb::ndim<3>, nb::device::cpu> rows) {
+  store.must_be_writable();
+  check_lane(store, lane);
+  const StoreGeometry& s = store.geometry();
+  if (s.payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
+  if (rows.shape(0) != s.envs || rows.shape(1) > s.lane_capacity || rows.shape(2) != s.payload_bytes)
+    throw nb::value_error("rows must be [envs, steps, payload bytes], with no more steps than a lane holds");
+  if (rows.stride(2) != 1 && s.payload_bytes > 1) throw nb::value_error("the bytes of a row must lie side by side");
+  if (start > UINT64_MAX - rows.shape(1)) throw nb::value_error("sequences end at 2^64");
+  int error = 0;
+  {
+    nb::gil_scoped_release unlocked;
+    error = RowRestorer(store).put(lane, start, {rows.data(), rows.shape(1), rows.stride(0), rows.stride(1)});
+  }
+  if (error == 0) return;
+  errno = error;
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw nb::python_error();
+}
+
+// Sets which leaves of a row tell whether the next row continues it, as indices of a codec's leaves; entries are pairs (at
+// the root, under `next`).
+inline void set_border(Store& store, const Codec& codec, const std::vector<std::pair<size_t, size_t>>& entries,
+                       const std::vector<size_t>& done, bool either, std::optional<size_t> id) {
+  check_codec(store, codec);
+  const auto& leaves = codec.leaves();
+  auto leaf = [&](size_t k) -> const Leaf& {
+    if (k >= leaves.size()) throw nb::index_error("no such leaf");
+    return leaves[k];
+  };
+  BorderRule rule;
+  rule.leaves = codec.sources(), rule.either = either;
+  for (auto [root, next] : entries) {
+    if (leaf(root).bytes != leaf(next).bytes) throw nb::value_error("an entry has another size under next");
+    if (rule.entries.size() < BorderRule::kMostEntries && leaf(root).bytes > 0)
+      rule.entries.push_back({leaf(root).offset, leaf(next).offset, leaf(root).bytes, root, next});
+  }
+  for (size_t k : done) rule.done.push_back({leaf(k).offset, leaf(k).bytes, k});
+  if (id) rule.id = BorderRule::Flag{leaf(*id).offset, leaf(*id).bytes, *id};
+  store.set_border(std::move(rule));
+}
+
+// Called during a restore, which must not fail any more: allocates nothing for stores that hold their rows.
+inline void set_seams(const Store& store, uint64_t lane, uint64_t base, uint64_t published, nb::list at) {
+  auto sequence = [&](uint64_t i) {
+    uint64_t w = 0;
+    if (!nb::try_cast(at[i], w)) throw nb::type_error("seams are sequences");
+    return w;
+  };
+  const uint64_t n = nb::len(at);
+  for (uint64_t i = 0; i < n; ++i)
+    if (sequence(i) < sequence(i ? i - 1 : 0)) throw nb::value_error("seams must be ascending");
+  store.set_seams(lane, base, published, n, sequence);
+}
+
+// How the last user left a store: (no change is half done, closed cleanly, boot id of the machine). The caller has checked
+// the file.
+inline std::tuple<bool, bool, nb::bytes> left_as(Store& store) {
+  const StoreHeader& h = store.lanes.header();
+  const bool whole = h.incarnation.load() % 2 == 0 && h.edits.load() % 2 == 0 && !InPlaceWriter(store).interrupted();
+  return {whole, h.clean != 0, nb::bytes(h.boot_id, 16)};
+}
+
+inline nb::dict lane_state(const Store& store, uint64_t l) {
+  check_lane(store, l);
+  const LaneHeader& h = store.lanes.lane(l);
+  const LaneView v = store.lanes.view(l);
+  const uint64_t base = h.base.load();
+  nb::dict d;
+  d["first"] = std::max(v.first, std::min(base, v.published)), d["published"] = v.published, d["claimed"] = v.claimed;
+  d["base"] = base, d["origin"] = h.origin.load(), d["durable"] = h.durable.load();
+  d["term"] = h.term.load();
+  return d;
+}
+
+inline void bind_store(nb::module_& m) {
+  using namespace nb::literals;
+  m.attr("LOG_ENTRIES") = kLogEntries;
+  m.attr("FEATURES") = feature_names(~uint64_t{0});
+  m.attr("FIRST_REPLACED") = kFirstReplaced;
+  m.def("gather_many", &gather_many, "stores"_a, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(),
+        "extra"_a.none() = nb::none(), "mapped"_a = false, "sequences"_a = false, "parts"_a.none() = nb::none());
+  m.def("joint_index", &joint_index, "slots"_a, "members"_a);
+
+  nb::class_<Plan>(m, "Plan")
+      .def_ro("steps", &Plan::steps)
+      .def_ro("envs", &Plan::envs)
+      .def_ro("bytes", &Plan::bytes);
+
+  nb::class_<Codec>(m, "Codec")
+      .def(nb::init<nb::list, nb::object, nb::handle, nb::object, nb::object, nb::handle, nb::handle,
+                    std::optional<size_t>>(),
+           "leaves"_a, "tree"_a.none(), "td_type"_a, "td_template"_a.none(), "size_type"_a, "array_type"_a,
+           "scalar_type"_a, "sequence"_a.none() = nb::none())
+      .def("check", &Codec::check, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
+           "extra"_a.none() = nb::none())
+      .def("check_list", &Codec::check_list, "leaves"_a, "batch_dims"_a, "time_dim"_a);
+
+  nb::class_<EpochWalk>(m, "EpochWalk")
+      .def(nb::init<const Store&, uint64_t, bool, std::vector<std::pair<uint64_t, uint64_t>>, uint64_t,
+                    std::vector<uint64_t>>(),
+           "store"_a, "key"_a, "shuffle"_a, "ranges"_a, "ring"_a = 0, "moved"_a = std::vector<uint64_t>())
+      .def("take", &EpochWalk::take, "store"_a, "position"_a, "n"_a)
+      .def("__len__", &EpochWalk::size);
+
+  nb::class_<SharedSnapshot>(m, "CopyOnWriteSnapshot")
+      .def("read", [](SharedSnapshot& shared, uint64_t lane, uint64_t start, uint64_t stop,
+                      nb::ndarray<uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu> out) {
+        CopyOnWriteSnapshot& snapshot = *shared.snapshot;
+        if (!snapshot.covers(lane, start, stop)) throw nb::index_error("these rows are not part of the save");
+        const StoreGeometry& s = snapshot.geometry();
+        if (out.shape(0) != s.envs || out.shape(1) != stop - start || out.shape(2) != s.payload_bytes)
+          throw nb::value_error("out must be [envs, rows, payload bytes]");
+        uint8_t* to = out.data();
+        nb::gil_scoped_release unlocked;
+        snapshot.read(lane, start, stop, to);
+      }, "lane"_a, "start"_a, "stop"_a, "out"_a)
+      .def("lost_below", [](SharedSnapshot& shared, uint64_t lane) {
+        CopyOnWriteSnapshot& snapshot = *shared.snapshot;
+        if (lane >= snapshot.geometry().lanes) throw nb::index_error("no such lane");
+        return snapshot.lost_below(lane);
+      }, "lane"_a);
+
+  nb::class_<Replacement>(m, "Replacement").def("write", &Replacement::write);
+
+  nb::class_<Store>(m, "Store")
+      .def_static("create", [](int fd, uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
+                               uint64_t alignment, bool trailer, nb::bytes layout, nb::bytes store_id) {
+        return Store::create(fd, {lanes, lane_capacity, envs, payload_bytes, alignment, trailer, bytes_of(layout),
+                                  bytes_of(store_id)});
+      }, "fd"_a, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout"_a,
+         "store_id"_a)
+      .def_static("size_needed", [](uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
+                                    uint64_t alignment, bool trailer, size_t layout_bytes) {
+        return geometry_of({lanes, lane_capacity, envs, payload_bytes, alignment, trailer,
+                         std::string(layout_bytes, ' '), std::string(16, '\0')}).total_bytes;
+      }, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout_bytes"_a)
+      .def_static("open", &Store::open, "fd"_a, "bytes"_a = nb::none(), "read_only"_a = false)
+      .def_prop_ro("read_only", &Store::read_only)
+      .def_prop_ro("lanes", [](const Store& s) { return s.geometry().lanes; })
+      .def_prop_ro("lane_capacity", [](const Store& s) { return s.geometry().lane_capacity; })
+      .def_prop_ro("envs", [](const Store& s) { return s.geometry().envs; })
+      .def_prop_ro("payload_bytes", [](const Store& s) { return s.geometry().payload_bytes; })
+      .def_prop_ro("row_stride", [](const Store& s) { return s.geometry().row_stride; })
+      .def_prop_ro("rows_offset", [](const Store& s) { return s.geometry().rows_offset; })
+      .def_prop_ro("total_bytes", [](const Store& s) { return s.geometry().total_bytes; })
+      .def_prop_ro("layout", [](const Store& s) { const auto l = s.layout(); return nb::bytes(l.data(), l.size()); })
+      .def_prop_ro("store_id", [](const Store& s) { return nb::bytes(s.geometry().store_id, 16); })
+      .def_prop_ro("incarnation", [](const Store& s) { return s.header()->incarnation.load(); })
+      .def("left_as", [](Store& s) { s.check_file(); return left_as(s); })
+      .def_prop_ro("unflushed", [](const Store& s) {
+        s.check_file();
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l)
+          if (s.lanes.lane(l).durable.load() < s.lanes.lane(l).published.load()) return true;
+        return false;
+      })
+      .def("epoch", [](const Store& s) {
+        s.check_file();
+        Lanes::Protocol::after_reading();  // reads before this happened before the epoch is read
+        const Epoch e = s.lanes.epoch();
+        return std::pair(e.incarnation, e.edits);
+      })
+      .def_prop_ro("log_head", [](const Store& s) { return s.header()->log_head.load(); })
+      .def("log", [](const Store& s, uint64_t from) {
+        const uint64_t head = s.header()->log_head.load(std::memory_order_acquire);
+        const auto* entries = reinterpret_cast<const Counter*>(s.at(s.geometry().log_offset));
+        if (from > head || head - from > kLogEntries) throw nb::index_error("the log does not reach back so far");
+        std::vector<uint64_t> slots;
+        for (uint64_t i = from; i < head; ++i) slots.push_back(entries[i % kLogEntries].load());
+        return slots;
+      }, "start"_a)
+      .def_prop_rw("boot_id", [](const Store& s) { return nb::bytes(s.header()->boot_id, 16); },
+                   [](Store& s, nb::bytes b) {
+        s.must_be_writable();
+                     if (b.size() != 16) throw nb::value_error("a boot id has 16 bytes");
+                     std::memcpy(s.header()->boot_id, b.c_str(), 16);
+                   })
+      .def_prop_rw("replaced", [](const Store& s) { return s.header()->replaced.load(); },
+                   [](const Store& s, uint64_t n) { s.must_be_writable(); s.header()->replaced.store(n); })
+      .def_prop_rw("clean", [](const Store& s) { return s.header()->clean != 0; },
+                   [](Store& s, bool clean) { s.must_be_writable(); s.header()->clean = clean; })
+      .def("lane", &lane_state, "lane"_a)
+      .def("check_file", &Store::check_file)
+      .def("rows", [](const Store& s) { s.check_file(); return s.lanes.rows() * s.geometry().envs; })
+      .def("cursor", [](const Store& s, uint64_t l) {
+        check_lane(s, l);
+        return s.lanes.lane(l).published.load() % s.geometry().lane_capacity;
+      }, "lane"_a)
+      .def("steps_written", [](const Store& s) { s.check_file(); return s.lanes.write_count(); })
+      .def("advance", [](const Store& s, uint64_t l, uint64_t n, bool begins) {
+        s.must_be_writable();
+        check_lane(s, l);
+        if (s.geometry().payload_bytes != 0) throw nb::value_error("this store holds its rows itself: use append");
+        return s.advance(l, n, begins);
+      }, "lane"_a, "n"_a, "begins"_a = false)
+      .def("mark_seam", [](const Store& s, uint64_t l) { check_lane(s, l); s.mark_seam(l); }, "lane"_a)
+      .def("next_is_seam", [](const Store& s, uint64_t l) { check_lane(s, l); return s.next_is_seam(l); }, "lane"_a)
+      .def("seams", [](const Store& s, uint64_t l) { check_lane(s, l); s.check_file(); return s.seams(l); }, "lane"_a)
+      .def("add_seam", [](const Store& s, uint64_t l, uint64_t sequence) {
+        s.must_be_writable();
+        check_lane(s, l);
+        if (s.geometry().payload_bytes != 0) throw nb::value_error("the seams of stored rows are written with them");
+        s.add_seam(l, sequence);
+      }, "lane"_a, "sequence"_a)
+      .def("set_seams", [](const Store& s, uint64_t l, uint64_t base, uint64_t published,
+                           nb::typed<nb::list, uint64_t> at) {
+        s.must_be_writable();
+        check_lane(s, l);
+        if (base > published) throw nb::value_error("base lies above published");
+        if (published - base > s.geometry().lane_capacity) throw nb::value_error("more rows than the lane has room for");
+        set_seams(s, l, base, published, at);
+      }, "lane"_a, "base"_a, "published"_a, "at"_a)
+      .def("set_border", &set_border, "codec"_a, "entries"_a, "done"_a, "either"_a, "id"_a.none())
+      .def("border_evidence", [](const Store& s, uint64_t l) -> std::pair<uint64_t, std::optional<uint64_t>> {
+        check_lane(s, l);
+        s.check_file();
+        const LaneHeader& h = s.lanes.lane(l);
+        const uint64_t agreed = h.border_agreed.load();
+        return {h.border_looked.load(), agreed & kBorderKnown ? std::optional(agreed & ~kBorderKnown) : std::nullopt};
+      }, "lane"_a)
+      .def("set_border_evidence", [](const Store& s, uint64_t l, uint64_t looked, std::optional<uint64_t> agreed) {
+        s.must_be_writable();
+        check_lane(s, l);
+        s.check_file();
+        LaneHeader& h = s.lanes.lane(l);
+        h.border_agreed.store(agreed ? *agreed | kBorderKnown : 0);
+        h.border_looked.store(looked);
+      }, "lane"_a, "looked"_a, "agreed"_a.none())
+      .def("after_fork", &Store::after_fork)
+      .def("raise_term", [](const Store& s, uint64_t l) {
+        s.must_be_writable();
+        check_lane(s, l);
+        s.lanes.lane(l).term.fetch_add(1);
+      }, "lane"_a)
+      .def("repair", [](Store& s) { s.must_be_writable(); s.lanes.repair(); return left_as(s); })
+      .def("mark_durable", [](const Store& s, const std::vector<uint64_t>& published) {
+        s.must_be_writable();
+        if (published.size() != s.geometry().lanes) throw nb::value_error("one sequence for each lane");
+        s.check_file();
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l) s.lanes.lane(l).durable.store(published[l]);
+      }, "published"_a)
+      .def("sync_header", [](const Store& s) {
+        s.must_be_writable();
+        nb::gil_scoped_release unlocked;
+        if (!s.synced(0, s.geometry().rows_offset)) throw SyncFailed("the header");
+      })
+      .def_prop_ro("sync_failures", &Store::sync_failures)
+      .def("count_sync_failure", &Store::count_sync_failure)
+      .def("dirty_again", [](Store& s, const std::vector<uint64_t>& published) {
+        s.must_be_writable();
+        if (published.size() != s.geometry().lanes) throw nb::value_error("one sequence for each lane");
+        nb::gil_scoped_release unlocked;
+        DirtyAgain(s).run(published);
+      }, "published"_a)
+      .def("empty", [](const Store& s, bool reset_count) {
+        s.must_be_writable();
+        if (s.saving()) s.saving()->settle();
+        s.forget_seams();
+        s.lanes.empty(reset_count);
+      }, "reset_count"_a)
+      .def("begin_restore", [](const Store& s) {
+        s.must_be_writable();
+        if (s.saving()) s.saving()->settle();
+        s.lanes.begin_change();
+        s.forget_seams();
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
+          s.lanes.set_counters(l, 0, 0, 0);
+          s.lanes.lane(l).term.fetch_add(1);  // so that no old row is taken for a new one
+        }
+      })
+      .def("restore_lane", [](const Store& s, uint64_t l, uint64_t base, uint64_t published, uint64_t origin) {
+        s.must_be_writable();
+        check_lane(s, l);
+        if (base > published) throw nb::value_error("base lies above published");
+        s.lanes.set_counters(l, base, published, origin);
+      }, "lane"_a, "base"_a, "published"_a, "origin"_a)
+      .def("end_restore", [](const Store& s) { s.must_be_writable(); s.lanes.end_change(); })
+      .def("put", &put_rows, "lane"_a, "start"_a, "rows"_a.noconvert())
+      .def_prop_ro("interrupted", [](Store& s) { s.check_file(); return InPlaceWriter(s).interrupted(); })
+      .def_prop_ro("fd", [](const Store& s) { return s.fd(); })
+      .def("finish_interrupted", [](Store& s) { s.must_be_writable(); return InPlaceWriter(s).finish_interrupted(); })
+      .def("recover", [](Store& s) {
+        s.must_be_writable();
+        if (!s.has_trailer()) throw nb::value_error("rows without trailers cannot be recovered");
+        uint64_t dropped = 0;
+        nb::gil_scoped_release unlocked;
+        s.header()->incarnation.fetch_add(2);  // by 2: an odd one would make a kill empty the store
+        for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
+          const LaneScan scan = scan_lane(s, l);
+          restore_lane(s, l, scan);
+          dropped += scan.dropped * s.geometry().envs;
+        }
+        return dropped;
+      })
+      .def("memory", [](const Store& s) {
+        s.check_file();
+        const size_t shape[1] = {s.geometry().total_bytes};
+        auto* owner = new std::shared_ptr<MappedRegion>(s.region());
+        nb::capsule keep(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<MappedRegion>*>(p); });
+        if (s.read_only()) return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(s.at(0), 1, shape, keep));
+        return nb::cast(nb::ndarray<nb::numpy, uint8_t>(s.at(0), 1, shape, keep));
+      }, nb::sig("def memory(self) -> numpy.typing.NDArray[numpy.uint8]"))
+      .def("advise_random", [](const Store& s) { ::madvise(s.at(0), s.geometry().total_bytes, MADV_RANDOM); })
+      .def("next_slot", [](const Store& s, uint64_t l) {
+        check_lane(s, l);
+        return l * s.geometry().lane_capacity + s.lanes.lane(l).published.load() % s.geometry().lane_capacity;
+      }, "lane"_a)
+      .def("next_slots", &next_slots, "lane"_a, "n"_a)
+      .def("append", &append, "lane"_a, "plan"_a, "most"_a.none() = nb::none(),
+           nb::sig("def append(self, lane: int, plan: Plan, most: int | None = None) -> torch.Tensor | int"))
+      .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
+           "mapped"_a = false, "sequences"_a = false)
+      .def("begin_save", [](Store& s, bool beside_writers) {
+        if (s.geometry().payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
+        return SharedSnapshot{beside_writers ? s.begin_save() : s.watch_save()};
+      }, "beside_writers"_a = true)
+      .def("end_save", &Store::end_save)
+      .def_prop_ro("saving", [](const Store& s) { return s.saving() != nullptr; })
+      .def("overwrite", &overwrite, "slots"_a, "plan"_a, "rows"_a.none() = nb::none())
+      .def("prepare_overwrite", [](Store& s, nb::handle slots, const Plan& plan, nb::handle rows,
+                                   std::optional<uint64_t> first) {
+        return std::make_unique<Replacement>(s, slots, plan, rows, first);
+      }, "slots"_a, "plan"_a, "rows"_a.none() = nb::none(), "first"_a.none() = nb::none(), nb::keep_alive<0, 1>(),
+         nb::keep_alive<0, 3>())
+      .def("note_edits", &note_edits, "slots"_a)
+      .def("generations", &generations, "slots"_a)
+      .def("reserve_sequences", &reserve_sequences, "n"_a)
+      .def("count_replaced", [](const Store& s, nb::handle slots_in) {  // as written; -1: not
+        s.must_be_writable();
+        const SlotsArg slots(nb::borrow(slots_in));
+        const auto n = std::count_if(slots.data, slots.data + slots.n, [](int64_t slot) { return slot >= 0; });
+        s.lanes.lane(0).origin.fetch_sub(static_cast<uint64_t>(n), std::memory_order_relaxed);
+      }, "slots"_a)
+      .def("widened", &widened, "payload_bytes"_a, "alignment"_a, "layout"_a, "moves"_a)
+      .def("uniform", &uniform, "seed"_a, "n"_a);
+}
+
+}  // namespace engram

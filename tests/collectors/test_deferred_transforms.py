@@ -1,0 +1,198 @@
+"""Transforms that follow whole batches give what they give step by step."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from torch import nn
+
+from contracts.vector_worlds import Native
+from engram.collectors import SyncDataCollector, choose_rollout
+from engram.collectors.choose_rollout import DeferredTransformRollout
+from engram.collectors.rollout import TensorDictRollout
+from engram.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv
+from engram.envs.transforms import Compose, InitTracker, RewardScaling, RewardSum, StepCounter
+
+
+class Walk(gymnasium.Env):
+    """Rewards that no order of adding leaves alone; episodes of random lengths, ended either way."""
+
+    observation_space = gymnasium.spaces.Box(-10, 10, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.until = 0, int(self.np_random.integers(1, 9))
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        over, reward = self.t == self.until, float(self.np_random.normal() * 10.0 ** self.np_random.integers(-3, 5))
+        shown = np.float32([self.t, action])
+        return shown, reward, over and self.until % 2 == 0, over and self.until % 2 == 1, {}
+
+
+class Doubler(nn.Module):
+    def forward(self, observation):
+        return nn.functional.one_hot((observation.sum(-1) * 2).long() % 3, 3)
+
+
+ENVS = {
+    "alone": lambda: GymEnv(Walk()),
+    "in series": lambda: SerialEnv(3, lambda: GymEnv(Walk())),
+    "in parallel": lambda: ParallelEnv(3, lambda: GymEnv(Walk()), num_workers=2),
+    "vector": lambda: GymEnv(Native(3)),
+    "transformed twice": lambda: TransformedEnv(GymEnv(Walk()), RewardSum(in_keys=["reward"], out_keys=["inner"])),
+}
+PARTS = {
+    "all": lambda: [StepCounter(), RewardSum(), InitTracker(), RewardScaling(0.5, 0.1)],
+    "scaled first": lambda: [RewardScaling(1.0, 3.0, standard_normal=True), RewardSum(["reward"], ["sum"])],
+    "cut": lambda: [InitTracker("first"), RewardSum(), StepCounter(3)],
+    "cut twice": lambda: [StepCounter(5, step_count_key="other"), StepCounter(4)],
+    "with keys for buffers": lambda: [
+        InitTracker(("next", "first"), done_key="done"),
+        RewardSum(done_key=("next", "terminated"), traj_key="episode"),
+        StepCounter(4, done_key="done"),
+    ],
+}  # fmt: skip
+
+
+def batches(monkeypatch, env, parts, *, later, n=5, frames=21, policy=None, **kwargs):
+    """Of a collector that may let transforms follow, or may not."""
+    with monkeypatch.context() as patch:
+        if not later:
+            patch.setattr(choose_rollout._Choice, "with_deferred_transforms", lambda *_: None)
+        torch.manual_seed(0)
+        with SyncDataCollector(
+            lambda: TransformedEnv(env(), Compose(*parts)), policy, frames_per_batch=frames, **kwargs
+        ) as collector:
+            assert type(collector._rollout) is (DeferredTransformRollout if later else TensorDictRollout)
+            collector.set_seed(4)
+            return [collector.rollout() for _ in range(n)]
+
+
+def assert_equal(found, expected):
+    assert set(found.keys(True, True)) == set(expected.keys(True, True))
+    for key in expected.keys(True, True):
+        assert found[key].dtype == expected[key].dtype and found[key].shape == expected[key].shape, key
+        assert torch.equal(found[key], expected[key]), key
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("env", ENVS)
+@pytest.mark.parametrize("kwargs", [{}, {"reset_at_each_iter": True}, {"max_frames_per_traj": 3}], ids=str)
+def test_batches_are_those_of_steps_key_by_key(monkeypatch, env, parts, kwargs):
+    if env == "vector" and ("cut" in parts or "buffers" in parts or "max_frames_per_traj" in kwargs):
+        pytest.skip("cannot be cut one by one")
+    made = [batches(monkeypatch, ENVS[env], PARTS[parts](), later=later, **kwargs) for later in (True, False)]
+    for found, expected in zip(*made, strict=True):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("random", [0, 30])
+def test_a_policy_that_looks_at_nothing_new_is_no_hindrance(monkeypatch, random):
+    policy = TensorDictModule(Doubler(), in_keys=["observation"], out_keys=["action"])
+    env, kwargs = ENVS["in series"], {"policy": policy, "init_random_frames": random}
+    made = [batches(monkeypatch, env, PARTS["all"](), later=later, **kwargs) for later in (True, False)]
+    for found, expected in zip(*made, strict=True):
+        assert_equal(found, expected)
+
+
+class Reader(TensorDictModuleBase):
+    """Says less than it reads."""
+
+    in_keys = ["observation"]
+    out_keys = ["action"]
+
+    def forward(self, td):
+        return td.set("action", nn.functional.one_hot(td["step_count"].squeeze(-1) % 3, 3))
+
+
+def hooked():
+    module = TensorDictModule(Doubler(), in_keys=["observation"], out_keys=["action"])
+    module.register_forward_pre_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Reader(),
+        lambda td: td.set("action", nn.functional.one_hot(td["step_count"].squeeze(-1) % 3, 3)),
+        TensorDictModule(Doubler(), in_keys=["episode_reward"], out_keys=["action"]),
+        TensorDictModule(lambda x: (Doubler()(x), x), in_keys=["observation"], out_keys=["action", "step_count"]),
+        hooked(),
+    ],
+)
+def test_a_policy_that_may_look_sees_every_step(policy):
+    env = TransformedEnv(GymEnv(Walk()), Compose(StepCounter(), RewardSum()))
+    collector = SyncDataCollector(env, policy, frames_per_batch=10)
+    assert type(collector._rollout) is TensorDictRollout
+    if not isinstance(policy, TensorDictModule):
+        batch = collector.rollout()
+        assert (batch["action"].argmax(-1) == batch["step_count"].squeeze(-1) % 3).all()
+
+
+class Own(RewardSum):
+    def _step(self, td, following):
+        return super()._step(td, following).set("reward", -following["reward"])
+
+
+class Counted(TransformedEnv):
+    def _step(self, td):
+        return super()._step(td)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        lambda: TransformedEnv(GymEnv(Walk()), Own()),
+        lambda: TransformedEnv(GymEnv(Walk()), lambda td: td),
+        lambda: TransformedEnv(GymEnv(Walk()), RewardScaling(torch.zeros(1), torch.ones(2))),
+        lambda: TransformedEnv(GymEnv(Walk()), RewardScaling(0.0, 1.0, ["observation"])),
+        lambda: TransformedEnv(GymEnv(Native(2)), StepCounter(2)),
+        lambda: TransformedEnv(TransformedEnv(GymEnv(Walk()), lambda td: td), RewardSum()),
+        lambda: Counted(GymEnv(Walk()), RewardSum()),
+    ],
+)
+def test_what_cannot_wait_is_done_step_by_step(env):
+    assert type(SyncDataCollector(env, frames_per_batch=10)._rollout) is TensorDictRollout
+
+
+def test_transforms_that_come_later_are_seen_in_the_next_batch():
+    env = TransformedEnv(GymEnv(Walk()), StepCounter(4))
+    collector = SyncDataCollector(env, frames_per_batch=30)
+    first = collector.rollout()
+    env.append_transform(RewardSum())
+    second = collector.rollout()
+    assert "episode_reward" in second.keys() and "episode_reward" not in first.keys()
+    assert second["step_count"][0] == 0 and second["collector", "traj_ids"][0] > first["collector", "traj_ids"].max()
+    other = SyncDataCollector(TransformedEnv(GymEnv(Walk()), StepCounter(4)), frames_per_batch=30)
+    other.rollout()
+    other.env.transform.max_steps = 2
+    assert other.rollout()["next", "step_count"].max() == 2
+
+
+def test_a_batch_that_fails_goes_on_nowhere():
+    class Fails(Walk):
+        def step(self, action):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyError("world")
+            return super().step(action)
+
+    left = 37
+    collector = SyncDataCollector(
+        TransformedEnv(GymEnv(Fails()), Compose(StepCounter(), InitTracker())), frames_per_batch=20
+    )
+    collector.rollout()
+    before = collector.rollout()
+    assert len(before) == 16 and before["next", "step_count"].shape == (16, 1)  # what was stepped before
+    with pytest.raises(KeyError, match="world"):
+        collector.rollout()
+    batch = collector.rollout()
+    assert batch["step_count"][0] == 0 and batch["is_init"][0]

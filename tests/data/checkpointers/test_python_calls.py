@@ -1,0 +1,86 @@
+"""How many Python functions a save and a load call: each fact is looked up once, and JSON is parsed once."""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import engram
+from engram.data import LazyTensorStorage, TensorDictReplayBuffer
+from engram.store.layout import RowLayout
+
+SOURCES = os.path.dirname(engram.__file__) + os.sep
+Calls = collections.Counter[tuple[str, str]]
+
+
+def steps(n: int) -> TensorDict:
+    ends = (torch.arange(n) % 10 == 9)[:, None]
+    after = {"observation": torch.rand(n, 4), "reward": torch.rand(n, 1), "done": ends, "terminated": ends.clone()}
+    return TensorDict({"observation": torch.rand(n, 4), "action": torch.zeros(n, 1), "next": after}, [n])
+
+
+def buffer(n: int = 0) -> TensorDictReplayBuffer:
+    made = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), batch_size=32)
+    if n:
+        made.extend(steps(n))
+    return made
+
+
+def calls_of(work: Callable[[], object]) -> Calls:
+    """File and function of each call of engram's own Python functions, those in threads included."""
+    calls: Calls = collections.Counter()
+
+    def note(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(SOURCES):
+            calls[frame.f_code.co_filename.removeprefix(SOURCES), frame.f_code.co_name] += 1
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return calls
+
+
+def listing(calls: Calls) -> str:
+    return f"{sum(calls.values())} calls, most of them {calls.most_common(25)}"
+
+
+def test_a_save_calls_few_python_functions(tmp_path):
+    rb = buffer(64)
+    rb.dumps(tmp_path)
+    rb.dumps(tmp_path)
+    calls = calls_of(lambda: rb.dumps(tmp_path))
+    assert 50 < sum(calls.values()) < 250, listing(calls)
+
+
+@pytest.mark.parametrize("held", [0, 64], ids=["an empty buffer", "a buffer with rows"])
+def test_a_load_calls_few_python_functions(tmp_path, held):
+    buffer(64).dumps(tmp_path)
+    buffer(held).loads(tmp_path)
+    rb = buffer(held)
+    if held:
+        rb.loads(tmp_path)
+    calls = calls_of(lambda: rb.loads(tmp_path))
+    assert 50 < sum(calls.values()) < 600, listing(calls)
+
+
+@pytest.mark.parametrize("held", [0, 64], ids=["an empty buffer", "a buffer with rows"])
+def test_a_load_parses_the_layout_at_most_once(tmp_path, held, monkeypatch):
+    buffer(64).dumps(tmp_path)
+    parsed = []
+    original = RowLayout.from_json.__func__
+    monkeypatch.setattr(
+        RowLayout, "from_json", classmethod(lambda cls, state: parsed.append(0) or original(cls, state))
+    )
+    buffer(held).loads(tmp_path)
+    assert len(parsed) <= 1

@@ -1,0 +1,184 @@
+"""Storages of a user's own: five methods are enough, and what buffers cannot use is refused when a buffer is made."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from engram.data import (
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    SliceSampler,
+    Storage,
+    StorageEnsemble,
+    TensorStorageCheckpointer,
+)
+from engram.data.replay_buffers.storages import Checked, Rows
+from engram.errors import StorageError
+from engram.store.lanes import Lanes
+
+
+class Own(Storage):
+    """Keeps steps in a dict."""
+
+    def __init__(self, max_size):
+        super().__init__(max_size)
+        self._lanes, self._steps = Lanes.in_memory(max_size), {}
+
+    @property
+    def lanes(self):
+        return self._lanes
+
+    def check(self, items, single, time_dim=0, index_key=None, index=None):
+        steps = [items.clone()] if single else list(items.clone().unbind(time_dim))
+        return Checked(len(steps), steps)
+
+    def append(self, checked, most=None):
+        slots = self._lanes.advance(len(checked.data[:most]))
+        self._steps.update(zip(slots.tolist(), checked.data, strict=False))
+        return slots
+
+    def overwrite(self, slots, items, index_key=None):
+        self._steps.update(zip(slots.tolist(), items.clone().unbind(0), strict=True))
+        self._lanes.store.note_edits(slots)
+
+    def read(self, slots, shape=None, extra=None, sequences=False):
+        rows = torch.stack([self._steps[slot] for slot in slots.tolist()])
+        return Rows(rows if shape is None else rows.reshape(shape), sequences=self._lanes.generations(slots))
+
+
+def steps(start, stop):
+    n = torch.arange(start, stop)
+    return TensorDict({"n": n, "episode": n // 4}, [stop - start])
+
+
+def buffer(storage=None, **parts):
+    return ReplayBuffer(storage=Own(10) if storage is None else storage, batch_size=8, **parts)
+
+
+def numbers(rb):
+    return rb[:]["n"].tolist() if len(rb) else []
+
+
+def twin(rb, path):
+    rb.dumps(path)
+    made = buffer()
+    made.loads(path)
+    return made
+
+
+def test_a_storage_defines_five_methods():
+    assert Storage.__abstractmethods__ == {"lanes", "check", "append", "overwrite", "read"}
+
+
+def test_what_a_storage_of_ones_own_saves_is_what_is_loaded(tmp_path):
+    rb = buffer()
+    rb.extend(steps(0, 6))
+    rb.storage.mark_seam()
+    rb.extend(steps(6, 13))
+    other = twin(rb, tmp_path)
+    assert numbers(other) == numbers(rb) == [10, 11, 12, *range(3, 10)]
+    assert other.storage.lanes.saved_states() == rb.storage.lanes.saved_states()
+    for one in (rb, other):
+        one.extend(steps(13, 15))
+    assert numbers(other) == numbers(rb) and other.write_count == rb.write_count == 15
+
+
+def test_a_storage_of_ones_own_that_holds_rows_is_as_it_was_after_a_load_that_fails(tmp_path):
+    rb, failing = buffer(), buffer()
+    rb.extend(steps(0, 6))
+    rb.dumps(tmp_path)
+    failing.extend(steps(50, 63))
+    before = numbers(failing)
+    failing.storage.register_load_hook(lambda step: step if step["n"] < 5 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        failing.loads(tmp_path)
+    assert numbers(failing) == before and failing.write_count == 13
+
+
+def test_an_error_in_the_middle_of_a_load_brings_the_rows_of_before_back(tmp_path, monkeypatch):
+    rb, failing = buffer(), buffer()
+    rb.extend(steps(0, 6))
+    rb.dumps(tmp_path)
+    failing.extend(steps(50, 63))
+    before, check = numbers(failing), Own.check
+
+    def fails_at_the_fourth(self, items, single, *rest, **more):
+        if int(items["n"].reshape(-1)[0]) == 3:
+            raise OSError("the disk of this storage fails")
+        return check(self, items, single, *rest, **more)
+
+    monkeypatch.setattr(Own, "check", fails_at_the_fourth)
+    with pytest.raises(OSError, match="fails"):
+        failing.loads(tmp_path)
+    assert numbers(failing) == before and failing.write_count == 13
+
+
+def test_a_storage_of_ones_own_is_sampled_by_slices_and_replaced_by_index():
+    rb = buffer(sampler=SliceSampler(slice_len=4))
+    rb.extend(steps(0, 8))
+    assert {tuple(part.tolist()) for part in rb.sample()["n"].split(4)} <= {(0, 1, 2, 3), (4, 5, 6, 7)}
+    rb[2] = steps(70, 71)[0]
+    rb[3:5] = steps(80, 82)
+    rb[5:7] = steps(90, 91)[0]
+    assert numbers(rb) == [0, 1, 70, 80, 81, 90, 90, 7]
+
+
+def test_a_storage_of_ones_own_knows_its_bytes_and_its_data():
+    storage = Own(10)
+    assert storage.nbytes == 0 and storage._storage is None
+    buffer(storage).extend(steps(0, 3))
+    assert storage.nbytes == 3 * 16 and storage._storage["n"].tolist() == [0, 1, 2]
+
+
+def test_a_storage_of_ones_own_is_a_member_of_a_saved_ensemble(tmp_path):
+    members = [Own(10), LazyTensorStorage(10)]
+    for i, member in enumerate(members):
+        buffer(member).extend(steps(10 * i, 10 * i + 4))
+    StorageEnsemble(*members).dumps(tmp_path)
+    others = [Own(10), LazyTensorStorage(10)]
+    buffer(others[0]).extend(steps(70, 75))
+    StorageEnsemble(*others).loads(tmp_path)
+    assert [member[:]["n"].tolist() for member in others] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+
+
+def test_another_storages_checkpointer_is_refused():
+    with pytest.raises(TypeError, match="ListStorageCheckpointer"):
+        Own(10).checkpointer = TensorStorageCheckpointer()
+
+
+@pytest.mark.parametrize("given", [[1, 2], torch.zeros(3), steps(0, 3), 5], ids=lambda g: type(g).__name__)
+def test_what_is_no_storage_is_refused_with_what_to_use(given):
+    with pytest.raises(TypeError, match=r"storage must be a Storage.*TensorStorage"):
+        ReplayBuffer(storage=given)
+    with pytest.raises(TypeError, match=r"storage must be a Storage.*TensorStorage"):
+        buffer().set_storage(given)
+
+
+def test_a_function_that_makes_no_storage_is_refused():
+    with pytest.raises(TypeError, match="got a list"):
+        ReplayBuffer(storage=list)
+    assert isinstance(ReplayBuffer(storage=ListStorage).storage, ListStorage)
+
+
+def test_a_storage_whose_methods_lack_arguments_is_refused_when_a_buffer_is_made():
+    class Short(Own):
+        def append(self, checked):
+            return super().append(checked)
+
+    with pytest.raises(TypeError, match=r"Short\.append has no argument 'most'"):
+        ReplayBuffer(storage=Short(10))
+
+
+def test_a_member_of_an_ensemble_that_is_no_storage_is_refused():
+    with pytest.raises(TypeError, match="got a int"):
+        StorageEnsemble(LazyTensorStorage(10), 5)
+
+
+def test_steps_that_carry_their_own_sequences_are_not_saved_without_them(tmp_path):
+    rb = buffer()
+    rb.extend(steps(0, 4))
+    rb.storage.lanes.own_sequences = lambda slots: torch.zeros_like(slots)
+    with pytest.raises(StorageError, match="a Own with rows that carry sequences needs a checkpointer of its own"):
+        rb.dumps(tmp_path)
+    assert numbers(rb) == [0, 1, 2, 3]
