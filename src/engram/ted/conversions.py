@@ -14,19 +14,17 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.pytree import KeyPath, show
+from engram.pytree import Key, KeyPath, as_path, format_key
 from engram.ted import codec as ted_codec
 from engram.ted.codec import (
     DONE_KEYS,
     NEXT,
     REWARD_KEYS,
     Column,
-    Key,
     Mask,
     StepKeys,
     StepLeaf,
     as_bytes,
-    as_path,
     column_of,
     leaves_of,
     plain,
@@ -60,7 +58,7 @@ class Conversion:
         done_keys: Sequence[Key] = DONE_KEYS,
         reward_keys: Sequence[Key] = REWARD_KEYS,
     ) -> None:
-        self.done_key = as_path("done_key", done_key)
+        self.done_key = as_path(done_key, "done_key")
         self.shift_key, self.is_full_key = shift_key, is_full_key
         self.keys = StepKeys(done_keys, reward_keys)
         self.added = (shift_key, is_full_key, BATCH_SIZE, EXCEPTIONS)
@@ -83,7 +81,9 @@ class _Taken:
         found = [(path, plain(value, path)) for path, value in leaves_of(td)]
         taken = [path for path, _ in found if path[0] in hook.added]
         if taken:
-            raise ValueError(f"{show(taken[0])} is the name of what a conversion adds; pass another one, or rename it")
+            raise ValueError(
+                f"{format_key(taken[0])} is the name of what a conversion adds; pass another one, or rename it"
+            )
         dims = len(batch_size)
         self.batch_size = batch_size
         self.leaves = [StepLeaf(path, value.dtype, tuple(value.shape[dims:])) for path, value in found]
@@ -134,7 +134,7 @@ class _Given:
             self.batch_size = tuple(int(size) for size in entries.pop((BATCH_SIZE,)))
             shift, full = int(entries.pop((hook.shift_key,))), bool(entries.pop((hook.is_full_key,)))
         except KeyError as error:
-            raise ValueError(f"{show(error.args[0])} is missing: this is not what the conversion made") from None
+            raise ValueError(f"{format_key(error.args[0])} is missing: this is not what the conversion made") from None
         self.shift = shift if full else 0
         self.exceptions: dict[KeyPath, tuple[Tensor, Tensor]] = {}
         for path in [p for p in entries if p[0] == EXCEPTIONS and p[-1] == "step"]:
@@ -147,7 +147,7 @@ class _Given:
         step, value = self.exceptions[root]
         at = step.numpy()
         if len(at) and not 0 <= at.min() <= at.max() < self.steps:
-            raise ValueError(f"the exceptions of {show(root)} name steps that are not there")
+            raise ValueError(f"the exceptions of {format_key(root)} name steps that are not there")
         return at, as_bytes(value, len(at), leaf.nbytes)
 
     def build(self, columns: dict[KeyPath, tuple[Column, StepLeaf]]) -> TensorDict:
@@ -315,7 +315,7 @@ def _of_trajectories(given: _Given, columns: _Columns) -> TensorDict:
         extra = np.arange(len(offsets)) if path in given.exceptions else 0
         starts = offsets - extra
         if len(starts) == 0 or starts[0] or starts[-1] != given.steps or (np.diff(starts) <= 0).any():
-            raise ValueError(f"the trajectories of {show(path)} do not have {given.steps} steps together")
+            raise ValueError(f"the trajectories of {format_key(path)} do not have {given.steps} steps together")
         if path not in given.exceptions:
             made[path] = column, leaf
             continue

@@ -1,4 +1,4 @@
-"""What every environment must do."""
+"""`EnvContract`: the tests that every environment must pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLAGS = ("done", "terminated", "truncated")
 
 
 class EnvContract:
-    """Of an environment with the TensorDict interface. Inherit, and implement `make`.
+    """The tests of an environment with the TensorDict interface. Inherit, and implement `make`.
 
     Example:
         >>> class TestCartPole(EnvContract):

@@ -26,9 +26,9 @@ _NO_OBSERVATIONS = {*FLAGS, "next", "action", "collector"}
 
 
 class Replayed(EnvBase):
-    """Environments that show the root entries of `data` `[envs, time]` one after the other, and its rewards.
+    """Environments that return the root entries of `data` `[envs, time]` step by step, and its rewards.
 
-    Episodes of environment i are `lengths[i]` steps long, and the next one starts with the next row.
+    Episodes of environment i have `lengths[i]` steps, and the next one starts with the next row.
     """
 
     def __init__(self, data: TensorDictBase, lengths: Sequence[int]) -> None:
@@ -42,19 +42,19 @@ class Replayed(EnvBase):
         self._at = torch.full((len(data),), -1)
         self._left = self._lengths.clone()
 
-    def _shown(self) -> TensorDictBase:
+    def _observation(self) -> TensorDictBase:
         return self._root[torch.arange(len(self._at)), self._at].clone()
 
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
-        here = torch.ones_like(self._left, dtype=torch.bool) if mask is None else mask.squeeze(-1)
-        self._at = self._at + here
-        self._left = torch.where(here, self._lengths, self._left)
-        return self._shown()
+        is_reset = torch.ones_like(self._left, dtype=torch.bool) if mask is None else mask.squeeze(-1)
+        self._at = self._at + is_reset
+        self._left = torch.where(is_reset, self._lengths, self._left)
+        return self._observation()
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         reward = self._rewards[torch.arange(len(self._at)), self._at]
         self._at, self._left = self._at + 1, self._left - 1
-        return self._shown().update({"reward": reward, "terminated": (self._left == 0).unsqueeze(-1)})
+        return self._observation().update({"reward": reward, "terminated": (self._left == 0).unsqueeze(-1)})
 
     def _set_seed(self, seed: int) -> None:
         self._at = torch.full((len(self._root),), -1)
@@ -62,11 +62,11 @@ class Replayed(EnvBase):
 
 
 class TransformInEnvContract:
-    """Part of `TransformContract`."""
+    """The tests of a transform in environments: a part of `TransformContract`."""
 
     #: Whether it works in environments.
     environments = True
-    #: Whether what it makes of a value depends on other episodes, or other environments.
+    #: Whether its results depend on other episodes, or other environments.
     learns = False
 
     def make(self) -> Any:
@@ -76,7 +76,7 @@ class TransformInEnvContract:
         raise NotImplementedError
 
     def make_for_env(self) -> Any:
-        """A fresh transform with keys that an environment has; `make()`, as a leading `"next"` does not count."""
+        """A new transform with keys that an environment has; `make()` by default, as a leading `"next"` is dropped."""
         return self.make()
 
     @pytest.fixture
@@ -109,13 +109,13 @@ class TransformInEnvContract:
         torch.manual_seed(0)
         bare = self._base().rollout(20, break_when_any_done=False)
         torch.manual_seed(0)
-        found = self._env().rollout(20, break_when_any_done=False)
+        rollout = self._env().rollout(20, break_when_any_done=False)
         expected = TransformedEnv(self._base(), self.make_for_env()).transform.forward(bare.clone())
         for key in expected.keys(True, True):
             old = bare.get(key, None)
             is_same = old is not None and old.dtype == expected[key].dtype and torch.equal(old, expected[key])
             if not is_same:
-                assert_equal(found[key], expected[key])
+                assert_equal(rollout[key], expected[key])
 
     @pytest.mark.usefixtures("in_env")
     def test_environments_that_end_at_different_times_mix_nothing_up(self) -> None:
@@ -139,19 +139,19 @@ class TransformInEnvContract:
             if t % 3 == 0:
                 other.rollout(2, break_when_any_done=False)
             step, a = one.step_and_maybe_reset(a.set("action", action))
-            wanted, expected = alone.step_and_maybe_reset(expected.set("action", action))
-            assert_equal(step, wanted)
+            expected_step, expected = alone.step_and_maybe_reset(expected.set("action", action))
+            assert_equal(step, expected_step)
         if hasattr(transform, "state_dict"):
             assert_equal(transform.state_dict(), self.make_for_env().state_dict())
 
     @pytest.mark.usefixtures("in_env")
     def test_steps_leave_those_before_them_alone(self) -> None:
         env = self._env()
-        td, kept = env.reset(), []
+        td, steps = env.reset(), []
         for _ in range(9):
             step, td = env.step_and_maybe_reset(env.rand_action(td))
-            kept.append((step, step.clone()))
-        for step, copied in kept:
+            steps.append((step, step.clone()))
+        for step, copied in steps:
             assert_equal(step, copied)
 
     @pytest.mark.usefixtures("in_env")
@@ -160,9 +160,9 @@ class TransformInEnvContract:
         td, expected = rough.reset(), gentle.reset()
         for t in range(9):
             action = torch.full((3,), t % 2)
-            wanted, expected = gentle.step_and_maybe_reset(expected.set("action", action))
+            expected_step, expected = gentle.step_and_maybe_reset(expected.set("action", action))
             step, td = rough.step_and_maybe_reset(td.set("action", action))
-            assert_equal(step["next"].exclude(*FLAGS), wanted["next"].exclude(*FLAGS))
+            assert_equal(step["next"].exclude(*FLAGS), expected_step["next"].exclude(*FLAGS))
             td = td.clone()
             for key in rough.observation_spec.leaves():
                 step.get(key).zero_()
@@ -184,10 +184,10 @@ def leading(batch: TensorDictBase, shape: tuple[int, ...]) -> bool:
 
 
 class TransformContract(TransformInEnvContract):
-    """Of a `Transform`, or of a callable that a buffer applies on reading. Inherit, and implement `make`.
+    """The tests of a `Transform`, or of a callable that a buffer applies on reading. Inherit, and implement `make`.
 
-    It is tried in buffers, and in environments that play `batch`; `environments = False` if it is not for them, and
-    `make_for_env` if it has other keys there.
+    It is tested in buffers, and in environments that replay `batch`. Set `environments = False` if it is not for
+    environments, and implement `make_for_env` if it has other keys there.
 
     Example:
         >>> def halved(batch):
@@ -203,15 +203,15 @@ class TransformContract(TransformInEnvContract):
     in_place = False
     #: Whether it takes dicts besides TensorDicts.
     dicts = True
-    #: Whether it takes lists of items, which is what `rb[:]` gives it with a ListStorage.
+    #: Whether it takes lists of items, which it gets from `rb[:]` with a ListStorage.
     lists = True
 
     def make(self) -> Any:
-        """A fresh transform, the same each time."""
+        """A new transform, the same each time."""
         raise NotImplementedError
 
     def batch(self, *shape: int) -> TensorDict:
-        """Data of this shape as `extend` gets them, the same each time; a trajectory ends with each last step."""
+        """Data of this shape for `extend`, the same each time; a trajectory ends with each last step."""
         data = of_numbers(torch.arange(math.prod(shape)).reshape(shape))
         data["next", "reward"] = data["next", "reward"].float()
         data["next", "done"] = torch.zeros(*shape, 1, dtype=torch.bool)
@@ -222,7 +222,7 @@ class TransformContract(TransformInEnvContract):
         return as_transform(self.make())
 
     def prepared(self) -> Transform:
-        """A transform that has seen data."""
+        """A transform through which data were written."""
         transform = self._made()
         rb = ReplayBuffer(storage=LazyTensorStorage(100), transform=transform)
         rb.extend(self.batch(6))

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from engram import pytree
 from engram.errors import DatasetError
-from engram.pytree import KeyPath, stack_rows
-from engram.store.episodes import DONE, IDS, EpisodeIndex, Key, path_of
+from engram.pytree import Key, KeyPath, as_path, stack
+from engram.store.episodes import DONE, IDS, EpisodeIndex
 from engram.store.layout import LeafSpec, RowLayout
 
 Array = npt.NDArray[Any]
@@ -104,20 +104,20 @@ class Roles:
         return [Pair(name, now, after) for name, (_, _, now, after) in zip(_names(found), found, strict=True)]
 
     def _refuse(self, kind: str) -> None:
-        said = [f"{pytree.show(p)} has no place in {kind}" for p in self._left]
+        said = [f"{pytree.format_key(p)} has no place in {kind}" for p in self._left]
         if self.reward < 0:
-            said.append(f"{pytree.show(REWARD)} is missing")
+            said.append(f"{pytree.format_key(REWARD)} is missing")
         if not self.actions:
             said.append("'action' is missing")
         if not self.observations:
             said.append("there is no observation: a key at the root and under 'next', of one dtype and shape")
         if self.terminated < 0 and self.done < 0:
-            said.append(f"{pytree.show(TERMINATED)} is missing")
+            said.append(f"{pytree.format_key(TERMINATED)} is missing")
         for at in (self.terminated, self.truncated, self.done):
             if at >= 0 and (self.leaf(at).nbytes != 1 or self.leaf(at).dtype != torch.bool):
-                said.append(f"{pytree.show(self.leaf(at).path)} is not one bool a step")
+                said.append(f"{pytree.format_key(self.leaf(at).path)} is not one bool a step")
         said += [
-            f"{pytree.show(x.path)} is {x.dtype}, which {kind} has not"
+            f"{pytree.format_key(x.path)} is {x.dtype}, which {kind} has not"
             for x in self.layout.leaves
             if x.dtype in _NO_PLACE
         ]
@@ -192,7 +192,9 @@ def _names(found: Sequence[tuple[KeyPath, KeyPath, int, int]]) -> list[tuple[str
     for path, name, _, _ in found:
         for depth, part in enumerate(name):
             if part in ("", ".") or "/" in part or "\0" in part or part.startswith(INDEX):
-                raise ValueError(f"{pytree.show(path)}: {part!r} cannot be the name of a dataset; nothing was written")
+                raise ValueError(
+                    f"{pytree.format_key(path)}: {part!r} cannot be the name of a dataset; nothing was written"
+                )
             below.setdefault(name[:depth], set()).add(part)
     tuples = {place for place, keys in below.items() if _is_tuple(keys)}
     return [
@@ -240,7 +242,7 @@ def source_of(data: Any, end_key: Key, traj_key: Key | None, exclude: Sequence[K
         TypeError: it is none of these.
         ValueError: there is no step.
     """
-    leave_out = tuple(path_of(key, "exclude") for key in exclude)
+    leave_out = tuple(as_path(key, "exclude") for key in exclude)
     storage = getattr(data, "storage", data)
     if hasattr(storage, "storages"):
         raise TypeError(f"a {type(data).__name__} has several members: write each of them by itself")
@@ -254,7 +256,7 @@ def source_of(data: Any, end_key: Key, traj_key: Key | None, exclude: Sequence[K
             f"a dataset is written from a buffer, a storage, a TensorDict or an iterable of TensorDicts, got a "
             f"{type(data).__name__}"
         )
-    return CollectedSteps(batches, path_of(end_key, "end_key"), traj_key, leave_out)
+    return CollectedSteps(batches, as_path(end_key, "end_key"), traj_key, leave_out)
 
 
 class StoredSteps:
@@ -294,7 +296,7 @@ class StoredSteps:
         n = block_rows(RowLayout.of(self._read(lane, strand, start, start + 1), 1).payload_bytes)
         for begin in range(start, stop, n):
             end = min(begin + n, stop)
-            rows = without(self._read(lane, strand, begin, end), self._leave_out)
+            rows = pytree.without_entries(self._read(lane, strand, begin, end), self._leave_out)
             yield Block(rows, None if found is None else _within(found, begin, end))
 
     def _read(self, lane: int, strand: int, start: int, stop: int) -> Any:
@@ -306,7 +308,7 @@ class StoredSteps:
                 "another process overwrote steps before they were written to the dataset; let it pause, or write from "
                 "a larger buffer"
             )
-        return stack_rows(rows, 0) if isinstance(rows, list) else rows
+        return stack(rows, 0) if isinstance(rows, list) else rows
 
 
 def _within(found: Ints, start: int, stop: int) -> Ints:
@@ -331,7 +333,7 @@ class CollectedSteps:
     ) -> None:
         self._batches, self._end_key, self._leave_out = batches, end_key, leave_out
         ids = IDS if end_key == DONE else ()
-        self._id_keys = ids if traj_key is None else (path_of(traj_key, "traj_key"),)
+        self._id_keys = ids if traj_key is None else (as_path(traj_key, "traj_key"),)
         self._open: list[_Strand] = []
 
     def blocks(self) -> Iterator[Block]:
@@ -352,7 +354,7 @@ class CollectedSteps:
     def _blocks_of(self, rows: Any) -> Iterator[Block]:
         ids, done = self._first(rows, self._id_keys), self._first(rows, (self._end_key,))
         if ids is None and done is None:
-            yield Block(without(rows.reshape(-1), self._leave_out), None)
+            yield Block(pytree.without_entries(rows.reshape(-1), self._leave_out), None)
             return
         if not self._open:
             self._open = [_Strand() for _ in range(len(rows))]
@@ -366,12 +368,12 @@ class CollectedSteps:
     @staticmethod
     def _first(rows: Any, keys: Sequence[KeyPath]) -> npt.NDArray[Any] | None:
         for key in keys:
-            found = pytree.entry(rows, key)
+            found = pytree.get_entry(rows, key)
             if found is not None:
                 if found.numel() != rows.numel():
                     raise ValueError(
-                        f"{pytree.show(key)} has the shape {list(found.shape)} in a batch {list(rows.shape)}; one flag "
-                        "or id a step says where trajectories end"
+                        f"{pytree.format_key(key)} has the shape {list(found.shape)} in a batch {list(rows.shape)}; "
+                        "one flag or id a step says where trajectories end"
                     )
                 flat: npt.NDArray[Any] = found.detach().cpu().reshape(rows.shape).numpy()
                 return flat
@@ -404,42 +406,19 @@ class _Strand:
         whole = torch.cat([*self._held, rows[:stop]]) if self._held else rows[:stop]
         lengths = np.diff(ends + 1 + before, prepend=0)
         self._held = [rows[stop:].clone()] if stop < n else []
-        yield Block(without(whole, leave_out), np.stack([lengths, np.zeros_like(lengths), lengths], 1))
+        yield Block(pytree.without_entries(whole, leave_out), np.stack([lengths, np.zeros_like(lengths), lengths], 1))
 
     def finish(self, leave_out: tuple[KeyPath, ...]) -> Iterator[Block]:
         """What is held, as a trajectory."""
         if self._held:
             rows = torch.cat(self._held)
             self._held = []
-            yield Block(without(rows, leave_out), np.array([[len(rows), 0, len(rows)]], np.int64))
+            yield Block(pytree.without_entries(rows, leave_out), np.array([[len(rows), 0, len(rows)]], np.int64))
 
 
 def block_rows(row_bytes: int) -> int:
     """How many steps of this size make a block."""
     return max(1, BLOCK_BYTES // max(1, row_bytes))
-
-
-def without(batch: Any, paths: tuple[KeyPath, ...]) -> Any:
-    """The batch without these keys; ValueError where it has them not."""
-    for path in paths:
-        if pytree.entry(batch, path) is None:
-            raise ValueError(f"exclude names {pytree.show(path)}, which the steps do not have")
-    if not paths:
-        return batch
-    if isinstance(batch, TensorDictBase):
-        return batch.exclude(*paths)
-    if isinstance(batch, dict):
-        return _pruned(batch, paths)
-    raise TypeError(f"exclude is for TensorDicts and dicts; the steps are a {type(batch).__name__}")
-
-
-def _pruned(batch: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
-    kept = {}
-    for key, value in batch.items():
-        below = [path[1:] for path in paths if path[0] == key]
-        if () not in below:
-            kept[key] = without(value, tuple(below))
-    return kept
 
 
 _SECONDS_APART = 0.1

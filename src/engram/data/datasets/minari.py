@@ -36,8 +36,8 @@ from engram.data.datasets.episodes import (
     take,
 )
 from engram.errors import DatasetError
-from engram.pytree import KeyPath
-from engram.store.episodes import DONE, Key, path_of
+from engram.pytree import Key, KeyPath, as_path
+from engram.store.episodes import DONE
 from engram.store.layout import LeafSpec, RowLayout
 
 
@@ -206,7 +206,7 @@ class Episodes:
                 place = "/".join((self._names[0], *entry.names))
                 raise self._source.wrong(
                     place,
-                    f"would be the key {pytree.show(entry.key)}, beside {pytree.show(clash[0])};"
+                    f"would be the key {pytree.format_key(entry.key)}, beside {pytree.format_key(clash[0])};"
                     " exclude= leaves it out",
                 )
             taken.append(entry.key)
@@ -357,9 +357,9 @@ class EpisodeWriter:
                 step = int(wrong[0]) - int(firsts[part]) + int(parts[part, 1])
                 episode = self.episodes - int(parts[0, 1] > 0) + part
                 raise ValueError(
-                    f"{pytree.show(self._roles.leaf(pair.now).path)} of step {step} of episode {episode} is not what "
-                    "the step before was followed by, and a Minari dataset has each observation once; write Parquet "
-                    "or HDF5, which keep both. Nothing was written"
+                    f"{pytree.format_key(self._roles.leaf(pair.now).path)} of step {step} of episode {episode} is not "
+                    "what the step before was followed by, and a Minari dataset has each observation once; write "
+                    "Parquet or HDF5, which keep both. Nothing was written"
                 )
         self._after = [arrays[pair.after][-1:].copy() for pair in pairs]
 
@@ -497,7 +497,7 @@ class _opened:
     def __init__(self, path: str | os.PathLike[str], infos: bool, exclude: Sequence[Key]) -> None:
         self._file = _find(Path(path))
         self._metadata = _read_metadata(self._file.with_name(METADATA))
-        self._infos, self._exclude = infos, tuple(path_of(key, "exclude") for key in exclude)
+        self._infos, self._exclude = infos, tuple(as_path(key, "exclude") for key in exclude)
 
     def __enter__(self) -> tuple[Episodes, int | None]:
         self._context = open_foreign(self._file)

@@ -27,7 +27,7 @@ from engram.data.replay_buffers.checkpointing import (
     _state_of,
 )
 from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader, stack_items
+from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
 from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.storages.base import Storage, as_storage
@@ -35,11 +35,11 @@ from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer
 from engram.errors import OutOfMemoryError
-from engram.pytree import chosen, stack_rows, swap_dims
+from engram.pytree import collate_items, move_dim, select_rows, stack
 from engram.store.files import is_passing_fds, pickle_by_state
 from engram.store.indexing import to_slots
 from engram.transforms.adapters import as_transform
-from engram.transforms.base import Transform, Writing
+from engram.transforms.base import Transform, WriteRequest
 from engram.transforms.compose import Compose
 
 _DEFAULT_CAPACITY = 1000
@@ -171,7 +171,7 @@ class ReplayBuffer:
             collate_fn: instead of this buffer's own; None for that.
         """
         if collate_fn is None:
-            collate_fn = self._collate_fn or (stack_items if storage._holds_items else None)
+            collate_fn = self._collate_fn or (collate_items if storage._holds_items else None)
         if sampler._given is self._sampler._given:
             sampler = self._sampler  # whose lock all draws of a user's own sampler take
         attach = self._attach if self._attaches else None
@@ -243,22 +243,22 @@ class ReplayBuffer:
 
     def _as_batch(self, items: list[Any], time_dim: int) -> Any:
         """A list of items as one batch; storages of items take the list."""
-        return items if self._storage._holds_items else stack_rows(items, time_dim)
+        return items if self._storage._holds_items else stack(items, time_dim)
 
     def _write_through(self, items: Any, *, single: bool) -> Any:
         """Writes what the transforms make of the data; where that is refused, they are as they were before."""
         transform, storage = self._transform, self._storage
-        if not transform.write_in_order:
-            writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
+        if not transform.inverse_in_order:
+            writing = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
             with self._writing():
                 slots = self._write(writing)
         else:
             with self._writing():
                 if type(items) is list:
-                    items = stack_rows(items, self._time_dim)
+                    items = stack(items, self._time_dim)
                 before = transform.remember()
                 try:
-                    writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
+                    writing = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
                     slots = self._write(writing)
                 except BaseException:
                     transform.undo(before)
@@ -286,14 +286,14 @@ class ReplayBuffer:
         with self._writing():
             before = transform.remember()
             try:
-                slots = self._write(transform.flush(Writing(None, storage.ndim, storage.ndim - 1)))
+                slots = self._write(transform.flush(WriteRequest(None, storage.ndim, storage.ndim - 1)))
             except BaseException:
                 transform.undo(before)
                 raise
         index: Tensor = self._index_of(slots, single=False)
         return index
 
-    def _write(self, writing: Writing) -> Any:
+    def _write(self, writing: WriteRequest) -> Any:
         """Writes what transforms made of the data, if anything; returns slots. The caller holds the mutex."""
         storage, items, time_dim = self._storage, writing.items, -1 if writing.single else writing.time_dim
         if writing.held is not None:
@@ -416,11 +416,11 @@ class ReplayBuffer:
             return self[:][index]
         one_dimension = self._storage.ndim == 1
         if isinstance(index, tuple) and not one_dimension and len(index) > 1:
-            rows = swap_dims(self._storage.get(slice(None)), self._time_dim, to_time=True)[index]
+            rows = move_dim(self._storage.get(slice(None)), 0, self._time_dim)[index]
         else:
             rows = self._storage.get(index)
             if not one_dimension and not _is_int(index):
-                rows = swap_dims(rows, self._time_dim, to_time=True)
+                rows = move_dim(rows, 0, self._time_dim)
         if self._collate_fn is not None and not _is_int(index):
             rows = self._collate_fn(rows)
         return self._transform.forward(rows) if self._transform.transforms else rows
@@ -441,7 +441,7 @@ class ReplayBuffer:
                     "rb[...] = ... goes along time; use rb.storage[time, env] = ... for single environments"
                 )
             if not _is_int(index):
-                items = swap_dims(items, self._time_dim, to_time=False)
+                items = move_dim(items, self._time_dim, 0)
         elif type(items) is list:
             items = self._as_batch(items, 0)
         with self._undisturbed():
@@ -452,14 +452,14 @@ class ReplayBuffer:
         transform, storage = self._transform, self._storage
         if not transform.transforms:
             return items
-        if not transform.write_in_order:
-            return transform.write(Writing(items, storage.ndim, self._time_dim, in_place=True)).items
+        if not transform.inverse_in_order:
+            return transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, in_place=True)).items
         with storage.mutex:
             if type(items) is list:
-                items = stack_rows(items, self._time_dim)
+                items = stack(items, self._time_dim)
             before = transform.remember()
             try:
-                return transform.write(Writing(items, storage.ndim, self._time_dim, in_place=True)).items
+                return transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, in_place=True)).items
             except BaseException:
                 transform.undo(before)
                 raise
@@ -484,7 +484,7 @@ class ReplayBuffer:
         with self._undisturbed(), storage._exclusive("update_if_present"):
             present = (storage.lanes.generations(slots) == expected) & (expected >= 0)
             if bool(present.any()):
-                storage.overwrite(slots[present], chosen(values, present), self._writer.index_key)
+                storage.overwrite(slots[present], select_rows(values, present), self._writer.index_key)
         return present
 
     def empty(self, empty_write_count: bool = True) -> None:

@@ -14,6 +14,7 @@ from engram.data.replay_buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.writers.round_robin import TensorDictRoundRobinWriter, Writer
+from engram.pytree import get_entry
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
@@ -102,7 +103,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if all(p is None for p in each):
                 return None
             return torch.cat([torch.tensor([torch.nan], dtype=torch.float64) if p is None else p for p in each])
-        given = _get(items, self._priority_key)
+        given = get_entry(items, self._priority_key)
         if given is None:
             return None
         dims = self._storage.ndim - 1 if single else self._storage.ndim
@@ -133,16 +134,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
             raise KeyError(f"the batch needs 'index' and {self._priority_key!r}; its keys are {keys}") from None
         generation = batch["generation"] if "generation" in batch.keys() else None  # noqa: SIM118 -- a TensorDict iterates over rows
         self.update_priority(index, priority, generation)
-
-
-def _get(items: Any, key: Any) -> Any:
-    """What a TensorDict, dict or tensorclass has under a key; None where there is none."""
-    if isinstance(items, dict):
-        for part in key if isinstance(key, tuple) else (key,):
-            items = items.get(part) if isinstance(items, dict) else None
-        return items
-    get = getattr(items, "get", None)
-    return None if get is None else get(key, None)
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
