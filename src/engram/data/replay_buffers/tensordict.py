@@ -8,16 +8,21 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import TypeVar, Unpack
 
-from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.buffer import BufferArguments, ReplayBuffer
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.writers.round_robin import TensorDictRoundRobinWriter, Writer
 from engram.pytree import get_entry
 
+#: What samples are: TensorDicts, or a tensorclass.
+TD = TypeVar("TD", default=TensorDictBase)
 
-class TensorDictReplayBuffer(ReplayBuffer):
+
+class TensorDictReplayBuffer(ReplayBuffer[TD]):
     """A ReplayBuffer whose samples carry `"index"`, for data with keys.
 
     Args:
@@ -37,10 +42,17 @@ class TensorDictReplayBuffer(ReplayBuffer):
         True
     """
 
-    def __init__(self, *args: Any, priority_key: str = "td_error", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        capacity: int | None = None,
+        /,
+        *,
+        priority_key: str = "td_error",
+        **kwargs: Unpack[BufferArguments],
+    ) -> None:
         self._priority_key = priority_key
         self._layout_checked: tuple[Any, bool] = (None, True)  # and whether its rows have priorities
-        super().__init__(*args, **kwargs)
+        super().__init__(capacity, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_layout_checked": (None, True)}
