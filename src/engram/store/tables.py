@@ -139,7 +139,7 @@ class RowTable:
         extra: dict[str, Any] | None,
         sequences: bool,
         parts: list[dict[str, Any] | None] | None,
-    ) -> JoinedRows:
+    ) -> JoinedRows | None:
         """As `read`, from tables with the `same_rows` too."""
         tables = [self, *others]
         for table in tables:

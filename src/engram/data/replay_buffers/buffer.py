@@ -33,7 +33,6 @@ from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.storages.base import Storage, as_storage
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
-from engram.data.replay_buffers.storages.tensor import LazyTensorStorage
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer
 from engram.errors import OutOfMemoryError
 from engram.pytree import collate_items, move_dim, select_rows, stack
@@ -96,7 +95,7 @@ class ReplayBuffer:
         checkpointer: Any = None,
         track_generations: bool = False,
     ) -> None:
-        self._storage = _with_capacity(_make_part(storage, "storage", _is_storage), capacity)
+        self._storage = _with_capacity(None if storage is None else as_storage(storage), capacity)
         self._sampler: Any = as_sampler(_make_part(sampler, "sampler", _has_sample) or RandomSampler())
         self._writer = as_writer(_make_part(writer, "writer", _has_write) or self._default_writer())
         self._collate_fn = collate_fn
@@ -482,7 +481,7 @@ class ReplayBuffer:
         values = self._transformed_in_place(values)
         if type(values) is list:
             values = self._as_batch(values, 0)
-        with self._undisturbed(), storage.lanes.exclusive("update_if_present"):
+        with self._undisturbed(), storage._exclusive("update_if_present"):
             present = (storage.lanes.generations(slots) == expected) & (expected >= 0)
             if bool(present.any()):
                 storage.overwrite(slots[present], select_rows(values, present), self._writer.index_key)
@@ -802,10 +801,6 @@ def _make_part(part: Any, name: str, is_one: Callable[[Any], bool]) -> Any:
     raise TypeError(f"{name} must be a {name}, or something without arguments that makes one, got a {kind}")
 
 
-def _is_storage(part: Any) -> bool:
-    return isinstance(part, Storage)
-
-
 def _has_sample(part: Any) -> bool:
     return hasattr(part, "sample") and not isinstance(part, type)
 
@@ -822,17 +817,6 @@ def _with_capacity(storage: Storage | None, capacity: int | None) -> Storage:
         return storage
     storage._limit(capacity)
     return storage
-
-
-def _share(storage: Storage) -> None:
-    """Lets other processes see and write the rows."""
-    if isinstance(storage, LazyTensorStorage):
-        storage.shared = True
-    elif not isinstance(storage, LazyMemmapStorage):
-        raise ValueError(
-            f"shared=True needs LazyTensorStorage or LazyMemmapStorage, whose rows processes can share, "
-            f"not {type(storage).__name__}"
-        )
 
 
 def _checked_batch_size(batch_size: Any) -> int | None:

@@ -192,8 +192,7 @@ def _is_built_in(part: Any) -> bool:
 def check_sampler(buffer: Any, states: dict[str, Any], malformed: Malformed | None) -> None:
     """An error where a sampler's state cannot be that of the rows."""
     storage, sampler = buffer.storage, buffer._sampler
-    several = storage.lanes is None and hasattr(storage, "storages")
-    if "sampler" in states and (several or storage.lanes is not None):
+    if "sampler" in states and (storage._is_ensemble or storage.lanes is not None):
         with damage_of(sampler, malformed):
             sampler._check_state(states["sampler"]["state"], storage)
 

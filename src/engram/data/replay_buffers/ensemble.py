@@ -152,12 +152,15 @@ class EnsembleReader:
                 reader.entries(draw.index, draw.info) or None for reader, draw in zip(readers, draws, strict=True)
             ]
         read = readers[0].storage._read_many(others, index, shape, extra, generations, entries_of_parts)
-        if read is None or read.overwritten is not None or read.absent is not None:
+        if read is None:
+            return None
+        batch, generation = read.batch, read.sequences
+        if read.overwritten is not None or read.absent is not None:
             return None  # rows that are gone are drawn anew by their own member
         for reader, draw in zip(readers, draws, strict=True):
             if reader.find_stale(draw.slots, draw.info) is not None:
                 return None
-        batch, generation, parts = read.batch, read.sequences, read.parts or []
+        parts = read.parts or []
         if generation is not None:
             info["generation"] = generation.view(shape)
             if extra is not None and readers[0].with_generation:

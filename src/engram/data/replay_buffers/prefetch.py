@@ -145,5 +145,5 @@ class Prefetcher:
         self._queue.clear()
 
 
-# Runs after that of the samplers, which are imported here.
+# After that of the samplers, which are imported here.
 _live: weakref.WeakSet[Prefetcher] = fork_registry(Prefetcher.after_fork)

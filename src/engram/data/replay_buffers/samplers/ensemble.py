@@ -144,7 +144,7 @@ class SamplerEnsemble(Sampler, built_in=True):
         return len(self._samplers)
 
     def check_storage(self, storage: Storage) -> None:
-        members = getattr(storage, "storages", None)
+        members = storage._members() if storage._is_ensemble else None
         if members is None or len(members) != len(self._samplers):
             what = f"a {type(storage).__name__}" if members is None else f"{len(members)} storages"
             raise ValueError(f"{len(self._samplers)} samplers are for an ensemble of as many storages, not {what}")

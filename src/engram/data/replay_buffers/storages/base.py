@@ -68,6 +68,8 @@ class Storage(abc.ABC):
 
     # Whether any objects are stored one by one, so that reading several gives a list of them.
     _holds_items: ClassVar[bool] = False
+    # Whether it has no rows of its own, but members that have.
+    _is_ensemble: ClassVar[bool] = False
     # Whether its steps can be saved as items, one by one (`StoredSteps`).
     _saved_as_items: ClassVar[bool] = True
 
@@ -543,8 +545,8 @@ class Storage(abc.ABC):
 
     def _rebase_sampler(self, sampler: Any) -> None:
         """After a load: tells a sampler by how much the sequences of its rows have changed."""
-        if self.lanes is not None and hasattr(sampler, "adopt"):
-            sampler.adopt(self.lanes.store.incarnation, self._sequence_shifts)
+        if self.lanes is not None:
+            sampler._rebase(self.lanes.store.incarnation, self._sequence_shifts)
 
     # ---- forks and copies ----
     def _after_fork(self) -> None:
@@ -637,8 +639,9 @@ def as_storage(storage: Any) -> Storage:
         storage = storage() if callable(storage) else storage
     if not isinstance(storage, Storage):
         raise TypeError(
-            f"storage must be a Storage or something that makes one, got a {type(storage).__name__}; "
-            "TensorStorage(data) stores in tensors that exist, ListStorage(n) takes any objects"
+            "storage must be a storage, or something without arguments that makes one, got a "
+            f"{type(storage).__name__}; TensorStorage(data) stores in tensors that exist, ListStorage(n) takes any "
+            "objects"
         )
     _check_signatures(type(storage))
     return storage

@@ -36,6 +36,7 @@ class StorageEnsemble(Storage):
         (2, 20)
     """
 
+    _is_ensemble: ClassVar[bool] = True
     _saved_as_items: ClassVar[bool] = False
 
     def __init__(self, *storages: Storage, transforms: Any = None, checkpointer: Any = None) -> None:
