@@ -430,6 +430,6 @@ def _check_value(key: Any, value: Any, spec: Any) -> None:
         return
     kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
     raise ValueError(
-        f"the environment gave {key!r} as {kind}, and its spec is {spec.dtype} {tuple(spec.shape)}; correct the "
+        f"the environment gave {key!r} as {kind}, and its spec says {spec.dtype} {tuple(spec.shape)}; correct the "
         "environment or its spec"
     )

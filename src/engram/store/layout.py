@@ -174,8 +174,8 @@ class RowLayout:
                 )
             if tensor.ndim < batch_dims:
                 raise ValueError(
-                    f"{pytree.format_key(path)} has shape {list(tensor.shape)}, the batch {batch_dims} dimensions"
-                    + _list_advice(path)
+                    f"{pytree.format_key(path)} has shape {list(tensor.shape)}, but the batch has {batch_dims} "
+                    "dimensions" + _list_advice(path)
                 )
             leaves.append(LeafSpec(path, tensor.dtype, tuple(tensor.shape[batch_dims:])))
         return cls(root, leaves)

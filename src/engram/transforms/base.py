@@ -42,12 +42,12 @@ class TransformStep(NamedTuple):
 
 
 class Deferred(NamedTuple):
-    """A transform that changes whole batches that were collected without it, as it would have changed each step."""
+    """The form of a transform that is applied to whole batches after they were collected, instead of to each step."""
 
     writes: tuple[Key, ...]  #: the root entries that it makes or changes
     limit: int | None  #: the number of steps after which it truncates an episode
-    #: Changes a batch `[*batch, T]` in TED in place, and goes on where the last batch ended. A mask, bool `[N, T]`,
-    #: says which of its steps follow a reset.
+    #: Changes a batch `[*batch, T]` in TED in place, and continues where the last batch ended. A mask, bool `[N, T]`,
+    #: marks the steps that follow a reset.
     apply: Callable[[TensorDictBase, Tensor], None]
 
 
@@ -125,7 +125,7 @@ class EnvTransformMixin:
         return [TransformStep(self, self._reset, self._step, self._inv_call if self._inverts() else None)]
 
     def deferred(self) -> Deferred | None:
-        """The same work done on whole batches; None where only step by step will do."""
+        """The same transform for whole batches; None if it must see each step."""
         return None
 
     @cached_property

@@ -248,10 +248,10 @@ class TrajectoryTransform(Transform, built_in=True):
 
     # ---- environments ----
     def for_env(self: Self, specs: EnvSpecs) -> Self:
-        here = copy.copy(self)
-        here._carry_over = None
-        here._init_env_state(specs)
-        return here
+        own = copy.copy(self)
+        own._carry_over = None
+        own._init_env_state(specs)
+        return own
 
     def _init_env_state(self, specs: EnvSpecs) -> None:
         """Sets the state of an environment before its first reset."""
