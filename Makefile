@@ -12,7 +12,7 @@ WORKERS ?= 2
 help:
 	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (about 3 minutes)"
 	@echo "make test       the tests"
-	@echo "make check      ruff, mypy, layering, stubs"
+	@echo "make check      ruff, mypy, pyright, layering, stubs"
 	@echo "make bench      ours against other replay libraries (about twenty minutes)"
 	@echo "make instructions  instructions of our commonest calls, against benchmarks/instructions.json (a minute; valgrind)"
 	@echo "make test-search  the property tests, ten times over with new examples"
@@ -36,7 +36,7 @@ $(VENV)/.engram: $(VENV)/.run pyproject.toml CMakeLists.txt $(NATIVE_SOURCES)
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing the tools of tests and checks into $(VENV): a minute, once"
-	$(INSTALL) -c constraints.txt pytest pytest-xdist hypothesis ruff mypy h5py pyarrow
+	$(INSTALL) -c constraints.txt pytest pytest-xdist hypothesis ruff mypy "pyright[nodejs]" h5py pyarrow
 	@touch $@
 
 demo: $(VENV)/.engram
@@ -63,6 +63,7 @@ check: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m ruff check src tests benchmarks examples
 	$(VENV)/bin/python -m ruff format --check src tests benchmarks examples
 	$(VENV)/bin/python -m mypy
+	$(VENV)/bin/python -m pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/python -m pytest -q tests/test_layering.py tests/native/test_stubs.py
 
 format: $(VENV)/.dev

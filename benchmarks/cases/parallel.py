@@ -99,7 +99,7 @@ def _steps(channel: Any, seat: Any, make: Callable[[], Any], n: int) -> None:
 
 
 def _engine(env: ParallelEnv) -> Turn:
-    engine = env.batch_engine()
+    engine = env.vector_engine()
     assert engine is not None
     engine.reset()
     actions = np.zeros(engine.n, np.int64)

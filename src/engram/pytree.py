@@ -1,348 +1,502 @@
-"""The forms that data come in (TensorDict, dict, list, tuple, tensorclass, tensor) and the way there and back.
+"""Every form that a batch can have: TensorDict, dict, list, tuple, tensorclass, tensor. Nobody else walks them.
 
-A form is a small tree of nodes over numbered leaves. It is made from the first batch, is JSON-serialisable, and
-turns later batches into lists of leaves and lists of leaves into batches. The native codec does the same for
-plain TensorDicts and dicts; here is the general way, and here are the errors.
+The functions are in five groups:
+
+- **What is it?** `is_tensorclass`, `has_keys`, `has_batch_size`.
+- **Keys**: `as_key`, `as_keys`, `as_path`, `key_path`, `format_key`.
+- **Entries**: `get_entry`, `get_tensor`, `require_tensor`, `set_entry`, `set_per_item`, `with_entry`, `remove_entry`,
+  `without_entries`, `leaf_keys`.
+- **Whole batches**: `map_outermost`, `move_dim`, `flatten_dims`, `expand`, `select_rows`, `stack`, `collate_items`,
+  `unstack`, `clone`, `copy_containers`, `count_bytes`.
+- **The form without the data**: `TreeSpec`, made by `describe`; `flatten` and `unflatten` go to a list of leaves and
+  back. The native codec does the same for plain TensorDicts and dicts; this is the general way, which has the errors.
+
+Leaves are tensors, or what becomes one: numpy arrays and Python numbers (`as_tensor`, `as_leaf`).
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import operator
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Union
+from typing import Any, TypeGuard, Union
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensorclass
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.errors import is_masked, masked_array
 
-KeyPath = tuple[Any, ...]
-_DEEPEST = 100
+Key = Union[str, tuple[str, ...]]
+Keys = Union[Key, Sequence[Key], None]
+KeyPath = tuple[Any, ...]  # of any leaf: strings, and integers for the members of lists and tuples
+_MAX_DEPTH = 100
 
 
-@dataclasses.dataclass
-class Node:
-    """One node of a form: `kind` is leaf, td, dict, list, tuple, class or constant."""
-
-    kind: str
-    leaf: int = -1
-    keys: tuple[str, ...] = ()
-    children: tuple[Node, ...] = ()
-    batch: tuple[int, ...] = ()  # a TensorDict's batch dimensions after those of the batch
-    constant: Any = None
-    cls: type | None = None  # a tensorclass: known to the process that wrote, never named in a file
-
-    def to_json(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"kind": "td" if self.kind == "class" else self.kind}
-        if self.kind == "class":
-            return self.children[0].to_json()
-        if self.kind == "leaf":
-            made["leaf"] = self.leaf
-        elif self.kind == "constant":
-            made["constant"] = self.constant
-        else:
-            children = list(map(Node.to_json, self.children))
-            made |= {"keys": list(self.keys), "children": children, "batch": [*self.batch]}
-        return made
-
-    @classmethod
-    def from_json(cls, made: dict[str, Any], depth: int = 0) -> Node:
-        """Reads what `to_json` wrote; ValueError, KeyError, TypeError or AttributeError where it is not that."""
-        kind = made["kind"]
-        if kind not in ("leaf", "td", "dict", "list", "tuple", "constant"):
-            raise ValueError(
-                f"a layout has nodes of the kinds leaf, td, dict, list, tuple and constant; found {kind!r}"
-            )
-        if depth > _DEEPEST:
-            raise ValueError(f"a layout has a form of at most {_DEEPEST} levels")
-        children = tuple(map(functools.partial(cls.from_json, depth=depth + 1), made.get("children", ())))
-        keys, leaf, batch = tuple(made.get("keys", ())), made.get("leaf", -1), tuple(made.get("batch", ()))
-        named = kind in ("td", "dict")
-        fits = len(keys) == (len(children) if named else 0) and len(set(keys)) == len(keys)
-        if not fits or (children and kind in ("leaf", "constant")):
-            raise ValueError(f"a {kind} of a layout has the keys {keys[:9]} for {len(children)} entries")
-        sizes = (leaf + 1, *batch)
-        if not {*map(type, keys)} <= {str} or {*map(type, sizes)} != {int} or min(sizes) < 0:
-            raise ValueError(f"a {kind} of a layout has the keys {keys[:9]}, the number {leaf!r}, the sizes {batch!r}")
-        return cls(kind, leaf, keys, children, batch, made.get("constant"))
-
-    def paths(self) -> list[KeyPath]:
-        """The path of each leaf, by its number; ValueError where the numbers are not 0 to n - 1."""
-        found: list[tuple[int, KeyPath]] = []
-        self._visit((), lambda node, path: found.append((node.leaf, path)) if node.kind == "leaf" else None)
-        found.sort(key=operator.itemgetter(0))
-        if [number for number, _ in found] != list(range(len(found))):
-            raise ValueError("the leaves of a layout's form are not numbered from 0 on")
-        return [path for _, path in found]
-
-    def batches(self) -> dict[KeyPath, tuple[int, ...]]:
-        """The batch dimensions of TensorDicts that have more than the batch, by path."""
-        found: dict[KeyPath, tuple[int, ...]] = {}
-        self._visit((), lambda node, path: found.update({path: node.batch}) if node.batch else None)
-        return found
-
-    def constants(self) -> dict[KeyPath, Any]:
-        """What is no tensor, by path."""
-        found: dict[KeyPath, Any] = {}
-        self._visit((), lambda node, path: found.update({path: node.constant}) if node.kind == "constant" else None)
-        return found
-
-    @property
-    def within(self) -> tuple[int, ...]:
-        """Batch dimensions of the root after those of the batch: of items that are whole trajectories."""
-        return self.children[0].batch if self.kind == "class" else self.batch
-
-    def renumbered(self, numbers: list[int]) -> Node:
-        """The same form, its leaf i being leaf `numbers[i]`."""
-        leaf = numbers[self.leaf] if self.kind == "leaf" else self.leaf
-        return dataclasses.replace(self, leaf=leaf, children=tuple(c.renumbered(numbers) for c in self.children))
-
-    def _visit(self, path: KeyPath, see: Callable[[Node, KeyPath], object]) -> None:
-        see(self, path)
-        keys = self.keys or range(len(self.children))
-        for key, child in zip(keys, self.children, strict=True):
-            child._visit(path if self.kind == "class" else (*path, key), see)
-
-    def is_plain(self) -> bool:
-        """Whether the native codec knows this form: TensorDicts, dicts and leaves alone."""
-        return self.kind in ("leaf", "td", "dict") and all(map(Node.is_plain, self.children))
-
-    def native(self) -> tuple[Any, ...]:
-        """The form as the native codec takes it."""
-        if self.kind == "leaf":
-            return ("leaf", self.leaf)
-        items = tuple(zip(self.keys, map(Node.native, self.children), strict=True))
-        return (self.kind, items, self.batch) if self.kind == "td" else (self.kind, items)
+# ---- what is it? ----
+_KEYED = (TensorDictBase, dict)
 
 
-def show(path: KeyPath) -> str:
+def is_tensorclass(obj: Any) -> bool:
+    """Whether it is an instance of a tensorclass (`NonTensorData` is one)."""
+    return hasattr(type(obj), "_from_tensordict")
+
+
+def has_keys(batch: Any) -> TypeGuard[Any]:
+    """Whether its entries are read by key: a TensorDict, a dict or a tensorclass."""
+    kind = type(batch)  # first what is most common: each sample of slices asks
+    return kind is TensorDict or isinstance(batch, _KEYED) or hasattr(kind, "_from_tensordict")
+
+
+def has_batch_size(batch: Any) -> TypeGuard[Any]:
+    """Whether it has a `batch_size`, so that its batch dimensions need not be guessed: a TensorDict or tensorclass."""
+    kind = type(batch)
+    return kind is TensorDict or isinstance(batch, TensorDictBase) or hasattr(kind, "_from_tensordict")
+
+
+# ---- keys ----
+def as_key(key: Any) -> Key:
+    """A key in its one form: a string, or a tuple of two strings or more.
+
+    Raises:
+        TypeError: it is neither a string nor a tuple of strings.
+    """
+    path = as_path(key)
+    return path[0] if len(path) == 1 else path
+
+
+def as_keys(keys: Keys) -> list[Key]:
+    """A list of keys from a list, one string, or None. A tuple at the root is one nested key."""
+    if keys is None:
+        return []
+    return [as_key(keys)] if isinstance(keys, str | tuple) else [as_key(key) for key in keys]
+
+
+def as_path(key: Any, argument: str = "") -> tuple[str, ...]:
+    """The path of a key that a user gave: a tuple of one string or more.
+
+    Raises:
+        TypeError: it is neither a string nor a tuple of strings; the message names the argument.
+    """
+    path = (key,) if isinstance(key, str) else key
+    if not isinstance(path, tuple) or not path or not all(isinstance(part, str) for part in path):
+        prefix = f"{argument}: " if argument else ""
+        raise TypeError(f"{prefix}a key is a string or a tuple of strings, got {key!r}")
+    return path
+
+
+def key_path(key: Key) -> tuple[str, ...]:
+    """The path of a key that has been checked: a tuple."""
+    return (key,) if isinstance(key, str) else key
+
+
+def format_key(path: KeyPath) -> str:
     """A leaf's name as a user writes it: `'reward'`, `('next', 'reward')`, `the tensor` at the root."""
     if not path:
         return "the tensor"
     return repr(path[0]) if len(path) == 1 else repr(path)
 
 
-def describe(obj: Any, batch_dims: int) -> tuple[Node, list[tuple[KeyPath, Any]]]:
-    """The form of a batch, and its leaves by path."""
-    leaves: list[tuple[KeyPath, Any]] = []
-    return _describe(obj, batch_dims, (), leaves), leaves
+# ---- entries ----
+def get_entry(batch: Any, key: Key | KeyPath) -> Any:
+    """What a batch holds under a key or path, as it is; None where it has no such entry.
+
+    Paths lead through TensorDicts, dicts and tensorclasses by string, through lists and tuples by integer.
+    """
+    for part in (key,) if type(key) is str else key:
+        kind = type(batch)
+        if kind is TensorDict:
+            batch = batch._tensordict.get(part)  # `get` takes ten times as long
+        elif kind is dict or has_keys(batch):
+            batch = batch.get(part, None)
+        elif isinstance(batch, tuple | list):
+            batch = batch[part] if type(part) is int and part < len(batch) else None
+        else:
+            return None
+    return batch
 
 
-def _describe(obj: Any, batch_dims: int, path: KeyPath, leaves: list[tuple[KeyPath, Any]]) -> Node:
-    if isinstance(obj, NonTensorData | NonTensorStack):
-        return Node("constant", constant=_constant(obj, path))
-    if is_tensorclass(obj) and not isinstance(obj, type):
-        return Node("class", cls=type(obj), children=(_describe(_inner(obj), batch_dims, path, leaves),))
-    if isinstance(obj, TensorDictBase):
-        items = sorted_items(obj, path)
-        children = tuple(_describe(v, batch_dims, (*path, k), leaves) for k, v in items)
-        return Node("td", keys=tuple(k for k, _ in items), children=children, batch=tuple(obj.batch_size[batch_dims:]))
-    if isinstance(obj, dict):
-        for key in obj:
-            if not isinstance(key, str):
-                raise TypeError(f"keys must be strings, found {key!r} under {show(path)}")
-        children = tuple(_describe(v, batch_dims, (*path, k), leaves) for k, v in obj.items())
-        return Node("dict", keys=tuple(obj), children=children)
-    if isinstance(obj, list | tuple):
-        children = tuple(_describe(v, batch_dims, (*path, i), leaves) for i, v in enumerate(obj))
-        return Node("list" if isinstance(obj, list) else "tuple", children=children)
-    leaves.append((path, obj))
-    return Node("leaf", leaf=len(leaves) - 1)
+def get_tensor(batch: Any, key: Key | KeyPath) -> Any:
+    """`get_entry`, a number or a numpy array as a tensor."""
+    value = get_entry(batch, key)
+    if isinstance(value, bool | int | float | np.ndarray | np.generic):
+        return as_leaf(value, (key,) if isinstance(key, str) else key)
+    return value
 
 
-def _inner(obj: Any) -> TensorDictBase:
-    return obj._tensordict
-
-
-def sorted_items(td: TensorDictBase, path: KeyPath = ()) -> list[tuple[str, Any]]:
-    """Keys with their values; entries without tensors as the objects that carry them.
+def require_tensor(batch: Any, key: Key, who: str) -> Any:
+    """`get_tensor` of an entry that must exist; `who` needs it.
 
     Raises:
-        ValueError: members of a lazy stack have different keys, or entries that do not stack; the message names them.
+        KeyError: the batch has no such entry; the message names the key, and the keys that exist.
+        TypeError: the batch has no keys.
     """
-    if isinstance(td, LazyStackedTensorDict):
-        return _stacked_items(td, path)
-    return [(k, td._get_str(k, default=None)) for k in td.keys()]  # noqa: SIM118 -- a TensorDict iterates over rows
+    value = get_tensor(batch, key) if has_keys(batch) else None
+    if value is None:
+        raise missing_key_error(batch, [key], who)
+    return value
 
 
-def _stacked_items(stack: LazyStackedTensorDict, path: KeyPath) -> list[tuple[str, Any]]:
-    missing = sorted(_of_some_members(stack))
-    if missing:
-        raise ValueError(
-            f"only some members of a lazy stack have {', '.join(show((*path, k)) for k in missing)}; a row of this "
-            "storage has every key: give them all the same keys, or use a ListStorage. Nothing was written"
+def missing_key_error(batch: Any, keys: Sequence[Key], who: str) -> Exception:
+    """The error to raise where `who` needs one of these keys and the batch has none of them."""
+    if not has_keys(batch):
+        return TypeError(
+            f"{who} works on keys, and a {type(batch).__name__} has none; give it TensorDicts, dicts or tensorclasses, "
+            "or use a callable as the transform"
         )
-    items = []
-    for key in stack.keys():  # noqa: SIM118
-        try:
-            items.append((key, stack._get_str(key, default=None)))
-        except RuntimeError as error:
-            raise ValueError(
-                f"{show((*path, key))} has different shapes in the members of a lazy stack, and a row of this storage "
-                f"has one: {error}. Nothing was written"
-            ) from error
-    return items
+    return KeyError(f"{who} needs the key {' or '.join(map(repr, keys))}; the batch has {leaf_keys(batch)}")
 
 
-def _of_some_members(stack: LazyStackedTensorDict) -> set[str]:
-    """The keys that not all members of a lazy stack have, at its root."""
-    every, shared = set[str](), set(stack.keys())
-    for member in stack.tensordicts:
-        every.update(member.keys())
-        if isinstance(member, LazyStackedTensorDict):
-            every |= _of_some_members(member)
-    return every - shared
+def set_entry(batch: Any, key: Key, value: Any) -> None:
+    """Sets an entry in place. TensorDicts and dicts on the way are created where they are missing.
 
-
-def _constant(obj: Any, path: KeyPath) -> Any:
-    """The JSON value that a NonTensorData (or a stack of equal ones) carries."""
-    data = obj.data if isinstance(obj, NonTensorData) else obj.tolist()
-    if isinstance(obj, NonTensorStack):
-        flat = _flat(data)
-        if any(value != flat[0] for value in flat[1:]):
-            raise TypeError(
-                f"{show(path)} holds values that differ from step to step and are no tensors; "
-                "a ListStorage keeps any object"
-            )
-        data = flat[0] if flat else None
-    if not _is_json(data):
-        raise TypeError(
-            f"{show(path)} holds a {type(data).__name__}, which is neither a tensor nor a constant JSON value; "
-            "a ListStorage keeps any object"
-        )
-    return data
-
-
-def _flat(data: Any) -> list[Any]:
-    return [x for part in data for x in _flat(part)] if isinstance(data, list) else [data]
-
-
-def _is_json(data: Any) -> bool:
-    if isinstance(data, dict):
-        return all(isinstance(k, str) and _is_json(v) for k, v in data.items())
-    if isinstance(data, list):
-        return all(_is_json(v) for v in data)
-    return data is None or type(data) in (bool, int, float, str)
-
-
-def flatten(node: Node, obj: Any, path: KeyPath = ()) -> list[Any]:
-    """The leaves of `obj` by their numbers; a ValueError names what is missing, new or different."""
-    out: dict[int, Any] = {}
-    _flatten(node, obj, path, out)
-    return [out[number] for number in range(len(out))]
-
-
-def _flatten(node: Node, obj: Any, path: KeyPath, out: dict[int, Any]) -> None:
-    if node.kind == "class":
-        return _flatten(node.children[0], obj, path, out)
-    if is_tensorclass(obj) and not isinstance(obj, type) and not isinstance(obj, NonTensorData | NonTensorStack):
-        obj = _inner(obj)
-    if node.kind == "constant":
-        found = _constant(obj, path) if isinstance(obj, NonTensorData | NonTensorStack) else obj
-        if found != node.constant:
-            raise ValueError(f"{show(path)} is the constant {node.constant!r} in this storage, found {found!r}")
-    elif node.kind == "leaf":
-        if isinstance(obj, TensorDictBase | dict | list | tuple):
-            raise ValueError(f"{show(path)} is a tensor in this storage, found a {type(obj).__name__}")
-        out[node.leaf] = obj
-    elif node.kind in ("td", "dict"):
-        for child, value, key in _matching(node, obj, path):
-            _flatten(child, value, (*path, key), out)
-    else:
-        wanted = list if node.kind == "list" else tuple
-        if not isinstance(obj, wanted) or len(obj) != len(node.children):
-            raise ValueError(
-                f"{show(path)} is a {node.kind} of {len(node.children)} in this storage, found {obj!r:.80}"
-            )
-        for i, child in enumerate(node.children):
-            _flatten(child, obj[i], (*path, i), out)
-
-
-def _matching(node: Node, obj: Any, path: KeyPath) -> list[tuple[Node, Any, str]]:
-    if isinstance(obj, TensorDictBase):
-        items = dict(sorted_items(obj, path))
-    elif isinstance(obj, dict):
-        items = obj
-    else:
-        raise ValueError(f"{show(path)} has the keys {list(node.keys)} in this storage, found a {type(obj).__name__}")
-    missing = [k for k in node.keys if k not in items]
-    new = [k for k in items if k not in node.keys]
-    if missing or new:
-        said = [f"{show((*path, k))} is missing" for k in missing]
-        said += [f"{show((*path, k))} is not in this storage" for k in new]
-        raise ValueError(
-            "; ".join(said) + f" (its keys here: {list(node.keys)}). Every batch needs the keys of the first; "
-            "nothing was written"
-        )
-    return [(c, items[k], k) for k, c in zip(node.keys, node.children, strict=True)]
-
-
-def unflatten(node: Node, leaves: list[Tensor], lead: tuple[int, ...], device: Any) -> Any:
-    """The batch with these leaves."""
-    if node.kind == "leaf":
-        return leaves[node.leaf]
-    if node.kind == "constant":
-        return NonTensorData(node.constant, batch_size=lead, device=device)
-    made = [unflatten(c, leaves, lead, device) for c in node.children]
-    if node.kind == "class":
-        assert node.cls is not None
-        return node.cls._from_tensordict(made[0])  # type: ignore[attr-defined]
-    if node.kind == "td":
-        return TensorDict(dict(zip(node.keys, made, strict=True)), batch_size=(*lead, *node.batch), device=device)
-    if node.kind == "dict":
-        return dict(zip(node.keys, made, strict=True))
-    return made if node.kind == "list" else tuple(made)
+    Raises:
+        KeyError: a tensorclass on the way has no such field.
+    """
+    *parents, last = key_path(key)
+    for part in parents:
+        child = batch.get(part, None) if isinstance(batch, dict) else get_entry(batch, part)
+        if child is None and isinstance(batch, dict):
+            child = batch[part] = {}
+        if child is None or (isinstance(batch, TensorDictBase) and isinstance(child, TensorDictBase)):
+            break  # a TensorDict's own `set` takes the rest of the path
+        batch, key = child, key_path(key)[1:]
+    if isinstance(batch, dict):
+        batch[last] = value
+        return
+    first = key_path(key)[0]
+    if is_tensorclass(batch) and first not in _field_names(batch):
+        raise KeyError(f"{type(batch).__name__} has no field {first!r}; its fields are {_field_names(batch)}")
+    batch.set(key, value)
 
 
 def with_entry(batch: Any, key: str, value: Any) -> Any:
-    """A shallow copy of a TensorDict, dict or tensorclass with one more entry; what the caller has is not touched."""
-    copy = batch.copy()
-    put_entry(copy, key, value)
-    return copy
+    """A shallow copy of a TensorDict, dict or tensorclass with one more entry; the caller's object stays as it is."""
+    twin = batch.copy()
+    _set_at_root(twin, key, value)
+    return twin
 
 
-def put_entry(batch: Any, key: str, value: Any) -> None:
-    """One more entry in a TensorDict, dict or tensorclass."""
+def set_per_item(batch: Any, key: str, value: Any, lead: int = 1) -> None:
+    """Sets an entry `[*lead, ...]` in place, a value for each item.
+
+    Items with batch dimensions of their own (whole trajectories) get it once for each of their steps.
+    """
+    if isinstance(value, Tensor) and not isinstance(batch, dict) and len(batch.batch_size) > lead:
+        value = repeat_per_step(value, lead, tuple(batch.batch_size[lead:]))
+    _set_at_root(batch, key, value)
+
+
+def repeat_per_step(value: Tensor, lead: int, inner: tuple[int, ...]) -> Tensor:
+    """A value for each item, `[*lead, ...]`, for each of the item's steps: `[*lead, *inner, ...]`, in new memory."""
+    first, rest = value.shape[:lead], value.shape[lead:]
+    return value.reshape((*first, *(1 for _ in inner), *rest)).expand((*first, *inner, *rest)).contiguous()
+
+
+def _set_at_root(batch: Any, key: str, value: Any) -> None:
     if isinstance(batch, dict):
         batch[key] = value
     else:
         batch.set(key, value)
 
 
-def spread(value: Tensor, lead: int, within: tuple[int, ...]) -> Tensor:
-    """What is said of items `[*lead, ...]` for each of their steps: `[*lead, *within, ...]`, with memory of its own."""
-    first, rest = value.shape[:lead], value.shape[lead:]
-    return value.reshape((*first, *(1 for _ in within), *rest)).expand((*first, *within, *rest)).contiguous()
+def remove_entry(batch: Any, key: Key) -> None:
+    """Removes an entry in place.
+
+    Raises:
+        TypeError: a tensorclass cannot lose a field.
+    """
+    *parents, last = key_path(key)
+    for part in parents:
+        batch = batch[part] if isinstance(batch, dict) else batch.get(part)
+    if is_tensorclass(batch):
+        raise TypeError(f"{type(batch).__name__} cannot lose its field {last!r}; store TensorDicts instead")
+    batch.pop(last)
 
 
-def put_of_items(batch: Any, key: str, value: Any, lead: int = 1) -> None:
-    """One more entry, `[*lead, ...]`, of a batch whose items may have batch dimensions of their own."""
-    if isinstance(value, Tensor) and not isinstance(batch, dict) and len(batch.batch_size) > lead:
-        value = spread(value, lead, tuple(batch.batch_size[lead:]))
-    put_entry(batch, key, value)
+def without_entries(batch: Any, paths: Sequence[KeyPath]) -> Any:
+    """The batch without the entries at these paths; the caller's object stays as it is.
+
+    Raises:
+        ValueError: an entry does not exist.
+        TypeError: the batch is no TensorDict or dict, which could lose an entry.
+    """
+    for path in paths:
+        if get_entry(batch, path) is None:
+            raise ValueError(f"exclude names {format_key(path)}, which the steps do not have")
+    if not paths:
+        return batch
+    if isinstance(batch, TensorDictBase):
+        return batch.exclude(*paths)
+    if not isinstance(batch, dict):
+        raise TypeError(f"exclude is for TensorDicts and dicts; the steps are a {type(batch).__name__}")
+    inner = {key: [path[1:] for path in paths if path[0] == key] for key in batch}
+    return {key: without_entries(value, inner[key]) for key, value in batch.items() if () not in inner[key]}
 
 
-def entry(batch: Any, path: KeyPath) -> Any:
-    """What a TensorDict, dict, tensorclass, list or tuple holds at a path; None: nothing."""
-    for key in path:
-        kind = type(batch)
-        if kind is TensorDict:
-            batch = batch._tensordict.get(key)  # `get` takes ten times as long
-        elif kind is dict or isinstance(batch, TensorDictBase) or hasattr(kind, "_from_tensordict"):
-            batch = batch.get(key, None)
-        elif kind is tuple or kind is list:
-            batch = batch[key] if type(key) is int and key < len(batch) else None
-        else:
-            return None
-    return batch
+def leaf_keys(batch: Any) -> list[Key]:
+    """The keys of all leaves of a TensorDict, dict or tensorclass; entries that are None are left out."""
+    keys: list[Key] = []
+    for key, value in _root_items(batch):
+        if has_keys(value):
+            keys += [(key, *key_path(inner)) for inner in leaf_keys(value)]
+        elif value is not None:
+            keys.append(key)
+    return keys
+
+
+def _root_items(batch: Any) -> Iterator[tuple[str, Any]]:
+    names = batch.keys() if isinstance(batch, TensorDictBase | dict) else _field_names(batch)
+    return ((key, batch.get(key, None)) for key in names)
+
+
+def _field_names(batch: Any) -> list[str]:
+    """The fields of a tensorclass."""
+    return [field.name for field in dataclasses.fields(batch)]
+
+
+# ---- whole batches ----
+def map_outermost(batch: Any, on_leaf: Callable[[Tensor], Any], on_batch: Callable[[Any], Any] | None = None) -> Any:
+    """A new batch: `on_batch` of every outermost TensorDict or tensorclass, `on_leaf` of every other leaf.
+
+    dicts, lists, tuples and named tuples are rebuilt around the results. `on_batch` is `on_leaf` if None, for what
+    tensors and TensorDicts have in common (`flatten`, `expand`, indexing).
+
+    Raises:
+        TypeError: a leaf is no tensor, array or number; the message names it.
+    """
+    return _map(batch, on_leaf, on_batch or on_leaf, ())
+
+
+def _map(batch: Any, on_leaf: Callable[[Tensor], Any], on_batch: Callable[[Any], Any], path: KeyPath) -> Any:
+    if isinstance(batch, Tensor):
+        return on_leaf(batch)
+    if has_batch_size(batch):
+        return on_batch(batch)
+    if isinstance(batch, dict):
+        return {k: _map(v, on_leaf, on_batch, (*path, k)) for k, v in batch.items()}
+    if isinstance(batch, list | tuple):
+        return _rebuilt(batch, [_map(v, on_leaf, on_batch, (*path, i)) for i, v in enumerate(batch)])
+    return on_leaf(as_leaf(batch, path))
+
+
+def _rebuilt(like: Any, values: list[Any]) -> Any:
+    """A list, tuple or named tuple of the class of `like` with these members."""
+    kind = type(like)
+    return kind._make(values) if hasattr(kind, "_make") else kind(values)
+
+
+def move_dim(batch: Any, source: int, target: int) -> Any:
+    """The batch with one of its batch dimensions in another place, as `torch.movedim` has it: time, above all."""
+    if source == target:
+        return batch
+
+    def permuted(td: Any) -> Any:
+        order = list(range(td.batch_dims))
+        order.insert(target, order.pop(source))
+        return td.permute(*order)
+
+    return map_outermost(batch, lambda leaf: leaf.movedim(source, target), permuted)
+
+
+def flatten_dims(batch: Any, first: int, last: int) -> Any:
+    """The batch with the dimensions `first` to `last`, both included, made one."""
+    return batch if first >= last else map_outermost(batch, lambda part: part.flatten(first, last))
+
+
+def expand(batch: Any, n: int) -> Any:
+    """One step as a batch of n equal ones, without copies."""
+    return map_outermost(batch, lambda part: part.expand(n, *part.shape))
+
+
+def select_rows(rows: Any, mask: Tensor) -> Any:
+    """The rows of a batch, or of a list of items, where the mask (bool [n]) is true.
+
+    Raises:
+        ValueError: the batch does not have one row for each entry of the mask.
+    """
+    if isinstance(rows, dict):
+        return {k: select_rows(v, mask) for k, v in rows.items()}
+    if isinstance(rows, tuple):
+        return _rebuilt(rows, [select_rows(v, mask) for v in rows])
+    if len(rows) != len(mask):
+        raise ValueError(f"{len(mask)} steps are indexed, the values have {len(rows)}; nothing was written")
+    if isinstance(rows, list):
+        return [row for row, is_selected in zip(rows, mask.tolist(), strict=True) if is_selected]
+    return rows[mask.numpy() if isinstance(rows, np.ndarray) else mask]
+
+
+def stack(items: list[Any], dim: int) -> Any:
+    """A list of items as one batch with a new dimension `dim`; all items have the form, shapes and dtypes of the first.
+
+    Raises:
+        ValueError: the list is empty, or its items differ; the message names the leaf.
+    """
+    if not items:
+        raise ValueError("nothing to add: the list is empty")
+    root, first = describe(items[0], 0)
+    if has_batch_size(items[0]):
+        for item in items[1:]:
+            flatten(root, item)
+        return torch.stack(items, dim)
+    columns = [[as_tensor(value, path)] for path, value in first]
+    for item in items[1:]:
+        for column, (path, _), value in zip(columns, first, flatten(root, item), strict=True):
+            tensor = as_tensor(value, path)
+            if tensor.shape != column[0].shape or tensor.dtype != column[0].dtype:
+                raise ValueError(
+                    f"{format_key(path)} is {column[0].dtype} {list(column[0].shape)} in the first item, "
+                    f"{tensor.dtype} {list(tensor.shape)} in another; nothing was written"
+                )
+            column.append(tensor)
+    return unflatten(root, [torch.stack(column, dim) for column in columns], (len(items),), None)
+
+
+def collate_items(items: list[Any]) -> Any:
+    """A list of items as one batch with a new first dimension, as far as they stack.
+
+    Tensors, TensorDicts and tensorclasses are stacked; dicts, tuples, and lists of one length entry by entry; numbers
+    and numpy arrays become tensors. Of anything else it is a list. Devices and gradients stay.
+    """
+    first = items[0]
+    if isinstance(first, Tensor) or has_batch_size(first):
+        return torch.stack(items)
+    if isinstance(first, dict):
+        return {k: collate_items([item[k] for item in items]) for k in first}
+    if isinstance(first, tuple):
+        return tuple(collate_items([item[i] for item in items]) for i in range(len(first)))
+    if isinstance(first, list) and all(isinstance(x, list) and len(x) == len(first) for x in items):
+        return [collate_items([item[i] for item in items]) for i in range(len(first))]
+    if isinstance(first, bool | int | float) or type(first).__module__ == "numpy":
+        return torch.as_tensor(items)
+    if is_masked(first):
+        raise masked_array("the data")
+    return list(items)
+
+
+def unstack(batch: Any, dim: int) -> list[Any]:
+    """The items of a batch along the dimension `dim`; of a list its members.
+
+    dicts and tuples are taken apart entry by entry, and each item is such a dict or tuple.
+
+    Raises:
+        ValueError: the parts have different lengths, or a part is a single item.
+        TypeError: a part is no batch at all.
+    """
+    if isinstance(batch, list):
+        return batch
+    if isinstance(batch, Tensor) or has_batch_size(batch):
+        if not batch.shape:
+            raise ValueError(
+                f"extend takes a batch, found a single {type(batch).__name__}; use add. Nothing was written"
+            )
+        return list(batch.unbind(dim))
+    if isinstance(batch, dict | tuple):
+        parts = dict(batch if isinstance(batch, dict) else enumerate(batch))
+        columns = {k: unstack(v, dim) for k, v in parts.items()}
+        sizes = {k: len(v) for k, v in columns.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"the parts of the batch have different lengths: {sizes}; nothing was written")
+        rows = zip(*columns.values(), strict=True)
+        return [dict(zip(columns, row, strict=True)) for row in rows] if isinstance(batch, dict) else list(rows)
+    try:
+        return list(batch)
+    except TypeError:
+        raise TypeError(
+            f"extend takes a batch or a list of items, found a {type(batch).__name__} ({batch!r:.80}); use add. "
+            "Nothing was written"
+        ) from None
+
+
+def copy_containers(batch: Any) -> Any:
+    """New TensorDicts, dicts and tensorclasses with the same leaves: entries may then be set, the caller's stay."""
+    if isinstance(batch, dict):
+        return {k: copy_containers(v) for k, v in batch.items()}
+    return batch.clone(recurse=False) if has_batch_size(batch) else batch
+
+
+_IMMUTABLE = (int, float, str, bytes, type(None))
+
+
+def clone(item: Any) -> Any:
+    """A copy of an item's tensors, arrays and containers, without gradients; other objects are the same ones.
+
+    Raises:
+        TypeError: it holds a numpy masked array, whose mask would be lost.
+    """
+    kind = type(item)
+    if kind is np.ndarray:  # the cheapest tests first: `isinstance` of a tensor runs Python code
+        return item.copy()
+    if kind is TensorDict and not _may_have_graph(item):
+        return item.clone()
+    if kind is not Tensor and isinstance(item, _IMMUTABLE):
+        return item
+    if isinstance(item, Tensor):
+        return item.detach().clone()
+    if has_batch_size(item):
+        if not _may_have_graph(item):
+            return item.clone()
+        with torch.no_grad():
+            return item.clone()
+    if kind is dict:
+        return {k: clone(v) for k, v in item.items()}
+    if kind in (list, tuple):
+        return kind(clone(v) for v in item)
+    if kind in (OrderedDict, defaultdict, deque) or (isinstance(item, tuple) and hasattr(item, "_fields")):
+        return _cloned_container(item)
+    if is_masked(item):
+        raise masked_array("an entry of the data")
+    if hasattr(item, "copy") and kind.__module__ == "numpy":
+        return item.copy()
+    return item
+
+
+def _cloned_container(item: Any) -> Any:
+    """A named tuple, or a container of the standard library whose constructor takes more than its members."""
+    if isinstance(item, tuple):
+        return _rebuilt(item, [clone(value) for value in item])
+    twin = copy.copy(item)
+    for at, value in list(item.items() if isinstance(item, dict) else enumerate(item)):
+        twin[at] = clone(value)
+    return twin
+
+
+def _may_have_graph(item: Any) -> bool:
+    """Whether a copy of a TensorDict or tensorclass might keep what its values were computed from."""
+    if type(item) is not TensorDict:
+        return True
+    for value in item._tensordict.values():
+        if type(value) is Tensor:  # `isinstance` would run Python code for anything else
+            if value.requires_grad:
+                return True
+        elif _may_have_graph(value):
+            return True
+    return False
+
+
+def count_bytes(item: Any) -> int:
+    """The bytes of all tensors of an item; what is in other objects is not counted."""
+    if isinstance(item, Tensor):
+        return item.numel() * item.itemsize
+    if isinstance(item, TensorDictBase | dict):
+        return sum(count_bytes(v) for v in item.values())
+    if isinstance(item, list | tuple):
+        return sum(count_bytes(v) for v in item)
+    return 0
+
+
+# ---- leaves ----
+def as_leaf(value: Any, path: KeyPath = ()) -> Tensor:
+    """A tensor as it is, on its device and with its gradient; a number or a numpy array as `as_tensor` makes one."""
+    return value if isinstance(value, Tensor) else as_tensor(value, path)
 
 
 def as_tensor(value: Any, path: KeyPath) -> Tensor:
-    """A plain strided CPU tensor with the value of a leaf; a TypeError names the leaf where there is none.
+    """A plain strided CPU tensor with the value of a leaf; a TypeError names a leaf that has none.
 
     Conjugate and negative views are resolved, gradients detached, other devices copied, numpy arrays and Python
     numbers converted.
@@ -351,9 +505,11 @@ def as_tensor(value: Any, path: KeyPath) -> Tensor:
         return _plain(value, path)
     if isinstance(value, np.ndarray | np.generic):
         if is_masked(value):
-            raise masked_array(show(path))
+            raise masked_array(format_key(path))
         if value.dtype.hasobject or value.dtype.kind in "USMmV":
-            raise TypeError(f"{show(path)} is a numpy array of {value.dtype}, which no tensor holds; use a ListStorage")
+            raise TypeError(
+                f"{format_key(path)} is a numpy array of {value.dtype}, which no tensor holds; use a ListStorage"
+            )
         array = np.ascontiguousarray(value).reshape(np.shape(value))
         native = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
         # C's `long long` is an int64 by another name, which torch does not know.
@@ -361,15 +517,15 @@ def as_tensor(value: Any, path: KeyPath) -> Tensor:
     if isinstance(value, bool | int | float | complex):
         return torch.as_tensor(value)
     raise TypeError(
-        f"{show(path)} is a {type(value).__name__}; a storage of tensors takes tensors, numpy arrays, numbers, and "
-        "TensorDicts, dicts, lists and tuples of them. A ListStorage keeps any object"
+        f"{format_key(path)} is a {type(value).__name__}; a storage of tensors takes tensors, numpy arrays, numbers, "
+        "and TensorDicts, dicts, lists and tuples of them. A ListStorage keeps any object"
     )
 
 
 def _plain(t: Tensor, path: KeyPath) -> Tensor:
-    found = _why_not_plain(t)
-    if found is not None:
-        raise TypeError(f"{show(path)} is a {found} tensor; a storage takes dense tensors with data of their own")
+    kind = _unsupported_kind(t)
+    if kind is not None:
+        raise TypeError(f"{format_key(path)} is a {kind} tensor; a storage takes dense tensors with data of their own")
     t = t.detach()
     if t.device.type != "cpu":
         t = t.cpu()
@@ -381,7 +537,8 @@ def _plain(t: Tensor, path: KeyPath) -> Tensor:
     return t
 
 
-def _why_not_plain(t: Tensor) -> str | None:
+def _unsupported_kind(t: Tensor) -> str | None:
+    """What keeps a tensor from having plain memory of its own; None: nothing."""
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return "functorch (vmap, grad)"
     if t.is_nested:
@@ -402,246 +559,272 @@ def _why_not_plain(t: Tensor) -> str | None:
 _NO_DISPATCH = Tensor.__torch_dispatch__
 
 
-Key = Union[str, tuple[str, ...]]
-Keys = Union[Key, Sequence[Key], None]
+# ---- the form without the data ----
+@dataclasses.dataclass
+class TreeSpec:
+    """The form of a batch without its data: a small tree over numbered leaves.
 
-
-def as_key(key: Any) -> Key:
-    """A key in its one form: a string, or a tuple of two strings or more.
-
-    Raises:
-        TypeError: it is neither a string nor a tuple of strings.
+    It is made from the first batch, is JSON-serialisable, and says how later batches become a list of leaves and back.
+    `kind` is leaf, td, dict, list, tuple, class or constant.
     """
-    if isinstance(key, str):
-        return key
-    if isinstance(key, tuple) and key and all(isinstance(part, str) for part in key):
-        return key[0] if len(key) == 1 else key
-    raise TypeError(f"a key is a string or a tuple of strings, got {key!r}")
+
+    kind: str
+    leaf: int = -1
+    keys: tuple[str, ...] = ()
+    children: tuple[TreeSpec, ...] = ()
+    batch: tuple[int, ...] = ()  # batch dimensions that a TensorDict has beyond those of the whole batch
+    constant: Any = None
+    cls: type | None = None  # a tensorclass: only in the process that wrote, never named in a file
+
+    def to_json(self) -> dict[str, Any]:
+        if self.kind == "class":
+            return self.children[0].to_json()
+        if self.kind == "leaf":
+            return {"kind": "leaf", "leaf": self.leaf}
+        if self.kind == "constant":
+            return {"kind": "constant", "constant": self.constant}
+        children = list(map(TreeSpec.to_json, self.children))
+        return {"kind": self.kind, "keys": list(self.keys), "children": children, "batch": [*self.batch]}
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any], depth: int = 0) -> TreeSpec:
+        """Reads what `to_json` wrote; ValueError, KeyError, TypeError or AttributeError where it is not that."""
+        kind = state["kind"]
+        if kind not in ("leaf", "td", "dict", "list", "tuple", "constant"):
+            raise ValueError(
+                f"a layout has nodes of the kinds leaf, td, dict, list, tuple and constant; found {kind!r}"
+            )
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"a layout has a form of at most {_MAX_DEPTH} levels")
+        children = tuple(map(functools.partial(cls.from_json, depth=depth + 1), state.get("children", ())))
+        keys, leaf, batch = tuple(state.get("keys", ())), state.get("leaf", -1), tuple(state.get("batch", ()))
+        has_keys = kind in ("td", "dict")
+        fits = len(keys) == (len(children) if has_keys else 0) and len(set(keys)) == len(keys)
+        if not fits or (children and kind in ("leaf", "constant")):
+            raise ValueError(f"a {kind} of a layout has the keys {keys[:9]} for {len(children)} entries")
+        sizes = (leaf + 1, *batch)
+        if not {*map(type, keys)} <= {str} or {*map(type, sizes)} != {int} or min(sizes) < 0:
+            raise ValueError(f"a {kind} of a layout has the keys {keys[:9]}, the number {leaf!r}, the sizes {batch!r}")
+        return cls(kind, leaf, keys, children, batch, state.get("constant"))
+
+    def paths(self) -> list[KeyPath]:
+        """The path of each leaf, by its number; ValueError where the numbers are not 0 to n - 1."""
+        leaves = [(node.leaf, path) for node, path in self._nodes() if node.kind == "leaf"]
+        leaves.sort(key=operator.itemgetter(0))
+        if [number for number, _ in leaves] != list(range(len(leaves))):
+            raise ValueError("the leaves of a layout's form are not numbered from 0 on")
+        return [path for _, path in leaves]
+
+    def batches(self) -> dict[KeyPath, tuple[int, ...]]:
+        """By path, the batch dimensions that TensorDicts have beyond those of the whole batch, where they have more."""
+        return {path: node.batch for node, path in self._nodes() if node.batch}
+
+    def constants(self) -> dict[KeyPath, Any]:
+        """By path, the entries that are constants instead of tensors."""
+        return {path: node.constant for node, path in self._nodes() if node.kind == "constant"}
+
+    @property
+    def within(self) -> tuple[int, ...]:
+        """The batch dimensions of a single item: `()`, or those of a whole trajectory."""
+        return self.children[0].batch if self.kind == "class" else self.batch
+
+    def renumbered(self, numbers: list[int]) -> TreeSpec:
+        """The same form, its leaf i being leaf `numbers[i]`."""
+        leaf = numbers[self.leaf] if self.kind == "leaf" else self.leaf
+        return dataclasses.replace(self, leaf=leaf, children=tuple(c.renumbered(numbers) for c in self.children))
+
+    def _nodes(self) -> list[tuple[TreeSpec, KeyPath]]:
+        """Every node with its path; without recursion, as loads ask for it often."""
+        nodes: list[tuple[TreeSpec, KeyPath]] = [(self, ())]
+        for node, path in nodes:  # which grows meanwhile
+            keys = node.keys or range(len(node.children))
+            for key, child in zip(keys, node.children, strict=True):
+                nodes.append((child, path if node.kind == "class" else (*path, key)))
+        return nodes
+
+    def is_plain(self) -> bool:
+        """Whether the native codec takes this form: it consists of TensorDicts, dicts and leaves only."""
+        return self.kind in ("leaf", "td", "dict") and all(map(TreeSpec.is_plain, self.children))
+
+    def native(self) -> tuple[Any, ...]:
+        """The form as the native codec takes it."""
+        if self.kind == "leaf":
+            return ("leaf", self.leaf)
+        items = tuple(zip(self.keys, map(TreeSpec.native, self.children), strict=True))
+        return (self.kind, items, self.batch) if self.kind == "td" else (self.kind, items)
 
 
-def as_keys(keys: Keys) -> list[Key]:
-    """A list of keys from a list, one string, or None. A tuple at the root is one nested key."""
-    if keys is None:
-        return []
-    return [as_key(keys)] if isinstance(keys, str | tuple) else [as_key(key) for key in keys]
+def describe(obj: Any, batch_dims: int) -> tuple[TreeSpec, list[tuple[KeyPath, Any]]]:
+    """The form of a batch, and its leaves by path."""
+    leaves: list[tuple[KeyPath, Any]] = []
+    return _describe(obj, batch_dims, (), leaves), leaves
 
 
-def path_of(key: Key) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else key
-
-
-def is_class(obj: Any) -> bool:
-    """Whether it is an instance of a tensorclass."""
-    return not isinstance(obj, type) and hasattr(type(obj), "_from_tensordict")
-
-
-def has_keys(batch: Any) -> bool:
-    return isinstance(batch, TensorDictBase | dict) or is_class(batch)
-
-
-def has_batch_dims(batch: Any) -> bool:
-    """Whether it says itself which of its dimensions are those of the batch."""
-    return isinstance(batch, TensorDictBase) or is_class(batch)
-
-
-def find(batch: Any, key: Key) -> Any:
-    """The entry, None where there is none. Numbers and numpy arrays come as tensors."""
-    for part in path_of(key):
-        if isinstance(batch, dict):
-            batch = batch.get(part)
-        elif isinstance(batch, TensorDictBase) or (is_class(batch) and part in fields(batch)):
-            batch = batch.get(part, None)
-        else:
-            return None
-    return as_leaf(batch, key) if isinstance(batch, bool | int | float | np.ndarray | np.generic) else batch
-
-
-def as_leaf(value: Any, key: Key | None = None) -> Tensor:
-    """A number, an array or a tensor as a tensor.
-
-    Raises:
-        TypeError: a numpy masked array, whose mask would be lost.
-    """
-    if is_masked(value):
-        raise masked_array("the data" if key is None else repr(key))
-    return torch.as_tensor(value)
-
-
-def get(batch: Any, key: Key, who: str) -> Any:
-    """The entry.
-
-    Raises:
-        KeyError: there is none; the message names the key, and the keys that exist.
-        TypeError: the batch has no keys.
-    """
-    found = find(batch, key) if has_keys(batch) else None
-    if found is None:
-        raise missing(batch, [key], who)
-    return found
-
-
-def missing(batch: Any, wanted: Sequence[Key], who: str) -> Exception:
-    """The error for an entry that is not there."""
-    if not has_keys(batch):
-        return TypeError(
-            f"{who} works on keys, and a {type(batch).__name__} has none; give it TensorDicts, dicts or tensorclasses, "
-            "or use a callable as the transform"
+def _describe(obj: Any, batch_dims: int, path: KeyPath, leaves: list[tuple[KeyPath, Any]]) -> TreeSpec:
+    if isinstance(obj, NonTensorData | NonTensorStack):
+        return TreeSpec("constant", constant=_constant(obj, path))
+    if is_tensorclass(obj):
+        return TreeSpec("class", cls=type(obj), children=(_describe(obj._tensordict, batch_dims, path, leaves),))
+    if isinstance(obj, TensorDictBase):
+        items = tensordict_items(obj, path)
+        children = tuple(_describe(v, batch_dims, (*path, k), leaves) for k, v in items)
+        return TreeSpec(
+            "td", keys=tuple(k for k, _ in items), children=children, batch=tuple(obj.batch_size[batch_dims:])
         )
-    return KeyError(f"{who} needs the key {' or '.join(map(repr, wanted))}; the batch has {leaf_keys(batch)}")
+    if isinstance(obj, dict):
+        for key in obj:
+            if not isinstance(key, str):
+                raise TypeError(f"keys must be strings, found {key!r} under {format_key(path)}")
+        children = tuple(_describe(v, batch_dims, (*path, k), leaves) for k, v in obj.items())
+        return TreeSpec("dict", keys=tuple(obj), children=children)
+    if isinstance(obj, list | tuple):
+        children = tuple(_describe(v, batch_dims, (*path, i), leaves) for i, v in enumerate(obj))
+        return TreeSpec("list" if isinstance(obj, list) else "tuple", children=children)
+    leaves.append((path, obj))
+    return TreeSpec("leaf", leaf=len(leaves) - 1)
 
 
-def put(batch: Any, key: Key, value: Any) -> None:
-    """Sets an entry in place; dicts on the way are made.
-
-    Raises:
-        KeyError: a tensorclass on the way has no such field.
-    """
-    *parents, last = path_of(key)
-    for part in parents:
-        below = batch.get(part) if isinstance(batch, dict) else find(batch, part)
-        if below is None and isinstance(batch, dict):
-            below = batch[part] = {}
-        if below is None or (isinstance(batch, TensorDictBase) and isinstance(below, TensorDictBase)):
-            break  # a TensorDict goes on by itself, and makes what it lacks
-        batch, key = below, path_of(key)[1:]
-    if isinstance(batch, dict):
-        batch[last] = value
-        return
-    if is_class(batch) and path_of(key)[0] not in fields(batch):
-        raise KeyError(f"{type(batch).__name__} has no field {path_of(key)[0]!r}; its fields are {fields(batch)}")
-    batch.set(key, value)
-
-
-def drop(batch: Any, key: Key) -> None:
-    """Removes an entry in place.
+def tensordict_items(td: TensorDictBase, path: KeyPath = ()) -> list[tuple[str, Any]]:
+    """A TensorDict's keys and values; `NonTensorData` stay such objects.
 
     Raises:
-        TypeError: a tensorclass cannot lose a field.
+        ValueError: members of a lazy stack have different keys, or entries that do not stack; the message names them.
     """
-    *parents, last = path_of(key)
-    for part in parents:
-        batch = batch[part] if isinstance(batch, dict) else batch.get(part)
-    if is_class(batch):
-        raise TypeError(f"{type(batch).__name__} cannot lose its field {last!r}; store TensorDicts instead")
-    batch.pop(last)
+    if isinstance(td, LazyStackedTensorDict):
+        return _lazy_stack_items(td, path)
+    return [(k, td._get_str(k, default=None)) for k in td.keys()]  # noqa: SIM118 -- a TensorDict iterates over rows
 
 
-def fields(batch: Any) -> list[str]:
-    """The fields of a tensorclass."""
-    return [field.name for field in dataclasses.fields(batch)]
+def _lazy_stack_items(stack: LazyStackedTensorDict, path: KeyPath) -> list[tuple[str, Any]]:
+    partial = sorted(_keys_of_some_members(stack))
+    if partial:
+        raise ValueError(
+            f"only some members of a lazy stack have {', '.join(format_key((*path, k)) for k in partial)}; a row of "
+            "this storage has every key: give them all the same keys, or use a ListStorage. Nothing was written"
+        )
+    items = []
+    for key in stack.keys():  # noqa: SIM118
+        try:
+            items.append((key, stack._get_str(key, default=None)))
+        except RuntimeError as error:
+            raise ValueError(
+                f"{format_key((*path, key))} has different shapes in the members of a lazy stack, and a row of this "
+                f"storage has one: {error}. Nothing was written"
+            ) from error
+    return items
 
 
-def children(batch: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(batch, TensorDictBase | dict):
-        for key in batch.keys():  # noqa: SIM118 -- a TensorDict iterates over rows
-            yield key, batch.get(key)
+def _keys_of_some_members(stack: LazyStackedTensorDict) -> set[str]:
+    """The root keys that some members of a lazy stack have and others lack."""
+    every, shared = set[str](), set(stack.keys())
+    for member in stack.tensordicts:
+        every.update(member.keys())
+        if isinstance(member, LazyStackedTensorDict):
+            every |= _keys_of_some_members(member)
+    return every - shared
+
+
+def _constant(obj: Any, path: KeyPath) -> Any:
+    """The JSON value that a NonTensorData (or a stack of equal ones) carries."""
+    data = obj.data if isinstance(obj, NonTensorData) else obj.tolist()
+    if isinstance(obj, NonTensorStack):
+        flat = _flattened_list(data)
+        if any(value != flat[0] for value in flat[1:]):
+            raise TypeError(
+                f"{format_key(path)} holds values that differ from step to step and are no tensors; "
+                "a ListStorage keeps any object"
+            )
+        data = flat[0] if flat else None
+    if not _is_json(data):
+        raise TypeError(
+            f"{format_key(path)} holds a {type(data).__name__}, which is neither a tensor nor a constant JSON value; "
+            "a ListStorage keeps any object"
+        )
+    return data
+
+
+def _flattened_list(data: Any) -> list[Any]:
+    return [x for part in data for x in _flattened_list(part)] if isinstance(data, list) else [data]
+
+
+def _is_json(data: Any) -> bool:
+    if isinstance(data, dict):
+        return all(isinstance(k, str) and _is_json(v) for k, v in data.items())
+    if isinstance(data, list):
+        return all(_is_json(v) for v in data)
+    return data is None or type(data) in (bool, int, float, str)
+
+
+def flatten(node: TreeSpec, obj: Any, path: KeyPath = ()) -> list[Any]:
+    """The leaves of `obj`, which has this form, in the order of their numbers.
+
+    Raises:
+        ValueError: an entry is missing, new or of another kind; the message names it.
+    """
+    leaves: dict[int, Any] = {}
+    _flatten(node, obj, path, leaves)
+    return [leaves[number] for number in range(len(leaves))]
+
+
+def _flatten(node: TreeSpec, obj: Any, path: KeyPath, leaves: dict[int, Any]) -> None:
+    if node.kind == "class":
+        return _flatten(node.children[0], obj, path, leaves)
+    if is_tensorclass(obj) and not isinstance(obj, NonTensorData):
+        obj = obj._tensordict
+    if node.kind == "constant":
+        value = _constant(obj, path) if isinstance(obj, NonTensorData | NonTensorStack) else obj
+        if value != node.constant:
+            raise ValueError(f"{format_key(path)} is the constant {node.constant!r} in this storage, found {value!r}")
+    elif node.kind == "leaf":
+        if isinstance(obj, TensorDictBase | dict | list | tuple):
+            raise ValueError(f"{format_key(path)} is a tensor in this storage, found a {type(obj).__name__}")
+        leaves[node.leaf] = obj
+    elif node.kind in ("td", "dict"):
+        for child, value, key in _matched_children(node, obj, path):
+            _flatten(child, value, (*path, key), leaves)
     else:
-        for key in fields(batch):
-            yield key, batch.get(key, None)
+        kind = list if node.kind == "list" else tuple
+        if not isinstance(obj, kind) or len(obj) != len(node.children):
+            raise ValueError(
+                f"{format_key(path)} is a {node.kind} of {len(node.children)} in this storage, found {obj!r:.80}"
+            )
+        for i, child in enumerate(node.children):
+            _flatten(child, obj[i], (*path, i), leaves)
 
 
-def leaf_keys(batch: Any) -> list[Key]:
-    """The keys of all leaves."""
-    found: list[Key] = []
-    for key, value in children(batch):
-        if has_keys(value):
-            found += [(key, *path_of(below)) for below in leaf_keys(value)]
-        elif value is not None:
-            found.append(key)
-    return found
+def _matched_children(node: TreeSpec, obj: Any, path: KeyPath) -> list[tuple[TreeSpec, Any, str]]:
+    if isinstance(obj, TensorDictBase):
+        items = dict(tensordict_items(obj, path))
+    elif isinstance(obj, dict):
+        items = obj
+    else:
+        raise ValueError(
+            f"{format_key(path)} has the keys {list(node.keys)} in this storage, found a {type(obj).__name__}"
+        )
+    missing = [k for k in node.keys if k not in items]
+    new = [k for k in items if k not in node.keys]
+    if missing or new:
+        differences = [f"{format_key((*path, k))} is missing" for k in missing]
+        differences += [f"{format_key((*path, k))} is not in this storage" for k in new]
+        raise ValueError(
+            "; ".join(differences) + f" (its keys here: {list(node.keys)}). Every batch needs the keys of the first; "
+            "nothing was written"
+        )
+    return [(c, items[k], k) for k, c in zip(node.keys, node.children, strict=True)]
 
 
-def shallow(batch: Any) -> Any:
-    """Containers of its own with the same leaves: entries can be set without the caller's seeing it."""
-    if isinstance(batch, dict):
-        return {k: shallow(v) for k, v in batch.items()}
-    return batch.clone(recurse=False) if isinstance(batch, TensorDictBase) or is_class(batch) else batch
-
-
-def mapped(batch: Any, of_tensor: Callable[[Tensor], Tensor], of_batch: Callable[[Any], Any]) -> Any:
-    """A batch with every outermost TensorDict or tensorclass, and every leaf of dicts and tuples, changed."""
-    if isinstance(batch, dict):
-        return {k: mapped(v, of_tensor, of_batch) for k, v in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(mapped(v, of_tensor, of_batch) for v in batch)
-    if isinstance(batch, TensorDictBase) or is_class(batch):
-        return of_batch(batch)
-    return of_tensor(as_leaf(batch))
-
-
-def stacked(items: list[Any]) -> Any:
-    """A list of items as one batch with a new first dimension."""
-    if isinstance(items[0], dict):
-        return {k: stacked([item[k] for item in items]) for k in items[0]}
-    has_shape = isinstance(items[0], TensorDictBase | Tensor) or is_class(items[0])
-    return torch.stack(items if has_shape else [as_leaf(item) for item in items])
-
-
-def unstacked(batch: Any, n: int) -> list[Any]:
-    """The items of a batch along its first dimension."""
-    if isinstance(batch, dict):
-        parts = {k: unstacked(v, n) for k, v in batch.items()}
-        return [{k: v[i] for k, v in parts.items()} for i in range(n)]
-    return list(batch.unbind(0))
-
-
-def stack_rows(items: list[Any], dim: int) -> Any:
-    """A list of items as a batch with a new dimension.
-
-    Raises:
-        ValueError: the list is empty, or its items differ; the message names the leaf.
-    """
-    if not items:
-        raise ValueError("nothing to add: the list is empty")
-    first = items[0]
-    if isinstance(first, TensorDictBase) or hasattr(type(first), "_from_tensordict"):
-        root, _ = describe(first, 0)
-        for item in items[1:]:
-            flatten(root, item)
-        return torch.stack(items, dim)
-    root, found = describe(first, 0)
-    columns = [[as_tensor(value, path)] for path, value in found]
-    for item in items[1:]:
-        for column, (path, _), value in zip(columns, found, flatten(root, item), strict=True):
-            tensor = as_tensor(value, path)
-            if tensor.shape != column[0].shape or tensor.dtype != column[0].dtype:
-                raise ValueError(
-                    f"{show(path)} is {column[0].dtype} {list(column[0].shape)} in the first item, "
-                    f"{tensor.dtype} {list(tensor.shape)} in another; nothing was written"
-                )
-            column.append(tensor)
-    stacked = [torch.stack(column, dim) for column in columns]
-    return unflatten(root, stacked, (len(items),), None)
-
-
-def swap_dims(rows: Any, time_dim: int, to_time: bool) -> Any:
-    """Rows `[time, *envs]` as users of `[*envs, time]` data know them, or the other way round."""
-    if time_dim == 0:
-        return rows
-    source, target = (0, time_dim) if to_time else (time_dim, 0)
-    if isinstance(rows, Tensor):
-        return rows.movedim(source, target)
-    if isinstance(rows, dict):
-        return {k: swap_dims(v, time_dim, to_time) for k, v in rows.items()}
-    if isinstance(rows, list | tuple):
-        return type(rows)(swap_dims(v, time_dim, to_time) for v in rows)
-    order = list(range(rows.batch_dims))
-    order.insert(target, order.pop(source))
-    return rows.permute(*order)
-
-
-def chosen(rows: Any, mask: Tensor) -> Any:
-    """The rows of a batch, or of a list of items, where the mask is true.
-
-    Raises:
-        ValueError: there is not one row for each entry of the mask.
-    """
-    if isinstance(rows, dict):
-        return {k: chosen(v, mask) for k, v in rows.items()}
-    if isinstance(rows, tuple):
-        return tuple(chosen(v, mask) for v in rows)
-    if len(rows) != len(mask):
-        raise ValueError(f"{len(mask)} steps are indexed, the values have {len(rows)}; nothing was written")
-    if isinstance(rows, list):
-        return [row for row, wanted in zip(rows, mask.tolist(), strict=True) if wanted]
-    return rows[mask.numpy() if isinstance(rows, np.ndarray) else mask]
+def unflatten(node: TreeSpec, leaves: list[Tensor], lead: tuple[int, ...], device: Any) -> Any:
+    """The batch of this form with these leaves, whose batch dimensions are `lead`: the reverse of `flatten`."""
+    if node.kind == "leaf":
+        return leaves[node.leaf]
+    if node.kind == "constant":
+        return NonTensorData(node.constant, batch_size=lead, device=device)
+    children = [unflatten(c, leaves, lead, device) for c in node.children]
+    if node.kind == "class":
+        assert node.cls is not None
+        return node.cls._from_tensordict(children[0])  # type: ignore[attr-defined]
+    if node.kind == "td":
+        return TensorDict(dict(zip(node.keys, children, strict=True)), batch_size=(*lead, *node.batch), device=device)
+    if node.kind == "dict":
+        return dict(zip(node.keys, children, strict=True))
+    return children if node.kind == "list" else tuple(children)

@@ -19,7 +19,7 @@ from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv
 from engram.envs.engines import Autoreset
 from engram.envs.transforms import RewardScaling
-from engram.envs.vector_engine import BatchedEnv
+from engram.envs.vector_engine import VectorEnv
 from engram.errors import WorkerError
 
 
@@ -58,7 +58,7 @@ class Hot(nn.Module):
 
 def together(mode):
     def make(world):
-        return BatchedEnv(LoopEngine([Countdown((4,)), world], mode))
+        return VectorEnv(LoopEngine([Countdown((4,)), world], mode))
 
     return make
 

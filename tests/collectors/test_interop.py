@@ -19,7 +19,7 @@ from contracts.gym_loop import Proxy
 from contracts.gym_worlds import SPACES, Echo
 from engram.collectors import SyncDataCollector
 from engram.envs import GymEnv
-from engram.envs.policies import direct_call
+from engram.envs.policies import fast_module_call
 from engram.envs.utils import ExplorationType, set_exploration_type
 
 
@@ -118,7 +118,7 @@ def modules():
 @pytest.mark.parametrize("kind", ["RANDOM", "DETERMINISTIC"])
 def test_a_module_called_through_writes_what_it_writes_itself(name, kind):
     module, td = modules()[name], TensorDict({"observation": torch.randn(3, 2)}, batch_size=[3])
-    call, results = direct_call(module), []
+    call, results = fast_module_call(module), []
     assert call is not module
     for function in (module, call):
         torch.manual_seed(0)
@@ -160,17 +160,17 @@ CHANGES = {
 def test_a_module_that_was_changed_is_called_as_it_is(name):
     module = changed(CHANGES[name])
     td = TensorDict({"observation": torch.randn(2)})
-    ours, theirs = direct_call(module)(td.clone()), module(td.clone())
+    ours, theirs = fast_module_call(module)(td.clone()), module(td.clone())
     assert set(ours.keys()) == set(theirs.keys()) and bool((ours == theirs).all())
 
 
 def test_a_hook_on_a_part_of_a_sequence_is_called():
     module, seen = modules()["sequence"], []
     module[1].register_forward_hook(lambda *args: seen.append(1))
-    direct_call(module)(TensorDict({"observation": torch.randn(2)}))
+    fast_module_call(module)(TensorDict({"observation": torch.randn(2)}))
     assert seen == [1]
 
 
 def test_a_missing_entry_is_named():
     with pytest.raises(KeyError, match="observation"):
-        direct_call(modules()["module"])(TensorDict({"x": torch.randn(2)}))
+        fast_module_call(modules()["module"])(TensorDict({"x": torch.randn(2)}))

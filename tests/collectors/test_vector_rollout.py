@@ -16,7 +16,7 @@ from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
 from engram.envs import GymEnv, SerialEnv
 from engram.envs.engines import Autoreset
-from engram.envs.vector_engine import BatchedEnv, VectorEngine
+from engram.envs.vector_engine import GymVectorEngine, VectorEnv
 
 modes = pytest.mark.parametrize("mode", Autoreset, ids=lambda mode: mode.name)
 
@@ -208,15 +208,15 @@ def vector(mode, worlds):
 @pytest.mark.parametrize("limit", [None, 2])
 @pytest.mark.parametrize("way", ["raw", "stepped"])
 def test_gymnasiums_vector_environments_give_what_a_gymnasium_loop_gives(mode, limit, way):
-    class Changed(BatchedEnv):
+    class Changed(VectorEnv):
         """Not known to be stepped as its engine is."""
 
         def _step(self, td):
             return super()._step(td)
 
-    engine = VectorEngine(vector(mode, [Countdown(w) for w in WORLDS]), categorical=False)
-    env = (BatchedEnv if way == "raw" else Changed)(engine)
-    assert (env.batch_engine() is None) == (way == "stepped")
+    engine = GymVectorEngine(vector(mode, [Countdown(w) for w in WORLDS]), categorical=False)
+    env = (VectorEnv if way == "raw" else Changed)(engine)
+    assert (env.vector_engine() is None) == (way == "stepped")
     made = SyncDataCollector(env, Rule(), frames_per_batch=21, max_frames_per_traj=limit)
     made.set_seed(0)
     for expected in reference([Countdown(w) for w in WORLDS], 4, 7, limit):
@@ -225,13 +225,13 @@ def test_gymnasiums_vector_environments_give_what_a_gymnasium_loop_gives(mode, l
 
 @pytest.mark.parametrize("way", ["raw", "stepped"])
 def test_an_environment_that_only_resets_by_itself_gives_what_a_gymnasium_loop_gives(way):
-    class Changed(BatchedEnv):
+    class Changed(VectorEnv):
         def _step(self, td):
             return super()._step(td)
 
     engine = LoopEngine([Countdown(w) for w in WORLDS], Autoreset.NEXT_STEP, can_reset_some=False)
     made = SyncDataCollector(
-        (BatchedEnv if way == "raw" else Changed)(engine), Rule(), frames_per_batch=21, track_policy_version=True
+        (VectorEnv if way == "raw" else Changed)(engine), Rule(), frames_per_batch=21, track_policy_version=True
     )
     made.set_seed(0)
     for expected in reference([Countdown(w) for w in WORLDS], 4, 7):

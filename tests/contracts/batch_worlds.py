@@ -6,10 +6,10 @@ import numpy as np
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from engram.envs.base import EnvBase
-from engram.envs.engines import Autoreset, BatchEngine, BatchStep, GymEngine
+from engram.envs.engines import Autoreset, GymEngine, VectorEngine, VectorStep
 
 
-class LoopEngine(BatchEngine):
+class LoopEngine(VectorEngine):
     """Steps gymnasium environments one by one, into arrays that it overwrites at each call."""
 
     def __init__(self, worlds, autoreset, can_reset_some=True):
@@ -50,7 +50,7 @@ class LoopEngine(BatchEngine):
                 last.append((i, self.shown[i]))
                 self.shown[i], self.over[i] = world.reset()[0], False
         is_next = self.autoreset is Autoreset.NEXT_STEP
-        return BatchStep(self.batched(), self.reward, *self.flags, last, idle if is_next else None)
+        return VectorStep(self.batched(), self.reward, *self.flags, last, idle if is_next else None)
 
     def batched(self):
         self.out = concatenate(self.space, self.shown, create_empty_array(self.space, self.n, fn=np.zeros))
@@ -74,7 +74,7 @@ class Together(EnvBase):
         n, observation, action = self.engine.n, self.engine.observation_spec, self.engine.action.spec
         super().__init__(observation.expand(n, *observation.shape), action.expand(n, *action.shape), batch_size=(n,))
 
-    def batch_engine(self):
+    def vector_engine(self):
         return self.engine
 
     def _reset(self, mask):

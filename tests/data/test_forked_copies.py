@@ -1,6 +1,7 @@
 """Forked children are told, as those that are spawned are, that rows in private memory do not travel."""
 
 import os
+import time
 import warnings
 
 import pytest
@@ -96,11 +97,14 @@ def test_whose_parent_has_ended_is_alone_with_its_copy():
     waited, waiting = os.pipe()
     between = os.fork()
     if between == 0:
+        parent = os.getpid()
         if os.fork() == 0:
             try:
                 alone_after_fork(30)
                 os.close(waiting)
-                os.read(waited, 1)  # until the one between has ended
+                os.read(waited, 1)  # until the one between is ending
+                while os.getppid() == parent:  # it closes its files a moment before it has ended
+                    time.sleep(0.001)
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     rb.extend(STEPS)

@@ -226,7 +226,7 @@ def test_what_is_no_priority_is_named(priority):
 def test_what_is_no_generation_is_named(generation):
     rb = PrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10))
     index = rb.extend(torch.arange(2))
-    with pytest.raises(TypeError, match=r"generations are write numbers, int64, .* found a"):
+    with pytest.raises(TypeError, match=r"generations are sequences, int64, .* found a"):
         rb.update_priority(index, 2.0, generation)
     assert rb.sampler.priorities(index, storage=rb.storage).tolist() == [1.0] * 2
 

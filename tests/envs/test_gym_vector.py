@@ -390,7 +390,7 @@ def test_what_an_existing_vector_environment_cannot_become_is_refused(settings, 
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(ValueError, match="knows no single environments"):
+    with pytest.raises(ValueError, match="has no single environments"):
         GymEnv("CartPole-v1", num_envs=2, vectorization_mode="vector_entry_point", frame_skip=2)
     with pytest.raises(TypeError, match="needs a name"):
         GymEnv(Countdown(), num_envs=2)
@@ -425,10 +425,10 @@ def test_a_child_class_that_changes_steps_is_not_stepped_behind_its_back():
         def _step(self, td):
             return super()._step(td).apply(lambda leaf: leaf)
 
-    assert GymEnv("CartPole-v1", num_envs=2).batch_engine() is not None
-    assert Doubled("CartPole-v1", num_envs=2).batch_engine() is None
-    assert GymEnv("CartPole-v1").batch_engine() is None
-    assert EnvBase.batch_engine(SerialEnv(1, lambda: GymEnv("CartPole-v1"))) is None
+    assert GymEnv("CartPole-v1", num_envs=2).vector_engine() is not None
+    assert Doubled("CartPole-v1", num_envs=2).vector_engine() is None
+    assert GymEnv("CartPole-v1").vector_engine() is None
+    assert EnvBase.vector_engine(SerialEnv(1, lambda: GymEnv("CartPole-v1"))) is None
 
 
 class Pool(Native):

@@ -291,7 +291,7 @@ def test_bounds_follow_the_values():
         (lambda: RenameTransform([], [], ["action"], ["act"]), ValueError, "called 'action'"),
         (lambda: StepCounter(5, update_done=False), ValueError, "update_done"),
         (lambda: lambda td: None, TypeError, "must return a TensorDict"),
-        (lambda: lambda td: td.select("observation"), KeyError, "takes 'done' away"),
+        (lambda: lambda td: td.select("observation"), KeyError, "removes 'done'"),
         (lambda: 3, TypeError, "Transform or a callable"),
     ],
 )  # fmt: skip
@@ -406,7 +406,7 @@ def test_what_is_not_known_is_asked_of_the_base():
 def test_no_raw_steps_lead_past_the_transforms():
     env = TransformedEnv(GymEnv("CartPole-v1"), StepCounter())
     assert env.base_env.engines() is not None
-    assert env.engines() is None and env.batch_engine() is None
+    assert env.engines() is None and env.vector_engine() is None
 
 
 def test_closing_closes_the_base():

@@ -50,7 +50,7 @@ class OwnSamplerWithState(OwnSampler):
 class OwnTransform(Transform):
     """Numbers the writes, and adds up what it reads."""
 
-    write_in_order = True
+    inverse_in_order = True
 
     def __init__(self) -> None:
         super().__init__()

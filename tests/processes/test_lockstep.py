@@ -10,9 +10,9 @@ import pytest
 from engram._native import AtomicInts
 from engram.errors import WorkerError
 from engram.processes import lockstep
-from engram.processes.eventfd import EventFd
 from engram.processes.lockstep import LockstepPool, WorkerSlot, usable_cores
 from engram.processes.shared_memory import SharedMemory
+from engram.processes.worker import EventFd
 from processes.test_workers import is_gone
 
 COUNT, ECHO, SLEEP, FAIL = range(4)

@@ -151,7 +151,7 @@ def test_lambdas_are_sent_to_a_spawned_worker_and_give_the_same(parallel):
 def test_environments_with_different_action_spaces_of_equal_specs_go_through_tensordicts(parallel):
     makers = [lambda k=k: GymEnv(Echo(deepcopy(SPACES["box"]), spaces.Discrete(3, start=k))) for k in (0, 5)]
     env = parallel(2, makers)
-    assert env.batch_engine() is None
+    assert env.vector_engine() is None
     for mine, theirs in zip(played(env), played(SerialEnv(2, makers)), strict=True):
         same(mine, theirs)
 
@@ -189,7 +189,7 @@ def test_an_action_of_another_dtype_reaches_the_environments_as_it_is(parallel):
 
 def test_entries_that_only_some_environments_give_are_named(parallel):
     env = parallel(2, [lambda: Walk(True), lambda: Walk(False)])
-    with pytest.raises(ValueError, match=r"environment 0 gave \['note'\], and not all others"):
+    with pytest.raises(ValueError, match=r"environment 0 returned \['note'\], and not all others"):
         env.rand_step(env.reset())
 
 
@@ -199,7 +199,7 @@ def test_specs_that_differ_are_refused_like_those_of_a_serial_env(parallel):
 
 
 def test_a_reset_that_a_step_has_made_is_not_made_again(parallel):
-    engine = parallel(2, [lambda: GymEnv(Countdown((1, 5, 7))), lambda: GymEnv(Countdown((3, 9)))]).batch_engine()
+    engine = parallel(2, [lambda: GymEnv(Countdown((1, 5, 7))), lambda: GymEnv(Countdown((3, 9)))]).vector_engine()
     engine.seed(0)
     assert engine.reset()[:, 0].tolist() == [1, 3]
     shown, reward, terminated, truncated, last, idle = engine.step(np.array([1, 2]))
@@ -211,7 +211,7 @@ def test_a_reset_that_a_step_has_made_is_not_made_again(parallel):
 
 
 def test_an_engine_refuses_masks_and_actions_of_another_form(parallel):
-    engine = parallel(2, lambda: GymEnv(Countdown())).batch_engine()
+    engine = parallel(2, lambda: GymEnv(Countdown())).vector_engine()
     with pytest.raises(ValueError, match=r"a mask must be bool \[2\], got bool \[3\]"):
         engine.reset(np.ones(3, np.bool_))
     engine.reset()

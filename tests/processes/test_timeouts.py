@@ -17,7 +17,7 @@ from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv
 from engram.envs.engines import Autoreset
 from engram.envs.transforms import StepCounter
-from engram.envs.vector_engine import BatchedEnv
+from engram.envs.vector_engine import VectorEnv
 from engram.errors import WorkerError
 from processes.test_workers import is_gone
 
@@ -113,7 +113,7 @@ def test_a_collector_hands_out_what_came_before_a_parallel_env_hung():
 
 
 def together(hang):
-    return BatchedEnv(LoopEngine([Countdown((1000,)), hang], Autoreset.SAME_STEP))
+    return VectorEnv(LoopEngine([Countdown((1000,)), hang], Autoreset.SAME_STEP))
 
 
 WAYS = {

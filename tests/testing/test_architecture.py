@@ -45,3 +45,17 @@ def test_the_examples_pass_their_contracts(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "pytest", *options], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert len(examples) == 3
+
+
+def test_the_files_and_classes_that_the_page_names_exist() -> None:
+    root, repository = Path(engram.testing.__file__).parents[1], Path(__file__).parents[2]
+    files = set(re.findall(r"`([\w/]+\.(?:py|hpp))`", PAGE))
+    places = (root, repository / "src" / "native", repository)
+    missing = {name for name in files if not any((place / name).exists() for place in places)}
+    folders = (root, repository / "src" / "native", repository / "tests")
+    code = "\n".join(
+        file.read_text() for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".hpp")
+    )
+    names = set(re.findall(r"`([A-Z][a-z]\w+)`", PAGE))
+    missing |= {name for name in names if not re.search(rf"\bclass {name}\b|\bimport [^\n]*\b{name}\b", code)}
+    assert len(files) > 15 and len(names) > 15 and not missing

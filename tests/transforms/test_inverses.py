@@ -343,7 +343,7 @@ def test_what_holds_steps_back_names_what_it_cannot_do():
     assert rb.flush_transforms().shape == (0,)
     rb.extend(running(5))
     before = rb._transform[0].transform._buffer.clone()
-    with pytest.raises(TypeError, match=r"Delayed holds steps back.*engram.envs.MultiStepTransform"):
+    with pytest.raises(TypeError, match=r"Delayed holds steps back.*engram.envs.transforms.MultiStepTransform"):
         rb.flush_transforms()
     with pytest.raises(TypeError, match="Delayed holds steps back"):
         rb[0] = running(1)[0]
@@ -371,7 +371,7 @@ def test_an_inverse_that_makes_another_number_of_steps_replaces_none():
 
     rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=Halved())
     rb.extend(running(5))
-    with pytest.raises(TypeError, match="Halved makes another number of steps of what is written"):
+    with pytest.raises(TypeError, match="Halved changes the number of steps that are written"):
         rb[0:4] = running(4)
     assert rb.transform[0].transform.calls == 1
 
@@ -494,12 +494,12 @@ def test_an_inverse_of_torchrl_that_does_nothing_is_not_called():
 
     for transform in (Reading(["x"]), Several(Reading(["x"]), Reading())):
         rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=transform)
-        assert not rb.transform.write_in_order and not rb.transform.changes_what_is_written()
+        assert not rb.transform.inverse_in_order and not rb.transform.changes_writes()
         rb.extend(steps(3))
         rb.append_transform(transform)
         assert rb.flush_transforms().shape == (0,)
     for transform in (Reading(["x"], ["x"]), Several(Reading(["x"], ["x"]))):
-        assert ReplayBuffer(transform=transform).transform.changes_what_is_written()
+        assert ReplayBuffer(transform=transform).transform.changes_writes()
 
 
 # ---- dtypes ----
@@ -568,7 +568,7 @@ class Fails(Form):
 @pytest.mark.parametrize("way", ["transform", "append"])
 def test_an_inverse_that_makes_no_actions_of_the_environment_is_refused(make, way):
     env = TransformedEnv(GymEnv("Pendulum-v1"))
-    with pytest.raises(TypeError, match=rf"{make.__name__} does not make actions of the environment"):
+    with pytest.raises(TypeError, match=rf"{make.__name__} does not turn actions of the environment"):
         TransformedEnv(GymEnv("Pendulum-v1"), make()) if way == "transform" else env.append_transform(make())
     env.rollout(2)
 

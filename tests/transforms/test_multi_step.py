@@ -386,7 +386,7 @@ class Counting(Transform):
     def __init__(self):
         self.seen = []
 
-    def write(self, writing):
+    def inverse_stream(self, writing):
         self.seen.append((writing.items, writing.held, writing.single, writing.in_place))
         return writing
 

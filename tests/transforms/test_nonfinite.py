@@ -74,12 +74,12 @@ def test_other_entries_learn_from_rows_of_which_one_entry_is_not_finite():
 
 def test_an_entry_of_which_nothing_finite_has_come_passes_as_it_is():
     norm = VecNorm(["x"])
-    with pytest.raises(RuntimeError, match="learnt nothing yet"):
+    with pytest.raises(RuntimeError, match="no statistics yet"):
         norm.forward(steps(3))
     with left_out():
         out = norm(spoilt(3, rows=range(3)))
     assert_equal(out, spoilt(3, rows=range(3)))
-    with pytest.raises(RuntimeError, match="learnt nothing yet"):
+    with pytest.raises(RuntimeError, match="no statistics yet"):
         norm.loc  # noqa: B018
     assert norm(steps(3))["x"].isfinite().all()
 
@@ -149,7 +149,7 @@ def saved(mean, squares, weight=3.0):
 )  # fmt: skip
 def test_statistics_that_cannot_be_are_refused(state):
     norm = VecNorm(["x"])
-    entry = {"kind": "VecNorm", "nth": 0, "state": state, "settings": norm.decisive()}
+    entry = {"kind": "VecNorm", "nth": 0, "state": state, "settings": norm.state_settings()}
     with pytest.raises(ValueError, match="impossible statistics of 'x'"):
         Compose(norm).load_state_dict({"transforms": [entry]})
     assert norm.state_dict() == {}

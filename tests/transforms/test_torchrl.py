@@ -110,5 +110,5 @@ def test_in_environments_actions_go_through_the_inverse_or_are_refused():
     td = env.reset()
     assert env.step(td.set("action", torch.ones(1, dtype=torch.float64)))["next", "observation"].dtype == torch.float64
     for transform in (T.ActionDiscretizer(3), T.MultiStepTransform(n_steps=2, gamma=0.5)):
-        with pytest.raises(TypeError, match=f"{type(transform).__name__} does not make actions of the environment"):
+        with pytest.raises(TypeError, match=f"{type(transform).__name__} does not turn actions of the environment"):
             TransformedEnv(GymEnv("Pendulum-v1"), transform)

@@ -286,7 +286,7 @@ def test_statistics_of_data_make_them_standard(standard):
     norm.init_stats(torch.randint(0, 9, (100, 3)))
     norm.init_stats(data, key="x", reduce_dim=0)
     assert norm.loc.shape == (4, 3)
-    with pytest.raises(ValueError, match="Give key="):
+    with pytest.raises(ValueError, match="needs key="):
         ObservationNorm(in_keys=["x", "z"]).init_stats(data)
     with pytest.raises(TypeError, match="not a number"):
         norm.init_stats(1000)
@@ -337,7 +337,7 @@ def test_old_statistics_fade_and_follow_what_changes():
 
 def test_a_frozen_norm_learns_nothing():
     norm = VecNorm(["x"])
-    with pytest.raises(RuntimeError, match="learnt nothing yet"):
+    with pytest.raises(RuntimeError, match="no statistics yet"):
         norm.forward(steps(3))
     norm(steps(5))
     frozen, before = norm.frozen(), norm.state_dict()

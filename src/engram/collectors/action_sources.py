@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.envs.base import merge_where, zero_where
-from engram.envs.codecs import Codec, leaves_of
+from engram.envs.codecs import SpaceCodec, space_leaves
 from engram.envs.engines import check_action
 from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, zero_outputs
 
@@ -38,7 +38,7 @@ class ObservedSteps(Protocol):
 class ActionSource:
     """Chooses the actions of a rollout. This one has no state, and its policy writes nothing but the action."""
 
-    def __init__(self, codec: Codec, batch_size: torch.Size) -> None:
+    def __init__(self, codec: SpaceCodec, batch_size: torch.Size) -> None:
         self._codec, self._batch_size = codec, batch_size
 
     def choose(self, t: int) -> Any:
@@ -82,11 +82,11 @@ class ActionSource:
 class RandomActions(ActionSource):
     """Random actions, which can be drawn for many steps at once."""
 
-    def __init__(self, policy: RandomPolicy, codec: Codec, batch_size: torch.Size) -> None:
+    def __init__(self, policy: RandomPolicy, codec: SpaceCodec, batch_size: torch.Size) -> None:
         super().__init__(codec, batch_size)
         self._spec = policy.action_spec
         self._is_codec_spec = self._spec == codec.spec.expand(*batch_size, *codec.spec.shape)
-        self.is_one_array = not leaves_of(codec, ("action",))[0].path
+        self.is_one_array = not space_leaves(codec, ("action",))[0].path
 
     def choose(self, t: int) -> Any:
         return self._spec.rand(())
@@ -114,7 +114,7 @@ class ModuleActions(ActionSource):
     """Actions of a module on one observation tensor, which is called directly."""
 
     def __init__(
-        self, policy: ObservationPolicy, codec: Codec, batch_size: torch.Size, observed: ObservedSteps
+        self, policy: ObservationPolicy, codec: SpaceCodec, batch_size: torch.Size, observed: ObservedSteps
     ) -> None:
         super().__init__(codec, batch_size)
         self._module, self._row = policy.module, observed.rows(policy.in_key)
@@ -126,7 +126,7 @@ class ModuleActions(ActionSource):
 class TensorDictActions(ActionSource):
     """Actions of a policy on TensorDicts. What else it writes is stored, and is in its input at the next step."""
 
-    def __init__(self, policy: TensorDictPolicy, codec: Codec, batch_size: torch.Size, device: Any) -> None:
+    def __init__(self, policy: TensorDictPolicy, codec: SpaceCodec, batch_size: torch.Size, device: Any) -> None:
         super().__init__(codec, batch_size)
         self._policy = policy
         self._carried = TensorDict(batch_size=batch_size, device=device)
@@ -186,7 +186,7 @@ class MaskedRandom(ActionSource):
     """Random actions for `envs` (bool `[n]`), and those of another source for the rest."""
 
     def __init__(
-        self, envs: Array, random: RandomActions, source: ActionSource, codec: Codec, batch_size: torch.Size
+        self, envs: Array, random: RandomActions, source: ActionSource, codec: SpaceCodec, batch_size: torch.Size
     ) -> None:
         super().__init__(codec, batch_size)
         self._envs, self._random, self._source = envs, random, source

@@ -40,7 +40,7 @@ def make_rollout(
     """
     choice = _Choice(policy, tags, clock, reset_when_done)
     if not reset_when_done:
-        engine = call_if_present(env, "batch_engine")
+        engine = call_if_present(env, "vector_engine")
         if engine is not None and engine.autoreset is not Autoreset.DISABLED:
             raise ValueError("reset_when_done=False: these environments reset themselves; make them without autoreset")
         return choice.by_tensordicts(env, max_frames_per_traj)
@@ -67,7 +67,7 @@ class _Choice(NamedTuple):
 
     def by_raw_values(self, env: Any, max_frames: int | None) -> Rollout | None:
         """A rollout with raw values; None where the environment has none, or is not in main memory."""
-        engine, engines = call_if_present(env, "batch_engine"), call_if_present(env, "engines")
+        engine, engines = call_if_present(env, "vector_engine"), call_if_present(env, "engines")
         clock = self.clock
         if engine is not None and is_cpu(env.device):
             timed: Any = engine if clock is None else TimedEnv(engine, clock, 0)

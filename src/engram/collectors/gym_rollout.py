@@ -18,9 +18,9 @@ from engram.collectors.action_sources import ActionSource, ModuleActions, Random
 from engram.collectors.rollout import RolloutResult, ted_batch
 from engram.collectors.trajectories import StepTags
 from engram.envs.base import stack_steps
-from engram.envs.codecs import Array, Leaf, Rewards, flag_of, rewards_of
+from engram.envs.codecs import Array, Rewards, SpaceLeaf, flag_of, rewards_of
 from engram.envs.engines import GymEngine
-from engram.envs.policies import RandomPolicy, TensorDictPolicy, direct_module
+from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
 
 Rows = list[np.ndarray[Any, Any]]
 LARGEST_AS_BYTES = 1024  # bytes of one observation: above, the second copy costs more than one write into an array
@@ -97,7 +97,7 @@ class GymRollout:
     def _source(self, batch: _StepBuffer) -> ActionSource:
         if isinstance(batch.observations, ByteObservations) or self.is_random:
             return self._random
-        direct = direct_module(self._policy)  # looked up again for each batch: hooks come and go
+        direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None:
             return ModuleActions(direct, self._codec, self._batch_size, batch.observations)
         return self._tensordict_actions.start(batch.observations, batch.policy_outputs.append)
@@ -250,7 +250,7 @@ class Observations:
     slot of the last observation of the old episode, which is kept apart.
     """
 
-    def __init__(self, leaves: list[Leaf], steps: int, batch_size: torch.Size, first_row: Rows | None) -> None:
+    def __init__(self, leaves: list[SpaceLeaf], steps: int, batch_size: torch.Size, first_row: Rows | None) -> None:
         self._leaves = leaves
         self._steps = steps
         self.batch_size = batch_size
@@ -352,13 +352,13 @@ def in_time(rows: Any, batch_size: torch.Size) -> Any:
     return by_time.transpose(0, 1).contiguous()
 
 
-def can_keep_bytes(leaves: list[Leaf]) -> bool:
+def can_keep_bytes(leaves: list[SpaceLeaf]) -> bool:
     """Whether an environment's observation is one small array that may have any values of its dtype."""
     is_single = len(leaves) == 1 and not leaves[0].path and leaves[0].codec.limits is None
     return is_single and len(leaves[0].codec.raw_shape) > 0 and 0 < _size(leaves[0]) <= LARGEST_AS_BYTES
 
 
-def _size(leaf: Leaf) -> int:
+def _size(leaf: SpaceLeaf) -> int:
     return int(math.prod(leaf.codec.raw_shape) * leaf.codec.raw_dtype.itemsize)
 
 
@@ -369,7 +369,7 @@ class ByteObservations:
     of the array, which bytes do not have; `to_bytes` takes anything else that the space allows.
     """
 
-    def __init__(self, leaf: Leaf, first_row: Rows | None) -> None:
+    def __init__(self, leaf: SpaceLeaf, first_row: Rows | None) -> None:
         self._leaf = leaf
         self.dtype = leaf.codec.raw_dtype
         self.shape = leaf.codec.raw_shape

@@ -21,15 +21,15 @@ from engram.collectors.action_sources import (
 from engram.collectors.rollout import RolloutResult, ted_batch
 from engram.collectors.trajectories import StepTags
 from engram.envs.base import FrameIndex, stack_steps
-from engram.envs.codecs import BOOL, DOUBLE, SINGLE, Leaf, flag_row, leaves_of, narrow_rewards, reward_row
-from engram.envs.engines import Autoreset, BatchEngine, BatchStep
-from engram.envs.policies import RandomPolicy, TensorDictPolicy, direct_module
+from engram.envs.codecs import BOOL, DOUBLE, SINGLE, SpaceLeaf, flag_row, narrow_rewards, reward_row, space_leaves
+from engram.envs.engines import Autoreset, VectorEngine, VectorStep
+from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
 
 Array = np.ndarray[Any, Any]
 
 
 class VectorRollout:
-    """Steps environments of a `BatchEngine` together; key by key the same as `TensorDictRollout`.
+    """Steps environments of a `VectorEngine` together; key by key the same as `TensorDictRollout`.
 
     A call that only resets an environment (NEXT_STEP) is no frame of it: environments whose episodes are long then have
     more frames than others, and a batch is complete when each has its steps. **Frames beyond those open the next batch,
@@ -39,7 +39,7 @@ class VectorRollout:
     def __init__(
         self,
         env: Any,
-        engine: BatchEngine,
+        engine: VectorEngine,
         policy: TensorDictPolicy,
         tags: StepTags,
         *,
@@ -57,7 +57,7 @@ class VectorRollout:
         self.is_random = isinstance(policy, RandomPolicy)
         random = policy if isinstance(policy, RandomPolicy) else RandomPolicy(env.action_spec)
         self._random = RandomActions(random, self._codec, self._batch_size)
-        self._log = StepLog(engine.n, engine.leaves, leaves_of(engine.action, ("action",)))
+        self._log = StepLog(engine.n, engine.leaves, space_leaves(engine.action, ("action",)))
         self._tensordict_actions = TensorDictActions(policy, self._codec, self._batch_size, self._device)
         self._tensordict_actions.start(self._log, self._log.store_outputs)
         self.restart()
@@ -115,7 +115,7 @@ class VectorRollout:
     def _source(self) -> ActionSource:
         if self.is_random:
             return self._random
-        direct = direct_module(self._policy)  # looked up again for each batch: hooks come and go
+        direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
         if direct is not None:
             return ModuleActions(direct, self._codec, self._batch_size, self._log)
         return self._tensordict_actions
@@ -144,7 +144,7 @@ class VectorRollout:
                 self._reset(source)
         log.count()
 
-    def _note_ends(self, out: BatchStep) -> bool:
+    def _note_ends(self, out: VectorStep) -> bool:
         """Notes which episodes end with this call; returns whether environments have to be reset."""
         natural = self._log.last_ends()
         self._to_reset = natural
@@ -185,14 +185,14 @@ class VectorRollout:
 
 
 class StepLog:
-    """What each call of `BatchEngine.step` gave, until its frames are in a batch.
+    """What each call of `VectorEngine.step` gave, until its frames are in a batch.
 
     A *frame* is a step of one environment; a call that only resets an environment is no frame of it. Row c of the
     observations is what the environments showed before call c, row c + 1 what they showed after it; where a reset wrote
     over the latter, the last observation of the episode is kept apart. All arrays are copied at once.
     """
 
-    def __init__(self, n: int, leaves: list[Leaf], actions: list[Leaf]) -> None:
+    def __init__(self, n: int, leaves: list[SpaceLeaf], actions: list[SpaceLeaf]) -> None:
         self._n, self._leaves, self._action_leaves = n, leaves, actions
         codec, is_single = leaves[0].codec, len(leaves) == 1 and not leaves[0].path
         self._dtype = codec.raw_dtype if is_single else None  # None: several arrays
@@ -261,7 +261,7 @@ class StepLog:
         """Stores what the policy writes besides the action of the next call; a second time replaces the first."""
         self._next_outputs = outputs
 
-    def add(self, out: BatchStep, version: int) -> None:
+    def add(self, out: VectorStep, version: int) -> None:
         """Adds one call. Raises ValueError where a value is not of the spaces, and adds nothing then.
 
         Rewards beyond float32 are an error of `count`.

@@ -1,4 +1,4 @@
-"""From one step to the next: what of a stepped TensorDict is the state that follows."""
+"""`EnvBase`, the interface of all environments, and `step_mdp`, from one step to the next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.envs.engines import BatchEngine
+from engram.envs.engines import VectorEngine
 from engram.envs.policies import FLAGS, as_policy
 from engram.specs import Categorical, Composite, Spec, Unbounded
 from engram.specs.tensors import usable_device
@@ -26,10 +26,10 @@ def step_mdp(
     exclude_done: bool = False,
     exclude_action: bool = True,
 ) -> TensorDictBase:
-    """The root of step t+1 from a stepped TensorDict of step t: what is under `"next"`, moved up.
+    """The root of step t+1 from a stepped TensorDict of step t: its `"next"` entries, moved to the root.
 
-    Other root keys (a policy's own, say) stay unless `keep_other=False`. The result is a new TensorDict that shares its
-    tensors with `td`. Raises KeyError where `td` has not been stepped.
+    Other root keys (those that a policy writes) stay unless `keep_other=False`. The result is a new TensorDict that
+    shares its tensors with `td`. Raises KeyError if `td` has no `"next"`.
 
     >>> from tensordict import TensorDict
     >>> step_mdp(TensorDict({"a": torch.zeros(1), "next": {"a": torch.ones(1), "reward": torch.ones(1)}}))["a"]
@@ -45,13 +45,15 @@ def step_mdp(
     root = root.exclude(*dropped) if dropped else root
     if not exclude_action and not keep_other:
         root.set("action", td.get("action"))
-    return root.copy().update(following.exclude(*dropped).copy())  # copies: nested entries must not become shared
+    return root.copy().update(
+        following.exclude(*dropped).copy()
+    )  # copies: nested TensorDicts must not be shared with `td`
 
 
 def reset_where(env: Any, td: TensorDictBase, mask: Tensor) -> TensorDictBase:
-    """`td` after the environments where `mask` (bool `[*batch, 1]`) holds were reset.
+    """`td` after a reset of the environments where `mask` (bool `[*batch, 1]`) holds.
 
-    Whatever else a policy keeps in `td` becomes zero there: a hidden state does not cross into the next trajectory.
+    All other entries become zero there: a policy's hidden state does not reach into the next trajectory.
     """
     fresh = env.reset(td.copy().set("_reset", mask))
     return zero_where(mask, td).update(fresh.exclude("_reset"))
@@ -70,7 +72,7 @@ def merge_where(mask: Tensor, new: TensorDictBase, old: TensorDictBase) -> Tenso
 
 
 def stack_steps(steps: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
-    """`torch.stack`; entries that only some steps have are zero in the others.
+    """`torch.stack` of steps; an entry that only some steps have is zero in the others.
 
     >>> from tensordict import TensorDict
     >>> stack_steps([TensorDict(), TensorDict({"hidden": torch.ones(1)})], 0)["hidden"].tolist()
@@ -215,12 +217,13 @@ Self = TypeVar("Self", bound="EnvBase")
 
 
 class EnvBase(ABC):
-    """An environment, or a batch of them, that reads and writes TensorDicts of shape `batch_size`.
+    """An environment, or a batch of environments, that reads and writes TensorDicts of shape `batch_size`.
 
-    A child calls `__init__` with its specs (batch dimensions included) and implements `_reset`, `_step`, `_set_seed`.
-    `reset` gives `observation_spec`'s keys and the flags `done`, `terminated`, `truncated` (bool `[*batch, 1]`, False);
-    `step` reads `action` and adds `("next", ...)`: observations, `reward` (float32 `[*batch, 1]`) and flags. Both raise
-    ValueError that names the key where the child gives another shape or dtype than its specs say.
+    A subclass calls `__init__` with its specs (batch dimensions included) and implements `_reset`, `_step` and
+    `_set_seed`. `reset` returns the entries of `observation_spec` and the flags `done`, `terminated`, `truncated` (bool
+    `[*batch, 1]`, False); `step` reads `action` and adds `("next", ...)`: observations, `reward` (float32
+    `[*batch, 1]`) and flags. Both raise ValueError, which names the key, if the subclass returns another shape or dtype
+    than that of the spec.
 
     >>> class Counter(EnvBase):
     ...     def __init__(self):
@@ -254,63 +257,64 @@ class EnvBase(ABC):
 
     @property
     def full_done_spec(self) -> Composite:
-        """Specs of the three flags."""
+        """The specs of the three flags."""
         flags = dict.fromkeys(FLAGS, self.done_spec)
         return Composite(flags, shape=self.batch_size, device=self.device)
 
     @abstractmethod
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
-        """Observations after a reset; with a `mask`, only where it holds (bool `[*batch, 1]`): the rest is not read.
+        """Observations after a reset, of all environments or where `mask` (bool `[*batch, 1]`) holds.
 
-        A mask that holds everywhere asks for the episodes that follow those that are over; None, for new ones at once.
+        The other rows are not read. With a mask the environments go on to the next episodes; with None they start new
+        ones at once, also in the middle of an episode.
         """
 
     @abstractmethod
     def _step(self, td: TensorDictBase) -> TensorDictBase:
-        """Observations, reward and `terminated`, and `truncated` if there is such a thing."""
+        """Observations, reward, `terminated`, and `truncated` if the environment has time limits."""
 
     @abstractmethod
     def _set_seed(self, seed: int) -> None:
-        """The next reset starts the random numbers anew from `seed`."""
+        """Seeds the random numbers from the next reset on."""
 
     def reset(self, td: TensorDictBase | None = None) -> TensorDictBase:
-        """Starts episodes: everywhere, or where `td["_reset"]` (bool `[*batch, 1]`) holds; `td` has the rest."""
-        self._refuse_if_closed()
+        """Starts episodes, everywhere or where `td["_reset"]` (bool `[*batch, 1]`) holds; the rest is as in `td`."""
+        self._check_open()
         mask = None if td is None else td.get("_reset", None)
         fresh = self._with_flags(self._reset(mask))
         return fresh if td is None or mask is None or bool(mask.all()) else merge_where(mask, fresh, td)
 
     def step(self, td: TensorDictBase) -> TensorDictBase:
-        """`td` with what follows its `action` under `"next"`. Raises KeyError where there is no action."""
-        self._refuse_if_closed()
+        """Takes `td["action"]` and puts the results under `td["next"]`. Raises KeyError without an action."""
+        self._check_open()
         if td.get("action", None) is None:
             raise KeyError(f"step needs an 'action', got keys {list(td.keys())}; use rand_step, or call a policy first")
         following = self._with_flags(self._step(td))
-        kept = td.get("next", None)  # a recurrent policy writes its next hidden state there
-        return td.set("next", following if kept is None else kept.copy().update(following))
+        hidden = td.get("next", None)  # a recurrent policy writes its next hidden state there
+        return td.set("next", following if hidden is None else hidden.copy().update(following))
 
     def _with_flags(self, td: TensorDictBase) -> TensorDictBase:
-        """What `_reset` or `_step` gave, with its flags. Raises ValueError for what is not of the specs."""
-        self._refuse_misfits(td)
+        """The result of `_reset` or `_step` with all flags. Raises ValueError for values that do not fit the specs."""
+        self._check_values(td)
         done = td.get("done", None)
         if done is not None and td.get("terminated", None) is None:
-            td.set("terminated", done)  # some environments know only that an episode is over
+            td.set("terminated", done)  # an environment may report only that an episode is over
         for key in ("terminated", "truncated"):
             if td.get(key, None) is None:
                 td.set(key, self.done_spec.zero())
         return td.set("done", td.get("terminated") | td.get("truncated"))
 
-    def _refuse_misfits(self, td: TensorDictBase) -> None:
-        """Raises ValueError where an observation is missing, or an entry has another shape or dtype than its spec."""
+    def _check_values(self, td: TensorDictBase) -> None:
+        """Raises ValueError if an observation is missing, or an entry has another shape or dtype than its spec."""
         for key, spec in self.observation_spec.leaves().items():
-            _refuse_misfit(key, td.get(key, None), spec)
+            _check_value(key, td.get(key, None), spec)
         for key, spec in (*((flag, self.done_spec) for flag in FLAGS), ("reward", self.reward_spec)):
             value = td.get(key, None)
             if value is not None:
-                _refuse_misfit(key, value, spec)
+                _check_value(key, value, spec)
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """`step`, and the state to go on from: reset where the episode is over. `next` keeps the true last state."""
+        """`step`, and the root of the next step, reset where the episode is over; `next` keeps the last observation."""
         td = self.step(td)
         return td, self.maybe_reset(step_mdp(td))
 
@@ -319,8 +323,8 @@ class EnvBase(ABC):
         done = td.get("done")
         return reset_where(self, td, done) if bool(done.any()) else td
 
-    def batch_engine(self) -> BatchEngine | None:
-        """What steps all environments of the batch together with raw values, for collectors; None: nothing does."""
+    def vector_engine(self) -> VectorEngine | None:
+        """The engine that steps the whole batch with raw values, for collectors; None if there is none."""
         return None
 
     def rand_action(self, td: TensorDictBase | None = None) -> TensorDictBase:
@@ -343,10 +347,10 @@ class EnvBase(ABC):
     ) -> TensorDictBase:
         """Up to `max_steps` steps as one batch `[*batch_size, T]`, from a fresh reset or from `tensordict`.
 
-        Ends after the first step that is done anywhere, or (`break_when_any_done=False`) resets what is done and goes
-        on. `policy` is whatever a collector takes. Rows that only reset (`"_idle"`, see `BatchedEnv`) are no steps: the
-        others go on until every environment has its steps, and what is beyond is dropped. Raises ValueError for fewer
-        than one step.
+        Ends after the first step that is done in any environment, or (`break_when_any_done=False`) resets those that
+        are done and continues. `policy` is anything that a collector takes. Rows that only reset (`"_idle"`, see
+        `VectorEnv`) are no steps: the rollout continues until every environment has its steps, and drops what others
+        have beyond. Raises ValueError for fewer than one step.
         """
         if max_steps < 1:
             raise ValueError(f"max_steps must be 1 or more, got {max_steps}")
@@ -370,20 +374,20 @@ class EnvBase(ABC):
         return state.set("action", self.action_spec.zero()).set("next", following)
 
     def set_seed(self, seed: int) -> int:
-        """The next reset starts from `seed`; returns the first seed that is still free."""
+        """Seeds the environments from the next reset on; returns the first seed that none of them uses."""
         self._set_seed(seed)
         return seed + self.batch_size.numel()
 
     def random_state(self) -> Any:
-        """Where the environments' own random numbers stand, for `set_random_state`; None where nobody can tell."""
+        """The state of the environments' random generators, for `set_random_state`; None if it cannot be read."""
         return None
 
     def set_random_state(self, state: Any) -> None:
-        """The next episodes are those that would have followed `random_state`, once everything is reset.
+        """Sets the random generators to a `random_state`: after a reset of all, the same episodes follow.
 
-        Raises ValueError for a state of another environment, with nothing changed.
+        Raises ValueError for a state of another environment, and changes nothing.
         """
-        raise ValueError(f"{type(self).__name__} keeps no random state")
+        raise ValueError(f"{type(self).__name__} has no random state")
 
     def to(self: Self, device: torch.device | str) -> Self:
         """Moves specs and all further outputs to `device`; returns the environment itself."""
@@ -393,15 +397,15 @@ class EnvBase(ABC):
         return self
 
     def close(self) -> None:
-        """Releases what the environment holds; a second call does nothing."""
+        """Releases the environment's resources; a second call does nothing."""
         if not self.is_closed:
             self.is_closed = True
             self._close()
 
     def _close(self) -> None:
-        """What there is to release."""
+        """Releases the resources of a subclass."""
 
-    def _refuse_if_closed(self) -> None:
+    def _check_open(self) -> None:
         if self.is_closed:
             raise RuntimeError(f"this {type(self).__name__} was closed; make a new one")
 
@@ -420,11 +424,12 @@ def _frames_of_ended(td: TensorDictBase, frames: FrameQueue, *, default: int) ->
     return min(frames.waiting[ends.cpu().numpy()].tolist(), default=default)
 
 
-def _refuse_misfit(key: Any, value: Any, spec: Any) -> None:
+def _check_value(key: Any, value: Any, spec: Any) -> None:
+    """Raises ValueError if a value has another shape or dtype than its spec."""
     if isinstance(value, Tensor) and value.shape == spec.shape and value.dtype == spec.dtype:
         return
-    found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+    kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
     raise ValueError(
-        f"the environment gave {key!r} as {found}, and its spec says {spec.dtype} {tuple(spec.shape)}; correct the "
+        f"the environment gave {key!r} as {kind}, and its spec says {spec.dtype} {tuple(spec.shape)}; correct the "
         "environment or its spec"
     )

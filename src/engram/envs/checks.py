@@ -1,4 +1,4 @@
-"""Does an environment do what its specs say?"""
+"""`check_env_specs`: compares what an environment returns with its specs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from engram.specs import Composite, Spec
 def check_env_specs(env: EnvBase, *, seed: int | None = None, max_steps: int = 5) -> None:
     """Runs `env` for some random steps and compares every value with its spec, nested ones leaf by leaf.
 
-    Also: TensorDicts have the environment's `batch_size` and device, flags agree, and what is reset goes on from the
-    reset while the rest of the batch goes on from its last step. Raises ValueError that names the key, what came and
-    what its spec allows; the environment is left in mid-episode.
+    It also checks that TensorDicts have the environment's `batch_size` and device, that flags agree, and that
+    environments which are not reset continue from their last step. Raises ValueError with the key, the value and what
+    its spec allows. The environment is left in the middle of an episode.
 
     >>> from engram.envs import GymEnv
     >>> check_env_specs(GymEnv("CartPole-v1", num_envs=2), seed=0)
     """
     if seed is not None:
         env.set_seed(seed)
-    shown = {**_leaves((), env.observation_spec), **_leaves((), env.full_done_spec)}
-    after = {**shown, **_leaves(("reward",), env.reward_spec)}
+    state = {**_leaves((), env.observation_spec), **_leaves((), env.full_done_spec)}
+    after = {**state, **_leaves(("reward",), env.reward_spec)}
     td = env.reset()
-    _check("reset", env, td, shown)
+    _check("reset", env, td, state)
     for _ in range(max_steps):
         td, following = env.step_and_maybe_reset(env.rand_action(td))
-        _check("step", env, td, {**shown, **_leaves(("action",), env.action_spec)})
+        _check("step", env, td, {**state, **_leaves(("action",), env.action_spec)})
         _check("step, under 'next'", env, td.get("next"), after)
         _check_flags(td.get("next"))
-        _check("step and reset", env, following, shown)
-        _check_that_the_rest_goes_on(td.get("next"), following, shown)
+        _check("step and reset", env, following, state)
+        _check_others_continue(td.get("next"), following, state)
         td = following
 
 
@@ -52,14 +52,14 @@ def _check(where: str, env: EnvBase, td: Any, specs: dict[Any, Spec]) -> None:
         value = td.get(key, None)
         if not spec.is_in(value):
             is_tensor = isinstance(value, torch.Tensor)
-            found = f"{value.dtype} {tuple(value.shape)}: {value}" if is_tensor else repr(value)
-            raise ValueError(f"{where}: {key!r} is not what its spec says.\n  found:   {found}\n  allowed: {spec}")
+            text = f"{value.dtype} {tuple(value.shape)}: {value}" if is_tensor else repr(value)
+            raise ValueError(f"{where}: {key!r} is not what its spec says.\n  found:   {text}\n  allowed: {spec}")
 
 
-def _check_that_the_rest_goes_on(after: Any, following: Any, specs: dict[Any, Spec]) -> None:
-    goes_on = ~after["done"].squeeze(-1)
+def _check_others_continue(after: Any, following: Any, specs: dict[Any, Spec]) -> None:
+    continues = ~after["done"].squeeze(-1)
     for key in specs:
-        before, now = after.get(key)[goes_on], following.get(key)[goes_on]
+        before, now = after.get(key)[continues], following.get(key)[continues]
         if not bool(((before == now) | ((before != before) & (now != now))).all()):  # NaN stays NaN
             raise ValueError(f"a reset changed {key!r} where no episode was over.\n  before: {before}\n  after:  {now}")
 

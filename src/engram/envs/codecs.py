@@ -1,6 +1,6 @@
-"""What a gymnasium environment gives, compared with what its space says: numbers of a dtype and shape, and flags.
+"""Raw values of gymnasium environments: checks against their spaces, and codecs to and from tensors.
 
-Hot loops compare the dtype and the shape of an array themselves, and come here with everything else.
+Hot loops check the dtype and shape of an array themselves, and call this for everything else.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram.errors import is_masked
+from engram.pytree import Key
 from engram.specs import Composite, MultiOneHot, OneHot, Spec, spec_from_space
-from engram.specs.spaces import kind_of
+from engram.specs.spaces import for_space_class
 
 Array = np.ndarray[Any, Any]
 
@@ -30,20 +31,20 @@ _NUMBERS = frozenset(
 
 
 class Rewards(NamedTuple):
-    """Float32 rewards up to the first one that is no number, and the error about that one (None: all are numbers)."""
+    """Float32 rewards up to the first invalid one, and the error about that one (None: all are valid)."""
 
     values: Array
     error: ValueError | None
 
 
 def array_of(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Array:
-    """`value` as an array of that dtype and shape; `value` itself where it is one.
+    """`value` as an array of that dtype and shape; `value` itself if it is one.
 
-    Lists, tensors and other dtypes are converted where every number stays what it is, or is rounded to a float of
-    `dtype`. Raises ValueError, which begins with `what`, for another shape, for None, text, objects, masked arrays, and
-    for numbers that have no place in `dtype`.
+    Lists, tensors and other dtypes are converted if every number is preserved, or rounded to a float of `dtype`. Raises
+    ValueError, which begins with `what`, for another shape, for None, text, objects, masked arrays, and for numbers
+    that `dtype` cannot hold.
     """
-    array = plain_array(value, what, shape, dtype)
+    array = number_array(value, what, shape, dtype)
     if array.shape != shape:
         raise ValueError(
             f"{what} of shape {array.shape}, and its space says {shape}; correct the environment or its space"
@@ -53,8 +54,8 @@ def array_of(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str
     return _converted(array, dtype, what)
 
 
-def refuse_beyond(limits: tuple[Any, Any], array: Array, what: str) -> None:
-    """Raises ValueError, which begins with `what`, where a number is below the first limit or above the second."""
+def check_limits(limits: tuple[Any, Any], array: Array, what: str) -> None:
+    """Raises ValueError, which begins with `what`, if a number is below the first limit or above the second."""
     wrong = (array < limits[0]) | (array > limits[1])
     if wrong.any():
         low, high = (np.broadcast_to(limit, array.shape)[wrong][0] for limit in limits)
@@ -63,14 +64,14 @@ def refuse_beyond(limits: tuple[Any, Any], array: Array, what: str) -> None:
         )
 
 
-def plain_array(value: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """`value` as an array of numbers of any kind and shape. Raises ValueError, as `array_of`, for what is none."""
+def number_array(value: Any, what: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """`value` as an array of numbers of any dtype and shape. Raises ValueError, as `array_of`, for other values."""
     if type(value) is np.ndarray and value.dtype.kind in "biuf":
         return value
     if _is_masked(value):
         raise ValueError(
             f"{what} in a masked array, and a buffer has no place for the mask; give a plain array: "
-            "array.filled(value), or the mask as an observation of its own"
+            "array.filled(value), and the mask as another observation"
         )
     try:
         array = np.asarray(value)
@@ -100,7 +101,7 @@ def _converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:
         if wrong.any():
             wrong &= np.isfinite(array)
     else:
-        wrong = (cast != array) | ((cast < 0) != (array < 0))  # the latter: numbers that came round to the same bits
+        wrong = (cast != array) | ((cast < 0) != (array < 0))  # the latter: large unsigned numbers that wrapped around
     if wrong.any():
         raise ValueError(
             f"{what} with {array[wrong][0]!r} in {array.dtype}, which {dtype} cannot hold; correct the environment or "
@@ -110,11 +111,11 @@ def _converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:
 
 
 def reward_of(value: Any) -> float:
-    """One reward, which fits float32. Raises ValueError for what is not one number."""
+    """A reward as a float in the range of float32. Raises ValueError for anything but one number."""
     if type(value) is float and -1e38 < value < 1e38:
         return value
     what = "the environment gave a reward"
-    array = plain_array(value, what, (), "float32")
+    array = number_array(value, what, (), "float32")
     if array.shape not in ((), (1,)):
         raise ValueError(f"{what} of shape {array.shape}, and a reward is one number; correct the environment")
     _converted(array, np.dtype(np.float32), what)
@@ -122,7 +123,7 @@ def reward_of(value: Any) -> float:
 
 
 def rewards_of(values: Sequence[Any]) -> Rewards:
-    """The rewards of many steps, each as `reward_of` takes it."""
+    """The rewards of many steps, each checked as by `reward_of`."""
     if _NUMBERS.issuperset(map(type, values)):
         with np.errstate(over="ignore"), contextlib.suppress(OverflowError):
             column = np.fromiter(values, np.float32, len(values))  # a third of the cost of an array of a list
@@ -138,9 +139,9 @@ def rewards_of(values: Sequence[Any]) -> Rewards:
 
 
 def reward_row(value: Any, n: int) -> Array:
-    """The rewards `[n]` of environments that step together, float32 where they are that, else float64.
+    """The rewards `[n]` of environments that step together, float32 if they have that dtype, else float64.
 
-    Raises ValueError for another shape and for what are no numbers.
+    Raises ValueError for another shape and for values that are no numbers.
     """
     if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.shape == (n,):
         return value.astype(SINGLE if value.dtype == SINGLE else DOUBLE, copy=False)
@@ -148,7 +149,7 @@ def reward_row(value: Any, n: int) -> Array:
 
 
 def narrow_rewards(rows: Array) -> Rewards:
-    """Rewards `[calls, n]` of `reward_row` as float32, up to the first call with one beyond float32."""
+    """Rewards `[calls, n]` of `reward_row` as float32, up to the first call with a reward beyond float32."""
     if rows.dtype == SINGLE:
         return Rewards(rows, None)
     with np.errstate(over="ignore"):
@@ -164,16 +165,16 @@ def narrow_rewards(rows: Array) -> Rewards:
         _converted(rows[first], np.dtype(np.float32), "the environments gave rewards")
     except ValueError as error:
         return Rewards(cast[:first], error)
-    raise AssertionError("one of them was found wrong")
+    raise AssertionError("a reward is beyond float32")
 
 
 def flag_of(value: Any, name: str) -> bool:
-    """`terminated` or `truncated` of one environment. Raises ValueError for what is neither true nor false."""
+    """`terminated` or `truncated` of one environment. Raises ValueError for values other than true and false."""
     if value is True or value is False:
         return value
     if type(value) is not np.bool_:
         what = f"the environment gave {name}"
-        array = plain_array(value, what, (), "bool")
+        array = number_array(value, what, (), "bool")
         if array.shape not in ((), (1,)) or array not in (0, 1):
             raise ValueError(f"{what}={value!r:.80}, and it must be True or False; correct the environment")
     return bool(value)
@@ -186,12 +187,11 @@ def flag_row(value: Any, n: int, name: str) -> Array:
     return array_of(value, BOOL, (n,), f"the environments gave {name}")
 
 
-LARGEST_TABLE = 256  # choices: one-hot rows are then at most half a megabyte
-Key = str | tuple[str, ...]
+MAX_TABLE = 256  # choices: the table of one-hot rows then takes at most half a megabyte
 
 
-class Codec(ABC):
-    """Raw values of one space, to and from tensors."""
+class SpaceCodec(ABC):
+    """Converts the raw values of one gymnasium space to tensors and back."""
 
     spec: Spec
 
@@ -201,28 +201,28 @@ class Codec(ABC):
 
     @abstractmethod
     def decode_rows(self, value: Any) -> list[Any]:
-        """`[N, *spec.shape]` as N raw values, which share no memory with it."""
+        """`[N, *spec.shape]` as N raw values, in new memory."""
 
     @abstractmethod
     def decode_batch(self, value: Any) -> Any:
-        """`[..., *spec.shape]` as gymnasium batches raw values: an array `[..., *raw_shape]`, Dicts of them."""
+        """`[..., *spec.shape]` as raw values batched by gymnasium: an array `[..., *raw_shape]`, or Dicts of arrays."""
 
     @abstractmethod
     def unbatch(self, batch: Any) -> list[Any]:
-        """The single raw values of N that gymnasium has batched; they share no memory with it."""
+        """N raw values from a batch of gymnasium, in new memory."""
 
     def random_rows(self, n: int) -> tuple[Any, list[Any]]:
-        """`spec.rand((n,))`, and its raw values."""
+        """`spec.rand((n,))`, and the same values raw."""
         drawn = self.spec.rand((n,))
         return drawn, self.decode_rows(drawn)
 
     def random_batch(self, shape: Sequence[int]) -> Any:
-        """`spec.rand(shape)` as `decode_batch` gives it."""
+        """`spec.rand(shape)` as raw values batched by gymnasium."""
         return self.decode_batch(self.spec.rand(shape))
 
     @abstractmethod
     def keep(self, raw: Any) -> Any:
-        """`raw` such that nobody else can change it."""
+        """A copy of a raw value; the value itself if it is immutable."""
 
     def decode_one(self, value: Any) -> Any:
         """`[*spec.shape]` as one raw value."""
@@ -233,10 +233,10 @@ class Codec(ABC):
         return [self.keep(raw) for raw in raws]
 
 
-class LeafCodec(Codec):
-    """A space whose raw values are arrays of one dtype and shape.
+class ArrayCodec(SpaceCodec):
+    """The codec of a space whose raw values are arrays of one dtype and shape.
 
-    `limits`: the smallest and the largest raw value that `encode` takes, `[*raw_shape]`; None: it takes every value.
+    `limits`: the smallest and the largest raw value that `encode` accepts, `[*raw_shape]`; None: no limits.
     """
 
     limits: tuple[Any, Any] | None = None
@@ -251,7 +251,7 @@ class LeafCodec(Codec):
         return torch.from_numpy(raw)
 
     def decode(self, value: Tensor) -> Any:
-        """The reverse of `encode`: an array, always a new one."""
+        """The reverse of `encode`: a new array."""
         batch = value.shape[: value.ndim - self.spec.ndim]
         return value.detach().cpu().numpy().astype(self.raw_dtype).reshape((*batch, *self.raw_shape))
 
@@ -263,8 +263,8 @@ class LeafCodec(Codec):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the tensor is the raw array, unchanged."""
-        return type(self).encode is LeafCodec.encode
+        """Whether the tensor equals the raw array."""
+        return type(self).encode is ArrayCodec.encode
 
     def encode_rows(self, raws: Sequence[Any]) -> Tensor:
         rows = np.asarray(raws, dtype=self.raw_dtype)
@@ -280,8 +280,8 @@ class LeafCodec(Codec):
         return raw.copy()
 
 
-class DiscreteCodec(LeafCodec):
-    """Integers from `start` on, as categories or one-hot."""
+class DiscreteCodec(ArrayCodec):
+    """The codec of Discrete: integers from `start` on, as categories or one-hot vectors."""
 
     def __init__(self, space: Any, categorical: bool) -> None:
         self._n = int(space.n)
@@ -295,22 +295,24 @@ class DiscreteCodec(LeafCodec):
         choice = raw.astype(np.int64) - self.start
         if self._one_hot is None:
             return torch.from_numpy(choice)
-        if self._n <= LARGEST_TABLE and choice.size and choice.min() >= 0:  # a tenth of the cost; checks the other end
+        if (
+            self._n <= MAX_TABLE and choice.size and choice.min() >= 0
+        ):  # a tenth of the cost; `take` checks the upper bound
             return torch.from_numpy(self._hot_by_choice.take(choice, 0))
         return self._one_hot.encode(torch.from_numpy(choice))
 
     def decode(self, value: Tensor) -> Any:
-        choice = self._chosen(value.detach())
+        choice = self._to_choice(value.detach())
         return choice.long().cpu().numpy() + self.start
 
-    def _chosen(self, value: Tensor) -> Tensor:
+    def _to_choice(self, value: Tensor) -> Tensor:
         if self._one_hot is None:
             return value
         return (value.byte() if value.dtype is torch.bool else value).argmax(-1)
 
     def decode_one(self, value: Tensor) -> Any:
         """One `np.int64`, which gymnasium checks faster than an `int`."""
-        raw = np.int64(self._chosen(value).item())
+        raw = np.int64(self._to_choice(value).item())
         return raw + self.start if self.start else raw
 
     def keep(self, raw: Any) -> Any:
@@ -326,8 +328,8 @@ class DiscreteCodec(LeafCodec):
         return raws  # integers
 
     def random_rows(self, n: int) -> tuple[Tensor, list[Any]]:
-        choice = torch.randint(self._n, (n,))  # the draw that the spec makes
-        if self._n > LARGEST_TABLE:
+        choice = torch.randint(self._n, (n,))  # the same draw as by the spec
+        if self._n > MAX_TABLE:
             encoded = choice if self._one_hot is None else self._one_hot.encode(choice)
             return encoded, list(choice.numpy() + self.start)
         raws = self._raw_by_choice.take(choice.numpy()).tolist()
@@ -336,11 +338,11 @@ class DiscreteCodec(LeafCodec):
         return torch.from_numpy(self._hot_by_choice.take(choice.numpy(), 0)), raws
 
     def random_batch(self, shape: Sequence[int]) -> Any:
-        return torch.randint(self._n, tuple(shape)).numpy() + self.start  # the draw that the spec makes
+        return torch.randint(self._n, tuple(shape)).numpy() + self.start  # the same draw as by the spec
 
     @cached_property
     def _raw_by_choice(self) -> np.ndarray[Any, Any]:
-        """Raw values that exist already: to make each one anew costs five times as much."""
+        """Raw values, created once: a new one each time costs five times as much."""
         return np.array(list(np.arange(self.start, self.start + self._n)), dtype=object)
 
     @cached_property
@@ -348,8 +350,8 @@ class DiscreteCodec(LeafCodec):
         return np.eye(self._n, dtype=np.int64)
 
 
-class MultiDiscreteCodec(LeafCodec):
-    """Arrays of integers, as a vector of categories or of one-hot vectors in a row."""
+class MultiDiscreteCodec(ArrayCodec):
+    """The codec of MultiDiscrete: arrays of integers, as a vector of categories or of concatenated one-hot vectors."""
 
     def __init__(self, space: Any, categorical: bool) -> None:
         super().__init__(spec_from_space(space, categorical), space)
@@ -369,10 +371,10 @@ class MultiDiscreteCodec(LeafCodec):
         return (raw + self.start).astype(self.raw_dtype)
 
 
-class NestedCodec(Codec):
-    """A Dict or Tuple of spaces, as a TensorDict; a Tuple's keys are "0", "1", ..."""
+class NestedCodec(SpaceCodec):
+    """The codec of a Dict or Tuple of spaces, as a TensorDict; the keys of a Tuple are "0", "1", ..."""
 
-    def __init__(self, parts: Mapping[Any, Codec], build: Callable[[dict[Any, Any]], Any]) -> None:
+    def __init__(self, parts: Mapping[Any, SpaceCodec], build: Callable[[dict[Any, Any]], Any]) -> None:
         self.parts = dict(parts)
         self._build = build
         self.spec = Composite({str(key): part.spec for key, part in self.parts.items()})
@@ -396,40 +398,40 @@ class NestedCodec(Codec):
         return self._build({key: part.keep(raw[key]) for key, part in self.parts.items()})
 
 
-class Leaf(NamedTuple):
-    """One array of an observation: its TensorDict key, the way to it in the raw value, its codec."""
+class SpaceLeaf(NamedTuple):
+    """One array of a raw value: its key in the TensorDict, its path in the raw value, its codec."""
 
     key: Key
     path: tuple[Any, ...]
-    codec: LeafCodec
+    codec: ArrayCodec
 
     def pick(self, raw: Any) -> Any:
-        """This leaf of a raw observation."""
+        """The array of this leaf in a raw value."""
         for step in self.path:
             raw = raw[step]
         return raw
 
     def value(self, raw: Any) -> Array:
-        """This leaf of what one environment gave, in the dtype and shape of its space. Raises ValueError otherwise."""
-        return self._compared(raw, self.codec.raw_shape, 0)
+        """This leaf of one environment's observation. Raises ValueError for another dtype or shape than the space's."""
+        return self._checked(raw, self.codec.raw_shape, 0)
 
     def rows(self, raw: Any, n: int) -> Array:
-        """This leaf of what `n` environments gave, `[n, *raw_shape]`. Raises ValueError for another dtype or shape."""
-        return self._compared(raw, (n, *self.codec.raw_shape), n)
+        """This leaf of `n` environments' observations, `[n, *raw_shape]`. Raises ValueError as `value`."""
+        return self._checked(raw, (n, *self.codec.raw_shape), n)
 
-    def _compared(self, raw: Any, shape: tuple[int, ...], n: int) -> Array:
+    def _checked(self, raw: Any, shape: tuple[int, ...], n: int) -> Array:
         key, path, codec = self
-        found = raw
+        array = raw
         try:
             for step in path:
-                found = found[step]
-            is_plain = type(found) is np.ndarray and found.dtype is codec.raw_dtype and found.shape == shape
+                array = array[step]
+            is_plain = type(array) is np.ndarray and array.dtype is codec.raw_dtype and array.shape == shape
             if is_plain and codec.limits is None:
-                return cast(Array, found)
+                return cast(Array, array)
             what = f"the {n} environments gave observations" if n else "the environment gave an observation"
-            array = array_of(found, codec.raw_dtype, shape, f"{what} {key!r}")
+            array = array_of(array, codec.raw_dtype, shape, f"{what} {key!r}")
             if codec.limits is not None:
-                refuse_beyond(codec.limits, array, f"{what} {key!r}")
+                check_limits(codec.limits, array, f"{what} {key!r}")
             return array
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(
@@ -437,15 +439,15 @@ class Leaf(NamedTuple):
             ) from error
 
 
-def leaves_of(codec: Codec, key: tuple[str, ...] = (), path: tuple[Any, ...] = ()) -> list[Leaf]:
-    """All leaves of a codec, in order."""
+def space_leaves(codec: SpaceCodec, key: tuple[str, ...] = (), path: tuple[Any, ...] = ()) -> list[SpaceLeaf]:
+    """The leaves of a codec, in the order of its space."""
     if isinstance(codec, NestedCodec):
-        return [leaf for k, part in codec.parts.items() for leaf in leaves_of(part, (*key, str(k)), (*path, k))]
-    assert isinstance(codec, LeafCodec)
-    return [Leaf(key if len(key) > 1 else key[0], path, codec)]
+        return [leaf for k, part in codec.parts.items() for leaf in space_leaves(part, (*key, str(k)), (*path, k))]
+    assert isinstance(codec, ArrayCodec)
+    return [SpaceLeaf(key if len(key) > 1 else key[0], path, codec)]
 
 
-def codec_for(space: Any, *, categorical: bool = False) -> Codec:
+def codec_for(space: Any, *, categorical: bool = False) -> SpaceCodec:
     """The codec of a gymnasium space; `categorical` says how Discrete and MultiDiscrete are encoded.
 
     Raises TypeError for spaces without a fixed shape (Text, Graph, Sequence, OneOf).
@@ -455,24 +457,24 @@ def codec_for(space: Any, *, categorical: bool = False) -> Codec:
     >>> codec.encode_rows([1, 3]).tolist(), codec.decode_rows(torch.tensor([[0, 1, 0]]))
     ([[1, 0, 0], [0, 0, 1]], [np.int64(2)])
     """
-    codec: Codec = kind_of(space, _MAKERS)(space, categorical)
+    codec: SpaceCodec = for_space_class(space, _MAKERS)(space, categorical)
     return codec
 
 
-def _tuple_codec(space: Any, categorical: bool) -> Codec:
+def _tuple_codec(space: Any, categorical: bool) -> SpaceCodec:
     parts = {index: codec_for(part, categorical=categorical) for index, part in enumerate(space.spaces)}
     return NestedCodec(parts, lambda row: tuple(row.values()))
 
 
-def _dict_codec(space: Any, categorical: bool) -> Codec:
+def _dict_codec(space: Any, categorical: bool) -> SpaceCodec:
     return NestedCodec({k: codec_for(part, categorical=categorical) for k, part in space.spaces.items()}, dict)
 
 
-_MAKERS: dict[str, Callable[[Any, bool], Codec]] = {
-    "Box": lambda space, categorical: LeafCodec(spec_from_space(space), space),
+_MAKERS: dict[str, Callable[[Any, bool], SpaceCodec]] = {
+    "Box": lambda space, categorical: ArrayCodec(spec_from_space(space), space),
     "Discrete": DiscreteCodec,
     "MultiDiscrete": MultiDiscreteCodec,
-    "MultiBinary": lambda space, categorical: LeafCodec(spec_from_space(space), space),
+    "MultiBinary": lambda space, categorical: ArrayCodec(spec_from_space(space), space),
     "Dict": _dict_codec,
     "Tuple": _tuple_codec,
 }

@@ -1,4 +1,4 @@
-"""Gymnasium environments as engram environments."""
+"""`GymEnv`: gymnasium environments as engram environments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engram.envs.base import EnvBase
 from engram.envs.codecs import flag_of, reward_of
-from engram.envs.engines import BatchEngine, GymEngine, InfoKeys
-from engram.envs.vector_engine import BatchStepper, VectorEngine
+from engram.envs.engines import GymEngine, InfoKeys, VectorEngine
+from engram.envs.vector_engine import GymVectorEngine, VectorStepper
 from engram.specs import Composite, Spec
 from engram.specs.tensors import usable_device
 
@@ -27,31 +27,31 @@ class _Stepper(Protocol):
 
 
 class GymEnv(EnvBase):
-    """A gymnasium environment or several of them, by name or as they are.
+    """A gymnasium environment or several of them, from a name or an existing object.
 
-    Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple spaces work. A Dict's entries are observations under their
-    own keys; anything else is `observation`. Discrete and MultiDiscrete values are one-hot int64, or categories with
-    `categorical_action_encoding=True`. A reset is never stored as a step, and the last observation of an episode stays
-    under `next`, whatever gymnasium's autoreset does.
+    Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple spaces are supported. The entries of a Dict are
+    observations under their own keys; any other observation is `observation`. Discrete and MultiDiscrete values are
+    one-hot int64, or categories with `categorical_action_encoding=True`. A reset is never stored as a step, and the
+    last observation of an episode stays under `next`, in every autoreset mode of gymnasium.
 
     Args:
         name_or_env: a name, a `gymnasium.Env`, or a `gymnasium.vector.VectorEnv` (any autoreset mode; EnvPool's too).
-        num_envs: how many environments of that name, batch `[num_envs]`; 0: a single one, batch `[]`. They are made as
-            `gymnasium.make_vec` makes them: by the environment's own vector entry point if it has one, else in sync;
-            `vectorization_mode=` chooses ("sync", "async", "vector_entry_point"). Sync and async ones reset in the same
-            step unless `vector_kwargs={"autoreset_mode": ...}` says otherwise. Where a vector entry point resets by a
-            call of its own (CartPole), steps may hold rows that are none: see `BatchedEnv`.
-        from_pixels: uint8 `pixels` `[H, W, 3]` instead of the observation; with `pixels_only=False`, next to it.
-        frame_skip: takes each action so many times and adds the rewards up. Like `from_pixels`, it goes without the
+        num_envs: the number of environments of that name, batch `[num_envs]`; 0: a single one, batch `[]`. They are
+            created by `gymnasium.make_vec`: by the environment's vector entry point if it has one, else in sync;
+            `vectorization_mode=` is "sync", "async" or "vector_entry_point". Sync and async environments reset in the
+            step that ends an episode unless `vector_kwargs={"autoreset_mode": ...}` is given. Where a vector entry
+            point needs a call for a reset (CartPole), steps may have rows that are no steps: see `VectorEnv`.
+        from_pixels: uint8 `pixels` `[H, W, 3]` instead of the observation; with `pixels_only=False`, beside it.
+        frame_skip: repeats each action so many times and adds up the rewards. Like `from_pixels`, it does not use the
             vector entry point.
         info_keys: entries of gymnasium's `info` that become observations, at the root and under `next`: a list of keys
-            (a tuple leads into nested dicts), whose shapes are read off one reset and one random step, or a mapping
-            from keys to specs. Zeros wherever `info` lacks the entry, after resets above all.
+            (a tuple leads into nested dicts), whose shapes are those of one reset and one random step, or a mapping
+            from keys to specs. Entries that `info` lacks, as after resets, are zeros.
         kwargs: for `gymnasium.make` or `gymnasium.make_vec`.
 
-    Environment i of several starts from `seed + i`; those of a vector entry point have one generator in common.
-    Raises TypeError for spaces without a fixed shape and for arguments that an environment which exists cannot take,
-    KeyError for info keys that are not there, ImportError where gymnasium is missing: `pip install "engram[gym]"`.
+    Environment i of several is seeded with `seed + i`; those of a vector entry point share one generator.
+    Raises TypeError for spaces without a fixed shape and for arguments that an existing environment cannot take,
+    KeyError for info keys that do not exist, ImportError if gymnasium is missing: `pip install "engram[gym]"`.
 
     >>> env = GymEnv("CartPole-v1")
     >>> env.set_seed(0)
@@ -75,9 +75,9 @@ class GymEnv(EnvBase):
         info_keys: InfoKeys | None = None,
         **kwargs: Any,
     ) -> None:
-        from engram.envs import gym_make as gym_making  # gymnasium is loaded here, or an ImportError says how to get it
+        from engram.envs import gym_make  # loads gymnasium, or raises ImportError with the line that installs it
 
-        place = usable_device(device, "device")  # before anything is made
+        target = usable_device(device, "device")  # before an environment is created
         if num_envs < 0:
             raise ValueError(f"num_envs must be 0 (a single environment) or more, got {num_envs}")
         if frame_skip is not None and frame_skip < 1:
@@ -89,16 +89,16 @@ class GymEnv(EnvBase):
         }
         pixels: dict[str, bool] = {"from_pixels": from_pixels, "pixels_only": pixels_only}
         self._stepper: _Stepper
-        if num_envs or gym_making.is_vector(name_or_env):
-            envs = gym_making.vector(name_or_env, num_envs, kwargs, frame_skip=frame_skip, **pixels)
-            self._stepper = BatchStepper(VectorEngine(envs, **codecs))
+        if num_envs or gym_make.is_vector(name_or_env):
+            envs = gym_make.make_vector(name_or_env, num_envs, kwargs, frame_skip=frame_skip, **pixels)
+            self._stepper = VectorStepper(GymVectorEngine(envs, **codecs))
         else:
-            env = gym_making.single(name_or_env, kwargs, **pixels)
+            env = gym_make.make_single(name_or_env, kwargs, **pixels)
             self._stepper = SingleStepper(GymEngine(env, frame_skip=frame_skip, **codecs))
         spec = self._stepper.observation_spec
         super().__init__(spec, self._stepper.action_spec, batch_size=spec.shape)
-        if place is not None:
-            self.to(place)
+        if target is not None:
+            self.to(target)
 
     @property
     def gym_env(self) -> Any:
@@ -106,12 +106,12 @@ class GymEnv(EnvBase):
         return self._stepper.engine.env
 
     def engines(self) -> list[GymEngine] | None:
-        """What steps a single environment raw, for collectors; None where a child class may have changed a step."""
+        """The engine of a single environment, in a list, for collectors; None if a subclass may have changed steps."""
         return [self._stepper.engine] if type(self) is GymEnv and isinstance(self._stepper, SingleStepper) else None
 
-    def batch_engine(self) -> BatchEngine | None:
-        """What steps several together raw, for collectors; None where a child class may have changed a step."""
-        return self._stepper.engine if type(self) is GymEnv and isinstance(self._stepper, BatchStepper) else None
+    def vector_engine(self) -> VectorEngine | None:
+        """The engine that steps several environments, for collectors; None if a subclass may have changed steps."""
+        return self._stepper.engine if type(self) is GymEnv and isinstance(self._stepper, VectorStepper) else None
 
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
         return TensorDict(self._stepper.reset(mask), batch_size=self.batch_size, device=self.device)
@@ -119,9 +119,9 @@ class GymEnv(EnvBase):
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         return TensorDict(self._stepper.step(td), batch_size=self.batch_size, device=self.device)
 
-    def _refuse_misfits(self, td: TensorDictBase) -> None:
-        if type(self) is not GymEnv:  # else the raw values were compared
-            super()._refuse_misfits(td)
+    def _check_values(self, td: TensorDictBase) -> None:
+        if type(self) is not GymEnv:  # otherwise the engine has checked the raw values
+            super()._check_values(td)
 
     def _set_seed(self, seed: int) -> None:
         self._stepper.seed(seed)
@@ -140,7 +140,7 @@ class GymEnv(EnvBase):
 
 
 class SingleStepper:
-    """Steps a GymEngine with tensors, as `BatchStepper` does a BatchEngine."""
+    """Steps a GymEngine with tensors, as `VectorStepper` steps a VectorEngine."""
 
     def __init__(self, engine: GymEngine) -> None:
         self.engine = engine
@@ -148,7 +148,7 @@ class SingleStepper:
         self.action_spec = engine.action.spec
 
     def seed(self, seed: int) -> None:
-        """The next reset starts from `seed`."""
+        """Seeds the environment at the next reset."""
         self.engine.seed(seed)
 
     def reset(self, mask: Tensor | None) -> dict[Any, Tensor]:
@@ -156,7 +156,7 @@ class SingleStepper:
         return self.engine.observation(self.engine.reset())
 
     def step(self, td: TensorDictBase) -> dict[Any, Tensor]:
-        """What follows `td["action"]`: observations, reward and flags. Raises ValueError for what is none of these."""
+        """The observations, reward and flags after `td["action"]`. Raises ValueError for values of another kind."""
         raw = self.engine.raw_action(td.get("action"))
         observation, reward, terminated, truncated, _ = self.engine.step(raw)
         values = self.engine.observation(observation)

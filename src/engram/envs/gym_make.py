@@ -1,4 +1,4 @@
-"""Making gymnasium environments: the one file of the environments that imports gymnasium, when a `GymEnv` is made."""
+"""Creates gymnasium environments. This file imports gymnasium, and is imported when the first `GymEnv` is created."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engram.envs.codecs import flag_of, reward_of
-from engram.envs.engines import leaves_for, repeated
+from engram.envs.engines import observation_leaves, repeat_action
 from engram.processes.timeouts import reject_timeout
 
 try:
@@ -22,79 +22,79 @@ except ImportError as error:
     raise ImportError('GymEnv needs gymnasium: pip install "engram[gym]"') from error
 
 
-NATIVE = "vector_entry_point"
+ENTRY_POINT = "vector_entry_point"
 
 
 class FrameSkip(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Takes each action `times` times, adds the rewards up, and stops where the episode ends."""
+    """Repeats each action `times` times, adds up the rewards, and stops when the episode ends."""
 
     def __init__(self, env: Any, times: int) -> None:
         super().__init__(env)
-        self._repeated = repeated(env.step, times)
+        self._repeated = repeat_action(env.step, times)
 
     def step(self, action: Any) -> Any:
         return self._repeated(action)
 
 
-class CheckedSteps(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Compares what one of several environments gives with its spaces, before gymnasium puts all into one array.
+class CheckStepValues(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Checks the values of one of several environments against its spaces, before gymnasium puts all into one array.
 
-    There None becomes nan, text is parsed, and numbers are broadcast. `copies_last`: the last observation of an episode
-    is copied, as a reset in the same step may write into the same array.
+    That array would turn None into NaN, parse text and broadcast numbers. `copy_final`: copies the final observation of
+    an episode, as a reset in the same step may write into the same array.
     """
 
-    def __init__(self, env: Any, *, observation_key: str, copies_last: bool) -> None:
+    def __init__(self, env: Any, *, observation_key: str, copy_final: bool) -> None:
         super().__init__(env)
-        self._comparison = _Comparison(env, observation_key, copies_last)
-        self.step = self._comparison.step  # type: ignore[method-assign]  # a wrapper looks every attribute up twice
+        self._check = _StepCheck(env, observation_key, copy_final)
+        self.step = self._check.step  # type: ignore[method-assign]  # a wrapper looks every attribute up twice
 
     def reset(self, **kwargs: Any) -> Any:
         observation, info = self.env.reset(**kwargs)
-        self._comparison.compare(observation)
+        self._check.compare(observation)
         return observation, info
 
 
-class _Comparison:
-    """The steps of `CheckedSteps`."""
+class _StepCheck:
+    """The `step` of `CheckStepValues`."""
 
-    def __init__(self, env: Any, observation_key: str, copies_last: bool) -> None:
-        self._step, self._copies_last = env.step, copies_last
-        self._leaves = leaves_for(env.observation_space, observation_key, None, categorical=True)
+    def __init__(self, env: Any, observation_key: str, copy_final: bool) -> None:
+        self._step, self._copy_final = env.step, copy_final
+        self._leaves = observation_leaves(env.observation_space, observation_key, None, categorical=True)
         codec, is_single = self._leaves[0].codec, len(self._leaves) == 1 and not self._leaves[0].path
         self._dtype, self._shape = codec.raw_dtype if is_single else None, codec.raw_shape
 
     def step(self, action: Any) -> Any:
-        observation, reward, terminated, truncated, info = given = self._step(action)
+        observation, reward, terminated, truncated, info = values = self._step(action)
         is_plain = type(observation) is np.ndarray and observation.dtype is self._dtype
         if not is_plain or observation.shape != self._shape:
             self.compare(observation)
         if terminated is False and truncated is False and type(reward) is float:
-            return given
+            return values
         terminated, truncated = flag_of(terminated, "terminated"), flag_of(truncated, "truncated")
-        if self._copies_last and (terminated or truncated):
+        if self._copy_final and (terminated or truncated):
             observation = copy.deepcopy(observation)
         return observation, reward if type(reward) is float else reward_of(reward), terminated, truncated, info
 
     def compare(self, observation: Any) -> None:
-        """Raises ValueError where it is not of the space."""
+        """Raises ValueError if the observation is not in its space."""
         for leaf in self._leaves:
             leaf.value(observation)
 
 
-def single(name_or_env: Any, kwargs: dict[str, Any], *, from_pixels: bool, pixels_only: bool) -> Any:
-    """One environment, by name or as it is. Raises TypeError for what is neither."""
+def make_single(name_or_env: Any, kwargs: dict[str, Any], *, from_pixels: bool, pixels_only: bool) -> Any:
+    """One environment, from a name or an existing object. Raises TypeError for anything else."""
     if isinstance(name_or_env, str):
-        with _told_of_timeout(kwargs):
-            env = gymnasium.make(name_or_env, **_rendering(kwargs, from_pixels))
+        with _explains_timeout(kwargs):
+            env = gymnasium.make(name_or_env, **_with_render_mode(kwargs, from_pixels))
     elif isinstance(name_or_env, gymnasium.Env):
-        _refuse_settings(kwargs)
+        _check_no_settings(kwargs)
         env = name_or_env
     else:
         raise TypeError(f"GymEnv takes a name, a gymnasium.Env or a VectorEnv, got {type(name_or_env).__name__}")
     return with_pixels(env, pixels_only) if from_pixels else env
 
 
-def vector(
+def make_vector(
     name_or_env: Any,
     num_envs: int,
     kwargs: dict[str, Any],
@@ -103,13 +103,13 @@ def vector(
     pixels_only: bool,
     frame_skip: int | None,
 ) -> Any:
-    """A vector environment, by name or as it is. Raises TypeError and ValueError for settings that it cannot have."""
+    """A vector environment, from a name or an existing object. Raises TypeError and ValueError for wrong settings."""
     if is_vector(name_or_env):
-        _refuse_settings(kwargs)
+        _check_no_settings(kwargs)
         if from_pixels or frame_skip is not None:
             raise ValueError(
-                "from_pixels and frame_skip change each environment, and this vector environment exists already; "
-                "give its name and num_envs, or make it with wrappers=[...]"
+                "from_pixels and frame_skip wrap each environment, and this vector environment exists already; "
+                "give its name and num_envs, or create it with wrappers=[...]"
             )
         if num_envs not in (0, name_or_env.num_envs):
             raise ValueError(
@@ -127,16 +127,16 @@ def vector(
     if from_pixels:
         changes.append(partial(with_pixels, pixels_only=pixels_only))
     key = "pixels" if from_pixels else "observation"
-    with _told_of_timeout(kwargs):
-        return _made_vector(name_or_env, num_envs, _rendering(kwargs, from_pixels), changes, key)
+    with _explains_timeout(kwargs):
+        return _make_vector_by_name(name_or_env, num_envs, _with_render_mode(kwargs, from_pixels), changes, key)
 
 
 def is_vector(env: Any) -> bool:
-    """Whether `env` is a vector environment of gymnasium's."""
+    """Whether `env` is a vector environment of gymnasium."""
     return isinstance(env, gymnasium.vector.VectorEnv)
 
 
-def _made_vector(
+def _make_vector_by_name(
     name: str, num_envs: int, kwargs: dict[str, Any], changes: list[Callable[[Any], Any]], observation_key: str
 ) -> Any:
     mode = kwargs.pop("vectorization_mode", None)
@@ -144,26 +144,26 @@ def _made_vector(
     options = dict(kwargs.pop("vector_kwargs", None) or {})
     wrappers = [*(kwargs.pop("wrappers", None) or ()), *changes]
     if mode is None:
-        mode = NATIVE if _is_native(name) and not options and not wrappers else "sync"
-    if mode == NATIVE:
+        mode = ENTRY_POINT if _has_entry_point(name) and not options and not wrappers else "sync"
+    if mode == ENTRY_POINT:
         if wrappers or options:
             raise ValueError(
-                f"vectorization_mode={NATIVE!r} knows no single environments: frame_skip, from_pixels, wrappers and "
-                "vector_kwargs need 'sync' or 'async'"
+                f"vectorization_mode={ENTRY_POINT!r} has no single environments to wrap: frame_skip, from_pixels, "
+                "wrappers and vector_kwargs need 'sync' or 'async'"
             )
         return gymnasium.make_vec(name, num_envs, vectorization_mode=mode, **kwargs)
-    copies_last = False
+    copy_final = False
     same_step = getattr(gymnasium.vector, "AutoresetMode", None)  # gymnasium 1.0 has one mode and no name for it
     if same_step is not None:
         options.setdefault("autoreset_mode", same_step.SAME_STEP)
-        copies_last = same_step(options["autoreset_mode"]) is same_step.SAME_STEP
-    wrappers.append(partial(CheckedSteps, observation_key=observation_key, copies_last=copies_last))
+        copy_final = same_step(options["autoreset_mode"]) is same_step.SAME_STEP
+    wrappers.append(partial(CheckStepValues, observation_key=observation_key, copy_final=copy_final))
     return gymnasium.make_vec(
         name, num_envs, vectorization_mode=mode, vector_kwargs=options, wrappers=wrappers, **kwargs
     )
 
 
-def _is_native(name: str) -> bool:
+def _has_entry_point(name: str) -> bool:
     module, _, env_id = name.rpartition(":")
     if module:
         importlib.import_module(module)
@@ -173,13 +173,13 @@ def _is_native(name: str) -> bool:
     return spec is not None and spec.vector_entry_point is not None
 
 
-def _rendering(kwargs: dict[str, Any], from_pixels: bool) -> dict[str, Any]:
+def _with_render_mode(kwargs: dict[str, Any], from_pixels: bool) -> dict[str, Any]:
     return {**({"render_mode": "rgb_array"} if from_pixels else {}), **kwargs}
 
 
 @contextlib.contextmanager
-def _told_of_timeout(kwargs: dict[str, Any]) -> Iterator[None]:
-    """Says where there is a `timeout`, if the environment itself knows no such argument."""
+def _explains_timeout(kwargs: dict[str, Any]) -> Iterator[None]:
+    """Turns the TypeError for a `timeout` argument into one that names the class which has a timeout."""
     try:
         yield
     except TypeError:
@@ -188,20 +188,20 @@ def _told_of_timeout(kwargs: dict[str, Any]) -> Iterator[None]:
         raise
 
 
-def _refuse_settings(kwargs: dict[str, Any]) -> None:
+def _check_no_settings(kwargs: dict[str, Any]) -> None:
     reject_timeout(kwargs.get("timeout"), "GymEnv")
     if kwargs:
         raise TypeError(f"{sorted(kwargs)} are for gymnasium.make, and the environment exists already; pass its name")
 
 
 def with_pixels(env: Any, pixels_only: bool) -> Any:
-    """`env` with what it renders as its observation, or beside it."""
+    """`env` with its rendered frames as the observation, or beside it."""
     if env.render_mode != "rgb_array":
         raise ValueError(
             f"from_pixels=True needs an environment with render_mode='rgb_array', got {env.render_mode!r}; "
-            "pass its name, or make it with that mode"
+            "pass its name, or create it with that mode"
         )
-    env.reset()  # some environments cannot render before; gymnasium's wrapper reads the shape of a frame
+    env.reset()  # some environments cannot render before a reset, and the wrapper renders one frame for its shape
     return gymnasium.wrappers.AddRenderObservation(
         env, render_only=pixels_only, render_key="pixels", obs_key="observation"
     )

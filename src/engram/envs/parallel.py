@@ -1,4 +1,4 @@
-"""Gymnasium environments in several processes: raw values go through shared memory."""
+"""`ParallelEnv`: environments in worker processes, which exchange steps through shared memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.envs.base import EnvBase
-from engram.envs.codecs import Codec, Leaf, flag_of, leaves_of, reward_of
-from engram.envs.engines import Array, Autoreset, BatchEngine, BatchStep, GymEngine
-from engram.envs.serial import makers_of, refuse_other_specs
-from engram.envs.vector_engine import BatchStepper
+from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, reward_of, space_leaves
+from engram.envs.engines import Array, Autoreset, GymEngine, VectorEngine, VectorStep
+from engram.envs.serial import check_same_specs, env_makers
+from engram.envs.vector_engine import VectorStepper
 from engram.processes.lockstep import LockstepPool, WorkerSlot, usable_cores
 from engram.processes.shared_memory import SharedMemory
 from engram.processes.timeouts import TimedEnv, validate_timeout
 from engram.processes.worker import CLOSE_TIMEOUT, Channel, CloudpickleWrapper
+from engram.pytree import Key
 from engram.specs.tensors import usable_device
 
 _STEP, _RESET, _SEED = range(3)
@@ -28,11 +29,11 @@ _TRUE = np.True_.tobytes()
 
 
 class RawLayout:
-    """What `n` environments with these codecs share: an array `[n, ...]` for each leaf, rewards, flags, a mask."""
+    """The shared arrays of `n` gymnasium environments: `[n, ...]` for each leaf, rewards, flags, a mask of resets."""
 
-    def __init__(self, n: int, action: Codec, leaves: Sequence[Leaf]) -> None:
+    def __init__(self, n: int, action: SpaceCodec, leaves: Sequence[SpaceLeaf]) -> None:
         self.n, self.action, self.leaves = n, action, list(leaves)
-        self.action_leaves = leaves_of(action, ("action",))
+        self.action_leaves = space_leaves(action, ("action",))
         flag = (np.dtype(np.bool_), (n,))
         observations = [(leaf.codec.raw_dtype, (n, *leaf.codec.raw_shape)) for leaf in self.leaves]
         actions = [(leaf.codec.raw_dtype, (n, *leaf.codec.raw_shape)) for leaf in self.action_leaves]
@@ -44,25 +45,25 @@ class RawLayout:
         return [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for dtype, shape in self._fields]
 
     def arrays(self, blocks: Sequence[Array]) -> RawArrays:
-        """The arrays in `blocks` of these sizes."""
+        """The arrays over memory blocks of these sizes."""
         pairs = zip(blocks, self._fields, strict=True)
         arrays = iter([block.view(dtype).reshape(shape) for block, (dtype, shape) in pairs])
-        shown, last = ([next(arrays) for _ in self.leaves] for _ in range(2))
-        return RawArrays(shown, last, [next(arrays) for _ in self.action_leaves], *arrays)
+        current, final = ([next(arrays) for _ in self.leaves] for _ in range(2))
+        return RawArrays(current, final, [next(arrays) for _ in self.action_leaves], *arrays)
 
     def serve(self, envs: Sequence[Any], memory: SharedMemory, start: int, slot: WorkerSlot) -> None:
-        """A worker's part, for ever: `envs` are environments `start` and following of all."""
+        """Runs a worker until it is stopped; `envs` are the environments from index `start` on."""
         engines: list[Any] = [engine for env in envs for engine in env.engines()]
         if slot.clock is not None:
             engines = [TimedEnv(engine, slot.clock, start + i) for i, engine in enumerate(engines)]
-        RawMembers(engines, self, memory, start).serve(slot)
+        GymWorker(engines, self, memory, start).serve(slot)
 
 
 class RawArrays(NamedTuple):
-    """`shown`: what environments show now, by leaf; `last`: the last observations of episodes that a step has ended."""
+    """`current`: the present observations, by leaf; `final`: the last observations of episodes that a step ended."""
 
-    shown: list[Array]
-    last: list[Array]
+    current: list[Array]
+    final: list[Array]
     actions: list[Array]
     reward: Array
     terminated: Array
@@ -70,29 +71,29 @@ class RawArrays(NamedTuple):
     mask: Array
 
 
-class RawMembers:
-    """A worker's part: environments `start` to `start + len(engines)` of all."""
+class GymWorker:
+    """A worker that steps gymnasium environments `start` to `start + len(engines) - 1` with raw values."""
 
     def __init__(self, engines: Sequence[GymEngine], layout: RawLayout, memory: SharedMemory, start: int) -> None:
         rows = slice(start, start + len(engines))
         arrays = layout.arrays(memory.attach(layout.sizes))
         self._engines, self._start, self._layout = list(engines), start, layout
         self._steps = [engine.step for engine in engines]
-        self._shown = [array[rows] for array in arrays.shown]
-        self._last = [array[rows] for array in arrays.last]
-        self._actions = nest(layout.action_leaves, [array[rows] for array in arrays.actions])
+        self._current = [array[rows] for array in arrays.current]
+        self._final = [array[rows] for array in arrays.final]
+        self._actions = nest_like(layout.action_leaves, [array[rows] for array in arrays.actions])
         self._reward, self._mask = arrays.reward[rows], arrays.mask[rows]
         self._terminated, self._truncated = arrays.terminated[rows], arrays.truncated[rows]
-        self._have_ended = True  # whether a flag may stand
-        # An environment is fresh when a step has reset it, and nobody has asked for that yet.
+        self._have_ended = True  # whether a flag may be set
+        # An environment is fresh from the reset in a step until the reset that the owner asks for.
         self._is_fresh = [False] * len(engines)
         is_single = len(layout.leaves) == 1 and not layout.leaves[0].path
         codec = layout.leaves[0].codec
-        # None: several arrays, or `_write` looks at the values.
+        # None: there are several arrays, or `_write` must check the values.
         self._only_dtype = codec.raw_dtype if is_single and codec.limits is None else None
 
     def serve(self, slot: WorkerSlot) -> None:
-        """Does what the owner's `ParallelEngine` asks for, for ever."""
+        """Executes the commands of the owner's `ParallelEngine` until the worker is stopped."""
         while True:
             command = slot.recv_command()
             if command == _STEP:
@@ -107,7 +108,7 @@ class RawMembers:
         if self._have_ended:
             self._terminated[:] = self._truncated[:] = False
             self._have_ended = False
-        rewards, only, ndarray = self._reward, self._shown[0], np.ndarray
+        rewards, only, ndarray = self._reward, self._current[0], np.ndarray
         dtype, shape = self._only_dtype, self._layout.leaves[0].codec.raw_shape
         raws = self._layout.action.unbatch(self._actions)
         for i, (step, raw) in enumerate(zip(self._steps, raws, strict=True)):
@@ -119,13 +120,13 @@ class RawMembers:
             if terminated or truncated:
                 self._have_ended = True
                 self._terminated[i], self._truncated[i] = terminated, truncated
-                self._write(self._last, i, observation)
+                self._write(self._final, i, observation)
                 self._reset_one(i)
                 self._is_fresh[i] = True
             elif type(observation) is ndarray and observation.dtype is dtype and observation.shape == shape:
                 only[i] = observation
             else:
-                self._write(self._shown, i, observation)
+                self._write(self._current, i, observation)
 
     def _reset_masked(self) -> None:
         for i in np.flatnonzero(self._mask).tolist():
@@ -139,18 +140,18 @@ class RawMembers:
             self._is_fresh[i] = False
 
     def _reset_one(self, i: int) -> None:
-        self._write(self._shown, i, self._engines[i].reset())
+        self._write(self._current, i, self._engines[i].reset())
 
     def _write(self, columns: list[Array], i: int, observation: Any) -> None:
         for leaf, column in zip(self._layout.leaves, columns, strict=True):
             column[i] = leaf.value(observation)
 
 
-class ParallelEngine(BatchEngine):
-    """The owner's part: steps all environments at once; what it returns lies in shared memory.
+class ParallelEngine(VectorEngine):
+    """Steps the gymnasium environments of all workers at once; the arrays that it returns are in shared memory.
 
-    An episode that ends is followed by the next one in the same step, without another round. A reset that a step has
-    made is not made again when it is asked for.
+    Where an episode ends, the next one starts in the same step, without another round trip. The reset that follows then
+    returns its first observation.
     """
 
     autoreset = Autoreset.SAME_STEP
@@ -161,7 +162,7 @@ class ParallelEngine(BatchEngine):
         self._pool = pool
         self._starts = list(starts)
         self._arrays = layout.arrays(memory.allocate(layout.sizes))
-        self._observation = nest(layout.leaves, self._arrays.shown)
+        self._observation = nest_like(layout.leaves, self._arrays.current)
         self._action_columns = list(zip(layout.action_leaves, self._arrays.actions, strict=True))
 
     def seed(self, seed: int) -> None:
@@ -176,10 +177,10 @@ class ParallelEngine(BatchEngine):
         return self._observation
 
     def _workers_of(self, mask: Array) -> list[int]:
-        wanted = np.logical_or.reduceat(mask, self._starts)
-        return [int(i) for i in np.flatnonzero(wanted)]
+        has_reset = np.logical_or.reduceat(mask, self._starts)
+        return [int(i) for i in np.flatnonzero(has_reset)]
 
-    def step(self, actions: Any) -> BatchStep:
+    def step(self, actions: Any) -> VectorStep:
         self._pool.wait_idle()
         for leaf, column in self._action_columns:
             value = np.asarray(leaf.pick(actions))
@@ -189,24 +190,26 @@ class ParallelEngine(BatchEngine):
         self._pool.execute(_STEP)
         _, _, _, reward, terminated, truncated, _ = self._arrays
         has_ended = _TRUE in terminated.tobytes() or _TRUE in truncated.tobytes()  # a tenth of what `any` takes
-        return BatchStep(self._observation, reward, terminated, truncated, self._last_ones() if has_ended else ())
+        return VectorStep(
+            self._observation, reward, terminated, truncated, self._final_observations() if has_ended else ()
+        )
 
-    def _last_ones(self) -> list[tuple[int, Any]]:
+    def _final_observations(self) -> list[tuple[int, Any]]:
         ended = np.flatnonzero(self._arrays.terminated | self._arrays.truncated).tolist()
-        last = self._arrays.last
-        return [(i, nest(self.leaves, [column[i].copy() for column in last])) for i in ended]
+        final = self._arrays.final
+        return [(i, nest_like(self.leaves, [column[i].copy() for column in final])) for i in ended]
 
     def close(self) -> None:
         self._pool.close()
 
 
-def nest(leaves: Sequence[Leaf], values: Sequence[Any]) -> Any:
-    """Values in the form of a raw one: Dicts by the names, Tuples by the numbers in the leaves' paths.
+def nest_like(leaves: Sequence[SpaceLeaf], values: Sequence[Any]) -> Any:
+    """Nests the values of leaves as a raw value: Dicts for names in the leaves' paths, Tuples for numbers.
 
     >>> from gymnasium.spaces import Dict, Discrete, Tuple
     >>> from engram.envs.codecs import codec_for
     >>> space = Tuple([Discrete(2), Dict(a=Discrete(2))])
-    >>> nest(leaves_of(codec_for(space), ("observation",)), [1, 2])
+    >>> nest_like(space_leaves(codec_for(space), ("observation",)), [1, 2])
     (1, {'a': 2})
     """
     return _nested([leaf.path for leaf in leaves], list(values))
@@ -225,21 +228,20 @@ def _nested(paths: list[tuple[Any, ...]], values: list[Any]) -> Any:
 
 
 _TD_STEP, _TD_STEP_WITH_EXTRAS, _TD_RESET, _TD_SEED = range(4)
-Key = str | tuple[str, ...]
 Columns = dict[Key, Tensor]
 
 
-class More(NamedTuple):
-    """What of one environment's TensorDict its columns do not say: which are not there, and entries without one."""
+class ExtraEntries(NamedTuple):
+    """The difference between one environment's TensorDict and the columns: columns without an entry, other entries."""
 
     absent: tuple[Key, ...] = ()
     rest: TensorDictBase | None = None
 
 
 class TensorDictLayout:
-    """What `n` environments share: a column `[n, ...]` for each leaf of a step, by `fake`, one environment's fake one.
+    """The shared columns `[n, ...]` of `n` environments, one for each leaf of `fake`, a fake step of one environment.
 
-    `root` is what a step reads and a reset gives, `following` what a step gives.
+    `root` has the entries that a step reads and a reset returns, `following` those that a step returns.
     """
 
     def __init__(self, n: int, fake: TensorDictBase, batch_size: Sequence[int]) -> None:
@@ -266,14 +268,14 @@ class TensorDictLayout:
         return mask, root, following
 
     def serve(self, envs: Sequence[Any], memory: SharedMemory, start: int, slot: WorkerSlot) -> None:
-        """A worker's part, for ever: `envs` are environments `start` and following of all."""
+        """Runs a worker until it is stopped; `envs` are the environments from index `start` on."""
         if slot.clock is not None:
             envs = [TimedEnv(env, slot.clock, start + i) for i, env in enumerate(envs)]
-        TensorDictMembers(envs, self, memory, start).serve(slot)
+        TensorDictWorker(envs, self, memory, start).serve(slot)
 
 
-class TensorDictMembers:
-    """A worker's part."""
+class TensorDictWorker:
+    """A worker that steps environments `start` to `start + len(envs) - 1` with TensorDicts."""
 
     def __init__(self, envs: Sequence[Any], layout: TensorDictLayout, memory: SharedMemory, start: int) -> None:
         self._envs, self._layout = list(envs), layout
@@ -283,48 +285,50 @@ class TensorDictMembers:
         self._root, self._following = ({key: column[rows] for key, column in group.items()} for group in columns[1:])
 
     def serve(self, slot: WorkerSlot) -> None:
-        """Does what the owner's `TensorDictStepper` asks for, for ever."""
+        """Executes the commands of the owner's `TensorDictStepper` until the worker is stopped."""
         while True:
             command = slot.recv_command()
             if command == _TD_SEED:
                 slot.complete(self._seeded(slot.recv_message()))
                 continue
             if command == _TD_RESET:
-                more = [self._reset(i) for i in range(len(self._envs))]
+                replies = [self._reset(i) for i in range(len(self._envs))]
             else:
-                sent = slot.recv_message() if command == _TD_STEP_WITH_EXTRAS else [More()] * len(self._envs)
-                more = [self._step(i, came) for i, came in enumerate(sent)]
-            slot.complete(*([more] if any(each != More() for each in more) else []))
+                extras = slot.recv_message() if command == _TD_STEP_WITH_EXTRAS else [ExtraEntries()] * len(self._envs)
+                replies = [self._step(i, extra) for i, extra in enumerate(extras)]
+            slot.complete(*([replies] if any(reply != ExtraEntries() for reply in replies) else []))
 
     def _seeded(self, seed: int) -> int:
         for env in self._envs:
             seed = env.set_seed(seed)
         return seed
 
-    def _reset(self, i: int) -> More:
+    def _reset(self, i: int) -> ExtraEntries:
         env, mask = self._envs[i], self._mask[i].clone()
         if not bool(mask.any()):
-            return More()
+            return ExtraEntries()
         td = None
         if not bool(mask.all()):
             td = self._layout.root.exclude("action").apply(torch.zeros_like).set("_reset", mask).to(_device_of(env))
-        return _put(env.reset(td).exclude("_reset", "action"), self._root, i)
+        return _write_row(env.reset(td).exclude("_reset", "action"), self._root, i)
 
-    def _step(self, i: int, came: More) -> More:
+    def _step(self, i: int, extra: ExtraEntries) -> ExtraEntries:
         env = self._envs[i]
-        td = _row(self._layout.root, self._root, i, came).to(_device_of(env))
-        return _put(env.step(td if env.device is not None else td.clear_device_()).get("next"), self._following, i)
+        td = _row(self._layout.root, self._root, i, extra).to(_device_of(env))
+        return _write_row(
+            env.step(td if env.device is not None else td.clear_device_()).get("next"), self._following, i
+        )
 
 
 class TensorDictStepper:
-    """The owner's part: steps all environments at once.
+    """Steps the environments of all workers at once with TensorDicts.
 
-    Entries of a step that are not in the environments' specs, or come in another shape or dtype, travel beside the
-    shared memory, which costs about 100 us. All environments must give the same ones: a ValueError names those that
-    only some have.
+    Entries of a step that are not in the environments' specs, or have another shape or dtype, are sent as messages
+    instead of shared memory, which costs about 100 us. All environments must return the same entries: a ValueError
+    names those that only some return.
     """
 
-    engine: BatchEngine | None = None  # there is nothing raw to be stepped
+    engine: VectorEngine | None = None  # there are no raw values
 
     def __init__(
         self, pool: LockstepPool, layout: TensorDictLayout, memory: SharedMemory, starts: Sequence[int]
@@ -332,72 +336,74 @@ class TensorDictStepper:
         self._pool, self._layout, self._bounds = pool, layout, [*starts, layout.n]
         self._mask, self._root, self._following = layout.columns(memory.allocate(layout.sizes))
         self._actions = {key: column for key, column in self._root.items() if "action" in (key, key[0])}
-        self._shown = {key: column for key, column in self._root.items() if key not in self._actions}
+        self._reset_columns = {key: column for key, column in self._root.items() if key not in self._actions}
 
     def seed(self, seed: int) -> None:
-        """The next resets start from `seed`, as `set_seed` of one environment after the other leaves them."""
+        """Seeds the environments as `set_seed` of one after the other does."""
         for worker in range(len(self._pool)):
             seed = self._pool.execute(_TD_SEED, [worker], [seed] * len(self._pool))[worker]
 
     def reset(self, mask: Tensor | None) -> dict[str, Any]:
-        """Entries after a reset of all, or where `mask` (bool `[n, *batch, 1]`) holds; the rest is not read."""
+        """Entries after a reset of all, or where `mask` (bool `[n, *batch, 1]`) holds; the other rows are not read."""
         self._pool.wait_idle()
         self._mask.copy_(torch.ones_like(self._mask) if mask is None else mask)
-        asked = [row for row in range(self._layout.n) if bool(self._mask[row].any())]
-        return self._gathered(self._layout.root.exclude("action"), self._shown, self._pool.execute(_TD_RESET), asked)
+        indices = [row for row in range(self._layout.n) if bool(self._mask[row].any())]
+        return self._collected(
+            self._layout.root.exclude("action"), self._reset_columns, self._pool.execute(_TD_RESET), indices
+        )
 
     def step(self, td: TensorDictBase) -> dict[str, Any]:
-        """What follows `td["action"]`. Raises ValueError for an action of another shape than the spec's."""
-        self._refuse_other_shapes(td)
+        """The entries after `td["action"]`. Raises ValueError for an action of another shape than the spec's."""
+        self._check_action_shapes(td)
         self._pool.wait_idle()
-        sent = td.exclude("next")
-        absent = tuple(key for key, column in self._root.items() if not _copied(sent.get(key, None), column))
-        rest = _without(sent, self._root.keys() - set(absent))
+        entries = td.exclude("next")
+        absent = tuple(key for key, column in self._root.items() if not _copied(entries.get(key, None), column))
+        rest = _without(entries, self._root.keys() - set(absent))
         if not absent and rest is None:
-            said = self._pool.execute(_TD_STEP)
+            replies = self._pool.execute(_TD_STEP)
         else:
             rows = [None] * self._layout.n if rest is None else [row.clone() for row in rest.cpu().unbind(0)]
-            more = [More(absent, row) for row in rows]
+            more = [ExtraEntries(absent, row) for row in rows]
             pairs = zip(self._bounds, self._bounds[1:], strict=False)
-            said = self._pool.execute(_TD_STEP_WITH_EXTRAS, messages=[more[start:stop] for start, stop in pairs])
-        return self._gathered(self._layout.following, self._following, said, range(self._layout.n))
+            replies = self._pool.execute(_TD_STEP_WITH_EXTRAS, messages=[more[start:stop] for start, stop in pairs])
+        return self._collected(self._layout.following, self._following, replies, range(self._layout.n))
 
-    def _refuse_other_shapes(self, td: TensorDictBase) -> None:
+    def _check_action_shapes(self, td: TensorDictBase) -> None:
         for key, column in self._actions.items():
             value = td.get(key, None)
             if value is None or value.shape != column.shape:
                 where = "" if key == "action" else f" {key!r}"
-                found = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
+                given = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
                 raise ValueError(
                     f"action{where} is not what the environment takes.\n"
-                    f"  found:   {found}\n  allowed: {column.dtype} {tuple(column.shape)}"
+                    f"  found:   {given}\n  allowed: {column.dtype} {tuple(column.shape)}"
                 )
 
-    def _gathered(
-        self, frame: TensorDictBase, columns: Columns, said: dict[int, list[More]], asked: Sequence[int]
+    def _collected(
+        self, frame: TensorDictBase, columns: Columns, replies: dict[int, list[ExtraEntries]], indices: Sequence[int]
     ) -> dict[str, Any]:
-        if said:
-            return dict(self._stacked(frame, columns, said, asked).items())
+        if replies:
+            return dict(self._stacked(frame, columns, replies, indices).items())
         td = frame.empty(recurse=True).expand(self._layout.n, *frame.batch_size).clear_device_()
         for key, column in columns.items():
             td.set(key, column.clone())
         return dict(td.items())
 
     def _stacked(
-        self, frame: TensorDictBase, columns: Columns, said: dict[int, list[More]], asked: Sequence[int]
+        self, frame: TensorDictBase, columns: Columns, replies: dict[int, list[ExtraEntries]], indices: Sequence[int]
     ) -> TensorDictBase:
-        more = [More()] * self._layout.n
-        for worker, its in said.items():
-            more[self._bounds[worker] : self._bounds[worker + 1]] = its
-        rows = {i: _row(frame, columns, i, more[i]) for i in asked}
-        everywhere = set.intersection(*(set(row.keys(True, True)) for row in rows.values()))
+        extras = [ExtraEntries()] * self._layout.n
+        for worker, reply in replies.items():
+            extras[self._bounds[worker] : self._bounds[worker + 1]] = reply
+        rows = {i: _row(frame, columns, i, extras[i]) for i in indices}
+        common = set.intersection(*(set(row.keys(True, True)) for row in rows.values()))
         for i, row in rows.items():
-            if odd := set(row.keys(True, True)) - everywhere:
+            if others := set(row.keys(True, True)) - common:
                 raise ValueError(
-                    f"environment {i} gave {sorted(odd, key=str)}, and not all others did; a batch needs the same "
-                    "entries of all: put them in observation_spec, or leave them out"
+                    f"environment {i} returned {sorted(others, key=str)}, and not all others did; a batch needs the "
+                    "same entries of all: put them in observation_spec, or leave them out"
                 )
-        blank = next(iter(rows.values()))  # for those that are not asked: they are not read
+        blank = next(iter(rows.values()))  # in place of rows that nobody reads
         return torch.stack([rows.get(i, blank) for i in range(self._layout.n)])
 
 
@@ -405,32 +411,33 @@ def _leaves(td: TensorDictBase) -> Columns:
     return {key: td.get(key) for key in td.keys(True, True) if isinstance(td.get(key), Tensor)}
 
 
-def _row(frame: TensorDictBase, columns: Columns, i: int, more: More) -> TensorDictBase:
-    """Environment i's TensorDict, in memory of its own."""
+def _row(frame: TensorDictBase, columns: Columns, i: int, extra: ExtraEntries) -> TensorDictBase:
+    """Environment i's TensorDict, in new memory."""
     td = frame.empty(recurse=True).clear_device_()
     for key, column in columns.items():
-        if key not in more.absent:
+        if key not in extra.absent:
             td.set(key, column[i].clone())
-    return td if more.rest is None else td.update(more.rest)
+    return td if extra.rest is None else td.update(extra.rest)
 
 
-def _put(td: TensorDictBase, columns: Columns, i: int) -> More:
-    """Writes what there are columns for; returns the rest."""
+def _write_row(td: TensorDictBase, columns: Columns, i: int) -> ExtraEntries:
+    """Writes the entries that have columns; returns the difference."""
     absent = tuple(key for key, column in columns.items() if not _copied(td.get(key, None), column[i]))
     rest = _without(td, columns.keys() - set(absent))
-    return More(absent, None if rest is None else rest.detach().cpu().clone())
+    return ExtraEntries(absent, None if rest is None else rest.detach().cpu().clone())
 
 
 def _copied(value: Any, column: Tensor) -> bool:
+    """Copies a value into a column of its shape and dtype; False if it has others."""
     fits = isinstance(value, Tensor) and value.shape == column.shape and value.dtype == column.dtype
     if fits:
         column.copy_(value.detach())
     return fits
 
 
-def _without(td: TensorDictBase, known: Any) -> TensorDictBase | None:
-    """The entries of `td` other than `known`, if there are any."""
-    rest = [key for key in td.keys(True, True) if key not in known]
+def _without(td: TensorDictBase, keys: Any) -> TensorDictBase | None:
+    """The entries of `td` other than `keys`; None if there are none."""
+    rest = [key for key in td.keys(True, True) if key not in keys]
     return td.select(*rest) if rest else None
 
 
@@ -438,38 +445,38 @@ def _device_of(env: Any) -> torch.device:
     return torch.device("cpu") if env.device is None else torch.device(env.device)
 
 
-ERROR_CLOSE_TIMEOUT = 0.2  # seconds that workers have where there is an error to be told
+ERROR_CLOSE_TIMEOUT = 0.2  # seconds that workers have to stop after an error
 
 
 class ParallelEnv(EnvBase):
-    """`n` environments in worker processes: batch `[n, *their batch]`, values as `SerialEnv` gives them.
+    """`n` environments in worker processes: batch `[n, *batch of one]`, with the same values as `SerialEnv`.
 
-    Gymnasium environments with the same spaces are stepped with raw values, which go through shared memory, and start
-    their next episode in the step that ends one. Those of any other kind are stepped through TensorDicts, whose leaves
-    go through shared memory where the specs know them. Where steps follow each other within half a millisecond and each
-    worker has a core, nobody has to be woken: workers look for the next step before they sleep.
+    Gymnasium environments with the same spaces are stepped with raw values in shared memory, and start the next episode
+    in the step that ends one. Environments of any other kind are stepped with TensorDicts, whose leaves are in shared
+    memory if they have specs. Workers poll for the next step for half a millisecond before they sleep, so that fast
+    steps need no wake-up if each worker has a core.
 
     Args:
-        n: how many environments.
-        make_env: makes one, in its worker, or is a list of n that do; lambdas and local functions, too.
-        num_workers: how many processes; None: one for each core that this process may use, or n if that is fewer.
-            More than that pays where environments wait for something.
+        n: the number of environments.
+        make_env: creates one environment, in its worker, or is a list of n such functions; may be a lambda.
+        num_workers: the number of processes; None: one for each core that this process may use, at most n. More than
+            that can help if environments wait for something.
         start_method: "fork", "spawn" or "forkserver"; None: fork unless CUDA is in use.
-        cpus: the cores on which workers run, worker i on `cpus[i % len(cpus)]` only; None: the system places them, and
-            a worker that finds itself on the core of another one leaves it. Cores of their own can help on a machine
-            that does nothing else, and do harm on a busy one.
-        device: where outputs are; None: where the environments have theirs.
-        patience: seconds that `close` gives a worker that is in the middle of a step before it ends it by force.
-        timeout: seconds that one step or one reset of one environment may last, making it apart. Then its worker is
-            killed, whatever it does, and the WorkerError names the environment, the worker and the step, counted from
-            1. None: any time.
+        cpus: the cores on which workers run, worker i on `cpus[i % len(cpus)]` only; None: the system schedules them,
+            and a worker on the core of another one moves away. Pinning can help on an idle machine, and harms on a busy
+            one.
+        device: the device of all outputs; None: that of the environments.
+        patience: seconds that `close` waits for a worker in the middle of a step before it kills the worker.
+        timeout: seconds that one step or one reset of one environment may take; creating it is not limited. After
+            that its worker is killed, and the WorkerError names the environment, the worker and the step, counted from
+            1. None: no limit.
 
     Raises:
         ValueError: different specs, a list of another length, unknown start methods or cores, a timeout of 0 or less.
         TypeError: a timeout that is no number.
-        WorkerError: an environment failed in its worker, whose traceback it has, or a worker was killed. The
-            environment is then of no more use: every call raises it again, except `close`.
-        RuntimeError: it was closed, or this is a fork of the process that made it.
+        WorkerError: an environment failed in its worker, with the worker's traceback, or a worker was killed. The
+            environment cannot be used any more: every call but `close` raises the error again.
+        RuntimeError: it was closed, or this is a fork of the process that created it.
 
     >>> from engram.envs import GymEnv
     >>> env = ParallelEnv(3, lambda: GymEnv("CartPole-v1"), num_workers=2)
@@ -491,21 +498,26 @@ class ParallelEnv(EnvBase):
         timeout: float | None = None,
     ) -> None:
         validate_timeout(timeout)
-        place = usable_device(device, "device")  # before anything is made
-        makers = [CloudpickleWrapper(make) for make in makers_of("ParallelEnv", n, make_env)]
+        target = usable_device(device, "device")  # before an environment is created
+        makers = [CloudpickleWrapper(make) for make in env_makers("ParallelEnv", n, make_env)]
         workers = _checked_workers(num_workers, n)
         cores = _cores(workers, cpus)
         starts = [n * i // workers for i in range(workers)]
         memory = SharedMemory()
-        told = [
+        arguments = [
             (memory, makers[start:stop], start, core)
             for start, stop, core in zip(starts, [*starts[1:], n], cores, strict=True)
         ]
         self._pool = LockstepPool(
-            _run, told, name="environment worker", start_method=start_method, close_timeout=patience, timeout=timeout
+            _run,
+            arguments,
+            name="environment worker",
+            start_method=start_method,
+            close_timeout=patience,
+            timeout=timeout,
         )
         try:
-            one, self._stepper = _assembled(self._pool, memory, starts, n)
+            one, self._stepper = _connect(self._pool, memory, starts, n)
         except BaseException:
             self._pool.close(ERROR_CLOSE_TIMEOUT)
             raise
@@ -520,18 +532,18 @@ class ParallelEnv(EnvBase):
         )
         self.reward_spec = one.reward_spec.expand(n, *one.reward_spec.shape)
         self.done_spec = one.done_spec.expand(n, *one.done_spec.shape)
-        if place is not None:
-            self.to(place)
+        if target is not None:
+            self.to(target)
 
     @property
     def pids(self) -> list[int]:
-        """The numbers of the worker processes."""
+        """The process ids of the workers."""
         return self._pool.pids
 
-    def batch_engine(self) -> BatchEngine | None:
-        """What steps gymnasium environments raw; None for others, and where a child class has changed a step."""
+    def vector_engine(self) -> VectorEngine | None:
+        """The engine of gymnasium environments; None for others, and if a subclass has changed steps."""
         cls = type(self)
-        is_changed = (cls._step, cls._reset, cls.step, cls.reset) != _ITS_OWN
+        is_changed = (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS
         return None if is_changed else self._stepper.engine
 
     def _reset(self, mask: torch.Tensor | None) -> TensorDictBase:
@@ -540,11 +552,11 @@ class ParallelEnv(EnvBase):
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         return TensorDict(self._stepper.step(td), batch_size=self.batch_size, device=self.device)
 
-    def _refuse_misfits(self, td: TensorDictBase) -> None:
-        """Nothing: each environment has done it."""
+    def _check_values(self, td: TensorDictBase) -> None:
+        """Nothing: each environment has checked its own values."""
 
     def _set_seed(self, seed: int) -> None:
-        self._refuse_if_closed()
+        self._check_open()
         self._stepper.seed(seed)
 
     def _close(self) -> None:
@@ -554,11 +566,11 @@ class ParallelEnv(EnvBase):
         return f"ParallelEnv({self.batch_size[0]} x {self._name}, num_workers={len(self._pool)})"
 
 
-_ITS_OWN = (ParallelEnv._step, ParallelEnv._reset, ParallelEnv.step, ParallelEnv.reset)
+_UNCHANGED_METHODS = (ParallelEnv._step, ParallelEnv._reset, ParallelEnv.step, ParallelEnv.reset)
 
 
-class _Described(NamedTuple):
-    """What the owner has to know of an environment that it does not have."""
+class _EnvDescription(NamedTuple):
+    """What a worker tells the owner about an environment."""
 
     name: str
     batch_size: torch.Size
@@ -567,12 +579,12 @@ class _Described(NamedTuple):
     action_spec: Any
     reward_spec: Any
     done_spec: Any
-    spaces: Any  # of a single gymnasium environment; None: it is something else
-    raw: Any  # the same one's codecs
+    spaces: Any  # of a single gymnasium environment; None for other environments
+    raw: Any  # the codecs of these spaces
     fake: TensorDictBase
 
     @classmethod
-    def of(cls, env: Any) -> _Described:
+    def of(cls, env: Any) -> _EnvDescription:
         engines = getattr(env, "engines", lambda: None)()
         engine = engines[0] if engines is not None and len(env.batch_size) == 0 else None
         return cls(
@@ -597,7 +609,7 @@ def _run(
     start: int,
     core: int | None,
 ) -> None:
-    """A worker: makes its environments, describes them, and serves as it is told."""
+    """The main function of a worker: creates its environments, describes them, and executes commands."""
     if core is not None:
         os.sched_setaffinity(0, {core})
     slot.attach(channel)
@@ -605,24 +617,24 @@ def _run(
     try:
         for make in makers:
             envs.append(make())
-        channel.send([_Described.of(env) for env in envs])
+        channel.send([_EnvDescription.of(env) for env in envs])
         channel.receive().serve(envs, memory, start, slot)
     finally:
         for env in envs:
             env.close()
 
 
-def _assembled(
+def _connect(
     pool: LockstepPool, memory: SharedMemory, starts: Sequence[int], n: int
-) -> tuple[_Described, BatchStepper | TensorDictStepper]:
-    """One of the environments that the workers have made, and the owner's side of all."""
+) -> tuple[_EnvDescription, VectorStepper | TensorDictStepper]:
+    """The description of one environment, and the stepper of all."""
     members = [member for of_worker in pool.handshake() for member in of_worker]
     one = members[0]
     for index, member in enumerate(members):
-        refuse_other_specs(index, member, one)
+        check_same_specs(index, member, one)
     if one.spaces is not None and all(member.spaces == one.spaces for member in members):
         raw = RawLayout(n, *one.raw)
-        stepper = BatchStepper(ParallelEngine(pool, raw, memory, starts))
+        stepper = VectorStepper(ParallelEngine(pool, raw, memory, starts))
         pool.broadcast(raw)
         return one, stepper
     layout = TensorDictLayout(n, one.fake, one.batch_size)
@@ -640,7 +652,7 @@ def _checked_workers(num_workers: int | None, n: int) -> int:
 
 
 def _cores(workers: int, cpus: Sequence[int] | None) -> list[int | None]:
-    """The core of each worker; None: whichever the system chooses."""
+    """The core of each worker; None: the system schedules it."""
     if cpus is None:
         return [None] * workers
     usable = usable_cores()

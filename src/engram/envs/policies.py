@@ -1,4 +1,4 @@
-"""Calling TensorDictModules without what their own calls do besides."""
+"""Policies: from an observation to an action, and `RandomPolicy`."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from engram.specs import Spec
 from engram.transforms.base import IDLE
 
 Call = Callable[[TensorDictBase], TensorDictBase]
-# Options of TensorDictModule, and of sequences, that make their call another than the plain one.
-OPTIONS = ("method", "method_kwargs", "_kwargs", "_out_to_in_map")
-WHOLE = ("partial_tolerant", "_select_before_return", "return_composite")
+# Options of TensorDictModule, and of sequences, that change what a call does.
+MODULE_OPTIONS = ("method", "method_kwargs", "_kwargs", "_out_to_in_map")
+SEQUENCE_OPTIONS = ("partial_tolerant", "_select_before_return", "return_composite")
 
 
-def direct_call(module: Any) -> Call:
-    """A function that does what `module(td)` does, and looks nothing up.
+def fast_module_call(module: Any) -> Call:
+    """A function that does the same as `module(td)` without TensorDictModule's overhead per call.
 
-    A TensorDictModule searches for the package pandas at each call where that is not installed, which takes longer
-    than a small network. Modules, and sequences of them, that nobody has hooked or changed are called through; others
-    are returned as they are.
+    A TensorDictModule searches for the package pandas at each call if that is not installed, which takes longer than a
+    small network. For modules, and sequences of them, without hooks or overridden methods the inner module is called
+    directly; any other module is returned itself.
     """
     if not isinstance(module, nn.Module) or is_hooked(module):
         return module  # type: ignore[no-any-return]
@@ -47,10 +47,10 @@ def direct_call(module: Any) -> Call:
         return _of_module(module)
     sequences = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
     parts = state["_modules"].get("module", None)
-    has_options = any(state.get(name) for name in WHOLE) or state.get("inplace") is not None
+    has_options = any(state.get(name) for name in SEQUENCE_OPTIONS) or state.get("inplace") is not None
     if forward not in sequences or not isinstance(parts, nn.ModuleList) or has_options:
         return module
-    calls = [direct_call(part) for part in parts]
+    calls = [fast_module_call(part) for part in parts]
     is_probabilistic = forward is ProbabilisticTensorDictSequential.forward
     if is_probabilistic and (not _ends_in_a_draw(module, parts) or not state.get("_requires_sample", True)):
         return module
@@ -64,7 +64,7 @@ def direct_call(module: Any) -> Call:
 
 
 def is_hooked(module: Any) -> bool:
-    """Whether somebody hooked or replaced a module's call."""
+    """Whether a module has hooks, or its `forward` or `__call__` was replaced."""
     state = vars(module)
     hooks = any(value for name, value in state.items() if name.endswith("_hooks") and name.startswith("_"))
     return hooks or "forward" in state or "__call__" in state
@@ -80,7 +80,7 @@ def _of_module(module: Any) -> Call:
     state, inner = vars(module), module.module
     is_plain = type(module)._call_module is TensorDictModule._call_module and isinstance(inner, nn.Module)
     keys = list(module.out_keys_source)
-    if not is_plain or any(state.get(name) for name in OPTIONS) or state.get("inplace", True) is not True:
+    if not is_plain or any(state.get(name) for name in MODULE_OPTIONS) or state.get("inplace", True) is not True:
         return module  # type: ignore[no-any-return]
     if keys != list(module.out_keys) or "_" in keys or None in list(module.in_keys):
         return module  # type: ignore[no-any-return]
@@ -108,9 +108,9 @@ TensorDictPolicy = Callable[[TensorDictBase], TensorDictBase]
 
 
 class RandomPolicy:
-    """Writes a random action, drawn from the spec with torch's global generator.
+    """A policy that draws random actions from a spec, with torch's global generator.
 
-    `action_spec` has the batch dimensions of the TensorDicts that come, or fewer, which are then added.
+    `action_spec` has the batch dimensions of the TensorDicts that the policy gets, or fewer.
 
     >>> from tensordict import TensorDict
     >>> from engram.specs import Categorical
@@ -131,7 +131,7 @@ class RandomPolicy:
 
 
 class ObservationPolicy:
-    """A module from the tensor under `in_key` to the action."""
+    """A policy from a module that maps the tensor under `in_key` to the action."""
 
     def __init__(self, module: Callable[..., Any], in_key: str | tuple[str, ...]) -> None:
         self.module = module
@@ -142,41 +142,41 @@ class ObservationPolicy:
 
 
 class CallablePolicy:
-    """A callable on TensorDicts whose result is looked at: it may also have written in place and returned None."""
+    """A policy from a callable on TensorDicts, which returns a TensorDict or writes in place and returns None."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self._call = function
 
     def prepare(self) -> None:
-        """Finds the shortest way to call the function, until something about it changes: hooks come and go."""
-        self._call = direct_call(self.function)
+        """Chooses the fastest way to call the function; to be called again after hooks may have changed."""
+        self._call = fast_module_call(self.function)
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         result = self._call(td)
         result = td if result is None else result
         if not isinstance(result, TensorDictBase) or result.get("action", None) is None:
-            found = f"keys {list(result.keys())}" if isinstance(result, TensorDictBase) else type(result).__name__
+            kind = f"keys {list(result.keys())}" if isinstance(result, TensorDictBase) else type(result).__name__
             raise TypeError(
-                f"a policy must return a TensorDict with an 'action' entry, got {found}; a function of observation "
+                f"a policy must return a TensorDict with an 'action' entry, got {kind}; a function of observation "
                 "tensors must be an nn.Module, or be wrapped in TensorDictModule(f, in_keys=[...], out_keys=['action'])"
             )
         return result
 
 
 def as_policy(policy: Any, env: Any) -> TensorDictPolicy:
-    """The policy for `env` that the user means by `policy`.
+    """The policy on TensorDicts for anything that a user may give as a policy of `env`.
 
     None and `env.rand_step` are random; modules with `in_keys` and plain callables take TensorDicts; any other
-    `nn.Module` takes the observation tensor. Raises TypeError for what is not callable, and ValueError for a module on
-    observations where there are several.
+    `nn.Module` takes the observation tensor. Raises TypeError for an object that is not callable, and ValueError for a
+    module on observations if the environment has several.
     """
     if policy is None:
         return RandomPolicy(env.action_spec)
     if isinstance(policy, RandomPolicy):
-        return _fitted(policy, env)
+        return _expanded(policy, env)
     if getattr(policy, "__name__", None) in ("rand_step", "rand_action") and hasattr(policy, "__self__"):
-        return _fitted(RandomPolicy(policy.__self__.action_spec), env)
+        return _expanded(RandomPolicy(policy.__self__.action_spec), env)
     if not callable(policy):
         raise TypeError(f"policy must be a callable, an nn.Module or None, got {type(policy).__name__}")
     if isinstance(policy, nn.Module) and not _takes_tensordict(policy):
@@ -184,35 +184,35 @@ def as_policy(policy: Any, env: Any) -> TensorDictPolicy:
     return CallablePolicy(policy)
 
 
-def direct_module(policy: TensorDictPolicy) -> ObservationPolicy | None:
-    """The module from one observation to the action inside `policy`, if calling it alone does the same; else None.
+def as_observation_policy(policy: TensorDictPolicy) -> ObservationPolicy | None:
+    """The policy as a module from one observation to the action; None if it does more than that.
 
-    A TensorDictModule qualifies while it is exactly that class, reads one key, writes the action only, and nobody has
-    hooked or changed its call.
+    A TensorDictModule qualifies if it is exactly of that class, reads one key, writes only the action, and has no hooks
+    or options.
     """
     if isinstance(policy, ObservationPolicy):
         return policy
     module: Any = policy.function if isinstance(policy, CallablePolicy) else None
-    if type(module) is not TensorDictModule or not _is_plain(module):
+    if type(module) is not TensorDictModule or not _is_plain_module(module):
         return None
     return ObservationPolicy(module.module, module.in_keys[0])
 
 
-def _fitted(policy: RandomPolicy, env: Any) -> RandomPolicy:
-    spec, wanted = policy.action_spec, env.action_spec.shape
-    if spec.shape == wanted:
+def _expanded(policy: RandomPolicy, env: Any) -> RandomPolicy:
+    spec, expected = policy.action_spec, env.action_spec.shape
+    if spec.shape == expected:
         return policy
-    if (*env.batch_size, *spec.shape) != tuple(wanted):
+    if (*env.batch_size, *spec.shape) != tuple(expected):
         raise ValueError(
-            f"the random policy draws actions of shape {tuple(spec.shape)}, and the environment takes {tuple(wanted)}; "
-            "make it with the environment's own action_spec"
+            f"the random policy draws actions of shape {tuple(spec.shape)}, the environment takes {tuple(expected)}; "
+            "create it with the environment's own action_spec"
         )
-    return RandomPolicy(spec.expand(*wanted), policy.action_key)
+    return RandomPolicy(spec.expand(*expected), policy.action_key)
 
 
-def _is_plain(module: Any) -> bool:
+def _is_plain_module(module: Any) -> bool:
     state = vars(module)
-    options = [state.get(name) for name in ("method", "method_kwargs", "_kwargs", "_out_to_in_map")]
+    options = [state.get(name) for name in MODULE_OPTIONS]
     keys_fit = len(module.in_keys) == 1 and list(module.out_keys) == ["action"] == list(module.out_keys_source)
     changed = is_hooked(module) or any(options)
     return keys_fit and not changed and state.get("inplace", True) is True and isinstance(module.module, nn.Module)

@@ -1,4 +1,4 @@
-"""Several environments as one."""
+"""`SerialEnv`: several environments as one, stepped one after the other."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engram.specs.tensors import usable_device
 
 
 class SerialEnv(EnvBase):
-    """`n` environments stepped one after the other: batch `[n, *their batch]`.
+    """`n` environments, stepped one after the other: batch `[n, *batch of one]`.
 
-    `make_env` makes one environment, or is a list of n that do. All must have the same specs. Environment i gets seed
-    `seed + i * (number of environments in one)`. Raises ValueError for different specs or a list of another length,
-    TypeError for a `timeout`, which only environments in processes of their own have (`ParallelEnv`).
+    `make_env` creates one environment, or is a list of n such functions. All must have the same specs. Environment i
+    gets the seed `seed + i * (number of environments in one)`. Raises ValueError for different specs or a list of
+    another length, TypeError for a `timeout`, which only `ParallelEnv` has.
 
     >>> from engram.envs import GymEnv
     >>> SerialEnv(3, lambda: GymEnv("CartPole-v1")).rollout(2)["observation"].shape
@@ -36,11 +36,11 @@ class SerialEnv(EnvBase):
         timeout: None = None,
     ) -> None:
         reject_timeout(timeout, "SerialEnv")
-        place = usable_device(device, "device")  # before anything is made
-        self._envs = [make() for make in makers_of("SerialEnv", n, make_env)]
+        place = usable_device(device, "device")  # before an environment is created
+        self._envs = [make() for make in env_makers("SerialEnv", n, make_env)]
         first = self._envs[0]
         for index, env in enumerate(self._envs):
-            refuse_other_specs(index, env, first)
+            check_same_specs(index, env, first)
         super().__init__(
             first.observation_spec.expand(n, *first.observation_spec.shape),
             first.action_spec.expand(n, *first.action_spec.shape),
@@ -53,7 +53,7 @@ class SerialEnv(EnvBase):
             self.to(place)
 
     def engines(self) -> list[GymEngine] | None:
-        """What steps the environments raw, for collectors; None unless all are single gymnasium environments."""
+        """The engines that step with raw values, for collectors; None unless all are single gymnasium environments."""
         members: list[Any] = [getattr(env, "engines", lambda: None)() for env in self._envs]
         if type(self) is not SerialEnv or len(self.batch_size) != 1 or None in members:
             return None
@@ -74,8 +74,8 @@ class SerialEnv(EnvBase):
         rows = zip(self._envs, td.unbind(0), strict=True)
         return torch.stack([env.step(row.copy()).get("next") for env, row in rows])
 
-    def _refuse_misfits(self, td: TensorDictBase) -> None:
-        """Nothing: each environment has done it."""
+    def _check_values(self, td: TensorDictBase) -> None:
+        """Nothing: each environment has checked its own values."""
 
     def _set_seed(self, seed: int) -> None:
         for env in self._envs:
@@ -87,8 +87,8 @@ class SerialEnv(EnvBase):
 
     def set_random_state(self, state: Any) -> None:
         if not isinstance(state, list) or len(state) != len(self._envs):
-            found = f"{len(state)} states" if isinstance(state, list) else type(state).__name__
-            raise ValueError(f"SerialEnv of {len(self._envs)} takes a list of as many random states, got {found}")
+            given = f"{len(state)} states" if isinstance(state, list) else type(state).__name__
+            raise ValueError(f"SerialEnv of {len(self._envs)} takes a list of as many random states, got {given}")
         before = self.random_state()
         try:
             for env, member in zip(self._envs, state, strict=True):
@@ -111,8 +111,8 @@ class SerialEnv(EnvBase):
         return f"SerialEnv({len(self._envs)} x {self._envs[0]!r})"
 
 
-def makers_of(kind: str, n: int, make_env: Callable[[], Any] | Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """What makes each of `n` environments. Raises ValueError for none, and for a list of another length."""
+def env_makers(kind: str, n: int, make_env: Callable[[], Any] | Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """One function for each of `n` environments. Raises ValueError for n < 1, and for a list of another length."""
     if n < 1:
         raise ValueError(f"{kind} needs 1 environment or more, got {n}")
     makers: list[Callable[[], Any]] = [make_env] * n if callable(make_env) else list(make_env)
@@ -121,11 +121,11 @@ def makers_of(kind: str, n: int, make_env: Callable[[], Any] | Sequence[Callable
     return makers
 
 
-def refuse_other_specs(index: int, env: Any, first: Any) -> None:
-    """Raises ValueError where environment `index` has other specs than the first."""
+def check_same_specs(index: int, env: Any, first: Any) -> None:
+    """Raises ValueError if environment `index` has other specs than the first."""
     for name in ("batch_size", "device", "observation_spec", "action_spec", "reward_spec", "done_spec"):
-        found, expected = getattr(env, name), getattr(first, name)
-        if found != expected:
+        value, expected = getattr(env, name), getattr(first, name)
+        if value != expected:
             raise ValueError(
-                f"environment {index} has another {name} than environment 0.\n  found:   {found}\n  allowed: {expected}"
+                f"environment {index} has another {name} than environment 0.\n  found:   {value}\n  allowed: {expected}"
             )

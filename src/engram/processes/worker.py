@@ -22,7 +22,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from multiprocessing import get_all_start_methods, get_context
+from multiprocessing import get_all_start_methods, get_context, reduction
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, cast
 
@@ -33,13 +33,65 @@ from torch import Tensor
 from engram import _native
 from engram._system import SIGNED
 from engram.errors import WorkerError
-from engram.processes.eventfd import EventFd
 from engram.store.files import passing_fds
 
 CLOSE_TIMEOUT = 5.0  # seconds that a worker has to end by itself
 ERROR_CLOSE_TIMEOUT = 0.2  # the same while an exception is on its way to the user
+_WAKE, _CLOSE = (n.to_bytes(8, sys.byteorder) for n in (1, 2**32))  # what an EventFd adds up
 _FAILURE, _MESSAGE = b"F", b"S"
 _live_workers: set[Worker] = set()  # of this process, until they are closed
+
+
+class EventFd:
+    """One process calls `set`, one other `wait`; calls of `set` before the next `wait` count as one.
+
+    It can be pickled to a process that is being started. Linux: an eventfd, which unlike a pipe or a socket does not
+    make the scheduler bring both processes to the same core. Elsewhere: a pipe.
+
+    >>> event = EventFd()
+    >>> event.set()
+    >>> event.wait()
+    True
+    """
+
+    def __init__(self) -> None:
+        if sys.platform == "linux":
+            self._read = self._write = os.eventfd(0, os.EFD_CLOEXEC)
+        else:
+            self._read, self._write = os.pipe()
+
+    def set(self) -> None:
+        """Wakes the process that waits, or lets its next `wait` return at once."""
+        os.write(self._write, _WAKE)
+
+    def close_remote(self) -> None:
+        """Wakes the process that waits for the last time: its `wait` returns False."""
+        os.write(self._write, _CLOSE)
+
+    def wait(self) -> bool:
+        """Sleeps until `set` is called; False after `close_remote`."""
+        return int.from_bytes(os.read(self._read, 8), sys.byteorder) < 2**32
+
+    def fileno(self) -> int:
+        """Readable when `wait` would return at once."""
+        return self._read
+
+    def close(self) -> None:
+        """Closes the descriptors in this process; a second call does nothing."""
+        for fd in {self._read, self._write} - {-1}:
+            os.close(fd)
+        self._read = self._write = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_write"):
+            self.close()
+
+    def __getstate__(self) -> list[Any]:
+        return [reduction.DupFd(fd) for fd in dict.fromkeys((self._read, self._write))]
+
+    def __setstate__(self, handles: list[Any]) -> None:
+        self._read, *other = [handle.detach() for handle in handles]
+        self._write = other[0] if other else self._read
 
 
 class ChannelClosed(Exception):

@@ -1,7 +1,7 @@
-"""Specs: the shape, dtype, device and domain of a tensor, and what can be drawn from it.
+"""Specs: the shape, dtype, device and domain of a tensor, from which random values can be drawn.
 
-A spec is a value: nothing changes it after it exists (`Composite` may be given more entries). `shape` is the whole
-shape of a tensor, with batch dimensions first. All draws come from torch's global generator.
+A spec is immutable, except that entries may be added to a `Composite`. `shape` is the whole shape of a tensor, with
+batch dimensions first. All draws come from torch's global generator.
 """
 
 from engram.specs.spaces import space_from_spec, spec_from_space

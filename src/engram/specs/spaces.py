@@ -1,6 +1,6 @@
 """Specs from gymnasium's spaces, and spaces from specs.
 
-Spaces are recognised by the names of their classes, so that reading them does not need gymnasium itself.
+Spaces are recognised by the names of their classes, so that reading them does not import gymnasium.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from engram.specs.tensors import (
     OneHot,
     Spec,
     Unbounded,
-    limits,
-    ordered,
+    as_ordered_int64,
+    ordered_limits,
 )
 
 
 def spec_from_space(space: Any, categorical: bool = False) -> Spec:
     """The spec of a gymnasium space's values as tensors.
 
-    Box: `Bounded`, or `Unbounded` where no bound says anything; of its dtype. Discrete and MultiDiscrete: int64,
+    Box: `Bounded`, or `Unbounded` if no bound restricts its dtype. Discrete and MultiDiscrete: int64,
     one-hot vectors (`OneHot`, `MultiOneHot`), or with `categorical=True` integers that count from 0 whatever the
     space's `start` (`Categorical`, `MultiCategorical`); a grid is flattened. MultiBinary: `Binary`. Dict and Tuple:
     `Composite`, a Tuple's keys are "0", "1", ... Raises TypeError for spaces without a tensor form (Text, Graph,
@@ -39,18 +39,18 @@ def spec_from_space(space: Any, categorical: bool = False) -> Spec:
     >>> spec_from_space(gymnasium.spaces.Discrete(3))
     OneHot(n=3, shape=(3,), dtype=torch.int64, device=None)
     """
-    spec: Spec = kind_of(space, _SPECS)(space, categorical)
+    spec: Spec = for_space_class(space, _SPECS)(space, categorical)
     return spec
 
 
-def kind_of(space: Any, kinds: dict[str, Any]) -> Any:
-    """What `kinds` has for the class of `space`. Raises TypeError for spaces without a tensor form."""
+def for_space_class(space: Any, kinds: dict[str, Any]) -> Any:
+    """The entry of `kinds` for the class of `space`. Raises TypeError for spaces without a tensor form."""
     for cls in type(space).__mro__:
         if cls.__name__ in kinds:
             return kinds[cls.__name__]
     raise TypeError(
         f"a space of type {type(space).__name__} has no tensor form, as its values have no fixed shape; leave it "
-        "out or make numbers of it by a wrapper (gymnasium.wrappers.FilterObservation, TransformObservation); "
+        "out or convert it by a wrapper (gymnasium.wrappers.FilterObservation, TransformObservation); "
         f"these have: {', '.join(kinds)}"
     )
 
@@ -61,9 +61,11 @@ def _box(space: Any, categorical: bool) -> Spec:
     if dtype.is_floating_point:
         is_bounded = bool(torch.isfinite(low).any() or torch.isfinite(high).any())
     else:
-        first, last = limits(dtype)
-        says_something = bool((ordered(low, dtype) > first).any() or (ordered(high, dtype) < last).any())
-        is_bounded = says_something or dtype.itemsize < 8  # pixels and the like have bounds worth knowing
+        first, last = ordered_limits(dtype)
+        is_restricted = bool(
+            (as_ordered_int64(low, dtype) > first).any() or (as_ordered_int64(high, dtype) < last).any()
+        )
+        is_bounded = is_restricted or dtype.itemsize < 8  # the full range of uint8 is a bound that users expect
     if not is_bounded:
         return Unbounded(space.shape, dtype=dtype)
     return Bounded(low, high, shape=space.shape, dtype=dtype)
@@ -99,9 +101,9 @@ _SPECS: dict[str, Callable[[Any, bool], Spec]] = {
 def space_from_spec(spec: Spec) -> Any:
     """The gymnasium space of the same values, batch dimensions included.
 
-    One-hot vectors and their choices are Discrete or MultiDiscrete, flags and `Binary` MultiBinary, numbers Box,
-    `Composite` Dict. `spec_from_space(space_from_spec(spec), categorical)` is `spec` for every spec that
-    `spec_from_space` gives. Raises TypeError for a spec of another class, ImportError where gymnasium is missing:
+    One-hot vectors and categories become Discrete or MultiDiscrete, flags and `Binary` MultiBinary, numbers Box,
+    `Composite` Dict. `spec_from_space(space_from_spec(spec), categorical)` equals `spec` for every spec that
+    `spec_from_space` returns. Raises TypeError for a spec of another class, ImportError where gymnasium is missing:
     `pip install "engram[gym]"`.
 
     >>> space_from_spec(Composite(position=Bounded(-1, 1, (2,)), gear=Categorical(5)))
@@ -128,7 +130,7 @@ def _box_of(spec: Any, spaces: Any) -> Any:
     return spaces.Box(low, high, tuple(spec.shape), low.dtype)
 
 
-def _whole_box(spec: Any, spaces: Any) -> Any:
+def _unbounded_box(spec: Any, spaces: Any) -> Any:
     if spec.dtype is torch.bool:
         return spaces.MultiBinary(tuple(spec.shape))
     dtype = spec.zero().numpy().dtype
@@ -153,6 +155,6 @@ _SPACES: dict[type, Callable[[Any, Any], Any]] = {
     MultiCategorical: _choices,
     MultiOneHot: lambda spec, spaces: _choices(spec.to_categorical_spec(), spaces),
     Bounded: _box_of,
-    Unbounded: _whole_box,
+    Unbounded: _unbounded_box,
     Composite: lambda spec, spaces: spaces.Dict({key: space_from_spec(part) for key, part in spec.items()}),
 }

@@ -1,4 +1,4 @@
-"""What every spec can do, and what all specs of one tensor share."""
+"""The interface `Spec` and all its classes."""
 
 from __future__ import annotations
 
@@ -12,49 +12,55 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from engram.pytree import Key, key_path
+
 Self = TypeVar("Self", bound="Spec")
 Device = torch.device | str | int | None
 
 
 def as_device(device: Device) -> torch.device | None:
-    """`device` as torch has it; None stays None."""
+    """`device` as a `torch.device`; None stays None."""
     return None if device is None else torch.device(device)
 
 
 def usable_device(device: Device, name: str) -> torch.device | None:
-    """The device of an argument; None stays None. CUDA is not initialised, so that processes may still be forked.
+    """The device that an argument names; None stays None. CUDA is not initialised, so that processes can still fork.
 
     Raises:
         ValueError: this machine, or this build of torch, has no such device.
-        TypeError: it is no device at all.
+        TypeError: the argument is no device.
     """
     if device is None:
         return None
     try:
-        wanted = torch.device(device)
+        requested = torch.device(device)
     except (RuntimeError, TypeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{name}={device!r} is no device; give 'cpu', 'cuda:0' or a torch.device: {error}") from None
-    if wanted.type == "cuda":
-        there = torch.cuda.device_count()
-        if (wanted.index or 0) >= there:
+    if requested.type == "cuda":
+        count = torch.cuda.device_count()
+        if (requested.index or 0) >= count:
             built = "" if torch.version.cuda or torch.version.hip else ", and this torch was built without CUDA"
-            raise ValueError(f"{name}={device!r}: this process sees {there} CUDA devices{built}; use device='cpu'")
-    elif wanted.type not in ("cpu", "meta"):
+            raise ValueError(f"{name}={device!r}: this process sees {count} CUDA devices{built}; use device='cpu'")
+    elif requested.type not in ("cpu", "meta"):
         try:
-            torch.empty(0, device=wanted)
+            torch.empty(0, device=requested)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise ValueError(f"{name}={device!r} cannot be used here: {error}") from error
-    return wanted
+    return requested
 
 
-def changed(shape: Sequence[int], change: Callable[[Tensor], Tensor]) -> torch.Size:
-    """The shape of what `change` makes of a tensor of `shape`."""
+def shape_after(shape: Sequence[int], change: Callable[[Tensor], Tensor]) -> torch.Size:
+    """The shape of `change(tensor)` for a tensor of `shape`."""
     return change(torch.empty(()).expand(tuple(shape))).shape
 
 
 class Spec(ABC):
-    """What a tensor may be: `shape`, `dtype`, `device` (None: torch's default) and a domain."""
+    """Describes a tensor: `shape`, `dtype`, `device` (None: torch's default) and the domain of its values.
+
+    Users draw (`rand`), test (`is_in`), convert (`project`, `encode`, `to_numpy`) and reshape (`expand`, indexing) with
+    it. A spec of one's own derives from `TensorSpec` and implements `_draw`, `_inside` and `_nearest`.
+    """
 
     shape: torch.Size
     dtype: torch.dtype | None
@@ -71,19 +77,19 @@ class Spec(ABC):
 
     @abstractmethod
     def zero(self, shape: Sequence[int] = ()) -> Any:
-        """Zeros of shape `[*shape, *self.shape]`; they need not lie in the domain."""
+        """Zeros of shape `[*shape, *self.shape]`, whether or not the domain has them."""
 
     @abstractmethod
     def is_in(self, value: Any) -> bool:
-        """Whether `value` has this shape (more leading dimensions are fine), this dtype, and lies in the domain."""
+        """Whether `value` has this dtype and this shape (after any batch dimensions), and is in the domain."""
 
     @abstractmethod
     def project(self, value: Any) -> Any:
-        """`value` where it lies in the domain, else the nearest that does; dtype as the spec's."""
+        """`value` if it is in the domain, else the nearest value that is; in the spec's dtype."""
 
     @abstractmethod
     def expand(self: Self, *shape: Any) -> Self:
-        """The same spec with more batch dimensions: `shape` is the whole new shape and ends in the present one."""
+        """The same spec with more batch dimensions: `shape` is the new shape, and ends in the present one."""
 
     @abstractmethod
     def to(self: Self, dest: torch.device | torch.dtype | str) -> Self:
@@ -91,31 +97,31 @@ class Spec(ABC):
 
     @abstractmethod
     def one(self, shape: Sequence[int] = ()) -> Any:
-        """Ones of shape `[*shape, *self.shape]`; they need not lie in the domain."""
+        """Ones of shape `[*shape, *self.shape]`, whether or not the domain has them."""
 
     @abstractmethod
     def clone(self: Self) -> Self:
-        """A spec of its own, equal to this one."""
+        """An equal spec that shares no memory with this one."""
 
     @abstractmethod
     def encode(self, value: Any) -> Any:
         """`value`, an array, number or list (for a Composite a mapping), as a tensor of this spec.
 
-        Raises ValueError for what does not lie in the domain.
+        Raises ValueError for values outside of the domain.
         """
 
     @abstractmethod
     def to_numpy(self, value: Any) -> Any:
-        """A tensor of this spec as numpy has it: arrays, of one-hot vectors the choices, of a Composite a dict."""
+        """A tensor of this spec as numpy arrays: one-hot vectors become integers, a Composite becomes a dict."""
 
     @property
     @abstractmethod
     def batch_ndim(self) -> int:
-        """Number of leading dimensions that can be indexed: all, but for the last of vectors that belong together."""
+        """Number of leading dimensions that can be indexed: all but the last one of one-hot vectors and the like."""
 
     @abstractmethod
     def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
-        """The spec whose first `ndim` dimensions are what `change` makes of a tensor of these dimensions."""
+        """The spec of a tensor whose first `ndim` dimensions were reshaped or indexed by `change`."""
 
     def sample(self, shape: Sequence[int] = ()) -> Any:
         """`rand`."""
@@ -132,21 +138,21 @@ class Spec(ABC):
         return self.with_batch(self.batch_ndim, lambda tensor: tensor.squeeze(dim))
 
     def assert_is_in(self, value: Any) -> None:
-        """Raises ValueError that says what was found and what is allowed, unless `is_in(value)`."""
+        """Raises ValueError, with the value and the spec, unless `is_in(value)`."""
         if not self.is_in(value):
             is_tensor = isinstance(value, Tensor)
-            found = f"{value.dtype} {tuple(value.shape)}: {value}" if is_tensor else repr(value)
-            raise ValueError(f"the value does not lie in the spec.\n  found:   {found}\n  allowed: {self}")
+            text = f"{value.dtype} {tuple(value.shape)}: {value}" if is_tensor else repr(value)
+            raise ValueError(f"the value does not lie in the spec.\n  found:   {text}\n  allowed: {self}")
 
 
 class TensorSpec(Spec):
-    """A spec of one tensor. Children say what their domain is: `_draw`, `_inside`, `_nearest`.
+    """A spec of one tensor. Subclasses define their domain by `_draw`, `_inside` and `_nearest`.
 
     `spec[index]` is the spec of `tensor[index]`; the last dimension of one-hot vectors and of `MultiCategorical` is no
     batch dimension and cannot be indexed.
     """
 
-    domain_ndim = 0  # trailing dimensions that belong together: batch dimensions are those before
+    domain_ndim = 0  # trailing dimensions that are no batch dimensions: 1 for vectors like one-hot
 
     def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype) -> None:
         self.shape = torch.Size(shape)
@@ -154,12 +160,15 @@ class TensorSpec(Spec):
         self.dtype: torch.dtype = dtype
 
     def _draw(self, shape: torch.Size) -> Tensor:
+        """Random values of this whole shape."""
         raise NotImplementedError
 
     def _inside(self, value: Tensor) -> Tensor | bool:
+        """Whether values are in the domain; their shape and dtype fit."""
         raise NotImplementedError
 
     def _nearest(self, value: Tensor) -> Tensor:
+        """The nearest values in the domain."""
         raise NotImplementedError
 
     def _domain(self) -> dict[str, Any]:
@@ -219,7 +228,7 @@ class TensorSpec(Spec):
 
     def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
         assert isinstance(self, TensorSpec)
-        return self._rebuilt(shape=(*changed(self.shape[:ndim], change), *self.shape[ndim:]))
+        return self._rebuilt(shape=(*shape_after(self.shape[:ndim], change), *self.shape[ndim:]))
 
     def expand(self: Self, *shape: Any) -> Self:
         assert isinstance(self, TensorSpec)
@@ -263,12 +272,12 @@ LOWEST, HIGHEST = -(2**63), 2**63 - 1
 _LARGEST_DOUBLE = 2.0**63 - 1024  # below 2 ** 63
 
 
-def ordered(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """`value` on its way to the integer `dtype`, as int64 of the same order; floats are rounded, NaN is 0.
+def as_ordered_int64(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """int64 in the same order as `value`, to be compared or clamped before a cast to the integer `dtype`.
 
-    What int64 (uint64 for that dtype) cannot hold becomes its nearest value; other dtypes do not limit anything here.
+    Floats are rounded, NaN is 0. Values that int64 (uint64 if that is `dtype`) cannot hold become its nearest value.
 
-    >>> ordered(torch.tensor([0.6, -1e30, float("nan")]), torch.int64).tolist()
+    >>> as_ordered_int64(torch.tensor([0.6, -1e30, float("nan")]), torch.int64).tolist()
     [1, -9223372036854775808, 0]
     """
     to_unsigned = dtype is torch.uint64
@@ -283,13 +292,13 @@ def ordered(value: Tensor, dtype: torch.dtype) -> Tensor:
     return number.clamp(min=0) ^ LOWEST if to_unsigned else number
 
 
-def restored(number: Tensor, dtype: torch.dtype) -> Tensor:
-    """The reverse of `ordered`, for numbers that `dtype` has."""
+def from_ordered_int64(number: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reverse of `as_ordered_int64`, for numbers that `dtype` can hold."""
     return (number ^ LOWEST).view(torch.uint64) if dtype is torch.uint64 else number.to(dtype)
 
 
-def limits(dtype: torch.dtype) -> tuple[int, int]:
-    """The first and the last integer of `dtype`, as `ordered` gives them."""
+def ordered_limits(dtype: torch.dtype) -> tuple[int, int]:
+    """The lowest and highest integer of `dtype`, as `as_ordered_int64` returns them."""
     if dtype is torch.bool:
         return 0, 1
     info = torch.iinfo(dtype)
@@ -309,8 +318,8 @@ class Unbounded(TensorSpec):
     def _draw(self, shape: torch.Size) -> Tensor:
         if self.dtype.is_floating_point:
             return torch.randn(shape, dtype=self.dtype, device=self.device)
-        low, high = limits(self.dtype)
-        return restored(torch.randint(low, min(high + 1, HIGHEST), shape, device=self.device), self.dtype)
+        low, high = ordered_limits(self.dtype)
+        return from_ordered_int64(torch.randint(low, min(high + 1, HIGHEST), shape, device=self.device), self.dtype)
 
     def _inside(self, value: Tensor) -> bool:
         return True
@@ -318,7 +327,7 @@ class Unbounded(TensorSpec):
     def _nearest(self, value: Tensor) -> Tensor:
         if self.dtype.is_floating_point:
             return value
-        return restored(ordered(value, self.dtype).clamp(*limits(self.dtype)), self.dtype)
+        return from_ordered_int64(as_ordered_int64(value, self.dtype).clamp(*ordered_limits(self.dtype)), self.dtype)
 
 
 class Bounded(TensorSpec):
@@ -345,13 +354,13 @@ class Bounded(TensorSpec):
         common = np.broadcast_shapes(lowest.shape, highest.shape) if shape is None else shape
         super().__init__(common, device, dtype)
         self.low, self.high = lowest.expand(self.shape), highest.expand(self.shape)
-        # For comparisons: as they are, or as integers that torch can compare.
+        # For comparisons: as they are, or as int64 in the same order, as torch cannot compare every integer dtype.
         self._ends = (self._comparable(self.low), self._comparable(self.high))
         if not bool((self._ends[0] <= self._ends[1]).all()):
             raise ValueError(f"low must be at most high everywhere, got low={low} and high={high}")
 
     def _comparable(self, value: Tensor) -> Tensor:
-        return value if self.dtype.is_floating_point else ordered(value, self.dtype)
+        return value if self.dtype.is_floating_point else as_ordered_int64(value, self.dtype)
 
     def _domain(self) -> dict[str, Any]:
         return {"low": self.low, "high": self.high}
@@ -361,7 +370,7 @@ class Bounded(TensorSpec):
         uniform = torch.rand(shape, dtype=torch.float64, device=self.device)
         if not self.dtype.is_floating_point:
             number = (low + uniform * (high - low + 1)).floor().clamp(LOWEST, 2.0**63 - 1024).long()
-            return restored(self._clamped(number), self.dtype)
+            return from_ordered_int64(self._clamped(number), self.dtype)
         if bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
             return self._clamped((low * (1 - uniform) + high * uniform).to(self.dtype))
         return self._clamped(self._draw_with_infinite_ends(low, high, uniform).to(self.dtype))
@@ -377,13 +386,17 @@ class Bounded(TensorSpec):
         return torch.maximum(torch.minimum(value, self._ends[1]), self._ends[0])
 
     def _inside(self, value: Tensor) -> Tensor:
-        found = self._comparable(value)
-        return torch.logical_and(found >= self._ends[0], found <= self._ends[1])
+        number = self._comparable(value)
+        return torch.logical_and(number >= self._ends[0], number <= self._ends[1])
 
     def _nearest(self, value: Tensor) -> Tensor:
         if not self.dtype.is_floating_point:
-            return restored(self._clamped(ordered(value, self.dtype)), self.dtype)
-        number = value.to(self.dtype) if value.dtype.is_floating_point else ordered(value, torch.int64).to(self.dtype)
+            return from_ordered_int64(self._clamped(as_ordered_int64(value, self.dtype)), self.dtype)
+        number = (
+            value.to(self.dtype)
+            if value.dtype.is_floating_point
+            else as_ordered_int64(value, torch.int64).to(self.dtype)
+        )
         return self._clamped(torch.where(number.isnan(), torch.zeros_like(number), number))
 
     def _rebuilt(self: Self, **changes: Any) -> Self:
@@ -433,7 +446,7 @@ class Categorical(TensorSpec):
         return _is_below(value, torch.tensor(self.n, device=value.device))
 
     def _nearest(self, value: Tensor) -> Tensor:
-        return ordered(value, torch.int64).clamp(0, self.n - 1)
+        return as_ordered_int64(value, torch.int64).clamp(0, self.n - 1)
 
     def to_one_hot_spec(self) -> OneHot:
         """The one-hot vectors (bool) of the same choices: shape `[*self.shape, n]`."""
@@ -494,7 +507,9 @@ class MultiCategorical(TensorSpec):
         return _is_below(value, torch.tensor(self.nvec, device=value.device))
 
     def _nearest(self, value: Tensor) -> Tensor:
-        return ordered(value, torch.int64).clamp(min=0).minimum(torch.tensor(self.nvec, device=value.device) - 1)
+        return (
+            as_ordered_int64(value, torch.int64).clamp(min=0).minimum(torch.tensor(self.nvec, device=value.device) - 1)
+        )
 
     def to_one_hot_spec(self) -> MultiOneHot:
         """The one-hot vectors (bool) of the same choices: shape `[..., sum(nvec)]`."""
@@ -502,7 +517,7 @@ class MultiCategorical(TensorSpec):
 
 
 class MultiOneHot(TensorSpec):
-    """One-hot vectors of the lengths `nvec`, one after the other: shape `[..., sum(nvec)]`.
+    """Concatenated one-hot vectors of the lengths `nvec`: shape `[..., sum(nvec)]`.
 
     >>> MultiOneHot([2, 3]).rand().sum()
     tensor(2)
@@ -540,7 +555,7 @@ class MultiOneHot(TensorSpec):
     def encode(self, value: Any) -> Tensor:
         """One-hot vectors `[..., sum(nvec)]` of the spec's dtype from integers `[..., len(nvec)]`.
 
-        Integers without a one-hot vector are torch's RuntimeError.
+        Raises torch's RuntimeError for integers out of range.
         """
         choice = torch.as_tensor(value, device=self.device)
         parts = [one_hot(column, n) for column, n in zip(choice.long().unbind(-1), self.nvec, strict=True)]
@@ -548,7 +563,7 @@ class MultiOneHot(TensorSpec):
 
     def decode(self, value: Tensor) -> Tensor:
         """Integers `[..., len(nvec)]`, int64, from one-hot vectors; of other vectors the largest entry wins."""
-        numbers = value if value.dtype.is_floating_point else ordered(value, torch.int64)
+        numbers = value if value.dtype.is_floating_point else as_ordered_int64(value, torch.int64)
         return torch.stack([part.argmax(-1) for part in torch.split(numbers, list(self.nvec), -1)], -1)
 
     def to_numpy(self, value: Tensor) -> Any:
@@ -580,7 +595,7 @@ class OneHot(MultiOneHot):
         return self.encode(torch.randint(self.n, shape[:-1], device=self.device))
 
     def encode(self, value: Any) -> Tensor:
-        """One-hot vectors `[..., n]` of the spec's dtype from integers `[...]`; others are torch's RuntimeError."""
+        """One-hot vectors `[..., n]` of the spec's dtype from integers `[...]`; RuntimeError for those out of range."""
         choice = torch.as_tensor(value, device=self.device)
         blank = torch.zeros((*choice.shape, self.n), dtype=self.dtype, device=choice.device)
         return blank.scatter_(-1, choice.long().unsqueeze(-1), 1)
@@ -595,12 +610,9 @@ class OneHot(MultiOneHot):
 
 
 def _is_below(value: Tensor, end: Tensor) -> Tensor:
-    number = ordered(value, torch.int64)
+    number = as_ordered_int64(value, torch.int64)
     fits = (number >= 0) & (number < end)
     return fits & (number == value) if value.dtype.is_floating_point else fits
-
-
-Key = str | tuple[str, ...]
 
 
 class Composite(Spec):
@@ -636,7 +648,7 @@ class Composite(Spec):
         self.update({**(entries or {}), **more})
 
     def __setitem__(self, key: Key, spec: Spec) -> None:
-        name, *rest = _path(key)
+        name, *rest = key_path(key)
         if rest:
             inner = self._entries.setdefault(name, Composite(shape=self.shape, device=self.device))
             if not isinstance(inner, Composite):
@@ -655,15 +667,15 @@ class Composite(Spec):
     def __getitem__(self, key: Any) -> Any:
         if not _is_key(key):
             return self.with_batch(self.ndim, lambda tensor: tensor[key])
-        found: Any = self
-        for name in _path(key):
-            if not isinstance(found, Composite) or name not in found._entries:
+        entry: Any = self
+        for name in key_path(key):
+            if not isinstance(entry, Composite) or name not in entry._entries:
                 raise KeyError(f"there is no entry {key!r}, there are {list(self.leaves())}")
-            found = found._entries[name]
-        return found
+            entry = entry._entries[name]
+        return entry
 
     def __delitem__(self, key: Key) -> None:
-        *parents, name = _path(key)
+        *parents, name = key_path(key)
         self[key]
         inner = self[tuple(parents)] if parents else self
         del inner._entries[name]
@@ -691,10 +703,10 @@ class Composite(Spec):
         return self
 
     def pop(self, key: Key) -> Any:
-        """Takes an entry out and returns it. Raises KeyError where there is none."""
-        found = self[key]
+        """Removes an entry and returns it. Raises KeyError if it does not exist."""
+        entry = self[key]
         del self[key]
-        return found
+        return entry
 
     def update(self, entries: Mapping[str, Spec] | Composite) -> None:
         """Adds or replaces entries."""
@@ -702,7 +714,7 @@ class Composite(Spec):
             self[key] = spec
 
     def keys(self, include_nested: bool = False, leaves_only: bool = False) -> list[Any]:
-        """Names of the entries: as in a TensorDict, nested ones on request, Composites unless `leaves_only`."""
+        """The keys of the entries: with nested ones if `include_nested`, without Composites if `leaves_only`."""
         return [key for key, _ in self.items(include_nested, leaves_only)]
 
     def values(self, include_nested: bool = False, leaves_only: bool = False) -> list[Spec]:
@@ -710,17 +722,17 @@ class Composite(Spec):
         return [spec for _, spec in self.items(include_nested, leaves_only)]
 
     def items(self, include_nested: bool = False, leaves_only: bool = False) -> list[tuple[Any, Spec]]:
-        """The entries of `keys` with their names."""
-        found: list[tuple[Any, Spec]] = []
+        """The entries of `keys` with their keys."""
+        entries: list[tuple[Any, Spec]] = []
         for name, spec in self._entries.items():
             if not (leaves_only and isinstance(spec, Composite)):
-                found.append((name, spec))
+                entries.append((name, spec))
             if include_nested and isinstance(spec, Composite):
-                found += [((name, *_path(key)), inner) for key, inner in spec.items(True, leaves_only)]
-        return found
+                entries += [((name, *key_path(key)), inner) for key, inner in spec.items(True, leaves_only)]
+        return entries
 
     def leaves(self) -> dict[str | tuple[str, ...], Spec]:
-        """Every spec that is not a Composite, under a string at the root and under a tuple below it."""
+        """Every spec that is not a Composite, by key: a string at the root, a tuple for nested ones."""
         return dict(self.items(include_nested=True, leaves_only=True))
 
     def empty(self) -> Composite:
@@ -749,7 +761,7 @@ class Composite(Spec):
         return all(spec.is_in(value.get(key, None)) for key, spec in self._entries.items())
 
     def project(self, value: TensorDictBase) -> TensorDictBase:
-        """As for tensors; entries that have no spec stay. Raises KeyError where an entry is missing."""
+        """`project` of each entry; entries without a spec stay. Raises KeyError if an entry is missing."""
         if missing := [key for key in self._entries if value.get(key, None) is None]:
             raise KeyError(f"cannot project on {missing}: there are only {list(value.keys())}")
         return value.copy().update({key: spec.project(value.get(key)) for key, spec in self._entries.items()})
@@ -781,7 +793,7 @@ class Composite(Spec):
 
     def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
         assert isinstance(self, Composite)
-        shape = (*changed(self.shape[:ndim], change), *self.shape[ndim:])
+        shape = (*shape_after(self.shape[:ndim], change), *self.shape[ndim:])
         entries = {key: spec.with_batch(ndim, change) for key, spec in self._entries.items()}
         return type(self)(entries, shape=shape, device=self.device)
 
@@ -799,7 +811,3 @@ class Composite(Spec):
 
 def _is_key(key: Any) -> bool:
     return isinstance(key, str) or (isinstance(key, tuple) and bool(key) and all(isinstance(k, str) for k in key))
-
-
-def _path(key: Key) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else key

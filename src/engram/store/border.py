@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import Tensor
 
-from engram.pytree import KeyPath, describe, entry
+from engram.pytree import KeyPath, describe, get_entry, has_keys
 from engram.store.lanes import Lanes
 
 _IDS: tuple[KeyPath, ...] = (("collector", "traj_ids"), ("episode",))
@@ -110,7 +110,7 @@ class ItemBorder:
 
     def _update_border(self, item: Any) -> Border:
         leaves = []
-        if isinstance(item, dict | TensorDictBase) or hasattr(type(item), "_from_tensordict"):
+        if has_keys(item):
             try:
                 leaves = describe(item, 0)[1]
             except (TypeError, ValueError):
@@ -128,7 +128,7 @@ class ItemBorder:
         assert self._border is not None
         flags: list[bool] = []
         for i in self._border.done:
-            flag = entry(item, self._paths[i])
+            flag = get_entry(item, self._paths[i])
             if isinstance(flag, Tensor) and flag.numel() == 1:
                 flags.append(bool(flag))
             elif flag is not None:
@@ -137,7 +137,7 @@ class ItemBorder:
 
     def _same(self, a: Any, i: int, b: Any, j: int) -> bool:
         """Whether entry i of one item equals entry j of another; entries that are missing or no arrays are equal."""
-        x, y = entry(a, self._paths[i]), entry(b, self._paths[j])
+        x, y = get_entry(a, self._paths[i]), get_entry(b, self._paths[j])
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if x.shape != y.shape or x.dtype != y.dtype or torch.equal(x, y):
                 return True

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from engram import _native
 from engram._system import SIGNED
-from engram.pytree import KeyPath, show
+from engram.pytree import Key, KeyPath, as_path, format_key
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
-
-Key = str | tuple[str, ...]
 
 DONE: KeyPath = ("next", "done")
 IDS: tuple[KeyPath, ...] = (("collector", "traj_ids"), ("episode",))  # keys that may hold trajectory ids
@@ -97,8 +95,8 @@ class EpisodeIndex:
         given = {"traj_key": traj_key, "ends": ends, "trajectories": trajectories}
         if sum(v is not None for v in given.values()) > 1:
             raise ValueError(f"give one of {', '.join(given)}: each of them defines where trajectories end")
-        self.end_key = path_of(end_key, "end_key")
-        self.traj_key = None if traj_key is None else path_of(traj_key, "traj_key")
+        self.end_key = as_path(end_key, "end_key")
+        self.traj_key = None if traj_key is None else as_path(traj_key, "traj_key")
         self._given = _per_step(ends if trajectories is None else trajectories, trajectories is not None)
         self._given_ids = trajectories is not None
         self._indexed = _NONE
@@ -206,12 +204,12 @@ class EpisodeIndex:
             if leaf is not None:
                 return True, _checked(leaf, _INTEGERS, "a trajectory id is an integer")
         if self.traj_key is not None:
-            raise KeyError(f"the stored steps have no trajectory ids {show(self.traj_key)}")
+            raise KeyError(f"the stored steps have no trajectory ids {format_key(self.traj_key)}")
         leaf = steps.leaf(self.end_key)
         if leaf is None:
             raise KeyError(
-                f"the stored steps have neither done flags {show(self.end_key)} nor trajectory ids "
-                f"{' or '.join(map(show, IDS))}: say with end_key or traj_key where trajectories end"
+                f"the stored steps have neither done flags {format_key(self.end_key)} nor trajectory ids "
+                f"{' or '.join(map(format_key, IDS))}: say with end_key or traj_key where trajectories end"
             )
         return False, _checked(leaf, _FLAGS, "a flag is a bool")
 
@@ -275,19 +273,11 @@ class _GivenSteps:
         return self._values[start - self._first : stop - self._first]
 
 
-def path_of(key: Any, name: str) -> KeyPath:
-    """A key as a tuple of strings."""
-    path = (key,) if isinstance(key, str) else key
-    if not isinstance(path, tuple) or not path or not all(isinstance(k, str) for k in path):
-        raise TypeError(f"{name} must be a key, a string or a tuple of strings, got {key!r}")
-    return path
-
-
 def _checked(leaf: LeafSpec, dtypes: tuple[torch.dtype, ...], rule: str) -> LeafSpec:
     if leaf.dtype not in dtypes or leaf.nbytes != leaf.itemsize:
         raise ValueError(
-            f"{show(leaf.path)} is {leaf.dtype} {list(leaf.shape)} a step; {rule}, and one a step (agents and groups "
-            "have flags of their own: name one for the whole environment)"
+            f"{format_key(leaf.path)} is {leaf.dtype} {list(leaf.shape)} a step; {rule}, and one a step (agents and "
+            "groups have flags of their own: name one for the whole environment)"
         )
     return leaf
 

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram import _native, pytree
-from engram.pytree import KeyPath, Node
+from engram.pytree import KeyPath, TreeSpec
 
 
 def _lazy_mask() -> int:
@@ -132,7 +132,7 @@ class RowLayout:
         ([(('a',), 0), (('done',), 16)], 17)
     """
 
-    def __init__(self, root: Node, leaves: list[LeafSpec], carries_sequence: bool = False) -> None:
+    def __init__(self, root: TreeSpec, leaves: list[LeafSpec], carries_sequence: bool = False) -> None:
         if not leaves:
             raise ValueError("nothing to store: the data hold no tensor")
         self.take_root(root)
@@ -146,7 +146,7 @@ class RowLayout:
         self.plain = root.is_plain() and _builds_tensordicts()
         self.codec = _codec(self)
 
-    def take_root(self, root: Node) -> None:
+    def take_root(self, root: TreeSpec) -> None:
         """Gives batches this form, which must have the same leaves."""
         self.root = root
         self.within = root.within  # read by each read of rows
@@ -170,12 +170,12 @@ class RowLayout:
             tensor = pytree.as_tensor(value, path)
             if tensor.dtype not in _DLPACK:
                 raise TypeError(
-                    f"{pytree.show(path)} has dtype {tensor.dtype}; a row holds {', '.join(sorted(_NAMES))}"
+                    f"{pytree.format_key(path)} has dtype {tensor.dtype}; a row holds {', '.join(sorted(_NAMES))}"
                 )
             if tensor.ndim < batch_dims:
                 raise ValueError(
-                    f"{pytree.show(path)} has shape {list(tensor.shape)}, but the batch has {batch_dims} dimensions"
-                    + _list_advice(path)
+                    f"{pytree.format_key(path)} has shape {list(tensor.shape)}, but the batch has {batch_dims} "
+                    "dimensions" + _list_advice(path)
                 )
             leaves.append(LeafSpec(path, tensor.dtype, tuple(tensor.shape[batch_dims:])))
         return cls(root, leaves)
@@ -213,7 +213,7 @@ class RowLayout:
             tensor = self._fitting(leaf, value, batch_dims)
             if tensors and tensor.shape[:batch_dims] != tensors[0].shape[:batch_dims]:
                 raise ValueError(
-                    f"{pytree.show(leaf.path)} has the batch dimensions {list(tensor.shape[:batch_dims])}, "
+                    f"{pytree.format_key(leaf.path)} has the batch dimensions {list(tensor.shape[:batch_dims])}, "
                     f"other leaves {list(tensors[0].shape[:batch_dims])}; nothing was written"
                 )
             tensors.append(tensor)
@@ -226,12 +226,12 @@ class RowLayout:
             tensor = _number(value, tensor, leaf)
         if tensor.dtype != leaf.dtype:
             raise ValueError(
-                f"{pytree.show(leaf.path)} is {leaf.dtype} in this storage, found {tensor.dtype}; "
+                f"{pytree.format_key(leaf.path)} is {leaf.dtype} in this storage, found {tensor.dtype}; "
                 "convert it. Nothing was written"
             )
         if tensor.ndim < batch_dims or tuple(tensor.shape[batch_dims:]) != leaf.shape:
             raise ValueError(
-                f"{pytree.show(leaf.path)} has the shape {list(leaf.shape)} for one step in this storage, found "
+                f"{pytree.format_key(leaf.path)} has the shape {list(leaf.shape)} for one step in this storage, found "
                 f"{list(tensor.shape[batch_dims:])} (of {list(tensor.shape)}){_dims_advice(leaf, tensor, batch_dims)}. "
                 "Nothing was written"
             )
@@ -284,7 +284,7 @@ class RowLayout:
         """Reads what `to_json` wrote; a ValueError where it is something else."""
         try:
             leaves = [LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], _sizes(x["shape"])) for x in saved["leaves"]]
-            root = Node.from_json(saved["root"])
+            root = TreeSpec.from_json(saved["root"])
             if not _belong_together(root, leaves) or _row_bytes(leaves) > _MAX_ROW_BYTES:
                 raise MalformedLayoutError("this is no row layout: its form and its leaves do not belong together")
             layout = cls(root, leaves, carries_sequence=_is_sequence(saved.get("hidden", [])))
@@ -303,12 +303,14 @@ class RowLayout:
         if other is self:
             return []
         mine, theirs = ({x.path: x for x in layout.leaves} for layout in (self, other))
-        lines = [f"{pytree.show(p)} is missing" for p in mine if p not in theirs]
-        lines += [f"{pytree.show(p)} is new" for p in theirs if p not in mine]
+        lines = [f"{pytree.format_key(p)} is missing" for p in mine if p not in theirs]
+        lines += [f"{pytree.format_key(p)} is new" for p in theirs if p not in mine]
         for path in mine.keys() & theirs.keys():
             a, b = mine[path], theirs[path]
             if (a.dtype, a.shape) != (b.dtype, b.shape):
-                lines.append(f"{pytree.show(path)} is {a.dtype} {list(a.shape)} here, {b.dtype} {list(b.shape)} there")
+                lines.append(
+                    f"{pytree.format_key(path)} is {a.dtype} {list(a.shape)} here, {b.dtype} {list(b.shape)} there"
+                )
         return lines + _constant_differences(self.root.constants(), other.root.constants())
 
     def order_in(self, other: RowLayout) -> Any:
@@ -339,8 +341,8 @@ def _list_advice(path: KeyPath) -> str:
     if not path or not isinstance(path[-1], int):
         return ""
     return (
-        f": {pytree.show(path[:-1])} is a list or tuple, and each of its members is an entry of its own; for one entry "
-        "with a value for each step give a tensor or an array"
+        f": {pytree.format_key(path[:-1])} is a list or tuple, and each of its members is an entry of its own; for one "
+        "entry with a value for each step give a tensor or an array"
     )
 
 
@@ -376,13 +378,13 @@ def _sizes(shape: Any) -> tuple[int, ...]:
 
 
 def _constant_differences(mine: dict[KeyPath, Any], theirs: dict[KeyPath, Any]) -> list[str]:
-    lines = [f"{pytree.show(p)} is missing" for p in mine if p not in theirs]
-    lines += [f"{pytree.show(p)} is new" for p in theirs if p not in mine]
+    lines = [f"{pytree.format_key(p)} is missing" for p in mine if p not in theirs]
+    lines += [f"{pytree.format_key(p)} is new" for p in theirs if p not in mine]
     both = [p for p in mine if p in theirs and mine[p] != theirs[p]]
-    return lines + [f"{pytree.show(p)} is the constant {mine[p]!r} here, {theirs[p]!r} there" for p in both]
+    return lines + [f"{pytree.format_key(p)} is the constant {mine[p]!r} here, {theirs[p]!r} there" for p in both]
 
 
-def _belong_together(root: Node, leaves: list[LeafSpec]) -> bool:
+def _belong_together(root: TreeSpec, leaves: list[LeafSpec]) -> bool:
     """Whether a form has these leaves, and each (sub-)dict the batch dimensions of what is in it."""
     if root.paths() != [leaf.path for leaf in leaves]:
         return False
@@ -481,7 +483,7 @@ def _number(value: Any, tensor: Tensor, leaf: LeafSpec) -> Tensor:
             info = torch.iinfo(leaf.dtype)
             if not info.min <= value <= info.max:
                 raise ValueError(
-                    f"{pytree.show(leaf.path)} is {leaf.dtype} in this storage, which {value} does not fit"
+                    f"{pytree.format_key(leaf.path)} is {leaf.dtype} in this storage, which {value} does not fit"
                 )
         return torch.tensor(value, dtype=leaf.dtype)
     if isinstance(value, float | int) and leaf.dtype.is_floating_point:

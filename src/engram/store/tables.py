@@ -121,7 +121,7 @@ class RowTable:
             self.lanes.join_after_fork()
         if extra and self.layout.within:
             lead = 1 if shape is None else len(shape)
-            extra = {key: pytree.spread(value, lead, self.layout.within) for key, value in extra.items()}
+            extra = {key: pytree.repeat_per_step(value, lead, self.layout.within) for key, value in extra.items()}
         if self._fast:
             rows: Rows = _new_tuple(Rows, self._store.gather(self._codec, slots, shape, extra, self.mapped, sequences))
             return rows
@@ -146,8 +146,12 @@ class RowTable:
             if table.lanes.unused_since_fork:
                 table.lanes.join_after_fork()
         if within := self.layout.within:
-            extra = None if extra is None else {k: pytree.spread(v, len(shape), within) for k, v in extra.items()}
-            parts = parts and [one and {k: pytree.spread(v, 1, within) for k, v in one.items()} for one in parts]
+            extra = (
+                None if extra is None else {k: pytree.repeat_per_step(v, len(shape), within) for k, v in extra.items()}
+            )
+            parts = parts and [
+                one and {k: pytree.repeat_per_step(v, 1, within) for k, v in one.items()} for one in parts
+            ]
         stores = [table.lanes.store for table in tables]
         mapped = any(table.mapped for table in tables)
         return JoinedRows(*_native.gather_many(stores, self._codec, slots, shape, extra, mapped, sequences, parts))
@@ -157,7 +161,7 @@ class RowTable:
         leaves, *rest = self._store.gather(self._codec, slots, shape, None, self.mapped, sequences)
         batch = self.layout.build(leaves, shape)
         for key, value in (extra or {}).items():
-            pytree.put_entry(batch, key, value)
+            pytree.set_entry(batch, key, value)
         return Rows(batch, *rest)
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
@@ -276,7 +280,7 @@ class ColumnTable:
         for leaf, t in zip(self.layout.leaves, leaves, strict=True):
             if tuple(t.shape[1 : 1 + len(self._env_shape)]) != self._env_shape:
                 raise ValueError(
-                    f"{pytree.show(leaf.path)} has {list(t.shape[1 : 1 + len(self._env_shape)])} environments, "
+                    f"{pytree.format_key(leaf.path)} has {list(t.shape[1 : 1 + len(self._env_shape)])} environments, "
                     f"this storage {list(self._env_shape)}"
                 )
         return [t.to(self._device) for t in leaves]
@@ -358,7 +362,7 @@ class ColumnTable:
         leaves = [t.reshape((*lead, *x.shape)) for t, x in zip(leaves, self.layout.leaves, strict=True)]
         batch = pytree.unflatten(self.layout.root, leaves, lead, self._device)
         for key, value in (extra or {}).items():
-            pytree.put_of_items(batch, key, value, len(lead))
+            pytree.set_per_item(batch, key, value, len(lead))
         return Rows(batch, absent=absent or None, sequences=generation if sequences else None)
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDictBase, is_tensorclass
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import KeyPath, as_tensor, show, sorted_items
+from engram.pytree import Key, KeyPath, as_path, as_tensor, format_key, tensordict_items
 
 Column = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
@@ -125,8 +125,6 @@ DONE_KEYS = ("done", "truncated", "terminated")
 REWARD_KEYS = ("reward",)
 TRAJECTORY_KEYS: tuple[KeyPath, ...] = (("collector", "traj_ids"), ("episode",))
 
-Key = str | tuple[str, ...]
-
 
 class LeafLike(Protocol):
     """Path, dtype and shape of one step of a key; a `StepLeaf` here, a `LeafSpec` of a storage elsewhere."""
@@ -178,8 +176,8 @@ class StepKeys:
             shape = leaves[i].shape
             if any(size != 1 for size in shape):
                 raise ValueError(
-                    f"{show(leaves[i].path)} has the shape {list(shape)} for one step: done flags with more dimensions "
-                    "than the storage (several agents) do not say where a trajectory ends. Save with the "
+                    f"{format_key(leaves[i].path)} has the shape {list(shape)} for one step: done flags with more "
+                    "dimensions than the storage (several agents) do not say where a trajectory ends. Save with the "
                     "TensorStorageCheckpointer, or leave the key out of done_keys"
                 )
         return flags
@@ -202,15 +200,7 @@ def _matches(path: KeyPath, keys: tuple[KeyPath, ...]) -> bool:
 def _keys(name: str, keys: Sequence[Key]) -> tuple[KeyPath, ...]:
     if isinstance(keys, str):
         raise TypeError(f"{name} is a sequence of keys, got the string {keys!r}; pass ({keys!r},)")
-    return tuple(as_path(name, key) for key in keys)
-
-
-def as_path(name: str, key: Key) -> KeyPath:
-    """The path of a key: a string or a tuple of strings; anything else is a TypeError that names the argument."""
-    path = (key,) if isinstance(key, str) else key
-    if not isinstance(path, tuple) or not path or not all(isinstance(part, str) for part in path):
-        raise TypeError(f"{name}: a key is a string or a tuple of strings, got {key!r}")
-    return path
+    return tuple(as_path(key, name) for key in keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,13 +219,13 @@ class StepLeaf:
 def leaves_of(td: TensorDictBase, within: KeyPath = ()) -> list[tuple[KeyPath, Tensor]]:
     """Every tensor with its path; TypeError where an entry is none."""
     leaves: list[tuple[KeyPath, Tensor]] = []
-    for key, value in sorted_items(td):
+    for key, value in tensordict_items(td):
         if isinstance(value, Tensor):
             leaves.append(((*within, key), value))
-        elif isinstance(value, TensorDictBase) and not is_tensorclass(value):
+        elif isinstance(value, TensorDictBase):
             leaves += leaves_of(value, (*within, key))
         else:
-            raise TypeError(f"{show((*within, key))} is a {type(value).__name__}; only tensors can be converted")
+            raise TypeError(f"{format_key((*within, key))} is a {type(value).__name__}; only tensors can be converted")
     return leaves
 
 

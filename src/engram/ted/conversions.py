@@ -14,19 +14,17 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.pytree import KeyPath, show
+from engram.pytree import Key, KeyPath, as_path, format_key
 from engram.ted import codec as ted_codec
 from engram.ted.codec import (
     DONE_KEYS,
     NEXT,
     REWARD_KEYS,
     Column,
-    Key,
     Mask,
     StepKeys,
     StepLeaf,
     as_bytes,
-    as_path,
     column_of,
     leaves_of,
     plain,
@@ -60,7 +58,7 @@ class Conversion:
         done_keys: Sequence[Key] = DONE_KEYS,
         reward_keys: Sequence[Key] = REWARD_KEYS,
     ) -> None:
-        self.done_key = as_path("done_key", done_key)
+        self.done_key = as_path(done_key, "done_key")
         self.shift_key, self.is_full_key = shift_key, is_full_key
         self.keys = StepKeys(done_keys, reward_keys)
         self.added = (shift_key, is_full_key, BATCH_SIZE, EXCEPTIONS)
@@ -84,7 +82,8 @@ class _StepColumns:
         reserved = [path for path, _ in leaves if path[0] in conversion.added]
         if reserved:
             raise ValueError(
-                f"{show(reserved[0])} is the name of an entry that the conversion adds; rename it, or pass another name"
+                f"{format_key(reserved[0])} is the name of an entry that the conversion adds; rename it, or "
+                "pass another name"
             )
         dims = len(batch_size)
         self.batch_size = batch_size
@@ -137,7 +136,7 @@ class _ConvertedEntries:
             self.batch_size = tuple(int(size) for size in entries.pop((BATCH_SIZE,)))
             shift, full = int(entries.pop((conversion.shift_key,))), bool(entries.pop((conversion.is_full_key,)))
         except KeyError as error:
-            raise ValueError(f"{show(error.args[0])} is missing: no conversion made this TensorDict") from None
+            raise ValueError(f"{format_key(error.args[0])} is missing: no conversion made this TensorDict") from None
         self.shift = shift if full else 0
         self.exceptions: dict[KeyPath, tuple[Tensor, Tensor]] = {}
         for path in [p for p in entries if p[0] == EXCEPTIONS and p[-1] == "step"]:
@@ -151,7 +150,7 @@ class _ConvertedEntries:
         step, value = self.exceptions[root]
         at = step.numpy()
         if len(at) and not 0 <= at.min() <= at.max() < self.steps:
-            raise ValueError(f"the exceptions of {show(root)} name steps outside of the data")
+            raise ValueError(f"the exceptions of {format_key(root)} name steps outside of the data")
         return at, as_bytes(value, len(at), leaf.nbytes)
 
     def build(self, columns: dict[KeyPath, tuple[Column, StepLeaf]]) -> TensorDict:
@@ -321,7 +320,7 @@ def _of_trajectories(converted: _ConvertedEntries, columns: _Columns) -> TensorD
         extra = np.arange(len(offsets)) if path in converted.exceptions else 0
         starts = offsets - extra
         if len(starts) == 0 or starts[0] or starts[-1] != converted.steps or (np.diff(starts) <= 0).any():
-            raise ValueError(f"the trajectories of {show(path)} do not have {converted.steps} steps together")
+            raise ValueError(f"the trajectories of {format_key(path)} do not have {converted.steps} steps together")
         if path not in converted.exceptions:
             steps[path] = column, leaf
             continue

@@ -1,4 +1,4 @@
-"""`EnvContract`: what every environment must do."""
+"""`EnvContract`: the tests that every environment must pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLAGS = ("done", "terminated", "truncated")
 
 
 class EnvContract:
-    """Tests of an environment with the TensorDict interface. Inherit, and implement `make`.
+    """The tests of an environment with the TensorDict interface. Inherit, and implement `make`.
 
     Example:
         >>> class TestCartPole(EnvContract):
@@ -80,9 +80,9 @@ class EnvContract:
 
     def test_later_steps_do_not_change_earlier_ones(self, env: Any) -> None:
         td = env.rand_step(env.reset())
-        copy = td.clone()
+        kept = td.clone()
         env.rand_step(env.maybe_reset(step_mdp(td)))
-        assert bool((td == copy).all())
+        assert bool((td == kept).all())
 
     def test_outputs_are_on_no_device_unless_one_was_asked_for(self, env: Any) -> None:
         assert env.reset().device is None

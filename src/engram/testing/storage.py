@@ -16,7 +16,7 @@ from engram.data import ReplayBuffer, SamplerWithoutReplacement, Storage, Tensor
 from engram.data.replay_buffers.storages import Rows
 from engram.testing.helpers import env_steps, numbers, of_numbers, state_of, steps
 
-INDICES = [
+INDICES: list[Any] = [
     0, 3, -1, -6, np.int64(2), torch.tensor(4), slice(2, 5), slice(None), slice(None, None, 2), slice(-3, None),
     slice(3, 3), slice(4, 100), range(1, 4), range(-2, 0), range(0), [0, 2], [-1, 1], [],
     torch.tensor([1, 2]), torch.tensor([-1, 0]), torch.tensor([3, 2], dtype=torch.int32), np.array([4, 1]),
@@ -24,8 +24,8 @@ INDICES = [
     [True, False, True, False, False, True], np.array([False, True] * 3), torch.tensor([True] * 6),
     torch.zeros(6, dtype=torch.bool),
 ]  # fmt: skip
-REPEATING = [[5, 0, 0], torch.tensor([3, 3]), torch.tensor([[0, 1], [1, -1]]), [-1, 5]]
-BAD_INDICES = [
+REPEATING: list[Any] = [[5, 0, 0], torch.tensor([3, 3]), torch.tensor([[0, 1], [1, -1]]), [-1, 5]]
+BAD_INDICES: list[Any] = [
     6, -7, 10, 1000, 2**70, [0, 6], [0, -7], [2**70], torch.tensor([9]), torch.tensor([10**6]), range(5, 8), [True] * 5,
     torch.ones(7, dtype=torch.bool), True, torch.tensor(True), 2.5, [0.5], torch.tensor([1.0]), "n0", (0, 1),
     slice(None, None, -1), {},
@@ -150,7 +150,8 @@ class StorageContract:
 
     def test_what_is_read_is_a_copy(self, rb: ReplayBuffer) -> None:
         rb.extend(steps(0, 6))
-        for index in (2, slice(None), [2, 3], torch.tensor([True] * 6), Ellipsis):
+        indices: list[Any] = [2, slice(None), [2, 3], torch.tensor([True] * 6), ...]
+        for index in indices:
             for leaf in _leaves(rb[index]):
                 leaf.zero_()
         for _ in range(3):
@@ -326,7 +327,7 @@ class StrandsContract:
         index = rb.extend(env_steps(3, 0, 2))
         assert index.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
         assert (len(rb), rb.write_count, rb.writer._cursor) == (6, 6, 2)
-        assert rb.add(env_steps(3, 2, 3)[:, 0]).tolist() == [[2, 0], [2, 1], [2, 2]]
+        assert torch.as_tensor(rb.add(env_steps(3, 2, 3)[:, 0])).tolist() == [[2, 0], [2, 1], [2, 2]]
         assert numbers(rb[:]) == [[0, 1, 2], [1000, 1001, 1002], [2000, 2001, 2002]]
 
     def test_reading_gives_environments_by_time(self, rb: ReplayBuffer) -> None:

@@ -1,4 +1,4 @@
-"""`TransformContract`: what a transform must do in buffers and in environments."""
+"""What a transform must do in an environment."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _NO_OBSERVATIONS = {*FLAGS, "next", "action", "collector"}
 
 
 class Replayed(EnvBase):
-    """Environments that replay `data` `[envs, time]`: its root entries as observations, and its rewards.
+    """Environments that return the root entries of `data` `[envs, time]` step by step, and its rewards.
 
-    Episodes of environment i are `lengths[i]` steps long, and the next one starts with the next row.
+    Episodes of environment i have `lengths[i]` steps, and the next one starts with the next row.
     """
 
     def __init__(self, data: TensorDictBase, lengths: Sequence[int]) -> None:
@@ -42,19 +42,19 @@ class Replayed(EnvBase):
         self._at = torch.full((len(data),), -1)
         self._left = self._lengths.clone()
 
-    def _shown(self) -> TensorDictBase:
+    def _observation(self) -> TensorDictBase:
         return self._root[torch.arange(len(self._at)), self._at].clone()
 
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
-        here = torch.ones_like(self._left, dtype=torch.bool) if mask is None else mask.squeeze(-1)
-        self._at = self._at + here
-        self._left = torch.where(here, self._lengths, self._left)
-        return self._shown()
+        is_reset = torch.ones_like(self._left, dtype=torch.bool) if mask is None else mask.squeeze(-1)
+        self._at = self._at + is_reset
+        self._left = torch.where(is_reset, self._lengths, self._left)
+        return self._observation()
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         reward = self._rewards[torch.arange(len(self._at)), self._at]
         self._at, self._left = self._at + 1, self._left - 1
-        return self._shown().update({"reward": reward, "terminated": (self._left == 0).unsqueeze(-1)})
+        return self._observation().update({"reward": reward, "terminated": (self._left == 0).unsqueeze(-1)})
 
     def _set_seed(self, seed: int) -> None:
         self._at = torch.full((len(self._root),), -1)
@@ -62,11 +62,11 @@ class Replayed(EnvBase):
 
 
 class TransformInEnvContract:
-    """The part of `TransformContract` about environments."""
+    """The tests of a transform in environments: a part of `TransformContract`."""
 
     #: Whether it works in environments.
     environments = True
-    #: Whether its output for a value depends on other episodes, or other environments.
+    #: Whether its results depend on other episodes, or other environments.
     learns = False
 
     def make(self) -> Any:
@@ -76,7 +76,7 @@ class TransformInEnvContract:
         raise NotImplementedError
 
     def make_for_env(self) -> Any:
-        """A new transform with the keys of an environment; `make()`, as a leading `"next"` is ignored there."""
+        """A new transform with keys that an environment has; `make()` by default, as a leading `"next"` is dropped."""
         return self.make()
 
     @pytest.fixture
@@ -109,13 +109,13 @@ class TransformInEnvContract:
         torch.manual_seed(0)
         bare = self._base().rollout(20, break_when_any_done=False)
         torch.manual_seed(0)
-        actual = self._env().rollout(20, break_when_any_done=False)
+        rollout = self._env().rollout(20, break_when_any_done=False)
         expected = TransformedEnv(self._base(), self.make_for_env()).transform.forward(bare.clone())
         for key in expected.keys(True, True):
             old = bare.get(key, None)
             is_same = old is not None and old.dtype == expected[key].dtype and torch.equal(old, expected[key])
             if not is_same:
-                assert_equal(actual[key], expected[key])
+                assert_equal(rollout[key], expected[key])
 
     @pytest.mark.usefixtures("in_env")
     def test_environments_that_end_at_different_times_mix_nothing_up(self) -> None:
@@ -147,11 +147,11 @@ class TransformInEnvContract:
     @pytest.mark.usefixtures("in_env")
     def test_steps_leave_those_before_them_alone(self) -> None:
         env = self._env()
-        td, seen = env.reset(), []
+        td, steps = env.reset(), []
         for _ in range(9):
             step, td = env.step_and_maybe_reset(env.rand_action(td))
-            seen.append((step, step.clone()))
-        for step, copied in seen:
+            steps.append((step, step.clone()))
+        for step, copied in steps:
             assert_equal(step, copied)
 
     @pytest.mark.usefixtures("in_env")
@@ -176,20 +176,18 @@ class TransformInEnvContract:
 
 
 def as_dict(batch: TensorDictBase) -> dict[str, Any]:
-    """The batch as nested dicts."""
     return {k: as_dict(v) if isinstance(v, TensorDictBase) else v for k, v in batch.items()}
 
 
 def leading(batch: TensorDictBase, shape: tuple[int, ...]) -> bool:
-    """Whether all leaves have these leading dimensions."""
     return all(tuple(v.shape[: len(shape)]) == shape for v in batch.values(True, True))
 
 
 class TransformContract(TransformInEnvContract):
-    """Tests of a `Transform`, or of a callable that a buffer applies on reading. Inherit, and implement `make`.
+    """The tests of a `Transform`, or of a callable that a buffer applies on reading. Inherit, and implement `make`.
 
-    They run in buffers, and in environments that replay `batch`; `environments = False` if it is not for them, and
-    `make_for_env` if it has other keys there.
+    It is tested in buffers, and in environments that replay `batch`. Set `environments = False` if it is not for
+    environments, and implement `make_for_env` if it has other keys there.
 
     Example:
         >>> def halved(batch):
@@ -205,7 +203,7 @@ class TransformContract(TransformInEnvContract):
     in_place = False
     #: Whether it takes dicts besides TensorDicts.
     dicts = True
-    #: Whether it takes lists of items, which is what `rb[:]` gives it with a ListStorage.
+    #: Whether it takes lists of items, which it gets from `rb[:]` with a ListStorage.
     lists = True
 
     def make(self) -> Any:
@@ -213,19 +211,19 @@ class TransformContract(TransformInEnvContract):
         raise NotImplementedError
 
     def batch(self, *shape: int) -> TensorDict:
-        """Data of this shape as `extend` gets them, the same each time; a trajectory ends with each last step."""
+        """Data of this shape for `extend`, the same each time; a trajectory ends with each last step."""
         data = of_numbers(torch.arange(math.prod(shape)).reshape(shape))
         data["next", "reward"] = data["next", "reward"].float()
         data["next", "done"] = torch.zeros(*shape, 1, dtype=torch.bool)
         data["next", "done"][..., -1:, :] = True
         return data
 
-    def _transform(self) -> Transform:
+    def _made(self) -> Transform:
         return as_transform(self.make())
 
     def prepared(self) -> Transform:
-        """A transform of a buffer that was written to."""
-        transform = self._transform()
+        """A transform through which data were written."""
+        transform = self._made()
         rb = ReplayBuffer(storage=LazyTensorStorage(100), transform=transform)
         rb.extend(self.batch(6))
         return transform
@@ -241,9 +239,9 @@ class TransformContract(TransformInEnvContract):
         if not self.dicts:
             pytest.skip("it takes no dicts")
         transform = self.prepared()
-        changed = transform.forward(as_dict(self.batch(*shape)))
-        assert type(changed) is dict
-        assert_equal(changed, transform.forward(self.batch(*shape)))
+        found = transform.forward(as_dict(self.batch(*shape)))
+        assert type(found) is dict
+        assert_equal(found, transform.forward(self.batch(*shape)))
 
     def test_reading_changes_nothing_that_the_transform_knows(self) -> None:
         transform = self.prepared()
@@ -264,8 +262,8 @@ class TransformContract(TransformInEnvContract):
             if self.lists or storage is not ListStorage:
                 rb[:]
         for i, row in enumerate(before):
-            stored = rb.storage.get([i])
-            assert_equal(stored[0] if isinstance(stored, list) else stored, row[0] if isinstance(row, list) else row)
+            found = rb.storage.get([i])
+            assert_equal(found[0] if isinstance(found, list) else found, row[0] if isinstance(row, list) else row)
 
     # ---- writing ----
     @pytest.mark.parametrize("way", ["transform=", "append", "insert", "nested", "_transform", "a member's"])
@@ -282,15 +280,15 @@ class TransformContract(TransformInEnvContract):
         elif way == "a member's":
             rb = ReplayBufferEnsemble(ReplayBuffer(storage=LazyTensorStorage(9)), rb)[1]
         rb.extend(self.batch(6))
-        assert_equal(rb.storage.get(slice(None)), self._transform().inv(self.batch(6)))
+        assert_equal(rb.storage.get(slice(None)), self._made().inv(self.batch(6)))
 
     def test_writing_leaves_the_callers_batch_as_it_was(self) -> None:
         if self.in_place:
             pytest.skip("it changes what it is given")
-        transform, given_batch, expected = self._transform(), self.batch(6), self.batch(6)
+        transform, given_batch, expected = self._made(), self.batch(6), self.batch(6)
         rb = ReplayBuffer(storage=LazyTensorStorage(50), transform=transform)
         rb.extend(given_batch)
-        self._transform().inv(given_batch)
+        self._made().inv(given_batch)
         assert_equal(given_batch, expected)
         other = ReplayBuffer(storage=LazyTensorStorage(50))
         other.append_transform(self.prepared(), invert=True)
@@ -314,7 +312,7 @@ class TransformContract(TransformInEnvContract):
 
     # ---- state ----
     def test_a_saved_state_goes_on_the_same(self, tmp_path: Path) -> None:
-        one, other = self.prepared(), self._transform()
+        one, other = self.prepared(), self._made()
         other.load_state_dict(pickle.loads(pickle.dumps(one.state_dict())))
         assert_equal(other.state_dict(), one.state_dict())
         assert_equal(other.forward(self.batch(5)), one.forward(self.batch(5)))
@@ -338,6 +336,6 @@ class TransformContract(TransformInEnvContract):
         assert_equal(Compose(transform).forward(self.batch(5)), transform.forward(self.batch(5)))
 
     def test_it_says_what_it_is(self) -> None:
-        transform = self.make()
-        name = getattr(transform, "__name__", type(transform).__name__)
-        assert name in repr(self._transform()) and repr(self._transform()) in repr(Compose(transform))
+        made = self.make()
+        name = getattr(made, "__name__", type(made).__name__)
+        assert name in repr(self._made()) and repr(self._made()) in repr(Compose(made))

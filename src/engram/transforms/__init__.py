@@ -1,4 +1,4 @@
-"""What changes batches on their way in and out."""
+"""Transforms of batches: in replay buffers on reading and writing, in environments at every step."""
 
 from engram.transforms.base import Transform
 from engram.transforms.cat_frames import CatFrames

@@ -1,4 +1,4 @@
-"""What users give as a transform and is none of ours: callables, and objects in TorchRL's form."""
+"""Adapters: callables, and objects in TorchRL's form, as transforms."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from engram.pytree import Key, as_keys, get, has_batch_dims, put, shallow
-from engram.transforms.base import InvertedTransform, Transform, Writing
-from engram.transforms.env_specs import EnvSpecs, limits_of, tried
+from engram.pytree import Key, as_keys, copy_containers, has_batch_size, require_tensor, set_entry
+from engram.transforms.base import InvertedTransform, Transform, WriteRequest
+from engram.transforms.env_specs import EnvSpecs, bounds_of, specs_by_trial
 
 _INVERSES = ("inv", "_inv_call", "_inv_apply_transform")
 
@@ -37,25 +37,25 @@ class CallableTransform(Transform, built_in=True):
 
 
 class ForeignTransform(Transform, built_in=True):
-    """An object with an inverse of its own as a transform: the object on reading, the inverse on writing.
+    """An object with an inverse as a transform: the object is called on reading, its inverse on writing.
 
-    The inverse is its `inv`, which gets the caller's own batch; else its `_inv_call`, on containers of its own; else
-    its `_inv_apply_transform`, which makes `in_keys_inv` of `out_keys_inv`. It may give back nothing (None), fewer
-    steps or more than it got: it holds them back. `add` gives it a TensorDict as a batch of one step; TensorDicts have
-    time as their last batch dimension.
+    The inverse is its `inv`, which gets the caller's own batch; else its `_inv_call`, which gets new containers; else
+    its `_inv_apply_transform`, which computes `in_keys_inv` from `out_keys_inv`. It may return None, fewer steps or
+    more than it got: it then holds steps back. `add` passes a TensorDict as a batch of one step; time is the last batch
+    dimension of TensorDicts.
 
-    Writes follow each other, and one that is refused leaves the object's attributes as they were (also those of modules
-    in a module; not the values in tensors that it changed in place). What the inverse of an object that holds steps
-    back left there is forgotten when the buffer is emptied, or sent to a process, and it is saved with the buffer, as
-    far as it consists of tensors, TensorDicts, numbers and strings.
+    The buffer makes one write at a time, and one that is refused leaves the object's attributes as they were (also
+    those of modules in a module; but not the values in tensors that it changed in place). Attributes that the inverse
+    of an object that holds steps back has changed are set back when the buffer is emptied or sent to a process, and are
+    saved with the buffer if they consist of tensors, TensorDicts, numbers and strings.
 
-    In an environment the action goes through the inverse, which must make of actions of the environment such actions.
+    In an environment the action goes through the inverse, which must turn actions of the environment into such actions.
 
     Raises:
-        TypeError: there is no way to call its inverse, or to read through it.
+        TypeError: the object has no inverse that can be called, or cannot be called itself.
     """
 
-    stream_in_order = True
+    forward_in_order = True
     _has_memory = True
 
     def __init__(self, transform: Any) -> None:
@@ -63,13 +63,13 @@ class ForeignTransform(Transform, built_in=True):
         if not callable(transform) and not callable(getattr(transform, "forward", None)):
             raise TypeError(f"a {name} has an inverse for writing, and for reading neither `forward` nor `__call__`")
         self.transform = transform
-        self._way = next(way for way in _INVERSES if callable(getattr(transform, way, None)))
-        if self._way == "_inv_apply_transform" and not hasattr(transform, "in_keys_inv"):
+        self._inverse = next(name for name in _INVERSES if callable(getattr(transform, name, None)))
+        if self._inverse == "_inv_apply_transform" and not hasattr(transform, "in_keys_inv"):
             raise TypeError(
-                f"a {name} has `_inv_apply_transform`, and no `in_keys_inv` that say what it is for: give it these, "
+                f"a {name} has `_inv_apply_transform`, and no `in_keys_inv` that it could change: give it these, "
                 "`_inv_call` or `inv`"
             )
-        self._of_tensordicts = callable(getattr(transform, "_inv_call", None))  # those in TorchRL's form
+        self._of_tensordicts = callable(getattr(transform, "_inv_call", None))  # it has TorchRL's form
 
     # ---- reading ----
     def forward(self, batch: Any) -> Any:
@@ -82,7 +82,7 @@ class ForeignTransform(Transform, built_in=True):
         return _has_inverse(self.transform)
 
     @property
-    def write_in_order(self) -> bool:  # type: ignore[override]
+    def inverse_in_order(self) -> bool:  # type: ignore[override]
         return self._inverts()
 
     @property
@@ -92,32 +92,32 @@ class ForeignTransform(Transform, built_in=True):
     def inv(self, batch: Any) -> Any:
         if not self._inverts():
             return batch
-        if self._of_tensordicts and not has_batch_dims(batch):
+        if self._of_tensordicts and not has_batch_size(batch):
             raise TypeError(
                 f"{self.kind} takes TensorDicts, and a {type(batch).__name__} is written: write TensorDicts, or use a "
                 "transform of engram.envs"
             )
-        if self._way == "inv":
+        if self._inverse == "inv":
             return self.transform.inv(batch)
-        batch = shallow(batch)
-        return self.transform._inv_call(batch) if self._way == "_inv_call" else self._by_key_inv(batch)
+        batch = copy_containers(batch)
+        return self.transform._inv_call(batch) if self._inverse == "_inv_call" else self._by_key_inv(batch)
 
     def _by_key_inv(self, batch: Any) -> Any:
-        stored, known = _inverse_keys(self.transform)
-        values = [self.transform._inv_apply_transform(get(batch, key, self.kind)) for key in known]
+        stored, given = _inverse_keys(self.transform)
+        values = [self.transform._inv_apply_transform(require_tensor(batch, key, self.kind)) for key in given]
         for key, value in zip(stored, values, strict=True):
-            put(batch, key, value)
+            set_entry(batch, key, value)
         return batch
 
-    def write(self, writing: Writing) -> Writing:
-        return super().write(writing) if self._inverts() else writing
+    def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
+        return super().inverse_stream(writing) if self._inverts() else writing
 
     # ---- state ----
     @property
     def _owner(self) -> Any:
         return self.transform
 
-    def decisive(self) -> dict[str, Any]:
+    def state_settings(self) -> dict[str, Any]:
         return {}
 
     @property
@@ -126,28 +126,28 @@ class ForeignTransform(Transform, built_in=True):
 
     # ---- environments ----
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
-        made = tried(self, specs)
+        changed = specs_by_trial(self, specs)
         if self._inverts():
             self._try_actions(specs)
-        return made
+        return changed
 
     def _try_actions(self, specs: EnvSpecs) -> None:
-        """Raises TypeError where actions of the environment do not become such actions."""
-        for action in (specs.action.zero(), *(limits_of(specs.action) or ())):
+        """Raises TypeError if the inverse does not turn actions of the environment into such actions."""
+        for action in (specs.action.zero(), *(bounds_of(specs.action) or ())):
             try:
-                made = copy.deepcopy(self)._inv_call(specs.blank(stepped=False).set("action", action.clone()))
+                inverted = copy.deepcopy(self)._inv_call(specs.blank(stepped=False).set("action", action.clone()))
             except Exception as error:
                 raise TypeError(f"{self._no_action} ({error!r:.200})") from error
-            inner = made.get("action", None) if isinstance(made, TensorDictBase) else None
+            inner = inverted.get("action", None) if isinstance(inverted, TensorDictBase) else None
             if inner is None or not specs.action.is_in(inner):
                 raise TypeError(self._no_action)
 
     @property
     def _no_action(self) -> str:
         return (
-            f"{self.kind} does not make actions of the environment of such actions, and what the actions before it are "
-            "cannot be asked of it: use a transform of engram.envs with `in_keys_inv`, or a child of "
-            "engram.envs.Transform with `transform_action_spec`; one for replay buffers is appended to these"
+            f"{self.kind} does not turn actions of the environment into such actions, and has no spec of the actions "
+            "that it takes: use a transform of engram.envs.transforms with `in_keys_inv`, or a subclass of Transform "
+            "with `transform_action_spec`; append a transform for replay buffers to the buffer"
         )
 
     def __repr__(self) -> str:
@@ -155,14 +155,14 @@ class ForeignTransform(Transform, built_in=True):
 
 
 def as_transform(transform: Any, invert: bool = False) -> Transform:
-    """A Transform from what a user gave.
+    """The Transform for what a user gave: one of our own, a callable, or an object with an inverse.
 
     Raises:
         TypeError: it is not callable, is a class, or has an inverse that cannot be called.
     """
     if isinstance(transform, Transform):
         return InvertedTransform(transform) if invert else transform
-    has_inverse = any(callable(getattr(transform, way, None)) for way in _INVERSES)
+    has_inverse = any(callable(getattr(transform, name, None)) for name in _INVERSES)
     if isinstance(transform, type) and (has_inverse or issubclass(transform, Transform)):
         raise TypeError(
             f"a transform is an object, and {transform.__name__} is a class: give {transform.__name__}(...)"
@@ -175,14 +175,14 @@ def as_transform(transform: Any, invert: bool = False) -> Transform:
 
 
 def _inverse_keys(transform: Any) -> tuple[list[Key], list[Key]]:
-    """The entries that `_inv_apply_transform` makes, and those that it makes them of."""
+    """The entries that `_inv_apply_transform` writes, and those that it reads."""
     stored = as_keys(transform.in_keys_inv)
-    known = getattr(transform, "out_keys_inv", None)
-    return stored, as_keys(known) or stored
+    given = getattr(transform, "out_keys_inv", None)
+    return stored, as_keys(given) or stored
 
 
 def _has_inverse(transform: Any) -> bool:
-    """Whether the inverse can do anything: every transform of TorchRL has one, and of most it does nothing."""
+    """Whether the inverse changes anything: every transform of TorchRL has one, and most do nothing."""
     kind: Any = type(transform)
     root = _root_in_torchrl(kind)
     if root is None:
@@ -194,6 +194,6 @@ def _has_inverse(transform: Any) -> bool:
 
 @lru_cache(maxsize=128)
 def _root_in_torchrl(kind: type) -> Any:
-    """The class that TorchRL's transforms have in common; None where `kind` is none of them."""
+    """The base class of TorchRL's transforms; None if `kind` is not one of them."""
     of_torchrl = (c for c in reversed(kind.__mro__) if c.__module__.partition(".")[0] == "torchrl")
     return next((c for c in of_torchrl if "_inv_call" in vars(c)), None)

@@ -1,53 +1,67 @@
-"""What a transform does in an environment."""
+"""`Transform`: what it does to batches on reading and writing, and to the steps of an environment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
 
-from engram.pytree import Key, Keys, as_keys, get, has_batch_dims, mapped, path_of, put, shallow
+from engram.pytree import (
+    Key,
+    Keys,
+    as_keys,
+    copy_containers,
+    has_batch_size,
+    key_path,
+    map_outermost,
+    move_dim,
+    require_tensor,
+    set_entry,
+)
 from engram.specs import Composite, Spec
-from engram.transforms.attributes import MEMORY, Memory, snapshot
-from engram.transforms.env_specs import RESULTS, EnvSpecs, changed_leaves, clone, map_spec, tried
+from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs, clone_composite, map_leaves, map_spec, specs_by_trial
 
-IDLE = "_idle"  # where a call only resets an environment, and is none of its steps: see `BatchedEnv`
-Change = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
+IDLE = "_idle"  # marks rows of a call of `step` that only reset an environment: see `VectorEnv`
+ChangeStep = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
 
 
-class Stage(NamedTuple):
-    """One transform at work in one environment."""
+class TransformStep(NamedTuple):
+    """The functions that `TransformedEnv` calls for one transform."""
 
     transform: Any
-    reset: Change
-    step: Change
+    reset: ChangeStep
+    step: ChangeStep
     inv: Callable[[TensorDictBase], TensorDictBase] | None  #: None: it changes nothing on the way in
 
 
 class Deferred(NamedTuple):
-    """A transform that changes whole batches that were collected without it, as it would have changed each step."""
+    """The form of a transform that is applied to whole batches after they were collected, instead of to each step."""
 
     writes: tuple[Key, ...]  #: the root entries that it makes or changes
     limit: int | None  #: the number of steps after which it truncates an episode
-    #: Changes a batch `[*batch, T]` in TED in place, and goes on where the last batch ended. A mask, bool `[N, T]`,
-    #: says which of its steps follow a reset.
+    #: Changes a batch `[*batch, T]` in TED in place, and continues where the last batch ended. A mask, bool `[N, T]`,
+    #: marks the steps that follow a reset.
     apply: Callable[[TensorDictBase, Tensor], None]
 
 
-class InEnvironment:
-    """The half of `Transform` that `TransformedEnv` uses.
+class EnvTransformMixin:
+    """The part of `Transform` that `TransformedEnv` uses.
 
-    A child that works entry by entry has nothing to do. Others implement `_call(td)`, which gets the root of a reset
-    and the `"next"` of a step, or `_reset` and `_step` apart, and say what becomes of specs:
-    `transform_observation_spec`, `transform_reward_spec`, `transform_action_spec`, `transform_done_spec`. Where a child
-    says nothing about specs, a copy of it is tried on zeros, and what it changes counts as unbounded.
+    A subclass that works entry by entry (`_apply_transform`) needs nothing of this. Others implement `_call(td)`, which
+    gets the root of a reset and the `"next"` of a step, or `_reset` and `_step` separately, and override the specs that
+    they change: `transform_observation_spec`, `transform_reward_spec`, `transform_action_spec`, `transform_done_spec`.
+    Where a subclass overrides none of these, a copy of it is run on zeros, and the entries that it changes become
+    unbounded.
 
-    Keys are those of the root (`"observation"`, `"reward"`). Of keys that begin with `"next"`, as buffers need them,
-    the rest counts: `["x", ("next", "x")]` means `"x"` in an environment, at resets and after steps.
+    Keys are those of the root (`"observation"`, `"reward"`). A leading `"next"`, which buffers need, is dropped:
+    `["x", ("next", "x")]` means `"x"` in an environment, at resets and after steps.
     """
 
     in_keys: Sequence[Key]
@@ -55,8 +69,7 @@ class InEnvironment:
     in_keys_inv: Sequence[Key]
     out_keys_inv: Sequence[Key]
 
-    #: Whether of two values of an element the larger one becomes the larger (or always the smaller) result: bounds of
-    #: specs can then be mapped.
+    #: Whether `_apply_transform` is monotonic in each element, so that the bounds of specs can be mapped.
     _keeps_order = False
 
     # ---- values ----
@@ -64,8 +77,7 @@ class InEnvironment:
         raise NotImplementedError
 
     def _call(self, td: TensorDictBase) -> TensorDictBase:
-        """Changes observations, reward and flags, in place or in a TensorDict of its own. The reward is missing in what
-        a reset gave."""
+        """Changes observations, reward and flags, in place or in a new TensorDict; a reset has no reward."""
         raise NotImplementedError
 
     def _by_key(self, td: TensorDictBase) -> TensorDictBase:
@@ -76,19 +88,19 @@ class InEnvironment:
         return td
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
-        """What the environment gave at a reset, changed.
+        """Changes `fresh`, the result of the environment's reset.
 
-        `td.get("_reset", None)` (bool `[*batch, 1]`) says where episodes start; None: everywhere. Elsewhere `fresh`
-        holds anything, and is not read after.
+        `td.get("_reset", None)` (bool `[*batch, 1]`) is where episodes start; None: everywhere. The other rows of
+        `fresh` have no meaning, and nobody reads the result there.
         """
         return self._call(fresh)
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        """What will be under `"next"`, changed; `td` has the state before the step, and the action."""
+        """Changes what will be under `"next"`; `td` has the state before the step, and the action."""
         return self._call(following)
 
     def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
-        """`td` as the environment below shall see it, above all its action; leaves `td` as it is."""
+        """`td` as the base environment gets it, above all its action; `td` itself stays unchanged."""
         raise NotImplementedError
 
     def _inverts(self) -> bool:
@@ -97,28 +109,28 @@ class InEnvironment:
 
     # ---- use ----
     def for_env(self, specs: EnvSpecs) -> Any:
-        """The transform that works in an environment with these specs: itself, or, with state per episode, a copy.
+        """The transform to use in an environment with these specs: itself, or a copy if it has state per episode.
 
         Raises:
-            TypeError: it does not work in environments; the message says what does.
+            TypeError: it does not work in environments; the message names what does.
         """
         return self
 
     def parts(self) -> list[Any]:
-        """The transforms that it consists of."""
+        """The transforms that it is composed of; itself if it is a single one."""
         return [self]
 
-    def stages(self) -> list[Stage]:
-        """What to call at resets and steps."""
-        return [Stage(self, self._reset, self._step, self._inv_call if self._inverts() else None)]
+    def env_steps(self) -> list[TransformStep]:
+        """The functions to call at resets and steps."""
+        return [TransformStep(self, self._reset, self._step, self._inv_call if self._inverts() else None)]
 
     def deferred(self) -> Deferred | None:
-        """The same work done on whole batches; None where only step by step will do."""
+        """The same transform for whole batches; None if it must see each step."""
         return None
 
     @cached_property
     def _env_pairs(self) -> list[tuple[Key, Key]]:
-        """Sources and targets by root names, each once."""
+        """Pairs of source and target keys at the root, each once."""
         return root_pairs(self.in_keys, self.out_keys)
 
     # ---- specs ----
@@ -129,82 +141,84 @@ class InEnvironment:
             KeyError: the environment has no such entries.
         """
         specs.require([source for source, _ in self._env_pairs], type(self).__name__)
+        # Copies: a subclass may set entries of the Composite that it gets.
+        action = clone_composite(specs.action) if isinstance(specs.action, Composite) else specs.action
         changed = EnvSpecs(
-            self.transform_observation_spec(clone(specs.observation)),  # children set entries of what they are given
-            self.transform_action_spec(clone(specs.action) if isinstance(specs.action, Composite) else specs.action),
+            self.transform_observation_spec(clone_composite(specs.observation)),
+            self.transform_action_spec(action),
             self.transform_reward_spec(specs.reward),
             self.transform_done_spec(specs.done),
         )
-        return changed.with_entries(self._copied(specs))
+        return changed.with_entries(self._copied_results(specs))
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """The observations' specs with the transform."""
+        """The specs of the observations after the transform."""
         result = observation_spec
         for source, target in self._env_pairs:
             spec = result.leaves().get(source)
             if spec is not None:
-                if target in RESULTS:
+                if target in RESULT_KEYS:
                     raise ValueError(
-                        f"{type(self).__name__} would put {source!r} in the place of {target!r}; implement _step and "
+                        f"{type(self).__name__} would replace {target!r} by {source!r}; implement _step and "
                         "transform_reward_spec or transform_done_spec for that"
                     )
                 result[target] = self._mapped(spec)
         return result
 
     def transform_reward_spec(self, reward_spec: Spec) -> Spec:
-        """The reward's spec with the transform."""
+        """The spec of the reward after the transform."""
         return self._mapped(reward_spec) if ("reward", "reward") in self._env_pairs else reward_spec
 
     def transform_done_spec(self, done_spec: Spec) -> Spec:
-        """The spec of each flag with the transform."""
+        """The spec of each flag after the transform."""
         return self._mapped(done_spec) if ("done", "done") in self._env_pairs else done_spec
 
     def transform_action_spec(self, action_spec: Spec) -> Spec:
-        """The action's spec as the caller sees it."""
+        """The spec of the action that the caller gives."""
         return action_spec
 
     def _mapped(self, spec: Spec) -> Spec:
         return map_spec(spec, self._apply_transform, keeps_order=self._keeps_order)
 
-    def _copied(self, specs: EnvSpecs) -> dict[Key, Spec]:
-        """Rewards and flags under names of their own are observations."""
-        found: dict[Key, Spec] = {}
+    def _copied_results(self, specs: EnvSpecs) -> dict[Key, Spec]:
+        """The specs of rewards and flags that are copied to other keys, where they count as observations."""
+        copied: dict[Key, Spec] = {}
         for source, target in self._env_pairs:
-            if source in RESULTS and target not in RESULTS:
-                found[target] = self._mapped(specs.entry(source))  # type: ignore[arg-type]
-        return found
+            if source in RESULT_KEYS and target not in RESULT_KEYS:
+                copied[target] = self._mapped(specs.entry(source))  # type: ignore[arg-type]
+        return copied
 
     def _mapped_action(self, action_spec: Spec, change: Callable[[Spec], Spec]) -> Spec:
-        """The action's spec with those leaves changed that are among `in_keys_inv`.
+        """The action's spec, with `change` applied to the leaves named in `in_keys_inv`.
 
         Raises:
-            ValueError: the action would have another name.
+            ValueError: the action would get another name.
         """
         for inner, outer in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
-            if inner != outer and "action" in (path_of(inner)[0], path_of(outer)[0]):
+            if inner != outer and "action" in (key_path(inner)[0], key_path(outer)[0]):
                 raise ValueError(
                     f"{type(self).__name__} gives the action {inner!r} the name {outer!r}; in an environment it is "
                     "called 'action' on both sides"
                 )
         keys = set(self.in_keys_inv)
-        return changed_leaves(action_spec, "action", lambda key, spec: change(spec) if key in keys else spec)
+        return map_leaves(action_spec, "action", lambda key, spec: change(spec) if key in keys else spec)
 
 
 def root_key(key: Key) -> Key:
     """`("next", "x")`: `"x"`."""
-    path = path_of(key)
+    path = key_path(key)
     path = path[1:] if path[0] == "next" and len(path) > 1 else path
     return path[0] if len(path) == 1 else path
 
 
 def root_pairs(sources: Sequence[Key], targets: Sequence[Key]) -> list[tuple[Key, Key]]:
-    """Sources and targets without `"next"`, each pair once."""
+    """Pairs of source and target keys without a leading `"next"`, each pair once."""
     pairs = zip(map(root_key, sources), map(root_key, targets), strict=True)
     return list(dict.fromkeys(pairs))
 
 
-def where_reset(td: TensorDictBase, fresh: Tensor, old: Tensor | None) -> Tensor:
-    """`fresh` where the reset that `td` asks for holds, else `old`; `fresh` alone where there is no `old`."""
+def select_reset(td: TensorDictBase, fresh: Tensor, old: Tensor | None) -> Tensor:
+    """`fresh` where `td["_reset"]` holds, else `old`; all of `fresh` if there is no mask or no `old`."""
     mask = td.get("_reset", None)
     if mask is None or old is None:
         return fresh
@@ -212,148 +226,138 @@ def where_reset(td: TensorDictBase, fresh: Tensor, old: Tensor | None) -> Tensor
     return torch.where(mask.reshape(*batch, *[1] * (fresh.ndim - len(batch))), fresh, old.to(fresh.device))
 
 
-def on(value: Tensor, device: torch.device) -> Tensor:
-    """`value` on `device`: an environment may have been moved within an episode."""
+def to_device(value: Tensor, device: torch.device) -> Tensor:
+    """`value` on `device`: an environment may be moved in the middle of an episode."""
     return value if value.device == device else value.to(device)
 
 
 Inverse = Callable[[Any], Any]
 
 
-class Writing(NamedTuple):
-    """What is written, and where time runs in it."""
+class WriteRequest(NamedTuple):
+    """Data on their way into a buffer: the items, and which of their dimensions is time."""
 
-    items: Any  #: None: nothing is to be written now
+    items: Any  #: None: there is nothing to write now
     batch_dims: int = 1  #: of the storage: 1, or 2 for `[envs, time]`
     time_dim: int = 0
     single: bool = False  #: one step, without a time dimension
-    in_place: bool = False  #: replaces stored steps: no next piece of what was written before
-    resized: bool = False  #: steps are not those of the caller one by one
+    in_place: bool = False  #: replaces stored steps, and does not continue the last write
+    resized: bool = False  #: the steps are no longer those of the caller one by one
     #: Steps that a transform holds back, as they would be written if nothing followed: the buffer checks that they fit.
     held: Any = None
 
-    def changed(self, fn: Callable[[Any], Any]) -> Writing:
-        """With `fn` applied to all data."""
+    def changed(self, fn: Callable[[Any], Any]) -> WriteRequest:
+        """The request with `fn` applied to all its data."""
         held = None if self.held is None else fn(self.held)
         return self._replace(items=None if self.items is None else fn(self.items), held=held)
 
-    def as_steps(self) -> Writing:
-        """`in_order`, where the data say what their batch dimensions are; what replaces stored steps stays as it is.
+    def as_steps(self) -> WriteRequest:
+        """`in_order` for data with a `batch_size` that are appended; other requests stay as they are.
 
         Raises:
-            ValueError: there are no steps.
+            ValueError: the batch has no steps.
         """
-        if self.in_place or not has_batch_dims(self.items):
+        if self.in_place or not has_batch_size(self.items):
             return self
         if 0 in self.items.batch_size:
             raise ValueError("nothing to add: the batch has no steps")
         return self.in_order()
 
-    def inverted(self, inv: Inverse, who: Any, once: Inverse) -> Writing:
-        """With an inverse applied, which may make nothing of the data for now (None), fewer steps or more.
+    def inverted(self, inv: Inverse, who: Any, once: Inverse) -> WriteRequest:
+        """The request with an inverse applied, which may return None (nothing yet), fewer steps or more.
 
         Args:
-            who: the transform whose inverse it is.
-            once: the same, for data after which nothing comes: it leaves nothing behind.
+            who: the transform that the inverse belongs to.
+            once: the same inverse without a lasting effect on the transform, for data that nothing follows.
 
         Raises:
-            TypeError: these replace stored steps, and the inverse gives another number of steps.
+            TypeError: the request replaces stored steps, and the inverse returns another number of steps.
         """
         items = self.items
         if items is None and self.held is None:
             return self
-        made = items if items is None else (once if self.in_place else inv)(items)
+        inverted = items if items is None else (once if self.in_place else inv)(items)
         held = None if self.held is None else once(self.held)
-        if made is items and held is self.held:
+        if inverted is items and held is self.held:
             return self
         held = None if held is None or 0 in (_sizes(held) or ()) else held
-        before, after = _sizes(items), _sizes(made)
-        if before == after and made is not None:
-            return Writing(made, self.batch_dims, self.time_dim, self.single, self.in_place, self.resized, held)
+        before, after = _sizes(items), _sizes(inverted)
+        if before == after and inverted is not None:
+            return WriteRequest(
+                inverted, self.batch_dims, self.time_dim, self.single, self.in_place, self.resized, held
+            )
         if 0 in (after or ()) and 0 not in (before or ()):
-            made = None
-        written = self._replace(items=made, held=held)
-        if not written.steps_differ_from(self):
-            return written
+            inverted = None
+        request = self._replace(items=inverted, held=held)
+        if not request.steps_differ_from(self):
+            return request
         if self.in_place:
             raise TypeError(
-                f"{who.kind} makes another number of steps of what is written, so that it cannot replace stored steps; "
+                f"{who.kind} changes the number of steps that are written, so that they cannot replace stored steps; "
                 "write to rb.storage, past the transforms"
             )
-        return written._replace(resized=True)
+        return request._replace(resized=True)
 
-    def steps_differ_from(self, other: Writing) -> bool:
-        """Whether there are not as many steps here as there."""
+    def steps_differ_from(self, other: WriteRequest) -> bool:
+        """Whether the two requests have different numbers of steps."""
         if self.items is None or other.items is None:
             return self.items is not other.items
-        mine, its, dims = _sizes(self.items), _sizes(other.items), self.batch_dims - self.single
-        return mine is not None and its is not None and mine[:dims] != its[:dims]
+        mine, theirs, dims = _sizes(self.items), _sizes(other.items), self.batch_dims - self.single
+        return mine is not None and theirs is not None and mine[:dims] != theirs[:dims]
 
     @property
     def rows_are_trajectories(self) -> bool:
-        """Whether the data have more batch dimensions than the storage: time then runs within a row."""
+        """Whether the data have more batch dimensions than the storage: each row is then a whole trajectory."""
         any_data = self.held if self.items is None else self.items
-        dims = any_data.batch_dims if has_batch_dims(any_data) else 0
+        dims = any_data.batch_dims if has_batch_size(any_data) else 0
         return bool(dims > self.batch_dims - self.single)
 
-    def in_order(self) -> Writing:
-        """With time as the last batch dimension, also of one step."""
+    def in_order(self) -> WriteRequest:
+        """The request with time as its last batch dimension, also for a single step."""
         last = self.batch_dims - 1
         if self.single:
-            w = self.changed(lambda x: mapped(x, lambda t: t.unsqueeze(last), lambda td: td.unsqueeze(last)))
+            w = self.changed(lambda x: map_outermost(x, lambda t: t.unsqueeze(last), lambda td: td.unsqueeze(last)))
             return w._replace(single=False, time_dim=last)
         if self.time_dim == last:
             return self
-        return self.changed(lambda x: _moved(x, self.time_dim, last))._replace(time_dim=last)
+        return self.changed(lambda x: move_dim(x, self.time_dim, last))._replace(time_dim=last)
 
-    def in_form_of(self, other: Writing) -> Writing:
-        """With time where `other` has it: what `in_order` did, undone."""
+    def in_form_of(self, other: WriteRequest) -> WriteRequest:
+        """The request with time where `other` has it: the reverse of `in_order`."""
         if other.single and not self.single:
             last = self.time_dim
-            w = self.changed(lambda x: mapped(x, lambda t: t.select(last, 0), lambda td: td.squeeze(last)))
+            w = self.changed(lambda x: map_outermost(x, lambda t: t.select(last, 0), lambda td: td.squeeze(last)))
         elif other.time_dim != self.time_dim:
-            w = self.changed(lambda x: _moved(x, self.time_dim, other.time_dim))
+            w = self.changed(lambda x: move_dim(x, self.time_dim, other.time_dim))
         else:
             return self
         return w._replace(single=other.single, time_dim=other.time_dim)
 
 
 def _sizes(batch: Any) -> tuple[int, ...] | None:
-    """Its batch dimensions; None where it does not say what they are."""
-    return tuple(batch.batch_size) if has_batch_dims(batch) else None
+    """The batch dimensions of a TensorDict or tensorclass; None for other data."""
+    return tuple(batch.batch_size) if has_batch_size(batch) else None
 
 
-def _moved(batch: Any, source: int, target: int) -> Any:
-    def of_tensor(t: Tensor) -> Tensor:
-        return t.movedim(source, target)
-
-    def of_batch(td: Any) -> Any:
-        order = list(range(td.batch_dims))
-        order.insert(target, order.pop(source))
-        return td.permute(*order)
-
-    return mapped(batch, of_tensor, of_batch)
-
-
-class Transform(InEnvironment):
+class Transform(EnvTransformMixin):
     """Changes batches: `forward` when they are read, `inv` when they are written.
 
-    A plain callable will do too: a buffer calls it on reading. Children that work entry by entry implement
-    `_apply_transform(value)` and `_inv_apply_transform(value)`; others override `forward` and `inv`, or `_call` and
-    `_inv_call`, which do the same in buffers.
+    A plain callable may be used as a transform too: a buffer calls it on reading. Subclasses that work entry by entry
+    implement `_apply_transform(value)` and `_inv_apply_transform(value)`; others override `forward` and `inv`, or
+    `_call` and `_inv_call`, which work in buffers and in environments.
 
     Args:
         in_keys: entries that `forward` reads; nested keys are tuples.
-        out_keys: where it puts the results; where these differ from `in_keys` the source stays. `in_keys`.
-        in_keys_inv: entries as they are stored, which `inv` makes.
-        out_keys_inv: the same entries as the caller knows them, which `inv` reads. `in_keys_inv`.
+        out_keys: entries that `forward` writes, `in_keys` if None; where the two differ the source stays.
+        in_keys_inv: entries as they are stored, which `inv` writes.
+        out_keys_inv: the same entries under the caller's names, which `inv` reads; `in_keys_inv` if None.
 
     Batches are TensorDicts, nested dicts or tensorclasses. `forward` sets entries of the batch that it gets (a buffer
-    gives it a fresh copy) and changes nothing that the transform knows, so that threads may prepare batches; `inv`
-    returns a batch of its own with the other leaves of the caller's, None for nothing yet, or another number of steps:
-    those are written. A transform that carries something from one written batch to the next does so in `write` and
-    `stream`, or in `_inv_call` and attributes, which are then saved and undone like those of a `ForeignTransform`.
-    What a transform does in an environment, and what children can change of that, says `InEnvironment`.
+    gives it a fresh copy) and does not change the transform, so that threads may prepare batches. `inv` returns a new
+    batch, which shares the leaves that it does not change with the caller's; or None, if there is nothing to write yet;
+    or another number of steps, which are then written. A transform that keeps something from one write to the next does
+    so in `inverse_stream` and `forward_stream`, or in `_inv_call` and attributes, which are then saved and undone like
+    those of a `ForeignTransform`. How a transform works in an environment: see `EnvTransformMixin`.
 
     Example:
         >>> class Double(Transform):
@@ -370,16 +374,16 @@ class Transform(InEnvironment):
     in_keys_inv: Sequence[Key] = ()
     out_keys_inv: Sequence[Key] = ()
 
-    #: Whether what `write` (`stream`) does depends on the batches before: whole writes then follow each other, and
-    #: one that is refused is undone by `load_state_dict`.
-    write_in_order = False
-    stream_in_order = False
+    #: Whether the result of `inverse_stream` (`forward_stream`) depends on the batches before: the buffer then makes
+    #: one write at a time, and undoes one that is refused by `load_state_dict`.
+    inverse_in_order = False
+    forward_in_order = False
 
-    #: Whether `flush` gives all that is held back.
+    #: Whether `flush` returns all steps that are held back.
     can_flush = True
 
-    _inverts_by_call = False  # whether `_inv_call` does the work of `inv`
-    _has_memory = False  # whether an inverse that knows nothing of buffers may carry anything in attributes
+    _inverts_by_call = False  # whether `inv` calls `_inv_call`
+    _has_memory = False  # whether the inverse may keep steps in attributes from one write to the next
 
     #: Whether it is one of the library's own classes: loading a state assigns attributes, and changes none in place; an
     #: exception at a saved state means that this is damaged. Of a child that a user writes this need not hold.
@@ -390,7 +394,7 @@ class Transform(InEnvironment):
         cls.built_in = built_in
         by_call = cls._inv_call is not Transform._inv_call and cls.inv is Transform.inv
         if by_call and not cls._inverts_by_call:
-            cls._inverts_by_call = cls._has_memory = cls.write_in_order = True
+            cls._inverts_by_call = cls._has_memory = cls.inverse_in_order = True
             cls.can_flush = cls.flush is not Transform.flush
 
     def __init__(
@@ -401,7 +405,7 @@ class Transform(InEnvironment):
 
     # ---- reading ----
     def forward(self, batch: Any) -> Any:
-        """The batch as the caller shall see it.
+        """The batch as it is returned to the caller of `sample`.
 
         Raises:
             KeyError: an entry is missing; the message names it.
@@ -411,13 +415,13 @@ class Transform(InEnvironment):
             return [self.forward(item) for item in batch]
         kind = type(self)
         if kind._call is not Transform._call and kind.forward is Transform.forward:
-            return self._call(batch)  # a child written for environments
+            return self._call(batch)  # a subclass written for environments
         for source, target in self._pairs(batch):
-            put(batch, target, self._apply_transform(get(batch, source, type(self).__name__)))
+            set_entry(batch, target, self._apply_transform(require_tensor(batch, source, type(self).__name__)))
         return batch
 
     def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
-        """Which entries `forward` reads and where it puts them."""
+        """Pairs of the entry that `forward` reads and the one that it sets."""
         return list(zip(self.in_keys, self.out_keys, strict=True))
 
     def _apply_transform(self, value: Tensor) -> Tensor:
@@ -442,86 +446,88 @@ class Transform(InEnvironment):
         kind = type(self)
         is_keyed = all(getattr(kind, name) is getattr(Transform, name) for name in _OF_VALUES)
         says_specs = any(getattr(kind, name) is not getattr(Transform, name) for name in _OF_SPECS)
-        return super().transform_specs(specs) if is_keyed or says_specs else tried(self, specs)
+        return super().transform_specs(specs) if is_keyed or says_specs else specs_by_trial(self, specs)
 
     # ---- writing ----
     def inv(self, batch: Any) -> Any:
-        """The batch as it shall be stored; gets the caller's own object. Errors as those of `forward`."""
+        """The batch as it is stored; gets the caller's own object. Raises the same errors as `forward`."""
         if not self.in_keys_inv and not self._inverts_by_call:
             return batch
         if type(batch) is list:
             return [self.inv(item) for item in batch]
-        batch = shallow(batch)
+        batch = copy_containers(batch)
         if self._inverts_by_call:
             return self._inv_call(batch)
-        values = [self._inv_apply_transform(get(batch, key, type(self).__name__)) for key in self.out_keys_inv]
+        values = [
+            self._inv_apply_transform(require_tensor(batch, key, type(self).__name__)) for key in self.out_keys_inv
+        ]
         for target, value in zip(self.in_keys_inv, values, strict=True):
-            put(batch, target, value)
+            set_entry(batch, target, value)
         return batch
 
     def _inv_apply_transform(self, value: Tensor) -> Tensor:
         return value
 
-    def write(self, writing: Writing) -> Writing:
-        """What a buffer calls on writing: `inv`, for batches that follow each other."""
+    def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
+        """What a buffer calls on each write: `inv`, for batches that continue each other."""
         if not self._has_memory:
-            return writing.inverted(self.inv, self, self._inv_leaving_nothing if self.write_in_order else self.inv)
+            return writing.inverted(self.inv, self, self._inv_once if self.inverse_in_order else self.inv)
         if writing.in_place and self._memory.holds_back:
             raise TypeError(
-                f"{self.kind} holds steps back, so that what replaces stored steps cannot go through it; write to "
+                f"{self.kind} holds steps back, so that nothing can replace stored steps through it; write to "
                 "rb.storage, past the transforms"
             )
-        whole, before = writing.as_steps(), snapshot(self._owner)
-        made = whole.inverted(self.inv, self, self._inv_leaving_nothing)
-        self._memory.note(self._owner, before, made.steps_differ_from(whole))
-        return made if made.resized else made.in_form_of(writing)
+        ordered, before = writing.as_steps(), _snapshot(self._owner)
+        inverted = ordered.inverted(self.inv, self, self._inv_once)
+        self._memory.note(self._owner, before, inverted.steps_differ_from(ordered))
+        return inverted if inverted.resized else inverted.in_form_of(writing)
 
-    def changes_what_is_written(self) -> bool:
-        """Whether what is stored is not what the caller writes."""
+    def changes_writes(self) -> bool:
+        """Whether the stored data differ from those that the caller writes."""
         return self._inverts()
 
-    def _inv_leaving_nothing(self, batch: Any) -> Any:
-        """`inv` of what is no next piece."""
+    def _inv_once(self, batch: Any) -> Any:
+        """`inv` for data that do not continue the last write: the transform stays as it was."""
         before = self.remember()
         try:
             return self.inv(batch)
         finally:
             self.undo(before)
 
-    def stream(self, writing: Writing) -> Writing:
-        """What a buffer calls on writing where the transform was appended with `invert=True`: `forward`."""
+    def forward_stream(self, writing: WriteRequest) -> WriteRequest:
+        """What a buffer calls on each write if the transform was appended with `invert=True`: `forward`."""
         return writing.changed(self.forward)
 
-    def flush(self, writing: Writing) -> Writing:
-        """`write`, after which nothing is held back: what `writing` has, if anything, is the last for now.
+    def flush(self, writing: WriteRequest) -> WriteRequest:
+        """`inverse_stream` of the last data, if any, and of all steps that are held back.
 
         Raises:
-            TypeError: it holds steps back, and does not say how to get them.
+            TypeError: it holds steps back, and has no `flush` that returns them.
         """
         if self._has_memory and self._memory.holds_back:
             raise TypeError(
-                f"{self.kind} holds steps back, and nobody but itself knows how to ask for them: use "
-                "engram.envs.MultiStepTransform, or a child of engram.envs.Transform with `flush`"
+                f"{self.kind} holds steps back, and has no `flush` that returns them: use "
+                "engram.envs.transforms.MultiStepTransform, or a subclass of Transform with a `flush` of its own"
             )
-        return writing if writing.items is None else self.write(writing)
+        return writing if writing.items is None else self.inverse_stream(writing)
 
     # ---- state ----
     @property
-    def _memory(self) -> Memory:
-        found: Memory = self.__dict__.setdefault(MEMORY, Memory())
-        return found
+    def _memory(self) -> AttributeMemory:
+        memory: AttributeMemory = self.__dict__.setdefault(MEMORY, AttributeMemory())
+        return memory
 
     @property
     def _owner(self) -> Any:
-        """Whose attributes the inverse changes."""
+        """The object whose attributes the inverse changes."""
         return self
 
     def remember(self) -> Any:
-        """What `undo` needs; nothing of it is changed in place later."""
+        """The present state, for `undo`; nothing of it is changed in place later."""
         return self._memory.remember(self._owner) if self._remembers() else self.state_dict()
 
     def undo(self, before: Any) -> None:
-        """Goes back to what it was, after a write that was refused."""
+        """Goes back to the state that `remember` returned, after a write that was refused."""
         if self._remembers():
             self._memory.undo(self._owner, before)
         elif before or self.state_dict():
@@ -531,29 +537,29 @@ class Transform(InEnvironment):
         return self._has_memory and type(self).state_dict is Transform.state_dict
 
     def empty(self) -> None:
-        """Forgets what is carried to the next written batch; called when the buffer is emptied."""
+        """Drops what is kept for the next write; called when the buffer is emptied."""
         if self._has_memory and self._memory.holds_back:
             self._memory.forget(self._owner)
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved; values are never changed in place later. Empty for transforms without state."""
+        """The state to save, whose values are never changed in place later; empty for transforms without state."""
         return self._memory.state_dict(self._owner, self.kind) if self._has_memory else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Continues from a saved state."""
         if self._has_memory:
             self._memory.load_state_dict(self._owner, state)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
-        """Why a saved state cannot be loaded; empty: it can."""
+        """The reasons why a saved state cannot be loaded; empty if it can."""
         return self._memory.differences(self._owner, self.kind, state) if self._has_memory else []
 
-    #: Attributes without which a state means nothing: saved beside it, and it is only loaded where they are the same.
-    _decisive: tuple[str, ...] = ("in_keys", "out_keys")
+    #: Attributes that give a state its meaning: saved with it, and it is only loaded where they are equal.
+    _state_settings: tuple[str, ...] = ("in_keys", "out_keys")
 
-    def decisive(self) -> dict[str, Any]:
-        """The settings that a state belongs to."""
-        return {name: getattr(self, name) for name in self._decisive}
+    def state_settings(self) -> dict[str, Any]:
+        """The settings that give a state its meaning."""
+        return {name: getattr(self, name) for name in self._state_settings}
 
     @property
     def kind(self) -> str:
@@ -561,20 +567,20 @@ class Transform(InEnvironment):
         return type(self).__name__
 
     def _settings(self) -> dict[str, Any]:
-        """What `repr` shows besides keys."""
+        """The settings that `repr` shows besides keys."""
         return {}
 
     def __repr__(self) -> str:
-        said = {**self._settings()}
+        settings = dict(self._settings())
         if self.in_keys:
-            said["in_keys"] = list(self.in_keys)
+            settings["in_keys"] = list(self.in_keys)
             if self.out_keys != self.in_keys:
-                said["out_keys"] = list(self.out_keys)
+                settings["out_keys"] = list(self.out_keys)
         if self.in_keys_inv:
-            said["in_keys_inv"] = list(self.in_keys_inv)
+            settings["in_keys_inv"] = list(self.in_keys_inv)
             if self.out_keys_inv != self.in_keys_inv:
-                said["out_keys_inv"] = list(self.out_keys_inv)
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in said.items())})"
+                settings["out_keys_inv"] = list(self.out_keys_inv)
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
 
 
 _OF_VALUES = ("forward", "_call", "_reset", "_step")
@@ -587,17 +593,17 @@ def _pair(sources: Keys, targets: Keys, suffix: str) -> tuple[list[Key], list[Ke
     if len(ins) != len(outs):
         raise ValueError(f"in_keys{suffix} has {len(ins)} keys, out_keys{suffix} {len(outs)}: {ins} and {outs}")
     if len(set(outs)) < len(outs) or (suffix and len(set(ins)) < len(ins)):
-        raise ValueError(f"a key is named twice as a target: {ins if suffix else outs}")
+        raise ValueError(f"a key is written twice: {ins if suffix else outs}")
     return ins, outs
 
 
 class InvertedTransform(Transform, built_in=True):
-    """A transform the other way round: `inv` on reading, `forward` on writing."""
+    """A transform in the opposite direction: `inv` on reading, `forward` on writing."""
 
     def __init__(self, transform: Transform) -> None:
         self.transform = transform
-        self.write_in_order = transform.stream_in_order
-        self.stream_in_order = transform.write_in_order
+        self.inverse_in_order = transform.forward_in_order
+        self.forward_in_order = transform.inverse_in_order
 
     def for_env(self, specs: EnvSpecs) -> Any:
         raise TypeError(f"{self!r} is for buffers; in an environment exchange in_keys and in_keys_inv instead")
@@ -606,15 +612,15 @@ class InvertedTransform(Transform, built_in=True):
         return self.transform.inv(batch)
 
     def inv(self, batch: Any) -> Any:
-        return self.transform.forward(shallow(batch))
+        return self.transform.forward(copy_containers(batch))
 
-    def write(self, writing: Writing) -> Writing:
-        return self.transform.stream(writing.changed(shallow))
+    def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
+        return self.transform.forward_stream(writing.changed(copy_containers))
 
-    def stream(self, writing: Writing) -> Writing:
-        return self.transform.write(writing)
+    def forward_stream(self, writing: WriteRequest) -> WriteRequest:
+        return self.transform.inverse_stream(writing)
 
-    def changes_what_is_written(self) -> bool:
+    def changes_writes(self) -> bool:
         return True
 
     def remember(self) -> Any:
@@ -635,8 +641,8 @@ class InvertedTransform(Transform, built_in=True):
     def differences(self, state: dict[str, Any]) -> list[str]:
         return self.transform.differences(state)
 
-    def decisive(self) -> dict[str, Any]:
-        return self.transform.decisive()
+    def state_settings(self) -> dict[str, Any]:
+        return self.transform.state_settings()
 
     @property
     def kind(self) -> str:
@@ -644,3 +650,166 @@ class InvertedTransform(Transform, built_in=True):
 
     def __repr__(self) -> str:
         return f"inverted {self.transform}"
+
+
+# ---- what an inverse keeps in attributes from one write to the next ----
+Place = tuple[int, str]  # which namespace, and the attribute's name
+Snapshot = list[dict[str, tuple[Any, Any]]]  # of each namespace: each attribute's value, and a copy of its content
+
+MEMORY = "_memory_of_writes"  # the attribute in which a transform keeps its `AttributeMemory`
+_LEFT_OUT = frozenset([*vars(nn.Module()), MEMORY])
+
+
+class _Absent:
+    """The value of a missing attribute; the same object after a copy or in another process."""
+
+    def __reduce__(self) -> str:
+        return "_ABSENT"
+
+
+_ABSENT = _Absent()
+
+
+class AttributeMemory:
+    """The attributes of an object (and of the modules in a module) that its inverse has changed.
+
+    Tensors are compared by identity: what is written into them in place is not noticed.
+    """
+
+    def __init__(self) -> None:
+        self.holds_back = False  # whether the inverse has ever returned another number of steps than it got
+        self._before: dict[Place, Any] = {}  # the changed attributes as they were before the first write
+
+    def note(self, owner: Any, before: Snapshot, holds_back: bool) -> None:
+        """Adds the attributes that a write has changed."""
+        for i, name in _changed(owner, before):
+            old = before[i].get(name)
+            self._before.setdefault((i, name), _ABSENT if old is None else old[1])
+        self.holds_back = self.holds_back or holds_back
+
+    def remember(self, owner: Any) -> Any:
+        return _snapshot(owner), dict(self._before), self.holds_back
+
+    def undo(self, owner: Any, remembered: Any) -> None:
+        before, self._before, self.holds_back = remembered
+        spaces = _namespaces(owner)
+        for i, name in _changed(owner, before):
+            _assign(spaces[i], name, before[i][name][1] if name in before[i] else _ABSENT)
+
+    def forget(self, owner: Any) -> None:
+        """Sets the attributes back to what they were before the first write."""
+        spaces = _namespaces(owner)
+        for (i, name), value in self._before.items():
+            _assign(spaces[i], name, value)
+        self._before, self.holds_back = {}, False
+
+    # ---- state ----
+    def state_dict(self, owner: Any, who: str) -> dict[str, Any]:
+        """The changed attributes that consist of tensors, TensorDicts, numbers and strings."""
+        spaces, attributes, lost = _namespaces(owner), [], []
+        for (i, name), first in self._before.items():
+            value = spaces[i].get(name, _ABSENT)
+            if value is first or value is _ABSENT:
+                continue
+            if (packed := _packed(value)) is None:
+                lost.append(f"{name} (a {type(value).__name__})")
+            else:
+                attributes.append({"place": i, "name": name, "value": packed})
+        if lost:
+            warnings.warn(
+                f"{who} has changed {', '.join(lost)} on writing, which cannot be saved: after the state is loaded, it "
+                "is as it was before the first write",
+                stacklevel=2,
+            )
+        return {"attributes": attributes, "holds_back": self.holds_back} if attributes else {}
+
+    def load_state_dict(self, owner: Any, state: dict[str, Any]) -> None:
+        self.forget(owner)
+        spaces = _namespaces(owner)
+        for entry in state.get("attributes", []):
+            i, name = entry["place"], entry["name"]
+            self._before[i, name] = _content(spaces[i].get(name, _ABSENT))
+            spaces[i][name] = _unpacked(entry["value"])
+        self.holds_back = state.get("holds_back", False)
+
+    def differences(self, owner: Any, who: str, state: dict[str, Any]) -> list[str]:
+        n = len(_namespaces(owner))
+        fits = all(0 <= entry["place"] < n for entry in state.get("attributes", []))
+        return [] if fits else [f"{who} consists of other modules than the saved one"]
+
+
+def _namespaces(obj: Any) -> list[dict[str, Any]]:
+    """The dicts that hold an object's attributes; for an `nn.Module` also its buffers, and those of all its modules."""
+    if not isinstance(obj, nn.Module):
+        return [vars(obj)] if hasattr(obj, "__dict__") else []
+    return [names for module in obj.modules() for names in (vars(module), module._buffers)]
+
+
+def _names(space: dict[str, Any]) -> Iterator[str]:
+    return (name for name in list(space) if name not in _LEFT_OUT)
+
+
+def _snapshot(obj: Any) -> Snapshot:
+    """The attributes of an object at this moment; tensors by identity, without a copy of their values."""
+    return [{name: (space[name], _content(space[name])) for name in _names(space)} for space in _namespaces(obj)]
+
+
+def _changed(obj: Any, before: Snapshot) -> list[Place]:
+    """The attributes that have another value or content than in the snapshot."""
+    return [
+        (i, name)
+        for i, (space, old) in enumerate(zip(_namespaces(obj), before, strict=False))
+        for name in dict.fromkeys((*_names(space), *old))
+        if _differs(space.get(name, _ABSENT), old.get(name))
+    ]
+
+
+def _assign(space: dict[str, Any], name: str, value: Any) -> None:
+    """Sets an attribute to a copy of `value`; deletes it if that is `_ABSENT`."""
+    if value is _ABSENT:
+        space.pop(name, None)
+    else:
+        space[name] = _content(value)
+
+
+def _content(value: Any) -> Any:
+    """A shallow copy of a container; any other value itself."""
+    plain = type(value) in (list, dict, set, deque, OrderedDict)
+    return value.copy() if plain or (type(value) is TensorDict and not value.is_locked) else value
+
+
+def _differs(now: Any, old: tuple[Any, Any] | None) -> bool:
+    if old is None or now is not old[0]:
+        return True
+    if now is old[1]:
+        return False
+    if isinstance(now, set):
+        return bool(now != old[1])
+    if isinstance(now, dict | TensorDict):
+        mine, theirs = list(now.items()), list(old[1].items())
+    else:
+        mine, theirs = list(enumerate(now)), list(enumerate(old[1]))
+    return len(mine) != len(theirs) or any(a[0] != b[0] or a[1] is not b[1] for a, b in zip(mine, theirs, strict=True))
+
+
+def _packed(value: Any) -> dict[str, Any] | None:
+    """A value in the form that a state holds; None if it has none."""
+    if type(value) is not TensorDict:
+        return {"value": _content(value)} if _is_plain(value) else None
+    entries = {key: _packed(value.get(key)) for key in value.keys()}  # noqa: SIM118 -- a TensorDict iterates over rows
+    return None if None in entries.values() else {"entries": entries, "shape": list(value.batch_size)}
+
+
+def _unpacked(packed: dict[str, Any]) -> Any:
+    if "value" in packed:
+        return _content(packed["value"])
+    return TensorDict({key: _unpacked(entry) for key, entry in packed["entries"].items()}, packed["shape"])
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(one) for key, one in value.items())
+    of_numbers = type(value) is np.ndarray and value.dtype.kind in "biufc"
+    return of_numbers or type(value) in (type(None), bool, int, float, str, Tensor, torch.Size)

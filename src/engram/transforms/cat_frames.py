@@ -1,4 +1,4 @@
-"""The last frames of each trajectory as one observation."""
+"""`CatFrames`: the last frames of each trajectory as one observation."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Key, Keys, find, get, put
+from engram.pytree import Key, Keys, get_tensor, require_tensor, set_entry
 from engram.specs import Bounded, Spec
-from engram.transforms.base import InEnvironment, on, where_reset
+from engram.transforms.base import EnvTransformMixin, select_reset, to_device
 from engram.transforms.env_specs import EnvSpecs, map_spec
-from engram.transforms.trajectory import TimedTransform, Trajectories
+from engram.transforms.trajectory import TrajectoryBounds, TrajectoryTransform
 
 
-class CatFrames(TimedTransform, built_in=True):
+class CatFrames(TrajectoryTransform, built_in=True):
     """Concatenates each observation with the N - 1 before it in its trajectory, oldest first.
 
     Args:
         N: frames.
         dim: the dimension along which they are concatenated, counted from the end.
-        in_keys: observations, `["pixels"]` if None. `("next", "pixels")` is preceded by frames of `"pixels"`, where the
-            batch has these, and so is what followed each step.
+        in_keys: observations, `["pixels"]` if None. The frames before `("next", "pixels")` are those of `"pixels"`, if
+            the batch has that entry.
         out_keys: as Transform's.
-        padding: what stands before a trajectory's first frame: "same" (that frame again) or "constant".
+        padding: what comes before a trajectory's first frame: "same" (that frame again) or "constant".
         padding_value: the constant.
-        done_key, traj_key: where trajectories end; see TimedTransform.
+        done_key, traj_key: where trajectories end; see TrajectoryTransform.
 
     A batch that starts in the middle of a trajectory is padded as if it started there. Trajectories, and carrying on
-    between writes: see TimedTransform.
+    between writes: see TrajectoryTransform.
 
     Example:
         >>> done = torch.tensor([[False], [True], [False]])
@@ -40,7 +40,7 @@ class CatFrames(TimedTransform, built_in=True):
                 [3., 3.]])
     """
 
-    _decisive = (*TimedTransform._decisive, "N", "dim")
+    _state_settings = (*TrajectoryTransform._state_settings, "N", "dim")
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class CatFrames(TimedTransform, built_in=True):
         self.padding, self.padding_value = padding, padding_value
 
     # ---- environments ----
-    def _start(self, specs: EnvSpecs) -> None:
+    def _init_env_state(self, specs: EnvSpecs) -> None:
         self._history: dict[Key, list[Tensor]] = {}  #: the last N frames, oldest first
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
@@ -73,13 +73,13 @@ class CatFrames(TimedTransform, built_in=True):
             spec = specs.entry(source)
             if spec is not None:
                 self._check_dims(source, spec.ndim - specs.observation.ndim)
-        return InEnvironment.transform_specs(self, specs)
+        return EnvTransformMixin.transform_specs(self, specs)
 
     def _mapped(self, spec: Any) -> Spec:
-        def stacked(value: Tensor) -> Tensor:
+        def repeated(value: Tensor) -> Tensor:
             return torch.cat([value] * self.N, self.dim)
 
-        whole = map_spec(spec, stacked, keeps_order=True)
+        whole = map_spec(spec, repeated, keeps_order=True)
         if self.padding == "same" or not isinstance(whole, Bounded):
             return whole
         pad = torch.as_tensor(self.padding_value, dtype=whole.dtype, device=whole.device)
@@ -90,46 +90,48 @@ class CatFrames(TimedTransform, built_in=True):
         for source, target in self._env_pairs:
             frame = fresh.get(source)
             old = self._history.get(source, [None] * self.N)
-            self._history[source] = [where_reset(td, *pair) for pair in zip(self._first(frame), old, strict=True)]
-            self._show(fresh, source, target)
+            self._history[source] = [
+                select_reset(td, *pair) for pair in zip(self._first_frames(frame), old, strict=True)
+            ]
+            self._set_frames(fresh, source, target)
         return fresh
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         for source, target in self._env_pairs:
             frame = following.get(source)
             history = self._history.get(source)
-            moved = None if history is None else [*(on(old, frame.device) for old in history[1:]), frame]
-            self._history[source] = self._first(frame) if moved is None else moved
-            self._show(following, source, target)
+            moved = None if history is None else [*(to_device(old, frame.device) for old in history[1:]), frame]
+            self._history[source] = self._first_frames(frame) if moved is None else moved
+            self._set_frames(following, source, target)
         return following
 
-    def _first(self, frame: Tensor) -> list[Tensor]:
+    def _first_frames(self, frame: Tensor) -> list[Tensor]:
         constant = torch.as_tensor(self.padding_value, dtype=frame.dtype, device=frame.device)
         pad = frame if self.padding == "same" else constant.expand_as(frame)
         return [pad] * (self.N - 1) + [frame]
 
-    def _show(self, td: TensorDictBase, source: Key, target: Key) -> None:
+    def _set_frames(self, td: TensorDictBase, source: Key, target: Key) -> None:
         history = self._history[source]
         td.set(target, torch.cat(history, self.dim))
         if target != source:
-            history[-1] = history[-1].clone()  # the caller has the frame too, and may write into it
+            history[-1] = history[-1].clone()  # the caller has the same tensor, and may write into it
 
-    def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
-        # All are read before the first is set: an out_key may be another one's source.
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
+        # All entries are read before the first is set: an out_key may be among in_keys.
         results, left = [], {}
         for source, target in self._pairs(batch):
             root = _root_of(batch, source)
             frames = self._frames(batch, root, trajectories)
-            past = _Past.of(before, root, frames, goes_on, trajectories, self.N)
+            past = _Past.of(before, root, frames, continues, trajectories, self.N)
             now = None if root == source else self._frames(batch, source, trajectories)
-            results.append((target, trajectories.strands.join(self._stacked(past, now))))
+            results.append((target, trajectories.view.join(self._concatenated(past, now))))
             left[root] = past.tail(self.N - 1)
         for target, value in results:
-            put(batch, target, value)
+            set_entry(batch, target, value)
         return left
 
-    def _frames(self, batch: Any, key: Key, trajectories: Trajectories) -> Tensor:
-        frames = trajectories.strands.split(get(batch, key, "CatFrames"), key)
+    def _frames(self, batch: Any, key: Key, trajectories: TrajectoryBounds) -> Tensor:
+        frames = trajectories.view.split(require_tensor(batch, key, "CatFrames"), key)
         self._check_dims(key, frames.ndim - 2)
         return frames
 
@@ -139,8 +141,8 @@ class CatFrames(TimedTransform, built_in=True):
                 f"dim={self.dim} needs frames of {-self.dim} dimensions or more; {key!r} has {dims} beside the batch's"
             )
 
-    def _stacked(self, past: _Past, now: Tensor | None) -> Tensor:
-        """[S, T, ...]; the newest of the frames is `now`'s where there is one."""
+    def _concatenated(self, past: _Past, now: Tensor | None) -> Tensor:
+        """[S, T, ...]: the last N frames at each step; the newest is that of `now` if given."""
         rows = torch.arange(past.frames.shape[0], device=past.frames.device).unsqueeze(1)
         at = torch.arange(past.frames.shape[1], device=past.frames.device)[past.length :]
         ages = range(self.N - 1, -1, -1) if now is None else range(self.N - 2, -1, -1)
@@ -149,8 +151,8 @@ class CatFrames(TimedTransform, built_in=True):
             place = torch.maximum(at - age, past.first)
             frame = past.frames[rows, place]
             if self.padding == "constant":
-                known = (at - age >= past.first).reshape(*place.shape, *[1] * (frame.ndim - 2))
-                frame = torch.where(known, frame, torch.as_tensor(self.padding_value, dtype=frame.dtype))
+                exists = (at - age >= past.first).reshape(*place.shape, *[1] * (frame.ndim - 2))
+                frame = torch.where(exists, frame, torch.as_tensor(self.padding_value, dtype=frame.dtype))
             columns.append(frame)
         return torch.cat(columns if now is None else [*columns, now], self.dim)
 
@@ -159,34 +161,36 @@ class CatFrames(TimedTransform, built_in=True):
 
 
 class _Past:
-    """Frames with those of the last piece before them."""
+    """The frames of a batch, with the last frames of the batch before in front of them."""
 
-    def __init__(self, frames: Tensor, length: int, first: Tensor, known: Tensor) -> None:
+    def __init__(self, frames: Tensor, length: int, first: Tensor, last_first: Tensor) -> None:
         self.frames = frames  # [S, length + T, ...]
-        self.length = length  # frames of the last piece
+        self.length = length  # the number of frames of the batch before
         self.first = first  # int64 [S, T]: where in `frames` each step's trajectory starts
-        self._known = known  # int64 [S]: where in `frames` the trajectory of the last step starts
+        self._last_first = last_first  # int64 [S]: where in `frames` the trajectory of the last step starts
 
     @classmethod
-    def of(cls, before: Any, root: Key, frames: Tensor, goes_on: Tensor, trajectories: Trajectories, n: int) -> _Past:
+    def of(
+        cls, before: Any, root: Key, frames: Tensor, continues: Tensor, trajectories: TrajectoryBounds, n: int
+    ) -> _Past:
         first = trajectories.first()
         if before is None or root not in before:
             return cls(frames, 0, first, first[:, -1])
-        earlier, known = (t.to(frames.device) for t in before[root])
+        earlier, last_first = (t.to(frames.device) for t in before[root])
         length = earlier.shape[1]
-        start = torch.where((first == 0) & goes_on.unsqueeze(1), known.unsqueeze(1), first + length)
+        start = torch.where((first == 0) & continues.unsqueeze(1), last_first.unsqueeze(1), first + length)
         return cls(torch.cat([earlier.to(frames.dtype), frames], 1), length, start, start[:, -1])
 
     def tail(self, n: int) -> tuple[Tensor, Tensor]:
         """The last n frames, and where among them the trajectory of the last step starts."""
-        gone = max(0, self.frames.shape[1] - n)
-        return self.frames[:, gone:].clone(), (self._known - gone).clamp_min(0)
+        start = max(0, self.frames.shape[1] - n)
+        return self.frames[:, start:].clone(), (self._last_first - start).clamp_min(0)
 
 
 def _root_of(batch: Any, key: Key) -> Key:
-    """The entry whose frames come before this one's: for `("next", "pixels")` it is `"pixels"`."""
+    """The entry that has the frames before those of `key`: for `("next", "pixels")` it is `"pixels"`."""
     if isinstance(key, tuple) and key[0] == "next":
         root = key[1] if len(key) == 2 else key[1:]
-        if find(batch, root) is not None:
+        if get_tensor(batch, root) is not None:
             return root
     return key

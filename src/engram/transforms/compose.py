@@ -1,4 +1,4 @@
-"""Several transforms, one after the other."""
+"""`Compose`: several transforms, one after the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engram.transforms.adapters import as_transform
-from engram.transforms.base import Transform, Writing
+from engram.transforms.base import Transform, WriteRequest
 
 
 class Compose(Transform, built_in=True):
@@ -38,35 +38,35 @@ class Compose(Transform, built_in=True):
             batch = transform.inv(batch)
         return batch
 
-    def write(self, writing: Writing) -> Writing:
+    def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
         for transform in reversed(self.transforms):
-            writing = transform.write(writing)
+            writing = transform.inverse_stream(writing)
         return writing
 
-    def flush(self, writing: Writing) -> Writing:
+    def flush(self, writing: WriteRequest) -> WriteRequest:
         for transform in reversed(self.transforms):
             writing = transform.flush(writing)
         return writing
 
-    def stream(self, writing: Writing) -> Writing:
+    def forward_stream(self, writing: WriteRequest) -> WriteRequest:
         for transform in self.transforms:
-            writing = transform.stream(writing)
+            writing = transform.forward_stream(writing)
         return writing
 
-    def changes_what_is_written(self) -> bool:
-        return any(t.changes_what_is_written() for t in self.transforms)
+    def changes_writes(self) -> bool:
+        return any(t.changes_writes() for t in self.transforms)
 
     @property
     def can_flush(self) -> bool:  # type: ignore[override]
         return all(t.can_flush for t in self.transforms)
 
     @property
-    def write_in_order(self) -> bool:  # type: ignore[override]
-        return any(t.write_in_order for t in self.transforms)
+    def inverse_in_order(self) -> bool:  # type: ignore[override]
+        return any(t.inverse_in_order for t in self.transforms)
 
     @property
-    def stream_in_order(self) -> bool:  # type: ignore[override]
-        return any(t.stream_in_order for t in self.transforms)
+    def forward_in_order(self) -> bool:  # type: ignore[override]
+        return any(t.forward_in_order for t in self.transforms)
 
     def parts(self) -> list[Transform]:
         return [part for transform in self.transforms for part in transform.parts()]
@@ -79,7 +79,7 @@ class Compose(Transform, built_in=True):
         """Adds a transform before the one at `index`.
 
         Raises:
-            IndexError: there is no such place.
+            IndexError: the index is out of range.
         """
         n = len(self.transforms)
         if not -n <= index <= n:
@@ -91,31 +91,30 @@ class Compose(Transform, built_in=True):
         return [transform.remember() for transform in self.transforms]
 
     def undo(self, before: list[Any]) -> None:
-        for transform, its in zip(self.transforms, before, strict=True):
-            transform.undo(its)
+        for transform, state in zip(self.transforms, before, strict=True):
+            transform.undo(state)
 
     def empty(self) -> None:
         for transform in self.transforms:
             transform.empty()
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of those that have something to keep; found again by kind, and place among those of the kind."""
-        kept = []
+        """The states of the transforms that have one, each with its kind and its position among those of that kind."""
+        entries = []
         for (kind, nth), transform in self._named().items():
             state = transform.state_dict()
             if state:
-                kept.append({"kind": kind, "nth": nth, "state": state, "settings": transform.decisive()})
-        return {"transforms": kept} if kept else {}
+                entries.append({"kind": kind, "nth": nth, "state": state, "settings": transform.state_settings()})
+        return {"transforms": entries} if entries else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state; transforms that had none go back to theirs at the start.
+        """Continues from a saved state; a transform without a saved one starts anew.
 
         Raises:
-            ValueError: a state belongs to a transform that is not here; every difference is listed.
+            ValueError: a state belongs to a transform that does not exist here; every difference is listed.
         """
-        said = self.differences(state)
-        if said:
-            raise ValueError("the state does not fit: " + "; ".join(said))
+        if differences := self.differences(state):
+            raise ValueError("the state does not fit: " + "; ".join(differences))
         saved = {(entry["kind"], entry["nth"]): entry["state"] for entry in state.get("transforms", [])}
         for name, transform in self._named().items():
             if name in saved:
@@ -124,26 +123,29 @@ class Compose(Transform, built_in=True):
                 transform.load_state_dict({})
 
     def differences(self, state: dict[str, Any]) -> list[str]:
-        """Why a saved state cannot be loaded here; transforms that had nothing to keep do not count."""
-        said, here = [], self._named()
+        """The reasons why a saved state cannot be loaded; transforms without a state do not count."""
+        differences, own = [], self._named()
         for entry in state.get("transforms", []):
-            transform = here.get((entry["kind"], entry["nth"]))
+            transform = own.get((entry["kind"], entry["nth"]))
             if transform is None:
                 kinds = [t.kind for t in self.transforms]
-                said.append(f"the state of a {entry['kind']} was saved, and the transforms here are {kinds or 'none'}")
+                differences.append(
+                    f"the state of a {entry['kind']} was saved, and the transforms here are {kinds or 'none'}"
+                )
                 continue
             saved = entry["settings"]
-            said += [
+            differences += [
                 f"{entry['kind']} has {name}={mine!r} here, {saved.get(name)!r} there"
-                for name, mine in transform.decisive().items()
+                for name, mine in transform.state_settings().items()
                 if name not in saved or saved[name] != mine
             ]
-            said += transform.differences(entry["state"])
-            if not said and transform.built_in:
-                copy.deepcopy(transform).load_state_dict(entry["state"])  # an impossible one is an error here
-        return said
+            differences += transform.differences(entry["state"])
+            if not differences and transform.built_in:
+                copy.deepcopy(transform).load_state_dict(entry["state"])  # raises where it is impossible
+        return differences
 
     def _named(self) -> dict[tuple[str, int], Transform]:
+        """The transforms by kind and position among those of that kind."""
         named: dict[tuple[str, int], Transform] = {}
         for transform in self.transforms:
             nth = sum(kind == transform.kind for kind, _ in named)

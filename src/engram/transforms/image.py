@@ -12,12 +12,12 @@ from engram.pytree import Keys
 from engram.transforms.base import Transform
 
 _MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "area")
-_OF_BYTES = ("nearest", "nearest-exact", "bilinear")
+_BYTE_MODES = ("nearest", "nearest-exact", "bilinear")
 _GREY = (0.2989, 0.587, 0.114)  # ITU-R BT.601, as image libraries round it
 
 
 class ToTensorImage(Transform, built_in=True):
-    """Images `[*, H, W, C]` as `[*, C, H, W]` of floats; integers of any dtype are divided by 255.
+    """Converts images `[*, H, W, C]` to floats `[*, C, H, W]`; integers of any dtype are divided by 255.
 
     Args:
         from_int: True divides floats by 255 as well, False divides nothing; None: integers only.
@@ -71,7 +71,7 @@ class ToTensorImage(Transform, built_in=True):
 
 
 class Resize(Transform, built_in=True):
-    """Images `[*, C, H, W]` in another size: the last two dimensions become `[w, h]`, in this order.
+    """Resizes images `[*, C, H, W]`: the last two dimensions become `[w, h]`, in this order.
 
     Args:
         w, h: the new sizes; without `h` the image becomes square.
@@ -142,15 +142,15 @@ class Resize(Transform, built_in=True):
 
     def _takes_bytes(self, images: Tensor) -> bool:
         # torch resizes bytes by itself, several times faster; but bicubically with other weights than floats.
-        return images.dtype is torch.uint8 and images.device.type == "cpu" and self.interpolation in _OF_BYTES
+        return images.dtype is torch.uint8 and images.device.type == "cpu" and self.interpolation in _BYTE_MODES
 
     def _settings(self) -> dict[str, Any]:
-        said: dict[str, Any] = {"w": self.w, "h": self.h, "interpolation": self.interpolation}
-        return said | ({"antialias": True} if self.antialias else {})
+        settings: dict[str, Any] = {"w": self.w, "h": self.h, "interpolation": self.interpolation}
+        return settings | ({"antialias": True} if self.antialias else {})
 
 
 class GrayScale(Transform, built_in=True):
-    """Images `[*, 3, H, W]` as `[*, 1, H, W]`, with the weights of ITU-R BT.601; integers keep their dtype.
+    """Converts images `[*, 3, H, W]` to grey `[*, 1, H, W]`, by the weights of ITU-R BT.601; integers keep their dtype.
 
     Raises:
         ValueError: an image has neither 3 channels nor 1.

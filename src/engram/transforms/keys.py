@@ -1,4 +1,4 @@
-"""Transforms that rename, keep and remove entries."""
+"""Transforms that rename, select and exclude entries."""
 
 from __future__ import annotations
 
@@ -7,28 +7,40 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from engram.pytree import Key, Keys, as_key, drop, find, get, has_keys, is_class, missing, put, shallow
+from engram.pytree import (
+    Key,
+    Keys,
+    as_key,
+    copy_containers,
+    get_tensor,
+    has_keys,
+    is_tensorclass,
+    missing_key_error,
+    remove_entry,
+    require_tensor,
+    set_entry,
+)
 from engram.transforms.base import Transform, root_key
-from engram.transforms.env_specs import RESULTS, EnvSpecs, is_part, kept
+from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs, filter_leaves, is_within
 
 _REWARDS: list[Key] = ["reward", ("next", "reward")]
 _FLAGS = ("done", "terminated", "truncated")
 _DONES: list[Key] = [*_FLAGS, *(("next", flag) for flag in _FLAGS)]
-# What a buffer puts into a batch, and needs again for an update of priorities.
+# Entries that a buffer adds to a batch, and needs again for an update of priorities.
 _ATTACHED: list[Key] = ["index", "generation", "priority_weight"]
 
 
 class RenameTransform(Transform, built_in=True):
-    """Entries under other names.
+    """Renames entries.
 
     Args:
         in_keys, out_keys: on reading, entries and their new names.
         in_keys_inv, out_keys_inv: on writing, `out_keys_inv` are the names in the caller's data, which are stored as
             `in_keys_inv`.
-        create_copy: the old names stay, too.
+        create_copy: keep the entries under their old names, too.
 
     Raises:
-        KeyError: there is no such entry, or one of the new name exists already.
+        KeyError: an entry does not exist, or one of the new name exists already.
 
     In an environment it names observations; a reward or flag can only be copied, and the action keeps its name.
 
@@ -59,8 +71,8 @@ class RenameTransform(Transform, built_in=True):
         return self._renamed(batch, list(self.in_keys), list(self.out_keys))
 
     def _call(self, td: TensorDictBase) -> TensorDictBase:
-        there = [(old, new) for old, new in self._env_pairs if td.get(old, None) is not None]
-        return self._renamed(td, [old for old, _ in there], [new for _, new in there])
+        present = [(old, new) for old, new in self._env_pairs if td.get(old, None) is not None]
+        return self._renamed(td, [old for old, _ in present], [new for _, new in present])
 
     def _inverts(self) -> bool:
         return bool(self.in_keys_inv)
@@ -68,38 +80,42 @@ class RenameTransform(Transform, built_in=True):
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         old, new = [source for source, _ in self._env_pairs], [target for _, target in self._env_pairs]
         specs.require(old, "RenameTransform")
-        taken = [key for key in old if key in RESULTS and not self.create_copy] + [key for key in new if key in RESULTS]
-        if taken:
-            raise ValueError(f"RenameTransform changes {taken}: rewards and flags of an environment keep their names")
+        reserved = [key for key in old if key in RESULT_KEYS and not self.create_copy] + [
+            key for key in new if key in RESULT_KEYS
+        ]
+        if reserved:
+            raise ValueError(
+                f"RenameTransform changes {reserved}: rewards and flags of an environment keep their names"
+            )
         if len(set(old)) < len(old):
             raise ValueError(f"RenameTransform gives an entry two names in an environment: {self._env_pairs}")
         lost = [key for key in new if key not in old and specs.entry(key) is not None]
         if lost:
             raise KeyError(f"RenameTransform would lose {lost}, which the environment has already; exclude it first")
-        self._mapped_action(specs.action, lambda spec: spec)  # refuses another name for it
-        moved = {target: specs.entry(source) for source, target in self._env_pairs}
+        self._mapped_action(specs.action, lambda spec: spec)  # raises if it would be renamed
+        renamed = {target: specs.entry(source) for source, target in self._env_pairs}
         if not self.create_copy:
-            gone = set(old)
-            specs = specs._replace(observation=kept(specs.observation, lambda key: key not in gone))
-        return specs.with_entries(moved)  # type: ignore[arg-type]
+            removed = set(old)
+            specs = specs._replace(observation=filter_leaves(specs.observation, lambda key: key not in removed))
+        return specs.with_entries(renamed)  # type: ignore[arg-type]
 
     def inv(self, batch: Any) -> Any:
         if type(batch) is list:
             return [self.inv(item) for item in batch]
         if not self.in_keys_inv:
             return batch
-        return self._renamed(shallow(batch), list(self.out_keys_inv), list(self.in_keys_inv))
+        return self._renamed(copy_containers(batch), list(self.out_keys_inv), list(self.in_keys_inv))
 
     def _renamed(self, batch: Any, old: list[Key], new: list[Key]) -> Any:
-        values = [get(batch, key, "RenameTransform") for key in old]
+        values = [require_tensor(batch, key, "RenameTransform") for key in old]
         for key in new:
-            if key not in old and find(batch, key) is not None:
+            if key not in old and get_tensor(batch, key) is not None:
                 raise KeyError(f"RenameTransform would lose {key!r}, which the batch has already; exclude it first")
         if not self.create_copy:
             for key in old:
-                drop(batch, key)
+                remove_entry(batch, key)
         for key, value in zip(new, values, strict=True):
-            put(batch, key, value)
+            set_entry(batch, key, value)
         return batch
 
     def _settings(self) -> dict[str, Any]:
@@ -107,11 +123,11 @@ class RenameTransform(Transform, built_in=True):
 
 
 class SelectTransform(Transform, built_in=True):
-    """Keeps these entries of what is read; and what a buffer adds to its samples (`"index"`, ...).
+    """Keeps only these entries on reading, and those that a buffer adds to its samples (`"index"`, ...).
 
     Args:
-        selected_keys: entries, also whole parts (`"next"`).
-        keep_rewards, keep_dones: rewards, and the flags done, terminated and truncated, stay as well.
+        selected_keys: entries, or whole sub-batches (`"next"`).
+        keep_rewards, keep_dones: also keep rewards, and the flags done, terminated and truncated.
 
     In an environment the keys are observations; rewards and flags always stay.
 
@@ -129,14 +145,14 @@ class SelectTransform(Transform, built_in=True):
     def forward(self, batch: Any) -> Any:
         if type(batch) is list:
             return [self.forward(item) for item in batch]
-        wanted = [(key, get(batch, key, "SelectTransform")) for key in self.selected_keys]
+        entries = [(key, require_tensor(batch, key, "SelectTransform")) for key in self.selected_keys]
         also = _ATTACHED + (_REWARDS if self.keep_rewards else []) + (_DONES if self.keep_dones else [])
-        wanted += [(key, value) for key in also if (value := find(batch, key)) is not None]
-        if is_class(batch):
+        entries += [(key, value) for key in also if (value := get_tensor(batch, key)) is not None]
+        if is_tensorclass(batch):
             raise TypeError(f"{type(batch).__name__} cannot lose fields; store TensorDicts instead")
         selected: Any = {} if isinstance(batch, dict) else batch.select()
-        for key, value in wanted:
-            put(selected, key, value)
+        for key, value in entries:
+            set_entry(selected, key, value)
         return selected
 
     @cached_property
@@ -144,16 +160,18 @@ class SelectTransform(Transform, built_in=True):
         return [key for key in dict.fromkeys(map(root_key, self.selected_keys)) if key != "action"]
 
     def _call(self, td: TensorDictBase) -> TensorDictBase:
-        return td.select(*self._selected_roots, *RESULTS, strict=False)
+        return td.select(*self._selected_roots, *RESULT_KEYS, strict=False)
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         if not (self.keep_rewards and self.keep_dones):
             raise ValueError("an environment's rewards and flags stay: leave keep_rewards and keep_dones True")
-        known = [*specs.observation.leaves(), *RESULTS]
+        available = [*specs.observation.leaves(), *RESULT_KEYS]
         for key in self._selected_roots:
-            if not any(is_part(leaf, key) for leaf in known):
-                raise KeyError(f"SelectTransform needs the key {key!r}; the environment has {known}")
-        selected = kept(specs.observation, lambda leaf: any(is_part(leaf, key) for key in self._selected_roots))
+            if not any(is_within(leaf, key) for leaf in available):
+                raise KeyError(f"SelectTransform needs the key {key!r}; the environment has {available}")
+        selected = filter_leaves(
+            specs.observation, lambda leaf: any(is_within(leaf, key) for key in self._selected_roots)
+        )
         return specs._replace(observation=selected)
 
     def _settings(self) -> dict[str, Any]:
@@ -161,11 +179,11 @@ class SelectTransform(Transform, built_in=True):
 
 
 class ExcludeTransform(Transform, built_in=True):
-    """Removes these entries from what is read, where they exist.
+    """Removes these entries on reading, where they exist.
 
     Args:
-        excluded_keys: entries, also whole parts (`"next"`).
-        inverse: removes them from what is written instead.
+        excluded_keys: entries, or whole sub-batches (`"next"`).
+        inverse: remove them on writing instead.
 
     In an environment the keys are observations; rewards and flags always stay.
 
@@ -196,23 +214,23 @@ class ExcludeTransform(Transform, built_in=True):
         return self.inverse
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
-        gone = self._excluded_roots
+        excluded = self._excluded_roots
         if self.inverse:
             return specs
-        if taken := [key for key in gone if key in RESULTS]:
-            raise ValueError(f"ExcludeTransform would remove {taken}: an environment's rewards and flags stay")
-        left = kept(specs.observation, lambda leaf: not any(is_part(leaf, key) for key in gone))
-        return specs._replace(observation=left)
+        if reserved := [key for key in excluded if key in RESULT_KEYS]:
+            raise ValueError(f"ExcludeTransform would remove {reserved}: an environment's rewards and flags stay")
+        remaining = filter_leaves(specs.observation, lambda leaf: not any(is_within(leaf, key) for key in excluded))
+        return specs._replace(observation=remaining)
 
     def _excluded(self, batch: Any) -> Any:
         if type(batch) is list:
             return [self._excluded(item) for item in batch]
         if not has_keys(batch):
-            raise missing(batch, self.excluded_keys, "ExcludeTransform")
-        batch = shallow(batch)
+            raise missing_key_error(batch, self.excluded_keys, "ExcludeTransform")
+        batch = copy_containers(batch)
         for key in self.excluded_keys:
-            if find(batch, key) is not None:
-                drop(batch, key)
+            if get_tensor(batch, key) is not None:
+                remove_entry(batch, key)
         return batch
 
     def _settings(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""n-step returns of a batch: what `MultiStep` and `MultiStepTransform` share."""
+"""n-step returns: `MultiStep` for collected batches, `MultiStepTransform` for replay buffers."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.pytree import (
     Key,
     Keys,
-    Node,
+    TreeSpec,
     as_key,
     as_keys,
-    as_leaf,
     as_tensor,
+    copy_containers,
     describe,
-    find,
     flatten,
-    get,
-    is_class,
-    put,
-    shallow,
-    show,
+    format_key,
+    get_tensor,
+    has_batch_size,
+    map_outermost,
+    require_tensor,
+    set_entry,
     unflatten,
 )
-from engram.transforms.base import Transform, Writing
+from engram.transforms.base import Transform, WriteRequest
 from engram.transforms.env_specs import EnvSpecs
-from engram.transforms.trajectory import Trajectories, sibling, trajectories_of
+from engram.transforms.trajectory import TrajectoryBounds, sibling_key, trajectory_bounds
 
 NEXT_REWARD: Key = ("next", "reward")
 
@@ -47,26 +46,27 @@ def checked_n_steps(n_steps: int) -> int:
 
 
 def reward_keys_of(keys: Any) -> list[Key]:
-    """Rewards, each of them under `next`."""
-    made = [NEXT_REWARD] if keys is None else as_keys(keys)
-    if any(key[0] != "next" or isinstance(key, str) for key in made):
-        raise ValueError(f"rewards of n steps are under 'next', got {made}")
-    return made
+    """Keys of rewards; `("next", "reward")` if None. Raises ValueError for keys outside of `"next"`."""
+    reward_keys = [NEXT_REWARD] if keys is None else as_keys(keys)
+    if any(key[0] != "next" or isinstance(key, str) for key in reward_keys):
+        raise ValueError(f"rewards of n steps are under 'next', got {reward_keys}")
+    return reward_keys
 
 
-def set_n_steps(batch: Any, now: Trajectories, gamma: float, n_steps: int, reward_keys: Sequence[Key]) -> None:
-    """Makes each step of a batch one of n steps, in place: rewards are summed, what is under `next` is what came last.
+def set_n_steps(batch: Any, now: TrajectoryBounds, gamma: float, n_steps: int, reward_keys: Sequence[Key]) -> None:
+    """Makes each step of a batch an n-step transition, in place: rewards are summed, `next` is that of the last step.
 
-    A step is shorter where its trajectory ends, or the batch does.
+    A transition has fewer steps where its trajectory or the batch ends.
     """
     end = torch.minimum(now.position + n_steps - 1, now.last())
     steps = end - now.position + 1
-    rewards = [(key, get(batch, key, "n-step returns")) for key in reward_keys]
-    following = find(batch, "next")
-    put(batch, "next", _mapped(following, _at(now, end)))
+    rewards = [(key, require_tensor(batch, key, "n-step returns")) for key in reward_keys]
+    following = get_tensor(batch, "next")
+    at_end = _at(now, end)
+    set_entry(batch, "next", map_outermost(following, at_end, lambda td: td.apply(at_end)))
     for key, reward in rewards:
-        put(batch, key, _summed(now, key, reward, end, gamma, n_steps))
-        put(batch, sibling(key, f"original_{key[-1]}"), reward)
+        set_entry(batch, key, _summed(now, key, reward, end, gamma, n_steps))
+        set_entry(batch, sibling_key(key, f"original_{key[-1]}"), reward)
     done = now.done.gather(1, end)
     dtype = rewards[0][1].dtype if rewards and rewards[0][1].is_floating_point() else torch.get_default_dtype()
     for name, value in (
@@ -74,39 +74,31 @@ def set_n_steps(batch: Any, now: Trajectories, gamma: float, n_steps: int, rewar
         ("steps_to_next_obs", steps),
         ("nonterminal", ~done),
     ):
-        put(batch, name, now.strands.join(value).unsqueeze(-1))
+        set_entry(batch, name, now.view.join(value).unsqueeze(-1))
 
 
-def _at(now: Trajectories, end: Tensor) -> Callable[[Tensor], Tensor]:
-    """The steps `end` of a leaf."""
+def _at(now: TrajectoryBounds, end: Tensor) -> Callable[[Tensor], Tensor]:
+    """The function from a leaf to its values at the steps `end`."""
     rows = torch.arange(end.shape[0], device=end.device).unsqueeze(1)
-    return lambda leaf: now.strands.join(now.strands.split(leaf, "next")[rows, end])
+    return lambda leaf: now.view.join(now.view.split(leaf, "next")[rows, end])
 
 
-def _mapped(part: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(part, dict):
-        return {k: _mapped(v, fn) for k, v in part.items()}
-    if isinstance(part, TensorDictBase) or is_class(part):
-        return part.apply(fn)
-    return fn(as_leaf(part))
-
-
-def _summed(now: Trajectories, key: Key, reward: Tensor, end: Tensor, gamma: float, n_steps: int) -> Tensor:
-    split = now.strands.split(reward, key)
+def _summed(now: TrajectoryBounds, key: Key, reward: Tensor, end: Tensor, gamma: float, n_steps: int) -> Tensor:
+    split = now.view.split(reward, key)
     x = split if split.is_floating_point() else split.to(torch.get_default_dtype())
     x = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
-    total, steps = x.clone(), now.strands.steps
+    total, steps = x.clone(), now.view.steps
     for ahead in range(1, min(n_steps, steps)):
-        there = now.position[: steps - ahead] + ahead <= end[:, : steps - ahead]
-        there = there.reshape(*there.shape, *[1] * (x.ndim - 2))
-        total[:, : steps - ahead] += gamma**ahead * torch.where(there, x[:, ahead:], 0)
-    return now.strands.join(total.to(reward.dtype) if reward.is_floating_point() else total)
+        is_within = now.position[: steps - ahead] + ahead <= end[:, : steps - ahead]
+        is_within = is_within.reshape(*is_within.shape, *[1] * (x.ndim - 2))
+        total[:, : steps - ahead] += gamma**ahead * torch.where(is_within, x[:, ahead:], 0)
+    return now.view.join(total.to(reward.dtype) if reward.is_floating_point() else total)
 
 
 class _Rows(NamedTuple):
-    """Steps `[*lead, time]` as leaves with one form; never changed in place."""
+    """Steps `[*lead, time]` as a list of leaves and their form; never changed in place."""
 
-    form: Node
+    form: TreeSpec
     paths: list[tuple[Any, ...]]
     leaves: list[Tensor]
     lead: tuple[int, ...]
@@ -122,39 +114,48 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any, dims: int) -> _Rows:
-        """Raises ValueError for data whose leaves do not have the batch dimensions, with the leaf's name."""
-        form, found = describe(batch, dims)
-        paths, leaves = [path for path, _ in found], [as_tensor(value, path) for path, value in found]
+        """The rows of a batch. Raises ValueError, with the leaf's name, if a leaf lacks the batch dimensions."""
+        form, values = describe(batch, dims)
+        paths, leaves = [path for path, _ in values], [as_tensor(value, path) for path, value in values]
         if not leaves:
             raise ValueError("nothing to add: the batch holds no tensor")
         shape = leaves[0].shape[:dims]
         for path, leaf in zip(paths, leaves, strict=True):
             if leaf.shape[:dims] != shape or len(shape) < dims:
-                raise ValueError(f"{show(path)} has shape {list(leaf.shape)}; all leaves begin with {dims} batch sizes")
+                raise ValueError(
+                    f"{format_key(path)} has shape {list(leaf.shape)}; all leaves begin with {dims} batch sizes"
+                )
         return cls(form, paths, leaves, tuple(shape[:-1]), getattr(batch, "device", None))
 
     def then(self, later: Any, dims: int) -> _Rows:
-        """These steps and, after them, those of a batch.
+        """These steps followed by those of a batch.
 
         Raises:
             ValueError: the batch has other keys, shapes or dtypes; the message names the leaf.
         """
         other = _Rows.of(later, dims)
         new = [as_tensor(v, p) for v, p in zip(flatten(self.form, later), self.paths, strict=True)]
-        for path, mine, its in zip(self.paths, self.leaves, new, strict=True):
+        for path, mine, theirs in zip(self.paths, self.leaves, new, strict=True):
             rest = slice(self.axis + 1, None)
-            if mine.dtype != its.dtype or mine.shape[rest] != its.shape[rest] or its.shape[: self.axis] != self.lead:
+            if (
+                mine.dtype != theirs.dtype
+                or mine.shape[rest] != theirs.shape[rest]
+                or theirs.shape[: self.axis] != self.lead
+            ):
                 raise ValueError(
-                    f"{show(path)} is {its.dtype} {list(its.shape)}, the steps held back before it are {mine.dtype} "
-                    f"{list(mine.shape)}; nothing was written"
+                    f"{format_key(path)} is {theirs.dtype} {list(theirs.shape)}, the steps held back before it are "
+                    f"{mine.dtype} {list(mine.shape)}; nothing was written"
                 )
-        leaves = [torch.cat([mine.to(its.device), its], self.axis) for mine, its in zip(self.leaves, new, strict=True)]
-        # The later form: rows that were loaded have lost their class, and only theirs.
+        leaves = [
+            torch.cat([mine.to(theirs.device), theirs], self.axis)
+            for mine, theirs in zip(self.leaves, new, strict=True)
+        ]
+        # In the form of the batch: rows that were loaded from a state have lost their tensorclass.
         ordered = dict(zip(self.paths, leaves, strict=True))
         return other._replace(leaves=[ordered[path] for path in other.paths])
 
     def part(self, start: int, stop: int) -> _Rows:
-        """Some of the steps, in memory of their own."""
+        """The steps `start` to `stop - 1`, in new memory."""
         return self._replace(leaves=[t.narrow(self.axis, start, stop - start).clone() for t in self.leaves])
 
     def batch(self) -> Any:
@@ -162,7 +163,7 @@ class _Rows(NamedTuple):
 
 
 class MultiStepTransform(Transform, built_in=True):
-    """On writing: makes steps n-step transitions. Those whose future is not known yet are held back.
+    """Makes n-step transitions of the steps that are written; steps whose future is not known yet are held back.
 
     Args:
         n_steps: the horizon; 1 changes no reward.
@@ -175,16 +176,17 @@ class MultiStepTransform(Transform, built_in=True):
     on; and `gamma` (to the power of the steps summed), `steps_to_next_obs` (int64), `nonterminal` (bool: the state
     after them is not done; all three `[*, 1]`) and `("next", "original_reward")`.
 
-    The n - 1 steps before the newest wait in the transform (copies), until their future comes or their trajectory ends:
-    then they are written with the rewards that exist. So `extend` may write fewer steps or more than it is given, and
-    returns the indices of those that were written, none if none was; `add` then returns a tensor, too. With ndim=2,
-    time steps wait for the slowest environment. Held back steps are part of saved states, and `empty` drops them; at
-    the end of training `buffer.flush_transforms()` writes them with the rewards that exist, as at a trajectory's end.
-    Data with more batch dimensions than the storage are whole trajectories in each row; nothing of them is held back.
-    In-place writes (`rb[i] = ...`) are taken as they are.
+    The transform keeps copies of the newest steps until the n steps after each are known or its trajectory ends: then
+    they are written with the rewards that exist. So `extend` may write fewer steps or more than it is given, and
+    returns the indices of those that were written, which may be none; `add` then returns a tensor, too. With ndim=2,
+    time steps wait for the slowest environment. Steps that are held back are part of saved states, and `empty` drops
+    them; at the end of training `buffer.flush_transforms()` writes them with the rewards that exist, as at a
+    trajectory's end. Data with more batch dimensions than the storage hold a whole trajectory in each row; none of
+    their steps is held back. In-place writes (`rb[i] = ...`) are stored unchanged.
 
-    Steps that an `extend` brings must be the next ones of those before, or have trajectory ids. Flags of n steps come
-    early: what else works along time on writing belongs behind this in a Compose, and so before it on writing.
+    The steps of an `extend` must continue those of the last one, or have trajectory ids. The done flags of n-step
+    transitions come early: other transforms along time must run before this one on writing, so put them after it in a
+    Compose.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=MultiStepTransform(n_steps=2, gamma=0.5))
@@ -196,8 +198,8 @@ class MultiStepTransform(Transform, built_in=True):
         (tensor([2, 3, 4]), tensor([1.5000, 1.5000, 1.5000]))
     """
 
-    write_in_order = True
-    _decisive = ("n_steps", "gamma", "reward_keys", "done_key", "traj_key")
+    inverse_in_order = True
+    _state_settings = ("n_steps", "gamma", "reward_keys", "done_key", "traj_key")
 
     def __init__(
         self,
@@ -218,50 +220,50 @@ class MultiStepTransform(Transform, built_in=True):
 
     @property
     def held_back(self) -> int:
-        """Time steps that wait for their future."""
+        """The number of time steps that are held back."""
         return 0 if self._held is None else self._held.steps
 
     def inv(self, batch: Any) -> Any:
-        """The steps that are complete, `[*, 0]` if there are none; the others wait for the next call."""
-        dims = batch.batch_dims if isinstance(batch, TensorDictBase) or is_class(batch) else 1
-        written = self.write(Writing(batch, dims, dims - 1))
+        """The complete steps, `[*, 0]` if there are none; the others are held back until the next call."""
+        dims = batch.batch_dims if has_batch_size(batch) else 1
+        written = self.inverse_stream(WriteRequest(batch, dims, dims - 1))
         if written.items is not None:
             return written.items
         return _Rows.of(written.held, dims).part(0, 0).batch()
 
     def for_env(self, specs: EnvSpecs) -> Any:
         raise TypeError(
-            "MultiStepTransform needs the steps that come later, which an environment does not have yet: append it to "
+            "MultiStepTransform needs later steps, which an environment does not have yet: append it to "
             "the replay buffer, or give a collector postproc=MultiStep(...)"
         )
 
-    def write(self, writing: Writing) -> Writing:
+    def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
         if writing.in_place or (writing.items is None and writing.held is None):
             return writing
         if writing.rows_are_trajectories:
-            return writing.changed(lambda batch: self._with_n_steps(shallow(batch), None))
+            return writing.changed(lambda batch: self._with_n_steps(copy_containers(batch), None))
         ordered, dims = writing.in_order(), writing.batch_dims
         rows = self._held
         if ordered.items is not None and not _Rows.of(ordered.items, dims).steps:
             raise ValueError("nothing to add: the batch has no steps")
         if ordered.items is not None:
             rows = _Rows.of(ordered.items, dims) if rows is None else rows.then(ordered.items, dims)
-        known = 0 if rows is None else rows.steps
+        n_known = 0 if rows is None else rows.steps
         if ordered.held is not None:
             rows = _Rows.of(ordered.held, dims) if rows is None else rows.then(ordered.held, dims)
         assert rows is not None
         now = self._trajectories(rows.batch(), dims)
-        ready = self._complete(now, known)
-        made = _Rows.of(self._with_n_steps(rows.batch(), dims), dims)
-        self._held = rows.part(ready, known) if ready < known else None
+        ready = self._complete(now, n_known)
+        complete = _Rows.of(self._with_n_steps(rows.batch(), dims), dims)
+        self._held = rows.part(ready, n_known) if ready < n_known else None
         return ordered._replace(
-            items=made.part(0, ready).batch() if ready else None,
-            held=made.part(ready, made.steps).batch() if ready < made.steps else None,
+            items=complete.part(0, ready).batch() if ready else None,
+            held=complete.part(ready, complete.steps).batch() if ready < complete.steps else None,
             resized=True,
         )
 
-    def flush(self, writing: Writing) -> Writing:
-        """All steps that wait, with the rewards that exist, as at the end of their trajectories."""
+    def flush(self, writing: WriteRequest) -> WriteRequest:
+        """All steps that are held back, with the rewards that exist, as at the end of their trajectories."""
         rows = self._held
         if writing.items is not None:  # from a transform before this one
             writing = writing.in_order()
@@ -269,18 +271,18 @@ class MultiStepTransform(Transform, built_in=True):
         if rows is None:
             return writing
         self._held = None
-        made = self._with_n_steps(rows.batch(), writing.batch_dims)
-        return writing._replace(items=made, time_dim=writing.batch_dims - 1, resized=True)
+        items = self._with_n_steps(rows.batch(), writing.batch_dims)
+        return writing._replace(items=items, time_dim=writing.batch_dims - 1, resized=True)
 
-    def _trajectories(self, batch: Any, dims: int | None) -> Trajectories:
-        return trajectories_of(batch, "MultiStepTransform", self.done_key, self.traj_key, dims=dims)
+    def _trajectories(self, batch: Any, dims: int | None) -> TrajectoryBounds:
+        return trajectory_bounds(batch, "MultiStepTransform", self.done_key, self.traj_key, dims=dims)
 
     def _with_n_steps(self, batch: Any, dims: int | None) -> Any:
         set_n_steps(batch, self._trajectories(batch, dims), self.gamma, self.n_steps, self.reward_keys)
         return batch
 
-    def _complete(self, now: Trajectories, known: int) -> int:
-        """How many time steps have all the future that they need, in every strand."""
+    def _complete(self, now: TrajectoryBounds, known: int) -> int:
+        """The number of time steps whose n-step transition is known, in every environment."""
         if known == 0:
             return 0
         first = now.first()[:, known - 1]
@@ -299,16 +301,16 @@ class MultiStepTransform(Transform, built_in=True):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._held = None
         if state:
-            form, lead = Node.from_json(state["form"]), tuple(state["lead"])
+            form, lead = TreeSpec.from_json(state["form"]), tuple(state["lead"])
             self._held = _Rows(form, form.paths(), list(state["leaves"]), lead, None)
 
     def _settings(self) -> dict[str, Any]:
-        said = {"n_steps": self.n_steps, "gamma": self.gamma}
-        return said if len(self.reward_keys) == 1 else {**said, "reward_keys": self.reward_keys}
+        settings = {"n_steps": self.n_steps, "gamma": self.gamma}
+        return settings if len(self.reward_keys) == 1 else {**settings, "reward_keys": self.reward_keys}
 
 
 class MultiStep:
-    """Makes the steps of a collected batch `[*, time]` n-step transitions.
+    """Makes n-step transitions of the steps of a collected batch `[*, time]`.
 
     Args:
         gamma: the discount, 0 to 1.
@@ -316,13 +318,13 @@ class MultiStep:
         reward_keys: rewards, `[("next", "reward")]` if None.
         done_key, traj_key: where trajectories end; `("next", "done")` and `("collector", "traj_ids")` (or `"episode"`,
             where these exist) if None.
-        mask_key: bool, False for padding, which no step looks into; used where the batch has it.
+        mask_key: bool, False for padding, which no transition reaches into; ignored if the batch lacks it.
 
     Returns the batch, changed in place: `("next", "reward")` is the discounted sum of up to n rewards; everything else
     under `next` comes from n steps on, the flags included; and there are `gamma` (to the power of the steps summed),
     `steps_to_next_obs` (int64), `nonterminal` (bool: the state after them is not done; all three `[*, time, 1]`) and
-    `("next", "original_reward")`. Steps are fewer than n where their trajectory ends, or the batch does; a buffer with
-    `MultiStepTransform` waits for the next batch instead.
+    `("next", "original_reward")`. Transitions have fewer than n steps where their trajectory or the batch ends; a
+    buffer with `MultiStepTransform` waits for the next batch instead.
 
     Raises:
         KeyError: the batch has no rewards or no flags; the message names them.
@@ -354,7 +356,7 @@ class MultiStep:
         self.mask_key = as_key(mask_key)
 
     def __call__(self, batch: Any) -> Any:
-        now = trajectories_of(batch, "MultiStep", self.done_key, self.traj_key, self.mask_key)
+        now = trajectory_bounds(batch, "MultiStep", self.done_key, self.traj_key, self.mask_key)
         set_n_steps(batch, now, self.gamma, self.n_steps, self.reward_keys)
         return batch
 

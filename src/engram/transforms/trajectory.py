@@ -1,6 +1,6 @@
-"""Time in batches: where trajectories end, and sums along them.
+"""Transforms along time: `RewardSum`, `StepCounter`, `InitTracker`, `Reward2GoTransform`, and where trajectories end.
 
-A batch `[*lead, T]` is seen as S strands of T steps. Nothing here loops over rows.
+A batch `[*lead, T]` is viewed as S environments of T steps. Nothing here loops over rows in Python.
 """
 
 from __future__ import annotations
@@ -17,27 +17,41 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Key, Keys, as_key, find, get, is_class, path_of, put, shallow, stacked, unstacked
+from engram.pytree import (
+    Key,
+    Keys,
+    as_key,
+    collate_items,
+    copy_containers,
+    get_tensor,
+    has_batch_size,
+    key_path,
+    require_tensor,
+    set_entry,
+    unstack,
+)
 from engram.specs import Categorical, Spec, Unbounded
-from engram.transforms.base import Deferred, Transform, Writing, on, root_key, root_pairs, where_reset
-from engram.transforms.env_specs import RESULTS, EnvSpecs
-from engram.transforms.values import REWARDS, first_key
+from engram.transforms.base import Deferred, Transform, WriteRequest, root_key, root_pairs, select_reset, to_device
+from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs
+from engram.transforms.values import REWARD_KEYS, first_key
 
-DONES: tuple[Key, ...] = (("next", "done"), "done")
+DONE_KEYS: tuple[Key, ...] = (("next", "done"), "done")
 _IDS: tuple[Key, ...] = (("collector", "traj_ids"), "episode")
 
 
-class Strands(NamedTuple):
-    """The batch dimensions: of leaves `[*shape, ...]`, the last one is time."""
+class BatchView(NamedTuple):
+    """A batch `[*shape]`, whose last dimension is time, viewed as `[S, T]`: S environments of T steps."""
 
     shape: tuple[int, ...]  # () for a single step
 
     @property
     def rows(self) -> int:
+        """S, the number of environments."""
         return math.prod(self.shape[:-1])
 
     @property
     def steps(self) -> int:
+        """T, the number of steps of each environment."""
         return self.shape[-1] if self.shape else 1
 
     def split(self, leaf: Tensor, key: Key) -> Tensor:
@@ -52,23 +66,23 @@ class Strands(NamedTuple):
         return leaf.reshape(self.rows, self.steps, *leaf.shape[n:])
 
     def join(self, leaf: Tensor) -> Tensor:
-        """[S, T, ...] as it is in the batch."""
+        """A leaf [S, T, ...] in the shape that it has in the batch: the reverse of `split`."""
         return leaf.reshape((*self.shape, *leaf.shape[2:]))
 
 
-class Trajectories(NamedTuple):
+class TrajectoryBounds(NamedTuple):
     """Where trajectories start and end in a batch; all [S, T]."""
 
-    strands: Strands
+    view: BatchView
     done: Tensor  # flags at the end of each step
     ids: Tensor | None
-    starts: Tensor  # whether is_init says that a trajectory starts here
-    ends: Tensor  # the last steps of trajectories, for whatever reason, as far as the batch shows
+    starts: Tensor  # whether `is_init` is set
+    ends: Tensor  # the last steps of trajectories, as far as the batch shows
 
     @property
     def position(self) -> Tensor:
         """int64 [T]."""
-        return torch.arange(self.strands.steps, device=self.ends.device)
+        return torch.arange(self.view.steps, device=self.ends.device)
 
     def first(self) -> Tensor:
         """int64 [S, T]: where in the batch each step's trajectory starts."""
@@ -78,65 +92,65 @@ class Trajectories(NamedTuple):
 
     def last(self) -> Tensor:
         """int64 [S, T]: where in the batch each step's trajectory ends, or the batch does."""
-        far = self.strands.steps - 1
+        far = self.view.steps - 1
         return torch.where(self.ends, self.position, far).flip(1).cummin(1).values.flip(1)
 
 
-def trajectories_of(
+def trajectory_bounds(
     batch: Any,
     who: str,
     done_key: Key | None = None,
     traj_key: Key | None = None,
     mask_key: Key | None = None,
     dims: int | None = None,
-) -> Trajectories:
-    """Trajectories by flags (`("next", "done")`, or `"done"` without it), ids, `"is_init"`, and the end of a mask.
+) -> TrajectoryBounds:
+    """The trajectories of a batch, from done flags (`("next", "done")` or `"done"`), ids, `"is_init"` and a mask.
 
-    `dims` is the number of batch dimensions, for dicts, which do not say it.
+    `dims` is the number of batch dimensions of a dict.
 
     Raises:
-        KeyError: there are no flags, or not those that were named.
+        KeyError: the batch has no done flags, or none under `done_key`.
     """
-    done_key = first_key(batch, DONES, who) if done_key is None else done_key
-    flag = get(batch, done_key, who)
-    strands = _strands_of(batch, flag, dims)
-    done = _flags(strands, flag, done_key)
-    found = None if traj_key is None else get(batch, traj_key, who)
-    ids = _ids(strands, batch) if found is None else strands.split(found, str(traj_key)).flatten(1)
-    init = find(batch, "is_init")
-    starts = torch.zeros_like(done) if init is None else _flags(strands, init, "is_init")
+    done_key = first_key(batch, DONE_KEYS, who) if done_key is None else done_key
+    flag = require_tensor(batch, done_key, who)
+    view = _view_of(batch, flag, dims)
+    done = _flags(view, flag, done_key)
+    given_ids = None if traj_key is None else require_tensor(batch, traj_key, who)
+    ids = _ids(view, batch) if given_ids is None else view.split(given_ids, str(traj_key)).flatten(1)
+    init = get_tensor(batch, "is_init")
+    starts = torch.zeros_like(done) if init is None else _flags(view, init, "is_init")
     ends = done.clone()
     if ids is not None:
         ends[:, :-1] |= ids[:, 1:] != ids[:, :-1]
     ends[:, :-1] |= starts[:, 1:]
-    mask = None if mask_key is None else find(batch, mask_key)
+    mask = None if mask_key is None else get_tensor(batch, mask_key)
     if mask is not None and mask_key is not None:
-        there = _flags(strands, mask, mask_key)
-        ends |= ~there  # steps of padding stand alone
-        ends[:, :-1] |= ~there[:, 1:]
-    return Trajectories(strands, done, ids, starts, ends)
+        is_step = _flags(view, mask, mask_key)
+        ends |= ~is_step  # each step of padding is a trajectory of its own
+        ends[:, :-1] |= ~is_step[:, 1:]
+    return TrajectoryBounds(view, done, ids, starts, ends)
 
 
-def _strands_of(batch: Any, flag: Tensor, dims: int | None) -> Strands:
-    if isinstance(batch, TensorDictBase) or is_class(batch):
-        return Strands(tuple(batch.batch_size))
+def _view_of(batch: Any, flag: Tensor, dims: int | None) -> BatchView:
+    if has_batch_size(batch):
+        return BatchView(tuple(batch.batch_size))
     shape = tuple(flag.shape)
     if dims is not None:
-        return Strands(shape[:dims])
+        return BatchView(shape[:dims])
     # Flags end in a dimension of 1.
-    return Strands(shape[:-1] if len(shape) > 1 and shape[-1] == 1 else shape)
+    return BatchView(shape[:-1] if len(shape) > 1 and shape[-1] == 1 else shape)
 
 
-def _flags(strands: Strands, flag: Tensor, key: Key) -> Tensor:
-    split = strands.split(flag, key).to(torch.bool)
+def _flags(view: BatchView, flag: Tensor, key: Key) -> Tensor:
+    split = view.split(flag, key).to(torch.bool)
     return split.flatten(2).any(-1) if split.ndim > 2 else split
 
 
-def _ids(strands: Strands, batch: Any) -> Tensor | None:
+def _ids(view: BatchView, batch: Any) -> Tensor | None:
     for key in _IDS:
-        ids = find(batch, key)
-        if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel() == strands.rows * strands.steps:
-            return ids.reshape(strands.rows, strands.steps)
+        ids = get_tensor(batch, key)
+        if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel() == view.rows * view.steps:
+            return ids.reshape(view.rows, view.steps)
     return None
 
 
@@ -147,8 +161,8 @@ def running_sum(x: Tensor, first: Tensor) -> Tensor:
     behind = torch.arange(x.shape[1], device=x.device) - first
     reach, most = 1, int(behind.max())
     while reach <= most:
-        there = (behind[:, reach:] >= reach).unsqueeze(-1)
-        x = torch.cat([x[:, :reach], x[:, reach:] + torch.where(there, x[:, :-reach], 0)], 1)
+        is_within = (behind[:, reach:] >= reach).unsqueeze(-1)
+        x = torch.cat([x[:, :reach], x[:, reach:] + torch.where(is_within, x[:, :-reach], 0)], 1)
         reach *= 2
     return x
 
@@ -158,72 +172,71 @@ def discounted_to_go(x: Tensor, last: Tensor, gamma: float) -> Tensor:
     ahead = last - torch.arange(x.shape[1], device=x.device)
     reach, most, weight = 1, int(ahead.max()), gamma
     while reach <= most:
-        there = (ahead[:, :-reach] >= reach).unsqueeze(-1)
-        x = torch.cat([x[:, :-reach] + weight * torch.where(there, x[:, reach:], 0), x[:, -reach:]], 1)
+        is_within = (ahead[:, :-reach] >= reach).unsqueeze(-1)
+        x = torch.cat([x[:, :-reach] + weight * torch.where(is_within, x[:, reach:], 0), x[:, -reach:]], 1)
         reach, weight = 2 * reach, weight * weight
     return x
 
 
-def summable(x: Tensor) -> Tensor:
-    """[S, T, F] in a dtype to sum in."""
+def flatten_for_sum(x: Tensor) -> Tensor:
+    """[S, T, F] in a dtype that sums are computed in."""
     x = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
     if x.dtype in (torch.float16, torch.bfloat16):
         return x.to(torch.float32)
     return x if x.is_floating_point() else x.to(torch.int64)
 
 
-Self = TypeVar("Self", bound="TimedTransform")
+Self = TypeVar("Self", bound="TrajectoryTransform")
 
 
-class Carried(NamedTuple):
-    """What the last written batch leaves for the next one."""
+class CarryOver(NamedTuple):
+    """What a transform keeps of a written batch, to continue in the next one."""
 
     done: Tensor  # [S]: whether its last step ended a trajectory
     ids: Tensor | None  # [S]: that step's trajectory
-    value: Any  # what the transform needs of it
+    value: Any  # what `_run` returned
 
 
-class TimedTransform(Transform, built_in=True):
-    """Works along time: on batches `[*, T]` whose last batch dimension is time, never across a trajectory's end.
+class TrajectoryTransform(Transform, built_in=True):
+    """Base of transforms along time: they take batches `[*, T]`, and compute nothing across a trajectory's end.
 
-    Trajectories end at flags (`done_key`; `("next", "done")` if None, or `"done"` in batches without it), where ids
-    change (`traj_key`; `("collector", "traj_ids")` or `"episode"` if None and there), and before `"is_init"`.
-    A plain dict has the batch dimensions of its flags without their last dimension of 1. Batches without steps are left
-    as they are on reading, and an error on writing.
+    Trajectories end at done flags (`done_key`; `("next", "done")` if None, or `"done"` in batches without it), where
+    ids change (`traj_key`; if None `("collector", "traj_ids")` or `"episode"`, if the batch has them), and before
+    `"is_init"`. The batch dimensions of a plain dict are those of its flags without a last dimension of 1. Batches
+    without steps stay unchanged on reading, and are an error on writing.
 
-    `forward` takes each batch by itself: rollouts, `rb[:]`, or what slice samplers give. Appended to a buffer with
-    `invert=True` it works on what is written, and goes on in the next `extend` or `add` where the last one stopped,
-    unless that ended a trajectory or the ids say that another one comes.
+    `forward` takes each batch by itself: rollouts, `rb[:]`, or batches of slice samplers. Appended to a buffer with
+    `invert=True` it changes the data that are written, and continues in the next `extend` or `add` where the last one
+    stopped, unless that ended a trajectory or the ids are those of another one.
 
-    In an environment it goes on from step to step and starts anew where a reset does, so that a rollout has what
-    `forward` makes of the rollout of the bare environment. Each environment has a copy of its own.
+    In an environment it continues from step to step and starts anew at resets, so that a rollout equals `forward` of
+    the rollout of the base environment. Each environment has its own copy.
     """
 
-    stream_in_order = True
-    _decisive: tuple[str, ...] = ("in_keys", "out_keys", "done_key", "traj_key")
+    forward_in_order = True
+    _state_settings: tuple[str, ...] = ("in_keys", "out_keys", "done_key", "traj_key")
 
     def __init__(self, *keys: Any, done_key: Key | None = None, traj_key: Key | None = None) -> None:
         super().__init__(*keys)
         self.done_key = None if done_key is None else as_key(done_key)
         self.traj_key = None if traj_key is None else as_key(traj_key)
-        self._carried: Carried | None = None
+        self._carry_over: CarryOver | None = None
 
-    def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
-        """Sets entries in place; returns what to carry on.
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
+        """Sets entries in place; returns the value to continue with in the next batch.
 
-        `before` is what the last batch left, of which strands where `goes_on` (bool [S]) are the continuation; None:
-        no strand goes on.
+        `before` is the value of the last batch, which environments continue where `continues` (bool [S]) holds; None:
+        no environment does.
         """
         raise NotImplementedError
 
-    def _trajectories(self, batch: Any, dims: int | None = None) -> Trajectories:
-        return trajectories_of(batch, type(self).__name__, self.done_key, self.traj_key, dims=dims)
+    def _trajectories(self, batch: Any, dims: int | None = None) -> TrajectoryBounds:
+        return trajectory_bounds(batch, type(self).__name__, self.done_key, self.traj_key, dims=dims)
 
-    def _alone(self, batch: Any) -> Any:
-        """The batch by itself, in place."""
+    def _transform_whole(self, batch: Any) -> Any:
+        """Changes a batch in place that continues nothing; a list of items is stacked before and unstacked after."""
         if type(batch) is list:
-            whole = self._alone(stacked(batch))
-            return unstacked(whole, len(batch))
+            return unstack(self._transform_whole(collate_items(batch)), 0)
         trajectories = self._trajectories(batch)
         if trajectories.done.numel() == 0:
             return batch
@@ -231,17 +244,17 @@ class TimedTransform(Transform, built_in=True):
         return batch
 
     def forward(self, batch: Any) -> Any:
-        return self._alone(batch)
+        return self._transform_whole(batch)
 
     # ---- environments ----
     def for_env(self: Self, specs: EnvSpecs) -> Self:
-        here = copy.copy(self)
-        here._carried = None
-        here._start(specs)
-        return here
+        own = copy.copy(self)
+        own._carry_over = None
+        own._init_env_state(specs)
+        return own
 
-    def _start(self, specs: EnvSpecs) -> None:
-        """No episode has begun."""
+    def _init_env_state(self, specs: EnvSpecs) -> None:
+        """Sets the state of an environment before its first reset."""
         raise NotImplementedError
 
     def _deferred(self, writes: Sequence[Key], *, limit: int | None = None, **settings: Any) -> Deferred:
@@ -253,83 +266,83 @@ class TimedTransform(Transform, built_in=True):
             nonlocal before
             ends = torch.zeros_like(starts)
             ends[:, :-1] = starts[:, 1:]
-            trajectories = Trajectories(Strands(tuple(batch.batch_size)), ends, None, starts, ends)
+            trajectories = TrajectoryBounds(BatchView(tuple(batch.batch_size)), ends, None, starts, ends)
             before = of_batches._run_in_env(batch, trajectories, ~starts[:, 0], before)
 
         return Deferred(tuple(writes), limit, apply)
 
-    def _run_in_env(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+    def _run_in_env(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         """`_run` on a batch in TED, with every root entry that the transform makes in an environment."""
-        return self._run(batch, trajectories, goes_on, before)
+        return self._run(batch, trajectories, continues, before)
 
     def _inverts(self) -> bool:
         return False
 
-    def stream(self, writing: Writing) -> Writing:
-        return self._next_piece(writing)
+    def forward_stream(self, writing: WriteRequest) -> WriteRequest:
+        return self._continue_stream(writing)
 
-    def _next_piece(self, writing: Writing) -> Writing:
-        """Goes on where the last piece stopped; what is only held back elsewhere leaves nothing behind."""
+    def _continue_stream(self, writing: WriteRequest) -> WriteRequest:
+        """Continues from the last write; steps that another transform holds back change nothing here."""
         if writing.in_place:
             return writing
         if writing.rows_are_trajectories:
-            return writing.changed(lambda batch: self._alone(shallow(batch)))
+            return writing.changed(lambda batch: self._transform_whole(copy_containers(batch)))
         ordered = writing.in_order()
-        items, held, carried = ordered.items, ordered.held, self._carried
+        items, held, carried = ordered.items, ordered.held, self._carry_over
         if items is not None:
-            items, carried = self._piece(items, carried, writing.batch_dims)
+            items, carried = self._transform_piece(items, carried, writing.batch_dims)
         if held is not None:
-            held, _ = self._piece(held, carried, writing.batch_dims)
-        self._carried = carried
+            held, _ = self._transform_piece(held, carried, writing.batch_dims)
+        self._carry_over = carried
         return ordered._replace(items=items, held=held).in_form_of(writing)
 
-    def _piece(self, batch: Any, carried: Carried | None, dims: int) -> tuple[Any, Carried]:
-        batch = shallow(batch)
+    def _transform_piece(self, batch: Any, carried: CarryOver | None, dims: int) -> tuple[Any, CarryOver]:
+        batch = copy_containers(batch)
         now = self._trajectories(batch, dims)
         if now.done.numel() == 0:
             raise ValueError("nothing to add: the batch has no steps")
-        goes_on = torch.zeros_like(now.done[:, 0])
-        if carried is not None and carried.done.shape == goes_on.shape:
-            goes_on = ~carried.done.to(goes_on.device) & ~now.starts[:, 0]
+        continues = torch.zeros_like(now.done[:, 0])
+        if carried is not None and carried.done.shape == continues.shape:
+            continues = ~carried.done.to(continues.device) & ~now.starts[:, 0]
             if carried.ids is not None and now.ids is not None:
-                goes_on = goes_on & (carried.ids.to(goes_on.device) == now.ids[:, 0])
+                continues = continues & (carried.ids.to(continues.device) == now.ids[:, 0])
         elif carried is not None:
             carried = None
-        with torch.no_grad():  # what is carried on would keep the graph of every batch before
-            value = self._run(batch, now, goes_on, None if carried is None else carried.value)
+        with torch.no_grad():  # the value would keep the graph of all earlier batches
+            value = self._run(batch, now, continues, None if carried is None else carried.value)
         ids = None if now.ids is None else now.ids[:, -1].clone()
-        return batch, Carried(now.done[:, -1].clone(), ids, value)
+        return batch, CarryOver(now.done[:, -1].clone(), ids, value)
 
     # ---- state ----
     def empty(self) -> None:
-        self._carried = None
+        self._carry_over = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._carried is None else self._carried._asdict()
+        return {} if self._carry_over is None else self._carry_over._asdict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._carried = Carried(**state) if state else None
+        self._carry_over = CarryOver(**state) if state else None
 
     def _settings(self) -> dict[str, Any]:
         settings = {"done_key": self.done_key, "traj_key": self.traj_key}
         return {k: v for k, v in settings.items() if v is not None}
 
 
-def sibling(key: Key, name: str) -> Key:
-    """`("next", "reward")` and `"sum"`: `("next", "sum")`."""
+def sibling_key(key: Key, name: str) -> Key:
+    """The key of the entry `name` beside `key`: `("next", "sum")` beside `("next", "reward")`."""
     return name if isinstance(key, str) else (*key[:-1], name)
 
 
-class RewardSum(TimedTransform, built_in=True):
-    """The sum of each trajectory's rewards so far, this step's included: `episode_reward` beside each reward.
+class RewardSum(TrajectoryTransform, built_in=True):
+    """Adds up the rewards of each trajectory so far, this step's included, as `episode_reward` beside each reward.
 
     Args:
         in_keys: rewards; `("next", "reward")` if None, or `"reward"` in batches without it.
         out_keys: their sums; `"episode_reward"` in the place of `"reward"` if None.
-        done_key, traj_key: where trajectories end; see TimedTransform.
+        done_key, traj_key: where trajectories end; see TrajectoryTransform.
 
     In an environment `in_keys` of None are `"reward"`, and the sums are 0 at resets.
-    Sums of integers are int64. Trajectories, and carrying on between writes: see TimedTransform.
+    Sums of integers are int64. Trajectories, and carrying on between writes: see TrajectoryTransform.
 
     Example:
         >>> done = torch.tensor([[False], [True], [False]])
@@ -343,15 +356,15 @@ class RewardSum(TimedTransform, built_in=True):
     ) -> None:
         super().__init__(in_keys, [] if in_keys is None else out_keys, done_key=done_key, traj_key=traj_key)
         if in_keys is not None and out_keys is None:
-            self.out_keys = [sibling(key, f"episode_{path_of(key)[-1]}") for key in self.in_keys]
+            self.out_keys = [sibling_key(key, f"episode_{key_path(key)[-1]}") for key in self.in_keys]
         if in_keys is None and out_keys is not None:
             raise ValueError("RewardSum with out_keys needs in_keys")
 
     def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
         if self.in_keys:
             return super()._pairs(batch)
-        key = first_key(batch, REWARDS, "RewardSum")
-        return [(key, sibling(key, "episode_reward"))]
+        key = first_key(batch, REWARD_KEYS, "RewardSum")
+        return [(key, sibling_key(key, "episode_reward"))]
 
     _sum_along = staticmethod(running_sum)
 
@@ -361,34 +374,34 @@ class RewardSum(TimedTransform, built_in=True):
         return root_pairs(self.in_keys, self.out_keys) if self.in_keys else [("reward", "episode_reward")]
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
-        if taken := [target for _, target in self._env_pairs if target in RESULTS]:
-            raise ValueError(f"RewardSum would replace {taken}; give it out_keys of its own in an environment")
+        if replaced := [target for _, target in self._env_pairs if target in RESULT_KEYS]:
+            raise ValueError(f"RewardSum would replace {replaced}; give it out_keys of its own in an environment")
         return specs.with_entries({target: self._sum_spec(specs.entry(source)) for source, target in self._env_pairs})
 
     def _sum_spec(self, spec: Any) -> Spec:
         return Unbounded(spec.shape, spec.device, spec.dtype if spec.dtype.is_floating_point else torch.int64)
 
-    def _start(self, specs: EnvSpecs) -> None:
+    def _init_env_state(self, specs: EnvSpecs) -> None:
         specs.require([source for source, _ in self._env_pairs], "RewardSum")
         self._of: list[Any] = [specs.entry(source) for source, _ in self._env_pairs]
-        self._sums = [wide(spec.zero()) for spec in self._of]
+        self._sums = [as_sum_dtype(spec.zero()) for spec in self._of]
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         device = fresh.get("done").device
-        self._sums = [where_reset(td, torch.zeros_like(old, device=device), old) for old in self._sums]
+        self._sums = [select_reset(td, torch.zeros_like(old, device=device), old) for old in self._sums]
         for (_, target), total, spec in zip(self._env_pairs, self._sums, self._of, strict=True):
             fresh.set(target, self._shown(total, spec.dtype))
         return fresh
 
     @staticmethod
     def _shown(total: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy: the sum goes on in place, and the caller may write into what it got."""
+        """A copy: the sum is continued in place, and the caller may write into the result."""
         return total.to(dtype, copy=True) if dtype.is_floating_point else total.clone()
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         for i, (source, target) in enumerate(self._env_pairs):
             reward = following.get(source)
-            total = self._sums[i] = on(self._sums[i], reward.device).add_(reward)
+            total = self._sums[i] = to_device(self._sums[i], reward.device).add_(reward)
             following.set(target, self._shown(total, reward.dtype))
         return following
 
@@ -396,38 +409,38 @@ class RewardSum(TimedTransform, built_in=True):
         if type(self) is not RewardSum:
             return None
         sources, targets = zip(*self._env_pairs, strict=True)
-        in_keys, out_keys = ([("next", *path_of(key)) for key in keys] for keys in (sources, targets))
+        in_keys, out_keys = ([("next", *key_path(key)) for key in keys] for keys in (sources, targets))
         return self._deferred(targets, in_keys=in_keys, out_keys=out_keys, _sum_along=_sum_in_order)
 
-    def _run_in_env(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
-        left = self._run(batch, trajectories, goes_on, before)
+    def _run_in_env(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
+        left = self._run(batch, trajectories, continues, before)
         for i, (_, target) in enumerate(self._env_pairs):
-            total = get(batch, ("next", *path_of(target)), "RewardSum")
-            after = trajectories.strands.split(total, target).flatten(2)
+            total = require_tensor(batch, ("next", *key_path(target)), "RewardSum")
+            after = trajectories.view.split(total, target).flatten(2)
             so_far = torch.zeros_like(after)
             so_far[:, 1:] = after[:, :-1]
             if before is not None:
                 so_far[:, 0] = before[i]
-            put(batch, target, so_far.masked_fill_(trajectories.starts.unsqueeze(-1), 0).reshape(total.shape))
+            set_entry(batch, target, so_far.masked_fill_(trajectories.starts.unsqueeze(-1), 0).reshape(total.shape))
         return left
 
-    def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         first, left = trajectories.first(), []
         for i, (source, target) in enumerate(self._pairs(batch)):
-            reward = get(batch, source, "RewardSum")
-            split = trajectories.strands.split(reward, source)
-            x = summable(split)
+            reward = require_tensor(batch, source, "RewardSum")
+            split = trajectories.view.split(reward, source)
+            x = flatten_for_sum(split)
             if before is not None:
                 x = x.clone()
-                x[:, 0] += torch.where(goes_on.unsqueeze(-1), before[i].to(x.device), 0)
+                x[:, 0] += torch.where(continues.unsqueeze(-1), before[i].to(x.device), 0)
             total = self._sum_along(x, first)
             left.append(total[:, -1].clone())
             dtype = reward.dtype if reward.is_floating_point() else torch.int64
-            put(batch, target, trajectories.strands.join(total.reshape(split.shape).to(dtype)))
+            set_entry(batch, target, trajectories.view.join(total.reshape(split.shape).to(dtype)))
         return left
 
 
-class StepCounter(TimedTransform, built_in=True):
+class StepCounter(TrajectoryTransform, built_in=True):
     """Counts steps within each trajectory: `step_count` 0, 1, 2, ... and, one higher, `("next", "step_count")`.
 
     Args:
@@ -435,9 +448,9 @@ class StepCounter(TimedTransform, built_in=True):
         truncated_key: the flag's name beside the done flag.
         step_count_key: the count's name, int64 with the shape of the flags.
         update_done: whether `max_steps` also sets the done flag.
-        done_key, traj_key: where trajectories end; see TimedTransform.
+        done_key, traj_key: where trajectories end; see TrajectoryTransform.
 
-    Trajectories, and carrying on between writes: see TimedTransform.
+    Trajectories, and carrying on between writes: see TrajectoryTransform.
 
     Example:
         >>> done = torch.tensor([[False], [False], [True], [False]])
@@ -475,21 +488,21 @@ class StepCounter(TimedTransform, built_in=True):
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         return specs.with_entries({self.step_count_key: Unbounded(specs.done.shape, specs.done.device, torch.int64)})
 
-    def _start(self, specs: EnvSpecs) -> None:
+    def _init_env_state(self, specs: EnvSpecs) -> None:
         self._count: Tensor | None = None
-        self._most = 0  # no count is higher: saves looking at them
+        self._most = 0  # an upper bound of the counts, which saves reading them
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         zero = torch.zeros_like(fresh.get("done"), dtype=torch.int64)
         self._most = 0 if td.get("_reset", None) is None else self._most
-        self._count = where_reset(td, zero, self._count)
+        self._count = select_reset(td, zero, self._count)
         return fresh.set(self.step_count_key, self._count.clone())
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         done = following.get("done")
         if self._count is None:
             self._count = torch.zeros_like(done, dtype=torch.int64)
-        self._count = on(self._count, done.device).add_(1)
+        self._count = to_device(self._count, done.device).add_(1)
         self._most += 1
         following.set(self.step_count_key, self._count.clone())
         if self.max_steps is not None and self._most >= self.max_steps:
@@ -503,42 +516,42 @@ class StepCounter(TimedTransform, built_in=True):
             return None
         return self._deferred([self.step_count_key], limit=self.max_steps, max_steps=None)
 
-    def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
-        done_key = self.done_key or first_key(batch, DONES, "StepCounter")
-        done = get(batch, done_key, "StepCounter")
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
+        done_key = self.done_key or first_key(batch, DONE_KEYS, "StepCounter")
+        done = require_tensor(batch, done_key, "StepCounter")
         first = trajectories.first()
         count = trajectories.position - first
         if before is not None:
-            offset = torch.where(goes_on, before.to(count.device), 0).unsqueeze(-1)
+            offset = torch.where(continues, before.to(count.device), 0).unsqueeze(-1)
             count = count + torch.where(first == 0, offset, 0)
-        shaped = trajectories.strands.join(count)
+        shaped = trajectories.view.join(count)
         shaped = shaped.reshape(*shaped.shape, *[1] * (done.ndim - shaped.ndim)).expand(done.shape).contiguous()
-        put(batch, self.step_count_key, shaped)
+        set_entry(batch, self.step_count_key, shaped)
         if done_key[0] == "next":
-            put(batch, ("next", self.step_count_key), shaped + 1)
+            set_entry(batch, ("next", self.step_count_key), shaped + 1)
         if self.max_steps is not None:
             self._truncate(batch, shaped + 1 >= self.max_steps, done_key)
         return count[:, -1] + 1
 
     def _truncate(self, batch: Any, over: Tensor, done_key: Key) -> None:
-        truncated_key = sibling(done_key, self.truncated_key)
-        truncated = find(batch, truncated_key)
-        put(batch, truncated_key, over if truncated is None else truncated | over)
+        truncated_key = sibling_key(done_key, self.truncated_key)
+        truncated = get_tensor(batch, truncated_key)
+        set_entry(batch, truncated_key, over if truncated is None else truncated | over)
         if self.update_done:
-            put(batch, done_key, get(batch, done_key, "StepCounter") | over)
+            set_entry(batch, done_key, require_tensor(batch, done_key, "StepCounter") | over)
 
     def _settings(self) -> dict[str, Any]:
         return {"max_steps": self.max_steps, **super()._settings()}
 
 
-class InitTracker(TimedTransform, built_in=True):
-    """Marks each trajectory's first step, and the first step of the batch: `is_init`, bool with the shape of the flags.
+class InitTracker(TrajectoryTransform, built_in=True):
+    """Marks the first step of each trajectory and of the batch: `is_init`, bool with the shape of the flags.
 
     Args:
-        init_key: the mark's name.
-        done_key, traj_key: where trajectories end; see TimedTransform.
+        init_key: the key of the mark.
+        done_key, traj_key: where trajectories end; see TrajectoryTransform.
 
-    On writing (see TimedTransform) the first step of a batch is marked only where a trajectory starts.
+    On writing (see TrajectoryTransform) the first step of a batch is marked only where a trajectory starts.
 
     Example:
         >>> done = torch.tensor([[False], [True], [False]])
@@ -556,15 +569,15 @@ class InitTracker(TimedTransform, built_in=True):
         return specs.with_entries({root_key(self.init_key): mark})
 
     def root_entries(self) -> list[Key]:
-        """The mark's name in an environment."""
+        """The key of the mark in an environment."""
         return [root_key(self.init_key)]
 
-    def _start(self, specs: EnvSpecs) -> None:
-        """It keeps nothing."""
+    def _init_env_state(self, specs: EnvSpecs) -> None:
+        """There is no state."""
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         done = fresh.get("done")
-        return fresh.set(root_key(self.init_key), where_reset(td, torch.ones_like(done), torch.zeros_like(done)))
+        return fresh.set(root_key(self.init_key), select_reset(td, torch.ones_like(done), torch.zeros_like(done)))
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         return following.set(root_key(self.init_key), torch.zeros_like(following.get("done")))
@@ -574,17 +587,17 @@ class InitTracker(TimedTransform, built_in=True):
             return None
         return self._deferred(self.root_entries(), init_key=root_key(self.init_key))
 
-    def _run_in_env(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
-        put(batch, ("next", *path_of(self.init_key)), torch.zeros_like(batch.get(("next", "done"))))
-        return self._run(batch, trajectories, goes_on, before)
+    def _run_in_env(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
+        set_entry(batch, ("next", *key_path(self.init_key)), torch.zeros_like(batch.get(("next", "done"))))
+        return self._run(batch, trajectories, continues, before)
 
-    def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
-        done = get(batch, self.done_key or first_key(batch, DONES, "InitTracker"), "InitTracker")
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
+        done = require_tensor(batch, self.done_key or first_key(batch, DONE_KEYS, "InitTracker"), "InitTracker")
         init = trajectories.first() == trajectories.position
-        init[:, 0] = ~goes_on if before is not None else True
-        shaped = trajectories.strands.join(init)
+        init[:, 0] = ~continues if before is not None else True
+        shaped = trajectories.view.join(init)
         shaped = shaped.reshape(*shaped.shape, *[1] * (done.ndim - shaped.ndim)).expand(done.shape)
-        put(batch, self.init_key, shaped.contiguous())
+        set_entry(batch, self.init_key, shaped.contiguous())
         return True
 
     def _settings(self) -> dict[str, Any]:
@@ -602,25 +615,25 @@ def _sum_in_order(x: Tensor, first: Tensor) -> Tensor:
     return torch.from_numpy(sums)
 
 
-def wide(value: Tensor) -> Tensor:
-    """In the dtype to sum in."""
+def as_sum_dtype(value: Tensor) -> Tensor:
+    """A tensor in the dtype that its sums are computed in."""
     if value.dtype in (torch.float16, torch.bfloat16):
         return value.to(torch.float32)
     return value if value.is_floating_point() else value.to(torch.int64)
 
 
-class Reward2GoTransform(TimedTransform, built_in=True):
-    """On writing: the discounted sum of rewards from each step to its trajectory's end, as `reward_to_go`.
+class Reward2GoTransform(TrajectoryTransform, built_in=True):
+    """On writing, adds the discounted sum of rewards from each step to its trajectory's end, as `reward_to_go`.
 
     Args:
         gamma: the discount, 0 to 1.
         in_keys: rewards; `("next", "reward")` if None, or `"reward"` in batches without it.
-        out_keys: where the sums are put; `"reward_to_go"` if None.
-        done_key, traj_key: where trajectories end; see TimedTransform.
+        out_keys: the keys of the sums; `"reward_to_go"` if None.
+        done_key, traj_key: where trajectories end; see TrajectoryTransform.
 
-    `inv` and writing into a buffer compute it, from one batch alone: extend by whole trajectories. Steps after the
-    last end in a batch count the rewards up to the end of the batch; a batch without any end is an error. Reading
-    leaves batches as they are; appended with `invert=True` it is the other way round, for samplers of slices.
+    `inv` and writing into a buffer compute it, from each batch by itself: extend by whole trajectories. Steps after the
+    last end in a batch count the rewards up to the end of the batch; a batch without any end is an error. On reading
+    batches stay unchanged; with `invert=True` it computes the sums on reading instead, for samplers of slices.
 
     Raises:
         ValueError: no trajectory ends in the batch.
@@ -632,8 +645,8 @@ class Reward2GoTransform(TimedTransform, built_in=True):
         tensor([1.5000, 1.0000])
     """
 
-    write_in_order = True
-    stream_in_order = False
+    inverse_in_order = True
+    forward_in_order = False
 
     def __init__(
         self,
@@ -653,48 +666,48 @@ class Reward2GoTransform(TimedTransform, built_in=True):
 
     def for_env(self, specs: EnvSpecs) -> Any:
         raise TypeError(
-            "Reward2GoTransform needs the rewards that come later, which an environment does not have yet: append it "
-            "to the replay buffer, or call its inv on a rollout"
+            "Reward2GoTransform needs later rewards, which an environment does not have yet: append it to the replay "
+            "buffer, or call its inv on a rollout"
         )
 
     def forward(self, batch: Any) -> Any:
         return batch
 
     def inv(self, batch: Any) -> Any:
-        return self._alone(batch if type(batch) is list else shallow(batch))
+        return self._transform_whole(batch if type(batch) is list else copy_containers(batch))
 
-    def write(self, writing: Writing) -> Writing:
-        return self._next_piece(writing)
+    def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
+        return self._continue_stream(writing)
 
-    def changes_what_is_written(self) -> bool:
+    def changes_writes(self) -> bool:
         return True
 
-    def stream(self, writing: Writing) -> Writing:
+    def forward_stream(self, writing: WriteRequest) -> WriteRequest:
         return writing
 
     def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
         if not self._finds_reward:
             return super()._pairs(batch)
-        return [(first_key(batch, REWARDS, "Reward2GoTransform"), self.out_keys[0])]
+        return [(first_key(batch, REWARD_KEYS, "Reward2GoTransform"), self.out_keys[0])]
 
-    def _run(self, batch: Any, trajectories: Trajectories, goes_on: Tensor, before: Any) -> Any:
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         if not bool(trajectories.ends.any()):
             raise ValueError(
-                "no trajectory ends in this batch, so what its steps still earn is not known; extend by whole "
+                "no trajectory ends in this batch, so that the rewards to come are not known; extend by whole "
                 "trajectories, or mark the last step truncated and done"
             )
         last = trajectories.last()
         for source, target in self._pairs(batch):
-            reward = get(batch, source, "Reward2GoTransform")
-            split = trajectories.strands.split(reward, source)
-            x = summable(split)
+            reward = require_tensor(batch, source, "Reward2GoTransform")
+            split = trajectories.view.split(reward, source)
+            x = flatten_for_sum(split)
             x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
             to_go = discounted_to_go(x, last, self.gamma).reshape(split.shape)
             dtype = reward.dtype if reward.is_floating_point() else to_go.dtype
-            put(batch, target, trajectories.strands.join(to_go.to(dtype)))
+            set_entry(batch, target, trajectories.view.join(to_go.to(dtype)))
         return None
 
-    # What is computed from one batch alone leaves nothing behind.
+    # Each batch is computed by itself: there is no state.
     def state_dict(self) -> dict[str, Any]:
         return {}
 

@@ -1,4 +1,4 @@
-"""Transforms of values: dtypes, shifts and scales."""
+"""Transforms of values: dtypes, shifts and scales, shapes."""
 
 from __future__ import annotations
 
@@ -10,25 +10,36 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Key, Keys, find, get, has_keys, is_class, leaf_keys, missing, put, shallow
+from engram.pytree import (
+    Key,
+    Keys,
+    copy_containers,
+    get_tensor,
+    has_batch_size,
+    has_keys,
+    leaf_keys,
+    missing_key_error,
+    require_tensor,
+    set_entry,
+)
 from engram.specs import Categorical, OneHot, Spec, Unbounded
 from engram.transforms.base import Deferred, Transform, root_pairs
-from engram.transforms.env_specs import EnvSpecs, as_dtype, changed_leaves
+from engram.transforms.env_specs import EnvSpecs, cast_spec, map_leaves
 
-REWARDS: tuple[Key, ...] = (("next", "reward"), "reward")
+REWARD_KEYS: tuple[Key, ...] = (("next", "reward"), "reward")
 
 
 class DTypeCastTransform(Transform, built_in=True):
-    """Entries of one dtype as another on reading, and back on writing.
+    """Casts entries of one dtype to another on reading, and back on writing.
 
     Args:
-        dtype_in: as it is stored.
-        dtype_out: as the caller knows it.
+        dtype_in: the dtype in the storage.
+        dtype_out: the dtype that the caller sees.
         in_keys, out_keys, in_keys_inv, out_keys_inv: as Transform's. Without `in_keys` every entry of `dtype_in` is
             cast on reading; with neither `in_keys` nor `in_keys_inv` also every entry of `dtype_out` on writing.
 
-    In an environment, where their spec is of `dtype_in`: without `in_keys` every observation and the reward, with
-    neither also the action.
+    In an environment it casts what has a spec of `dtype_in`: without `in_keys` every observation and the reward; with
+    neither `in_keys` nor `in_keys_inv` also the action.
 
     Example:
         >>> cast = DTypeCastTransform(torch.float16, torch.float32)
@@ -54,27 +65,28 @@ class DTypeCastTransform(Transform, built_in=True):
         return self._cast_all(batch, self.dtype_in, self.dtype_out) if self._reads_all else super().forward(batch)
 
     def inv(self, batch: Any) -> Any:
-        return self._cast_all(shallow(batch), self.dtype_out, self.dtype_in) if self._all else super().inv(batch)
+        return (
+            self._cast_all(copy_containers(batch), self.dtype_out, self.dtype_in) if self._all else super().inv(batch)
+        )
 
     # ---- environments ----
     def for_env(self, specs: EnvSpecs) -> DTypeCastTransform:
         if not self._reads_all:
             return self
-        here, actions = copy.copy(self), []
+        own, actions = copy.copy(self), []
 
-        def note(key: Key, spec: Spec) -> Spec:
-            actions.append(key)
+        def collect(key: Key, spec: Spec) -> Spec:
+            if spec.dtype is self.dtype_in:
+                actions.append(key)
             return spec
 
-        changed_leaves(
-            specs.action, "action", lambda key, spec: note(key, spec) if spec.dtype is here.dtype_in else spec
-        )
+        map_leaves(specs.action, "action", collect)
         entries = {**specs.observation.leaves(), "reward": specs.reward}
-        here.in_keys = here.out_keys = [key for key, spec in entries.items() if spec.dtype is here.dtype_in]
+        own.in_keys = own.out_keys = [key for key, spec in entries.items() if spec.dtype is self.dtype_in]
         if self._all:
-            here.in_keys_inv = here.out_keys_inv = actions
-        here.__dict__.pop("_env_pairs", None)
-        return here
+            own.in_keys_inv = own.out_keys_inv = actions
+        own.__dict__.pop("_env_pairs", None)
+        return own
 
     def _call(self, td: TensorDictBase) -> TensorDictBase:
         return self._by_key(td)
@@ -85,11 +97,11 @@ class DTypeCastTransform(Transform, built_in=True):
     def _inverts(self) -> bool:
         return bool(self.in_keys_inv)
 
-    def changes_what_is_written(self) -> bool:
+    def changes_writes(self) -> bool:
         return self._all or self._inverts()
 
     def _mapped(self, spec: Spec) -> Spec:
-        return as_dtype(spec, self.dtype_out)
+        return cast_spec(spec, self.dtype_out)
 
     def transform_action_spec(self, action_spec: Spec) -> Spec:
         return self._mapped_action(action_spec, self._mapped)
@@ -100,17 +112,17 @@ class DTypeCastTransform(Transform, built_in=True):
     def _inv_apply_transform(self, value: Tensor) -> Tensor:
         return value.to(self.dtype_in)
 
-    def _cast_all(self, batch: Any, found: torch.dtype, wanted: torch.dtype) -> Any:
+    def _cast_all(self, batch: Any, source: torch.dtype, target: torch.dtype) -> Any:
         if type(batch) is list:
-            return [self._cast_all(shallow(item), found, wanted) for item in batch]
+            return [self._cast_all(copy_containers(item), source, target) for item in batch]
         if isinstance(batch, Tensor):
-            return batch.to(wanted) if batch.dtype is found else batch
+            return batch.to(target) if batch.dtype is source else batch
         if not has_keys(batch):
-            raise missing(batch, [], "DTypeCastTransform")
+            raise missing_key_error(batch, [], "DTypeCastTransform")
         for key in leaf_keys(batch):
-            value = find(batch, key)
-            if isinstance(value, Tensor) and value.dtype is found:
-                put(batch, key, value.to(wanted))
+            value = get_tensor(batch, key)
+            if isinstance(value, Tensor) and value.dtype is source:
+                set_entry(batch, key, value.to(target))
         return batch
 
     def _settings(self) -> dict[str, Any]:
@@ -118,10 +130,10 @@ class DTypeCastTransform(Transform, built_in=True):
 
 
 class ObservationNorm(Transform, built_in=True):
-    """`value * scale + loc`, or with `standard_normal` `(value - loc) / scale`; `inv` the other way round.
+    """Normalises entries: `value * scale + loc`, or with `standard_normal` `(value - loc) / scale`; `inv` reverses it.
 
     Args:
-        loc, scale: numbers, or tensors that broadcast with the entries; without both, `init_stats` finds them.
+        loc, scale: numbers, or tensors that broadcast with the entries; without both, `init_stats` computes them.
         in_keys, out_keys, in_keys_inv, out_keys_inv: as Transform's.
         standard_normal: `loc` and `scale` are a mean and a standard deviation.
         eps: the smallest standard deviation that `init_stats` gives.
@@ -169,10 +181,10 @@ class ObservationNorm(Transform, built_in=True):
         return self._stats is not None
 
     def init_stats(self, data: Any, key: Key | None = None, reduce_dim: Any = None) -> None:
-        """Takes mean and standard deviation (at least `eps`) from data: a batch with the entry `key`, or a tensor.
+        """Computes mean and standard deviation (at least `eps`) of data: a batch with the entry `key`, or a tensor.
 
         Args:
-            key: `in_keys`' only key if None.
+            key: the only one of `in_keys` if None.
             reduce_dim: dimensions to average over; the batch dimensions if None (of tensors and dicts the first).
 
         Raises:
@@ -183,11 +195,11 @@ class ObservationNorm(Transform, built_in=True):
         if key is None and not isinstance(data, Tensor):
             keys = list(self.in_keys) or list(self.in_keys_inv)
             if len(keys) > 1:
-                raise ValueError(f"which of {keys} are the statistics taken from? Give key=")
+                raise ValueError(f"init_stats needs key=, one of {keys}, where there are several in_keys")
             key = keys[0]
-        value = data if key is None else get(data, key, "ObservationNorm.init_stats")
+        value = data if key is None else require_tensor(data, key, "ObservationNorm.init_stats")
         if reduce_dim is None:
-            dims = data.batch_dims if isinstance(data, TensorDictBase) or is_class(data) else 1
+            dims = data.batch_dims if has_batch_size(data) else 1
             reduce_dim = tuple(range(dims))
         if value.numel() == 0:
             raise ValueError(f"init_stats needs data, got shape {list(value.shape)}")
@@ -195,20 +207,20 @@ class ObservationNorm(Transform, built_in=True):
         value = value.to(torch.float64)  # squares and sums of float16 would soon be infinite
         if bad := value.numel() - int(value.isfinite().sum()):
             raise ValueError(
-                f"init_stats found {bad} values of {value.numel()} that are not finite, and no mean and deviation with "
-                "them: leave these rows out, or use VecNorm, which does"
+                f"init_stats found {bad} values of {value.numel()} that are not finite, and no statistics of them "
+                "exist: leave these rows out, or use VecNorm, which does"
             )
         mean = value.mean(reduce_dim)
         std = (value - value.mean(reduce_dim, keepdim=True)).square().mean(reduce_dim).sqrt().clamp_min(self.eps)
         loc, scale = (mean, std) if self.standard_normal else (-mean / std, 1 / std)
-        # Of too small a dtype a deviation of 1e-6, or its inverse, would be 0 or infinite.
+        # In float16 a deviation of 1e-6, or its inverse, would be 0 or infinite.
         dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         self._stats = _checked_stats(loc.to(dtype), scale.to(dtype))
 
     # ---- environments ----
     @property
     def _keeps_order(self) -> bool:  # type: ignore[override]
-        return self._given  # what init_stats finds may be found again
+        return self._given  # init_stats may be called again, and then changes the bounds
 
     def _mapped(self, spec: Any) -> Spec:
         if self._stats is not None:
@@ -230,10 +242,10 @@ class ObservationNorm(Transform, built_in=True):
     def _cast(self, value: Tensor) -> tuple[Tensor, Tensor]:
         if self._stats is None:
             raise RuntimeError("ObservationNorm has no loc and scale yet: give them, or call init_stats(data)")
-        return cast(self._stats[0], value), cast(self._stats[1], value)
+        return cast_stat(self._stats[0], value), cast_stat(self._stats[1], value)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `init_stats` found; `loc` and `scale` that were given are settings."""
+        """The statistics that `init_stats` computed; `loc` and `scale` given to `__init__` are settings."""
         return {} if self._given or self._stats is None else {"loc": self._stats[0], "scale": self._stats[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -242,23 +254,23 @@ class ObservationNorm(Transform, built_in=True):
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         if self._given:
-            return [f"ObservationNorm was given loc={self.loc} and scale={self.scale} here, and found its own there"]
+            return [f"ObservationNorm was given loc={self.loc} and scale={self.scale} here, and computed them there"]
         try:
             _checked_stats(state["loc"], state["scale"])
         except ValueError as error:
-            return [f"ObservationNorm has a state that cannot be: {error}; call init_stats(data) anew"]
+            return [f"ObservationNorm has an impossible state: {error}; call init_stats(data) anew"]
         return []
 
-    def decisive(self) -> dict[str, Any]:
-        more = {"in_keys_inv": self.in_keys_inv, "standard_normal": self.standard_normal}
-        return {**super().decisive(), **more}
+    def state_settings(self) -> dict[str, Any]:
+        own = {"in_keys_inv": self.in_keys_inv, "standard_normal": self.standard_normal}
+        return {**super().state_settings(), **own}
 
     def _settings(self) -> dict[str, Any]:
         return {"loc": self.loc, "scale": self.scale, "standard_normal": self.standard_normal}
 
 
 class RewardScaling(Transform, built_in=True):
-    """Rewards times `scale` plus `loc`, or with `standard_normal` `(reward - loc) / scale`.
+    """Scales rewards: `reward * scale + loc`, or with `standard_normal` `(reward - loc) / scale`.
 
     Args:
         loc, scale: numbers, or tensors that broadcast with rewards.
@@ -285,7 +297,7 @@ class RewardScaling(Transform, built_in=True):
     def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
         if self.in_keys:
             return super()._pairs(batch)
-        key = first_key(batch, REWARDS, "RewardScaling")
+        key = first_key(batch, REWARD_KEYS, "RewardScaling")
         return [(key, key)]
 
     _keeps_order = True
@@ -295,7 +307,7 @@ class RewardScaling(Transform, built_in=True):
         return root_pairs(self.in_keys, self.out_keys) if self.in_keys else [("reward", "reward")]
 
     def _apply_transform(self, value: Tensor) -> Tensor:
-        loc, scale = cast(self.loc, value), cast(self.scale, value)
+        loc, scale = cast_stat(self.loc, value), cast_stat(self.scale, value)
         return (value - loc) / scale if self.standard_normal else value * scale + loc
 
     def deferred(self) -> Deferred | None:
@@ -314,19 +326,19 @@ class RewardScaling(Transform, built_in=True):
 
 
 def first_key(batch: Any, keys: tuple[Key, ...], who: str) -> Key:
-    """The first of the keys that the batch has.
+    """The first of the keys that exists in the batch.
 
     Raises:
-        KeyError: it has none of them.
+        KeyError: none of them exists.
     """
     for key in keys:
-        if has_keys(batch) and find(batch, key) is not None:
+        if has_keys(batch) and get_tensor(batch, key) is not None:
             return key
-    raise missing(batch, keys, who)
+    raise missing_key_error(batch, keys, who)
 
 
-def cast(stat: Tensor, value: Tensor) -> Tensor:
-    """A statistic that leaves the dtype of floating point values as it is."""
+def cast_stat(stat: Tensor, value: Tensor) -> Tensor:
+    """A statistic on the device of `value`, in a dtype that keeps that of floating point values."""
     dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
     return stat.to(device=value.device, dtype=dtype)
 
@@ -339,11 +351,11 @@ def _checked_stats(loc: Any, scale: Any) -> tuple[Tensor, Tensor]:
 
 
 class FlattenObservation(Transform, built_in=True):
-    """Neighbouring dimensions made one.
+    """Flattens neighbouring dimensions into one.
 
     Args:
-        first_dim, last_dim: the first and the last of them, counted from the end (-1 is the last), so that they are
-            the same whatever batch dimensions there are.
+        first_dim, last_dim: the first and the last of them, counted from the end (-1 is the last), so that they do not
+            depend on the number of batch dimensions.
         in_keys: entries, `["pixels"]` if None.
         out_keys: as Transform's.
         allow_positive_dim: dimensions may be counted from the front, batch dimensions included.
@@ -378,7 +390,7 @@ class FlattenObservation(Transform, built_in=True):
 
 
 class UnsqueezeTransform(Transform, built_in=True):
-    """A new dimension of 1 on reading; `inv` takes it away.
+    """Adds a dimension of 1 on reading; `inv` removes it.
 
     Args:
         dim: its place in the result, counted from the end (-1 is the last).
@@ -386,7 +398,7 @@ class UnsqueezeTransform(Transform, built_in=True):
         allow_positive_dim: `dim` may be counted from the front, batch dimensions included.
 
     Raises:
-        ValueError: `inv` meets a dimension that is not 1.
+        ValueError: the dimension that `inv` removes is not 1.
 
     Example:
         >>> UnsqueezeTransform(-3, in_keys=["frame"])({"frame": torch.zeros(5, 8, 8)})["frame"].shape
@@ -428,7 +440,7 @@ class UnsqueezeTransform(Transform, built_in=True):
 
     def _inv_apply_transform(self, value: Tensor) -> Tensor:
         if value.shape[self.dim] != 1:
-            raise ValueError(f"dimension {self.dim} must be 1 to be taken away, got shape {list(value.shape)}")
+            raise ValueError(f"dimension {self.dim} must be 1 to be removed, got shape {list(value.shape)}")
         return value.squeeze(self.dim)
 
     def _settings(self) -> dict[str, Any]:

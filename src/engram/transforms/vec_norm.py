@@ -1,4 +1,4 @@
-"""Normalising with statistics that are learnt from the data."""
+"""`VecNorm`: normalises with running statistics of the data."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Keys, get, is_class, put
+from engram.pytree import Keys, has_batch_size, require_tensor, set_entry
 from engram.specs import Spec, Unbounded
-from engram.transforms.base import IDLE, InEnvironment, Transform, Writing, root_key
+from engram.transforms.base import IDLE, EnvTransformMixin, Transform, WriteRequest, root_key
 from engram.transforms.env_specs import EnvSpecs
-from engram.transforms.values import ObservationNorm, cast
+from engram.transforms.values import ObservationNorm, cast_stat
 
 
 class _Stats(NamedTuple):
-    """Their weight (steps, or less with decay), mean, sum of squared differences; float64, never changed in place."""
+    """Running statistics: weight (steps, or less with decay), mean, sum of squared differences.
+
+    float64, never changed in place.
+    """
 
     weight: float
     mean: Tensor
     squares: Tensor
 
     def is_possible(self) -> bool:
-        """Whether these can be the statistics of some rows."""
+        """Whether any rows can have these statistics."""
         finite = math.isfinite(self.weight) and all(bool(part.isfinite().all()) for part in (self.mean, self.squares))
         return finite and self.mean.shape == self.squares.shape and self.weight > 0 and bool((self.squares >= 0).all())
 
     def with_batch(self, batch: _Stats, decay: float) -> _Stats:
-        """Both together, the old ones with `decay` of their weight (Chan, Golub and LeVeque's update)."""
+        """The statistics merged with those of a batch, after a decay of their weight (Chan, Golub and LeVeque)."""
         old = decay * self.weight
         count = old + batch.weight
         delta = batch.mean.to(self.mean.device) - self.mean
@@ -48,20 +51,20 @@ class VecNorm(Transform, built_in=True):
     Args:
         in_keys: entries; each feature has statistics of its own.
         out_keys: as Transform's.
-        decay: what the statistics so far keep of their weight at each new batch; 1 counts every step the same.
+        decay: factor on the weight of all earlier steps at each new batch; 1 weighs every step the same.
         eps: added to the variance.
 
-    In a buffer it learns from what is written, which is stored as it is, and normalises what is read. Called, or
-    appended with `invert=True`, it learns from the batch and normalises it. `forward` alone only normalises.
-    In an environment it learns from every reset, where that holds, and every step, and normalises what the policy sees;
-    several environments may share one.
+    In a buffer it learns from the data that are written, which are stored unchanged, and normalises those that are
+    read. Called, or appended with `invert=True`, it learns from the batch and normalises it. `forward` alone only
+    normalises. In an environment it learns from every step, and from the rows of every reset that start an episode, and
+    normalises what the policy sees; several environments may share one.
 
-    A row of an entry with a NaN or an infinity, or with a value whose square is too large for float64 (above 1e140), is
-    left out of the statistics: `nonfinite` counts these rows, entry by entry, and the first one is warned of. It is
-    stored and normalised as any other; an entry of which nothing else has come is passed on as it is.
+    A row of an entry with a NaN, an infinity, or a value whose square is too large for float64 (above 1e140) is left
+    out of the statistics: `nonfinite` counts these rows, entry by entry, and the first one causes a warning. Such a row
+    is stored and normalised like any other; an entry that has had no other rows is passed on unchanged.
 
     Raises:
-        RuntimeError: it has learnt nothing yet.
+        RuntimeError: it has no statistics yet.
 
     Example:
         >>> norm = VecNorm(in_keys=["obs"], decay=1.0)
@@ -69,8 +72,8 @@ class VecNorm(Transform, built_in=True):
         tensor([-1.,  1.])
     """
 
-    write_in_order = True
-    stream_in_order = True
+    inverse_in_order = True
+    forward_in_order = True
 
     def __init__(self, in_keys: Keys, out_keys: Keys = None, *, decay: float = 0.9999, eps: float = 1e-4) -> None:
         super().__init__(in_keys, out_keys)
@@ -82,40 +85,39 @@ class VecNorm(Transform, built_in=True):
             raise ValueError(f"eps must be 0 or more, got {eps}")
         self.decay, self.eps = decay, eps
         self._learns = True
-        self._stats: list[_Stats | None] | None = None  # None, also for one of the entries: nothing yet
+        self._stats: list[_Stats | None] | None = None  # None, as a whole or for one entry: none yet
         self._nonfinite = [0] * len(self.in_keys)
 
     # ---- learning ----
     @property
     def nonfinite(self) -> int:
-        """Rows of entries that were left out of the statistics, as they were not finite."""
+        """The number of rows of entries that are not in the statistics because they were not finite."""
         return sum(self._nonfinite)
 
     def learn(self, batch: Any, batch_dims: int | None = None) -> None:
-        """Takes a batch into the statistics; nothing once frozen. Dicts have one batch dimension if nobody says."""
+        """Adds a batch to the statistics, unless frozen. Dicts have `batch_dims` batch dimensions, 1 if None."""
         if not self._learns:
             return
         if batch_dims is None:
-            batch_dims = batch.batch_dims if isinstance(batch, TensorDictBase) or is_class(batch) else 1
-        self._add([get(batch, key, "VecNorm") for key in self.in_keys], batch_dims)
+            batch_dims = batch.batch_dims if has_batch_size(batch) else 1
+        self._add([require_tensor(batch, key, "VecNorm") for key in self.in_keys], batch_dims)
 
     def _add(self, values: list[Tensor | None], batch_dims: int) -> None:
-        """Takes a batch's entries into the statistics; None: it does not have this one."""
+        """Adds the entries of a batch to the statistics; None stands for an entry that the batch lacks."""
         each = [(None, 0) if value is None else _stats_of(value, batch_dims) for value in values]
-        found = [stats for stats, _ in each]
-        known = self._stats or [None] * len(found)
-        for key, old, new in zip(self.in_keys, known, found, strict=True):
+        batch = [stats for stats, _ in each]
+        running = self._stats or [None] * len(batch)
+        for key, old, new in zip(self.in_keys, running, batch, strict=True):
             if old is not None and new is not None and old.mean.shape != new.mean.shape:
-                found_shape, known_shape = list(new.mean.shape), list(old.mean.shape)
-                raise ValueError(f"{key!r} has shape {found_shape}, and had {known_shape} before")
-        left_out = [n for _, n in each]
-        if any(left_out):
-            self._leave_out(left_out)
-        if any(stats is not None for stats in found):
-            self._stats = [_together(old, new, self.decay) for old, new in zip(known, found, strict=True)]
+                raise ValueError(f"{key!r} has shape {list(new.mean.shape)}, and had {list(old.mean.shape)} before")
+        skipped = [n for _, n in each]
+        if any(skipped):
+            self._count_skipped(skipped)
+        if any(stats is not None for stats in batch):
+            self._stats = [_merged(old, new, self.decay) for old, new in zip(running, batch, strict=True)]
 
-    def _leave_out(self, rows: list[int]) -> None:
-        """Counts rows that are in no statistics, and warns of the first."""
+    def _count_skipped(self, rows: list[int]) -> None:
+        """Counts rows that are left out of the statistics, and warns at the first."""
         if not any(self._nonfinite):
             keys = [key for key, n in zip(self.in_keys, rows, strict=True) if n]
             warnings.warn(
@@ -126,23 +128,23 @@ class VecNorm(Transform, built_in=True):
         self._nonfinite = [old + new for old, new in zip(self._nonfinite, rows, strict=True)]
 
     def freeze(self) -> VecNorm:
-        """Learns nothing from now on."""
+        """Stops learning."""
         self._learns = False
         return self
 
     def unfreeze(self) -> VecNorm:
-        """Learns again."""
+        """Starts learning again."""
         self._learns = True
         return self
 
     def frozen(self) -> VecNorm:
-        """A copy that learns nothing."""
+        """A frozen copy."""
         return copy.copy(self).freeze()
 
     frozen_copy = frozen
 
     def to_observation_norm(self) -> list[ObservationNorm]:
-        """The present statistics as fixed transforms, one for each entry."""
+        """The present statistics as transforms that do not learn, one for each entry."""
         return [
             ObservationNorm(self.loc[i], self.scale[i], [key], [target], standard_normal=True)
             for i, (key, target) in enumerate(zip(self.in_keys, self.out_keys, strict=True))
@@ -151,42 +153,43 @@ class VecNorm(Transform, built_in=True):
     @property
     def loc(self) -> list[Tensor]:
         """Means, one for each of `in_keys`; float64."""
-        return [stats.mean for stats in self._known()]
+        return [stats.mean for stats in self._complete_stats()]
 
     @property
     def scale(self) -> list[Tensor]:
         """Standard deviations, one for each of `in_keys`; float64."""
-        return [(stats.squares / stats.weight + self.eps).sqrt() for stats in self._known()]
+        return [(stats.squares / stats.weight + self.eps).sqrt() for stats in self._complete_stats()]
 
-    def _known(self) -> list[_Stats]:
-        known = [stats for stats in self._stats or () if stats is not None]
-        if len(known) < len(self.in_keys):
-            raise RuntimeError(_NOTHING)
-        return known
+    def _complete_stats(self) -> list[_Stats]:
+        """The statistics of all entries. Raises RuntimeError if one has none."""
+        stats = [one for one in self._stats or () if one is not None]
+        if len(stats) < len(self.in_keys):
+            raise RuntimeError(_NO_STATISTICS)
+        return stats
 
     def _norms(self) -> list[_Stats | None]:
-        """What each entry is normalised with: None for nothing, while only rows came that are not finite."""
+        """The statistics to normalise with; None for an entry whose rows were all not finite, which stays unchanged."""
         stats = self._stats or [None] * len(self.in_keys)
-        for key, one, left_out in zip(self.in_keys, stats, self._nonfinite, strict=True):
-            if one is None and not left_out:
-                raise RuntimeError(f"{_NOTHING} (about {key!r})")
+        for key, one, skipped in zip(self.in_keys, stats, self._nonfinite, strict=True):
+            if one is None and not skipped:
+                raise RuntimeError(f"{_NO_STATISTICS} (about {key!r})")
         return stats
 
     # ---- batches ----
     def forward(self, batch: Any) -> Any:
         if type(batch) is list:
             return [self.forward(item) for item in batch]
-        stats = self._norms()  # once: a writer may learn meanwhile
-        sources = [get(batch, key, "VecNorm") for key in self.in_keys]
+        stats = self._norms()  # read once: a writer in another thread may learn at the same time
+        sources = [require_tensor(batch, key, "VecNorm") for key in self.in_keys]
         for value, key, one in zip(sources, self.out_keys, stats, strict=True):
-            put(batch, key, self._normed(value, one))
+            set_entry(batch, key, self._normalised(value, one))
         return batch
 
-    def _normed(self, value: Tensor, stats: _Stats | None) -> Tensor:
+    def _normalised(self, value: Tensor, stats: _Stats | None) -> Tensor:
         if stats is None:
             return value if value.is_floating_point() else value.to(torch.get_default_dtype())
         scale = (stats.squares / stats.weight + self.eps).sqrt()
-        return (value - cast(stats.mean, value)) / cast(scale, value)
+        return (value - cast_stat(stats.mean, value)) / cast_stat(scale, value)
 
     def __call__(self, batch: Any) -> Any:
         self.learn(batch)
@@ -195,15 +198,15 @@ class VecNorm(Transform, built_in=True):
     def inv(self, batch: Any) -> Any:
         return batch
 
-    def write(self, writing: Writing) -> Writing:
+    def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
         self._learn_from(writing)
         return writing
 
-    def stream(self, writing: Writing) -> Writing:
+    def forward_stream(self, writing: WriteRequest) -> WriteRequest:
         self._learn_from(writing)
         return writing.changed(self.forward)
 
-    def _learn_from(self, writing: Writing) -> None:
+    def _learn_from(self, writing: WriteRequest) -> None:
         if writing.items is None or writing.in_place:
             return
         dims = writing.batch_dims - writing.single
@@ -219,23 +222,23 @@ class VecNorm(Transform, built_in=True):
             if value is None:
                 continue
             if stats[i] is None and not self._nonfinite[i]:
-                raise RuntimeError(f"VecNorm has learnt nothing about {source!r} yet, and is frozen")
-            td.set(target, self._normed(value, stats[i]))
+                raise RuntimeError(f"VecNorm has no statistics of {source!r} yet, and is frozen")
+            td.set(target, self._normalised(value, stats[i]))
         return td
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         mask, postponed = td.get("_reset", None), fresh.get(IDLE, None)
-        if postponed is not None:  # shows the last observation once more
+        if postponed is not None:  # these rows show the last observation once more
             mask = ~postponed if mask is None else mask & ~postponed
-        self._learn_here(fresh if mask is None else fresh[mask.reshape(fresh.batch_size)])
+        self._learn_from_env(fresh if mask is None else fresh[mask.reshape(fresh.batch_size)])
         return self._call(fresh)
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
-        idle = td.get(IDLE, None)  # what that shows, the reset that follows shows again
-        self._learn_here(following if idle is None else following[~idle.reshape(following.batch_size)])
+        idle = td.get(IDLE, None)  # the reset that follows returns the observation of these rows again
+        self._learn_from_env(following if idle is None else following[~idle.reshape(following.batch_size)])
         return self._call(following)
 
-    def _learn_here(self, td: TensorDictBase) -> None:
+    def _learn_from_env(self, td: TensorDictBase) -> None:
         if self._learns:
             self._add([td.get(root_key(key), None) for key in self.in_keys], td.batch_dims)
 
@@ -243,31 +246,30 @@ class VecNorm(Transform, built_in=True):
         return False
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
-        return InEnvironment.transform_specs(self, specs)
+        return EnvTransformMixin.transform_specs(self, specs)
 
     def _mapped(self, spec: Any) -> Spec:
         dtype = spec.dtype if spec.dtype.is_floating_point else torch.get_default_dtype()
         return Unbounded(spec.shape, spec.device, dtype)
 
     # ---- state ----
-    _decisive = ("in_keys", "decay", "eps")
+    _state_settings = ("in_keys", "decay", "eps")
 
     def state_dict(self) -> dict[str, Any]:
         if self._stats is None and not self.nonfinite:
             return {}
         stats = self._stats or [None] * len(self.in_keys)
-        known = [None if one is None else tuple(one) for one in stats]
-        return {"stats": known, "learns": self._learns, "nonfinite": list(self._nonfinite)}
+        saved = [None if one is None else tuple(one) for one in stats]
+        return {"stats": saved, "learns": self._learns, "nonfinite": list(self._nonfinite)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state; `{}`: that of one that has learnt nothing."""
-        known = [None if one is None else _Stats(*one) for one in state.get("stats", [])]
-        self._stats = known if any(one is not None for one in known) else None
+        """Continues from a saved state; `{}` is that of a transform without statistics."""
+        stats = [None if one is None else _Stats(*one) for one in state.get("stats", [])]
+        self._stats = stats if any(one is not None for one in stats) else None
         self._learns = state["learns"] if state else self._learns
         self._nonfinite = list(state["nonfinite"]) if state else [0] * len(self.in_keys)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
-        """Why a state cannot be loaded."""
         n, counted = len(state["stats"]), len(state["nonfinite"])
         if n != len(self.in_keys) or counted != n:
             return [f"VecNorm has {len(self.in_keys)} in_keys here, {n} there"]
@@ -278,19 +280,19 @@ class VecNorm(Transform, built_in=True):
         return {"decay": self.decay, **({} if self._learns else {"frozen": True})}
 
 
-def _together(old: _Stats | None, new: _Stats | None, decay: float) -> _Stats | None:
+def _merged(old: _Stats | None, new: _Stats | None, decay: float) -> _Stats | None:
     return new or old if old is None or new is None else old.with_batch(new, decay)
 
 
 def _stats_of(value: Tensor, batch_dims: int) -> tuple[_Stats | None, int]:
-    """Those of all finite rows, None where there are none; and how many rows are not finite."""
+    """The statistics of all finite rows, None if there are none; and the number of rows that are not finite."""
     x = value.detach().to(torch.float64).reshape(-1, *value.shape[batch_dims:])
     stats = _stats_of_rows(x)
-    # The common case, by one number: whatever is not finite, or might become it, makes it large or a NaN.
+    # One number tells the common case: a value that is not finite, or too large, makes it large or a NaN.
     if stats is None or float((stats.squares + stats.mean.square()).sum()) <= _LARGE:
         return stats, 0
     rows = len(x)
-    x = x[(x.abs() <= _LARGEST).reshape(rows, -1).all(1)]  # nan is not
+    x = x[(x.abs() <= _LARGEST).reshape(rows, -1).all(1)]  # false for NaN, too
     return _stats_of_rows(x), rows - len(x)
 
 
@@ -303,4 +305,4 @@ def _stats_of_rows(x: Tensor) -> _Stats | None:
 
 _LARGEST = 1e140  # the squares of 1e20 such values have a sum in float64
 _LARGE = _LARGEST**2
-_NOTHING = "VecNorm has learnt nothing yet: write data through it, call it, or call learn(data)"
+_NO_STATISTICS = "VecNorm has no statistics yet: write data through it, call it, or call learn(data)"

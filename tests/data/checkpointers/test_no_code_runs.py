@@ -48,7 +48,7 @@ COMPUTED = {
     ("data/replay_buffers/samplers/prioritized.py", "__get__"): "the settings that stand there, at import",
     ("data/replay_buffers/samplers/prioritized.py", "__set__"): "the settings that stand there, at import",
     ("data/replay_buffers/writers/round_robin.py", "_call"): "the methods that call it",
-    ("transforms/base.py", "decisive"): "_decisive of the class",
+    ("transforms/base.py", "state_settings"): "_state_settings of the class",
     ("data/replay_buffers/buffer.py", "_replace"): "the methods that call it",
 }
 

@@ -149,9 +149,9 @@ def test_another_storages_checkpointer_is_refused():
 
 @pytest.mark.parametrize("given", [[1, 2], torch.zeros(3), steps(0, 3), 5], ids=lambda g: type(g).__name__)
 def test_what_is_no_storage_is_refused_with_what_to_use(given):
-    with pytest.raises(TypeError, match=r"storage must be a Storage.*TensorStorage"):
+    with pytest.raises(TypeError, match=r"storage must be a storage.*TensorStorage"):
         ReplayBuffer(storage=given)
-    with pytest.raises(TypeError, match=r"storage must be a Storage.*TensorStorage"):
+    with pytest.raises(TypeError, match=r"storage must be a storage.*TensorStorage"):
         buffer().set_storage(given)
 
 

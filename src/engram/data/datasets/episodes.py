@@ -20,8 +20,8 @@ from torch import Tensor
 
 from engram import pytree
 from engram.errors import DatasetError
-from engram.pytree import KeyPath, stack_rows
-from engram.store.episodes import DONE, IDS, EpisodeIndex, Key, path_of
+from engram.pytree import Key, KeyPath, as_path, stack
+from engram.store.episodes import DONE, IDS, EpisodeIndex
 from engram.store.layout import LeafSpec, RowLayout
 
 Array = npt.NDArray[Any]
@@ -112,20 +112,20 @@ class KeyMapping:
         return [KeyPair(name, root, after) for name, (_, _, root, after) in zip(_names(pairs), pairs, strict=True)]
 
     def _check(self, kind: str) -> None:
-        problems = [f"{pytree.show(p)} has no place in {kind}" for p in self._unmapped]
+        problems = [f"{pytree.format_key(p)} has no place in {kind}" for p in self._unmapped]
         if self.reward < 0:
-            problems.append(f"{pytree.show(REWARD)} is missing")
+            problems.append(f"{pytree.format_key(REWARD)} is missing")
         if not self.actions:
             problems.append("'action' is missing")
         if not self.observations:
             problems.append("an observation is missing: a key at the root and under 'next', of one dtype and shape")
         if self.terminated < 0 and self.done < 0:
-            problems.append(f"{pytree.show(TERMINATED)} is missing")
+            problems.append(f"{pytree.format_key(TERMINATED)} is missing")
         for flag in (self.terminated, self.truncated, self.done):
             if flag >= 0 and (self.leaf(flag).nbytes != 1 or self.leaf(flag).dtype != torch.bool):
-                problems.append(f"{pytree.show(self.leaf(flag).path)} is not one bool a step")
+                problems.append(f"{pytree.format_key(self.leaf(flag).path)} is not one bool a step")
         problems += [
-            f"{pytree.show(x.path)} is {x.dtype}, a dtype that {kind} does not have"
+            f"{pytree.format_key(x.path)} is {x.dtype}, a dtype that {kind} does not have"
             for x in self.layout.leaves
             if x.dtype in _UNSUPPORTED
         ]
@@ -201,7 +201,9 @@ def _names(pairs: Sequence[tuple[KeyPath, KeyPath, int, int]]) -> list[tuple[str
     for path, name, _, _ in pairs:
         for depth, part in enumerate(name):
             if part in ("", ".") or "/" in part or "\0" in part or part.startswith(INDEX):
-                raise ValueError(f"{pytree.show(path)}: {part!r} cannot be the name of a dataset; nothing was written")
+                raise ValueError(
+                    f"{pytree.format_key(path)}: {part!r} cannot be the name of a dataset; nothing was written"
+                )
             below.setdefault(name[:depth], set()).add(part)
     tuples = {group for group, keys in below.items() if _is_tuple(keys)}
     return [
@@ -252,7 +254,7 @@ def episode_source(data: Any, end_key: Key, traj_key: Key | None, exclude: Seque
         TypeError: it is none of these.
         ValueError: it has no steps.
     """
-    excluded = tuple(path_of(key, "exclude") for key in exclude)
+    excluded = tuple(as_path(key, "exclude") for key in exclude)
     storage = getattr(data, "storage", data)
     if hasattr(storage, "storages"):
         raise TypeError(f"a {type(data).__name__} has several members: write each of them by itself")
@@ -266,7 +268,7 @@ def episode_source(data: Any, end_key: Key, traj_key: Key | None, exclude: Seque
             f"a dataset is written from a buffer, a storage, a TensorDict or an iterable of TensorDicts, got a "
             f"{type(data).__name__}"
         )
-    return CollectedSteps(batches, path_of(end_key, "end_key"), traj_key, excluded)
+    return CollectedSteps(batches, as_path(end_key, "end_key"), traj_key, excluded)
 
 
 class StoredSteps:
@@ -307,7 +309,7 @@ class StoredSteps:
         n = block_rows(RowLayout.of(self._read(lane, env, start, start + 1), 1).payload_bytes)
         for begin in range(start, stop, n):
             end = min(begin + n, stop)
-            rows = without(self._read(lane, env, begin, end), self._exclude)
+            rows = pytree.without_entries(self._read(lane, env, begin, end), self._exclude)
             yield StepBlock(rows, None if trajectories is None else _parts_within(trajectories, begin, end))
 
     def _read(self, lane: int, env: int, start: int, stop: int) -> Any:
@@ -319,7 +321,7 @@ class StoredSteps:
                 "another process overwrote steps before they were written to the dataset; let it pause, or write from "
                 "a larger buffer"
             )
-        return stack_rows(rows.batch, 0) if isinstance(rows.batch, list) else rows.batch
+        return stack(rows.batch, 0) if isinstance(rows.batch, list) else rows.batch
 
 
 def _parts_within(trajectories: Ints, start: int, stop: int) -> Ints:
@@ -344,7 +346,7 @@ class CollectedSteps:
     ) -> None:
         self._batches, self._end_key, self._exclude = batches, end_key, exclude
         ids = IDS if end_key == DONE else ()
-        self._id_keys = ids if traj_key is None else (path_of(traj_key, "traj_key"),)
+        self._id_keys = ids if traj_key is None else (as_path(traj_key, "traj_key"),)
         self._envs: list[_OpenTrajectory] = []
 
     def blocks(self) -> Iterator[StepBlock]:
@@ -365,7 +367,7 @@ class CollectedSteps:
     def _blocks_of(self, rows: Any) -> Iterator[StepBlock]:
         ids, done = self._values(rows, self._id_keys), self._values(rows, (self._end_key,))
         if ids is None and done is None:
-            yield StepBlock(without(rows.reshape(-1), self._exclude), None)
+            yield StepBlock(pytree.without_entries(rows.reshape(-1), self._exclude), None)
             return
         if not self._envs:
             self._envs = [_OpenTrajectory() for _ in range(len(rows))]
@@ -380,12 +382,12 @@ class CollectedSteps:
     def _values(rows: Any, keys: Sequence[KeyPath]) -> npt.NDArray[Any] | None:
         """The values of the first of these keys that the rows have, one a step."""
         for key in keys:
-            values = pytree.entry(rows, key)
+            values = pytree.get_entry(rows, key)
             if values is not None:
                 if values.numel() != rows.numel():
                     raise ValueError(
-                        f"{pytree.show(key)} has the shape {list(values.shape)} in a batch {list(rows.shape)}; one "
-                        "flag or id a step is needed, which marks where trajectories end"
+                        f"{pytree.format_key(key)} has the shape {list(values.shape)} in a batch {list(rows.shape)}; "
+                        "one flag or id a step is needed, which marks where trajectories end"
                     )
                 flat: npt.NDArray[Any] = values.detach().cpu().reshape(rows.shape).numpy()
                 return flat
@@ -418,42 +420,19 @@ class _OpenTrajectory:
         whole = torch.cat([*self._held, rows[:stop]]) if self._held else rows[:stop]
         lengths = np.diff(ends + 1 + before, prepend=0)
         self._held = [rows[stop:].clone()] if stop < n else []
-        yield StepBlock(without(whole, exclude), np.stack([lengths, np.zeros_like(lengths), lengths], 1))
+        yield StepBlock(pytree.without_entries(whole, exclude), np.stack([lengths, np.zeros_like(lengths), lengths], 1))
 
     def finish(self, exclude: tuple[KeyPath, ...]) -> Iterator[StepBlock]:
         """The steps that are held, as a trajectory of their own."""
         if self._held:
             rows = torch.cat(self._held)
             self._held = []
-            yield StepBlock(without(rows, exclude), np.array([[len(rows), 0, len(rows)]], np.int64))
+            yield StepBlock(pytree.without_entries(rows, exclude), np.array([[len(rows), 0, len(rows)]], np.int64))
 
 
 def block_rows(row_bytes: int) -> int:
     """The number of steps of this size that make a block."""
     return max(1, BLOCK_BYTES // max(1, row_bytes))
-
-
-def without(batch: Any, paths: tuple[KeyPath, ...]) -> Any:
-    """The batch without these keys; ValueError where it does not have one of them."""
-    for path in paths:
-        if pytree.entry(batch, path) is None:
-            raise ValueError(f"exclude names {pytree.show(path)}, which the steps do not have")
-    if not paths:
-        return batch
-    if isinstance(batch, TensorDictBase):
-        return batch.exclude(*paths)
-    if isinstance(batch, dict):
-        return _pruned(batch, paths)
-    raise TypeError(f"exclude is for TensorDicts and dicts; the steps are a {type(batch).__name__}")
-
-
-def _pruned(batch: dict[str, Any], paths: Sequence[KeyPath]) -> dict[str, Any]:
-    rest = {}
-    for key, value in batch.items():
-        below = [path[1:] for path in paths if path[0] == key]
-        if () not in below:
-            rest[key] = without(value, tuple(below))
-    return rest
 
 
 _SECONDS_APART = 0.1

@@ -31,8 +31,8 @@ from engram.data.datasets.episodes import (
     observation_key,
     progress_bar,
 )
-from engram.pytree import KeyPath
-from engram.store.episodes import DONE, Key, path_of
+from engram.pytree import Key, KeyPath, as_path
+from engram.store.episodes import DONE
 from engram.store.layout import RowLayout
 
 Array = npt.NDArray[Any]
@@ -106,11 +106,11 @@ class FlatReader:
             return
         for other in self._columns:
             if other.key[: len(key)] == key or key[: len(other.key)] == other.key:
-                raise self._source.wrong(place, f"would be the key {pytree.show(key)}, as {other.place}")
+                raise self._source.wrong(place, f"would be the key {pytree.format_key(key)}, as {other.place}")
         if key[0] in ("next", "done", "terminated", "truncated", "reward", "collector") and not names[0].startswith(
             "next"
         ):
-            raise self._source.wrong(place, f"would be the key {pytree.show(key)}; exclude= leaves it out")
+            raise self._source.wrong(place, f"would be the key {pytree.format_key(key)}; exclude= leaves it out")
         self._columns.append(_KeyArray(place, key, self._source.checked_rows(opened, place)))
 
     def _observations_without_next(self) -> list[_KeyArray]:
@@ -277,7 +277,7 @@ def read_hdf5(path: str | os.PathLike[str], buffer: Any, *, exclude: Sequence[Ke
     """
     check_buffer(buffer)
     with open_foreign(Path(path)) as source:
-        steps = FlatReader(source, tuple(path_of(key, "exclude") for key in exclude))
+        steps = FlatReader(source, tuple(as_path(key, "exclude") for key in exclude))
         first = next_trajectory(buffer.storage)
         return ingest(steps.blocks(None, first), buffer, Path(path), len(steps), progress)
 
@@ -302,7 +302,7 @@ def iter_hdf5(
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     with open_foreign(Path(path)) as source:
-        yield from FlatReader(source, tuple(path_of(key, "exclude") for key in exclude)).blocks(batch_size, 0)
+        yield from FlatReader(source, tuple(as_path(key, "exclude") for key in exclude)).blocks(batch_size, 0)
 
 
 def write_hdf5(

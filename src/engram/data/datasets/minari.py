@@ -37,8 +37,8 @@ from engram.data.datasets.episodes import (
     progress_bar,
 )
 from engram.errors import DatasetError
-from engram.pytree import KeyPath
-from engram.store.episodes import DONE, Key, path_of
+from engram.pytree import Key, KeyPath, as_path
+from engram.store.episodes import DONE
 from engram.store.layout import LeafSpec, RowLayout
 
 
@@ -209,7 +209,7 @@ class EpisodeReader:
                 place = "/".join((self._names[0], *entry.names))
                 raise self._source.wrong(
                     place,
-                    f"would be the key {pytree.show(entry.key)}, beside {pytree.show(clash[0])};"
+                    f"would be the key {pytree.format_key(entry.key)}, beside {pytree.format_key(clash[0])};"
                     " exclude= leaves it out",
                 )
             used.append(entry.key)
@@ -363,9 +363,9 @@ class EpisodeWriter:
                 step = int(wrong[0]) - int(firsts[part]) + int(parts[part, 1])
                 episode = self.episodes - int(parts[0, 1] > 0) + part
                 raise ValueError(
-                    f"{pytree.show(self._mapping.leaf(pair.root).path)} of step {step} of episode {episode} is not the "
-                    "next one of the step before, and a Minari dataset has each observation once; write Parquet "
-                    "or HDF5, which keep both. Nothing was written"
+                    f"{pytree.format_key(self._mapping.leaf(pair.root).path)} of step {step} of episode {episode} is "
+                    "not the next one of the step before, and a Minari dataset has each observation once; write "
+                    "Parquet or HDF5, which keep both. Nothing was written"
                 )
         self._last_next = [arrays[pair.next][-1:].copy() for pair in pairs]
 
@@ -508,7 +508,7 @@ def _open_episodes(
     """Opens a dataset: its episodes and, if its metadata have it, the number of their steps."""
     file = _find(Path(path))
     metadata = _read_metadata(file.with_name(METADATA))
-    excluded = tuple(path_of(key, "exclude") for key in exclude)
+    excluded = tuple(as_path(key, "exclude") for key in exclude)
     with open_foreign(file) as source:
         episodes = EpisodeReader(source, infos, excluded)
         expected = metadata.get("total_episodes")

@@ -32,8 +32,8 @@ from engram.data.datasets.episodes import (
 )
 from engram.data.datasets.parquet_pages import check_batch, decoded_row_bytes, first_page
 from engram.errors import DatasetError
-from engram.pytree import KeyPath, Node
-from engram.store.episodes import DONE, IDS, Key
+from engram.pytree import Key, KeyPath, TreeSpec
+from engram.store.episodes import DONE, IDS
 from engram.store.layout import LeafSpec, RowLayout
 
 Array = npt.NDArray[Any]
@@ -184,11 +184,11 @@ def _same_type(actual: Any, expected: Any) -> bool:
     return bool(actual == expected)
 
 
-def _check_structure(root: Node, leaves: int) -> None:
+def _check_structure(root: TreeSpec, leaves: int) -> None:
     """ValueError unless each leaf stands in the tree once."""
     indices: list[int] = []
 
-    def visit(node: Node) -> None:
+    def visit(node: TreeSpec) -> None:
         if node.kind == "leaf":
             indices.append(node.leaf)
         if node.kind in ("td", "dict") and (
@@ -484,8 +484,8 @@ class _ParquetWriter:
         """Sets `_hidden` where a trajectory ends with neither a flag nor a new id."""
         assert block.parts is not None
         n = int(block.parts[:, 0].sum())
-        ids = next((x for x in (pytree.entry(block.rows, p) for p in IDS) if x is not None), None)
-        done = pytree.entry(block.rows, DONE)
+        ids = next((x for x in (pytree.get_entry(block.rows, p) for p in IDS) if x is not None), None)
+        done = pytree.get_entry(block.rows, DONE)
         ids = None if ids is None or ids.numel() != n else ids.detach().cpu().reshape(n).numpy()
         done = np.zeros(n, bool) if done is None or done.numel() != n else done.detach().cpu().reshape(n).numpy() != 0
         if self._last is not None and block.parts[0, 1] == 0:
@@ -630,7 +630,7 @@ def _check_first_id(blocks: Iterator[Any], storage: Any) -> Iterator[Any]:
 
 def _check_ids(block: Any, storage: Any) -> None:
     for path in IDS:
-        ids = pytree.entry(block, path)
+        ids = pytree.get_entry(block, path)
         if ids is None or storage.leaf(path) is None:
             continue
         with storage.mutex:

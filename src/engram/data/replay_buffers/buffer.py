@@ -7,15 +7,21 @@ import copy
 import os
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from types import EllipsisType
+from typing import Any, Generic, Literal, Protocol, TypeAlias, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import Self, TypedDict, TypeVar, Unpack
 
 from engram._system import set_state, state_of
+from engram.checkpoint.protocols import StorageCheckpointerBase
 from engram.data.replay_buffers.checkpointing import (
     PARTS,
     SaveHandle,
@@ -27,7 +33,7 @@ from engram.data.replay_buffers.checkpointing import (
     _state_of,
 )
 from engram.data.replay_buffers.prefetch import Prefetcher
-from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader, stack_items
+from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
 from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.storages.base import Storage, as_storage
@@ -35,20 +41,73 @@ from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer
 from engram.errors import OutOfMemoryError
-from engram.pytree import chosen, stack_rows, swap_dims
+from engram.pytree import collate_items, move_dim, select_rows, stack
 from engram.store.files import is_passing_fds, pickle_by_state
 from engram.store.indexing import to_slots
 from engram.transforms.adapters import as_transform
-from engram.transforms.base import Transform, Writing
+from engram.transforms.base import Transform, WriteRequest
 from engram.transforms.compose import Compose
 
 _DEFAULT_CAPACITY = 1000
 
-B = TypeVar("B", bound="ReplayBuffer")
+#: What a buffer's samples are: a TensorDict, a dict, a tensor, a class of the user's; checked by type checkers only.
+T = TypeVar("T", default=Any)
+
+#: One step or a batch of steps in any form that a buffer stores.
+Data: TypeAlias = TensorDictBase | Mapping[Any, Any] | Tensor | npt.NDArray[Any] | tuple[Any, ...]
+
+#: Which stored steps: one, or several.
+Index: TypeAlias = (
+    int
+    | np.integer[Any]
+    | slice
+    | range
+    | Sequence[int]
+    | Tensor
+    | npt.NDArray[Any]
+    | tuple[Any, ...]
+    | EllipsisType
+    | None
+)
+
+#: What is applied to batches: a Transform, any callable, or an object in TorchRL's form.
+TransformLike: TypeAlias = Transform | Callable[..., Any]
 
 
-class ReplayBuffer:
+class SupportsSample(Protocol):
+    """A sampler that does not inherit from `Sampler`."""
+
+    def sample(self, storage: Any, batch_size: int, /) -> tuple[Any, dict[str, Any]]: ...
+
+
+class SupportsWrite(Protocol):
+    """A writer that does not inherit from `Writer`."""
+
+    def write(self, storage: Any, items: Any, single: bool, time_dim: int, /) -> Any: ...
+
+
+class BufferArguments(TypedDict, total=False):
+    """The keyword arguments of a ReplayBuffer, which its children take too."""
+
+    storage: Storage | Callable[[], Storage] | None
+    sampler: Sampler | SupportsSample | Callable[[], Sampler | SupportsSample] | None
+    writer: Writer | SupportsWrite | Callable[[], Writer | SupportsWrite] | None
+    collate_fn: Callable[[Any], Any] | None
+    pin_memory: bool
+    prefetch: int | None
+    transform: TransformLike | None
+    batch_size: int | None
+    dim_extend: int | None
+    generator: torch.Generator | None
+    shared: bool
+    checkpointer: StorageCheckpointerBase[Any, Any] | None
+    track_generations: bool
+
+
+class ReplayBuffer(Generic[T]):
     """Stores what environments produce and hands back training batches.
+
+    For type checkers it is generic in what it holds: `ReplayBuffer[TensorDict]`, `ReplayBuffer[dict[str, Tensor]]`.
 
     Args:
         capacity: steps that fit, where the storage does not say it; 1000 with neither.
@@ -82,17 +141,17 @@ class ReplayBuffer:
         /,
         *,
         storage: Storage | Callable[[], Storage] | None = None,
-        sampler: Sampler | Callable[[], Sampler] | None = None,
-        writer: Writer | Callable[[], Writer] | None = None,
+        sampler: Sampler | SupportsSample | Callable[[], Sampler | SupportsSample] | None = None,
+        writer: Writer | SupportsWrite | Callable[[], Writer | SupportsWrite] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
         prefetch: int | None = None,
-        transform: Any = None,
+        transform: TransformLike | None = None,
         batch_size: int | None = None,
         dim_extend: int | None = None,
         generator: torch.Generator | None = None,
         shared: bool = False,
-        checkpointer: Any = None,
+        checkpointer: StorageCheckpointerBase[Any, Any] | None = None,
         track_generations: bool = False,
     ) -> None:
         self._storage = _with_capacity(None if storage is None else as_storage(storage), capacity)
@@ -107,7 +166,7 @@ class ReplayBuffer:
             warnings.warn(
                 "pin_memory=True does nothing here: this process sees no CUDA device to copy batches to", stacklevel=3
             )
-        self._transform: Compose = transform  # __setattr__ makes a Compose of it
+        self._transform: Compose = transform  # type: ignore[assignment]  # __setattr__ makes a Compose of it
         if prefetch is not None and prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more, got {prefetch}")
         self._prefetch = prefetch or 0
@@ -121,7 +180,9 @@ class ReplayBuffer:
         self._wire()
 
     @classmethod
-    def open(cls, scratch_dir: str | os.PathLike[str], *, read_only: bool = False, **parts: Any) -> Any:
+    def open(
+        cls, scratch_dir: str | os.PathLike[str], *, read_only: bool = False, **parts: Unpack[BufferArguments]
+    ) -> Self:
         """A buffer over the mapped store in a folder, as it was left by an exit, a crash or `kill -9`.
 
         Args:
@@ -132,7 +193,10 @@ class ReplayBuffer:
         Raises:
             StorageError: there is no store, or its file is damaged.
         """
-        return cls(storage=LazyMemmapStorage.open(scratch_dir, read_only=read_only), **parts)
+        if "storage" in parts:
+            raise TypeError("open takes no storage: it is the one in the folder")
+        parts["storage"] = LazyMemmapStorage.open(scratch_dir, read_only=read_only)
+        return cls(**parts)
 
     def _default_writer(self) -> Writer:
         return RoundRobinWriter()
@@ -171,7 +235,7 @@ class ReplayBuffer:
             collate_fn: instead of this buffer's own; None for that.
         """
         if collate_fn is None:
-            collate_fn = self._collate_fn or (stack_items if storage._holds_items else None)
+            collate_fn = self._collate_fn or (collate_items if storage._holds_items else None)
         if sampler._given is self._sampler._given:
             sampler = self._sampler  # whose lock all draws of a user's own sampler take
         attach = self._attach if self._attaches else None
@@ -202,23 +266,27 @@ class ReplayBuffer:
         return contextlib.nullcontext() if self._prefetcher is None else self._prefetcher.paused()
 
     # ---- writing ----
-    def add(self, item: Any) -> Any:
-        """Stores one step; returns its index. With a transform that holds steps back: indices of what was written.
+    def add(self, item: T | Data) -> int | Tensor:
+        """Stores one step; returns its index: an int, with ndim=2 int64 [envs, 2].
+
+        With a transform that holds steps back: int64 [n], the indices of what was written.
 
         Raises:
             ValueError, TypeError: the step does not fit the storage; the message names the leaf. Nothing is changed.
         """
         if self._transform.transforms:
-            return self._write_through(item, single=True)
+            written: int | Tensor = self._write_through(item, single=True)
+            return written
         storage = self._storage
         priorities = self._given_priorities(item, True, -1)
         with storage.mutex if priorities is None else self._writing():
             slots: Any = self._writer.write(storage, item, True, -1)  # positional: the hot path
             if priorities is not None:
                 self._set_priorities(slots, priorities)
-        return self._index_of(slots, True)
+        index: int | Tensor = self._index_of(slots, True)
+        return index
 
-    def extend(self, items: Any) -> Tensor:
+    def extend(self, items: T | Data | Sequence[T | Data]) -> Tensor:
         """Stores a batch of steps; returns their indices: int64 [n], with ndim=2 [n, 2].
 
         A list is a list of items; a tuple is one pytree. Of more steps than fit, the last ones stay. A transform that
@@ -231,11 +299,10 @@ class ReplayBuffer:
             written: Tensor = self._write_through(items, single=False)
             return written
         storage, time_dim = self._storage, self._time_dim
-        if type(items) is list:
-            items = self._as_batch(items, time_dim)
-        priorities = self._given_priorities(items, False, time_dim)
+        batch = self._as_batch(items, time_dim) if type(items) is list else items
+        priorities = self._given_priorities(batch, False, time_dim)
         with storage.mutex if priorities is None else self._writing():
-            slots: Any = self._writer.write(storage, items, False, time_dim)  # positional: the hot path
+            slots: Any = self._writer.write(storage, batch, False, time_dim)  # positional: the hot path
             if priorities is not None:
                 self._set_priorities(slots, priorities)
         index: Tensor = self._index_of(slots, False)
@@ -243,22 +310,22 @@ class ReplayBuffer:
 
     def _as_batch(self, items: list[Any], time_dim: int) -> Any:
         """A list of items as one batch; storages of items take the list."""
-        return items if self._storage._holds_items else stack_rows(items, time_dim)
+        return items if self._storage._holds_items else stack(items, time_dim)
 
     def _write_through(self, items: Any, *, single: bool) -> Any:
         """Writes what the transforms make of the data; where that is refused, they are as they were before."""
         transform, storage = self._transform, self._storage
-        if not transform.write_in_order:
-            writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
+        if not transform.inverse_in_order:
+            writing = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
             with self._writing():
                 slots = self._write(writing)
         else:
             with self._writing():
                 if type(items) is list:
-                    items = stack_rows(items, self._time_dim)
+                    items = stack(items, self._time_dim)
                 before = transform.remember()
                 try:
-                    writing = transform.write(Writing(items, storage.ndim, self._time_dim, single))
+                    writing = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
                     slots = self._write(writing)
                 except BaseException:
                     transform.undo(before)
@@ -286,14 +353,14 @@ class ReplayBuffer:
         with self._writing():
             before = transform.remember()
             try:
-                slots = self._write(transform.flush(Writing(None, storage.ndim, storage.ndim - 1)))
+                slots = self._write(transform.flush(WriteRequest(None, storage.ndim, storage.ndim - 1)))
             except BaseException:
                 transform.undo(before)
                 raise
         index: Tensor = self._index_of(slots, single=False)
         return index
 
-    def _write(self, writing: Writing) -> Any:
+    def _write(self, writing: WriteRequest) -> Any:
         """Writes what transforms made of the data, if anything; returns slots. The caller holds the mutex."""
         storage, items, time_dim = self._storage, writing.items, -1 if writing.single else writing.time_dim
         if writing.held is not None:
@@ -341,7 +408,19 @@ class ReplayBuffer:
         return self._time_dim
 
     # ---- sampling ----
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    @overload
+    def sample(self, batch_size: int | None = None, return_info: Literal[False] = False) -> T: ...
+
+    @overload
+    def sample(self, batch_size: int | None = None, *, return_info: Literal[True]) -> tuple[T, dict[str, Any]]: ...
+
+    @overload
+    def sample(self, batch_size: int | None, return_info: Literal[True]) -> tuple[T, dict[str, Any]]: ...
+
+    @overload
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> T | tuple[T, dict[str, Any]]: ...
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> T | tuple[T, dict[str, Any]]:
         """A batch, with `return_info` also its info: a dict with `"index"`, `"generation"`, `"priority_weight"`, ...
 
         Raises:
@@ -379,7 +458,7 @@ class ReplayBuffer:
         assert checked is not None
         return checked
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         """Batches for ever; with a sampler without replacement, to the end of the epoch."""
         if self._batch_size is None:
             raise ValueError("iterating needs a batch size: give one to the buffer's constructor")
@@ -394,7 +473,7 @@ class ReplayBuffer:
             if last:
                 return
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         return self.sample()
 
     # ---- by index ----
@@ -406,6 +485,12 @@ class ReplayBuffer:
         """Steps ever written."""
         return self._storage.write_count
 
+    @overload
+    def __getitem__(self, index: str) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: Index) -> T: ...
+
     def __getitem__(self, index: Any) -> Any:
         """A copy of stored steps; with ndim=2 the index goes along time and `rb[:]` is `[envs, time]`.
 
@@ -413,19 +498,20 @@ class ReplayBuffer:
             IndexError: a step that has not been written.
         """
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
-            return self[:][index]
+            everything: Any = self[:]
+            return everything[index]
         one_dimension = self._storage.ndim == 1
         if isinstance(index, tuple) and not one_dimension and len(index) > 1:
-            rows = swap_dims(self._storage.get(slice(None)), self._time_dim, to_time=True)[index]
+            rows = move_dim(self._storage.get(slice(None)), 0, self._time_dim)[index]
         else:
             rows = self._storage.get(index)
             if not one_dimension and not _is_int(index):
-                rows = swap_dims(rows, self._time_dim, to_time=True)
+                rows = move_dim(rows, 0, self._time_dim)
         if self._collate_fn is not None and not _is_int(index):
             rows = self._collate_fn(rows)
         return self._transform.forward(rows) if self._transform.transforms else rows
 
-    def __setitem__(self, index: Any, items: Any) -> None:
+    def __setitem__(self, index: Index, items: T | Data | Sequence[T | Data]) -> None:
         """Replaces stored steps, for which this process must have the storage alone.
 
         Raises:
@@ -441,7 +527,7 @@ class ReplayBuffer:
                     "rb[...] = ... goes along time; use rb.storage[time, env] = ... for single environments"
                 )
             if not _is_int(index):
-                items = swap_dims(items, self._time_dim, to_time=False)
+                items = move_dim(items, self._time_dim, 0)
         elif type(items) is list:
             items = self._as_batch(items, 0)
         with self._undisturbed():
@@ -452,19 +538,19 @@ class ReplayBuffer:
         transform, storage = self._transform, self._storage
         if not transform.transforms:
             return items
-        if not transform.write_in_order:
-            return transform.write(Writing(items, storage.ndim, self._time_dim, in_place=True)).items
+        if not transform.inverse_in_order:
+            return transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, in_place=True)).items
         with storage.mutex:
             if type(items) is list:
-                items = stack_rows(items, self._time_dim)
+                items = stack(items, self._time_dim)
             before = transform.remember()
             try:
-                return transform.write(Writing(items, storage.ndim, self._time_dim, in_place=True)).items
+                return transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, in_place=True)).items
             except BaseException:
                 transform.undo(before)
                 raise
 
-    def update_if_present(self, index: Any, generation: Any, values: Any) -> Tensor:
+    def update_if_present(self, index: Index, generation: Tensor | int, values: T | Data) -> Tensor:
         """Writes values over the steps that still have these generations; returns which: bool [n].
 
         Raises:
@@ -484,7 +570,7 @@ class ReplayBuffer:
         with self._undisturbed(), storage._exclusive("update_if_present"):
             present = (storage.lanes.generations(slots) == expected) & (expected >= 0)
             if bool(present.any()):
-                storage.overwrite(slots[present], chosen(values, present), self._writer.index_key)
+                storage.overwrite(slots[present], select_rows(values, present), self._writer.index_key)
         return present
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -501,7 +587,12 @@ class ReplayBuffer:
             self._writer.empty()
 
     # ---- priorities: other samplers ignore them ----
-    def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:
+    def update_priority(
+        self,
+        index: Index,
+        priority: Tensor | npt.NDArray[Any] | Sequence[float] | float,
+        generation: Tensor | None = None,
+    ) -> None:
         """Sets priorities of stored steps; for samplers without priorities there is nothing to do."""
         sampler = self._sampler
         if sampler._built_in:  # which takes its lock itself
@@ -513,7 +604,7 @@ class ReplayBuffer:
             else:
                 sampler.update_priority(index, priority, generation=generation, storage=self._storage)
 
-    def mark_update(self, index: Any) -> None:
+    def mark_update(self, index: Index) -> None:
         """Tells the sampler that stored steps have changed."""
         with self._sampler.lock:
             self._sampler.mark_update(index, storage=self._storage)
@@ -581,7 +672,7 @@ class ReplayBuffer:
                 raise
         return old
 
-    def append_transform(self: B, transform: Any, *, invert: bool = False) -> B:
+    def append_transform(self, transform: TransformLike, *, invert: bool = False) -> Self:
         """Adds a transform at the end; with `invert` a callable is applied on writing instead of on reading.
 
         Raises:
@@ -593,7 +684,7 @@ class ReplayBuffer:
             self._transform.append(adapted)
         return self
 
-    def insert_transform(self: B, index: int, transform: Any, *, invert: bool = False) -> B:
+    def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
         """Adds a transform before the one at `index`; errors as `append_transform`."""
         adapted = as_transform(transform, invert)
         self._check_transform(adapted)
@@ -607,6 +698,8 @@ class ReplayBuffer:
     def __setattr__(self, name: str, value: Any) -> None:
         # Users set `rb._transform`. A property would cost its call at each write; this costs nothing there.
         if name != "_transform":
+            if name == "__orig_class__":  # `ReplayBuffer[dict](...)`: type checkers alone look at it
+                return
             object.__setattr__(self, name, value)
             return
         compose = value if isinstance(value, Compose) else Compose(*([] if value is None else [value]))

@@ -9,26 +9,45 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from engram.checkpoint.snapshot import save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.writers.round_robin import Writer
 from engram.errors import CheckpointMisfitError, differences_of
 from engram.interop.open import Part, Receiver, as_damage, open_saved
 from engram.transforms.compose import Compose
-
-if TYPE_CHECKING:
-    from engram.data.replay_buffers.buffer import ReplayBuffer
 
 log = logging.getLogger("engram")
 
 Malformed = Callable[[str], Exception]
 
 
+class SavedBuffer(Protocol):
+    """What saving and loading need of a buffer: its parts, and the states of those that it keeps to itself."""
+
+    _sampler: Any  # a Sampler; ensembles and prioritised buffers know of more than its methods
+    _writer: Writer
+
+    @property
+    def storage(self) -> Storage: ...
+
+    @property
+    def _saved_transform(self) -> Any: ...
+
+    def _part_states(self) -> dict[str, Any]: ...
+
+    def _generator_state(self) -> Any: ...
+
+    def _restore_generator(self, state: Any) -> None: ...
+
+    def _check_generator(self, state: Any) -> None: ...
+
+
 def restore(
-    buffer: Any, states: dict[str, Any], fill: Callable[[], None] | None, malformed: Malformed | None = None
+    buffer: SavedBuffer, states: dict[str, Any], fill: Callable[[], None] | None, malformed: Malformed | None = None
 ) -> None:
     """Brings a buffer to states that fit it. The caller holds the buffer still, and its storage alone.
 
@@ -302,14 +321,14 @@ def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any
     return buffer
 
 
-def _save(buffer: ReplayBuffer, path: Path, keep_last: int) -> None:
+def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
     """Saves every part as one snapshot. The caller holds the buffer still."""
     components, storage = _components(buffer), buffer.storage
     with storage._consistent_view() as source:
         save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
 
 
-def _save_in_background(buffer: ReplayBuffer, path: Path, keep_last: int) -> SaveHandle:
+def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
     """The same in a thread, of what the parts are now. The caller holds the buffer still until this returns."""
     storage, checkpointer = buffer.storage, buffer.storage.checkpointer
     components = copy.deepcopy(_components(buffer))
@@ -325,7 +344,7 @@ def _save_in_background(buffer: ReplayBuffer, path: Path, keep_last: int) -> Sav
     return SaveHandle(work, frozen, finish)
 
 
-def _components(buffer: ReplayBuffer) -> dict[str, Any]:
+def _components(buffer: SavedBuffer) -> dict[str, Any]:
     states = buffer._part_states()
     return {
         "sampler": {"kind": buffer._sampler._kind, "state": states["sampler"]},
@@ -335,7 +354,7 @@ def _components(buffer: ReplayBuffer) -> dict[str, Any]:
     }
 
 
-def _load(buffer: ReplayBuffer, path: Path, snapshot: str | None, parts: tuple[str, ...]) -> None:
+def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[str, ...]) -> None:
     """Loads parts of a buffer, after a check that all of them fit. The caller holds the buffer still."""
     unknown = [p for p in parts if p not in PARTS]
     if unknown:
@@ -355,7 +374,7 @@ def _load(buffer: ReplayBuffer, path: Path, snapshot: str | None, parts: tuple[s
             restore(buffer, states, fill, saved.malformed)
 
 
-def _receiver(buffer: ReplayBuffer) -> Receiver:
+def _receiver(buffer: SavedBuffer) -> Receiver:
     """The buffer, as another library's directory is read for it."""
     parts: dict[str, Sampler | Writer] = {"sampler": buffer._sampler, "writer": buffer._writer}
 
@@ -379,12 +398,12 @@ def _advice(states: dict[str, Any]) -> str:
     return "What is not wanted from there can be left out: loads(path, parts=...)" if "sampler" in states else ""
 
 
-def _state_of(buffer: ReplayBuffer) -> dict[str, Any]:
+def _state_of(buffer: SavedBuffer) -> dict[str, Any]:
     """Everything, in memory; parts of a user's own may hand out tensors that they go on with, so copies of them."""
     return {"storage": buffer.storage.state_dict(), **_kinds(buffer), **copy.deepcopy(buffer._part_states())}
 
 
-def _load_state(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
+def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     """Loads what `_state_of` gave."""
     missing = [f"it has no {part}" for part in (*PARTS, "transform") if part not in state]
     if missing:
@@ -400,11 +419,11 @@ def _load_state(buffer: ReplayBuffer, state: dict[str, Any]) -> None:
         restore(buffer, states, functools.partial(buffer.storage.load_state_dict, state["storage"]))
 
 
-def _kinds(buffer: ReplayBuffer) -> dict[str, str]:
+def _kinds(buffer: SavedBuffer) -> dict[str, str]:
     return {"sampler_kind": buffer._sampler._kind, "writer_kind": buffer._writer._kind}
 
 
-def _differences(buffer: ReplayBuffer, states: dict[str, Any], malformed: Malformed | None = None) -> list[str]:
+def _differences(buffer: SavedBuffer, states: dict[str, Any], malformed: Malformed | None = None) -> list[str]:
     """What of saved states does not fit the parts."""
     differences: list[str] = []
     parts: tuple[tuple[str, Sampler | Writer], ...] = (("sampler", buffer._sampler), ("writer", buffer._writer))
@@ -425,7 +444,7 @@ def _differences(buffer: ReplayBuffer, states: dict[str, Any], malformed: Malfor
     return differences
 
 
-def _check_states(buffer: ReplayBuffer, states: dict[str, Any], malformed: Malformed | None = None) -> None:
+def _check_states(buffer: SavedBuffer, states: dict[str, Any], malformed: Malformed | None = None) -> None:
     """An error where a state cannot be taken over here, before anything is changed for it."""
     with damage_of(None, malformed):
         if "generator" in states:

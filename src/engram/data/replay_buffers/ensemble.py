@@ -12,12 +12,12 @@ from torch import Tensor
 
 from engram import _native
 from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.reader import BatchReader, Draw, refuse_if_too_many, stack_items
+from engram.data.replay_buffers.reader import BatchReader, Draw, refuse_if_too_many
 from engram.data.replay_buffers.samplers.base import EpochInfo
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
-from engram.pytree import put_of_items
+from engram.pytree import collate_items, set_per_item
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
 
@@ -164,9 +164,9 @@ class EnsembleReader:
         if generation is not None:
             info["generation"] = generation.view(shape)
             if extra is not None and readers[0].with_generation:
-                put_of_items(batch, "generation", info["generation"], 2)
+                set_per_item(batch, "generation", info["generation"], 2)
                 for part, of_part in zip(parts, info["generation"], strict=False):
-                    put_of_items(part, "generation", of_part)
+                    set_per_item(part, "generation", of_part)
         info["index"], info["buffer_ids"] = index, buffer_ids
         if parts:
             batch = _transform_parts(batch, parts, [reader.transform for reader in readers])
@@ -210,7 +210,7 @@ def _put_ids(batch: Any, ids: Tensor) -> None:
 def stack_batches(batches: list[Any]) -> Any:
     """The batches of several members as one: stacked; lazily where their keys or shapes differ."""
     if not isinstance(batches[0], TensorDictBase):
-        return stack_items(batches)
+        return collate_items(batches)
     try:
         return torch.stack(batches)
     except (RuntimeError, KeyError, ValueError, AttributeError):  # a tensor here, a TensorDict there
@@ -381,7 +381,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         )
 
     def _check_transform(self, transform: Transform) -> None:
-        if transform.changes_what_is_written():
+        if transform.changes_writes():
             raise TypeError(
                 f"{transform.kind} changes what is written, and nothing is written through an ensemble: give it to the "
                 "members; for reading only, give the ensemble a callable, or one that names in_keys and no in_keys_inv"

@@ -12,9 +12,8 @@ from torch import Tensor
 from engram._system import free_memory, human_bytes
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.storages.base import Storage
-from engram.data.replay_buffers.storages.list import copied
 from engram.errors import OutOfMemoryError
-from engram.pytree import put_of_items
+from engram.pytree import clone, collate_items, set_per_item
 from engram.store.indexing import to_slots
 from engram.transforms.compose import Compose
 
@@ -211,13 +210,13 @@ class BatchReader:
             extra = None if attach is None else attach(index, info)
             if not self._keeps_items:  # items get them when they are one batch
                 for key, value in (extra or {}).items():
-                    put_of_items(batch, key, value)
+                    set_per_item(batch, key, value)
         if self.collate_fn is not None:
             batch = self._collate(batch, extra, info)
         elif self._postprocess is not None:
             batch = self._postprocess(batch, info)
         if generation is not None and extra is not None and self.with_generation:
-            put_of_items(batch, "generation", generation)
+            set_per_item(batch, "generation", generation)
         if self.transform.transforms:
             batch = self.transform.forward(batch)
             if storage._incarnation != incarnation:  # what transforms have learnt may be that of other rows
@@ -257,10 +256,10 @@ class BatchReader:
         if not self._keeps_items:
             return self.collate_fn(postprocess(items, info))
         # A collate function of the user's own may change what it gets; the default one copies anyhow.
-        batch = self.collate_fn(items if self.collate_fn is stack_items else [copied(i) for i in items])
+        batch = self.collate_fn(items if self.collate_fn is collate_items else [clone(i) for i in items])
         if isinstance(batch, TensorDictBase | dict):
             for key, value in (extra or {}).items():
-                put_of_items(batch, key, value)
+                set_per_item(batch, key, value)
         return postprocess(batch, info)
 
 
@@ -272,21 +271,3 @@ def refuse_if_too_many(rows: int, row_bytes: int, batch_size: int) -> None:
         raise OutOfMemoryError(
             f"batch_size={batch_size} needs {human_bytes(rows * row_bytes)}{of_free}; sample fewer. Nothing was drawn"
         )
-
-
-def stack_items(items: list[Any]) -> Any:
-    """The default collate function of list storages: tensors, TensorDicts and pytrees of them stacked; else a list."""
-    first = items[0]
-    if isinstance(first, Tensor):
-        return torch.stack(items)
-    if isinstance(first, TensorDictBase) or hasattr(type(first), "_from_tensordict"):
-        return torch.stack(items)
-    if isinstance(first, dict):
-        return {k: stack_items([item[k] for item in items]) for k in first}
-    if isinstance(first, tuple):
-        return tuple(stack_items([item[i] for item in items]) for i in range(len(first)))
-    if isinstance(first, list) and all(isinstance(x, list) and len(x) == len(first) for x in items):
-        return [stack_items([item[i] for item in items]) for i in range(len(first))]
-    if isinstance(first, bool | int | float) or type(first).__module__ == "numpy":
-        return torch.as_tensor(items)
-    return list(items)

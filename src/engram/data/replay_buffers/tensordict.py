@@ -8,15 +8,21 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import TypeVar, Unpack
 
-from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.buffer import BufferArguments, ReplayBuffer
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.writers.round_robin import TensorDictRoundRobinWriter, Writer
+from engram.pytree import get_entry
+
+#: What samples are: TensorDicts, or a tensorclass.
+TD = TypeVar("TD", default=TensorDictBase)
 
 
-class TensorDictReplayBuffer(ReplayBuffer):
+class TensorDictReplayBuffer(ReplayBuffer[TD]):
     """A ReplayBuffer whose samples carry `"index"`, for data with keys.
 
     Args:
@@ -36,10 +42,17 @@ class TensorDictReplayBuffer(ReplayBuffer):
         True
     """
 
-    def __init__(self, *args: Any, priority_key: str = "td_error", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        capacity: int | None = None,
+        /,
+        *,
+        priority_key: str = "td_error",
+        **kwargs: Unpack[BufferArguments],
+    ) -> None:
         self._priority_key = priority_key
         self._layout_checked: tuple[Any, bool] = (None, True)  # and whether its rows have priorities
-        super().__init__(*args, **kwargs)
+        super().__init__(capacity, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_layout_checked": (None, True)}
@@ -102,7 +115,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             if all(p is None for p in each):
                 return None
             return torch.cat([torch.tensor([torch.nan], dtype=torch.float64) if p is None else p for p in each])
-        given = _get(items, self._priority_key)
+        given = get_entry(items, self._priority_key)
         if given is None:
             return None
         dims = self._storage.ndim - 1 if single else self._storage.ndim
@@ -133,16 +146,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
             raise KeyError(f"the batch needs 'index' and {self._priority_key!r}; its keys are {keys}") from None
         generation = batch["generation"] if "generation" in batch.keys() else None  # noqa: SIM118 -- a TensorDict iterates over rows
         self.update_priority(index, priority, generation)
-
-
-def _get(items: Any, key: Any) -> Any:
-    """What a TensorDict, dict or tensorclass has under a key; None where there is none."""
-    if isinstance(items, dict):
-        for part in key if isinstance(key, tuple) else (key,):
-            items = items.get(part) if isinstance(items, dict) else None
-        return items
-    get = getattr(items, "get", None)
-    return None if get is None else get(key, None)
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):

@@ -26,7 +26,7 @@ import torch
 from engram._system import check_memory
 from engram.checkpoint.directory import open_below
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
-from engram.pytree import KeyPath, Node, show
+from engram.pytree import KeyPath, TreeSpec, format_key
 from engram.store.layout import LeafSpec, RowLayout
 
 META, METADATA = "meta.json", "storage_metadata.json"
@@ -297,7 +297,7 @@ def _entry(
         dtype, shape = folder.dtype(META, entry.get("dtype")), folder.shape(META, entry.get("shape"))
         nested = entry.get("is_nested")
         if type(nested) is not bool:
-            raise folder.corrupt(META, f"{show(path)} does not say whether it is nested")
+            raise folder.corrupt(META, f"{format_key(path)} does not say whether it is nested")
         tree.tensors.append(TensorFile(path, folder, name, dtype, shape, nested))
         return {name, tree.tensors[-1].shapes_file} if nested else {name}
     below = folder.folder(name)
@@ -372,9 +372,9 @@ def layout_of(steps: SavedSteps) -> RowLayout:
     """The layout of a row that holds one of these steps."""
     root = _Branch()
     for number, leaf in enumerate(steps.leaves):
-        root.put(leaf.path, Node("leaf", leaf=number))
+        root.put(leaf.path, TreeSpec("leaf", leaf=number))
     for path, value in steps.constants.items():
-        root.put(path, Node("constant", constant=value))
+        root.put(path, TreeSpec("constant", constant=value))
     for path in steps.batches:
         root.branch(path)
     specs = [LeafSpec(*leaf) for leaf in steps.leaves]
@@ -385,10 +385,10 @@ class _Branch:
     """A dict of the layout's form, while its entries are being added."""
 
     def __init__(self) -> None:
-        self._below: dict[Any, _Branch | Node] = {}
-        self._alone: Node | None = None
+        self._below: dict[Any, _Branch | TreeSpec] = {}
+        self._alone: TreeSpec | None = None
 
-    def put(self, path: KeyPath, node: Node) -> None:
+    def put(self, path: KeyPath, node: TreeSpec) -> None:
         if not path:
             self._alone = node
             return
@@ -398,20 +398,20 @@ class _Branch:
         if not path:
             return self
         below = self._below.setdefault(path[0], _Branch())
-        if isinstance(below, Node):
+        if isinstance(below, TreeSpec):
             raise ValueError(f"{path[0]!r} is a tensor and a dict")
         return below.branch(path[1:])
 
-    def node(self, kind: str, batches: Mapping[KeyPath, tuple[int, ...]], path: KeyPath) -> Node:
+    def node(self, kind: str, batches: Mapping[KeyPath, tuple[int, ...]], path: KeyPath) -> TreeSpec:
         if self._alone is not None:
             return self._alone
         below, numbered = list(self._below.items()), all(type(k) is int for k in self._below)
         if numbered:
             below.sort()
-        children = tuple(b if isinstance(b, Node) else b.node(kind, batches, (*path, k)) for k, b in below)
+        children = tuple(b if isinstance(b, TreeSpec) else b.node(kind, batches, (*path, k)) for k, b in below)
         if below and numbered:
-            return Node("tuple", children=children)
-        return Node(kind, keys=tuple(k for k, _ in below), children=children, batch=batches.get(path, ()))
+            return TreeSpec("tuple", children=children)
+        return TreeSpec(kind, keys=tuple(k for k, _ in below), children=children, batch=batches.get(path, ()))
 
 
 def blocks(steps: SavedSteps, layout: RowLayout) -> Iterator[tuple[int, Bytes]]:
@@ -447,7 +447,9 @@ class ColumnSteps(SavedSteps):
         lead = (self.capacity, *self.inner)
         for tensor in tensors:
             if tensor.nested or tensor.shape[:ndim] != lead:
-                raise tensor.folder.corrupt(META, f"{show(tensor.path)} is not of the shape {list(lead)} of the others")
+                raise tensor.folder.corrupt(
+                    META, f"{format_key(tensor.path)} is not of the shape {list(lead)} of the others"
+                )
             self.leaves.append(SavedKey(tensor.path, tensor.dtype, tensor.shape[ndim:]))
             self._columns.append(tensor.folder.items(tensor.file, tensor.dtype, tensor.shape, 1))
         self.batches = {path: _inner_batch(folder, path, batch, lead) for path, batch in tree.batches.items()}
@@ -471,8 +473,8 @@ class ColumnSteps(SavedSteps):
             stored = [value for row in stored if isinstance(row, list) for value in row]
         if not stored or any(value != stored[0] for value in stored):
             raise CheckpointError(
-                f"{folder.path}: {show(path)} holds values that differ from step to step and are no tensors; engram "
-                "reads constants only. Leave the key out and save again"
+                f"{folder.path}: {format_key(path)} holds values that differ from step to step and are no tensors; "
+                "engram reads constants only. Leave the key out and save again"
             )
         return stored[0]
 
@@ -539,5 +541,5 @@ def _numbered(tensors: list[TensorFile]) -> list[TensorFile]:
 
 def _inner_batch(folder: Folder, path: KeyPath, batch: tuple[int, ...], lead: tuple[int, ...]) -> tuple[int, ...]:
     if batch[: len(lead)] != lead:
-        raise folder.corrupt(META, f"{show(path)} has the batch size {list(batch)}, the steps {list(lead)}")
+        raise folder.corrupt(META, f"{format_key(path)} has the batch size {list(batch)}, the steps {list(lead)}")
     return batch[len(lead) :]

@@ -29,7 +29,7 @@ from engram.interop.torchrl.files import (
     TensorFile,
     capacity_and_length,
 )
-from engram.pytree import KeyPath, show
+from engram.pytree import KeyPath, format_key
 
 Numbers = npt.NDArray[np.int64]
 _Datasets = dict[KeyPath, tuple[int, tuple[int, ...], np.dtype[np.generic]]]
@@ -198,7 +198,9 @@ def _flags(folder: Folder, tree: TensorDictFiles, steps: int) -> Values:
     """A bool for each step: whether a trajectory ends there."""
     others = [p for p in (*tree.constants, *tree.stacks) if p not in ((SHIFT,), (FULL,), (SHAPE,))]
     if others:
-        raise CheckpointError(f"{folder.path}: {show(others[0])} is no tensor, and does not come with trajectories")
+        raise CheckpointError(
+            f"{folder.path}: {format_key(others[0])} is no tensor, and does not come with trajectories"
+        )
     done = tree.tensor(DONE)
     if done is None or done.dtype is not torch.bool:
         raise CheckpointError(f"{folder.path} has no bools 'done': engram cannot tell where its trajectories end")
@@ -221,7 +223,7 @@ def _nested_shape(tensor: TensorFile, trajectories: TrajectoryBounds, ring: Save
     """The shape of one step of a nested tensor, whose lengths are those of the trajectories."""
     folder, name = tensor.folder, tensor.shapes_file
     if len(tensor.shape) != 2 or not 0 < tensor.shape[1] <= 32 or tensor.shape[0] != len(trajectories.lengths):
-        raise folder.corrupt(META, f"{show(tensor.path)} does not have {len(trajectories.lengths)} trajectories")
+        raise folder.corrupt(META, f"{format_key(tensor.path)} does not have {len(trajectories.lengths)} trajectories")
     column = folder.items(name, torch.int64, tensor.shape, 1)
     shapes = column.read(0, column.count).view(np.int64).reshape(tensor.shape)
     stored = trajectories.starts[:-1] % ring.capacity < ring.length
@@ -273,7 +275,7 @@ def _h5_file(
         # The last slot of a ring that is not full may have no value.
         least = trajectories.needed(ring) if shared else ring.steps
         if not least <= column.count <= (trajectories.values if shared else ring.steps):
-            raise ValueError(f"{show(path)} has {column.count} values, which are not those of {ring.steps} steps")
+            raise ValueError(f"{format_key(path)} has {column.count} values, which are not those of {ring.steps} steps")
         keys.append(TrajectoryKey(column.leaf, column, shared))
     return TrajectorySteps(ring, trajectories, keys, buffer_keys)
 

@@ -22,9 +22,10 @@ from engram.data.replay_buffers.checkpointers.rows import (
     section_bytes,
     unpack_values,
 )
+from engram.pytree import Key
 from engram.store.layout import LayoutState, RowLayout
 from engram.ted import codec as ted_codec
-from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Key, Mask, StepKeys
+from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Mask, StepKeys
 
 
 class FlatChunkCodec:

@@ -47,10 +47,11 @@ from engram.data.replay_buffers.checkpointers.rows import (
 )
 from engram.data.replay_buffers.checkpointers.ted import shared_of
 from engram.errors import CorruptCheckpointError
+from engram.pytree import Key
 from engram.store.counters import Counters
 from engram.store.layout import LayoutState, LeafSpec, RowLayout
 from engram.ted import codec as ted_codec
-from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Key, Mask, Positions, StepKeys
+from engram.ted.codec import DONE_KEYS, REWARD_KEYS, Column, Mask, Positions, StepKeys
 
 STARTS = "trajectory_starts"
 ROWS = np.dtype("<i8")

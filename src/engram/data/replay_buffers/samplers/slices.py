@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram import _native
@@ -22,17 +21,11 @@ from engram.data.replay_buffers.samplers.base import (
     stored_rows,
 )
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
-from engram.pytree import KeyPath, entry, show
-from engram.store.episodes import DONE, EpisodeIndex, Key, path_of
+from engram.pytree import Key, KeyPath, as_path, format_key, get_entry, has_keys, set_entry
+from engram.store.episodes import DONE, EpisodeIndex
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
-
-
-def has_keys(batch: Any) -> bool:
-    """Whether entries of a batch can be read by key."""
-    kind = type(batch)
-    return kind in (TensorDict, dict) or isinstance(batch, TensorDictBase) or hasattr(kind, "_from_tensordict")
 
 
 def mark_last(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor:
@@ -46,7 +39,7 @@ def mark_first(batch: Any, path: KeyPath, slices: _native.SliceBatch) -> Tensor:
 
 
 def _marked(batch: Any, path: KeyPath, mark: Callable[[Any], bool], flags: Callable[[], Tensor]) -> Tensor:
-    leaf: Tensor | None = entry(batch, path)
+    leaf: Tensor | None = get_entry(batch, path)
     if leaf is None:
         leaf = flags()
         put(batch, path, leaf)
@@ -62,17 +55,14 @@ def put(batch: Any, path: KeyPath, value: Tensor) -> None:
         TypeError: a tensorclass has no such field.
     """
     if isinstance(batch, dict):
-        for key in path[:-1]:
-            batch = batch.setdefault(key, {})
-        batch[path[-1]] = value
-        return
+        return set_entry(batch, path, value)
     value = value if batch.device is None else value.to(batch.device)
     try:
         batch.set(path, value)
     except (AttributeError, KeyError, ValueError) as error:
         raise TypeError(
-            f"a {type(batch).__name__} has no place for {show(path)}, where slices are marked: {error}; add it, or "
-            "pass None for this key"
+            f"a {type(batch).__name__} has no place for {format_key(path)}, where slices are marked: {error}; add it, "
+            "or pass None for this key"
         ) from error
 
 
@@ -151,11 +141,11 @@ class SliceSampler(Sampler, built_in=True):
         self.slice_len = _positive(slice_len, "slice_len")
         self.episodes = EpisodeIndex(end_key=end_key, traj_key=traj_key, ends=ends, trajectories=trajectories)
         self.cache_values = cache_values
-        self.truncated_key = None if truncated_key is None else path_of(truncated_key, "truncated_key")
+        self.truncated_key = None if truncated_key is None else as_path(truncated_key, "truncated_key")
         self._done_key = None if self.truncated_key is None else (*self.truncated_key[:-1], "done")
         self.strict_length = strict_length
         self.span = _pair(span)
-        self.slice_key = None if slice_key is None else path_of(slice_key, "slice_key")
+        self.slice_key = None if slice_key is None else as_path(slice_key, "slice_key")
         if weight not in get_args(Weight):
             raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
         self.weight = weight
@@ -573,8 +563,8 @@ class SequenceSampler(SliceSampler, built_in=True):
         self.burn_in = int(burn_in)
         if self.slice_len is not None:
             self._check_burn_in(self.slice_len)
-        self.mask_key = path_of(mask_key, "mask_key")
-        self.init_key = None if init_key is None else path_of(init_key, "init_key")
+        self.mask_key = as_path(mask_key, "mask_key")
+        self.init_key = None if init_key is None else as_path(init_key, "init_key")
 
     def _check_burn_in(self, length: int) -> None:
         if self.burn_in >= length:

@@ -24,7 +24,7 @@ from engram._system import fork_registry
 from engram.checkpoint.snapshot import save_snapshot
 from engram.errors import CheckpointMisfitError, StorageError
 from engram.interop.open import open_saved
-from engram.pytree import KeyPath, entry, show
+from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.counters import Counters, check_sequences
 from engram.store.files import is_passing_fds, pickle_by_state
 from engram.store.indexing import Selection, from_slots, select, stored_slots
@@ -249,15 +249,15 @@ class Storage(abc.ABC):
         """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
         if not len(self) or self.lanes is None:
             return None
-        value = entry(self.read(stored_slots(self.lanes.store)[:1]).batch, path)
+        value = get_entry(self.read(stored_slots(self.lanes.store)[:1]).batch, path)
         return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         """One leaf of the steps at these time slots: [n, *envs, ...]. The caller holds the storage's mutex."""
         rows = torch.as_tensor(expand_slots(slots, math.prod(self.env_shape)))
-        values = entry(self.read(rows).batch, path)
+        values = get_entry(self.read(rows).batch, path)
         if values is None:
-            raise KeyError(f"the stored steps have no {show(path)}")
+            raise KeyError(f"the stored steps have no {format_key(path)}")
         column: Tensor = values.reshape(len(slots), *self.env_shape, *values.shape[1:])
         return column
 
@@ -327,9 +327,9 @@ class Storage(abc.ABC):
         if len(set(selection.slots.tolist())) != len(selection.slots):
             raise ValueError("an index names a step twice; nothing was written")
         if self._is_single(items):
-            items = repeated(items, len(selection.slots))
+            items = pytree.expand(items, len(selection.slots))
         elif len(selection.shape) > 1:
-            items = flattened(items, len(selection.shape))
+            items = pytree.flatten_dims(items, 0, len(selection.shape) - 1)
         self.overwrite(selection.slots, items, index_key)
 
     def _is_single(self, items: Any) -> bool:
@@ -639,8 +639,9 @@ def as_storage(storage: Any) -> Storage:
         storage = storage() if callable(storage) else storage
     if not isinstance(storage, Storage):
         raise TypeError(
-            f"storage must be a Storage or something that makes one, got a {type(storage).__name__}; "
-            "TensorStorage(data) stores in tensors that exist, ListStorage(n) takes any objects"
+            "storage must be a storage, or something without arguments that makes one, got a "
+            f"{type(storage).__name__}; TensorStorage(data) stores in tensors that exist, ListStorage(n) takes any "
+            "objects"
         )
     _check_signatures(type(storage))
     return storage
@@ -680,7 +681,7 @@ class StoredSteps:
             raise self._needs_checkpointer("several lanes or environments")
         lane, capacity = lanes.store.lane(0), lanes.store.lane_capacity
         sequences = torch.arange(max(lane["base"], lane["first"]), lane["published"])
-        return list(unbound(self._storage.read(sequences % capacity).batch))
+        return list(pytree.unstack(self._storage.read(sequences % capacity).batch, 0))
 
     def _needs_checkpointer(self, what: str) -> StorageError:
         return StorageError(f"a {type(self._storage).__name__} with {what} needs a checkpointer of its own")
@@ -769,62 +770,6 @@ def check_room(max_size: int | None, counters: dict[str, Any]) -> None:
     if max_size is not None and n > max_size:
         difference = f"room for {max_size} items here, {n} saved there"
         raise CheckpointMisfitError("the checkpoint does not fit this storage", [difference])
-
-
-def flattened(items: Any, dims: int) -> Any:
-    """Items with their first `dims` dimensions made one."""
-    if dims <= 1:
-        return items
-    if isinstance(items, Tensor) or pytree.has_batch_dims(items):
-        return items.flatten(0, dims - 1)
-    if isinstance(items, dict):
-        return {k: flattened(v, dims) for k, v in items.items()}
-    if isinstance(items, list | tuple):
-        return type(items)(flattened(v, dims) for v in items)
-    return torch.as_tensor(items).flatten(0, dims - 1)
-
-
-def repeated(items: Any, n: int, path: KeyPath = ()) -> Any:
-    """One step n times: [n, ...]."""
-    if isinstance(items, dict):
-        return {k: repeated(v, n, (*path, k)) for k, v in items.items()}
-    if isinstance(items, list | tuple):
-        return type(items)(repeated(v, n, (*path, i)) for i, v in enumerate(items))
-    items = items if hasattr(items, "expand") else pytree.as_tensor(items, path)
-    return items.expand(n, *items.shape)
-
-
-def unbound(items: Any, time_dim: int = 0) -> list[Any]:
-    """A batch as a list of items: tensors and TensorDicts along time, pytrees leaf by leaf, lists as they are."""
-    if isinstance(items, list):
-        return items
-    if isinstance(items, Tensor) or pytree.has_batch_dims(items):
-        if not items.shape:
-            raise ValueError(
-                f"extend takes a batch, found a single {type(items).__name__}; use add. Nothing was written"
-            )
-        return list(items.unbind(time_dim))
-    if isinstance(items, dict):
-        parts = {k: unbound(v, time_dim) for k, v in items.items()}
-        _check_lengths(parts)
-        return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
-    if isinstance(items, tuple):
-        parts = {i: unbound(v, time_dim) for i, v in enumerate(items)}
-        _check_lengths(parts)
-        return list(zip(*parts.values(), strict=True))
-    try:
-        return list(items)
-    except TypeError:
-        raise TypeError(
-            f"extend takes a batch or a list of items, found a {type(items).__name__} ({items!r:.80}); use add. "
-            "Nothing was written"
-        ) from None
-
-
-def _check_lengths(parts: dict[Any, list[Any]]) -> None:
-    sizes = {k: len(v) for k, v in parts.items()}
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"the parts of the batch have different lengths: {sizes}; nothing was written")
 
 
 __all__ = ["Checked", "Rows", "Storage", "as_storage"]

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.data.replay_buffers.storages.base import Checked, StagedItems, Storage, check_room, unbound
-from engram.errors import is_masked, masked_array
-from engram.pytree import KeyPath, as_tensor, entry, show, spread, with_entry
+from engram.data.replay_buffers.storages.base import Checked, StagedItems, Storage, check_room
+from engram.pytree import (
+    KeyPath,
+    as_tensor,
+    clone,
+    count_bytes,
+    format_key,
+    get_entry,
+    has_batch_size,
+    has_keys,
+    is_tensorclass,
+    repeat_per_step,
+    unstack,
+    with_entry,
+)
 from engram.store.border import ItemBorder
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
@@ -24,7 +33,6 @@ from engram.store.tables import Rows
 from engram.store.views import ChangeTracker, ItemSnapshot
 
 _NO_LIMIT = 1 << 40
-_IMMUTABLE = (int, float, str, bytes, type(None))
 
 
 class ListStorage(Storage):
@@ -61,7 +69,10 @@ class ListStorage(Storage):
 
     def _copy_rows_to(self, other: Any, memo: dict[int, Any]) -> None:
         state = self.state_dict()  # tensors are copies already; other objects are the stored ones
-        items = [item if _is_copied(item) else copy.deepcopy(item, memo) for item in state["items"]]
+        items = [
+            item if (isinstance(item, Tensor) or has_batch_size(item)) else copy.deepcopy(item, memo)
+            for item in state["items"]
+        ]
         other.load_state_dict({**state, "items": items})
 
     def _limit(self, max_size: int) -> None:
@@ -82,7 +93,7 @@ class ListStorage(Storage):
 
     @property
     def nbytes(self) -> int:
-        return sum(_nbytes(item) for item in self._items)
+        return sum(count_bytes(item) for item in self._items)
 
     def check(
         self,
@@ -94,7 +105,7 @@ class ListStorage(Storage):
     ) -> Checked:
         # A copy: what the caller does to its own object later must not change what is stored. Of a batch once, whole;
         # its items are then views of that copy.
-        rows = [copied(items)] if single else unbound(copied(items), time_dim)
+        rows = [clone(items)] if single else unstack(clone(items), time_dim)
         if not rows:
             raise ValueError("nothing to add: the batch has no items")
         if index_key is not None:
@@ -119,7 +130,7 @@ class ListStorage(Storage):
         first = self._lanes.reserve_sequences(checked.steps)
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
             # A copy: a single row would keep its whole batch in memory.
-            self._items[slot] = copied(checked.data[row])
+            self._items[slot] = clone(checked.data[row])
             self._sequences[slot] = first + row
         self._lanes.store.note_edits(slots)
 
@@ -127,17 +138,17 @@ class ListStorage(Storage):
         absent = [slot for slot in slots.tolist() if not 0 <= slot < len(self._items)]
         if absent:
             raise IndexError(f"index {absent[0]} has not been written; {len(self)} items are stored")
-        rows = unbound(items, 0)
+        rows = unstack(items, 0)
         if len(rows) != len(slots):
             raise ValueError(f"{len(slots)} items are indexed, {len(rows)} given; nothing was written")
         pairs = zip(rows, slots, strict=True)
-        own = [copied(row if index_key is None else _with_index(row, index_key, slot)) for row, slot in pairs]
+        own = [clone(row if index_key is None else _with_index(row, index_key, slot)) for row, slot in pairs]
         for slot, item in zip(slots.tolist(), own, strict=True):
             self._items[slot] = item
         self._lanes.store.note_edits(slots)
 
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
-        has_shape = isinstance(items, Tensor | TensorDictBase) or hasattr(type(items), "_from_tensordict")
+        has_shape = isinstance(items, Tensor) or has_batch_size(items)
         if selection.shape == () or (has_shape and not items.shape):
             items = [items] * len(selection.slots)  # one item replaces all that are indexed
         self.overwrite(selection.slots, items, index_key)
@@ -165,26 +176,25 @@ class ListStorage(Storage):
     def _item_shape(self) -> tuple[int, ...]:
         """That of the oldest item."""
         oldest = self._items[0] if self._items else None
-        has_batch = isinstance(oldest, TensorDictBase) or hasattr(type(oldest), "_from_tensordict")
-        return tuple(oldest.batch_size) if has_batch else ()  # type: ignore[union-attr]
+        return tuple(oldest.batch_size) if has_batch_size(oldest) else ()
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         """That of the oldest item."""
-        value = entry(self._items[0], path) if self._items else None
+        value = get_entry(self._items[0], path) if self._items else None
         if value is None:
             return None
         tensor = as_tensor(value, path)
         return LeafSpec(path, tensor.dtype, tuple(tensor.shape))
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        values = [entry(self._items[slot], path) for slot in slots.tolist()]
+        values = [get_entry(self._items[slot], path) for slot in slots.tolist()]
         if any(value is None for value in values):
-            raise KeyError(f"some of the stored items have no {show(path)}")
+            raise KeyError(f"some of the stored items have no {format_key(path)}")
         return torch.stack([as_tensor(value, path) for value in values])
 
     def _read_selection(self, selection: Selection) -> Rows:
         rows = self.read(selection.slots)
-        items = [copied(item) for item in rows.batch]
+        items = [clone(item) for item in rows.batch]
         return Rows(items[0] if selection.shape == () else items, absent=rows.absent)
 
     def _bytes_per_row(self) -> int:
@@ -260,12 +270,12 @@ class ListStorage(Storage):
             self._sequence_shifts = [shift]
 
     def state_dict(self) -> dict[str, Any]:
-        items = [copied(item) for item in self.items()]
+        items = [clone(item) for item in self.items()]
         return {"items": items, "counters": self.counters(), "sequences": self.sequences()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._check_state(state)
-        items = [copied(item) for item in state["items"]]
+        items = [clone(item) for item in state["items"]]
         with self._replacing("load_state_dict"):
             self.restore_items(items, state["counters"], state["sequences"])
 
@@ -281,77 +291,8 @@ def _own_sequences(sequences: dict[int, int], slots: Tensor) -> Tensor:
     return torch.tensor([sequences.get(slot, 0) for slot in slots.tolist()], dtype=torch.int64)
 
 
-def copied(item: Any) -> Any:
-    """A copy of an item's tensors and containers; other objects are what they are."""
-    kind = type(item)
-    if kind is np.ndarray:  # first what costs nothing to tell: `isinstance` of a tensor runs Python code
-        return item.copy()
-    if kind is TensorDict and not _has_graph(item):
-        return item.clone()
-    if kind is not Tensor and isinstance(item, _IMMUTABLE):
-        return item
-    if isinstance(item, Tensor):
-        return item.detach().clone()
-    if isinstance(item, TensorDictBase) or hasattr(type(item), "_from_tensordict"):
-        if not _has_graph(item):
-            return item.clone()
-        with torch.no_grad():
-            return item.clone()
-    if type(item) is dict:
-        return {k: copied(v) for k, v in item.items()}
-    if type(item) in (list, tuple):
-        return type(item)(copied(v) for v in item)
-    if type(item) in (OrderedDict, defaultdict, deque) or (isinstance(item, tuple) and hasattr(item, "_fields")):
-        return _copied_container(item)
-    if is_masked(item):
-        raise masked_array("an entry of the data")
-    if hasattr(item, "copy") and type(item).__module__ == "numpy":
-        return item.copy()
-    return item
-
-
-def _copied_container(item: Any) -> Any:
-    """A named tuple, or a container of the standard library that is made with more than its members."""
-    if isinstance(item, tuple):
-        return type(item)._make(map(copied, item))  # type: ignore[attr-defined]
-    twin = copy.copy(item)
-    for at, value in list(item.items() if isinstance(item, dict) else enumerate(item)):
-        twin[at] = copied(value)
-    return twin
-
-
-def _has_graph(item: Any) -> bool:
-    """Whether a copy of a TensorDict or tensorclass might keep what its values were computed from."""
-    if type(item) is not TensorDict:
-        return True
-    for value in item._tensordict.values():
-        if type(value) is Tensor:  # `isinstance` would run Python code for anything else
-            if value.requires_grad:
-                return True
-        elif _has_graph(value):
-            return True
-    return False
-
-
 def _with_index(item: Any, key: str, slot: Tensor) -> Any:
-    if isinstance(item, TensorDictBase | dict) or (hasattr(item, "_from_tensordict") and hasattr(item, key)):
+    if has_keys(item) and (not is_tensorclass(item) or hasattr(item, key)):
         within = () if isinstance(item, dict) else tuple(item.batch_size)
-        return with_entry(item, key, spread(slot, 0, within) if within else slot)
+        return with_entry(item, key, repeat_per_step(slot, 0, within) if within else slot)
     return item
-
-
-def _is_copied(item: Any) -> bool:
-    """Whether `copied` has copied all of an item."""
-    return isinstance(item, Tensor | TensorDictBase) or hasattr(type(item), "_from_tensordict")
-
-
-def _nbytes(item: Any) -> int:
-    if isinstance(item, Tensor):
-        return item.numel() * item.itemsize
-    if isinstance(item, TensorDictBase):
-        return sum(_nbytes(v) for v in item.values())
-    if isinstance(item, dict):
-        return sum(_nbytes(v) for v in item.values())
-    if isinstance(item, list | tuple):
-        return sum(_nbytes(v) for v in item)
-    return 0

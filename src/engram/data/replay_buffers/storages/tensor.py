@@ -19,9 +19,9 @@ from torch import Tensor
 
 from engram import pytree
 from engram.checkpoint.protocols import Rows as RowBlock
-from engram.data.replay_buffers.storages.base import Checked, Storage, TooManyRowsError, log, repeated
+from engram.data.replay_buffers.storages.base import Checked, Storage, TooManyRowsError, log
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError
-from engram.pytree import Node
+from engram.pytree import TreeSpec
 from engram.specs.tensors import usable_device
 from engram.store.counters import Counters
 from engram.store.files import (
@@ -266,7 +266,7 @@ class TableStorage(Storage):
         if len(envs) == 1:
             return items, batch_dims, time_dim
         first = 1 if time_dim == 0 else 0
-        merged = _merge(items, first, first + len(envs))
+        merged = pytree.flatten_dims(items, first, first + len(envs) - 1)
         return merged, batch_dims - len(envs) + 1, time_dim if time_dim <= 0 else 1
 
     def _own_index(self, items: Any, batch_dims: int, time_dim: int) -> Tensor | int:
@@ -285,7 +285,7 @@ class TableStorage(Storage):
         """The index of each item, repeated for its steps where items have batch dimensions of their own."""
         assert self._table is not None
         at, within = torch.as_tensor(index), self._table.layout.within
-        return pytree.spread(at, at.ndim - (self.ndim > 1), within) if within else at
+        return pytree.repeat_per_step(at, at.ndim - (self.ndim > 1), within) if within else at
 
     def _stores(self, key: str) -> bool:
         assert self._table is not None
@@ -312,7 +312,7 @@ class TableStorage(Storage):
         assert self._table is not None
         layout, n = self._table.layout, len(slots)
         if self._is_single(items):
-            items = repeated(items, n)
+            items = pytree.expand(items, n)
         if index_key is not None and self._stores(index_key):
             own = self.from_slots(slots)
             index = torch.stack(own, -1) if isinstance(own, tuple) else own
@@ -330,13 +330,8 @@ class TableStorage(Storage):
     def _is_single(self, items: Any) -> bool:
         assert self._table is not None
         leaf = self._table.layout.leaves[0]
-        value = items
-        for key in leaf.path:
-            try:
-                value = value.get(key) if hasattr(value, "_from_tensordict") else value[key]
-            except (KeyError, IndexError, TypeError):
-                return False  # it does not fit: an error when the rows are checked
-        return np.ndim(value) == len(leaf.shape)
+        value = pytree.get_entry(items, leaf.path)
+        return value is not None and np.ndim(value) == len(leaf.shape)  # None: an error when the rows are checked
 
     # ---- reading ----
     def read(
@@ -728,7 +723,7 @@ def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
         leaves[node.leaf] = index
         return RowLayout(layout.root, leaves, layout.carries_sequence)
     leaves.append(index)
-    node = Node("leaf", leaf=len(leaves) - 1)
+    node = TreeSpec("leaf", leaf=len(leaves) - 1)
     root.keys, root.children = (*root.keys, key), (*root.children, node)
     return RowLayout(layout.root, leaves, layout.carries_sequence)
 
@@ -748,14 +743,6 @@ def _lead_shape(items: Any, batch_dims: int) -> tuple[int, ...]:
 def _env_shape(items: Any, batch_dims: int, time_dim: int) -> tuple[int, ...]:
     shape = _lead_shape(items, batch_dims)
     return shape if time_dim < 0 else tuple(d for i, d in enumerate(shape) if i != time_dim)
-
-
-def _merge(items: Any, first: int, last: int) -> Any:
-    if isinstance(items, dict):
-        return {k: _merge(v, first, last) for k, v in items.items()}
-    if isinstance(items, list | tuple):
-        return type(items)(_merge(v, first, last) for v in items)
-    return items.flatten(first, last - 1)
 
 
 class LazyTensorStorage(TableStorage):
@@ -889,7 +876,7 @@ class TensorStorage(TableStorage):
         super().__init__(count, ndim, checkpointer)
         if device is not None:
             tensors = [t.to(_device(device)) for t in tensors]
-        layout = RowLayout.of(_first_step(storage), ndim)
+        layout = RowLayout.of(pytree.map_outermost(storage, lambda part: part[:1]), ndim)
         layout.take_root(root)
         self._env_shape = tuple(lead[1:])
         self._lanes = Lanes.in_memory(lead[0], math.prod(self._env_shape))
@@ -928,19 +915,12 @@ def _common_lead(entries: list[tuple[pytree.KeyPath, Any]], tensors: list[Tensor
     lead = tuple(tensors[0].shape[:ndim])
     for (path, _), t in zip(entries, tensors, strict=True):
         if t.ndim < ndim or tuple(t.shape[:ndim]) != lead:
-            raise ValueError(f"{pytree.show(path)} has shape {list(t.shape)}; all data must begin with {list(lead)}")
+            raise ValueError(
+                f"{pytree.format_key(path)} has shape {list(t.shape)}; all data must begin with {list(lead)}"
+            )
     if len(lead) < ndim:
         raise ValueError(f"the data have shape {list(lead)}, fewer than ndim={ndim} dimensions")
     return lead
-
-
-def _first_step(storage: Any) -> Any:
-    """The first step of the data, with its time dimension; for the layout."""
-    if isinstance(storage, dict):
-        return {k: _first_step(v) for k, v in storage.items()}
-    if isinstance(storage, list | tuple):
-        return type(storage)(_first_step(v) for v in storage)
-    return storage[:1]
 
 
 __all__ = ["LazyTensorStorage", "TensorStorage"]

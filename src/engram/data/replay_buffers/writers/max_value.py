@@ -149,20 +149,20 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
         if single:
             return values.unsqueeze(0)
         if values.ndim == 0:
-            raise ValueError(f"{pytree.show(self._path)} has no dimension for the items of a batch; use add")
+            raise ValueError(f"{pytree.format_key(self._path)} has no dimension for the items of a batch; use add")
         return values
 
     def _entry(self, items: Any) -> Any:
-        found = pytree.entry(items, self._path)
+        found = pytree.get_entry(items, self._path)
         if found is None:
             has = sorted(map(str, items.keys())) if hasattr(items, "keys") else f"none: a {type(items).__name__}"
-            raise KeyError(f"the rank {pytree.show(self._path)} is not in the data, whose keys are {has}")
+            raise KeyError(f"the rank {pytree.format_key(self._path)} is not in the data, whose keys are {has}")
         return found
 
     def _stored(self, storage: Storage, slots: Tensor) -> Tensor:
         """The same of stored rows."""
         if storage.leaf(self._path) is None:
-            raise KeyError(f"the rank {pytree.show(self._path)} is not in the stored rows")
+            raise KeyError(f"the rank {pytree.format_key(self._path)} is not in the stored rows")
         try:
             return self._numbers(storage.column(self._path, slots))
         except RuntimeError:  # items of a list storage may have different shapes
@@ -179,7 +179,9 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
             return as_it_is
         values = pytree.as_tensor(leaf, self._path)
         if values.dtype.is_complex:
-            raise TypeError(f"{pytree.show(self._path)} is {values.dtype}: complex numbers have no order to rank by")
+            raise TypeError(
+                f"{pytree.format_key(self._path)} is {values.dtype}: complex numbers have no order to rank by"
+            )
         return (values if values.dtype in _NATIVE else values.double()).contiguous()
 
     def _stacked(self, leaves: list[Any]) -> Tensor:
