@@ -70,7 +70,7 @@ class RowRings:
         return {"row_bytes": self.row_bytes, "leaves": [["a", "uint8"]]} if self.written else None
 
     def counters(self) -> dict[str, Any]:
-        return {"lane_capacity": self.lane_capacity, "strands": self.strands, "lanes": self.lanes}
+        return {"lane_capacity": self.lane_capacity, "envs": self.strands, "lanes": self.lanes}
 
     def read_block(self, lane: int, start: int, stop: int) -> Rows:
         rows: Rows = self.memory[lane][:, np.arange(start, stop) % self.lane_capacity]
@@ -80,7 +80,7 @@ class RowRings:
         differences = []
         if layout is not None and layout["row_bytes"] != self.row_bytes:
             differences.append(f"row_bytes is {layout['row_bytes']}, not {self.row_bytes}")
-        if (len(counters["lanes"]), counters["strands"]) != self.memory.shape[:2]:
+        if (len(counters["lanes"]), counters["envs"]) != self.memory.shape[:2]:
             differences.append("other lanes or strands")
         if differences:
             raise ValueError("; ".join(differences))
@@ -140,7 +140,7 @@ class ItemList:
         return self.own
 
     def counters(self) -> dict[str, Any]:
-        return {"lane_capacity": self.capacity, "strands": 1, "lanes": [lane_counters(self.base, self.published)]}
+        return {"lane_capacity": self.capacity, "envs": 1, "lanes": [lane_counters(self.base, self.published)]}
 
     def check_restore(self, counters: dict[str, Any]) -> None:
         if counters["lane_capacity"] != self.capacity:

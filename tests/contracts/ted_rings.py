@@ -60,7 +60,7 @@ class TedRings(RowRings):
         self.lanes[lane]["published"] += count
 
     def layout_state(self) -> dict[str, Any] | None:
-        return {**self._layout.to_json(), "strands": [self.strands], "ndim": 2} if self.written else None
+        return {**self._layout.to_json(), "envs": [self.strands], "ndim": 2} if self.written else None
 
 
 def packed(layout: RowLayout, td: TensorDict) -> Any:

@@ -40,8 +40,8 @@ class Sessions:
     def open(self) -> Any:
         s = self.shape
         storage = LazyMemmapStorage(
-            s["lanes"] * s["capacity"] * s["strands"], scratch_dir=self.folder, existsok=True, lanes=s["lanes"],
-            ndim=1 if s["strands"] == 1 else 2,
+            s["lanes"] * s["capacity"] * s["envs"], scratch_dir=self.folder, existsok=True, lanes=s["lanes"],
+            ndim=1 if s["envs"] == 1 else 2,
         )  # fmt: skip
         if storage.lanes is not None:
             tracer.mark(MAPPED, storage.lanes.store.memory().ctypes.data)
@@ -82,8 +82,8 @@ class Sessions:
 
     def batch(self, first: int, n: int) -> TensorDict:
         numbers = torch.arange(first, first + n) + self.edition * STRANDS
-        if self.shape["strands"] > 1:
-            numbers = numbers + torch.arange(self.shape["strands"]).unsqueeze(1) * NUMBERS
+        if self.shape["envs"] > 1:
+            numbers = numbers + torch.arange(self.shape["envs"]).unsqueeze(1) * NUMBERS
         return rows(numbers, self.shape["width"])
 
     def alone(self, users: list[Any], what: float) -> None:
@@ -122,8 +122,8 @@ class Sessions:
         self.say({"edit": lane, "numbers": chosen, "edition": self.edition})
         slots = torch.tensor([w % capacity + lane * capacity for w in chosen])
         numbers = torch.tensor(chosen) + self.edition * STRANDS
-        if self.shape["strands"] > 1:
-            numbers = numbers + torch.arange(self.shape["strands"]).unsqueeze(1) * NUMBERS
+        if self.shape["envs"] > 1:
+            numbers = numbers + torch.arange(self.shape["envs"]).unsqueeze(1) * NUMBERS
         rb[slots] = rows(numbers, self.shape["width"])
         self.say({"edited": lane})
 
@@ -201,13 +201,13 @@ def editions(rb: Any, shape: dict[str, int]) -> list[dict[int, int]]:
         if not len(there):
             continue
         got = rb.storage.read(
-            ((there % shape["capacity"] + lane * shape["capacity"]).unsqueeze(1) * shape["strands"]
-             + torch.arange(shape["strands"])).reshape(-1)
+            ((there % shape["capacity"] + lane * shape["capacity"]).unsqueeze(1) * shape["envs"]
+             + torch.arange(shape["envs"])).reshape(-1)
         )[0]  # fmt: skip
-        n = got["n"].reshape(len(there), shape["strands"])
+        n = got["n"].reshape(len(there), shape["envs"])
         assert torch.equal(got["pad"], rows(got["n"], shape["width"])["pad"]), "a torn row"
         assert torch.equal(n % NUMBERS, there.unsqueeze(1).expand_as(n)), "a row in the wrong place"
-        assert torch.equal(n // NUMBERS % 10, torch.arange(shape["strands"]).expand_as(n)), "another strand's row"
+        assert torch.equal(n // NUMBERS % 10, torch.arange(shape["envs"]).expand_as(n)), "another strand's row"
         found[-1] = dict(zip(there.tolist(), (n[:, 0] // STRANDS).tolist(), strict=True))
     return found
 

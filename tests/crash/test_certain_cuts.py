@@ -36,7 +36,7 @@ class Machine:
     """A store of one lane whose power is cut at every event of a process, in every way."""
 
     def __init__(self, root: Path, capacity: int, width: int) -> None:
-        self.root, self.shape = root, {"lanes": 1, "capacity": capacity, "strands": 1, "width": width}
+        self.root, self.shape = root, {"lanes": 1, "capacity": capacity, "envs": 1, "width": width}
         self.file = root / "store" / "rows.engram"
         sessions.make(root, self.shape)
         self._disk: MappedFile | None = None

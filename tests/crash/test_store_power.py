@@ -11,11 +11,11 @@ from engram.store import files as recovery
 pytestmark = pytest.mark.quick
 
 SHAPES = [
-    {"lanes": 1, "capacity": 40, "strands": 1, "width": 40},
-    {"lanes": 1, "capacity": 12, "strands": 1, "width": 700},
-    {"lanes": 3, "capacity": 24, "strands": 1, "width": 20},
-    {"lanes": 1, "capacity": 16, "strands": 3, "width": 60},
-    {"lanes": 5, "capacity": 9, "strands": 1, "width": 130},
+    {"lanes": 1, "capacity": 40, "envs": 1, "width": 40},
+    {"lanes": 1, "capacity": 12, "envs": 1, "width": 700},
+    {"lanes": 3, "capacity": 24, "envs": 1, "width": 20},
+    {"lanes": 1, "capacity": 16, "envs": 3, "width": 60},
+    {"lanes": 5, "capacity": 9, "envs": 1, "width": 130},
 ]
 
 
@@ -44,14 +44,14 @@ def _states(path, shape):
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['lanes']}x{s['capacity']}x{s['strands']}x{s['width']}")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['lanes']}x{s['capacity']}x{s['envs']}x{s['width']}")
 def test_rows_that_come_back_after_a_power_cut_are_whole_and_none_flushed_is_missing(ram_path, shape):
     done = cuts(ram_path / "p", shape, 1, 2, 0.2)
     assert done.images > 10 and done.rows["durable"] > 20
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['lanes']}x{s['capacity']}x{s['strands']}x{s['width']}")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['lanes']}x{s['capacity']}x{s['envs']}x{s['width']}")
 def test_thousands_of_power_cuts(ram_path, shape):
     images, rows = 0, sessions.Counter()
     for seed in range(20):

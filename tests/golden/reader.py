@@ -202,7 +202,7 @@ def lanes_of(state: dict[str, Any], files: dict[str, bytes], unpack: Any) -> lis
     if state["layout"] is None:
         assert not state["chunks"]
         return []
-    layout, strands, lanes = Layout(state["layout"]), counters["strands"], []
+    layout, strands, lanes = Layout(state["layout"]), counters["envs"], []
     for number, lane in enumerate(counters["lanes"]):
         first = max(lane["base"], lane["published"] - counters["lane_capacity"])
         parts, reached = [np.zeros((strands, 0, layout.row_bytes), np.uint8)], first

@@ -26,23 +26,23 @@ class RowSource(Protocol):
         """The layout of a row as JSON; `row_bytes` is its payload without trailer. None before the first write."""
 
     def counters(self) -> dict[str, Any]:
-        """JSON: `{"lane_capacity": int, "strands": int, "lanes": [...]}`, each lane
+        """JSON: `{"lane_capacity": int, "envs": int, "lanes": [...]}`, each lane
         `{"base", "published", "origin", "seams": [...], "border": {...}, "replaced": int}`.
 
-        The rows of a lane that exist have the write numbers `max(base, published - lane_capacity)` to `published`.
+        The rows of a lane that exist have the sequences `max(base, published - lane_capacity)` to `published`.
         `published` is a seam where whoever writes next would enter one. `border` is what is known of entries that go on
-        from step to step: `{"looked": write number, "agreed": bits or None}`. `replaced` counts the
+        from step to step: `{"looked": sequence, "agreed": bits or None}`. `replaced` counts the
         sequences given to rows that were written over others out of turn.
         """
 
     def identity(self) -> dict[str, Any]:
-        """JSON that says which rows these are: together with a write number it names a row's bytes, but for edits."""
+        """JSON that says which rows these are: together with a sequence it names a row's bytes, but for edits."""
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
-        """Lane and write number of the rows changed in place since `identity()` was `since`; None if nobody knows."""
+        """Lane and sequence of the rows changed in place since `identity()` was `since`; None if nobody knows."""
 
     def read_block(self, lane: int, start: int, stop: int) -> Rows:
-        """Rows `[strands, stop - start, row_bytes]` of one lane, by write number; valid until the next call."""
+        """Rows `[envs, stop - start, row_bytes]` of one lane, by sequence; valid until the next call."""
 
 
 class RowSink(Protocol):
@@ -55,7 +55,7 @@ class RowSink(Protocol):
         """Checks as above, then empties the store. `layout` None: an empty buffer was saved."""
 
     def write_block(self, lane: int, start: int, rows: Rows) -> None:
-        """Rows `[strands, n, row_bytes]` for write numbers from `start`; the array is the caller's after the call."""
+        """Rows `[envs, n, row_bytes]` for sequences from `start`; the array is the caller's after the call."""
 
     def end_restore(self) -> None:
         """Sets the counters: the rows exist from here on."""
@@ -70,16 +70,16 @@ class ItemSource(Protocol):
     """A storage that holds Python objects, as it is read by a save."""
 
     def items(self) -> list[Any]:
-        """The items that exist, oldest first: the first has write number `max(base, published - lane_capacity)`."""
+        """The items that exist, oldest first: the first has sequence `max(base, published - lane_capacity)`."""
 
     def sequences(self) -> list[int]:
-        """The sequences that the items carry, in the same order; 0 where an item has its write number."""
+        """The sequences that the items carry, in the same order; 0 where an item has the one that its lane counts."""
 
     def identity(self) -> dict[str, Any]: ...
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None: ...
 
     def counters(self) -> dict[str, Any]:
-        """As those of a RowSource, with one lane, one strand; `lane_capacity` None: without limit."""
+        """As those of a RowSource, with one lane, one environment; `lane_capacity` None: without limit."""
 
 
 class ItemSink(Protocol):

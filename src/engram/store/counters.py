@@ -11,20 +11,20 @@ _SEQUENCE_LIMIT = 1 << 62
 
 
 class Counters:
-    """Checked view of `{"lane_capacity": int | None, "strands": int, "lanes": [{"base", "published", ...}]}`.
+    """Checked view of `{"lane_capacity": int | None, "envs": int, "lanes": [{"base", "published", ...}]}`.
 
     ValueError (or KeyError, TypeError) when that is not what it is given.
     """
 
     def __init__(self, counters: dict[str, Any]) -> None:
         self._capacity: int | None = counters["lane_capacity"]
-        self.envs: int = counters["strands"]
+        self.envs: int = counters["envs"]
         _check_counts(self.envs, 0 if self._capacity is None else self._capacity)
         self._lanes = [_checked(lane) for lane in counters["lanes"]]
 
     def check_envs(self, layout: dict[str, Any]) -> None:
         """ValueError where the layout names another number of environments than the counters."""
-        shape = layout.get("strands", [self.envs])
+        shape = layout.get("envs", [self.envs])
         if isinstance(shape, list):
             _check_counts(*shape)
         if not isinstance(shape, list) or math.prod(shape) != self.envs or not self.envs:

@@ -66,10 +66,10 @@ class RowSnapshot(ChangeTracker):
     def left_out(self) -> int:
         """Rows that other processes overwrote before they were read."""
         pairs = zip(self.counters()["lanes"], self._counters["lanes"], strict=True)
-        return int(self._counters["strands"] * sum(now["base"] - then["base"] for now, then in pairs))
+        return int(self._counters["envs"] * sum(now["base"] - then["base"] for now, then in pairs))
 
     def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
-        out = np.empty((self._counters["strands"], stop - start, self._row_bytes), np.uint8)
+        out = np.empty((self._counters["envs"], stop - start, self._row_bytes), np.uint8)
         self._lanes.store.check_file()
         if stop > start:  # other processes may have overwritten all rows before the save began
             self._pass.read(lane, start, stop, out)
@@ -162,7 +162,7 @@ class EmptySource:
         return None
 
     def counters(self) -> dict[str, Any]:
-        return {"lane_capacity": 0, "strands": 1, "lanes": []}
+        return {"lane_capacity": 0, "envs": 1, "lanes": []}
 
     def identity(self) -> dict[str, Any]:
         return {}

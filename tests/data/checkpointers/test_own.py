@@ -29,7 +29,7 @@ class WholeSave:
             (max(lane["base"], lane["published"] - self._counters["lane_capacity"]), lane["published"])
             for lane in self._counters["lanes"]
         ]
-        self.nbytes = sum(stop - start for start, stop in self._spans) * self._counters["strands"] * row_bytes
+        self.nbytes = sum(stop - start for start, stop in self._spans) * self._counters["envs"] * row_bytes
 
     def write(self, writer):
         for lane, (start, stop) in enumerate([] if self._layout is None else self._spans):
@@ -54,7 +54,7 @@ class WholeRestore:
         sink.end_restore()
 
     def _rows(self, lane, steps):
-        rows = np.empty((self._counters["strands"], steps, self._layout["row_bytes"]), np.uint8)
+        rows = np.empty((self._counters["envs"], steps, self._layout["row_bytes"]), np.uint8)
         self._reader.read_into(f"storage/{lane}.bin", rows.reshape(-1))
         return rows
 

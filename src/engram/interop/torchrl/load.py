@@ -412,7 +412,7 @@ def _listed_epoch(rows: Rows, envs: int) -> dict[str, Any]:
     listed = torch.from_numpy(rows.copy())
     return {
         "key": 0, "ranges": [[first, count]], "position": 0, "incarnation": None, "ring": max(1, count), "moved": [0],
-        "listed": listed, "strands": envs,
+        "listed": listed, "envs": envs,
     }  # fmt: skip
 
 
@@ -477,11 +477,11 @@ class RowTransfer:
         self._steps = steps if self._index is None else _StepsWithIndex(steps, self._index)
         self._position, self._sink = position, sink
         self._layout = layout_of(self._steps)
-        self._state = LayoutState({**self._layout.to_json(), "strands": list(steps.inner), "ndim": sink.ndim})
+        self._state = LayoutState({**self._layout.to_json(), "envs": list(steps.inner), "ndim": sink.ndim})
         nothing = {"seams": [], "border": {"looked": 0, "agreed": None}, "replaced": 0}
         lane = {"base": position.base, "published": position.published, "origin": position.origin, **nothing}
         envs = math.prod(steps.inner)
-        self._counters = {"lane_capacity": steps.capacity, "strands": envs, "lanes": [lane]}
+        self._counters = {"lane_capacity": steps.capacity, "envs": envs, "lanes": [lane]}
 
     def check(self) -> None:
         """ValueError that lists what does not fit; changes nothing."""

@@ -240,7 +240,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
     def _differences(self, state: dict[str, Any]) -> list[str]:
         epoch = state["epoch"] or {}
         if "listed" in epoch:
-            check_epoch(state, "position", "strands")
+            check_epoch(state, "position", "envs")
             check_list(epoch["listed"])
         else:
             check_epoch(state, "position", "incarnation")
@@ -254,8 +254,8 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
             return
         if len(epoch["ranges"]) > lanes.store.lanes or any(n > lanes.store.lane_capacity for _, n in epoch["ranges"]):
             raise ValueError("a saved epoch has more rows than this storage")
-        if "listed" in epoch and epoch["strands"] != lanes.envs:
-            raise ValueError(f"a saved epoch has {epoch['strands']} environments, this storage {lanes.envs}")
+        if "listed" in epoch and epoch["envs"] != lanes.envs:
+            raise ValueError(f"a saved epoch has {epoch['envs']} environments, this storage {lanes.envs}")
 
     def _sync(self, storage: Storage) -> None:
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.

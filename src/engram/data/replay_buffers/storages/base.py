@@ -698,8 +698,8 @@ class StoredSteps:
         if storage.lanes is None:
             border = {"looked": 0, "agreed": None}
             empty = {"base": 0, "published": 0, "origin": 0, "seams": [], "border": border, "replaced": 0}
-            return {"lane_capacity": storage.max_size, "strands": 1, "lanes": [empty]}
-        return {"lane_capacity": storage.max_size, "strands": 1, "lanes": storage.lanes.saved_states()}
+            return {"lane_capacity": storage.max_size, "envs": 1, "lanes": [empty]}
+        return {"lane_capacity": storage.max_size, "envs": 1, "lanes": storage.lanes.saved_states()}
 
     def identity(self) -> dict[str, Any]:
         return {}

@@ -231,7 +231,7 @@ class ListStorage(Storage):
 
     def counters(self) -> dict[str, Any]:
         """Counters as JSON."""
-        return {"lane_capacity": self._max_size, "strands": 1, "lanes": self._lanes.saved_states()}
+        return {"lane_capacity": self._max_size, "envs": 1, "lanes": self._lanes.saved_states()}
 
     def identity(self) -> dict[str, Any]:
         """As `Lanes.identity`."""

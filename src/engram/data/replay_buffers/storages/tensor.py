@@ -394,14 +394,14 @@ class TableStorage(Storage):
         """The layout and the dimensions as JSON; None before the first write."""
         if self._table is None:
             return None
-        return {**self._table.layout.to_json(), "strands": list(self._env_shape), "ndim": self.ndim}
+        return {**self._table.layout.to_json(), "envs": list(self._env_shape), "ndim": self.ndim}
 
     def counters(self) -> dict[str, Any]:
         """Counters of every lane as JSON."""
         if self._lanes is None:
-            return {"lane_capacity": 0, "strands": 1, "lanes": []}
+            return {"lane_capacity": 0, "envs": 1, "lanes": []}
         store, lanes = self._lanes.store, self._lanes.saved_states()
-        return {"lane_capacity": store.lane_capacity, "strands": store.envs, "lanes": lanes}
+        return {"lane_capacity": store.lane_capacity, "envs": store.envs, "lanes": lanes}
 
     def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         """uint8 [envs, stop - start, row bytes]."""
@@ -457,8 +457,8 @@ class TableStorage(Storage):
                 if env_shape != self._env_shape:
                     differences.append(f"environments are {list(self._env_shape)} here, {list(env_shape)} there")
             envs = math.prod(env_shape)
-            if counters["strands"] != envs:
-                differences.append(f"counters of {counters['strands']} environments, but a layout of {envs} there")
+            if counters["envs"] != envs:
+                differences.append(f"counters of {counters['envs']} environments, but a layout of {envs} there")
             room = self._lane_room(envs)
             rows = [lane["published"] - lane["base"] for lane in lanes]
             if len(lanes) > self._n_lanes:
@@ -591,7 +591,7 @@ class TableStorage(Storage):
 
 def _saved_env_shape(layout: dict[str, Any]) -> tuple[int, ...]:
     """The shape of the environments of a saved layout; MalformedLayoutError where it has none."""
-    shape = layout.get("strands")
+    shape = layout.get("envs")
     if not isinstance(shape, list) or not all(type(n) is int for n in shape) or "ndim" not in layout:
         raise MalformedLayoutError(f"this is no row layout: it is of environments {shape!r:.80}")
     return tuple(shape)
