@@ -15,8 +15,8 @@ from contracts.gym_loop import WORLDS, Proxy, Rule, assert_same, on_tensordicts,
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
 from engram.envs import GymEnv, SerialEnv
-from engram.envs.engines import Autoreset
-from engram.envs.vector_engine import GymVectorEngine, VectorEnv
+from engram.envs.engines import Autoreset, GymVectorEngine
+from engram.envs.vector_env import VectorEnv
 
 modes = pytest.mark.parametrize("mode", Autoreset, ids=lambda mode: mode.name)
 

@@ -17,7 +17,7 @@ from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv
 from engram.envs.engines import Autoreset
 from engram.envs.transforms import StepCounter
-from engram.envs.vector_engine import VectorEnv
+from engram.envs.vector_env import VectorEnv
 from engram.errors import WorkerError
 from processes.test_workers import is_gone
 

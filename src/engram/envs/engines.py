@@ -1,4 +1,7 @@
-"""Engines: environments stepped with raw values instead of tensors, one (`GymEngine`) or many (`VectorEngine`)."""
+"""Engines: environments stepped with raw values instead of tensors, one (`GymEngine`) or many (`VectorEngine`).
+
+`GymVectorEngine` steps gymnasium's vector environments, whatever their autoreset mode.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,14 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram.envs.codecs import (
+    BOOL,
     ArrayCodec,
     SpaceCodec,
     SpaceLeaf,
     array_of,
     codec_for,
     flag_of,
+    flag_row,
     number_array,
     reward_of,
     space_leaves,
@@ -355,3 +360,164 @@ def repeat_action(step: RawStep, times: int) -> RawStep:
         return observation, total, terminated, truncated, info
 
     return step_times
+
+
+class GymVectorEngine(VectorEngine):
+    """Steps a `gymnasium.vector.VectorEnv`: sync, async, or a vectorised implementation.
+
+    `can_reset_some` is True for gymnasium's SyncVectorEnv and AsyncVectorEnv, and wherever autoreset is disabled, as
+    that mode requires the option `reset_mask`. Raises ValueError for an environment without a known autoreset mode, or
+    one that resets twice.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        categorical: bool,
+        observation_key: str = "observation",
+        info_keys: InfoKeys | None = None,
+    ) -> None:
+        self.env = env
+        self.n = int(env.num_envs)
+        self.autoreset = autoreset_of(env)
+        kinds = {cls.__name__ for cls in type(env.unwrapped).__mro__}
+        if self.autoreset is Autoreset.NEXT_STEP and "AsyncVectorEnv" in kinds and not env.unwrapped.shared_memory:
+            raise ValueError(
+                "gymnasium's AsyncVectorEnv with shared_memory=False and autoreset_mode=NEXT_STEP resets a second time "
+                "after env.reset(), whatever the seed; use shared_memory=True, or another autoreset mode"
+            )
+        self._is_async, self._is_sync = "AsyncVectorEnv" in kinds, "SyncVectorEnv" in kinds
+        has_mask = not kinds.isdisjoint(("SyncVectorEnv", "AsyncVectorEnv"))
+        self.can_reset_some = has_mask or self.autoreset is Autoreset.DISABLED
+        self.action: SpaceCodec = codec_for(env.single_action_space, categorical=categorical)
+        self._seed: int | None = None
+        self._over = np.zeros(self.n, dtype=np.bool_)
+        self._info = make_info_reader(info_keys, self._probed, batch_dims=1)
+        space = env.single_observation_space
+        self.leaves: list[SpaceLeaf] = observation_leaves(space, observation_key, self._info, categorical=categorical)
+
+    def _probed(self) -> list[Any]:
+        """The `infos` of a step and of a reset."""
+        _, first = self.env.reset()
+        after = self.env.step(self.env.action_space.sample())[4]
+        return [after, after.get("final_info", {}), first]
+
+    def _shown(self, observation: Any, infos: Mapping[str, Any]) -> Any:
+        return observation if self._info is None else (observation, self._info.read_batch(infos, self.n))
+
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+
+    def random_state(self) -> dict[str, Any] | None:
+        """The state of the random generators; None if it cannot be read.
+
+        It cannot if the environments run in other processes, or do not use the generator that gymnasium offers
+        (EnvPool), which then does not exist.
+        """
+        env = self.env.unwrapped
+        has_generator = self._is_sync or getattr(env, "_np_random", None) is not None
+        return self._random_state_now() if has_generator and not self._is_async else None
+
+    def _random_state_now(self) -> dict[str, Any]:
+        states = [generator.bit_generator.state for generator in self._generators()]
+        return {
+            "seed": self._seed,
+            "generator": {"bit_generator": [s["bit_generator"] for s in states], "each": states},
+        }
+
+    def _generators(self) -> tuple[Any, ...]:
+        generators = () if self._is_async else self.env.unwrapped.np_random
+        return generators if isinstance(generators, tuple) else (generators,)
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        """Sets the generators to a `random_state`, for the next reset of all. ValueError: they are of another kind."""
+        validate_random_state(state, self._random_state_now())
+        self._seed = state["seed"]
+        for generator, one in zip(self._generators(), state["generator"]["each"], strict=True):
+            generator.bit_generator.state = one
+
+    def reset(self, mask: Array | None = None) -> Any:
+        if mask is None:
+            seed, self._seed = self._seed, None
+            self._receive_last_step()
+            observation, infos = self.env.reset() if seed is None else self.env.reset(seed=seed)
+            self._over = np.zeros(self.n, dtype=np.bool_)
+            return self._shown(observation, infos)
+        if not self.can_reset_some:
+            raise ValueError(
+                f"environments {np.flatnonzero(mask).tolist()} of {self.env} cannot be reset alone: it has no option "
+                "'reset_mask'. Let episodes end by themselves (max_episode_steps=..., no max_frames_per_traj), or use "
+                "vectorization_mode='sync'"
+            )
+        observation, infos = self.env.reset(options={"reset_mask": mask.copy()})
+        self._over = self._over & ~mask
+        return self._shown(observation, infos)
+
+    def _receive_last_step(self) -> None:
+        """Receives the results that AsyncVectorEnv still waits for after an interrupt: it refuses resets before."""
+        waits_for = getattr(getattr(self.env.unwrapped, "_state", None), "value", None) if self._is_async else None
+        if waits_for in ("step", "reset"):
+            getattr(self.env.unwrapped, f"{waits_for}_wait")()
+
+    def step(self, actions: Any) -> VectorStep:
+        observation, reward, terminated, truncated, infos = self.env.step(actions)
+        observation = self._shown(observation, infos)
+        if self.autoreset is Autoreset.DISABLED:
+            return VectorStep(observation, reward, terminated, truncated)
+        ended = self._ended(terminated, truncated)
+        if self.autoreset is Autoreset.SAME_STEP:
+            if 1 not in ended.tobytes():  # a tenth of the cost of `any`
+                return VectorStep(observation, reward, terminated, truncated)
+            terminated, truncated = self._flags(terminated, truncated)
+            return VectorStep(observation, reward, terminated, truncated, self._last(infos, ended))
+        idle, has_idle = self._over, 1 in self._over.tobytes()
+        self._over = np.greater(ended, idle) if has_idle else ended
+        return VectorStep(observation, reward, terminated, truncated, (), idle if has_idle else None)
+
+    def _ended(self, terminated: Any, truncated: Any) -> Array:
+        """Whether an episode is over, bool `[n]`. Raises ValueError for values that are no flags."""
+        try:
+            ended: Array = np.logical_or(terminated, truncated)
+            if ended.dtype is BOOL and ended.shape == self._over.shape:
+                return ended
+        except (TypeError, ValueError):
+            pass  # text, or two shapes: an error below
+        terminated, truncated = self._flags(terminated, truncated)
+        return np.asarray(terminated | truncated)
+
+    def _flags(self, terminated: Any, truncated: Any) -> tuple[Array, Array]:
+        return flag_row(terminated, self.n, "terminated"), flag_row(truncated, self.n, "truncated")
+
+    def _last(self, infos: Mapping[str, Any], ended: Array) -> Sequence[tuple[int, Any]]:
+        final = infos.get("final_obs", infos.get("final_observation", None))
+        if final is None:
+            raise ValueError(
+                "the environment resets in the step that ends an episode, without infos['final_obs'], so that the "
+                "last observation is lost; use another autoreset mode"
+            )
+        batched = final if self._info is None else (final, self._info.read_batch(infos.get("final_info", {}), self.n))
+        return [(env, _row(batched, env)) for env in np.flatnonzero(ended).tolist()]
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def autoreset_of(env: Any) -> Autoreset:
+    """The autoreset mode of a vector environment. Raises ValueError if it has none that is known."""
+    mode = (env.metadata or {}).get("autoreset_mode", None) or getattr(env.unwrapped, "autoreset_mode", None)
+    name = str(getattr(mode, "value", mode)).upper().replace("_", "")
+    for autoreset in Autoreset:
+        if name == autoreset.name.replace("_", ""):
+            return autoreset
+    raise ValueError(
+        f"{env} has autoreset_mode={mode!r}; its metadata['autoreset_mode'] must be one of "
+        "gymnasium.vector.AutoresetMode, so that resets are not taken for steps"
+    )
+
+
+def _row(batched: Any, env: int) -> Any:
+    """The row of one environment in a batched value."""
+    if isinstance(batched, Mapping):
+        return {key: _row(value, env) for key, value in batched.items()}
+    return tuple(_row(value, env) for value in batched) if isinstance(batched, tuple) else batched[env]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engram.envs.base import EnvBase
 from engram.envs.codecs import flag_of, reward_of
-from engram.envs.engines import GymEngine, InfoKeys, VectorEngine
-from engram.envs.vector_engine import GymVectorEngine, VectorStepper
+from engram.envs.engines import GymEngine, GymVectorEngine, InfoKeys, VectorEngine
+from engram.envs.vector_env import VectorStepper
 from engram.specs import Composite, Spec
 from engram.specs.tensors import usable_device
 

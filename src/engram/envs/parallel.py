@@ -16,7 +16,7 @@ from engram.envs.base import EnvBase
 from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, reward_of, space_leaves
 from engram.envs.engines import Array, Autoreset, GymEngine, VectorEngine, VectorStep
 from engram.envs.serial import check_same_specs, env_makers
-from engram.envs.vector_engine import VectorStepper
+from engram.envs.vector_env import VectorStepper
 from engram.processes.lockstep import LockstepPool, WorkerSlot, usable_cores
 from engram.processes.shared_memory import SharedMemory
 from engram.processes.timeouts import TimedEnv, validate_timeout

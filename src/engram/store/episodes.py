@@ -194,7 +194,7 @@ class EpisodeIndex:
             return _Indexed(ref, lanes, index, None, contextlib.nullcontext())
         # Storages without packed rows count a step before they hold it: under their mutex both agree.
         index = _native.Episodes(by_id, None, leaf.itemsize)
-        return _Indexed(ref, lanes, index, _StoredSteps(ref, leaf, lanes.store), _Settled(lanes))
+        return _Indexed(ref, lanes, index, _StorageSteps(ref, leaf, lanes.store), _Settled(lanes))
 
     def _leaf(self, steps: StepSource) -> tuple[bool, LeafSpec]:
         """Whether trajectories are told apart by ids, and the leaf with the ids or the flags."""
@@ -236,7 +236,7 @@ class _Settled:
         self._mutex.release()
 
 
-class _StoredSteps:
+class _StorageSteps:
     """Fetches flags or ids from a storage without packed rows."""
 
     def __init__(self, steps: Callable[[], Any], leaf: LeafSpec, store: _native.Store) -> None:

@@ -90,7 +90,7 @@ def ring_of(folder: Folder, name: str, ring: Mapping[str, Any], length: Any, ndi
     return SavedRing(capacity, steps, tuple(shape[1:]), shift, full)
 
 
-class TrajectoryBounds:
+class SavedTrajectories:
     """Where trajectories begin among the steps, and where among the values; one env after the other."""
 
     def __init__(self, ring: SavedRing, ends: Numbers, more: npt.NDArray[np.bool_]) -> None:
@@ -99,7 +99,7 @@ class TrajectoryBounds:
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths + more)])
 
     @classmethod
-    def of_flags(cls, ring: SavedRing, done: Values) -> TrajectoryBounds:
+    def of_flags(cls, ring: SavedRing, done: Values) -> SavedTrajectories:
         """Trajectories end where a flag is set, at the newest step of each env, and with the env. In the last slot of a
         ring that is not full, the end has no value of its own unless the flag there (which nobody wrote) is set.
         """
@@ -135,7 +135,7 @@ class TrajectorySteps(SavedSteps):
     def __init__(
         self,
         ring: SavedRing,
-        trajectories: TrajectoryBounds,
+        trajectories: SavedTrajectories,
         keys: list[TrajectoryKey],
         buffer_keys: Collection[KeyPath],
     ) -> None:
@@ -186,7 +186,7 @@ def flat_steps(
 ) -> TrajectorySteps:
     """The steps that TorchRL's flat and nested checkpointers saved; nested tensors have their lengths in a file."""
     ring = ring_of(folder, METADATA, _added(tree), length, ndim)
-    trajectories = TrajectoryBounds.of_flags(ring, _flags(folder, tree, ring.steps))
+    trajectories = SavedTrajectories.of_flags(ring, _flags(folder, tree, ring.steps))
     keys = []
     for tensor in tree.tensors:
         shape = _nested_shape(tensor, trajectories, ring) if tensor.nested else tensor.shape[1:]
@@ -219,7 +219,7 @@ def _key(tensor: TensorFile, shape: tuple[int, ...], steps: int, values: int) ->
     return TrajectoryKey(SavedKey(tensor.path, tensor.dtype, shape), column, fitting[0] != steps)
 
 
-def _nested_shape(tensor: TensorFile, trajectories: TrajectoryBounds, ring: SavedRing) -> tuple[int, ...]:
+def _nested_shape(tensor: TensorFile, trajectories: SavedTrajectories, ring: SavedRing) -> tuple[int, ...]:
     """The shape of one step of a nested tensor, whose lengths are those of the trajectories."""
     folder, name = tensor.folder, tensor.shapes_file
     if len(tensor.shape) != 2 or not 0 < tensor.shape[1] <= 32 or tensor.shape[0] != len(trajectories.lengths):
@@ -268,7 +268,7 @@ def _h5_file(
     done = values_of.get((DONE,))
     if done is None or done.leaf.dtype is not torch.bool or done.nbytes != 1 or done.count != ring.steps:
         raise ValueError(f"it has no bool 'done' for each of {ring.steps} steps, which says where trajectories end")
-    trajectories = TrajectoryBounds.of_flags(ring, done)
+    trajectories = SavedTrajectories.of_flags(ring, done)
     keys = []
     for path, column in values_of.items():
         shared = bool((column.lengths != done.lengths).any())

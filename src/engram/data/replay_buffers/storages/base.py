@@ -70,7 +70,7 @@ class Storage(abc.ABC):
     _holds_items: ClassVar[bool] = False
     # Whether it has no rows of its own, but members that have.
     _is_ensemble: ClassVar[bool] = False
-    # Whether its steps can be saved as items, one by one (`StoredSteps`).
+    # Whether its steps can be saved as items, one by one (`StepsAsItems`).
     _saved_as_items: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -476,13 +476,13 @@ class Storage(abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         """Rows and counters in memory."""
         with self.mutex:
-            steps = StoredSteps(self)
+            steps = StepsAsItems(self)
             return {"items": steps.items(), "counters": steps.counters(), "sequences": steps.sequences()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replaces everything by what `state_dict` gave; a ValueError where it does not fit."""
         self._check_state(state)
-        StoredSteps(self).restore_items(state["items"], state["counters"], state["sequences"])
+        StepsAsItems(self).restore_items(state["items"], state["counters"], state["sequences"])
 
     def _check_state(self, state: dict[str, Any]) -> None:
         """A ValueError where what `state_dict` gave does not fit; changes nothing."""
@@ -493,12 +493,12 @@ class Storage(abc.ABC):
             raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
         if (counters.lanes, counters.rows) != (1, n):
             raise ValueError(f"{n} items do not fit counters of {counters.rows} in {counters.lanes} lanes")
-        StoredSteps(self).check_restore(state["counters"])
+        StepsAsItems(self).check_restore(state["counters"])
 
     def _sink(self) -> Any:
-        """What the checkpointer saves and fills: this storage, or `StoredSteps` where it lacks the methods for that."""
+        """What the checkpointer saves and fills: this storage; `StepsAsItems` where it lacks the methods for that."""
         needs = getattr(self.checkpointer, "needs", None)
-        return self if needs is None or hasattr(type(self), needs) else StoredSteps(self)
+        return self if needs is None or hasattr(type(self), needs) else StepsAsItems(self)
 
     @contextlib.contextmanager
     def _consistent_view(self) -> Iterator[Any]:
@@ -531,7 +531,7 @@ class Storage(abc.ABC):
     def _staging(self) -> Any:
         """Takes a saved state, which this storage gets in `commit()`; None: that is not possible."""
         sink = self._sink()
-        return StagedItems(sink) if isinstance(sink, StoredSteps) else None
+        return StagedItems(sink) if isinstance(sink, StepsAsItems) else None
 
     def _restore_point(self) -> Callable[[], None] | None:
         """A function that puts everything back as it is now, after a load that failed; None: too much to hold."""
@@ -540,7 +540,7 @@ class Storage(abc.ABC):
         lanes = self.lanes
         if lanes is None or lanes.store.lanes * lanes.envs > 1 or lanes.own_sequences is not None:
             return None
-        steps = StoredSteps(self)
+        steps = StepsAsItems(self)
         return functools.partial(steps.restore_items, steps.items(), steps.counters(), steps.sequences())
 
     def _rebase_sampler(self, sampler: Any) -> None:
@@ -660,7 +660,7 @@ def _check_signatures(cls: type[Storage]) -> None:
             )
 
 
-class StoredSteps:
+class StepsAsItems:
     """The steps of a storage as items, for a checkpointer of items; made of the storage's five abstract methods.
 
     For storages of one dimension and one lane, whose rows carry no sequences of their own.
