@@ -209,7 +209,8 @@ def test_a_key_that_stands_twice_is_an_error(forger: Forger, once: bytes, twice:
 def test_an_item_with_a_key_that_stands_twice_is_an_error(forger: Forger) -> None:
     text = (forger.path / "g-000001/storage/items-00000000.json").read_bytes()
     assert b'{"a":' in text or b'"$dict"' in text
-    forger.write_file("storage/items-00000000.json", b'[{"a":1,"a":2},' + text[1:])
+    assert b'"items":[' in text
+    forger.write_file("storage/items-00000000.json", text.replace(b'"items":[', b'"items":[{"a":1,"a":2},', 1))
     refused(forger.path, "list", "twice")
 
 
