@@ -52,8 +52,8 @@ def boot_id() -> bytes:
 
 def free_memory() -> int | None:
     """Bytes that this process may still take: of the machine, and of its control group; None if unknown."""
-    found = [n for n in (_machine_free(), _group_free()) if n is not None]
-    return min(found) if found else None
+    free = [n for n in (_machine_free(), _group_free()) if n is not None]
+    return min(free) if free else None
 
 
 def check_memory(nbytes: int, what: str) -> None:
@@ -86,20 +86,20 @@ def _group_free() -> int | None:
             lines = [line.strip().split(":", 2) for line in f]
     except OSError:
         return None
-    found = []
+    free = []
     for _, controllers, path in lines:
         if controllers == "":
-            found += _limits("/sys/fs/cgroup", path, "memory.max", "memory.current", "memory.stat", "inactive_file")
+            free += _limits("/sys/fs/cgroup", path, "memory.max", "memory.current", "memory.stat", "inactive_file")
         elif "memory" in controllers.split(","):
             root = "/sys/fs/cgroup/memory"
-            found += _limits(
+            free += _limits(
                 root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"
             )
-    return min(found) if found else None
+    return min(free) if free else None
 
 
 def _limits(root: str, path: str, limit: str, usage: str, stat: str, cache: str) -> list[int]:
-    found = []
+    free = []
     while True:
         folder = os.path.join(root, path.lstrip("/"))
         try:
@@ -107,11 +107,11 @@ def _limits(root: str, path: str, limit: str, usage: str, stat: str, cache: str)
             if most.isdigit() and int(most) < 1 << 60:
                 used = int(_read(os.path.join(folder, usage)))
                 stats = dict(line.split() for line in _read(os.path.join(folder, stat)).splitlines())
-                found.append(max(0, int(most) - used + int(stats.get(cache, 0))))
+                free.append(max(0, int(most) - used + int(stats.get(cache, 0))))
         except (OSError, ValueError):
             pass
         if path in ("", "/"):
-            return found
+            return free
         path = os.path.dirname(path)
 
 

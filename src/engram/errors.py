@@ -64,8 +64,8 @@ class CheckpointMisfitError(CheckpointError, ValueError):
         self.what, self.differences, self.advice = what, tuple(differences), advice
 
     def __str__(self) -> str:
-        said = f"{self.what}: {'; '.join(self.differences)}" if self.differences else self.what
-        return f"{said}. {self.advice}" if self.advice else said
+        text = f"{self.what}: {'; '.join(self.differences)}" if self.differences else self.what
+        return f"{text}. {self.advice}" if self.advice else text
 
 
 def differences_of(error: ValueError) -> tuple[str, ...]:
@@ -99,8 +99,8 @@ class DatasetError(EngramError, ValueError):
         self.file, self.reason, self.rows_read = file, reason, rows_read
 
     def __str__(self) -> str:
-        taken = f"; {self.rows_read} steps were taken into the buffer before" if self.rows_read else ""
-        return f"{self.file}: {self.reason}{taken}"
+        progress = f"; {self.rows_read} steps were taken into the buffer before" if self.rows_read else ""
+        return f"{self.file}: {self.reason}{progress}"
 
 
 class OutOfMemoryError(EngramError, MemoryError):
