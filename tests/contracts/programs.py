@@ -28,13 +28,15 @@ _TESTS = str(Path(__file__).parents[1])
 class Program:
     """A Python file that runs; what is used of `subprocess.Popen` in text mode with pipes."""
 
-    def __init__(self, file: Path, *arguments: Any, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, file: Path, *arguments: Any, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> None:
         pipes = [os.pipe() for _ in range(3)]
         self._status, status = socket.socketpair()
         theirs = [pipes[0][0], pipes[1][1], pipes[2][1], status.fileno()]
         argv = [str(file), *map(str, arguments)]
         environment = dict(os.environ if env is None else env)
-        socket.send_fds(_template(), [pickle.dumps((argv, os.getcwd(), environment))], theirs)
+        socket.send_fds(_template(), [pickle.dumps((argv, str(cwd or os.getcwd()), environment))], theirs)
         for fd in theirs[:3]:
             os.close(fd)
         status.close()
@@ -86,11 +88,15 @@ def run_program(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "program.py"
         file.write_text(textwrap.dedent(code))
-        program = Program(file, *arguments, env=env)
-        try:
-            output, errors = program.communicate(timeout)
-        finally:
-            program.kill()
+        return finished(Program(file, *arguments, env=env), timeout)
+
+
+def finished(program: Program, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """What came of it; it is killed if it takes longer."""
+    try:
+        output, errors = program.communicate(timeout)
+    finally:
+        program.kill()
     return subprocess.CompletedProcess(program.args, program.wait(), output, errors)
 
 

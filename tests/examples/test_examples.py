@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,17 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-import engram
+from contracts.programs import Program, finished
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """As a user would, from another folder."""
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick", "--seed", "3", *arguments]
-    path = os.pathsep.join([str(Path(engram.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}  # a relative path would lead elsewhere from there
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd, env=environment)
+    program = Program(EXAMPLES / f"{name}.py", "--quick", "--seed", "3", *arguments, cwd=cwd)
+    return finished(program, timeout=240)
 
 
 def summary_of(name: str, *arguments: str, cwd: Path) -> dict[str, Any]:

@@ -21,10 +21,8 @@ from engram.data import (
 )
 from engram.envs.transforms import MultiStepTransform, RewardSum, VecNorm
 from law.combos import CAPACITY, STORAGES
-from law.data import steps
-from law.frozen import difference, frozen
 from law.own_parts import OwnSamplerWithState
-from law.prompt import settled
+from law.world import difference, frozen, settled, steps
 
 STEPS = [
     "extend", "sample", "sample", "update", "iterate", "extend", "sample", "alone", "sample", "extend", "update",

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from engram.data import ReplayBuffer, TensorDictReplayBuffer
 from law.combos import CAPACITY, Combo
-from law.frozen import difference
-from law.world import Memory, World
+from law.world import Memory, World, difference
 
 # Everything that can happen, with loads in the middle of epochs, of trajectories and of the ring's turns.
 PROGRAM = [

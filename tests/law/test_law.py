@@ -15,11 +15,9 @@ from engram.data.replay_buffers.checkpointers import rows
 from engram.errors import CorruptCheckpointError
 from law import ensembles
 from law.combos import LEVELS, REFUSED, SAMPLERS, STORAGES, Combo, pairwise, product, refusal
-from law.data import steps
 from law.law import Broken, Trial
 from law.mutants import MUTANTS
-from law.prompt import PromptPool
-from law.world import World
+from law.world import PromptPool, World, steps
 
 pytestmark = pytest.mark.quick
 

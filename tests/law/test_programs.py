@@ -15,7 +15,7 @@ from engram.data.replay_buffers.checkpointers import rows
 from law import combos
 from law.combos import LEVELS, Combo
 from law.law import PROGRAM, Trial
-from law.prompt import PromptPool
+from law.world import PromptPool
 
 pytestmark = pytest.mark.quick
 

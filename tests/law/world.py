@@ -1,22 +1,154 @@
-"""A buffer in the middle of its life, and the steps that it can take."""
+"""A buffer of any combination in the middle of its life: the steps that it can take, what it holds, to the bit."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import itertools
 import pickle
+from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from tensordict import TensorDict, TensorDictBase
 
 from engram.data import ReplayBuffer, Storage, TensorDictReplayBuffer, TensorStorage
 from law.combos import CAPACITY, CHECKPOINTERS, SAMPLERS, TRANSFORMS, WRITERS, Combo
-from law.data import changed, steps
-from law.frozen import frozen
-from law.prompt import settled
 
+# ---- steps as environments bring them: every value follows from the time and the environment ----
+_LENGTHS = [3, 5, 2, 7, 4, 6, 3, 9]
+_MOST = 4000
+
+
+def _episodes(env: int) -> tuple[list[int], list[int], list[bool]]:
+    """Of each time step: its episode, its place in it, and whether it is the last one there."""
+    ids, places, lasts, k = [], [], [], env
+    while len(ids) < _MOST:
+        n = _LENGTHS[k % len(_LENGTHS)]
+        ids += [k * 8 + env] * n
+        places += range(n)
+        lasts += [False] * (n - 1) + [True]
+        k += 1
+    return ids[:_MOST], places[:_MOST], lasts[:_MOST]
+
+
+_KNOWN = [_episodes(env) for env in range(3)]
+
+
+def steps(start: int, count: int, envs: int) -> TensorDict:
+    """Steps of TED, `[count]`, or `[envs, count]` with environments."""
+    rows = [_rows(env, start, count) for env in range(max(envs, 1))]
+    return torch.stack(rows) if envs else rows[0]
+
+
+def _rows(env: int, start: int, count: int) -> TensorDict:
+    ids, places, lasts = (torch.tensor(known[start : start + count]) for known in _KNOWN[env])
+    time = torch.arange(start, start + count)
+    done = lasts.bool().unsqueeze(-1)
+    following = _observation(ids, places + 1)
+    # Where a step is followed by something else than it says, as after a wrapper's reset.
+    following[time % 11 == 3] += 0.25
+    reward = ((time * 7919 + env * 31) % 101).float().unsqueeze(-1) / 8
+    made = {
+        "observation": _observation(ids, places),
+        "action": (time * 13 + env) % 5,
+        "collector": TensorDict({"traj_ids": ids}, [count]),
+        "td_error": (time * 31 % 17).float() / 4,
+        "next": TensorDict(
+            {
+                "observation": following, "reward": reward, "done": done, "terminated": done.clone(),
+                "truncated": torch.zeros_like(done),
+            },
+            [count],
+        ),
+    }  # fmt: skip
+    return TensorDict(made, [count])
+
+
+def _observation(ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    k = (ids * 16 + places).float()
+    return torch.stack([k, (k * 0.7).sin(), -k], -1)
+
+
+def changed(rows: Any, by: float) -> Any:
+    """Stored rows with another reward and observation, to be written in their place."""
+    if isinstance(rows, list):
+        return [changed(row, by) for row in rows]
+    rows = rows.clone()
+    rows["next", "reward"] = rows["next", "reward"] + by
+    rows["observation"] = rows["observation"] - by
+    return rows
+
+
+# ---- values as something that `==` compares to the bit ----
+# What names a store, and which nobody can draw from: the twin's has a name of its own, and counts its loads.
+_OWN = ("incarnation", "store")
+
+
+def frozen(value: Any) -> Any:
+    """Types, dtypes, shapes, batch sizes and bits; dicts in any order."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", str(value.dtype), tuple(value.shape), value.contiguous().reshape(-1).numpy().tobytes())
+    if isinstance(value, np.ndarray):
+        return ("array", str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, TensorDictBase):
+        entries = {key: frozen(value.get(key)) for key in sorted(value.keys(), key=str)}
+        return (type(value).__name__, tuple(value.batch_size), str(value.device), entries)
+    if isinstance(value, dict):
+        return {str(key): frozen(member) for key, member in value.items() if key not in _OWN}
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, *map(frozen, value)]
+    if isinstance(value, float):
+        return ("float", value.hex())
+    return (type(value).__name__, value)
+
+
+def difference(mine: Any, its: Any, where: str = "") -> str | None:
+    """The first place where two frozen values differ; None: they are equal."""
+    if mine == its:
+        return None
+    if isinstance(mine, dict) and isinstance(its, dict) and mine.keys() == its.keys():
+        parts = [(f"{where}[{key!r}]", mine[key], its[key]) for key in mine]
+    elif isinstance(mine, list | tuple) and isinstance(its, list | tuple) and len(mine) == len(its):
+        if mine[:1] == ("tensor",) and mine[:3] == its[:3]:
+            return f"{where}: {_shown(mine)} and {_shown(its)}"
+        parts = [(f"{where}[{i}]", a, b) for i, (a, b) in enumerate(zip(mine, its, strict=True))]
+    else:
+        return f"{where}: {mine!r:.300} and {its!r:.300}"
+    return next(said for said in (difference(a, b, place) for place, a, b in parts) if said)
+
+
+def _shown(value: Any) -> str:
+    dtype = getattr(torch, value[1].removeprefix("torch."))
+    made = torch.frombuffer(bytearray(value[3]), dtype=dtype) if value[3] else torch.empty(0)
+    return f"{made.reshape(value[2]).tolist()!r:.600}"
+
+
+# ---- prefetch whose threads are done whenever a step ends: what a batch holds must not hang on the scheduler ----
+_running: list[concurrent.futures.Future[Any]] = []
+
+
+class PromptPool(concurrent.futures.ThreadPoolExecutor):
+    """Knows what it was given."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        future = super().submit(*args, **kwargs)
+        _running.append(future)
+        return future
+
+
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """A block after which nothing is being prepared."""
+    yield
+    while _running:
+        concurrent.futures.wait([_running.pop()])
+
+
+# ---- a buffer in the middle of its life, and the steps that it can take ----
 BATCH = 6
 
 

@@ -1,4 +1,4 @@
-"""Draws in proportion to priorities, with their rule in plain Python."""
+"""Samplers by priority, against sums of plain Python."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from engram.data import PrioritizedSampler
+from engram.data import PrioritizedSampler, PrioritizedSliceSampler
 from machine.ring import Row
 from machine.samplers import RandomOracle
+from machine.slices import SliceOracle
 
 
+# ---- draws in proportion to priorities, with their rule in plain Python ----
 class PrioritizedOracle(RandomOracle):
     """With probability in proportion to (p + eps) ** alpha; weights (P / P_min) ** -beta."""
 
@@ -68,3 +70,41 @@ class AlphaOneOracle(PrioritizedOracle):
 
 
 PRIORITIZED = {"priorities": PrioritizedOracle, "priorities as they are": AlphaOneOracle}
+
+
+# ---- slices that start by priority, with their rule in plain Python ----
+class PrioritizedSliceOracle(PrioritizedOracle, SliceOracle):
+    """Starts in proportion to (p + eps) ** alpha, among those from which a whole slice lies in its trajectory."""
+
+    by_id = True
+    frequencies = SliceOracle.frequencies  # of slices, not of rows
+
+    def make(self) -> Any:
+        where = {"traj_key": "traj"} if self.by_id else {"end_key": ("next", "done")}
+        return PrioritizedSliceSampler(
+            None, self.alpha, self.beta, self.eps, slice_len=self.length, strict_length=self.strict, **where
+        )
+
+    def slices(self, length: int) -> dict[tuple[Row, ...], float]:
+        shortest = length if self.strict else 1
+        return {
+            tuple(piece[start : start + length]): self.mass(piece[start])
+            for piece in self.ring.trajectories(self.by_id)
+            for start in range(len(piece) - shortest + 1)
+        }
+
+    def weights(self, rows: list[Row]) -> list[float]:
+        possible = self.slices(self.length)
+        lowest = min(possible.values())
+        return [(possible[s] / lowest) ** -self.beta for s in self._cut(rows, self._ids) for _ in s]
+
+
+class ShortPrioritizedSliceOracle(PrioritizedSliceOracle):
+    strict = False
+    by_id = False
+
+
+PRIORITIZED_SLICES = {
+    "slices by priority": PrioritizedSliceOracle,
+    "short slices by priority": ShortPrioritizedSliceOracle,
+}

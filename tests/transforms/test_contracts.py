@@ -1,9 +1,19 @@
-"""Each transform keeps the contract."""
+"""Each transform against the contract of transforms, and what all of ours must do besides."""
 
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
 
-from contracts.transform import KeyedTransformContract, TimedTransformContract
+from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.testing import TransformContract
+from engram.testing.transform import as_dict, assert_equal
 from engram.transforms import (
     CatFrames,
     Compose,
@@ -28,6 +38,131 @@ from engram.transforms import (
 from transforms.data import steps, trajectory
 
 
+# ---- what transforms must do besides what `TransformContract` asks of any ----
+class KeyedTransformContract(TransformContract):
+    #: an entry of `batch` that the transform can work on
+    source: Any = "x"
+
+    def make(self) -> Any:
+        return self.make_for([self.source])
+
+    def make_for(self, in_keys: Any, out_keys: Any = None) -> Any:
+        raise NotImplementedError
+
+    def test_out_keys_leave_the_source_in_place(self):
+        expected = self._result(self.make_for([self.source]), self.batch(6))[self.source]
+        out = self._result(self.make_for([self.source], [("deep", "er", "out")]), self.batch(6))
+        assert_equal(out[self.source], self.batch(6)[self.source])
+        assert_equal(out["deep", "er", "out"], expected)
+
+    @pytest.mark.parametrize("kind", [lambda td: td, as_dict], ids=["TensorDict", "dict"])
+    def test_nested_keys_are_tuples(self, kind):
+        expected = self._result(self.make_for([self.source]), self.batch(6))[self.source]
+        batch = self.batch(6)
+        batch["some", "where", "in"] = batch[self.source].clone()
+        out = self._result(self.make_for([("some", "where", "in")], [("some", "out")]), kind(batch))
+        assert_equal(out["some"]["out"], expected)
+
+    def test_a_missing_key_is_an_error_that_names_it_and_those_that_exist(self):
+        transform = self.make_for([("no", "such")])
+        for batch in (self.batch(4), as_dict(self.batch(4))):
+            with pytest.raises(KeyError, match=rf"{type(transform).__name__}.*\('no', 'such'\).*{self._a_key()}"):
+                transform(batch)
+
+    def test_a_plain_tensor_is_an_error_that_says_what_it_takes(self):
+        with pytest.raises(TypeError, match="Tensor has none; give it TensorDicts, dicts or tensorclasses"):
+            self.make()(torch.zeros(4, 3))
+
+    def test_keys_are_strings_or_tuples_of_them_and_as_many_out_as_in(self):
+        with pytest.raises(TypeError, match="3"):
+            self.make_for([3])
+        with pytest.raises(ValueError, match=r"2 keys.*1"):
+            self.make_for(["a", "b"], ["c"])
+        with pytest.raises(ValueError, match="twice"):
+            self.make_for(["a", "b"], ["c", "c"])
+
+    def test_its_keys_can_be_read(self):
+        transform = self.make_for(["a", ("b", "c")], ["d", "e"])
+        assert list(transform.in_keys) == ["a", ("b", "c")] and list(transform.out_keys) == ["d", "e"]
+        assert "('b', 'c')" in repr(transform) and "'d'" in repr(transform)
+
+    def _result(self, transform: Any, batch: Any) -> Any:
+        return transform(batch)
+
+    def _a_key(self) -> str:
+        return str(next(iter(self.batch(4).keys())))
+
+
+class TimedTransformContract(TransformContract):
+    """`make` gives what works on reading; on writing it is appended with `invert=True`."""
+
+    def trajectory(self, steps: int, number: int) -> TensorDict:
+        """A whole trajectory [steps]; data depend on the number."""
+        raise NotImplementedError
+
+    def test_no_trajectory_sees_another(self):
+        parts = [self.trajectory(n, k) for k, n in enumerate((4, 1, 7, 2))]
+        expected = torch.cat([self.make().forward(part.clone()) for part in parts])
+        assert_equal(self.make().forward(torch.cat(parts)), expected)
+        rows = torch.stack([torch.cat(parts), torch.cat(parts[::-1])])
+        both = self.make().forward(rows.clone())
+        assert_equal(both[0], expected)
+        assert_equal(both[1], self.make().forward(torch.cat(parts[::-1])))
+
+    def test_a_batch_that_ends_within_a_trajectory_is_the_beginning_of_the_whole(self):
+        whole = self.make().forward(self.trajectory(9, 3))
+        assert_equal(self.make().forward(self.trajectory(9, 3)[:6]), whole[:6])
+
+    def test_ids_and_init_marks_end_trajectories_too(self):
+        replaced = {"is_init", *(("next", flag) for flag in ("done", "truncated", "terminated"))}
+        parts = [self.trajectory(n, k) for k, n in enumerate((4, 3))]
+        expected = torch.cat([self.make().forward(part.clone()) for part in parts])
+        for name, value in (("ids", torch.tensor([7] * 4 + [9] * 3)), ("init", torch.arange(7) % 4 == 0)):
+            batch = torch.cat(parts)
+            for flag in ("done", "truncated", "terminated"):
+                batch["next", flag] = torch.zeros(7, 1, dtype=torch.bool)
+            batch[("collector", "traj_ids") if name == "ids" else "is_init"] = value
+            found = self.make().forward(batch)
+            for key in expected.keys(True, True):
+                if key not in replaced:
+                    assert_equal(found[key], expected[key])
+
+    # Each child runs it by itself, with an example database entry of its own.
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @given(data=st.data())
+    def test_written_in_pieces_is_written_in_one(self, data):
+        lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+        stream = torch.cat([self.trajectory(n, k) for k, n in enumerate(lengths)])
+        cuts = sorted(data.draw(st.sets(st.integers(1, len(stream)), max_size=8)) | {0, len(stream)})
+        rb = ReplayBuffer(storage=LazyTensorStorage(100))
+        rb.append_transform(self.make(), invert=True)
+        for start, stop in pairwise(cuts):
+            if stop == start + 1:
+                rb.add(stream[start])
+            else:
+                rb.extend(stream[start:stop] if data.draw(st.booleans()) else as_dict(stream[start:stop]))
+        expected = self.make().forward(stream.clone())
+        assert_equal(rb.storage.get(slice(None)), expected)
+
+    def test_environments_go_on_by_themselves(self):
+        strands = [torch.cat([self.trajectory(n, k) for k, n in enumerate(ns)]) for ns in ((3, 5, 4), (6, 1, 5))]
+        stream = torch.stack(strands)
+        expected = self.make().forward(stream.clone())
+        for dim_extend in (1, 0):
+            rb = ReplayBuffer(storage=LazyTensorStorage(40, ndim=2), dim_extend=dim_extend)
+            rb.append_transform(self.make(), invert=True)
+            for start, stop in ((0, 2), (2, 3), (3, 8), (8, 12)):
+                rb.extend(stream[:, start:stop] if dim_extend else stream[:, start:stop].transpose(0, 1))
+            rb.empty()
+            for start, stop in ((0, 2), (3, 8), (8, 12)):
+                if start == 3:
+                    rb.add(stream[:, 2])
+                rb.extend(stream[:, start:stop] if dim_extend else stream[:, start:stop].transpose(0, 1))
+            found = rb[:]
+            assert_equal(found if dim_extend else found.transpose(0, 1), expected)
+
+
+# ---- each transform keeps the contract ----
 class Steps:
     def batch(self, *shape):
         return steps(*shape)

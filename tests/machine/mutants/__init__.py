@@ -1,9 +1,7 @@
 """Parts that are wrong by one, planted one at a time."""
 
-from machine.mutants.priorities import PRIORITY_MUTANTS
-from machine.mutants.slices import SLICE_MUTANTS
+from machine.mutants.samplers import PRIORITY_MUTANTS, SLICE_MUTANTS, UNIFORM_MUTANTS
 from machine.mutants.storages import STORAGE_MUTANTS
-from machine.mutants.uniform import UNIFORM_MUTANTS
 from machine.mutants.writers import WRITER_MUTANTS
 
 MUTANTS = {**STORAGE_MUTANTS, **UNIFORM_MUTANTS, **PRIORITY_MUTANTS, **SLICE_MUTANTS, **WRITER_MUTANTS}

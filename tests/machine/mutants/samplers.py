@@ -1,18 +1,127 @@
-"""Slices that are wrong by one."""
+"""Samplers that are wrong by one."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engram import _native
-from engram.data import SequenceSampler, SliceSampler, SliceSamplerWithoutReplacement
+from engram.data import (
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    SequenceSampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    Storage,
+)
 from engram.data.replay_buffers.samplers import slices
 from machine.mutants.base import Mutant, Patch, around
-from machine.mutants.uniform import one_further
 
 
+# ---- uniform samplers that are wrong by one ----
+def newest_of(storage: Storage) -> int:
+    generations = storage.lanes.generations(torch.arange(storage.max_size))
+    return int(generations.argmax())
+
+
+def never_the_newest(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
+    slots, info = sample()
+    return torch.where(slots == newest_of(storage), (slots + 1) % len(storage), slots), info
+
+
+def one_further(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
+    slots, info = sample()
+    return (slots + 1) % storage.max_size, info
+
+
+def repeats_its_first(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
+    slots, info = sample()
+    slots[-1] = slots[0]
+    return slots, info
+
+
+def one_short(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
+    slots, info = sample()
+    return slots[: max(1, len(slots) - 1)], info
+
+
+def begins_at_the_second(begin: Any, sampler: Any, storage: Storage, lanes: Any) -> None:
+    before = sampler.state_dict()["epoch"]
+    begin()
+    state = sampler.state_dict()
+    if before is None and len(lanes) > 1:
+        state["epoch"]["position"] = 1
+        sampler.load_state_dict(state)
+        begin()
+
+
+UNIFORM_MUTANTS = {
+    "random draws that never hit the newest row": Mutant(around(RandomSampler, "sample", never_the_newest)),
+    "random draws one further": Mutant(around(RandomSampler, "sample", one_further)),
+    "random draws one row short": Mutant(around(RandomSampler, "sample", one_short)),
+    "an epoch that repeats a row": Mutant(
+        around(SamplerWithoutReplacement, "sample", repeats_its_first), sampler="epoch"
+    ),
+    "an epoch that leaves out its first row": Mutant(
+        around(SamplerWithoutReplacement, "_begin_if_needed", begins_at_the_second), sampler="epoch"
+    ),
+    "an epoch in order that begins at the second row": Mutant(
+        around(SamplerWithoutReplacement, "sample", one_further), sampler="epoch in order"
+    ),
+    "an epoch that drops one row more than the last batch": Mutant(
+        around(SamplerWithoutReplacement, "sample", one_short), sampler="epoch, last dropped"
+    ),
+}
+
+
+# ---- priorities that are wrong by one ----
+def weights_of_the_neighbour(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
+    slots, info = sample()
+    return slots, {**info, "priority_weight": info["priority_weight"].roll(1)}
+
+
+def one_before_is_updated(update: Any, sampler: Any, index: Any, *rest: Any) -> None:
+    update((torch.as_tensor(index) - 1).clamp(min=0), *rest)
+
+
+def next_stored(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
+    slots, info = sample()
+    return (slots + 1) % len(storage), info
+
+
+def newest_has_half(sample: Any, sampler: Any, storage: Storage, n: int) -> Any:
+    newest = storage.lanes.generations(torch.arange(storage.max_size)).argmax()
+    sampler.update_priority(newest, sampler.priorities(newest, storage=storage) / 2, storage=storage)
+    return sample()
+
+
+PRIORITY_MUTANTS = {
+    "weights of the neighbour": Mutant(
+        around(PrioritizedSampler, "sample", weights_of_the_neighbour), sampler="priorities"
+    ),
+    "priorities that go to the row before": Mutant(
+        around(PrioritizedSampler, "update_priority", one_before_is_updated), sampler="priorities"
+    ),
+    "draws by priority that are one further": Mutant(
+        around(PrioritizedSampler, "sample", next_stored), sampler="priorities as they are"
+    ),
+    "the newest row has half of its priority": Mutant(
+        around(PrioritizedSampler, "sample", newest_has_half), sampler="priorities as they are"
+    ),
+    "slices with the weights of their neighbours": Mutant(
+        around(PrioritizedSliceSampler, "sample", weights_of_the_neighbour), sampler="slices by priority"
+    ),
+    "slices by priority that start one further": Mutant(
+        around(PrioritizedSliceSampler, "sample", one_further), sampler="short slices by priority"
+    ),
+}
+
+
+# ---- slices that are wrong by one ----
 def only_longer_ones(rule: Any, sampler: Any, length: int) -> Any:
     """A trajectory of exactly a slice's length is left out; short ones that are one step long, too."""
     before, after = (length - 1 if cut else 0 for cut in sampler.span)
