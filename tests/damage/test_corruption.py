@@ -108,7 +108,7 @@ def test_a_forged_file_name_is_refused(checkpoint, name):
         lambda d: d["files"]["components/sampler.bin"].update(nbytes=-1),
         lambda d: d["files"]["components/sampler.bin"].update(nbytes=True),
         lambda d: d["body"]["storage"]["state"].pop("counters"),
-        lambda d: d["body"]["storage"]["state"]["counters"].update(strands=2**40),
+        lambda d: d["body"]["storage"]["state"]["counters"].update(envs=2**40),
         lambda d: d["body"]["storage"]["state"]["counters"]["lanes"][0].update(published=2**62),
         lambda d: d["body"]["storage"]["state"]["counters"]["lanes"][0].update(base=1000),
         lambda d: d["body"]["storage"]["state"]["layout"].update(row_bytes=2**40),
