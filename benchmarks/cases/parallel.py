@@ -67,10 +67,10 @@ def _row(kind: str, n: int, make: Callable[[], Any], rounds: int, target: dict[s
         turns["gymnasium async"] = _vector(vector, n)
         idle = LockstepPool(_steps, [(make, 0)] * WORKERS, name="worker")
         closes.append(idle.close)
-        turns["rounds of nothing"] = _repeated(lambda: idle.round(1))
+        turns["rounds of nothing"] = _repeated(lambda: idle.execute(1))
         free = LockstepPool(_steps, [(make, n // WORKERS)] * WORKERS, name="worker")
         closes.append(free.close)
-        turns[FLOOR] = free.round
+        turns[FLOOR] = free.execute
         row["contenders"] = _measured(turns, rounds)
     except Exception as error:
         row["contenders"] = {"engram": missing(error)}
@@ -88,14 +88,14 @@ def _repeated(step: Callable[[], Any]) -> Turn:
     return turn
 
 
-def _steps(channel: Any, seat: Any, make: Callable[[], Any], n: int) -> None:
+def _steps(channel: Any, slot: Any, make: Callable[[], Any], n: int) -> None:
     """A worker that makes as many steps of each of `n` environments as it is told."""
-    seat.sit(channel)
+    slot.attach(channel)
     step = _stepped(n, make)
     while True:
-        for _ in range(seat.recv_command()):
+        for _ in range(slot.recv_command()):
             step()
-        seat.done()
+        slot.complete()
 
 
 def _engine(env: ParallelEnv) -> Turn:
