@@ -10,9 +10,9 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
 from contracts.vector_worlds import Native
-from engram.collectors import SyncDataCollector, choose_rollout
-from engram.collectors.choose_rollout import DeferredTransformRollout
+from engram.collectors import SyncDataCollector, sync
 from engram.collectors.rollout import TensorDictRollout
+from engram.collectors.sync import DeferredTransformRollout
 from engram.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv
 from engram.envs.transforms import Compose, InitTracker, RewardScaling, RewardSum, StepCounter
 
@@ -64,7 +64,7 @@ def batches(monkeypatch, env, parts, *, later, n=5, frames=21, policy=None, **kw
     """Of a collector that may let transforms follow, or may not."""
     with monkeypatch.context() as patch:
         if not later:
-            patch.setattr(choose_rollout._Choice, "with_deferred_transforms", lambda *_: None)
+            patch.setattr(sync._Choice, "with_deferred_transforms", lambda *_: None)
         torch.manual_seed(0)
         with SyncDataCollector(
             lambda: TransformedEnv(env(), Compose(*parts)), policy, frames_per_batch=frames, **kwargs

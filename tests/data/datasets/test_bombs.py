@@ -14,7 +14,7 @@ from engram.data.datasets import (
     iter_hdf5,
     iter_minari,
     iter_parquet,
-    parquet_pages,
+    parquet,
     read_parquet,
     write_minari,
     write_parquet,
@@ -31,7 +31,7 @@ def little_memory(monkeypatch):
     """Makes the system say that so many bytes are free."""
 
     def say(nbytes):
-        for module in (_system, parquet_pages):
+        for module in (_system, parquet):
             monkeypatch.setattr(module, "free_memory", lambda: nbytes)
         monkeypatch.setattr(_system, "_SMALL", 1)
 
