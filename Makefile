@@ -7,18 +7,23 @@ PYTEST ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep mutants test-long test-search check format stubs clean
+.PHONY: help demo test test-deep mutants test-long test-search check format stubs wheels wheel-test wheel-check docs clean
 
 help:
-	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (about 3 minutes)"
+	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (under half a minute)"
 	@echo "make test       the tests"
 	@echo "make check      ruff, mypy, pyright, layering, stubs"
 	@echo "make bench      ours against other replay libraries (about twenty minutes)"
+	@echo "make interop    code written for TorchRL, with only its imports changed (an environment of its own)"
 	@echo "make instructions  instructions of our commonest calls, against benchmarks/instructions.json (a minute; valgrind)"
 	@echo "make test-search  the property tests, ten times over with new examples"
 	@echo "make test-deep  kills, damage, races, processes and many trials (ten minutes), which CI runs after \`make test\`"
+	@echo "make test-ray   replay over a cluster of several node processes, some of which are killed (an environment of its own)"
+	@echo "make bench-ray  replay over a cluster against what it must reach (five minutes; an environment of its own)"
 	@echo "make mutants    every planted error and every protection taken out, which the tests must find (three minutes)"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
+	@echo "make wheels     dist/: an sdist, and from it wheels for the Pythons here (three minutes);  make wheel-test tries them"
+	@echo "make docs       the documentation site, in site/"
 	@echo "make model      the lanes under the C++ memory model, each fence shown necessary (a minute; relacy-dev)"
 
 # Stamps: .run is what builds and runs engram and its examples, .dev what tests and checks need besides.
@@ -36,7 +41,7 @@ $(VENV)/.engram: $(VENV)/.run pyproject.toml CMakeLists.txt $(NATIVE_SOURCES)
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing the tools of tests and checks into $(VENV): a minute, once"
-	$(INSTALL) -c constraints.txt pytest pytest-xdist hypothesis ruff mypy "pyright[nodejs]" h5py pyarrow
+	$(INSTALL) -c constraints.txt pytest pytest-xdist hypothesis ruff mypy "pyright[nodejs]" h5py pyarrow typer
 	@touch $@
 
 demo: $(VENV)/.engram
@@ -60,21 +65,47 @@ test-search: $(VENV)/.engram $(VENV)/.dev
 	  HYPOTHESIS_PROFILE=search $(VENV)/bin/python -m pytest -q -m "hypothesis and not long and not deep" $(PYTEST) || exit 1; done
 
 check: $(VENV)/.engram $(VENV)/.dev
-	$(VENV)/bin/python -m ruff check src tests benchmarks examples
-	$(VENV)/bin/python -m ruff format --check src tests benchmarks examples
+	$(VENV)/bin/python -m ruff check src tests benchmarks examples packaging
+	$(VENV)/bin/python -m ruff format --check src tests benchmarks examples packaging
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/python -m pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/python -m pytest -q tests/test_layering.py tests/native/test_stubs.py
 
 format: $(VENV)/.dev
-	$(VENV)/bin/python -m ruff check --fix src tests benchmarks examples
-	$(VENV)/bin/python -m ruff format src tests benchmarks examples
+	$(VENV)/bin/python -m ruff check --fix src tests benchmarks examples packaging
+	$(VENV)/bin/python -m ruff format src tests benchmarks examples packaging
 
 stubs: $(VENV)/.engram
 	$(VENV)/bin/python -m nanobind.stubgen -m engram._native -o src/engram/_native.pyi
 
+wheels:
+	$(PYTHON) packaging/wheels.py build
+
+# Each wheel of dist/ in a fresh environment without a compiler: the first example, or without torch the native tests.
+wheel-test:
+	$(PYTHON) packaging/wheels.py test
+
+# The same for one Python.
+wheel-check:
+	$(PYTHON) packaging/wheels.py build own
+	$(PYTHON) packaging/wheels.py test own
+
+DOCS_VENV ?= .venv-docs
+DOCS_PYTHON := $(DOCS_VENV)/bin/python
+$(DOCS_VENV)/.run: packaging/requirements-docs.txt
+	@echo "making $(DOCS_VENV) with what builds the site: half a minute, once"
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_PYTHON) -m pip install --disable-pip-version-check --quiet -r packaging/requirements-docs.txt
+	@touch $@
+
+# Fails where a link leads nowhere, or a page is in no menu.
+docs: $(DOCS_VENV)/.run
+	NO_MKDOCS_2_WARNING=1 $(DOCS_PYTHON) -m mkdocs build --quiet
+	@echo "site/index.html; \`$(DOCS_PYTHON) -m http.server -d site\` shows it with its search"
+
 clean:
-	rm -rf build $(VENV) .venv-bench
+	rm -rf build dist site $(DOCS_VENV) $(VENV) .venv-bench .venv-ray .venv-ray-peers .venv-reverb
 
 include benchmarks/bench.mk
+include tests/cluster/ray.mk
 -include native.mk

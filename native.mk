@@ -50,7 +50,7 @@ model:
 	@echo '#include <relacy/base.hpp>' | $(CXX) -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo "make model needs the headers of Relacy: apt-get install relacy-dev (Debian, Ubuntu)"; exit 1; }
 	@echo "building tests/model into $(MODEL): half a minute, once"
-	@$(MAKE) --no-print-directory -j2 $(MODEL)/words $(MODEL)/append $(MODEL)/edit
+	@$(MAKE) --no-print-directory -j2 $(MODEL)/words $(MODEL)/append $(MODEL)/edit $(MODEL)/turns
 	@$(MODEL)/words
-	@$(MODEL)/edit $(EXECUTIONS) >$(MODEL)/edit.txt & edit=$$!; $(MODEL)/append $(EXECUTIONS); failed=$$?; \
-	  wait $$edit || failed=1; cat $(MODEL)/edit.txt; exit $$failed
+	@{ $(MODEL)/edit $(EXECUTIONS) && $(MODEL)/turns $(EXECUTIONS); } >$(MODEL)/rest.txt & rest=$$!; \
+	  $(MODEL)/append $(EXECUTIONS); failed=$$?; wait $$rest || failed=1; cat $(MODEL)/rest.txt; exit $$failed

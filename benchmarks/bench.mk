@@ -1,6 +1,7 @@
 # `make bench`: ours against its peers, in an environment of their own. Included by the Makefile.
 #   make bench                         everything, about twenty minutes
-#   make bench BENCH="--quick"         a look, under two minutes
+#   make bench BENCH="--quick"         a look, a few minutes
+#   python -m benchmarks.report --targets FILE    all targets against the figures of a run
 #   make bench BENCH="--only cartpole" one case; see `python -m benchmarks.bench --help`
 #   make instructions                  counts the instructions of our commonest calls and compares them with the file
 #   make instructions UPDATE=1         writes the file; see `python -m benchmarks.instructions --help`
@@ -31,9 +32,11 @@ $(BENCH_VENV)/.engram: $(BENCH_VENV)/.peers $(BENCH_OURS)
 $(BENCH_FLOOR): benchmarks/native/floor.cpp $(wildcard benchmarks/native/*.hpp)
 	$(CXX) -std=c++20 -O3 -Wall -Wextra -shared -fPIC $< -o $@
 
+# Code that was written for TorchRL, with only its imports changed, and trainers of other libraries with our buffers; the
+# tables at the end say what passes, and why not.
 .PHONY: interop
 interop: $(BENCH_VENV)/.engram
-	PYTHONPATH=. $(BENCH_PYTHON) -m benchmarks.interop
+	$(BENCH_PYTHON) -m pytest -n $(or $(WORKERS),2) --dist worksteal tests/clients $(PYTEST)
 
 # Counts of $(VENV)'s engram, with the tested versions; the peers have no part in them.
 .PHONY: instructions

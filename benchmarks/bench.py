@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,8 +32,10 @@ from benchmarks.cases import (
     parallel,
     pixels,
     prioritized,
+    releases,
     resize,
     slices,
+    wide,
     workers,
     writing,
 )
@@ -44,6 +47,7 @@ IN_TURNS = {
     "cartpole": cartpole.groups,
     "writing": writing.groups,
     "pixels": pixels.groups,
+    "wide": wide.groups,
     "prioritized": prioritized.groups,
     "slices": slices.groups,
     "ensemble": ensemble.groups,
@@ -52,6 +56,7 @@ IN_TURNS = {
     "classic": classic.groups,
 }
 ALONE = {
+    "releases": releases.results,
     "epochs": epochs.results,
     "mapped": mapped.results,
     "collect": collecting.results,
@@ -60,6 +65,26 @@ ALONE = {
     "checkpoints": checkpoints.results,
 }
 CASES = (*IN_TURNS, *ALONE)
+TOPICS = {
+    "cartpole": "Uniform batches",
+    "pixels": "Uniform batches",
+    "wide": "Uniform batches",
+    "releases": "Uniform batches",
+    "writing": "Writing",
+    "prioritized": "Prioritised replay",
+    "slices": "Slices and epochs",
+    "epochs": "Slices and epochs",
+    "ensemble": "Ensembles, the best rows, transforms",
+    "max_value": "Ensembles, the best rows, transforms",
+    "resize": "Ensembles, the best rows, transforms",
+    "classic": "The classic comparison: 128 steps of a tensor, a dict, a TensorDict",
+    "mapped": "Larger than memory",
+    "collect": "Collectors",
+    "parallel": "Worker processes",
+    "workers": "Worker processes",
+    "checkpoints": "Checkpoints",
+}
+"""The heading under which a case's rows stand."""
 
 
 def run(name: str, *, quick: bool) -> list[Result]:
@@ -92,20 +117,23 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     warnings.showwarning = lambda *_, **__: None  # a peer resets the filters at import, so a filter would not do
-    document: dict[str, object] = {
+    document: dict[str, Any] = {
         "machine": facts(Path(tempfile.gettempdir())),
         "quick": chosen.quick,
+        "seconds": {},
         "rows": [],
     }
     rows: list[Result] = []
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
     for name in chosen.only:
         start = time.perf_counter()
         with console.status(f"{name} ..."):
-            rows += _attempt(lambda name=name: run(name, quick=chosen.quick), console)
+            results = _attempt(lambda name=name: run(name, quick=chosen.quick), console)
+        rows += [{"topic": TOPICS[name], **result} for result in results]
         console.print(f"{name}: {time.perf_counter() - start:.0f} s")
-    document["rows"] = rows
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(document, indent=1))
+        document["seconds"] = {**document["seconds"], name: round(time.perf_counter() - start)}
+        document["rows"] = rows
+        chosen.out.write_text(json.dumps(document, indent=1))  # so that an interrupted run leaves what it has
     report.show(document, console)
     chart.draw(document, chosen.out.with_suffix(".png"))
     console.print(f"written: {chosen.out} and {chosen.out.with_suffix('.png').name}")

@@ -1,18 +1,20 @@
 """The bar charts: of a run, with a group of bars a row and the floor as a black line across it; and of the front page.
 
-`python -m benchmarks.chart` draws the second, docs/images/speed.png, from the tables in README.md and
-results/samplers.md.
+`python -m benchmarks.chart` draws the second, docs/images/speed.png, from the tables in README.md,
+`python -m benchmarks.chart FILE` from the JSON file of a whole run.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import FLOOR
 from benchmarks.libraries import LIBRARIES, OURS, PEERS
-from benchmarks.report import figure, times
+from benchmarks.report import HEADER, cells, figure, times
 
 COLOURS = {
     "engram": "#d1495b",
@@ -25,7 +27,7 @@ GAP = 0.8
 """Room between two rows, in bars."""
 
 _FOLDER = Path(__file__).parent
-TABLES = (_FOLDER / "README.md", _FOLDER / "results" / "samplers.md")
+TABLES = (_FOLDER / "README.md",)
 FRONT_PAGE = {
     "sample(256), 11 TED keys, 100 k rows": "sample 256 of 100,000 steps",
     "extend(64)": "store 64 steps",
@@ -45,7 +47,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
     rows = [row for row in document["rows"] if any(figure(row, name) for name in LIBRARIES)]
     classic = [row for row in rows if row["key"].startswith("classic")]
-    rates = [row for row in rows if row["unit"].endswith("/s")]
+    rates = [row for row in rows if row["unit"] == "steps/s"]
     main = [row for row in rows if row["unit"] == "s" and row not in classic]
     panels = [
         ("microseconds a call: shorter is faster", 1e6, main),
@@ -131,27 +133,46 @@ def times_as_long(cell: str) -> float | None:
     return None if matched is None else float(matched[1].replace(",", ""))
 
 
-def draw_front_page(path: Path) -> None:
+def _ratios(row: dict[str, str]) -> dict[str, float]:
+    """How many times as long as engram each of the others takes, of those that were measured."""
+    return {name: ratio for name in PEERS if (ratio := times_as_long(row[name])) is not None}
+
+
+def _first_figure(cell: str) -> str:
+    """Of "10.1 us ±4% (measured 9.8 us), 1.1x its own" the first figure with its unit."""
+    return re.split(r" ±| \(|, ", cell)[0]
+
+
+def measured(document: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """The rows of a run as `recorded` gives those of tables."""
+    rows = {row["key"]: row for row in document["rows"]}
+    return {row["title"]: dict(zip(HEADER, cells(row, rows), strict=True)) for row in rows.values()}
+
+
+def draw_front_page(path: Path, rows: dict[str, dict[str, str]]) -> None:
     """Write the chart of the front page: how many times as long as engram the others take."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = recorded()
+    missing = [title for title in FRONT_PAGE if title not in rows or not _ratios(rows[title])]
+    if missing:
+        raise ValueError(f"these rows have no figures of others: {'; '.join(missing)}; draw the chart from a whole run")
     figure_, axis = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
     at, middles, labels = 0.0, [], []
     for title, label in FRONT_PAGE.items():
-        ratios = {name: ratio for name in PEERS if (ratio := times_as_long(rows[title][name])) is not None}
+        ratios = _ratios(rows[title])
         for i, (name, ratio) in enumerate(ratios.items()):
             axis.barh(at + i, ratio, 0.9, color=COLOURS[name], label=name)
             axis.text(ratio, at + i, f" {times(ratio)}", va="center", fontsize=8)
         middles.append(at + (len(ratios) - 1) / 2)
-        labels.append(f"{label}\n(engram: {rows[title][OURS].split(', ')[0]})")
+        labels.append(f"{label}\n(engram: {_first_figure(rows[title][OURS])})")
         at += max(len(ratios), 1.7) + GAP  # room for the lines of a label
     axis.axvline(1, color=COLOURS[OURS], linewidth=2, label=OURS)
     axis.set_xscale("log")
-    axis.set_xlim(0.8, 5_000)
+    shortest = min(min(_ratios(rows[title]).values()) for title in FRONT_PAGE)
+    axis.set_xlim(0.8 * min(1, shortest), 5_000)
     axis.set_xticks([1, 10, 100, 1_000], ["1x", "10x", "100x", "1,000x"])
     axis.set_yticks(middles, labels, fontsize=8)
     axis.set_ylim(at - GAP / 2, -GAP / 2 - 0.5)
@@ -165,5 +186,14 @@ def draw_front_page(path: Path) -> None:
     pyplot.close(figure_)
 
 
+def main() -> None:
+    """Draw the chart of the front page."""
+    parser = argparse.ArgumentParser(prog="benchmarks.chart", description=__doc__)
+    parser.add_argument("file", type=Path, nargs="?", help="the JSON file of a whole run; the recorded tables")
+    file = parser.parse_args().file
+    rows = recorded() if file is None else measured(json.loads(file.read_text()))
+    draw_front_page(_FOLDER.parent / "docs" / "images" / "speed.png", rows)
+
+
 if __name__ == "__main__":
-    draw_front_page(_FOLDER.parent / "docs" / "images" / "speed.png")
+    main()

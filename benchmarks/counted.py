@@ -99,11 +99,13 @@ def _collecting(policy: Any) -> Call:
     return lambda: next(batches)
 
 
-def count(markers: Path) -> dict[str, int]:
-    """Makes every call between its markers; how often each was made."""
+def count(markers: Path, only: str) -> dict[str, int]:
+    """Makes every call whose name has `only` in it between its markers; how often each was made."""
     library = ctypes.PyDLL(str(markers))  # which keeps the GIL: nobody else runs between the markers
     made: dict[str, int] = {}
     for name, call, times in calls():
+        if only not in name:
+            continue
         for _ in range(min(WARM_UP, times)):
             call()
         gc.collect()
@@ -123,12 +125,12 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Arguments: the library with the markers, and the file to write what was counted how often into."""
-    markers, made = map(Path, sys.argv[1:])
+    """Arguments: the library with the markers, the file for what was counted how often, and a part of names."""
+    markers, made = map(Path, sys.argv[1:3])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     gc.disable()
-    made.write_text(json.dumps({"versions": versions(), "made": count(markers)}))
+    made.write_text(json.dumps({"versions": versions(), "made": count(markers, sys.argv[3])}))
 
 
 if __name__ == "__main__":

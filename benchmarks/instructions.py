@@ -41,9 +41,13 @@ def main() -> None:
     parser.add_argument(
         "--python", default=sys.executable, help="interpreter of the environment whose engram is counted"
     )
+    parser.add_argument("--only", default="", metavar="TEXT", help="only calls with this in their name")
     asked = parser.parse_args()
-    found = measure(os.path.abspath(asked.python))
+    if asked.update and asked.only:
+        parser.error("--update counts every call; leave out --only")
+    found = measure(os.path.abspath(asked.python), asked.only)
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"machine": {}, "instructions": {}}
+    kept["instructions"] = {name: count for name, count in kept["instructions"].items() if asked.only in name}
     print(table(found["instructions"], kept["instructions"]), flush=True)
     if asked.update:
         KEPT.write_text(json.dumps(found, indent=2) + "\n")
@@ -54,8 +58,8 @@ def main() -> None:
         sys.exit(verdict)
 
 
-def measure(python: str) -> Counted:
-    """Counts with the engram that `python` imports."""
+def measure(python: str, only: str = "") -> Counted:
+    """Counts with the engram that `python` imports, of the calls whose name has `only` in it."""
     valgrind = _needed("valgrind")
     with tempfile.TemporaryDirectory(prefix="engram-instructions-") as made:
         folder = Path(made)
@@ -63,7 +67,7 @@ def measure(python: str) -> Counted:
         _compile(markers)
         _run([python, "-c", "import benchmarks.counted"])  # so that nothing is compiled while callgrind runs
         command = [valgrind, "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={dumps}", "-q"]
-        _run([*_same_addresses(), *command, python, "-m", "benchmarks.counted", str(markers), str(report)])
+        _run([*_same_addresses(), *command, python, "-m", "benchmarks.counted", str(markers), str(report), only])
         said = json.loads(report.read_text())
         counts = dict(_dump(path) for path in folder.glob(f"{dumps.name}.*"))
     version = subprocess.run([valgrind, "--version"], capture_output=True, text=True).stdout.strip()

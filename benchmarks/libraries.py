@@ -25,8 +25,13 @@ SAME_API = {"engram": "engram.data", "torchrl": "torchrl.data"}
 """Libraries with `ReplayBuffer(storage=...)`, so that one adapter serves both."""
 
 
-def buffer(library: str, items: Any, *, batch: int, storage: str = "memory", kind: str = "ReplayBuffer") -> Any:
-    """A buffer of engram or TorchRL that is full of `items` (a batch; cut into single items for a list storage)."""
+def buffer(
+    library: str, items: Any, *, batch: int, storage: str = "memory", kind: str = "ReplayBuffer", **settings: Any
+) -> Any:
+    """A buffer of engram or TorchRL that is full of `items` (a batch; cut into single items for a list storage).
+
+    `settings` are further arguments of the buffer.
+    """
     data = importlib.import_module(SAME_API[library])
     logging.getLogger(library).setLevel(logging.ERROR)
     n = length(items)
@@ -35,9 +40,9 @@ def buffer(library: str, items: Any, *, batch: int, storage: str = "memory", kin
         "memory": lambda: data.LazyTensorStorage(n),
         "mapped": lambda: data.LazyMemmapStorage(n),
     }[storage]()
-    more: dict[str, Any] = {}
+    more = dict(settings)
     if storage == "list" and isinstance(items, dict) and library == "torchrl":
-        more["collate_fn"] = _stack_dicts  # its default does not stack dicts
+        more["collate_fn"] = stack_dicts  # its default does not stack dicts
     rb = getattr(data, kind)(storage=made, batch_size=batch, **more)
     rb.extend(one_by_one(items) if storage == "list" else items)
     return rb
@@ -71,7 +76,8 @@ def big_buffer(
     return rb
 
 
-def _stack_dicts(items: list[dict[str, Any]]) -> dict[str, Any]:
+def stack_dicts(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """A `collate_fn` for TorchRL's list storages of dicts."""
     import torch
 
     return {key: torch.stack([item[key] for item in items]) for key in items[0]}

@@ -1,32 +1,89 @@
-"""The tables: for the terminal, and as markdown for the README (`python -m benchmarks.report --markdown FILE`)."""
+"""The tables, one a topic: for the terminal, and as markdown (`python -m benchmarks.report --markdown FILE`).
+
+`--targets` prints one table of every target of every row: in words, what was measured, and how many times the target
+that is (1 or less: met).
+
+A time is that of the machine at rest: each round's is divided by what `torch.empty(1)` took around it, and multiplied
+by 1.1 us. The median as it was measured stands behind it. Between the two stands how far apart the quartiles of the
+rounds are, in per cent of the median; `~` marks a figure in whose rounds `torch.empty(1)` itself moved by more than a
+tenth (its quartiles, of their median): read it as noise.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import FLOOR
+from benchmarks.cases import BESIDE, FLOOR
 from benchmarks.libraries import OURS, PEERS
+from benchmarks.timing import quartiles
 
 Document = dict[str, Any]
 Row = dict[str, Any]
-MOST_BESIDE = 3.0
-"""Beside one busy Python thread a call may take this many times what it takes alone."""
-
 HEADER = ("work", "engram", "floor", "engram / floor", *PEERS, "target", "")
 BESIDE_HEADER = ("beside one busy Python thread", OURS, *PEERS, "target", "")
+TARGETS_HEADER = ("topic", "work", "target", "measured", "measured / target", "spread", "")
+
+
+REST_S = 1.1e-6
+"""What `torch.empty(1)` takes on this machine when nothing else runs."""
+
+NOISE = 0.10
+"""Where `torch.empty(1)` moves by more than this between rounds, the machine was not at rest."""
 
 
 def figure(row: Row, name: str) -> float | None:
-    """The median of a contender, or None."""
-    median = row["contenders"].get(name, {}).get("median")
-    return None if median is None else float(median)
+    """The median of a contender, as it would be on the machine at rest where that is known; or None."""
+    contender = row["contenders"].get(name, {})
+    return at_rest(contender) if contender.get("median") is not None else None
+
+
+def at_rest(contender: dict[str, Any]) -> float:
+    """The median of the rounds, each divided by what `torch.empty(1)` took around it; the measured one without that."""
+    reference = contender.get("reference")
+    if not reference:
+        return float(contender["median"])
+    return statistics.median(r / e for r, e in zip(contender["rounds"], reference, strict=True)) * REST_S
+
+
+def spread(contender: dict[str, Any]) -> float | None:
+    """How far apart the quartiles of the rounds are, of their median; None for a single round."""
+    rounds, reference = contender.get("rounds", []), contender.get("reference")
+    if len(rounds) < 2:
+        return None
+    values = [r / e for r, e in zip(rounds, reference, strict=True)] if reference else rounds
+    first, third = quartiles(values)
+    return (third - first) / statistics.median(values)
+
+
+def is_noise(contender: dict[str, Any]) -> bool:
+    """Whether the machine itself moved by more than a tenth while this was measured."""
+    reference = contender.get("reference") or []
+    if len(reference) < 2:
+        return False
+    first, third = quartiles(reference)
+    return (third - first) / statistics.median(reference) > NOISE
+
+
+def detail(row: Row, name: str) -> str:
+    """The spread of a figure, the median as measured, and the mark of noise: `" ±4 %, measured 9.8 us"`."""
+    contender = row["contenders"].get(name, {})
+    if contender.get("median") is None:
+        return ""
+    words = []
+    if (share := spread(contender)) is not None:
+        words.append(f" ±{share / 2:.0%}")
+    if contender.get("reference"):
+        words.append(f" (measured {text_of(float(contender['median']), row['unit'])})")
+    return "".join(words) + (" ~" if is_noise(contender) else "")
 
 
 def text_of(value: float | None, unit: str) -> str:
@@ -61,28 +118,89 @@ def of_own(row: Row, name: str, rows: dict[str, Row]) -> float | None:
     return here / there if here is not None and there is not None else None
 
 
+class Aim(NamedTuple):
+    """One target of a row: in words, what was measured, and how many times the target that is; None: not measured."""
+
+    words: str
+    measured: str
+    ratio: float | None
+    decides: bool = True
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.ratio is None else self.ratio <= 1
+
+
+def aims(row: Row, rows: dict[str, Row]) -> list[Aim]:
+    """The targets of a row."""
+    return [_aim(row, name, value, rows) for name, value in row["target"].items()]
+
+
+def _aim(row: Row, name: str, value: float, rows: dict[str, Row]) -> Aim:
+    ours, unit = figure(row, OURS), row["unit"]
+    if name == "us":
+        return Aim(text_of(value * 1e-6, "s"), text_of(ours, unit), _share(ours, value * 1e-6))
+    if name == "most":
+        return Aim(f"at most {text_of(value, unit)}", text_of(ours, unit), _share(ours, value))
+    if name == "own":
+        return _times_aim(f"at most {value:g}x its own", of_own(row, OURS, rows), value)
+    if name.startswith(BESIDE):
+        alone, beside = alone_and_beside(row, OURS)
+        if name == BESIDE:
+            return _times_aim(f"beside a busy thread at most {value:g}x alone", _share(beside, alone), value)
+        words = f"{text_of(value * 1e-6, 's')} beside a busy thread"
+        return Aim(words, text_of(beside, "s"), _share(beside, value * 1e-6))
+    ratio, words = times_faster(row, name), _against(name, value, row)
+    # A peer that does not run here decides nothing.
+    decides = name not in PEERS or figure(row, name) is not None
+    if ratio is None:
+        return Aim(words, text_of(None, unit), None, decides)
+    if name in PEERS or row["better"] == "higher":
+        measured = f"{ratio:.1%}" if name.startswith(FLOOR) else times(ratio)
+    else:
+        measured = times(1 / ratio)
+    return Aim(words, measured, value / ratio, decides)
+
+
+def _times_aim(words: str, ratio: float | None, value: float) -> Aim:
+    return Aim(words, "not available" if ratio is None else times(ratio), _share(ratio, value))
+
+
+def _share(value: float | None, of: float | None) -> float | None:
+    """`value / of`; of a target of 0, 0 where it is met."""
+    if value is None or of is None:
+        return None
+    if of == 0:
+        return 0.0 if value <= 0 else math.inf
+    return value / of
+
+
 def verdict(row: Row, rows: dict[str, Row]) -> tuple[str, str]:
     """The target in words, and whether it is met."""
-    words, met = [], []
-    for name, value in row["target"].items():
-        if name == "us":
-            ours = figure(row, OURS)
-            words.append(text_of(value * 1e-6, "s"))
-            met.append(None if ours is None else ours <= value * 1e-6)
-        elif name == "most":
-            ours = figure(row, OURS)
-            words.append(f"at most {text_of(value, row['unit'])}")
-            met.append(None if ours is None else ours <= value)
-        elif name == "own":
-            ratio = of_own(row, OURS, rows)
-            words.append(f"at most {value:g}x its own")
-            met.append(None if ratio is None else ratio <= value)
-        else:
-            ratio = times_faster(row, name)
-            words.append(_against(name, value, row))
-            if name not in PEERS or figure(row, name) is not None:  # a peer that does not run here decides nothing
-                met.append(None if ratio is None else ratio >= value)
-    return "; ".join(words), _mark(met)
+    all_aims = aims(row, rows)
+    return "; ".join(aim.words for aim in all_aims), _mark([aim.met for aim in all_aims if aim.decides])
+
+
+def target_lines(document: Document) -> list[list[str]]:
+    """A line for each target of each row: what was measured is that of the machine at rest."""
+    rows = {row["key"]: row for row in document["rows"]}
+    lines = []
+    for topic, chosen in by_topic(rows).items():
+        for row in chosen:
+            share = spread(row["contenders"].get(OURS, {}))
+            apart = "" if share is None else f"±{share / 2:.0%}"
+            noise = " ~" if is_noise(row["contenders"].get(OURS, {})) else ""
+            for aim in aims(row, rows):
+                ratio = "" if aim.ratio is None else f"{aim.ratio:.2f}"
+                mark = _mark([aim.met]) or "not measured"
+                lines.append([topic, row["title"], aim.words, aim.measured, ratio, apart + noise, mark])
+    return lines
+
+
+def target_summary(lines: list[list[str]]) -> str:
+    """How many targets are met, missed and not measured."""
+    counts = {mark: sum(line[-1] == mark for line in lines) for mark in ("met", "MISSED", "not measured")}
+    return ", ".join(f"{count} {mark.lower()}" for mark, count in counts.items())
 
 
 def _against(name: str, value: float, row: Row) -> str:
@@ -103,14 +221,16 @@ def cells(row: Row, rows: dict[str, Row]) -> list[str]:
     floor, ours = figure(row, FLOOR), figure(row, OURS)
     over = times(ours / floor) if ours is not None and floor is not None else ""
     native = text_of(floor, unit) if FLOOR in row["contenders"] else ""
-    line = [row["title"], text_of(ours, unit) + _own_words(row, OURS, rows), native, over]
+    ours_words = text_of(ours, unit) + detail(row, OURS) + _own_words(row, OURS, rows)
+    line = [row["title"], ours_words, native, over]
     for peer in PEERS:
         if peer not in row["contenders"]:
             line.append("")
             continue
         ratio = times_faster(row, peer)
         more = f" ({times(ratio)})" if ratio is not None else ""
-        line.append(text_of(figure(row, peer), unit) + more + _own_words(row, peer, rows))
+        noise = " ~" if is_noise(row["contenders"][peer]) else ""
+        line.append(text_of(figure(row, peer), unit) + more + noise + _own_words(row, peer, rows))
     return [*line, *verdict(row, rows)]
 
 
@@ -119,15 +239,20 @@ def _own_words(row: Row, name: str, rows: dict[str, Row]) -> str:
     return f", {times(ratio)} its own" if ratio is not None else ""
 
 
+def alone_and_beside(row: Row, name: str) -> tuple[float | None, float | None]:
+    """The medians as they were measured: turns alone and beside a busy thread follow each other."""
+    contender = row["contenders"].get(name, {})
+    return contender.get("median"), contender.get("beside", {}).get("median")
+
+
 def beside_cells(row: Row) -> list[str]:
     """The cells of one line of the table of calls beside a busy thread."""
     line = [row["title"]]
     for name in (OURS, *PEERS):
-        alone, beside = figure(row, name), row["contenders"].get(name, {}).get("beside", {}).get("median")
+        alone, beside = alone_and_beside(row, name)
         line.append(f"{text_of(beside, 's')} ({times(beside / alone)})" if alone and beside else "")
-    alone, beside = figure(row, OURS), row["contenders"].get(OURS, {}).get("beside", {}).get("median")
-    met = [beside / alone <= MOST_BESIDE] if alone and beside else [None]
-    return [*line, f"at most {MOST_BESIDE:g}x alone", _mark(met)]
+    chosen = [_aim(row, target, value, {}) for target, value in row["target"].items() if target.startswith(BESIDE)]
+    return [*line, "; ".join(aim.words for aim in chosen), _mark([aim.met for aim in chosen])]
 
 
 def has_beside(row: Row) -> bool:
@@ -161,32 +286,62 @@ def machine_line(document: Document) -> str:
     )
 
 
+def by_topic(rows: dict[str, Row]) -> dict[str, list[Row]]:
+    """The rows under the headings that they stand under, in the order of their first rows."""
+    topics: dict[str, list[Row]] = {}
+    for row in rows.values():
+        topics.setdefault(row.get("topic", "All"), []).append(row)
+    return topics
+
+
 def show(document: Document, console: Console) -> None:
     """Print the tables and the remarks; wide ones are not folded when the output is a file."""
     rows = {row["key"]: row for row in document["rows"]}
     if not console.is_terminal:
         console = Console(width=250)
-    table = Table(*HEADER, title="in brackets: how many times faster engram is", box=box.SIMPLE)
-    for row in rows.values():
-        table.add_row(*cells(row, rows))
-    console.print(table)
+    for topic, chosen in by_topic(rows).items():
+        table = Table(*HEADER, title=f"{topic} (in brackets: how many times faster engram is)", box=box.SIMPLE)
+        for row in chosen:
+            table.add_row(*cells(row, rows))
+        console.print(table)
     crowded = [row for row in rows.values() if has_beside(row)]
     if crowded:
         table = Table(*BESIDE_HEADER, title="in brackets: times the figure alone", box=box.SIMPLE)
         for row in crowded:
             table.add_row(*beside_cells(row))
         console.print(table)
+    show_targets(document, console)
     for line in [*remarks(document), machine_line(document)]:
         console.print(line, markup=False, highlight=False)
 
 
+def show_targets(document: Document, console: Console) -> None:
+    """Print the table of targets."""
+    lines = target_lines(document)
+    if not lines:
+        return
+    table = Table(*TARGETS_HEADER, title=f"Targets: {target_summary(lines)}", box=box.SIMPLE)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+
+
+def markdown_of_targets(document: Document) -> str:
+    """The table of targets as a page."""
+    lines = target_lines(document)
+    return f"{target_summary(lines)}\n\n{_markdown_table(TARGETS_HEADER, lines)}\n\n{machine_line(document)}.\n"
+
+
 def markdown(document: Document) -> str:
-    """The same tables and remarks for a README."""
+    """The same tables and remarks as a page."""
     rows = {row["key"]: row for row in document["rows"]}
-    parts = [_markdown_table(HEADER, [cells(row, rows) for row in rows.values()])]
+    parts = []
+    for topic, chosen in by_topic(rows).items():
+        parts += [f"## {topic}", _markdown_table(HEADER, [cells(row, rows) for row in chosen])]
     crowded = [beside_cells(row) for row in rows.values() if has_beside(row)]
     if crowded:
-        parts.append(_markdown_table(BESIDE_HEADER, crowded))
+        parts += ["## Beside a busy Python thread", _markdown_table(BESIDE_HEADER, crowded)]
+    parts.append("## Remarks")
     parts.append("\n".join(f"- {line}" for line in remarks(document)))
     parts.append(machine_line(document) + ".")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -201,13 +356,15 @@ def main() -> None:
     """Print a results file again."""
     parser = argparse.ArgumentParser(prog="benchmarks.report", description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--markdown", action="store_true", help="as a page, not for the terminal")
+    parser.add_argument("--targets", action="store_true", help="only the table of targets")
     chosen = parser.parse_args()
     document = json.loads(chosen.file.read_text())
     if chosen.markdown:
-        print(markdown(document), end="")
+        print(markdown_of_targets(document) if chosen.targets else markdown(document), end="")
     else:
-        show(document, Console())
+        console = Console()
+        (show_targets if chosen.targets else show)(document, console if console.is_terminal else Console(width=250))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
+
 Name = TypeVar("Name", bound=Hashable)
 Turn = Callable[[int], float]
 """Runs a piece of work `n` times and returns the seconds that it took."""
@@ -33,10 +35,33 @@ class Samples:
     """Seconds per call, one figure a round."""
 
     rounds: list[float] = field(default_factory=list)
+    reference: list[float] = field(default_factory=list)
+    """Seconds of one `torch.empty(1)` around each of these rounds: how fast the machine was then."""
 
     @property
     def median(self) -> float:
         return statistics.median(self.rounds)
+
+
+REFERENCE_CALLS = 2_000
+"""Of `torch.empty(1)` before and after each turn: some milliseconds."""
+
+
+def reference() -> float:
+    """Seconds of one `torch.empty(1)`: the unit in which this machine's speed of the moment is told."""
+    empty, clock = torch.empty, time.perf_counter
+    start = clock()
+    for _ in range(REFERENCE_CALLS):
+        empty(1)
+    return (clock() - start) / REFERENCE_CALLS
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """The first and the third; of fewer than four values the least and the greatest."""
+    if len(values) < 4:
+        return min(values), max(values)
+    first, _, third = statistics.quantiles(values, method="inclusive")
+    return first, third
 
 
 def repeat(call: Callable[[], object]) -> Turn:
@@ -48,6 +73,36 @@ def repeat(call: Callable[[], object]) -> Turn:
         for _ in range(n):
             call()
         return clock() - start
+
+    return turn
+
+
+_LONGER = 8  # times the calls of a turn, where threads make them
+
+
+def at_once(call: Callable[[], object], threads: int) -> Turn:
+    """Make a turn in which several threads make the calls, each as many as the others; their start is not counted.
+
+    They make more calls than they are asked for: for some milliseconds after they have begun one waits for the other.
+    """
+
+    def turn(n: int) -> float:
+        each, ready = -(-_LONGER * n // threads), threading.Barrier(threads)
+        times: list[float] = []
+
+        def calls() -> None:
+            ready.wait()
+            times.append(time.perf_counter())
+            for _ in range(each):
+                call()
+            times.append(time.perf_counter())
+
+        started = [threading.Thread(target=calls) for _ in range(threads)]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join()
+        return (max(times) - min(times)) * n / (each * threads)
 
     return turn
 
@@ -118,7 +173,9 @@ def in_turns(turns: dict[Name, Turn], lengths: dict[Name, float], rounds: int) -
             try:
                 with quiet_collector():
                     turns[name](max(1, counts[name] // 20))  # the collector and the one before have emptied the caches
+                    before = reference()
                     result.rounds.append(turns[name](counts[name]) / counts[name])
+                    result.reference.append((before + reference()) / 2)
             except Exception as error:
                 results[name] = error
         order.reverse()  # so that nobody always follows the same neighbour

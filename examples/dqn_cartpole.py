@@ -3,13 +3,14 @@
     python examples/dqn_cartpole.py
 
 1. **Training** runs in a child process: a collector steps the environment, a `LazyMemmapStorage` keeps every step in a
-   file, a double DQN learns from batches of it. Every so often there is a checkpoint.
+   file, a double DQN learns from it. Steps are stored as they were collected; a `SliceSampler` draws each with the same
+   probability, with the two after it in its episode, for a 3-step return. Every so often there is a checkpoint.
 2. **SIGKILL**: at a fixed frame the child dies by `kill -9` in the middle of an `extend`, long after its last
    checkpoint.
 3. **Looking for losses**: the file is opened and held against a ledger in which the child had noted each row.
 4. **Resuming**: a fresh process takes weights and samplers from the checkpoint and the rows from the file, where there
-   are newer ones. First it makes up for the updates that were lost; then it goes on until the greedy policy has a
-   mean return of 475 over 20 episodes.
+   are newer ones. No slice crosses the kill. First it makes up for the updates that were lost; then it goes on until
+   the greedy policy has a mean return of 475 over 20 episodes.
 
 The same seed gives the same curve, the kill included. Exit code 1: it did not learn, or something was lost.
 """
@@ -41,7 +42,7 @@ from support.screen import Screen
 from tensordict import TensorDictBase
 
 from engram.collectors import SyncDataCollector
-from engram.data import LazyMemmapStorage, TensorDictReplayBuffer
+from engram.data import LazyMemmapStorage, SliceSampler, TensorDictReplayBuffer
 from engram.envs import GymEnv
 
 OBSERVATION_SIZES = (2.4, 2.0, 0.2, 2.0)  # position, velocity, angle, angular velocity
@@ -57,9 +58,11 @@ class Settings:
     solved_at: float = 475.0
     capacity: int = 50_000
     frames_per_batch: int = 100
-    batch_size: int = 128
+    batch_size: int = 128  # slices
+    steps: int = 3  # of a slice, and so of a return
     warm_up: int = 1_000  # frames before the first update
     frames_per_update: int = 2
+    width: int = 128  # of the network's layers
     learning_rate: float = 1e-3
     gamma: float = 0.99
     reward_scale: float = 0.1
@@ -95,6 +98,14 @@ def make_env() -> GymEnv:
     return GymEnv("CartPole-v1", categorical_action_encoding=True)
 
 
+def make_sampler(steps: int) -> SliceSampler:
+    """Draws every stored step with the same probability, with those after it in its episode; at its end, padding."""
+    return SliceSampler(
+        slice_len=steps, weight="steps", strict_length=False, pad_output=True, traj_key=("collector", "traj_ids"),
+        truncated_key=None,
+    )  # fmt: skip
+
+
 # ---- the child process ----
 def train(settings: Settings, folder: RunFolder, supervisor: Connection, kill_at: int | None) -> None:
     """Trains until it is killed in the first `extend` after frame `kill_at`; resumes and trains to the end if None."""
@@ -113,7 +124,7 @@ class Training:
     def __init__(self, settings: Settings, folder: RunFolder, supervisor: Connection) -> None:
         torch.manual_seed(settings.seed)
         self._settings, self._folder, self._supervisor = settings, folder, supervisor
-        q = q_network(OBSERVATION_SIZES, actions=2, first_value=settings.highest_value)
+        q = q_network(OBSERVATION_SIZES, actions=2, first_value=settings.highest_value, width=settings.width)
         self._policy = EpsilonGreedy(q)
         self._learner = Learner(q, settings.learning_rate, settings.gamma, settings.target_rate, settings.reward_scale)
         self._collector = SyncDataCollector(make_env, self._policy, frames_per_batch=settings.frames_per_batch)
@@ -143,8 +154,10 @@ class Training:
         self._ledger.found(self.frames)
 
     def _buffer_parts(self) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(self._settings.seed)
-        return {"batch_size": self._settings.batch_size, "generator": generator}
+        settings = self._settings
+        generator = torch.Generator().manual_seed(settings.seed)
+        rows = settings.batch_size * settings.steps
+        return {"sampler": make_sampler(settings.steps), "batch_size": rows, "generator": generator}
 
     @property
     def frames(self) -> int:
@@ -196,7 +209,7 @@ class Training:
             began = time.perf_counter()
             batch = self._buffer.sample()
             self._sample_times.append(time.perf_counter() - began)
-            self._learner.update(batch)
+            self._learner.update(batch.reshape(-1, self._settings.steps))
 
     def _make_up_for_lost_updates(self) -> None:
         """The rows outlived the process, so what had been learned from them can be learned again."""
@@ -258,7 +271,7 @@ def main() -> int:
         {
             "frames": f"{frames:,}, killed at {history.killed_at:,}",
             "updates": f"{history.updates:,}",
-            "batch time": f"{history.sample_us:.0f} us for {settings.batch_size} rows (median)",
+            "batch time": f"{history.sample_us:.0f} us for {settings.batch_size} slices of {settings.steps} (median)",
             "wall time": f"{time.perf_counter() - began:.0f} s",
             "greedy return": f"{history.last_score:.1f} over {settings.evaluation_episodes} episodes",
             f"learned ({settings.solved_at:g} or more)": solved,

@@ -1,6 +1,6 @@
 """Recurrent Q-learning from slices of trajectories: CartPole when velocities are hidden.
 
-    python examples/drqn_slices.py                 # a few minutes on one core
+    python examples/drqn_slices.py                 # half a minute of one core
     python examples/drqn_slices.py --memoryless    # the same network when it may not remember
 
 What it shows:
@@ -12,9 +12,11 @@ What it shows:
 - `SequenceSampler`, slices of one length `[slices, time]`: rows of burn-in to bring the state up to date, rows to
   train on, padding and a mask where a trajectory is shorter. `"is_init"` marks where the state is to be taken from
   the row.
+- `weight="steps"`: each stored step is as likely as any other. Drawn by trajectory instead, most slices come from the
+  hundreds of short episodes of the start, and the later steps of long ones are seldom learned from.
 
 The burn-in and the stored states are those of Kapturowski et al. (2019), the recurrent values of Hausknecht and Stone
-(2015).
+(2015), the lambda returns, which are not corrected for exploration, of Peng and Williams (1996).
 """
 
 from __future__ import annotations
@@ -39,24 +41,25 @@ from engram.envs import ExplorationType, GymEnv, SerialEnv, exploration_type
 class Settings:
     """Everything that decides how a run goes. Frames are steps of the environment."""
 
-    frames: int = 122_880  # the budget
+    frames: int = 81_920  # the budget
     solved_at: float = 475.0
     envs: int = 8
     frames_per_batch: int = 128
-    updates_per_batch: int = 6
+    updates_per_batch: int = 8
     capacity: int = 50_000
     slices: int = 32
     burn_in: int = 8
     trained: int = 24  # rows of a slice
     warm_up: int = 2_048  # frames before the first update
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     gamma: float = 0.99
+    lambda_: float = 0.7  # weight of an (n + 1)-step return, relative to the n-step one
     reward_scale: float = 0.1
-    target_rate: float = 0.005
+    target_rate: float = 0.01
     explore_for: int = 8_192  # frames in which epsilon falls from 1 to
     least_epsilon: float = 0.05
-    evaluate_every: int = 8_192
-    evaluation_episodes: int = 20
+    evaluate_every: int = 4_096
+    evaluation_episodes: int = 100
 
     def quick(self) -> Settings:
         return replace(self, frames=2_048, warm_up=1_024, evaluate_every=2_048, evaluation_episodes=2, slices=16)
@@ -86,6 +89,20 @@ class EpsilonGreedy(TensorDictModuleBase):
         return td.set("action", action).set(("next", "hidden"), state)
 
 
+def returns(rows: TensorDictBase, value: Tensor, s: Settings) -> Tensor:
+    """Lambda returns `[slices, time, 1]` of rows; `value`, of the same shape, is that of the state after each row.
+
+    A return goes no further than the last step of its slice: rows of padding after it do not count.
+    """
+    reward, has_future = s.reward_scale * rows["next", "reward"], ~rows["next", "terminated"]
+    mask = rows["collector", "mask"].unsqueeze(-1)
+    goals, after = [], value[:, -1]
+    for t in reversed(range(rows.shape[1])):
+        goals.append(reward[:, t] + s.gamma * has_future[:, t] * after)
+        after = value[:, t - 1].lerp(goals[-1], s.lambda_ * mask[:, t])  # what the row before goes on with
+    return torch.stack(goals[::-1], 1)
+
+
 class Learner:
     """A double Q-learner over sequences."""
 
@@ -101,7 +118,7 @@ class Learner:
             _, target_states = self.target.over(rows, self._state_after(self.target, warm_up))
             best = self.q(following["observation"], states)[0].argmax(-1, keepdim=True)
             value = self.target(following["observation"], target_states)[0].gather(-1, best)
-            goal = s.reward_scale * following["reward"] + s.gamma * value * ~following["terminated"]
+            goal = returns(rows, value, s)
         error = nn.functional.smooth_l1_loss(values.gather(-1, rows["action"].unsqueeze(-1)), goal, reduction="none")
         loss = error.squeeze(-1)[rows["collector", "mask"]].mean()  # padding teaches nothing
         self._optimizer.zero_grad()
@@ -122,10 +139,8 @@ class Learner:
 def train(settings: Settings, seed: int, memoryless: bool) -> None:
     begin(seed)
     learner = Learner(RecurrentQ(settings.reward_scale / (1 - settings.gamma), not memoryless), settings)
-    policy, best_policy = EpsilonGreedy(learner.q), EpsilonGreedy(learner.target)  # an average of the last networks
-    sampler = SequenceSampler(
-        slice_len=settings.burn_in + settings.trained, burn_in=settings.burn_in, strict_length=False
-    )
+    policy, averaged_policy = EpsilonGreedy(learner.q), EpsilonGreedy(learner.target)  # of the last networks
+    sampler = SequenceSampler(slice_len=settings.burn_in + settings.trained, burn_in=settings.burn_in, weight="steps")
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(settings.capacity, ndim=2),
         sampler=sampler,
@@ -149,7 +164,7 @@ def train(settings: Settings, seed: int, memoryless: bool) -> None:
                     sequences = buffer.sample().reshape(settings.slices, -1)
                     loss = learner.update(*sampler.split(sequences))
             if frames % settings.evaluate_every == 0:
-                score = mean_return(make_env, best_policy, settings.evaluation_episodes, longest=500)
+                score = mean_return(make_env, averaged_policy, settings.evaluation_episodes, longest=500)
                 progress.show(frames, training_return=sum(recent) / len(recent), evaluation=score, loss=loss)
                 if score >= settings.solved_at:
                     break

@@ -4,7 +4,9 @@
 one of each kind, so that a fault shows in `make test`, too. (`make test-search` looks for new examples.)
 """
 
+import gc
 import os
+import random
 import subprocess
 import tempfile
 import textwrap
@@ -17,13 +19,34 @@ from hypothesis import settings
 
 from contracts.programs import Program
 
+#: Torch's threads sleep while they wait for each other: spinning, they would take the cores from the tests beside them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+try:
+    import torch
+
+    from engram.data.replay_buffers import prefetch
+except ModuleNotFoundError:  # wheels are tried without torch
+    torch = prefetch = None
+
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
-#: Kills, damaged files, races, processes, whole trainings, and machines that drive everything: minutes.
-DEEP = ("crash", "damage", "examples", "law", "machine", "processes", "races")
+#: Kills, damaged files, pages, races, processes, whole trainings, and machines that drive everything: minutes.
+DEEP = ("cluster", "crash", "damage", "docs", "examples", "law", "machine", "processes", "races")
 _HERE = Path(__file__).parent
+
+
+#: Nothing that is imported and collected becomes garbage: while that goes on nothing is collected, and no test later
+#: pays for a look at all of it (a third of a second for each `gc.collect()`).
+gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,6 +78,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     print(f"{len(found)} planted errors found, {len(missing)} of {MUTANTS.name} missing")
     if missing:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same draws in every run, of tests that do not seed themselves."""
+    random.seed(0)
+    if torch is not None:
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def prefetching(monkeypatch):
+    """Batches of a buffer with `prefetch` are prepared by threads also where they are as quick as those of tests."""
+    if prefetch is not None:
+        monkeypatch.setattr(prefetch, "PAYS_FROM_S", 0.0)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Imports point down the list of the parts only."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -15,27 +16,44 @@ LAYERS = [
     ["engram", "engram.cli", "engram.compat", "engram.distributed"],
     ["engram.collectors", "engram.testing"],
     ["engram.data"],  # the public names
+    ["engram.data.datasets", "engram.data.datasets.experience_replay"],  # the datasets that are buffers
     [BUFFERS],
     ["engram.envs"],
-    [f"{BUFFERS}.remote"],
+    [f"{BUFFERS}.rebuild", f"{BUFFERS}.scheduler"],
+    [f"{BUFFERS}.schedulers"],
     [f"{BUFFERS}.buffer", f"{BUFFERS}.tensordict", f"{BUFFERS}.ensemble"],
-    [f"{BUFFERS}.checkpointing", f"{BUFFERS}.prefetch", f"{BUFFERS}.reader"],
+    [
+        f"{BUFFERS}.checkpointing",
+        f"{BUFFERS}.conditional",
+        f"{BUFFERS}.dataset",
+        f"{BUFFERS}.prefetch",
+        f"{BUFFERS}.reader",
+        f"{BUFFERS}.reuse",
+        f"{BUFFERS}.stats",
+    ],
     [f"{BUFFERS}.samplers", f"{BUFFERS}.writers"],
     [f"{BUFFERS}.storages"],
     ["engram.interop"],
     [f"{BUFFERS}.checkpointers"],
-    ["engram.interop", "engram.data.datasets"],
+    [
+        "engram.interop",
+        "engram.data.datasets.atomic_files",
+        "engram.data.datasets.episodes",
+        "engram.data.datasets.hdf5",
+        "engram.data.datasets.minari",
+        "engram.data.datasets.parquet",
+    ],
     ["engram.checkpoint"],
     ["engram.processes"],
+    [f"{BUFFERS}.trajectories", f"{BUFFERS}.utils"],  # also the conversions under their public path
     ["engram.store"],
-    [f"{BUFFERS}.utils"],  # the conversions under their public path
     ["engram.ted"],
     ["engram.transforms"],
     ["engram.data.specs"],
     ["engram.specs"],
     ["engram._hdf5"],
-    ["engram.pytree"],
-    ["engram._system"],
+    ["engram._arguments", "engram.pytree"],
+    ["engram._generator", "engram._progress", "engram._system"],
     ["engram._native"],
     ["engram.errors"],
 ]
@@ -43,12 +61,18 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Optional packages, and the only files that import each.
 OWNERS = {
     "cloudpickle": ("processes/worker.py",),
-    "gymnasium": ("envs/gym_make.py", "specs/spaces.py"),
+    "dm_control": ("libs/dm_control.py",),
+    "gymnasium": ("compat/cleanrl.py", "compat/sb3.py", "envs/gym_make.py", "specs/spaces.py"),
     "h5py": ("engram/_hdf5.py",),
-    "matplotlib": (),
+    "matplotlib": ("cli/plots.py",),
+    "minari": ("datasets/experience_replay.py",),
     "pyarrow": ("datasets/parquet.py",),
     "ray": ("distributed",),
-    "rich": ("datasets/episodes.py",),
+    "rich": ("engram/_progress.py", "cli/main.py", "cli/tables.py"),
+    "shimmy": ("libs/dm_control.py",),
+    "stable_baselines3": ("compat/sb3.py",),
+    "tianshou": ("compat/tianshou.py",),
+    "typer": ("cli/main.py",),
 }
 
 
@@ -70,11 +94,19 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@functools.cache
 def imports(file: Path) -> set[str]:
     """Modules that a file imports, `if TYPE_CHECKING` apart."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.expr):
+            return  # no statement lies below it
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for child in node.orelse:
                 visit(child)
@@ -89,7 +121,7 @@ def imports(file: Path) -> set[str]:
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(ast.parse(file.read_text()))
+    visit(parsed(file))
     return found
 
 
@@ -156,3 +188,21 @@ def test_checkpointers_see_no_storage_class():
 def test_nobody_imports_torchrl():
     for module, file in MODULES.items():
         assert "torchrl" not in {name.split(".")[0] for name in imports(file)}, module
+
+
+#: What shows something to a person: progress, and the command.
+SHOWING = ("engram._progress", "engram.cli.main", "engram.cli.tables")
+
+
+def test_the_library_prints_nothing():
+    for module, file in MODULES.items():
+        calls = [node.func for node in ast.walk(parsed(file)) if isinstance(node, ast.Call)]
+        names = {func.id for func in calls if isinstance(func, ast.Name)}
+        assert "print" not in names or module in SHOWING, module
+
+
+def test_there_is_one_logger():
+    for module, file in MODULES.items():
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger"):
+                assert ast.unparse(node) == "logging.getLogger('engram')", module

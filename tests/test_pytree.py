@@ -201,9 +201,9 @@ def test_items_are_stacked_and_taken_apart_again(kind):
 
 
 def test_items_of_different_forms_do_not_stack():
-    with pytest.raises(ValueError, match="'x' is missing"):
+    with pytest.raises(RuntimeError, match="item 1 differs from item 0: 'x' is missing"):
         pytree.stack([{"x": torch.zeros(2)}, {}], 0)
-    with pytest.raises(ValueError, match=r"'x' is torch.float32 \[2\] in the first item"):
+    with pytest.raises(RuntimeError, match=r"'x' is torch.float32 \[3\] in item 1, torch.float32 \[2\] in item 0"):
         pytree.stack([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], 0)
     with pytest.raises(ValueError, match=r"different lengths: {'x': 2, 'y': 3}"):
         pytree.unstack({"x": torch.zeros(2), "y": torch.zeros(3)}, 0)

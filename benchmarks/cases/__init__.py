@@ -27,7 +27,8 @@ class Row:
     floor: Make | None = None
     target: dict[str, float] = field(default_factory=dict)
     """`us`: microseconds; `most`: at most this, in the row's unit; a library's name: how many times faster; `own`: at
-    most this many times the row `own_of`."""
+    most this many times the row `own_of`; `beside us`: microseconds beside a busy Python thread; `beside`: at most this
+    many times what it takes alone."""
     own_of: str | None = None
     beside: bool = False
     warm_up: int = 0
@@ -78,7 +79,7 @@ def measure(rows: list[Row], pace: Pace) -> list[Result]:
         all_turns = {}
         for (key, name), turn in turns.items():  # each beside-turn right after its turn alone: the ratio is what counts
             all_turns[key, name, ALONE] = turn
-            if key in crowded and name != FLOOR:
+            if key in crowded and not name.startswith(FLOOR):
                 all_turns[key, name, BESIDE] = beside_busy_thread(turn)
         lengths = {at: pace.turn_s if at[2] == ALONE else pace.beside_s for at in all_turns}
         for (key, name, how), samples in in_turns(all_turns, lengths, pace.rounds).items():
@@ -103,4 +104,4 @@ def _warm_up(rows: list[Row], turns: dict[tuple[str, str], Turn]) -> None:
 def _figure(samples: Samples | Exception) -> Result:
     if isinstance(samples, Exception):
         return missing(samples)
-    return {"median": samples.median, "rounds": samples.rounds}
+    return {"median": samples.median, "rounds": samples.rounds, "reference": samples.reference}

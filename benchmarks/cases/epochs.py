@@ -18,7 +18,8 @@ import torch
 
 from benchmarks import floors
 from benchmarks.cases import Result, Row, calling, measure, missing, result
-from benchmarks.libraries import SAME_API, Call, big_buffer
+from benchmarks.data import CARTPOLE_LEAVES, cartpole
+from benchmarks.libraries import SAME_API, Call, big_buffer, buffer, replay_buffers
 from benchmarks.timing import QUICK, Pace
 
 BATCH, SMALL, SLOTS, CHUNK = 256, 100_000, 60_000_000, 10_000_000
@@ -29,7 +30,7 @@ MINUTES = 3
 def results(*, quick: bool) -> list[Result]:
     """`sample(256)` in turns, then one process a library."""
     slots = 1_000_000 if quick else SLOTS
-    rows = measure([_row(SMALL), _row(slots)], QUICK if quick else Pace())
+    rows = measure([_cartpole(), _row(SMALL), _row(slots)], QUICK if quick else Pace())
     return rows + _first_batches(slots)
 
 
@@ -38,6 +39,21 @@ def _full(library: str, slots: int) -> Any:
     pieces = (torch.ones(min(CHUNK, slots - at), dtype=torch.uint8) for at in range(0, slots, CHUNK))
     return big_buffer(
         library, pieces, slots, batch=BATCH, parts=lambda data: {"sampler": data.SamplerWithoutReplacement()}
+    )
+
+
+def _cartpole() -> Row:
+    def sampling(library: str) -> Call:
+        sampler = replay_buffers(library).SamplerWithoutReplacement()
+        rb = buffer(library, cartpole(SMALL), batch=BATCH, sampler=sampler)
+        return lambda: rb.sample(BATCH)
+
+    return Row(
+        "epochs_cartpole",
+        "sample(256) without replacement, 11 TED keys, 100 k rows",
+        {name: calling(lambda name=name: sampling(name)) for name in SAME_API},
+        floor=lambda: floors.gather(CARTPOLE_LEAVES, SMALL, BATCH),
+        target={"us": 16},
     )
 
 

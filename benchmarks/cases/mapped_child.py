@@ -16,7 +16,7 @@ from benchmarks.data import CARTPOLE_LEAVES, cartpole
 from benchmarks.libraries import SAME_API, Call
 
 BATCH, CHUNK = 256, 1_000_000
-WARM_UP, BATCHES, ENOUGH = 2, 200, 50
+WARM_UP, BATCHES, ENOUGH = 2, 200, 12
 LONG_S, MOST_S = 20.0, 300.0
 
 

@@ -21,7 +21,7 @@ from engram.envs import GymEnv, ParallelEnv, SerialEnv
 from engram.processes.lockstep import LockstepPool
 
 Turn = Callable[[int], Any]  # makes so many steps
-WORKERS = 2
+WORKERS, MOST_ABOVE_US = 2, 25
 
 
 class Busy(gymnasium.Env):  # type: ignore[type-arg]
@@ -44,14 +44,15 @@ class Busy(gymnasium.Env):  # type: ignore[type-arg]
 
 def results(*, quick: bool) -> list[Result]:
     """A row for each number of environments, of either kind."""
-    rounds = 5 if quick else 15
+    rounds, steps = (3, 50) if quick else (15, 200)
     calibrate()
-    busy = [_row("busy", n, Busy, rounds, {"serial": 1.6}) for n in (2, 4, 8)]
-    cart = [_row("cartpole", n, _cartpole, rounds, {"gymnasium async": 1.0}) for n in (2, 4, 16)]
+    busy = [_row("busy", n, Busy, rounds, steps, {"serial": 1.6} if n > WORKERS else {}) for n in (2, 4, 8)]
+    busy.insert(1, _above_silence(busy[0]))
+    cart = [_row("cartpole", n, _cartpole, rounds, steps, {"gymnasium async": 1.0}) for n in (2, 4, 16)]
     return busy + cart
 
 
-def _row(kind: str, n: int, make: Callable[[], Any], rounds: int, target: dict[str, float]) -> Result:
+def _row(kind: str, n: int, make: Callable[[], Any], rounds: int, steps: int, target: dict[str, float]) -> Result:
     row = result(Row(f"parallel_{kind}_{n}", f"ParallelEnv, 2 workers, {n} x {kind}", {}, target=target))
     cores = sorted(os.sched_getaffinity(0))[:WORKERS]
     turns: dict[str, Turn] = {}
@@ -71,13 +72,29 @@ def _row(kind: str, n: int, make: Callable[[], Any], rounds: int, target: dict[s
         free = LockstepPool(_steps, [(make, n // WORKERS)] * WORKERS, name="worker")
         closes.append(free.close)
         turns[FLOOR] = free.execute
-        row["contenders"] = _measured(turns, rounds)
+        row["contenders"] = _measured(turns, rounds, steps)
     except Exception as error:
         row["contenders"] = {"engram": missing(error)}
     finally:
         for close in closes:
             close()
     return row
+
+
+def _above_silence(row: Result) -> Result:
+    """What a step of workers costs above the steps of two processes that say nothing to anybody, round by round."""
+    above = result(
+        Row(f"{row['key']}_above", "the same, above two processes that say nothing to anybody", {},
+            target={"most": MOST_ABOVE_US}),
+        unit="us",
+    )  # fmt: skip
+    names = [name for name in ("engram", "engram, a core each") if "rounds" in row["contenders"].get(name, {})]
+    for name in names:
+        pairs = zip(row["contenders"][name]["rounds"], row["contenders"][FLOOR]["rounds"], strict=True)
+        rounds = [1e6 * (mine - bare) for mine, bare in pairs]
+        above["contenders"][name] = {"median": statistics.median(rounds), "rounds": rounds}
+    above["contenders"].setdefault("engram", row["contenders"]["engram"])
+    return above
 
 
 def _repeated(step: Callable[[], Any]) -> Turn:
@@ -128,7 +145,7 @@ def _vector(vector: Any, n: int) -> Turn:
     return _repeated(lambda: vector.step(actions))
 
 
-def _measured(turns: dict[str, Turn], rounds: int, steps: int = 200) -> Result:
+def _measured(turns: dict[str, Turn], rounds: int, steps: int) -> Result:
     """Seconds a step: medians over turns that follow each other, each long enough for caches and cores to be warm."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds):

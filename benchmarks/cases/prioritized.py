@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from benchmarks import floors
 from benchmarks.cases import Make, Row, calling
 from benchmarks.data import CARTPOLE_LEAVES, CHUNK, cartpole, cartpole_chunks, flat_numpy
-from benchmarks.libraries import SAME_API, Call, Cpprb, CpprbPrioritized, big_buffer
+from benchmarks.libraries import OURS, SAME_API, Call, Cpprb, CpprbPrioritized, big_buffer, replay_buffers
 
 Calls = dict[str, Callable[[Any], Call]]
 """For each library: from its full buffer to the call to measure."""
@@ -23,7 +23,11 @@ ALPHA, BETA = 0.6, 0.4
 PEERS = ("cpprb", "torchrl")
 BATCH, APPENDED, APPENDS_A_SAMPLE = 256, 64, 4
 SMALL, SIZES = 100_000, (1_000_000, 10_000_000)
-US = {"sample": {SMALL: 25, SIZES[0]: 25, SIZES[1]: 30}, "update": {SMALL: 8, SIZES[0]: 8}}
+US = {
+    "sample": {SMALL: 27, SIZES[0]: 27, SIZES[1]: 34},
+    "sample_reuse": {SMALL: 25, SIZES[0]: 25, SIZES[1]: 32},
+    "update": {SMALL: 12.5, SIZES[0]: 12.5, SIZES[1]: 16},
+}
 PLAIN, PRIORITIZED = "TensorDictReplayBuffer", "TensorDictPrioritizedReplayBuffer"
 UPDATES = 64
 """Batches of indices and priorities made beforehand, taken in turn."""
@@ -58,6 +62,13 @@ def _rows(capacity: int) -> list[Row]:
     sample, update = US["sample"].get(capacity), US["update"].get(capacity)
     return [
         row("sample", "prioritised sample(256) with weights", _sampling(), lambda: floor().draw, sample),
+        row(
+            "sample_reuse",
+            "the same, reuse_batches=True",
+            {OURS: _reusing},
+            lambda: floor().draw,
+            US["sample_reuse"].get(capacity),
+        ),
         row("update", "update_priority of 256", _updating(indices, priorities), lambda: floor().update, update),
         row(
             "loop",
@@ -92,6 +103,13 @@ def _pieces(capacity: int) -> Iterator[torch.Tensor]:
 
 def _sampling() -> Calls:
     return {name: lambda rb: lambda: rb.sample(BATCH) for name in (*SAME_API, "cpprb")}
+
+
+def _reusing(full: Any) -> Call:
+    """Draws from the rows and priorities of a full buffer, by a second one."""
+    made = replay_buffers(OURS).TensorDictReplayBuffer
+    rb = made(storage=full.storage, sampler=full.sampler, batch_size=BATCH, reuse_batches=True)
+    return lambda: rb.sample(BATCH)
 
 
 def _updating(indices: torch.Tensor, priorities: torch.Tensor) -> Calls:

@@ -1,15 +1,27 @@
-"""Writing CartPole steps: 64 at a time, and one at a time in both forms that people have them in."""
+"""Writing CartPole steps: 64 at a time, one at a time in both forms that people have them in, and lists of items."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from benchmarks import floors
 from benchmarks.cases import Row, calling
 from benchmarks.data import CARTPOLE_LEAVES, cartpole, flat_numpy
-from benchmarks.libraries import Call, Cpprb, StableBaselines3, Tianshou, buffer, steps_of
+from benchmarks.libraries import (
+    SAME_API,
+    Call,
+    Cpprb,
+    StableBaselines3,
+    Tianshou,
+    buffer,
+    replay_buffers,
+    stack_dicts,
+    steps_of,
+)
 
 CAPACITY, BATCH = 100_000, 64
 
@@ -53,7 +65,7 @@ def groups(*, quick: bool) -> Iterator[list[Row]]:
                 "stable-baselines3": calling(lambda: StableBaselines3(*fixed, envs=BATCH).add()),
             },
             floor=lambda: floors.scatter(CARTPOLE_LEAVES, CAPACITY, BATCH),
-            target={"us": 6},
+            target={"us": 4.2},
             beside=True,
             notes=["tianshou and stable-baselines3: one step of each of 64 environments"],
         ),
@@ -65,7 +77,7 @@ def groups(*, quick: bool) -> Iterator[list[Row]]:
                 "torchrl": calling(lambda: adding("torchrl")),
             },
             floor=lambda: floors.scatter(CARTPOLE_LEAVES, CAPACITY, 1),
-            target={"us": 4},
+            target={"us": 3.3},
             beside=True,
         ),
         Row(
@@ -79,9 +91,54 @@ def groups(*, quick: bool) -> Iterator[list[Row]]:
                 "stable-baselines3": calling(lambda: StableBaselines3(*fixed).add()),
             },
             floor=lambda: floors.scatter(CARTPOLE_LEAVES, CAPACITY, 1),
-            target={"us": 3},
+            target={"us": 2.5},
             beside=True,
             notes=["torchrl: through TensorDict(...), which it needs; tianshou: a Batch of 6 keys"],
+        ),
+    ]
+    yield _lists()
+
+
+def _lists() -> list[Row]:
+    """Items one by one: into packed rows, and into a list storage, which copies them once and keeps them packed."""
+    items = [{"a": torch.randn(4), "b": torch.randn(4), "r": torch.randn(1)} for _ in range(BATCH)]
+    leaves = {"a": 16, "b": 16, "r": 4}
+
+    def held(library: str, storage: str) -> Any:
+        data = replay_buffers(library)
+        more = {"collate_fn": stack_dicts} if library == "torchrl" and storage == "ListStorage" else {}
+        rb = data.ReplayBuffer(storage=getattr(data, storage)(CAPACITY // 5), batch_size=BATCH, **more)
+        for _ in range(100):
+            rb.extend(items)
+        return rb
+
+    def extending(library: str, storage: str) -> Call:
+        rb = held(library, storage)
+        return lambda: rb.extend(items)
+
+    def sampling(library: str) -> Call:
+        rb = held(library, "ListStorage")
+        return lambda: rb.sample(BATCH)
+
+    rows = [
+        Row(
+            f"extend_items_{key}",
+            f"extend of a list of {BATCH} dicts of 3 tensors, {storage}",
+            {name: calling(lambda name=name, storage=storage: extending(name, storage)) for name in SAME_API},
+            floor=lambda: floors.scatter(leaves, CAPACITY, BATCH),
+            target={"us": 80},
+        )
+        for key, storage in {"memory": "LazyTensorStorage", "list": "ListStorage"}.items()
+    ]
+    rows[1].notes.append("torchrl keeps references: no tensor is copied")
+    return [
+        *rows,
+        Row(
+            "sample_items",
+            f"sample({BATCH}) of the same ListStorage, stacked",
+            {name: calling(lambda name=name: sampling(name)) for name in SAME_API},
+            floor=lambda: floors.gather(leaves, CAPACITY, BATCH),
+            target={"us": 15},
         ),
     ]
 

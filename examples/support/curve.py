@@ -28,9 +28,9 @@ def draw(history: History, solved_at: float, path: Path) -> None:
         )
     axes.axvline(history.killed_at, color=_KILL, lw=1.5)
     axes.axvspan(history.resumed_from, history.killed_at, color=_KILL, alpha=0.08, lw=0)
-    note = f" SIGKILL in an extend, frame {history.killed_at:,}\n rows kept, weights of frame {history.resumed_from:,}"
-    axes.annotate(note, (history.killed_at, 1), xycoords=("data", "axes fraction"), va="top", color=_KILL, fontsize=9,
-                  xytext=(3, -6), textcoords="offset points")  # fmt: skip
+    note = f"SIGKILL in an extend, frame {history.killed_at:,}\nrows kept, weights of frame {history.resumed_from:,}"
+    axes.annotate(note, (history.killed_at, 1), xycoords=("data", "axes fraction"), ha="right", va="top", color=_KILL,
+                  fontsize=9, xytext=(-6, -6), textcoords="offset points")  # fmt: skip
     if solved_at > 0:
         axes.axhline(solved_at, color=_QUIET, lw=1, ls="--")
         axes.annotate(f"learned: {solved_at:g}", (0, solved_at), xycoords=("axes fraction", "data"), ha="left",

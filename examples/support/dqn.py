@@ -1,4 +1,4 @@
-"""A double DQN: the network, two ways to act with it, and one gradient step."""
+"""A double DQN with n-step returns: the network, two ways to act with it, and one gradient step."""
 
 from __future__ import annotations
 
@@ -51,6 +51,19 @@ class EpsilonGreedy(Greedy):
         return super().forward(observation)
 
 
+def returns(slices: TensorDictBase, value: Tensor, gamma: float, reward_scale: float) -> Tensor:
+    """The n-step return `[slices]` of the first row of each slice `[slices, steps]` of TED transitions.
+
+    `value` `[slices]` is that of the state after a slice. A slice that the end of its trajectory has cut is filled up
+    with copies of its last step, where `("collector", "mask")` is False.
+    """
+    mask, reward = slices["collector", "mask"], reward_scale * slices["next", "reward"].squeeze(-1)
+    discount = gamma ** torch.arange(mask.shape[1])
+    # A pole that still stands when time is up has a future: only `terminated` ends the sum of rewards.
+    has_future = ~slices["next", "terminated"][:, -1].squeeze(-1)
+    return (reward * discount * mask).sum(1) + gamma ** mask.sum(1) * value * has_future
+
+
 class Learner:
     """A network, its target copy and its optimizer; all that gradient steps change.
 
@@ -68,16 +81,15 @@ class Learner:
         self._gamma, self._reward_scale = gamma, reward_scale
         self._target_rate = target_rate
 
-    def update(self, batch: TensorDictBase) -> None:
-        """One step on a batch of TED transitions."""
-        observation, following = batch["observation"], batch["next", "observation"]
+    def update(self, slices: TensorDictBase) -> None:
+        """One step on the first row of each slice `[slices, steps]`; the others are there for its return."""
+        following = slices["next", "observation"][:, -1]
         with torch.no_grad():
             best = self.q(following).argmax(-1, keepdim=True)  # chosen by one network, valued by the other
-            value = self.target(following).gather(-1, best)
-            # A pole that still stands when time is up has a future: only `terminated` ends the sum of rewards.
-            reward = batch["next", "reward"] * self._reward_scale
-            goal = reward + self._gamma * value * ~batch["next", "terminated"]
-        chosen = self.q(observation).gather(-1, batch["action"].unsqueeze(-1))
+            value = self.target(following).gather(-1, best).squeeze(-1)
+            goal = returns(slices, value, self._gamma, self._reward_scale)
+        values, action = self.q(slices["observation"][:, 0]), slices["action"][:, 0]
+        chosen = values.gather(-1, action.unsqueeze(-1)).squeeze(-1)
         loss = nn.functional.smooth_l1_loss(chosen, goal)
         self._optimizer.zero_grad()
         loss.backward()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from fractions import Fraction
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from engram._generator import Generator
 
 T = TypeVar("T")
-
-# Of the wide unsigned integers torch can do little: most code takes their bits for signed ones.
-SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def human_bytes(n: float) -> str:
@@ -26,6 +28,27 @@ def human_bytes(n: float) -> str:
             return f"{n:.3g} {unit}"
         n /= 1000
     return f"{n:.3g} TB"
+
+
+def parse_bytes(size: int | str, argument: str) -> int:
+    """A number of bytes, given as one or as people write it: "8GB" (10**9 each), "512 MiB" (2**20 each).
+
+    Raises:
+        ValueError, TypeError: it is neither, or less than a byte; the message names the argument.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b\s*", size.lower())
+        if match is None:
+            raise ValueError(f'{argument}={size!r} is no size: write a number of bytes, "8GB", "512MiB" or "1.5 TB"')
+        number, unit, binary = match.groups()
+        nbytes = int(Fraction(number) * (1024 if binary else 1000) ** " kmgt".index(unit or " "))
+    elif isinstance(size, bool) or not hasattr(size, "__index__"):
+        raise TypeError(f'{argument} must be a number of bytes or a text as "8GB", got {size!r}')
+    else:
+        nbytes = int(size)
+    if nbytes < 1:
+        raise ValueError(f"{argument} must be at least one byte, got {size!r}")
+    return nbytes
 
 
 def open_regular(path: str | os.PathLike[str], flags: int, dir_fd: int | None = None) -> int:
@@ -147,13 +170,13 @@ drawing = threading.RLock()
 os.register_at_fork(before=drawing.acquire, after_in_parent=drawing.release, after_in_child=drawing.release)
 
 
-def state_of(generator: torch.Generator) -> Tensor:
+def state_of(generator: torch.Generator | Generator) -> Tensor:
     """Where a generator stands: uint8 [n]."""
     with drawing:
         return generator.get_state()
 
 
-def set_state(generator: torch.Generator, state: Tensor) -> None:
+def set_state(generator: torch.Generator | Generator, state: Tensor) -> None:
     """Puts a generator where it stood at a state."""
     with drawing:
         generator.set_state(state)

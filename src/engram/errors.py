@@ -3,7 +3,9 @@
     EngramError
     ├── StorageError                 a store cannot be made, opened or written
     │   ├── StorageInUseError        the operation needs the store alone
-    │   └── NoFreeLaneError          every lane has a writer
+    │   ├── NoFreeLaneError          every lane has a writer
+    │   ├── IncarnationError         a call was meant for another life of a shard
+    │   └── ShardUnavailableError    a shard does not answer (a TimeoutError, too)
     ├── CheckpointError              a checkpoint cannot be written or read
     │   ├── CorruptCheckpointError   its bytes are not those that were saved
     │   └── CheckpointMisfitError    it is whole, and belongs to another kind of buffer (a ValueError, too)
@@ -34,6 +36,14 @@ class StorageInUseError(StorageError):
 
 class NoFreeLaneError(StorageError):
     """Every lane of the store has a writer."""
+
+
+class IncarnationError(StorageError):
+    """A call was meant for another life of a shard: it was restarted, emptied or loaded since, or lives elsewhere."""
+
+
+class ShardUnavailableError(StorageError, TimeoutError):
+    """A shard of a buffer does not answer: its process or machine is gone, or slow."""
 
 
 class CheckpointError(EngramError, RuntimeError):

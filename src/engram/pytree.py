@@ -4,8 +4,8 @@ The functions are in five groups:
 
 - **What is it?** `is_tensorclass`, `has_keys`, `has_batch_size`.
 - **Keys**: `as_key`, `as_keys`, `as_path`, `key_path`, `format_key`.
-- **Entries**: `get_entry`, `get_tensor`, `require_tensor`, `set_entry`, `set_per_item`, `with_entry`, `remove_entry`,
-  `without_entries`, `leaf_keys`.
+- **Entries**: `get_entry`, `get_tensor`, `require_tensor`, `set_entry`, `set_existing`, `set_per_item`, `with_entry`,
+  `remove_entry`, `without_entries`, `leaf_keys`.
 - **Whole batches**: `map_outermost`, `move_dim`, `flatten_dims`, `expand`, `select_rows`, `stack`, `collate_items`,
   `unstack`, `clone`, `copy_containers`, `count_bytes`.
 - **The form without the data**: `TreeSpec`, made by `describe`; `flatten` and `unflatten` go to a list of leaves and
@@ -33,8 +33,10 @@ from engram.errors import is_masked, masked_array
 
 Key = Union[str, tuple[str, ...]]
 Keys = Union[Key, Sequence[Key], None]
-KeyPath = tuple[Any, ...]  # of any leaf: strings, and integers for the members of lists and tuples
+KeyPath = tuple[Any, ...]  # of any leaf: strings, integers for members of lists and tuples and for keys of dicts
 _MAX_DEPTH = 100
+# Of the wide unsigned integers torch can do little: most code takes their bits for signed ones.
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 # ---- what is it? ----
@@ -105,12 +107,15 @@ def format_key(path: KeyPath) -> str:
 def get_entry(batch: Any, key: Key | KeyPath) -> Any:
     """What a batch holds under a key or path, as it is; None where it has no such entry.
 
-    Paths lead through TensorDicts, dicts and tensorclasses by string, through lists and tuples by integer.
+    Paths lead through TensorDicts, dicts and tensorclasses by string, through lists, tuples and the members of lazy
+    stacks by integer.
     """
     for part in (key,) if type(key) is str else key:
         kind = type(batch)
         if kind is TensorDict:
             batch = batch._tensordict.get(part)  # `get` takes ten times as long
+        elif type(part) is int and isinstance(batch, LazyStackedTensorDict):
+            batch = batch.tensordicts[part] if part < len(batch.tensordicts) else None
         elif kind is dict or has_keys(batch):
             batch = batch.get(part, None)
         elif isinstance(batch, tuple | list):
@@ -118,6 +123,14 @@ def get_entry(batch: Any, key: Key | KeyPath) -> Any:
         else:
             return None
     return batch
+
+
+def get_entries(batch: Any, path: KeyPath, names: Sequence[str]) -> list[Any]:
+    """What a batch holds under several names at one path (`()`: its root), as `get_entry`."""
+    holder = get_entry(batch, path)
+    if type(holder) is TensorDict:
+        return [holder._tensordict.get(name) for name in names]
+    return [None if holder is None else get_entry(holder, name) for name in names]
 
 
 def get_tensor(batch: Any, key: Key | KeyPath) -> Any:
@@ -157,6 +170,8 @@ def set_entry(batch: Any, key: Key, value: Any) -> None:
     Raises:
         KeyError: a tensorclass on the way has no such field.
     """
+    if type(batch) is TensorDict and type(value) is Tensor and _set_plainly(batch, key, value):
+        return
     *parents, last = key_path(key)
     for part in parents:
         child = batch.get(part, None) if isinstance(batch, dict) else get_entry(batch, part)
@@ -174,6 +189,52 @@ def set_entry(batch: Any, key: Key, value: Any) -> None:
     batch.set(key, value)
 
 
+def _set_plainly(batch: Any, key: Key, value: Tensor) -> bool:
+    """Sets an entry that a TensorDict takes as it is, which `set` takes ten times as long for; False: it may not."""
+    *parents, last = key_path(key)
+    for part in parents:
+        if type(batch) is not TensorDict:
+            return False
+        batch = batch._tensordict.get(part)
+    if type(batch) is not TensorDict or type(last) is not str or batch.is_locked:
+        return False
+    size, device = batch._batch_size, batch._device
+    if value.shape[: len(size)] != size or (device is not None and value.device != device):
+        return False
+    batch._tensordict[last] = value
+    return True
+
+
+def as_arrays(batch: Any, path: KeyPath = ()) -> Any:
+    """A batch with a dict for each TensorDict and tensorclass, and an array in the memory of each tensor.
+
+    Tensors of other devices are copied; what is no tensor stays as it is.
+
+    Raises:
+        TypeError: a tensor has a dtype that numpy does not have.
+    """
+    if isinstance(batch, Tensor):
+        if batch.dtype is torch.bfloat16:
+            raise no_array_error(path)
+        return batch.detach().cpu().resolve_conj().resolve_neg().numpy()
+    if isinstance(batch, NonTensorData | NonTensorStack):
+        return batch.tolist()
+    if isinstance(batch, dict) or has_keys(batch):
+        return {key: as_arrays(batch.get(key), (*path, key)) for key in batch.keys()}  # noqa: SIM118 -- a TensorDict iterates over rows
+    if isinstance(batch, tuple | list):
+        parts = [as_arrays(part, (*path, i)) for i, part in enumerate(batch)]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def no_array_error(path: KeyPath) -> TypeError:
+    """The error for an entry without a dtype of numpy's."""
+    return TypeError(
+        f"{format_key(path)} is torch.bfloat16, which numpy does not have: sample tensors (as_numpy=False), or cast "
+        "it, for example by a DTypeCastTransform(torch.bfloat16, torch.float32)"
+    )
+
+
 def with_entry(batch: Any, key: str, value: Any) -> Any:
     """A shallow copy of a TensorDict, dict or tensorclass with one more entry; the caller's object stays as it is."""
     twin = batch.copy()
@@ -181,11 +242,42 @@ def with_entry(batch: Any, key: str, value: Any) -> Any:
     return twin
 
 
+def set_existing(rows: Any, key: Key, value: Any) -> None:
+    """Sets an entry that a batch, or each of a list of items, has already, in place: to new values or one for all.
+
+    Raises:
+        KeyError: there is no such entry.
+        ValueError: the value has another shape.
+    """
+    if isinstance(rows, list):
+        shape = (len(rows), *np.shape(require_tensor(rows[0], key, "setting an entry"))) if rows else (0,)
+        each = _expanded(value, shape, key)
+        for row, own in zip(rows, each, strict=True):
+            set_existing(row, key, own)
+        return
+    old = require_tensor(rows, key, "setting an entry")
+    set_entry(rows, key, _expanded(value, tuple(old.shape), key))
+
+
+def _expanded(value: Any, shape: tuple[int, ...], key: Key) -> Tensor:
+    tensor = as_leaf(value, key_path(key))
+    try:
+        return tensor.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{key!r} is {list(shape)} in the stored steps, found {list(tensor.shape)}; nothing was changed"
+        ) from None
+
+
 def set_per_item(batch: Any, key: str, value: Any, lead: int = 1) -> None:
     """Sets an entry `[*lead, ...]` in place, a value for each item.
 
     Items with batch dimensions of their own (whole trajectories) get it once for each of their steps.
     """
+    if isinstance(batch, LazyStackedTensorDict) and lead == 1 and len(value) == len(batch.tensordicts):
+        for item, own in zip(batch.tensordicts, value, strict=True):  # whose dimensions may differ
+            set_per_item(item, key, own, 0)
+        return
     if isinstance(value, Tensor) and not isinstance(batch, dict) and len(batch.batch_size) > lead:
         value = repeat_per_step(value, lead, tuple(batch.batch_size[lead:]))
     _set_at_root(batch, key, value)
@@ -250,6 +342,8 @@ def leaf_keys(batch: Any) -> list[Key]:
 
 
 def _root_items(batch: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(batch, LazyStackedTensorDict):  # whose members' values may not stack
+        return ((key, batch.tensordicts[0].get(key, None)) for key in batch.keys())  # noqa: SIM118
     names = batch.keys() if isinstance(batch, TensorDictBase | dict) else _field_names(batch)
     return ((key, batch.get(key, None)) for key in names)
 
@@ -334,26 +428,45 @@ def stack(items: list[Any], dim: int) -> Any:
     """A list of items as one batch with a new dimension `dim`; all items have the form, shapes and dtypes of the first.
 
     Raises:
-        ValueError: the list is empty, or its items differ; the message names the leaf.
+        ValueError: the list is empty.
+        RuntimeError: its items differ; the message names the item and the leaf.
     """
     if not items:
         raise ValueError("nothing to add: the list is empty")
     root, first = describe(items[0], 0)
     if has_batch_size(items[0]):
-        for item in items[1:]:
-            flatten(root, item)
-        return torch.stack(items, dim)
+        for i, item in enumerate(items[1:], 1):
+            _flatten_as_first(root, item, i)
+        try:
+            return torch.stack(items, dim)
+        except RuntimeError as error:
+            sizes = [tuple(item.batch_size) for item in items]
+            _stack_leaves(root, first, items)  # which names the item and the leaf
+            raise RuntimeError(f"the list does not stack: {error}; batch sizes are {sizes!r:.80}") from error
+    return unflatten(root, _stack_leaves(root, first, items, dim), (len(items),), None)
+
+
+def _stack_leaves(root: TreeSpec, first: list[tuple[KeyPath, Any]], items: list[Any], dim: int = 0) -> list[Tensor]:
     columns = [[as_tensor(value, path)] for path, value in first]
-    for item in items[1:]:
-        for column, (path, _), value in zip(columns, first, flatten(root, item), strict=True):
+    for i, item in enumerate(items[1:], 1):
+        for column, (path, _), value in zip(columns, first, _flatten_as_first(root, item, i), strict=True):
             tensor = as_tensor(value, path)
             if tensor.shape != column[0].shape or tensor.dtype != column[0].dtype:
-                raise ValueError(
-                    f"{format_key(path)} is {column[0].dtype} {list(column[0].shape)} in the first item, "
-                    f"{tensor.dtype} {list(tensor.shape)} in another; nothing was written"
+                raise RuntimeError(
+                    f"the list does not stack: {format_key(path)} is {tensor.dtype} {list(tensor.shape)} in item {i}, "
+                    f"{column[0].dtype} {list(column[0].shape)} in item 0; nothing was written. A ListStorage keeps "
+                    "items of any shape"
                 )
             column.append(tensor)
-    return unflatten(root, [torch.stack(column, dim) for column in columns], (len(items),), None)
+    return [torch.stack(column, dim) for column in columns]
+
+
+def _flatten_as_first(root: TreeSpec, item: Any, i: int) -> list[Any]:
+    """The leaves of item i of a list, which has the form of the first."""
+    try:
+        return flatten(root, item)
+    except ValueError as error:
+        raise RuntimeError(f"the list does not stack: item {i} differs from item 0: {error}") from error
 
 
 def collate_items(items: list[Any]) -> Any:
@@ -484,6 +597,8 @@ def count_bytes(item: Any) -> int:
         return item.numel() * item.itemsize
     if isinstance(item, TensorDictBase | dict):
         return sum(count_bytes(v) for v in item.values())
+    if is_tensorclass(item):
+        return count_bytes(item._tensordict)
     if isinstance(item, list | tuple):
         return sum(count_bytes(v) for v in item)
     return 0
@@ -565,14 +680,16 @@ class TreeSpec:
     """The form of a batch without its data: a small tree over numbered leaves.
 
     It is made from the first batch, is JSON-serialisable, and says how later batches become a list of leaves and back.
-    `kind` is leaf, td, dict, list, tuple, class or constant.
+    `kind` is leaf, td, stack, dict, list, tuple, class or constant. A stack is a lazy one whose members, which differ
+    in shapes or keys, are its children; it has a dimension `dim` of its own batch dimensions.
     """
 
     kind: str
     leaf: int = -1
-    keys: tuple[str, ...] = ()
+    keys: tuple[Any, ...] = ()  # strings; of a dict also integers
     children: tuple[TreeSpec, ...] = ()
     batch: tuple[int, ...] = ()  # batch dimensions that a TensorDict has beyond those of the whole batch
+    dim: int = 0  # which of these a lazy stack is along
     constant: Any = None
     cls: type | None = None  # a tensorclass: only in the process that wrote, never named in a file
 
@@ -584,15 +701,16 @@ class TreeSpec:
         if self.kind == "constant":
             return {"kind": "constant", "constant": self.constant}
         children = list(map(TreeSpec.to_json, self.children))
-        return {"kind": self.kind, "keys": list(self.keys), "children": children, "batch": [*self.batch]}
+        state = {"kind": self.kind, "keys": list(self.keys), "children": children, "batch": [*self.batch]}
+        return {**state, "dim": self.dim} if self.kind == "stack" else state
 
     @classmethod
     def from_json(cls, state: dict[str, Any], depth: int = 0) -> TreeSpec:
         """Reads what `to_json` wrote; ValueError, KeyError, TypeError or AttributeError where it is not that."""
         kind = state["kind"]
-        if kind not in ("leaf", "td", "dict", "list", "tuple", "constant"):
+        if kind not in ("leaf", "td", "stack", "dict", "list", "tuple", "constant"):
             raise ValueError(
-                f"a layout has nodes of the kinds leaf, td, dict, list, tuple and constant; found {kind!r}"
+                f"a layout has nodes of the kinds leaf, td, stack, dict, list, tuple and constant; found {kind!r}"
             )
         if depth > _MAX_DEPTH:
             raise ValueError(f"a layout has a form of at most {_MAX_DEPTH} levels")
@@ -603,9 +721,18 @@ class TreeSpec:
         if not fits or (children and kind in ("leaf", "constant")):
             raise ValueError(f"a {kind} of a layout has the keys {keys[:9]} for {len(children)} entries")
         sizes = (leaf + 1, *batch)
-        if not {*map(type, keys)} <= {str} or {*map(type, sizes)} != {int} or min(sizes) < 0:
+        key_types = {str, int} if kind == "dict" else {str}
+        if not {*map(type, keys)} <= key_types or {*map(type, sizes)} != {int} or min(sizes) < 0:
             raise ValueError(f"a {kind} of a layout has the keys {keys[:9]}, the number {leaf!r}, the sizes {batch!r}")
-        return cls(kind, leaf, keys, children, batch, state.get("constant"))
+        dim = state["dim"] if kind == "stack" else 0
+        if kind == "stack":
+            fits = type(dim) is int and 0 <= dim < len(batch) and batch[dim] == len(children) > 0
+            within = (*batch[:dim], *batch[dim + 1 :]) if fits else ()
+            if not fits or any(c.kind not in ("td", "stack") or c.batch != within for c in children):
+                raise ValueError(
+                    f"a stack of a layout has {len(children)} members, the sizes {batch!r}, the dim {dim!r}"
+                )
+        return cls(kind, leaf, keys, children, batch, dim, state.get("constant"))
 
     def paths(self) -> list[KeyPath]:
         """The path of each leaf, by its number; ValueError where the numbers are not 0 to n - 1."""
@@ -616,8 +743,11 @@ class TreeSpec:
         return [path for _, path in leaves]
 
     def batches(self) -> dict[KeyPath, tuple[int, ...]]:
-        """By path, the batch dimensions that TensorDicts have beyond those of the whole batch, where they have more."""
-        return {path: node.batch for node, path in self._nodes() if node.batch}
+        """By path, the batch dimensions that TensorDicts have beyond those of the whole batch, where they have more.
+
+        Those of a stack are its members' and their number.
+        """
+        return {path: node.batch for node, path in self._nodes() if node.batch and node.kind != "stack"}
 
     def constants(self) -> dict[KeyPath, Any]:
         """By path, the entries that are constants instead of tensors."""
@@ -643,8 +773,9 @@ class TreeSpec:
         return nodes
 
     def is_plain(self) -> bool:
-        """Whether the native codec takes this form: it consists of TensorDicts, dicts and leaves only."""
-        return self.kind in ("leaf", "td", "dict") and all(map(TreeSpec.is_plain, self.children))
+        """Whether the native codec takes this form: TensorDicts, dicts with strings as keys, and leaves only."""
+        is_keyed = self.kind in ("leaf", "td", "dict") and not any(type(key) is int for key in self.keys)
+        return is_keyed and all(map(TreeSpec.is_plain, self.children))
 
     def native(self) -> tuple[Any, ...]:
         """The form as the native codec takes it."""
@@ -666,6 +797,10 @@ def _describe(obj: Any, batch_dims: int, path: KeyPath, leaves: list[tuple[KeyPa
     if is_tensorclass(obj):
         return TreeSpec("class", cls=type(obj), children=(_describe(obj._tensordict, batch_dims, path, leaves),))
     if isinstance(obj, TensorDictBase):
+        dim = _dim_of_members(obj, batch_dims)
+        if dim is not None:
+            children = tuple(_describe(m, batch_dims, (*path, i), leaves) for i, m in enumerate(obj.unbind(dim)))
+            return TreeSpec("stack", children=children, batch=tuple(obj.batch_size[batch_dims:]), dim=dim - batch_dims)
         items = tensordict_items(obj, path)
         children = tuple(_describe(v, batch_dims, (*path, k), leaves) for k, v in items)
         return TreeSpec(
@@ -673,8 +808,10 @@ def _describe(obj: Any, batch_dims: int, path: KeyPath, leaves: list[tuple[KeyPa
         )
     if isinstance(obj, dict):
         for key in obj:
-            if not isinstance(key, str):
-                raise TypeError(f"keys must be strings, found {key!r} under {format_key(path)}")
+            if type(key) not in (str, int) and not isinstance(key, str):
+                raise TypeError(f"keys must be strings or integers, found {key!r} under {format_key(path)}")
+            if type(key) is int and str(key) in obj:
+                raise TypeError(f"a dict has the keys {key} and '{key}' under {format_key(path)}: one name in a file")
         children = tuple(_describe(v, batch_dims, (*path, k), leaves) for k, v in obj.items())
         return TreeSpec("dict", keys=tuple(obj), children=children)
     if isinstance(obj, list | tuple):
@@ -682,6 +819,50 @@ def _describe(obj: Any, batch_dims: int, path: KeyPath, leaves: list[tuple[KeyPa
         return TreeSpec("list" if isinstance(obj, list) else "tuple", children=children)
     leaves.append((path, obj))
     return TreeSpec("leaf", leaf=len(leaves) - 1)
+
+
+def _dim_of_members(td: TensorDictBase, batch_dims: int) -> int | None:
+    """The dimension of a single item along which the members of a lazy stack differ; None where they do not."""
+    if td.ndim <= batch_dims or _members_agree(td):
+        return None
+    within = range(batch_dims, td.ndim)
+    for dim in within:
+        if all(map(_members_agree, td.unbind(dim))):
+            return dim
+    stack_dim: int = td.stack_dim
+    return stack_dim if stack_dim in within else None
+
+
+def _members_agree(td: TensorDictBase) -> bool:
+    """False for a lazy stack whose members differ in keys or shapes."""
+    if not isinstance(td, LazyStackedTensorDict):
+        return True
+    try:
+        tensordict_items(td)
+    except ValueError:
+        return False
+    return True
+
+
+def is_ragged(td: TensorDictBase) -> bool:
+    """Whether it is, or holds, a lazy stack whose members differ in keys or shapes.
+
+    >>> members = [TensorDict({"obs": torch.zeros(3)}), TensorDict({"obs": torch.zeros(5)})]
+    >>> is_ragged(TensorDict({"agents": LazyStackedTensorDict(*members, stack_dim=0)}))
+    True
+    """
+    if not _members_agree(td):
+        return True
+    return any(is_ragged(value) for _, value in tensordict_items(td) if isinstance(value, TensorDictBase))
+
+
+def map_leaves(td: TensorDictBase, change: Callable[[Tensor], Tensor], batch_size: Sequence[int]) -> TensorDictBase:
+    """A TensorDict of `batch_size` with each leaf changed; lazy stacks stay such stacks where members differ."""
+    if not is_ragged(td):
+        return td.apply(change, batch_size=batch_size)
+    form, leaves = describe(td, td.ndim)
+    changed: TensorDictBase = unflatten(form, [change(leaf) for _, leaf in leaves], tuple(batch_size), td.device)
+    return changed
 
 
 def tensordict_items(td: TensorDictBase, path: KeyPath = ()) -> list[tuple[str, Any]]:
@@ -782,6 +963,15 @@ def _flatten(node: TreeSpec, obj: Any, path: KeyPath, leaves: dict[int, Any]) ->
     elif node.kind in ("td", "dict"):
         for child, value, key in _matched_children(node, obj, path):
             _flatten(child, value, (*path, key), leaves)
+    elif node.kind == "stack":
+        dim = obj.ndim - len(node.batch) + node.dim if isinstance(obj, TensorDictBase) else -1
+        if dim < 0 or obj.batch_size[dim] != len(node.children):
+            raise ValueError(
+                f"{format_key(path)} is a stack of {len(node.children)} in this storage, found a {type(obj).__name__} "
+                f"of batch size {list(getattr(obj, 'batch_size', []))}; nothing was written"
+            )
+        for i, (child, member) in enumerate(zip(node.children, obj.unbind(dim), strict=True)):
+            _flatten(child, member, (*path, i), leaves)
     else:
         kind = list if node.kind == "list" else tuple
         if not isinstance(obj, kind) or len(obj) != len(node.children):
@@ -825,6 +1015,8 @@ def unflatten(node: TreeSpec, leaves: list[Tensor], lead: tuple[int, ...], devic
         return node.cls._from_tensordict(children[0])  # type: ignore[attr-defined]
     if node.kind == "td":
         return TensorDict(dict(zip(node.keys, children, strict=True)), batch_size=(*lead, *node.batch), device=device)
+    if node.kind == "stack":
+        return LazyStackedTensorDict(*children, stack_dim=len(lead) + node.dim)
     if node.kind == "dict":
         return dict(zip(node.keys, children, strict=True))
     return children if node.kind == "list" else tuple(children)

@@ -1,12 +1,14 @@
 // Python bindings of the episode index and of slices.
 #pragma once
 #include <sched.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <thread>
+#include <utility>
 
+#include "bind_batches.hpp"
 #include "bind_store.hpp"
+#include "copy_threads.hpp"
 #include "episodes.hpp"
 
 namespace engram {
@@ -43,7 +45,7 @@ class ForkSafeMutex {
    public:
     explicit Lock(ForkSafeMutex& mutex) : mutex_(mutex) {
       const std::thread::id me = std::this_thread::get_id();
-      if (mutex_.busy_.load() && mutex_.pid_ == ::getpid() && mutex_.owner_.load() == me)
+      if (mutex_.busy_.load() && mutex_.forks_ == forks() && mutex_.owner_.load() == me)
         throw std::runtime_error("this sampler is drawing already: a finaliser must not sample");
       if (!mutex_.take()) {
         nb::gil_scoped_release unlocked;
@@ -62,20 +64,19 @@ class ForkSafeMutex {
   };
   // Whether another process (the parent) held it last: it may have stopped in the middle.
   bool forked() {
-    const bool other = pid_ != ::getpid();
-    pid_ = ::getpid();
-    return other;
+    const uint64_t now = forks();  // `getpid` is a system call
+    return std::exchange(forks_, now) != now;
   }
 
  private:
   bool take() {
-    if (pid_ != ::getpid()) busy_.store(true);  // its holder is a thread of the parent
+    if (forks_ != forks()) busy_.store(true);  // its holder is a thread of the parent
     else if (busy_.exchange(true, std::memory_order_acquire)) return false;
     return true;
   }
   std::atomic<bool> busy_{false};
   std::atomic<std::thread::id> owner_{};
-  pid_t pid_ = ::getpid();
+  uint64_t forks_ = forks();
 };
 
 // The episode index of one storage, and slices drawn from it.
@@ -90,21 +91,32 @@ class Episodes {
   // Draws n slices: a trajectory that is long enough, uniformly, then a start or, by window, uniformly over all windows.
   // None: no trajectory is long enough.
   std::optional<SliceBatch> draw(Store& store, const SliceRule& rule, nb::handle seed_in, size_t n, nb::handle fetch) {
-    const uint64_t seed = seed_of(seed_in);
+    SliceBatch batch = empty_batch(store, rule);
+    if (!draw(store, rule, seed_of(seed_in), n, fetch, batch.slices)) return std::nullopt;
+    return batch;
+  }
+  // As above. False: no trajectory is long enough.
+  bool draw(Store& store, const SliceRule& rule, uint64_t seed, size_t n, nb::handle fetch, std::vector<Slice>& slices) {
     const ForkSafeMutex::Lock lock(mutex_);
     poll(store, fetch);
     const EligibleTrajectories& all = eligible(rule);
-    if (all.total() == 0) return std::nullopt;
-    SliceBatch batch = empty_batch(store, rule);
+    if (all.total() == 0) return false;
     if (n > kMostBytes / sizeof(Slice)) throw std::bad_alloc();
-    batch.slices.reserve(n);
+    slices.clear();
+    slices.reserve(n);
     if (rule.by_window)
       for (size_t i = 0; i < n; ++i)
-        batch.slices.push_back(all.window(index_, rule, below(random_at(seed, i), all.total())));
+        slices.push_back(all.window(index_, rule, below(random_at(seed, i), all.total())));
     else
-      for (size_t i = 0; i < n; ++i)
-        batch.slices.push_back(any(all, rule, random_at(seed, 2 * i), random_at(seed, 2 * i + 1)));
-    return batch;
+      for (size_t from = 0; from < n; from += kAskedTogether)
+        draw_some(all, rule, seed, from, std::min(n, from + kAskedTogether), slices);
+    return true;
+  }
+  // How many trajectories or, by window, windows `draw` chooses from.
+  uint64_t choices(Store& store, const SliceRule& rule, nb::handle fetch) {
+    const ForkSafeMutex::Lock lock(mutex_);
+    poll(store, fetch);
+    return eligible(rule).total();
   }
   // Calls `use` with the updated index and an empty batch of slices.
   template <typename Use>
@@ -170,8 +182,17 @@ class Episodes {
   static SliceBatch empty_batch(const Store& store, const SliceRule& rule) {
     return {store.geometry(), store.header()->incarnation.load(std::memory_order_acquire), rule, {}};
   }
-  Slice any(const EligibleTrajectories& all, const SliceRule& rule, uint64_t which, uint64_t where) const {
-    return draw_slice(rule, all.at(index_, below(which, all.total())), where);
+  // The slices from one number on to another; what is read of their trajectories is asked for before, as it lies anywhere.
+  void draw_some(const EligibleTrajectories& all, const SliceRule& rule, uint64_t seed, size_t from, size_t to,
+                 std::vector<Slice>& slices) const {
+    uint64_t which[kAskedTogether];
+    for (size_t i = from; i < to; ++i) {
+      which[i - from] = below(random_at(seed, 2 * i), all.total());
+      all.prefetch_place(which[i - from]);
+    }
+    for (size_t i = from; i < to; ++i) all.prefetch_start(index_, which[i - from]);
+    for (size_t i = from; i < to; ++i)
+      slices.push_back(draw_slice(rule, all.at(index_, which[i - from]), random_at(seed, 2 * i + 1)));
   }
   void poll(Store& store, nb::handle fetch) {
     if (offset_ && (store.geometry().payload_bytes < bytes_ || *offset_ > store.geometry().payload_bytes - bytes_))
@@ -211,6 +232,7 @@ class Episodes {
   }
 
   static constexpr uint64_t kGilRows = 1 << 14;  // a longer scan releases the GIL
+  static constexpr size_t kAskedTogether = 64;   // trajectories
   static constexpr size_t kLists = 4;
   static constexpr int kLooks = 100;
   bool by_id_;
@@ -219,6 +241,93 @@ class Episodes {
   ForkSafeMutex mutex_;
   EpisodeIndex index_;
   std::vector<std::unique_ptr<EligibleTrajectories>> lists_;
+};
+
+// Slices whose flags or ids are read from packed rows, as `Episodes.draw` of a seed from the sampler gives them.
+class SliceDraw final : public RowDraw {
+ public:
+  // `planned`: a callable of a batch size that gives the episodes, the store that they are of, the number of slices, their
+  // rule, and what is done to batches: pairs of one of "last", "first", "mask" and "slice_id", and a path. None: there is
+  // no index of the store yet, or such slices are drawn in Python. It is called again when one of the sampler's attributes
+  // named by `watched` is another object.
+  SliceDraw(nb::object sampler, nb::object lock, nb::object planned, nb::tuple watched)
+      : seeds_(sampler, std::move(lock)), sampler_(std::move(sampler)), planned_(std::move(planned)) {
+    for (nb::handle name : watched) {
+      PyObject* interned = nb::borrow(name).release().ptr();
+      PyUnicode_InternInPlace(&interned);
+      watched_.emplace_back(nb::steal(interned), nb::object());
+    }
+  }
+  bool plan(Store& store, size_t n) override {
+    return (n == n_ && &store == store_ && !has_changed()) || renew(store, n);
+  }
+  uint64_t form_version() const override { return version_; }
+  bool complete(BatchForm& form) const override {
+    if (!form.has_keys()) return true;
+    for (nb::handle mark : marks_) {
+      const auto [what, path] = nb::cast<std::pair<std::string, nb::tuple>>(mark);
+      const bool fits = what == "last" || what == "first" ? form.mark(path, what == "last")
+                        : what == "mask"                  ? form.add(path, {BatchForm::kMask, {kDLBool, 8}})
+                                                          : form.add(path, {BatchForm::kSliceId, {kDLInt, 64}});
+      if (!fits) return false;
+    }
+    return true;
+  }
+  bool prepare(Store& store) override {
+    if (&store != store_ || store.lanes.rows() == 0) return false;
+    Slices next = slices_;
+    // Before a random number is drawn.
+    if (nb::cast<Episodes&>(next.episodes).choices(store, next.rule, nb::none()) == 0) return false;
+    next.seed = seeds_.next();
+    next_ = std::move(next);  // last, as a finaliser may sample, too
+    return true;
+  }
+  bool draw(Store& store, size_t, DrawnBatch& drawn) override {
+    SliceBatch& batch = drawn.slices;
+    auto& episodes = nb::cast<Episodes&>(next_.episodes);
+    if (!episodes.draw(store, next_.rule, next_.seed, next_.n, nb::none(), batch.slices)) return false;
+    batch.geometry.lane_capacity = store.geometry().lane_capacity, batch.geometry.envs = store.geometry().envs;
+    drawn.slots.resize(batch.rows());
+    batch.slots(drawn.slots.data());
+    return true;
+  }
+
+ private:
+  // The slices of one batch.
+  struct Slices {
+    nb::object episodes;
+    SliceRule rule;
+    size_t n = 0;
+    uint64_t seed = 0;
+  };
+  bool has_changed() const {
+    for (const auto& [name, value] : watched_)
+      if (!attribute(sampler_, name.ptr()).is(value)) return true;
+    return false;
+  }
+  bool renew(Store& store, size_t n) {
+    store_ = nullptr, n_ = 0;
+    const nb::object plan = planned_(n);
+    if (plan.is_none()) return false;
+    auto [episodes, of_store, slices, rule, marks] =
+        nb::cast<std::tuple<nb::object, nb::object, size_t, SliceRule, nb::tuple>>(plan);
+    if (nb::cast<Store*>(of_store) != &store) return false;
+    for (auto& [name, value] : watched_) value = attribute(sampler_, name.ptr());
+    if (!marks_.is_valid() || !marks_.equal(marks)) marks_ = marks, ++version_;
+    nb::cast<Episodes&>(episodes);
+    slices_ = {std::move(episodes), rule, slices, 0};
+    store_object_ = std::move(of_store), store_ = &store, n_ = n;
+    return true;
+  }
+
+  SeedSource seeds_;
+  nb::object sampler_, planned_, store_object_;
+  std::vector<std::pair<nb::object, nb::object>> watched_;  // attributes' names, and their values when it was planned
+  nb::tuple marks_;
+  uint64_t version_ = 0;
+  Store* store_ = nullptr;  // for which it was planned; null: for none
+  size_t n_ = 0;            // rows
+  Slices slices_, next_;    // as planned, and of the batch that is being drawn
 };
 
 // bool [n] or [n, 1].
@@ -261,16 +370,18 @@ inline void bind_episodes(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<SliceRule>(m, "SliceRule")
       .def("__init__", [](SliceRule* rule, uint64_t length, uint64_t min_length, uint64_t before, uint64_t after,
-                          bool pad, bool by_window) {
+                          bool pad, bool by_window, bool pad_behind) {
         if (length > kMostBytes)
           throw nb::value_error(("a slice of " + std::to_string(length) + " rows is longer than any memory").c_str());
         if (length < 1 || min_length < 1 || before >= length || after >= length)
           throw nb::value_error("a slice has at least one row, and its window at least one stored row");
-        const SliceRule checked{length, min_length, before, after, pad, by_window};
+        if (pad && pad_behind) throw nb::value_error("padding stands around the rows or behind them");
+        const SliceRule checked{length, min_length, before, after, pad, by_window, pad_behind};
         if (by_window && min_length <= kMostBytes && static_cast<int64_t>(min_length) + checked.more_windows() < 1)
           throw nb::value_error("by_window each trajectory that is long enough has a window");
         new (rule) SliceRule(checked);
-      }, "length"_a, "min_length"_a, "before"_a = 0, "after"_a = 0, "pad"_a = false, "by_window"_a = false)
+      }, "length"_a, "min_length"_a, "before"_a = 0, "after"_a = 0, "pad"_a = false, "by_window"_a = false,
+         "pad_behind"_a = false)
       .def_ro("length", &SliceRule::length)
       .def_ro("min_length", &SliceRule::min_length);
   nb::class_<SliceBatch>(m, "SliceBatch")
@@ -309,17 +420,24 @@ inline void bind_episodes(nb::module_& m) {
         new (epoch) SliceEpoch(key, shuffle, std::move(counts), std::move(lasts));
       }, "key"_a, "shuffle"_a, "counts"_a, "lasts"_a)
       .def("__len__", &SliceEpoch::size)
+      .def("rest", [](const SliceEpoch& e, uint64_t position) {
+        return slots_out(e.size() - std::min(position, e.size()), [&](int64_t* out) { e.rest(position, out); });
+      }, "position"_a)
       .def_ro("counts", &SliceEpoch::counts)
       .def_ro("lasts", &SliceEpoch::lasts);
   nb::class_<Episodes>(m, "Episodes")
       .def(nb::init<bool, std::optional<uint64_t>, uint64_t>(), "by_id"_a, "offset"_a.none(), "bytes"_a)
-      .def("draw", &Episodes::draw, "store"_a, "rule"_a, "seed"_a, "n"_a, "fetch"_a.none() = nb::none())
+      .def("draw", nb::overload_cast<Store&, const SliceRule&, nb::handle, size_t, nb::handle>(&Episodes::draw), "store"_a,
+           "rule"_a, "seed"_a, "n"_a, "fetch"_a.none() = nb::none())
+      .def("choices", &Episodes::choices, "store"_a, "rule"_a, "fetch"_a.none() = nb::none())
       .def("trajectories", &Episodes::trajectories, "store"_a, "fetch"_a.none() = nb::none())
       .def("longest", &Episodes::longest, "store"_a, "fetch"_a.none() = nb::none())
       .def("begin_epoch", &Episodes::begin_epoch, "store"_a, "rule"_a, "key"_a, "shuffle"_a,
            "fetch"_a.none() = nb::none())
       .def("take", &Episodes::take, "store"_a, "rule"_a, "epoch"_a, "position"_a, "seed"_a, "n"_a, "least"_a,
            "fetch"_a.none() = nb::none());
+  nb::class_<SliceDraw, RowDraw>(m, "SliceDraw")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::tuple>(), "sampler"_a, "lock"_a, "planned"_a, "watched"_a);
 }
 
 }  // namespace engram

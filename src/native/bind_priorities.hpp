@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind_batches.hpp"
 #include "bind_store.hpp"
 #include "bind_episodes.hpp"
 #include "priorities.hpp"
@@ -29,6 +30,7 @@ class NumbersArg {
   }
   bool fits() const { return fits_; }
   double operator[](size_t i) const { return wide_ ? wide_[i] : static_cast<double>(narrow_[i]); }
+  void copy_to(double* out) const { wide_ ? std::copy_n(wide_, n, out) : std::copy_n(narrow_, n, out); }
   size_t n = 0;
 
  private:
@@ -105,6 +107,10 @@ class StoredRows {
       sequences_.emplace_back(view, geometry_.lane_capacity);
     }
   }
+  // Whether all of these slots hold rows, where that takes no long look: else they must be looked at one by one.
+  bool all_hold_rows(const int64_t* slots, size_t n) const {
+    return geometry_.lanes == 1 && geometry_.envs == 1 && sequences_[0].find_all(slots, n);
+  }
   // Whether the row that a caller means is stored: the slot's current one, or the one of this generation. An IndexError for
   // slots that can never have held a row.
   bool is_stored(int64_t given, const int64_t* generation) const {
@@ -161,11 +167,68 @@ inline std::optional<std::tuple<Tensor, Tensor, DrawnRows>> draw_by_priority(Pri
   return std::tuple(std::move(slots), std::move(weights), std::move(drawn));
 }
 
+// As `draw_by_priority` of a seed from the sampler.
+class PriorityDraw final : public RowDraw {
+ public:
+  // `follow`: a callable that gives the priorities of the storage's rows, beta, and whether weights are float64.
+  PriorityDraw(nb::object sampler, nb::object lock, nb::object follow, bool wide)
+      : seeds_(std::move(sampler), std::move(lock)), follow_(std::move(follow)), wide_(wide) {}
+  std::optional<DType> weight_type() const override { return DType{kDLFloat, static_cast<uint8_t>(wide_ ? 64 : 32)}; }
+  bool prepare(Store& store) override {
+    if (store.lanes.rows() == 0) return false;  // before a random number is drawn
+    const nb::object following = follow_();
+    if (following.is_none()) return false;
+    const auto [priorities, beta, wide] = nb::cast<std::tuple<nb::object, double, bool>>(following);
+    if (wide != wide_) return false;  // it was assigned since
+    const uint64_t seed = seeds_.next();
+    // Last, as a finaliser may sample, too.
+    priorities_ = priorities, beta_ = beta, seed_ = seed;
+    return true;
+  }
+  bool draw(Store& store, size_t n, DrawnBatch& drawn) override {
+    Priorities& priorities = nb::cast<Priorities&>(priorities_);
+    priorities.poll(store);
+    if (priorities.rows() == 0) return false;
+    if (!(priorities.total() > 0)) throw std::runtime_error(kAllZero);
+    drawn.slots.resize(n), drawn.leaves.resize(n);
+    priorities.draw(seed_, drawn.slots.data(), drawn.leaves.data(), n);
+    if (!drawn.with_weights) return true;
+    drawn.weights.resize(n * (wide_ ? sizeof(double) : sizeof(float)));
+    if (wide_)
+      priorities.weights(drawn.leaves.data(), beta_, reinterpret_cast<double*>(drawn.weights.data()), n);
+    else
+      priorities.weights(drawn.leaves.data(), beta_, reinterpret_cast<float*>(drawn.weights.data()), n);
+    return true;
+  }
+
+ private:
+  SeedSource seeds_;
+  nb::object follow_, priorities_;
+  bool wide_;
+  double beta_ = 0;
+  uint64_t seed_ = 0;
+};
+
 // Positions in the batch whose rows are no longer those that were drawn; None: there are none.
 inline nb::object stale_places(const DrawnRows& drawn, const Store& store, nb::handle slots_in) {
   if (drawn.lasts(store)) return nb::none();
   const SlotsArg slots(nb::borrow(slots_in));
   return positions(drawn.stale(store, slots.data, slots.n));
+}
+
+// Opens the starts of slices that a rule allows, as far as rows and trajectories have been taken in.
+inline void open_starts(Priorities& self, const Store& store, const EpisodeIndex& index, const SliceRule& rule) {
+  if (!self.draws_starts()) throw nb::value_error("these are priorities of steps, not of starts of slices");
+  const bool any_row = rule.min_length < rule.length;
+  self.open_starts(store, index, any_row ? 1 : rule.length - rule.after, any_row ? 1 : rule.length);
+}
+
+// Takes in what is new, and opens the starts of slices that a rule allows.
+inline void poll_starts(Priorities& self, Store& store, Episodes& episodes, const SliceRule& rule, nb::handle fetch) {
+  episodes.with_index(store, rule, fetch, [&](const EpisodeIndex& index, const SliceBatch&) {
+    self.poll(store);
+    open_starts(self, store, index, rule);
+  });
 }
 
 // Draws slices whose starts are drawn by priority; None: no row can be a start.
@@ -177,7 +240,7 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
   const auto first = static_cast<uint64_t>(seed.data[0]);
   return episodes.with_index(store, rule, fetch, [&](const EpisodeIndex& index, SliceBatch batch) -> std::optional<SliceBatch> {
     self.poll(store);
-    self.open_starts(store, index, rule.length, rule.min_length < rule.length);
+    open_starts(self, store, index, rule);
     if (!(self.total() > 0)) {
       if (index.longest() < rule.min_length) return std::nullopt;
       throw std::runtime_error(kAllZero);
@@ -186,7 +249,8 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
     std::vector<double> leaves(n);
     self.draw(first, slots.data(), leaves.data(), n);
     const StoreGeometry& s = store.geometry();
-    for (int64_t slot : slots) {
+    for (size_t i = 0; i < n; ++i) {
+      const int64_t slot = slots[i];
       const uint64_t time = static_cast<uint64_t>(slot) / s.envs, lane = time / s.lane_capacity;
       const uint64_t env = static_cast<uint64_t>(slot) % s.envs;
       uint64_t sequence = 0;
@@ -194,7 +258,9 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
       if (!SlotSequences(index.indexed(lane), s.lane_capacity).find(time % s.lane_capacity, sequence) ||
           !index.find(lane * s.envs + env, sequence, t))
         return std::nullopt;  // overwritten after the index was updated
-      batch.slices.push_back(slice_of(rule, t, static_cast<int64_t>(sequence)));
+      // A window that starts at the first row may begin ahead of the trajectory.
+      const uint64_t ahead = sequence == t.start && rule.before ? below(random_at(mix64(first), i), rule.before + 1) : 0;
+      batch.slices.push_back(slice_of(rule, t, static_cast<int64_t>(sequence) - static_cast<int64_t>(ahead)));
     }
     return batch;
   });
@@ -204,17 +270,54 @@ inline Tensor start_weights(const Priorities& self, const SliceBatch& batch, dou
   Results out;
   out.add({kDLFloat, static_cast<uint8_t>(wide ? 64 : 32)}, batch.rows());
   out.take();
+  std::vector<double> leaves, of_slices(batch.slices.size());
+  for (const Slice& slice : batch.slices) {
+    const double leaf = self.leaf(slot_of(batch.geometry, slice.lane, slice.first, slice.env));
+    leaves.push_back(leaf == 0 ? self.lowest() : leaf);  // 0: overwritten since
+  }
+  self.weights(leaves.data(), beta, of_slices.data(), leaves.size());
   auto fill = [&](auto* at) {
-    for (const Slice& slice : batch.slices) {
-      double leaf = self.leaf(slot_of(batch.geometry, slice.lane, slice.first, slice.env));
-      if (leaf == 0) leaf = self.lowest();  // overwritten since
-      self.weights(&leaf, beta, at, 1);
-      at = std::fill_n(at, slice.size(), *at);
-    }
+    for (size_t i = 0; i < of_slices.size(); ++i)
+      at = std::fill_n(at, batch.slices[i].size(), static_cast<std::remove_reference_t<decltype(*at)>>(of_slices[i]));
   };
   wide ? fill(out.data<double>(0)) : fill(out.data<float>(0));
   return out.make(0);
 }
+
+// Priorities that are to be set, with their leaves.
+struct PriorityChanges {
+  std::vector<int64_t> slots;  // once `keep_stored` was called
+  std::vector<double> priorities, leaves;
+
+  // An error, and nothing is changed, where one is no priority.
+  void take(const NumbersArg& given, const PriorityTransform& transform) {
+    const size_t n = given.n;
+    priorities.resize(n), leaves.resize(n);
+    given.copy_to(priorities.data());
+    for (size_t i = 0; i < n; ++i) leaves[i] = priorities[i] > kZeroPriority ? priorities[i] : kZeroPriority;
+    transform.leaves(leaves.data(), n);
+    const auto is_refused = [this](size_t i) -> uint64_t {
+      const double p = priorities[i];
+      return !(p >= 0) | !(p <= std::numeric_limits<double>::max()) | !(leaves[i] <= kMostLeaf);
+    };
+    uint64_t refused = 0;
+    for (size_t i = 0; i < n; ++i) refused |= is_refused(i);
+    for (size_t i = 0; refused && i < n; ++i)
+      if (is_refused(i)) refuse_priority(priorities[i], i);
+  }
+  // Keeps those whose rows are stored; returns the number of the others.
+  uint64_t keep_stored(const StoredRows& stored, const SlotsArg& given, const int64_t* generations) {
+    slots.assign(given.data, given.data + given.n);
+    size_t n = 0;
+    for (size_t i = 0; i < given.n; ++i) {
+      if (!stored.is_stored(slots[i], generations ? generations + i : nullptr)) continue;
+      slots[n] = slots[i], priorities[n] = priorities[i], leaves[n] = leaves[i];
+      ++n;
+    }
+    slots.resize(n);
+    return given.n - n;
+  }
+};
 
 // Sets priorities. False: the arguments are not plain 1-D tensors or arrays of one length.
 inline bool set_priorities(Priorities& self, const Store& store, nb::handle slots_in, nb::handle priorities_in,
@@ -231,23 +334,15 @@ inline bool set_priorities(Priorities& self, const Store& store, nb::handle slot
   if (slots->n != priorities.n || (generations && generations->n != slots->n)) return false;
   self.poll(store);
   const StoredRows stored(store, self);
-  static thread_local std::vector<Priorities::Change> changes;
-  changes.resize(slots->n);
-  self.prefetch(slots->data, slots->n);
-  for (size_t i = 0; i < slots->n; ++i) {
-    const double p = priorities[i];
-    if (!(p >= 0 && std::isfinite(p))) refuse_priority(p, i);
-    changes[i] = {static_cast<uint64_t>(slots->data[i]), p, self.transform().leaf(std::max(p, kZeroPriority))};
-    if (!(changes[i].leaf <= kMostLeaf)) refuse_priority(p, i);
+  static thread_local PriorityChanges all_changes;
+  PriorityChanges& changes = all_changes;
+  changes.take(priorities, self.transform());
+  if (generations || !stored.all_hold_rows(slots->data, slots->n)) {
+    self.skip(changes.keep_stored(stored, *slots, generations ? generations->data : nullptr));
+    self.set(changes.slots.data(), changes.priorities.data(), changes.leaves.data(), changes.slots.size());
+  } else {
+    self.set(slots->data, changes.priorities.data(), changes.leaves.data(), slots->n);
   }
-  size_t count = 0;
-  for (size_t i = 0; i < slots->n; ++i)
-    if (stored.is_stored(static_cast<int64_t>(changes[i].slot), generations ? generations->data + i : nullptr))
-      changes[count++] = changes[i];
-  const uint64_t skipped = slots->n - count;
-  changes.resize(count);
-  self.set(changes);
-  self.skip(skipped);
   return true;
 }
 
@@ -257,10 +352,11 @@ inline void mark_priorities(Priorities& self, const Store& store, nb::handle slo
   self.poll(store);
   const StoredRows stored(store, self);
   const double priority = self.new_priority(), leaf = self.transform().leaf(priority);
-  std::vector<Priorities::Change> changes;
+  std::vector<int64_t> changed;
   for (size_t i = 0; i < slots.n; ++i)
-    if (stored.is_stored(slots.data[i], nullptr)) changes.push_back({static_cast<uint64_t>(slots.data[i]), priority, leaf});
-  self.set(changes);
+    if (stored.is_stored(slots.data[i], nullptr)) changed.push_back(slots.data[i]);
+  const std::vector<double> priorities(changed.size(), priority), leaves(changed.size(), leaf);
+  self.set(changed.data(), priorities.data(), leaves.data(), changed.size());
 }
 
 // Priorities of slots; -1 where a slot holds no row.
@@ -274,6 +370,21 @@ inline Tensor priorities_of(Priorities& self, const Store& store, nb::handle slo
     const auto slot = static_cast<uint64_t>(slots.data[i]);
     if (slot >= store.slots()) refuse_slots(store);
     out.data<double>(0)[i] = self.holds(slot) ? self.priority(slot) : -1;
+  }
+  return out.make(0);
+}
+
+// The leaves of slots in the sum tree, which are the weights of the draws; 0 where a slot cannot be drawn.
+inline Tensor leaves_of(Priorities& self, const Store& store, nb::handle slots_in) {
+  const SlotsArg slots{nb::borrow(slots_in)};
+  Results out;
+  out.add({kDLFloat, 64}, slots.n);
+  out.take();
+  self.poll(store);
+  for (size_t i = 0; i < slots.n; ++i) {
+    const auto slot = static_cast<uint64_t>(slots.data[i]);
+    if (slot >= store.slots()) refuse_slots(store);
+    out.data<double>(0)[i] = self.leaf(slot);
   }
   return out.make(0);
 }
@@ -327,10 +438,18 @@ inline void bind_priorities(nb::module_& m) {
       .def(nb::init<double, double, bool, bool>(), "alpha"_a, "eps"_a, "within_buffer"_a, "starts"_a = false)
       .def("draw_starts", &draw_starts, "store"_a, "episodes"_a, "rule"_a, "seed"_a, "n"_a,
            "fetch"_a.none() = nb::none())
+      .def("poll_starts", &poll_starts, "store"_a, "episodes"_a, "rule"_a, "fetch"_a.none() = nb::none())
       .def("start_weights", &start_weights, "batch"_a, "beta"_a, "wide"_a)
       .def("draw", &draw_by_priority, "store"_a, "seed"_a, "n"_a, "beta"_a, "wide"_a)
       .def("poll", &Priorities::poll, "store"_a)
       .def("set", &set_priorities, "store"_a, "slots"_a, "priorities"_a, "generations"_a.none() = nb::none())
+      .def("raise_new", [](Priorities& self, const Store& store, double priority) {
+        if (!self.transform().takes(priority))
+          throw nb::value_error(("priority " + text_of(priority) +
+                                 ": priorities are finite, 0 or more, and not too large for alpha; nothing was changed").c_str());
+        self.poll(store);  // rows that are there already get what they would have got
+        self.raise_new(priority);
+      }, "store"_a, "priority"_a)
       .def("mark", &mark_priorities, "store"_a, "slots"_a)
       .def("check", [](const Priorities& self, nb::handle priorities) {
         const NumbersArg given(priorities);
@@ -338,6 +457,7 @@ inline void bind_priorities(nb::module_& m) {
         check_priorities(self, given);
       }, "priorities"_a)
       .def("of", &priorities_of, "store"_a, "slots"_a)
+      .def("leaves", &leaves_of, "store"_a, "slots"_a)
       .def("use", &use_transform, "alpha"_a, "eps"_a)
       .def("forget", &Priorities::forget)
       .def("state", &priorities_state, "store"_a)
@@ -346,6 +466,8 @@ inline void bind_priorities(nb::module_& m) {
       .def_prop_ro("skipped", &Priorities::skipped)
       .def_prop_ro("total", &Priorities::total)
       .def_prop_ro("lowest", &Priorities::lowest);
+  nb::class_<PriorityDraw, RowDraw>(m, "PriorityDraw")
+      .def(nb::init<nb::object, nb::object, nb::object, bool>(), "sampler"_a, "lock"_a, "follow"_a, "wide"_a);
   nb::class_<DrawnRows>(m, "DrawnRows")
       .def("stale", &stale_places, "store"_a, "slots"_a)
       .def("replace", [](DrawnRows& drawn, const std::vector<uint32_t>& places, const DrawnRows& fresh) {

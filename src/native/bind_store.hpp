@@ -25,9 +25,6 @@
 
 namespace engram {
 
-constexpr size_t kWarmBytes = 256 << 10;  // of a batch: prefetched rows stay in the second-level cache until they are copied
-
-
 // Sizes beyond any memory: refused before they are multiplied.
 constexpr size_t kMostBytes = size_t{1} << 46;
 
@@ -79,7 +76,38 @@ inline Tensor next_slots(Store& store, uint64_t lane, size_t n) {
   return slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
 }
 
-// `most`: only so many of the first steps.
+// The turn to append to a lane, for as long as this object exists, in a store whose writers take turns.
+class Turn {
+ public:
+  Turn(Store& store, uint64_t lane) : store_(store), lane_(lane) {
+    if (!store.writer() || store.has_turn()) return;
+    // The first time the caller looks whether there is another writer.
+    mine_ = store.has_written() && store.begin_turn(lane) == 0;
+    refused_ = !mine_;
+  }
+  ~Turn() {
+    if (mine_) store_.end_turn(lane_);
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  bool refused() const { return refused_; }
+
+ private:
+  Store& store_;
+  uint64_t lane_;
+  bool mine_ = false, refused_ = false;
+};
+
+// Whether rows that store their own index store the time slots from this one on.
+inline bool is_index_of(const Plan& plan, uint64_t time_slot) {
+  if (!plan.index || plan.steps == 0) return true;
+  int64_t stored = 0;
+  std::memcpy(&stored, plan.leaves[*plan.index].at(0, 0), sizeof stored);
+  return static_cast<uint64_t>(stored) == time_slot;
+}
+
+// `most`: only so many of the first steps. None: the caller must get the turn first; or it has it, and the rows store the
+// index of others.
 inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most) {
   store.must_be_writable();
   check_lane(store, lane);
@@ -90,14 +118,109 @@ inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::opt
                            std::to_string(s.envs)).c_str());
   for (const LeafSource& leaf : plan.leaves)
     if (leaf.offset + leaf.bytes > s.payload_bytes) throw nb::value_error("a leaf lies outside the row");
-  // Before the rows: when they are there nothing may fail any more. The caller keeps other writers of the lane out.
+  if (plan.codec != store.border().codec && !BorderCheck(store).fits(plan.leaves))
+    throw nb::value_error("the layout is not that of the rows of this store");
+  const Turn turn(store, lane);
+  if (turn.refused()) return nb::none();
+  // Before the rows: when they are there nothing may fail any more. The caller keeps this process's other writers out.
   const uint64_t first = store.lanes.lane(lane).published.load();
-  nb::object slots = plan.single ? nb::object(nb::int_(lane * s.lane_capacity + first % s.lane_capacity))
+  const uint64_t first_slot = lane * s.lane_capacity + first % s.lane_capacity;
+  if (store.writer() && !is_index_of(plan, first_slot)) return nb::none();
+  nb::object slots = plan.single ? nb::object(nb::int_(first_slot))
                                  : slots_from(store, lane, first, steps);
   maybe_without_gil(plan.bytes > kGilBytes || store.readahead().on(), [&] {
     RowWriter(store).append(lane, steps, plan.leaves);
   });
   return slots;
+}
+
+// ---- packed rows: uint8 [n, row bytes], as they lie in a store ----
+using PackedRows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
+
+inline void check_packed(const PackedRows& rows, size_t row_bytes, const char* whose) {
+  if (rows.shape(1) != row_bytes)
+    throw nb::value_error(("the rows have " + std::to_string(rows.shape(1)) + " bytes each, those of " + whose + " " +
+                           std::to_string(row_bytes)).c_str());
+  if (rows.shape(0) > 0 && rows.shape(1) > 1 && rows.stride(1) != 1) throw nb::value_error("the bytes of a row must lie side by side");
+  if (rows.shape(0) > kMostBytes / std::max<size_t>(1, row_bytes)) throw std::bad_alloc();
+}
+
+// Appends packed rows of the codec's layout to a lane; returns their slots. The caller keeps other writers of the lane out.
+inline Tensor append_packed(Store& store, uint64_t lane, const Codec& codec, const PackedRows& rows) {
+  store.must_be_writable();
+  check_lane(store, lane);
+  const StoreGeometry& s = store.geometry();
+  if (s.payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
+  if (s.envs != 1) throw nb::value_error("packed rows are steps of one environment each");
+  if (store.writer()) throw nb::value_error("packed rows are appended to lanes of one writer each");
+  if (codec.sequence()) throw nb::value_error("rows that carry their own sequence are not appended as they are");
+  if (codec.row_end() > s.payload_bytes) throw nb::value_error("the layout does not fit the rows of this store");
+  check_packed(rows, s.payload_bytes, "the store");
+  const size_t n = rows.shape(0);
+  const ptrdiff_t stride = rows.stride(0);
+  const std::vector<LeafSource> whole{{0, s.payload_bytes, rows.data(), stride, 0}};
+  std::vector<LeafSource> leaves;
+  for (const Leaf& leaf : codec.leaves())
+    leaves.push_back({leaf.offset, leaf.bytes, rows.data() + leaf.offset, stride, 0});
+  if (!BorderCheck(store).fits(leaves)) throw nb::value_error("the layout is not that of the rows of this store");
+  Tensor slots = slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
+  maybe_without_gil(n * s.payload_bytes > kGilBytes || store.readahead().on(), [&] {
+    RowWriter(store).append(lane, n, whole, leaves);
+  });
+  return slots;
+}
+
+// A checked batch as packed rows: uint8 [steps, row bytes].
+inline Tensor pack(const Plan& plan, size_t row_bytes) {
+  if (plan.envs != 1) throw nb::value_error("packed rows are steps of one environment each");
+  if (row_bytes > kMostLeafBytes || plan.steps > kMostBytes / std::max<size_t>(1, row_bytes)) throw std::bad_alloc();
+  for (const LeafSource& leaf : plan.leaves)
+    if (leaf.offset > row_bytes || leaf.bytes > row_bytes - leaf.offset)
+      throw nb::value_error("a leaf lies outside the row");
+  OutBlock block;
+  const auto lead = static_cast<int64_t>(plan.steps);
+  const std::vector<int64_t> inner{static_cast<int64_t>(row_bytes)};
+  block.plan({kDLUInt, 8}, &lead, 1, inner, plan.steps * row_bytes);
+  block.take();
+  uint8_t* const to = block.data(0);
+  std::vector<uint8_t*> rows(plan.steps);
+  std::vector<LeafCopy> copies;
+  size_t leaf_bytes = 0;
+  for (const LeafSource& leaf : plan.leaves) {
+    copies.push_back({leaf.offset, leaf.bytes, const_cast<uint8_t*>(leaf.array), leaf.stride});
+    leaf_bytes += leaf.bytes;
+  }
+  maybe_without_gil(plan.bytes > kGilBytes, [&] {
+    if (leaf_bytes < row_bytes) std::memset(to, 0, plan.steps * row_bytes);  // bytes of no leaf
+    for (size_t i = 0; i < plan.steps; ++i) rows[i] = to + i * row_bytes;
+    scatter_rows(rows.data(), plan.steps, copies.data(), copies.size());
+  });
+  return block.make(0);
+}
+
+// Packed rows as a batch [n] in memory of its own; a list of leaves where the codec has no tree. `extra`: entries to add at
+// its root, a dict; None: there are none.
+inline nb::object unpack(const Codec& codec, const PackedRows& packed, nb::handle extra) {
+  check_packed(packed, std::max<size_t>(1, codec.row_end()), "the layout");
+  const size_t n = packed.shape(0);
+  const auto& leaves = codec.leaves();
+  const std::vector<int64_t> lead(1, static_cast<int64_t>(n));
+  std::vector<std::unique_ptr<OutBlock>> blocks;  // each leaf may be kept without the others
+  std::vector<LeafCopy> copies;
+  for (const Leaf& leaf : leaves) {
+    OutBlock& block = *blocks.emplace_back(std::make_unique<OutBlock>());
+    block.plan(leaf.dtype, lead.data(), 1, leaf.shape, leaf.bytes * n);
+    block.take();
+    copies.push_back({leaf.offset, leaf.bytes, block.data(0), static_cast<ptrdiff_t>(leaf.bytes)});
+  }
+  std::vector<const uint8_t*> rows(n);
+  maybe_without_gil(n * packed.shape(1) > kGilBytes, [&] {
+    for (size_t i = 0; i < n; ++i) rows[i] = packed.data() + static_cast<ptrdiff_t>(i) * packed.stride(0);
+    gather_rows(rows.data(), n, packed.shape(1), copies.data(), copies.size());
+  });
+  std::vector<nb::object> tensors;
+  for (auto& block : blocks) tensors.push_back(block->make(0));
+  return codec.build(tensors, lead, extra);
 }
 
 inline nb::object positions(const std::vector<uint32_t>& at) {
@@ -173,27 +296,51 @@ inline void refuse_slots(const Store& store) {
   throw nb::index_error(("a slot lies outside 0 to " + std::to_string(store.slots() - 1)).c_str());
 }
 
-// Slots that are read from one store.
-struct SlotRange {
-  const int64_t* data;
-  size_t n;
-};
-
-// Asks memory for one of `parts` parts of a batch's rows.
-inline void warm_rows(const Store& store, const SlotRange& slots, size_t part, size_t parts) {
-  const StoreGeometry& s = store.geometry();
-  if (s.row_stride > kPrefetchBytes || slots.n * s.row_stride > kWarmBytes) return;
-  const uint64_t all = store.slots();
-  for (size_t i = slots.n * part / parts; i < slots.n * (part + 1) / parts; ++i) {
-    const auto slot = static_cast<uint64_t>(slots.data[i]);
-    if (slot >= all) return;  // the read refuses it
-    uint64_t time = slot, env = 0, lane = 0;
-    if (s.envs > 1) time = slot / s.envs, env = slot - time * s.envs;
-    if (s.lanes > 1) lane = time / s.lane_capacity, time -= lane * s.lane_capacity;
-    const uint8_t* row = store.row(store.physical(lane, env, time));
-    prefetch_rows<0>(&row, 1, s.row_stride);
+// The memory of a batch's leaves `[lead..., inner...]`: small ones share a block, each big one has a block of its own.
+// `leaves` and `lead` must live as long. `more`: tensors that the caller plans besides.
+class LeafMemory {
+ public:
+  explicit LeafMemory(size_t expected) : shared_(expected) { at_.reserve(expected); }
+  LeafMemory(const std::vector<Leaf>& leaves, const std::vector<int64_t>& lead, size_t rows, size_t more)
+      : LeafMemory(leaves.size() + more) {
+    for (const Leaf& leaf : leaves) plan(leaf, lead, rows);
   }
-}
+  size_t plan(const Leaf& leaf, const std::vector<int64_t>& lead, size_t rows) {
+    if (leaf.bytes > kMostBytes / std::max<size_t>(1, rows)) throw std::bad_alloc();
+    return plan(leaf.dtype, lead, leaf.shape, leaf.bytes * rows);
+  }
+  // One tensor more, of this many bytes; returns its position.
+  size_t plan(DType dtype, const std::vector<int64_t>& lead, const std::vector<int64_t>& inner, size_t bytes) {
+    if ((bytes_ += bytes) > kMostBytes) throw std::bad_alloc();
+    OutBlock* block = &shared_;
+    if (bytes >= kBigLeaf)
+      block = own_.emplace_back(std::make_unique<OutBlock>()).get();
+    else
+      any_shared_ = true;
+    at_.emplace_back(block, block->plan(dtype, lead.data(), lead.size(), inner, bytes));
+    return at_.size() - 1;
+  }
+  // A tensor `[lead, inner...]` over a part of tensor i, from `offset` (bytes) on; returns its position.
+  size_t alias(size_t i, const std::vector<int64_t>& lead, size_t offset) {
+    const auto [block, place] = at_[i];
+    at_.emplace_back(block, block->alias(place, lead.data(), lead.size(), offset));
+    return at_.size() - 1;
+  }
+  void take() {
+    if (any_shared_) shared_.take();
+    for (auto& block : own_) block->take();
+  }
+  size_t bytes() const { return bytes_; }
+  uint8_t* data(size_t i) const { return at_[i].first->data(at_[i].second); }
+  Tensor make(size_t i) { return at_[i].first->make(at_[i].second); }
+
+ private:
+  OutBlock shared_;
+  std::vector<std::unique_ptr<OutBlock>> own_;
+  std::vector<std::pair<OutBlock*, size_t>> at_;
+  size_t bytes_ = 0;
+  bool any_shared_ = false;
+};
 
 // The rows of several stores of one layout, the same number from each, as one batch; numbers and positions go through
 // all of them. With `parts` (an extra dict or None for each store) also each store's rows as a batch, in the memory of
@@ -221,50 +368,27 @@ inline nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& cod
     for (nb::handle one : nb::cast<nb::list>(parts)) extras.push_back(nb::borrow(one));
   if (!extras.empty() && extras.size() != stores.size()) throw nb::value_error("parts needs one entry for each store");
   const std::vector<int64_t> part_lead(1, static_cast<int64_t>(each));
-  OutBlock shared(leaves.size() * (1 + extras.size()));
-  std::vector<std::unique_ptr<OutBlock>> own;
-  std::vector<std::pair<OutBlock*, size_t>> where, part_where;
-  where.reserve(leaves.size());
-  size_t bytes = 0;
-  bool any_shared = false;
-  for (const Leaf& leaf : leaves) {
-    if (leaf.bytes > kMostBytes / std::max<size_t>(1, slots.n)) throw std::bad_alloc();
-    const size_t size = leaf.bytes * slots.n;
-    if ((bytes += size) > kMostBytes) throw std::bad_alloc();
-    OutBlock* block = &shared;
-    if (size >= kBigLeaf)
-      block = own.emplace_back(std::make_unique<OutBlock>()).get();
-    else
-      any_shared = true;
-    where.emplace_back(block, block->plan(leaf.dtype, lead.data(), lead.size(), leaf.shape, size));
-  }
+  LeafMemory memory(leaves, lead, slots.n, leaves.size() * extras.size());
   for (size_t p = 0; p < extras.size(); ++p)
-    for (size_t k = 0; k < leaves.size(); ++k)
-      part_where.emplace_back(where[k].first,
-                              where[k].first->alias(where[k].second, part_lead.data(), 1, p * each * leaves[k].bytes));
-  if (any_shared) shared.take();
-  for (auto& block : own) block->take();
-  // Make the tensors while the rows are being prefetched; then copy the rows into the tensors' memory.
+    for (size_t k = 0; k < leaves.size(); ++k) memory.alias(k, part_lead, p * each * leaves[k].bytes);
+  memory.take();
   std::vector<nb::object> tensors;
   tensors.reserve(leaves.size());
-  for (size_t k = 0; k < where.size(); ++k) {
-    for (size_t p = 0; p < stores.size(); ++p) warm_rows(*stores[p], {slots.data + p * each, each}, k, where.size());
-    tensors.push_back(where[k].first->make(where[k].second));
-  }
+  for (size_t k = 0; k < leaves.size(); ++k) tensors.push_back(memory.make(k));
   std::vector<nb::object> part_tensors;
-  for (auto [block, i] : part_where) part_tensors.push_back(block->make(i));
+  for (size_t i = 0; i < leaves.size() * extras.size(); ++i) part_tensors.push_back(memory.make(leaves.size() + i));
   // From here to the end of the copy no Python code runs: a finaliser that samples would use the same scratch memory.
   static thread_local std::vector<LeafCopy> copies;
   Reading all;
   OwnSequences own_sequences(codec, sequences ? slots.n : 0);
   bool asking = false;
   for (Store* store : stores) asking |= store->readahead().on();
-  maybe_without_gil(bytes > kGilBytes || (mapped && asking), [&] {
+  maybe_without_gil(memory.bytes() > kGilBytes || (mapped && asking), [&] {
     for (size_t p = 0; p < stores.size() && all.inside; ++p) {
       copies.clear();
-      for (size_t k = 0; k < leaves.size(); ++k)
+      for (size_t k : codec.in_row())
         copies.push_back({leaves[k].offset, leaves[k].bytes,
-                          where[k].first->data(where[k].second) + p * each * leaves[k].bytes,
+                          memory.data(k) + p * each * leaves[k].bytes,
                           static_cast<ptrdiff_t>(leaves[k].bytes)});
       own_sequences.add(copies, p * each);
       if (p == 0) {
@@ -477,33 +601,70 @@ class EpochWalk {
     for (auto [first, rows] : ranges) {
       if (rows > store.lanes.capacity() || (ring && rows > ring)) throw nb::value_error("a range is longer than its lane");
       map_.add(first, rows);
+      first_.push_back(first);
     }
     permutation_ = Permutation(key, map_.total(), shuffle);
+    in_place_ = (!ring || ring == store.lanes.capacity()) && std::ranges::all_of(moved_, [](uint64_t m) { return m == 0; });
   }
   uint64_t size() const { return map_.total(); }
-  // Up to n slots from `position` on, without rows that were overwritten since, and the position after them.
-  std::pair<Tensor, uint64_t> take(const Store& store, uint64_t position, size_t n) const {
-    if (store.lanes.count() != moved_.size()) throw nb::value_error("the walk was made for another store");
+  bool is_of(const Store& store) const { return store.lanes.count() == moved_.size(); }
+  // Whether rows of the epoch were overwritten since it began.
+  bool some_overwritten(const Store& store) const {
+    for (uint64_t l = 0; l < first_.size(); ++l)
+      if (store.lanes.view(l).first + moved_[l] > first_[l]) return true;
+    return false;
+  }
+  // Up to n slots from `position` on and before `stop`, without rows that were overwritten since, and the position after
+  // them.
+  std::pair<Tensor, uint64_t> take(const Store& store, uint64_t position, size_t n, uint64_t stop) const {
+    if (!is_of(store)) throw nb::value_error("the walk was made for another store");
     store.check_file();
+    std::vector<int64_t> drawn;
+    drawn.reserve(std::min<uint64_t>(n, map_.total()));
+    position = draw(store, position, n, stop, drawn);
+    Tensor slots = slots_out(drawn.size(), [&](int64_t* out) { std::copy(drawn.begin(), drawn.end(), out); });
+    return {std::move(slots), position};
+  }
+  // As above, behind what is in `drawn`, until that has n slots; the caller has checked the store. Returns the position.
+  uint64_t draw(const Store& store, uint64_t position, size_t n, uint64_t stop, std::vector<int64_t>& drawn) const {
     const uint64_t capacity = store.lanes.capacity(), envs = store.lanes.envs();
     std::vector<uint64_t> first;
     for (uint64_t l = 0; l < store.lanes.count(); ++l) first.push_back(store.lanes.view(l).first);
-    std::vector<int64_t> drawn;
-    drawn.reserve(std::min<uint64_t>(n, map_.total()));
-    for (; position < map_.total() && drawn.size() < n; ++position) {
-      uint64_t lane = 0, sequence = 0;
-      const uint64_t env = static_cast<uint64_t>(map_.by_slot(permutation_.at(position), lane, sequence)) % envs;
-      if (sequence < moved_[lane] || sequence - moved_[lane] < first[lane]) continue;
-      drawn.push_back(static_cast<int64_t>((lane * capacity + (sequence - moved_[lane]) % capacity) * envs + env));
+    const uint64_t end = std::min(stop, map_.total());
+    const bool all_in_one_ring = in_place_ && map_.is_one_ring() && first[0] <= first_[0];
+    const bool rows_are_here = store.geometry().payload_bytes > 0;
+    uint64_t rows[Permutation::kBlock];
+    while (position < end && drawn.size() < n) {
+      // Never more than are still needed: whatever is left of the positions comes in the next batch.
+      const size_t block = std::min<uint64_t>({Permutation::kBlock, end - position, n - drawn.size()});
+      permutation_.at(position, rows, block);
+      position += block;
+      if (all_in_one_ring) {
+        const size_t done = drawn.size();
+        drawn.resize(done + block);
+        map_.slots_in_ring(rows, block, drawn.data() + done);
+        // Memory looks for the rows, which lie anywhere, while the next numbers are made.
+        for (size_t i = done; rows_are_here && i < drawn.size(); ++i)
+          __builtin_prefetch(store.row(static_cast<uint64_t>(drawn[i])), 0, 2);
+        continue;
+      }
+      for (size_t i = 0; i < block; ++i) {
+        uint64_t lane = 0, sequence = 0;
+        const int64_t slot = map_.by_slot(rows[i], lane, sequence);
+        if (sequence < moved_[lane] || sequence - moved_[lane] < first[lane]) continue;
+        drawn.push_back(in_place_ ? slot
+                                  : static_cast<int64_t>((lane * capacity + (sequence - moved_[lane]) % capacity) * envs +
+                                                         static_cast<uint64_t>(slot) % envs));
+      }
     }
-    Tensor slots = slots_out(drawn.size(), [&](int64_t* out) { std::copy(drawn.begin(), drawn.end(), out); });
-    return {std::move(slots), position};
+    return position;
   }
 
  private:
   RowMap map_;
-  std::vector<uint64_t> moved_;
+  std::vector<uint64_t> moved_, first_;
   Permutation permutation_;
+  bool in_place_ = false;  // each row is in the slot in which it was
 };
 
 // Writes restored rows [envs, steps, payload bytes] with sequences from `start` on, which readers do not see yet.
@@ -539,7 +700,7 @@ inline void set_border(Store& store, const Codec& codec, const std::vector<std::
     return leaves[k];
   };
   BorderRule rule;
-  rule.leaves = codec.sources(), rule.either = either;
+  rule.leaves = codec.sources(), rule.codec = codec.number(), rule.either = either;
   for (auto [root, next] : entries) {
     if (leaf(root).bytes != leaf(next).bytes) throw nb::value_error("an entry has another size under next");
     if (rule.entries.size() < BorderRule::kMostEntries && leaf(root).bytes > 0)
@@ -588,8 +749,11 @@ inline void bind_store(nb::module_& m) {
   m.attr("LOG_ENTRIES") = kLogEntries;
   m.attr("FEATURES") = feature_names(~uint64_t{0});
   m.attr("FIRST_REPLACED") = kFirstReplaced;
+  m.attr("PID_BITS") = kPidBits;
   m.def("gather_many", &gather_many, "stores"_a, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(),
         "extra"_a.none() = nb::none(), "mapped"_a = false, "sequences"_a = false, "parts"_a.none() = nb::none());
+  m.def("pack", &pack, "plan"_a, "row_bytes"_a);
+  m.def("unpack", &unpack, "codec"_a, "rows"_a.noconvert(), "extra"_a.none() = nb::none());
   m.def("joint_index", &joint_index, "slots"_a, "members"_a);
 
   nb::class_<Plan>(m, "Plan")
@@ -604,13 +768,16 @@ inline void bind_store(nb::module_& m) {
            "scalar_type"_a, "sequence"_a.none() = nb::none())
       .def("check", &Codec::check, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
            "extra"_a.none() = nb::none())
-      .def("check_list", &Codec::check_list, "leaves"_a, "batch_dims"_a, "time_dim"_a);
+      .def("check_list", &Codec::check_list, "leaves"_a, "batch_dims"_a, "time_dim"_a)
+      .def("set_index", &Codec::set_index, "plan"_a, "leaf"_a)
+      .def("holds_index", [](const Codec& c, size_t leaf) { bool with_env; return c.holds_index(leaf, with_env); },
+           "leaf"_a);
 
   nb::class_<EpochWalk>(m, "EpochWalk")
       .def(nb::init<const Store&, uint64_t, bool, std::vector<std::pair<uint64_t, uint64_t>>, uint64_t,
                     std::vector<uint64_t>>(),
            "store"_a, "key"_a, "shuffle"_a, "ranges"_a, "ring"_a = 0, "moved"_a = std::vector<uint64_t>())
-      .def("take", &EpochWalk::take, "store"_a, "position"_a, "n"_a)
+      .def("take", &EpochWalk::take, "store"_a, "position"_a, "n"_a, "stop"_a = UINT64_MAX)
       .def("__len__", &EpochWalk::size);
 
   nb::class_<SharedSnapshot>(m, "CopyOnWriteSnapshot")
@@ -784,11 +951,28 @@ inline void bind_store(nb::module_& m) {
         if (base > published) throw nb::value_error("base lies above published");
         s.lanes.set_counters(l, base, published, origin);
       }, "lane"_a, "base"_a, "published"_a, "origin"_a)
-      .def("end_restore", [](const Store& s) { s.must_be_writable(); s.lanes.end_change(); })
+      .def("end_restore", [](const Store& s) {
+        s.must_be_writable();
+        // Whoever loads rows goes on as their writer.
+        for (uint64_t l = 0; s.writer() && l < s.geometry().lanes; ++l)
+          s.lanes.lane(l).last_writer.store(s.writer(), std::memory_order_relaxed);
+        s.lanes.end_change();
+      })
       .def("put", &put_rows, "lane"_a, "start"_a, "rows"_a.noconvert())
       .def_prop_ro("interrupted", [](Store& s) { s.check_file(); return InPlaceWriter(s).interrupted(); })
       .def_prop_ro("fd", [](const Store& s) { return s.fd(); })
       .def("finish_interrupted", [](Store& s) { s.must_be_writable(); return InPlaceWriter(s).finish_interrupted(); })
+      .def("check_rows", [](const Store& s, uint64_t l, uint64_t start, uint64_t stop) {
+        check_lane(s, l);
+        if (!s.has_trailer()) throw nb::value_error("rows without trailers have no checksums");
+        s.check_file();
+        RowCheck result;
+        {
+          nb::gil_scoped_release unlocked;
+          result = check_rows(s, l, start, stop);
+        }
+        return std::pair(result.checked, result.damaged);
+      }, "lane"_a, "start"_a, "stop"_a)
       .def("recover", [](Store& s) {
         s.must_be_writable();
         if (!s.has_trailer()) throw nb::value_error("rows without trailers cannot be recovered");
@@ -817,7 +1001,33 @@ inline void bind_store(nb::module_& m) {
       }, "lane"_a)
       .def("next_slots", &next_slots, "lane"_a, "n"_a)
       .def("append", &append, "lane"_a, "plan"_a, "most"_a.none() = nb::none(),
-           nb::sig("def append(self, lane: int, plan: Plan, most: int | None = None) -> torch.Tensor | int"))
+           nb::sig("def append(self, lane: int, plan: Plan, most: int | None = None) -> torch.Tensor | int | None"))
+      .def("new_writer", [](const Store& s, uint64_t l, uint64_t pid) {
+        s.must_be_writable();
+        check_lane(s, l);
+        const uint64_t mask = (uint64_t{1} << kPidBits) - 1;
+        const uint64_t number = s.lanes.lane(l).writers.fetch_add(1) + 1;
+        return (number << kPidBits) | (pid & mask);
+      }, "lane"_a, "pid"_a)
+      .def_prop_rw("writer", &Store::writer, &Store::set_writer)
+      .def_prop_ro("has_turn", &Store::has_turn)
+      .def_prop_ro("has_written", &Store::has_written)
+      .def("last_writer", [](const Store& s, uint64_t l) {
+        check_lane(s, l);
+        return s.lanes.lane(l).last_writer.load();
+      }, "lane"_a)
+      .def("begin_turn", [](Store& s, uint64_t l, uint64_t dead) {
+        s.must_be_writable();
+        check_lane(s, l);
+        if (!s.writer()) throw nb::value_error("this process has no number among the writers");
+        return s.begin_turn(l, dead);
+      }, "lane"_a, "dead"_a = 0)
+      .def("end_turn", [](Store& s, uint64_t l) { check_lane(s, l); s.end_turn(l); }, "lane"_a)
+      .def("undo_takeover", [](Store& s, uint64_t l, uint64_t dead) {
+        check_lane(s, l);
+        if (s.has_turn()) s.undo_takeover(l, dead);
+      }, "lane"_a, "dead"_a)
+      .def("append_packed", &append_packed, "lane"_a, "codec"_a, "rows"_a.noconvert())
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
            "mapped"_a = false, "sequences"_a = false)
       .def("begin_save", [](Store& s, bool beside_writers) {

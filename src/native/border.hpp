@@ -1,5 +1,6 @@
 // The border between two batches: whether the first new step continues the newest stored one.
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -27,6 +28,16 @@ class BorderCheck {
  public:
   explicit BorderCheck(const Store& store) : store_(store), rule_(store.border()) {}
 
+  // Whether the rule can be asked about leaves of these sizes: there is none, or it was made for them.
+  bool fits(const std::vector<LeafSource>& leaves) const {
+    const BorderRule& rule = rule_;
+    if (rule.leaves != leaves.size()) return rule.leaves == 0;
+    auto has = [&](size_t leaf, uint64_t bytes) { return leaf < leaves.size() && leaves[leaf].bytes == bytes; };
+    auto has_flag = [&](const BorderRule::Flag& flag) { return has(flag.leaf, flag.bytes); };
+    return std::all_of(rule.entries.begin(), rule.entries.end(),
+                       [&](const BorderRule::Entry& e) { return has(e.leaf, e.bytes) && has(e.next_leaf, e.bytes); }) &&
+           std::all_of(rule.done.begin(), rule.done.end(), has_flag) && (!rule.id || has_flag(*rule.id));
+  }
   // Whether a trajectory begins at the first of n new steps.
   bool begins(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) const {
     const BorderRule& rule = rule_;

@@ -11,6 +11,17 @@
 
 namespace nanobind::detail {
 
+// Of what `PySequence_Fast` returns, a list or a tuple. The stable ABI has no such macros.
+#ifdef Py_LIMITED_API
+inline Py_ssize_t fast_size(PyObject* items) { return PySequence_Size(items); }
+inline PyObject* fast_item(PyObject* items, Py_ssize_t i) {
+  return PyList_Check(items) ? PyList_GetItem(items, i) : PyTuple_GetItem(items, i);
+}
+#else
+inline Py_ssize_t fast_size(PyObject* items) { return PySequence_Fast_GET_SIZE(items); }
+inline PyObject* fast_item(PyObject* items, Py_ssize_t i) { return PySequence_Fast_GET_ITEM(items, i); }
+#endif
+
 template <typename T>
 struct type_caster<std::vector<T>> : list_caster<std::vector<T>, T> {
   template <typename Flags>
@@ -22,13 +33,13 @@ struct type_caster<std::vector<T>> : list_caster<std::vector<T>, T> {
       PyErr_Clear();
       return false;
     }
-    const auto n = static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr()));
+    const auto n = static_cast<size_t>(fast_size(items.ptr()));
     std::vector<T> values;
     values.reserve(n);
     flags = flags_for_local_caster<T>(flags);
     make_caster<T> item;
     for (size_t i = 0; i < n; ++i) {
-      if (!item.from_python(PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)), flags, cleanup) ||
+      if (!item.from_python(fast_item(items.ptr(), static_cast<Py_ssize_t>(i)), flags, cleanup) ||
           !item.template can_cast<T>())
         return false;
       values.push_back(item.operator cast_t<T>());

@@ -1,10 +1,13 @@
 // Converts between Python's batches and packed rows: where each leaf of a TensorDict or dict lies in a row, and back.
 // This is the fast path: it takes plain data and rejects all else; Python then converts the batch or names what is wrong.
 #pragma once
+#include <atomic>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,6 +45,7 @@ struct Plan {
   Plan(Plan&&) = default;
   Plan(const Plan&) = delete;
   size_t steps = 0, envs = 1;
+  bool sized = false;   // steps and envs are known: a leaf has been looked at
   bool single = false;  // one step of one environment, without batch dimensions
   std::vector<LeafSource> leaves;
   std::vector<nb::object> keep;
@@ -49,6 +53,20 @@ struct Plan {
   std::vector<std::array<uint8_t, 16>> scalars;
   size_t bytes = 0;  // of all rows together
   bool carries_sequence = false;  // the last of `leaves` is the rows' own sequence: 0, which stands for the lane's
+  uint64_t codec = 0;  // the number of the codec that checked it
+  std::optional<size_t> index;  // the leaf in which the rows store their own index, its first number that of time
+
+  // Forgets the batch; the vectors keep their memory.
+  void clear() {
+    steps = 0, envs = 1, bytes = 0, sized = single = carries_sequence = false;
+    leaves.clear(), keep.clear(), buffers.clear(), scalars.clear(), index.reset();
+  }
+};
+
+// How Python numbers of a batch are read.
+struct Numbers {
+  // Of a list of items, a number has the dtype that `torch.as_tensor` gives it: int64, or a float of so many bits.
+  std::optional<int> float_bits;
 };
 
 class Codec {
@@ -60,6 +78,9 @@ class Codec {
       : sequence_(sequence), td_type_(nb::borrow(td_type)), size_type_(std::move(size_type)), array_type_(nb::borrow(array_type)),
         scalar_type_(nb::borrow(scalar_type)) {
     for (nb::handle h : leaves) add_leaf(tuple_of(h, 4));
+    in_row_.resize(leaves_.size());
+    std::iota(in_row_.begin(), in_row_.end(), size_t{0});
+    std::stable_sort(in_row_.begin(), in_row_.end(), [&](size_t a, size_t b) { return leaves_[a].offset < leaves_[b].offset; });
     if (sequence && *sequence > kMostLeafBytes) throw nb::value_error("a leaf lies too far inside the row");
     if (!tree.is_none()) {
       if (!PyType_Check(td_type.ptr())) throw nb::type_error("td_type must be a type");
@@ -69,14 +90,23 @@ class Codec {
         if (!is_named) throw nb::value_error("the tree must name each leaf once");
     }
     if (!td_template.is_none())
-      for (auto [k, v] : nb::cast<nb::dict>(td_template)) td_template_.emplace_back(nb::borrow(k), nb::borrow(v));
+      for (auto [k, v] : nb::cast<nb::dict>(td_template)) {
+        td_template_.emplace_back(nb::borrow(k), nb::borrow(v));
+        if (nb::cast<std::string>(k) == "_device") device_ = nb::borrow(v);
+      }
     scalars_reserved_ = leaves_.size();
   }
 
   const std::vector<Leaf>& leaves() const { return leaves_; }
+  // The numbers of the leaves in the order in which they lie in a row.
+  const std::vector<size_t>& in_row() const { return in_row_; }
+  // No other codec of this process has it.
+  uint64_t number() const { return number_; }
   // Leaves that a plan writes: also the one that no batch has.
   size_t sources() const { return leaves_.size() + sequence_.has_value(); }
   std::optional<size_t> sequence() const { return sequence_; }
+  // The form of a batch; null: it is a list of leaves.
+  const Node* root() const { return has_tree_ ? &root_ : nullptr; }
   // Where the row's last leaf ends.
   size_t row_end() const {
     size_t end = sequence_ ? *sequence_ + kSequenceBytes : 0;
@@ -85,37 +115,102 @@ class Codec {
   }
 
   // batch_dims 0: one step; 1: [time]; 2: [environment, time] or, with time_dim 0, [time, environment].
-  // time_dim -1 with batch_dims 1: [environment], one time step. `extra` is a (key, value) of the root, which
-  // replaces the batch's own entry if it has one. None: not plain, or not of this layout.
+  // time_dim -1 with batch_dims 1: [environment], one time step. `extra` is a (key, value) of the root, the rows' own
+  // index, which replaces the batch's own entry if it has one. None: not plain, or not of this layout.
   std::optional<Plan> check(nb::handle batch, int batch_dims, int time_dim, nb::handle extra) const {
     check_dims(batch_dims, time_dim);
-    std::vector<nb::object> values(leaves_.size());
     PyObject *key = nullptr, *value = nullptr;
     if (!extra.is_none()) {
       if (!PyTuple_Check(extra.ptr())) throw nb::type_error("extra must be a tuple of a key and a value");
       if (!PyArg_ParseTuple(extra.ptr(), "OO", &key, &value)) throw nb::python_error();
     }
-    if (!has_tree_ || !flatten(root_, batch.ptr(), values, key, value)) return std::nullopt;
+    const std::optional<size_t> own = key ? root_leaf(key) : std::nullopt;
+    if (!has_tree_ || (key && !own)) return std::nullopt;
+    std::vector<nb::object> values(leaves_.size());
+    if (!flatten_root(batch.ptr(), values, own, nullptr)) return std::nullopt;
+    if (own) values[*own] = nb::borrow(value);
     Plan plan;
+    plan.codec = number_;
     plan.scalars.reserve(scalars_reserved_);
     plan.leaves.reserve(sources()), plan.keep.reserve(leaves_.size());
     for (size_t k = 0; k < leaves_.size(); ++k)
-      if (!take(k, values[k].ptr(), batch_dims, time_dim, plan)) return std::nullopt;
+      if (!take(k, values[k].ptr(), batch_dims, time_dim, plan, {})) return std::nullopt;
+    if (own) set_index(plan, *own);
     for (nb::object& o : values) plan.keep.push_back(std::move(o));
     finish(plan, batch_dims);
     return plan;
+  }
+  // The leaf under a key of the root.
+  std::optional<size_t> root_leaf(PyObject* key) const {
+    for (const auto& [name, child] : root_.items)
+      if (child.kind == Node::kLeaf && PyObject_RichCompareBool(name.ptr(), key, Py_EQ) == 1) return child.leaf;
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  void set_index(Plan& plan, size_t k) const {
+    if (k < leaves_.size() && leaves_[k].dtype == DType{kDLInt, 64} && leaves_[k].bytes > 0) plan.index = k;
+  }
+  static void check_dims(int batch_dims, int time_dim) {
+    const bool good = batch_dims == 0 || (batch_dims == 1 && (time_dim == 0 || time_dim == -1)) ||
+                      (batch_dims == 2 && (time_dim == 0 || time_dim == 1));
+    if (!good) throw nb::value_error("batch_dims must be 0 to 2, time_dim one of them (or -1 with one)");
   }
   // A list of leaves in layout order.
   std::optional<Plan> check_list(nb::list list, int batch_dims, int time_dim) const {
     check_dims(batch_dims, time_dim);
     if (nb::len(list) != leaves_.size()) return std::nullopt;
     Plan plan;
+    plan.codec = number_;
     plan.scalars.reserve(scalars_reserved_);
     for (size_t k = 0; k < leaves_.size(); ++k)
-      if (k >= nb::len(list) || !take(k, plan.keep.emplace_back(list[k]).ptr(), batch_dims, time_dim, plan))
+      if (k >= nb::len(list) || !take(k, plan.keep.emplace_back(list[k]).ptr(), batch_dims, time_dim, plan, {}))
         return std::nullopt;
     finish(plan, batch_dims);
     return plan;
+  }
+
+  // As `check`, for rows that store their own index in leaf `own`: the batch may have an entry there, which is not looked
+  // at, and the leaf's place in the plan is left for the caller. False: not plain, or not of this layout.
+  bool check_without(Plan& plan, std::vector<nb::object>& values, PyObject* batch, int batch_dims, int time_dim,
+                     std::optional<size_t> own, const Numbers& numbers, const std::vector<int64_t>* lead = nullptr) const {
+    if (!has_tree_ || (own && (*own >= leaves_.size() || root_.kind == Node::kLeaf))) return false;
+    values.resize(leaves_.size());
+    if (!flatten_root(batch, values, own, lead)) return false;
+    plan.scalars.reserve(scalars_reserved_), plan.leaves.reserve(sources());
+    for (size_t k = 0; k < leaves_.size(); ++k) {
+      if (k == own)
+        plan.leaves.push_back({leaves_[k].offset, leaves_[k].bytes, nullptr, 0, 0});
+      else if (!take(k, values[k].ptr(), batch_dims, time_dim, plan, numbers))
+        return false;
+    }
+    if (!plan.sized) return false;
+    finish(plan, batch_dims);
+    return true;
+  }
+  // As `check_without`, of items (`batch`: a batch of them) that are exactly of this form, so that they can be built again as
+  // they are: plain tensors, keys in the same order, the batch dimensions and the device of each TensorDict, no names.
+  bool check_same(Plan& plan, std::vector<nb::object>& values, PyObject* items, bool batch, std::optional<size_t> own) const {
+    if (!has_tree_ || root_.kind == Node::kLeaf) return false;
+    std::optional<int64_t> lead;
+    if (batch && !first_length(root_, items, lead)) return false;
+    values.assign(leaves_.size(), nb::object());
+    if (!flatten_same(root_, items, values, batch ? std::vector<int64_t>{*lead} : std::vector<int64_t>{}, own)) return false;
+    plan.leaves.reserve(leaves_.size());
+    for (size_t k = 0; k < leaves_.size(); ++k) {
+      if (k == own)
+        plan.leaves.push_back({leaves_[k].offset, leaves_[k].bytes, nullptr, 0, 0});
+      else if (!is_tensor(values[k].ptr()) || !take(k, values[k].ptr(), batch ? 1 : 0, 0, plan, {}))
+        return false;
+    }
+    return plan.sized;
+  }
+  // Whether a leaf can hold the rows' own index: one number of time for each step of an item, or time and environment.
+  bool holds_index(size_t k, bool& with_env) const {
+    if (k >= leaves_.size() || !(leaves_[k].dtype == DType{kDLInt, 64})) return false;
+    std::vector<int64_t> shape = root_.batch;
+    with_env = leaves_[k].shape.size() > shape.size();
+    if (with_env) shape.push_back(2);
+    return leaves_[k].shape == shape && leaves_[k].bytes > 0;
   }
 
   nb::object build(const Node& node, std::vector<nb::object>& tensors, const std::vector<int64_t>& lead) const {
@@ -137,16 +232,19 @@ class Codec {
     return root_.kind == Node::kDict ? nb::object(items) : wrap(root_, items, lead);
   }
 
+  // As `build`, with a dict for each TensorDict.
+  nb::object build_dicts(const Node& node, std::vector<nb::object>& arrays) const {
+    if (node.kind == Node::kLeaf) return std::move(arrays[node.leaf]);
+    nb::dict items;
+    for (const auto& [key, child] : node.items) items[key] = build_dicts(child, arrays);
+    return nb::object(items);
+  }
+
  private:
   static nb::tuple tuple_of(nb::handle h, size_t least) {
     auto t = nb::cast<nb::tuple>(h);
     if (t.size() < least) throw nb::value_error("a tuple is too short");
     return t;
-  }
-  static void check_dims(int batch_dims, int time_dim) {
-    const bool good = batch_dims == 0 || (batch_dims == 1 && (time_dim == 0 || time_dim == -1)) ||
-                      (batch_dims == 2 && (time_dim == 0 || time_dim == 1));
-    if (!good) throw nb::value_error("batch_dims must be 0 to 2, time_dim one of them (or -1 with one)");
   }
   // Dtypes of torch: it must never refuse a tensor that is made over our memory.
   static bool is_supported(DType d) {
@@ -201,44 +299,127 @@ class Codec {
 
   // ---- in ----
   // Holds references: looking at a leaf (or comparing keys) can run Python code, which could drop other leaves.
-  bool flatten(const Node& node, PyObject* o, std::vector<nb::object>& values, PyObject* extra_key = nullptr,
-               PyObject* extra = nullptr) const {
+  // Without the entry of leaf `own`, which the batch may lack. With `lead` the batch dimensions of every TensorDict must be
+  // these and its own.
+  bool flatten_root(PyObject* o, std::vector<nb::object>& values, std::optional<size_t> own,
+                    const std::vector<int64_t>* lead) const {
+    if (root_.kind == Node::kLeaf) {
+      values[root_.leaf] = nb::borrow(o);
+      return true;
+    }
+    nb::object held;
+    if (!open(root_, o, held, lead)) return false;
+    size_t entries = root_.items.size();
+    for (const auto& [key, child] : root_.items) {
+      const bool is_own = own && child.kind == Node::kLeaf && child.leaf == *own;
+      PyObject* value = PyDict_GetItemWithError(o, key.ptr());
+      if (!value && PyErr_Occurred()) return PyErr_Clear(), false;
+      if (is_own) {
+        if (!value) --entries;
+        continue;
+      }
+      if (!value || !flatten(child, nb::object(nb::borrow(value)).ptr(), values, lead)) return false;
+    }
+    return static_cast<size_t>(PyDict_Size(o)) == entries;
+  }
+  // The first length of the first tensor of a batch.
+  static bool first_length(const Node& node, PyObject* o, std::optional<int64_t>& length) {
+    static PyObject* attribute = PyUnicode_InternFromString("_tensordict");
+    if (node.kind == Node::kLeaf) {
+      TensorView t;
+      if (!t.of(o) || t.ndim < 1) return false;
+      length = t.shape[0];
+      return true;
+    }
+    const nb::object held = node.kind == Node::kDict ? nb::borrow(o) : nb::steal(PyObject_GenericGetAttr(o, attribute));
+    if (!held.is_valid() || !PyDict_CheckExact(held.ptr())) return PyErr_Clear(), false;
+    for (const auto& [key, child] : node.items) {
+      PyObject* value = PyDict_GetItemWithError(held.ptr(), key.ptr());
+      if (value && first_length(child, nb::object(nb::borrow(value)).ptr(), length)) return true;
+      PyErr_Clear();
+    }
+    return false;
+  }
+  // As `flatten`, of exactly this form. The entry of leaf `own` may be missing where it is the last one.
+  bool flatten_same(const Node& node, PyObject* o, std::vector<nb::object>& values, const std::vector<int64_t>& lead,
+                    std::optional<size_t> own) const {
     if (node.kind == Node::kLeaf) {
       values[node.leaf] = nb::borrow(o);
       return true;
     }
     nb::object held;
+    PyObject* const given = o;
+    if (!open(node, o, held, &lead) || (node.kind == Node::kTensorDict && !is_as_built(given))) return false;
+    Py_ssize_t at = 0;
+    PyObject *key = nullptr, *value = nullptr;
+    bool more = PyDict_Next(o, &at, &key, &value);
+    for (size_t i = 0; i < node.items.size(); ++i) {
+      const auto& [name, child] = node.items[i];
+      const bool is_own = own && child.kind == Node::kLeaf && child.leaf == *own;
+      if (!more) return is_own && i + 1 == node.items.size();
+      // Plain strings: no Python code runs, which might change the dict.
+      if (!PyUnicode_CheckExact(key) || (key != name.ptr() && PyUnicode_Compare(key, name.ptr()) != 0)) return false;
+      if (!is_own) {
+        const nb::object entry = nb::borrow(value);
+        if (!flatten_same(child, entry.ptr(), values, lead, std::nullopt)) return false;
+      }
+      more = PyDict_Next(o, &at, &key, &value);
+    }
+    return !more;
+  }
+  // Whether a TensorDict has the device of those that are built, and no names.
+  bool is_as_built(PyObject* td) const {
+    static PyObject* device = PyUnicode_InternFromString("_device");
+    static PyObject* names = PyUnicode_InternFromString("_td_dim_names");
+    const nb::object on = nb::steal(PyObject_GenericGetAttr(td, device)), named = nb::steal(PyObject_GenericGetAttr(td, names));
+    if (!on.is_valid() || !named.is_valid() || !named.is_none() || !device_.is_valid()) return PyErr_Clear(), false;
+    if (on.is(device_)) return true;
+    const int same = PyObject_RichCompareBool(on.ptr(), device_.ptr(), Py_EQ);
+    return PyErr_Clear(), same == 1;
+  }
+  // The dict of a node's entries; `held` keeps it. False: it is none of this kind.
+  bool open(const Node& node, PyObject*& o, nb::object& held, const std::vector<int64_t>* lead) const {
     if (node.kind == Node::kTensorDict) {
       if (!td_type_.is_valid() || reinterpret_cast<PyObject*>(Py_TYPE(o)) != td_type_.ptr()) return false;
       static PyObject* attribute = PyUnicode_InternFromString("_tensordict");
+      static PyObject* batch_size = PyUnicode_InternFromString("_batch_size");
+      if (lead) {
+        const nb::object size = nb::steal(PyObject_GenericGetAttr(o, batch_size));
+        const int same = size.is_valid() ? PyObject_RichCompareBool(size.ptr(), size_of(node, *lead), Py_EQ) : -1;
+        if (same != 1) return PyErr_Clear(), false;
+      }
       held = nb::steal(PyObject_GenericGetAttr(o, attribute));
       if (!held.is_valid()) return PyErr_Clear(), false;
       o = held.ptr();  // the TensorDict keeps it
     }
-    if (!PyDict_CheckExact(o)) return false;
-    const bool one_less = extra_key && PyDict_Contains(o, extra_key) == 0;
-    if (static_cast<size_t>(PyDict_Size(o)) + one_less != node.items.size()) return false;
+    return PyDict_CheckExact(o);
+  }
+  bool flatten(const Node& node, PyObject* o, std::vector<nb::object>& values, const std::vector<int64_t>* lead) const {
+    if (node.kind == Node::kLeaf) {
+      values[node.leaf] = nb::borrow(o);
+      return true;
+    }
+    nb::object held;
+    if (!open(node, o, held, lead) || static_cast<size_t>(PyDict_Size(o)) != node.items.size()) return false;
     for (const auto& [key, child] : node.items) {
-      PyObject* value = extra_key && PyObject_RichCompareBool(key.ptr(), extra_key, Py_EQ) == 1
-                            ? extra
-                            : PyDict_GetItemWithError(o, key.ptr());
+      PyObject* value = PyDict_GetItemWithError(o, key.ptr());
       if (!value) return PyErr_Clear(), false;
-      if (!flatten(child, nb::object(nb::borrow(value)).ptr(), values)) return false;
+      if (!flatten(child, nb::object(nb::borrow(value)).ptr(), values, lead)) return false;
     }
     return true;
   }
 
-  bool take(size_t k, PyObject* o, int batch_dims, int time_dim, Plan& plan) const {
+  bool take(size_t k, PyObject* o, int batch_dims, int time_dim, Plan& plan, const Numbers& numbers) const {
     const Leaf& leaf = leaves_[k];
     if (TensorView t; t.of(o)) {
       if (leaf.lazy_bits && lazy(o)) return false;
-      if (place(leaf, t, batch_dims, time_dim, k, plan)) return true;
+      if (place(leaf, t, batch_dims, time_dim, plan)) return true;
       if (!inner_strided(leaf, t, batch_dims)) return false;
       nb::object tidy = nb::borrow(o).attr("contiguous")();
       TensorView whole;
       if (!whole.of(tidy.ptr())) return false;
       plan.keep.push_back(tidy);
-      return place(leaf, whole, batch_dims, time_dim, k, plan);
+      return place(leaf, whole, batch_dims, time_dim, plan);
     }
     const int is_scalar = PyObject_IsInstance(o, scalar_type_.ptr());
     if (is_scalar < 0) PyErr_Clear();
@@ -251,19 +432,21 @@ class Codec {
       Strided s{static_cast<const uint8_t*>(v.buf), dtype, v.ndim, reinterpret_cast<const int64_t*>(v.shape),
                 reinterpret_cast<const int64_t*>(v.strides), true};
       plan.buffers.push_back(std::move(buffer));
-      return place(leaf, s, batch_dims, time_dim, k, plan);
+      return place(leaf, s, batch_dims, time_dim, plan);
     }
-    return batch_dims == 0 && leaf.shape.empty() && take_number(leaf, o, plan);
+    return batch_dims == 0 && leaf.shape.empty() && fits(leaf, o, numbers) && take_number(leaf, o, plan);
   }
 
  public:
-  // Whether a tensor is a lazily negated or conjugated view. Asking torch's `is_neg` releases the GIL, so it is asked
-  // only what no other tensor can be: such tensors are views, or were made in inference mode (and have no version).
+  // Whether a tensor is a lazily negated or conjugated view. Where its keys cannot be looked at, torch is asked, whose
+  // `is_neg` releases the GIL, only what no other tensor can be: such tensors are views, or were made in inference mode
+  // (and have no version).
   static bool lazy(PyObject* o) {
-    static PyObject* is_view = PyUnicode_InternFromString("_is_view");
+    if (const DispatchKeys& keys = DispatchKeys::instance(); keys.known()) return keys.are_lazy(o);
+    static PyObject* base = PyUnicode_InternFromString("_base");
     static PyObject* version = PyUnicode_InternFromString("_version");
-    nb::object view = nb::steal(PyObject_CallMethodObjArgs(o, is_view, nullptr));
-    if (view.is_valid() && view.ptr() == Py_False) {
+    const nb::object viewed = nb::steal(PyObject_GetAttr(o, base));
+    if (viewed.is_valid() && viewed.is_none()) {
       if (nb::steal(PyObject_GetAttr(o, version)).is_valid()) return false;
     }
     PyErr_Clear();
@@ -278,7 +461,7 @@ class Codec {
     return s.dtype == leaf.dtype && s.ndim == batch_dims + static_cast<int>(leaf.shape.size());
   }
 
-  static bool place(const Leaf& leaf, const Strided& s, int batch_dims, int time_dim, size_t k, Plan& plan) {
+  static bool place(const Leaf& leaf, const Strided& s, int batch_dims, int time_dim, Plan& plan) {
     const int inner = static_cast<int>(leaf.shape.size());
     if (s.ndim != batch_dims + inner) return false;
     if (!(s.dtype == leaf.dtype)) return false;
@@ -301,12 +484,17 @@ class Codec {
       (time ? steps : envs) = static_cast<size_t>(s.shape[d]);
       (time ? source.stride : source.env_stride) = stride(d);
     }
-    if (k > 0 && (plan.steps != steps || plan.envs != envs)) return false;
-    plan.steps = steps, plan.envs = envs;
+    if (plan.sized && (plan.steps != steps || plan.envs != envs)) return false;
+    plan.steps = steps, plan.envs = envs, plan.sized = true;
     plan.leaves.push_back(source);
     return true;
   }
 
+  static bool fits(const Leaf& leaf, PyObject* o, const Numbers& numbers) {
+    if (!numbers.float_bits || PyBool_Check(o)) return true;
+    if (PyLong_Check(o)) return leaf.dtype == DType{kDLInt, 64};
+    return leaf.dtype == DType{kDLFloat, static_cast<uint8_t>(*numbers.float_bits)};
+  }
   bool take_number(const Leaf& leaf, PyObject* o, Plan& plan) const {
     std::array<uint8_t, 16> bytes{};
     const bool is_bool = PyBool_Check(o), is_int = PyLong_Check(o) && !is_bool;
@@ -329,8 +517,8 @@ class Codec {
     } else {
       return false;
     }
-    if (!plan.leaves.empty() && (plan.steps != 1 || plan.envs != 1)) return false;
-    plan.steps = plan.envs = 1;
+    if (plan.sized && (plan.steps != 1 || plan.envs != 1)) return false;
+    plan.steps = plan.envs = 1, plan.sized = true;
     plan.scalars.push_back(bytes);  // never moves, as room is reserved
     plan.leaves.push_back({leaf.offset, leaf.bytes, plan.scalars.back().data(), 0, 0});
     return true;
@@ -376,12 +564,15 @@ class Codec {
   }
 
   std::vector<Leaf> leaves_;
+  std::vector<size_t> in_row_;
+  inline static std::atomic<uint64_t> last_number_{0};
+  uint64_t number_ = ++last_number_;
   std::optional<size_t> sequence_;
   Node root_;
   bool has_tree_ = false;
   nb::object td_type_;
   std::vector<std::pair<nb::object, nb::object>> td_template_;  // names are interned
-  nb::object size_type_;
+  nb::object size_type_, device_;
   nb::object array_type_, scalar_type_;
   size_t scalars_reserved_ = 0;
 };

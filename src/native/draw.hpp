@@ -1,10 +1,12 @@
 // Which slots to read: uniform draws, and permutations that need no memory.
 #pragma once
+#include <algorithm>
 #include <bit>
 #include <numeric>
 #include <vector>
 
 #include "lanes.hpp"
+#include "wide_vectors.hpp"
 
 namespace engram {
 
@@ -15,6 +17,11 @@ inline uint64_t mix64(uint64_t x) {
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
   return x ^ (x >> 31);
 }
+// Random numbers of a counter: the n-th one of a key, whichever came before.
+struct CounterGenerator {
+  uint64_t key = 0, counter = 0;
+  uint64_t next() { return mix64(key + mix64(counter++)); }
+};
 inline uint64_t below(uint64_t random, uint64_t n) {
   return static_cast<uint64_t>((static_cast<unsigned __int128>(random) * n) >> 64);
 }
@@ -54,8 +61,17 @@ class RowMap {
     const uint64_t before_wrap = std::min(p.rows, capacity_ - p.first_slot);  // rows from `first` to the ring's end
     const uint64_t wrapped = p.rows - before_wrap;
     sequence = p.first + (time < wrapped ? before_wrap + time : time - wrapped);
-    const uint64_t slot = sequence % capacity_;
+    const uint64_t slot = time < wrapped ? time : p.first_slot + (time - wrapped);
     return static_cast<int64_t>((lane * capacity_ + slot) * envs_ + env);
+  }
+  // Whether a row of it is one of a single ring.
+  bool is_one_ring() const { return envs_ == 1 && parts_.size() == 1; }
+  // As `by_slot` of n numbers, where it is one ring.
+  void slots_in_ring(const uint64_t* numbers, size_t n, int64_t* out) const {
+    const Part& p = parts_[0];
+    const uint64_t before_wrap = std::min(p.rows, capacity_ - p.first_slot), wrapped = p.rows - before_wrap;
+    for (size_t i = 0; i < n; ++i)
+      out[i] = static_cast<int64_t>(numbers[i] < wrapped ? numbers[i] : p.first_slot + (numbers[i] - wrapped));
   }
 
  private:
@@ -66,7 +82,23 @@ class RowMap {
   std::vector<Part> parts_;
 };
 
+// n numbers from 0 to `total`, which is left out; only rounding gives it.
+ENGRAM_WIDE_VECTORS inline void draw_parts(uint64_t seed, double total, double* out, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    const uint64_t random = mix64(seed + i * 0x9E3779B97F4A7C15ull);
+    out[i] = static_cast<double>(static_cast<int64_t>(random >> 11)) * 0x1p-53 * total;
+  }
+}
 inline bool draw_uniform(const Lanes& lanes, uint64_t seed, int64_t* out, size_t n) {
+  if (lanes.count() == 1 && lanes.envs() == 1) {  // as below, without a look at the lanes for each row
+    const LaneView view = lanes.view(0);
+    const uint64_t rows = view.rows(), capacity = lanes.capacity(), first = rows ? view.first % capacity : 0;
+    for (size_t i = 0; rows && i < n; ++i) {
+      const uint64_t slot = first + below(mix64(seed + i * 0x9E3779B97F4A7C15ull), rows);
+      out[i] = static_cast<int64_t>(slot < capacity ? slot : slot - capacity);
+    }
+    return rows > 0;
+  }
   const RowMap map(lanes);
   if (map.total() == 0) return false;
   for (size_t i = 0; i < n; ++i) out[i] = map.by_age(below(mix64(seed + i * 0x9E3779B97F4A7C15ull), map.total()));
@@ -78,6 +110,7 @@ inline bool draw_uniform(const Lanes& lanes, uint64_t seed, int64_t* out, size_t
 class Permutation {
  public:
   static constexpr uint64_t kShuffled = 1 << 16;
+  static constexpr int kTabledBits = 12;  // halves of so many bits: 2^24 numbers, whose tables have 64 KB
   Permutation(uint64_t key, uint64_t n, bool shuffle) : key_(key), n_(n), shuffle_(shuffle) {
     if (!shuffle || n == 0) return;
     if (n <= kShuffled) {
@@ -88,6 +121,7 @@ class Permutation {
     }
     const int bits = 64 - std::countl_zero(n - 1);
     left_bits_ = bits / 2, right_bits_ = bits - left_bits_;
+    if (right_bits_ <= kTabledBits) tabulate();
   }
   uint64_t size() const { return n_; }
   uint64_t at(uint64_t i) const {
@@ -96,6 +130,29 @@ class Permutation {
     do i = cipher(i);
     while (i >= n_);
     return i;
+  }
+  static constexpr size_t kBlock = 64;
+  // The numbers at m <= kBlock positions from `from` on, as `at` gives them. All of them go through a round together: each
+  // number's own rounds wait for one another, those of different numbers do not.
+  void at(uint64_t from, uint64_t* out, size_t m) const {
+    if (!shuffle_ || !order_.empty()) {
+      for (size_t i = 0; i < m; ++i) out[i] = shuffle_ ? order_[from + i] : from + i;
+      return;
+    }
+    for (size_t i = 0; i < m; ++i) out[i] = from + i;
+    encipher(out, m);
+    uint64_t outside[kBlock];
+    size_t place[kBlock];
+    for (;;) {
+      size_t left = 0;
+      for (size_t i = 0; i < m; ++i) {  // without a branch, as nobody can foretell it
+        outside[left] = out[i], place[left] = i;
+        left += out[i] >= n_;
+      }
+      if (left == 0) return;
+      encipher(outside, left);
+      for (size_t i = 0; i < left; ++i) out[place[i]] = outside[i];
+    }
   }
 
  private:
@@ -109,10 +166,52 @@ class Permutation {
     }
     return (left << right_bits_) | right;
   }
+  // What each round of `cipher` makes of each right half.
+  void tabulate() {
+    tables_.resize(size_t{8} << right_bits_);
+    uint16_t* out = tables_.data();
+    for (uint64_t round = 0; round < 8; ++round, out += size_t{1} << right_bits_) {
+      const int in_bits = round % 2 == 0 ? right_bits_ : left_bits_, out_bits = left_bits_ + right_bits_ - in_bits;
+      const uint64_t key = key_ + round * 0xD1B54A32D192ED03ull, mask = (uint64_t{1} << out_bits) - 1;
+      for (uint64_t right = 0; right < uint64_t{1} << in_bits; ++right)
+        out[right] = static_cast<uint16_t>(mix64(key + mix64(right)) & mask);
+    }
+  }
+  void encipher_by_tables(uint64_t* x, size_t m) const {
+    const int b = right_bits_;
+    const uint64_t mask = (uint64_t{1} << b) - 1;
+    const uint16_t* of[8];
+    for (size_t round = 0; round < 8; ++round) of[round] = tables_.data() + (round << b);
+    // Without a loop over the rounds several numbers are on their way at a time.
+    const uint16_t *t0 = of[0], *t1 = of[1], *t2 = of[2], *t3 = of[3], *t4 = of[4], *t5 = of[5], *t6 = of[6], *t7 = of[7];
+    for (size_t i = 0; i < m; ++i) {
+      uint64_t left = x[i] >> b, right = x[i] & mask;
+      left ^= t0[right], right ^= t1[left], left ^= t2[right], right ^= t3[left];
+      left ^= t4[right], right ^= t5[left], left ^= t6[right], right ^= t7[left];
+      x[i] = (left << b) | right;
+    }
+  }
+  // `cipher` of m <= kBlock numbers, in place.
+  void encipher(uint64_t* x, size_t m) const { tables_.empty() ? encipher_by_rounds(x, m) : encipher_by_tables(x, m); }
+  ENGRAM_WIDE_VECTORS void encipher_by_rounds(uint64_t* x, size_t m) const {
+    uint64_t left[kBlock], right[kBlock];
+    int a = left_bits_, b = right_bits_;
+    for (size_t i = 0; i < m; ++i) left[i] = x[i] >> b, right[i] = x[i] & ((uint64_t{1} << b) - 1);
+    for (uint64_t round = 0; round < 8; ++round) {
+      const uint64_t key = key_ + round * 0xD1B54A32D192ED03ull, mask = (uint64_t{1} << a) - 1;
+      for (size_t i = 0; i < m; ++i) {
+        const uint64_t next = left[i] ^ (mix64(key + mix64(right[i])) & mask);
+        left[i] = right[i], right[i] = next;
+      }
+      std::swap(a, b);
+    }
+    for (size_t i = 0; i < m; ++i) x[i] = (left[i] << right_bits_) | right[i];
+  }
   uint64_t key_, n_;
   bool shuffle_;
   int left_bits_ = 0, right_bits_ = 0;
   std::vector<uint32_t> order_;
+  std::vector<uint16_t> tables_;
 };
 
 }  // namespace engram

@@ -17,6 +17,10 @@ class SortedDeque {
   uint64_t size() const { return items_.size() - head_; }
   bool empty() const { return size() == 0; }
   uint64_t operator[](uint64_t i) const { return items_[head_ + i]; }
+  void prefetch(uint64_t i) const {
+    __builtin_prefetch(items_.data() + head_ + i);
+    asm volatile("");  // GCC leaves out calls that do nothing but ask memory
+  }
   uint64_t back() const { return items_.back(); }
   uint64_t dropped() const { return dropped_; }  // how many were ever dropped
   void push(uint64_t x) { items_.push_back(x); }
@@ -301,10 +305,11 @@ class EpisodeIndex {
 // ---- slices: which trajectories are long enough, where a slice starts, which slots it is made of ----
 // How slices are drawn: `length` rows of a trajectory of at least `min_length`. A window may begin up to `before` rows ahead
 // of the trajectory and end up to `after` rows behind it: what lies outside is cut off or, with `pad`, filled with the
-// nearest row. A trajectory is drawn and then a window in it or, with `by_window`, a window among those of all trajectories.
+// nearest row; with `pad_behind` all padding stands behind the rows and repeats the last one. A trajectory is drawn and
+// then a window in it or, with `by_window`, a window among those of all trajectories.
 struct SliceRule {
   uint64_t length = 1, min_length = 1, before = 0, after = 0;
-  bool pad = false, by_window = false;
+  bool pad = false, by_window = false, pad_behind = false;
   // How many more windows than rows a trajectory has (below 0: fewer), if one of `min_length` has at least one.
   int64_t more_windows() const { return static_cast<int64_t>(before + after + 1) - static_cast<int64_t>(length); }
 };
@@ -321,6 +326,7 @@ inline Slice slice_of(const SliceRule& rule, const Trajectory& t, int64_t window
   const int64_t from = std::max(window, start), to = std::min(end, stop);
   Slice s{t.lane, t.env, static_cast<uint64_t>(from), static_cast<uint64_t>(to - from), 0, 0};
   if (rule.pad) s.pad_left = static_cast<uint64_t>(from - window), s.pad_right = static_cast<uint64_t>(end - to);
+  if (rule.pad_behind) s.pad_right = rule.length - s.rows;
   return s;
 }
 
@@ -355,9 +361,18 @@ class EligibleTrajectories {
   uint64_t count(uint64_t k) const { return envs_[k].which.size(); }
   // The i-th of all.
   Trajectory at(const EpisodeIndex& index, uint64_t i) const {
-    uint64_t k = 0;
-    if (envs_.size() > 1) k = std::upper_bound(before_.begin(), before_.end(), i) - before_.begin() - 1;
+    const uint64_t k = env_of(i);
     return at(index, k, i - before_[k]);
+  }
+  // Asks memory for what `at` reads of the i-th of all, in two steps: the second one reads what the first one asked for.
+  void prefetch_place(uint64_t i) const {
+    const uint64_t k = env_of(i);
+    envs_[k].which.prefetch(i - before_[k]);
+  }
+  void prefetch_start(const EpisodeIndex& index, uint64_t i) const {
+    const uint64_t k = env_of(i);
+    const SortedDeque& starts = index.env(k).starts;
+    starts.prefetch(envs_[k].which[i - before_[k]] - starts.dropped());
   }
   // The i-th of an environment.
   Trajectory at(const EpisodeIndex& index, uint64_t k, uint64_t i) const {
@@ -365,8 +380,7 @@ class EligibleTrajectories {
   }
   // The i-th window of all.
   Slice window(const EpisodeIndex& index, const SliceRule& rule, uint64_t i) const {
-    uint64_t k = 0;
-    if (envs_.size() > 1) k = std::upper_bound(before_.begin(), before_.end(), i) - before_.begin() - 1;
+    const uint64_t k = env_of(i);
     const uint64_t sequence = first_window(index, k) + (i - before_[k]);
     const uint64_t place = envs_[k].windows.up_to(sequence) - 1;
     const uint64_t begin = whole_start(index, k, place) + (sequence - envs_[k].windows[place]);
@@ -389,6 +403,11 @@ class EligibleTrajectories {
     uint64_t next = 0;  // the first that is not decided yet: it is too short so far and may grow
     uint64_t version = 0, edits = 0;
   };
+  // The environment of the i-th trajectory or window of all.
+  uint64_t env_of(uint64_t i) const {
+    if (envs_.size() <= 1) return 0;
+    return static_cast<uint64_t>(std::upper_bound(before_.begin(), before_.end(), i) - before_.begin()) - 1;
+  }
   void update(const EpisodeIndex& index, uint64_t k, uint64_t version) {
     Env& s = envs_[k];
     const SortedDeque& starts = index.env(k).starts;
@@ -539,6 +558,10 @@ struct SliceEpoch {
     return {key, shuffle, std::move(counts), std::move(lasts)};
   }
   uint64_t size() const { return before.back(); }
+  // The numbers of the trajectories from a position on, as they were counted when the epoch began.
+  void rest(uint64_t position, int64_t* out) const {
+    for (; position < size(); ++position) *out++ = static_cast<int64_t>(order.at(position));
+  }
   void follow(const EpisodeIndex& index, const EligibleTrajectories& all) {
     if (!left_.empty() && version_ == index.version()) return;
     left_.resize(counts.size());

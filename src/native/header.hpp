@@ -78,9 +78,13 @@ struct LaneHeader {
   uint32_t version_unused;
   Counter border_looked;          // border rule: the writer has searched for two consecutive steps up to this row,
   Counter border_agreed;          // and a bit for each entry that agreed between the last two; kBorderKnown: there were two
-  uint8_t unused[512 - 256 - 24];
+  alignas(64) Counter turn;       // which writer is appending, where several take turns; 0: none
+  Counter last_writer;            // which wrote the newest row; 0: unknown
+  Counter writers;                // numbers ever given to writers that take turns
+  uint8_t unused[512 - 320 - 24];
 };
 static_assert(sizeof(LaneHeader) == 512);
+static_assert(offsetof(LaneHeader, turn) == 320);
 constexpr uint64_t kBorderKnown = uint64_t{1} << 63;
 
 // The end of each row of a store that outlives its processes.

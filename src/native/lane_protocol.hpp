@@ -18,6 +18,8 @@ enum class Order {
   kEditBeforeRows,      // E2: no byte of a changed row is seen by somebody who does not see `edits` odd
   kRowsBeforeEditEnd,   // E4: whoever sees `edits` even sees the whole change
   kEditsBeforeRows,     // O1: an observer reads rows after `edits`
+  kTurnBeforeRows,      // T1: who gets the turn sees all that the one before it stored
+  kRowsBeforeTurnEnd,   // T3: and gives the turn back after all that it stored itself
 };
 
 struct StdMemory {
@@ -27,6 +29,10 @@ struct StdMemory {
   static uint64_t acquire(const Word& w, Order) { return w.load(std::memory_order_acquire); }
   static void store(Word& w, uint64_t x) { w.store(x, std::memory_order_relaxed); }
   static void release(Word& w, uint64_t x, Order) { w.store(x, std::memory_order_release); }
+  // Stores x if the word has the value `expected`; false: it has another.
+  static bool replace(Word& w, uint64_t expected, uint64_t x, Order) {
+    return w.compare_exchange_strong(expected, x, std::memory_order_acquire, std::memory_order_relaxed);
+  }
   static void release_fence(Order) { std::atomic_thread_fence(std::memory_order_release); }
   static void acquire_fence(Order) { std::atomic_thread_fence(std::memory_order_acquire); }
 };
@@ -148,6 +154,29 @@ struct LaneProtocol {
     const uint64_t from = Memory::load(base);
     return std::max(from, claimed_now > capacity ? claimed_now - capacity : 0);
   }
+};
+
+// The right to append to a lane in which several processes take turns: a word with the number of the writer that has it, no
+// two of which ever have the same one. Taken for one `extend` and given back after it.
+template <class Memory>
+struct TurnProtocol {
+  using Word = typename Memory::Word;
+
+  Word& turn;         // 0: nobody's
+  Word& last_writer;  // who wrote the lane's newest row; 0: nobody knows
+
+  uint64_t holder() const { return Memory::load(turn); }
+  // `from`: 0, or a writer that has died with it.
+  bool take(uint64_t writer, uint64_t from = 0) const {
+    return Memory::replace(turn, from, writer, Order::kTurnBeforeRows);  // T1
+  }
+  // Whether this writer wrote the newest row itself. If not, its next one needs a seam.
+  bool continues(uint64_t writer) const { return Memory::load(last_writer) == writer; }
+  // Before the first row of a turn is claimed: a kill must not leave rows whose writer is not known.
+  void begin_rows(uint64_t writer) const {
+    if (!continues(writer)) Memory::store(last_writer, writer);  // T2
+  }
+  void give_back() const { Memory::release(turn, 0, Order::kRowsBeforeTurnEnd); }  // T3
 };
 
 }  // namespace engram

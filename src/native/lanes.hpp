@@ -31,6 +31,17 @@ struct SlotSequences {
     sequence = newest - back;
     return sequence >= first;
   }
+  // Whether all of these slots hold rows; slots of another lane or beyond do not.
+  bool find_all(const int64_t* slots, size_t n) const {
+    uint64_t missing = !any && n > 0;
+    const uint64_t reach = newest - first;  // steps from the newest row to the oldest
+    for (size_t i = 0; i < n; ++i) {
+      const auto slot = static_cast<uint64_t>(slots[i]);
+      const uint64_t back = newest_slot - slot + (slot <= newest_slot ? 0 : capacity);
+      missing |= static_cast<uint64_t>(slot >= capacity) | static_cast<uint64_t>(back > reach);
+    }
+    return !missing;
+  }
 };
 
 // Compared before and after a read: where both are equal, only appends happened in between.
@@ -62,7 +73,9 @@ class Lanes {
     return {h.claimed, h.published, h.base, seams, capacity()};
   }
 
-  // ---- appending: only by the process that holds the lane ----
+  TurnProtocol<StdMemory> turns(uint64_t l) const { return {lanes_[l].turn, lanes_[l].last_writer}; }
+
+  // ---- appending: only by the process that holds the lane, or whose turn it is ----
   uint64_t piece() const { return piece_; }
   uint64_t claim(uint64_t l, uint64_t n) const { return protocol(l).claim(n); }
   void publish(uint64_t l, uint64_t at, uint64_t n) const { protocol(l).publish(at, n); }

@@ -7,13 +7,18 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 
+#include "bind_batches.hpp"
 #include "bind_episodes.hpp"
+#include "bind_joint_batches.hpp"
 #include "bind_priorities.hpp"
 #include "bind_ranks.hpp"
 #include "bind_store.hpp"
 #include "bind_testing.hpp"
+#include "item_rows.hpp"
 #include "owner_watch.hpp"
+#include "push.hpp"
 #include "shared_atomics.hpp"
+#include "trajectories.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -32,11 +37,18 @@ NB_MODULE(_native, m) {
   });
   m.doc() = "The native core of engram: packed rows, lanes, and batches in and out.";
   m.def("use_torch", &use_torch, "tensor_type"_a, "exchange_api"_a.none(), "lazy_bits"_a, "describe"_a, "make"_a);
+  m.def("use_dispatch_keys", [](nb::list tensors, uint64_t lazy) { return DispatchKeys::instance().learn(tensors, lazy); },
+        "tensors"_a, "lazy"_a);
 
   bind_store(m);
+  bind_batches(m);
+  bind_joint_batches(m);
+  bind_push(m);
+  bind_item_rows(m);
   bind_episodes(m);
   bind_priorities(m);
   bind_ranks(m);
+  bind_trajectories(m);
   bind_atomics(m);
   bind_owner_watch(m);
   nb::module_ testing = m.def_submodule("testing", "What only tests call.");

@@ -5,6 +5,7 @@
 
 #include "draw.hpp"
 #include "episodes.hpp"
+#include "power.hpp"
 #include "sum_tree.hpp"
 
 namespace engram {
@@ -15,20 +16,21 @@ constexpr double kZeroPriority = std::numeric_limits<double>::min();
 // Sums of as many leaves as a store can have rows stay finite.
 constexpr double kMostLeaf = 1e280;
 
-// x to the power y for x >= 0, to float precision, three times as fast as `std::pow`.
-inline double quick_power(double x, float y) {
-  if (x > 1e-30 && x < 1e30 && std::fabs(y) <= 1) return powf(static_cast<float>(x), y);
-  return std::pow(x, static_cast<double>(y));
-}
-
 // The transform of priorities before they are summed: (p + eps)^alpha.
 struct PriorityTransform {
   double alpha = 0.6, eps = 1e-8;
   double leaf(double p) const {
-    if (p == kZeroPriority) p = 0;
-    const double base = p + eps;
-    const double leaf = alpha == 1 ? base : alpha == 0.5 ? std::sqrt(base) : quick_power(base, static_cast<float>(alpha));
-    return leaf <= kZeroPriority ? 0 : leaf;
+    leaves(&p, 1);
+    return p;
+  }
+  // Each priority p[i], which is 0 or more, becomes its leaf.
+  void leaves(double* p, size_t n) const {
+    for (size_t i = 0; i < n; ++i) p[i] = (p[i] == kZeroPriority ? 0 : p[i]) + eps;
+    if (alpha == 0.5)
+      for (size_t i = 0; i < n; ++i) p[i] = std::sqrt(p[i]);
+    else if (alpha != 1)
+      n == 1 ? void(*p = raised(*p, alpha)) : raise_to(p, n, alpha);
+    for (size_t i = 0; i < n; ++i) p[i] = p[i] <= kZeroPriority ? 0 : p[i];
   }
   bool takes(double p) const { return p >= 0 && std::isfinite(p) && leaf(p) <= kMostLeaf; }
   bool same(const PriorityTransform& o) const { return alpha == o.alpha && eps == o.eps; }
@@ -139,11 +141,11 @@ class Priorities {
     same_store_ = follower_.follows(store);
     follower_.poll(store, Visitor{*this, store});
     if (edited_.empty()) return;
-    batch_.clear();
     const double priority = new_priority(), leaf = transform_.leaf(priority);
+    changes_.restart(edited_.size());  // takes memory before the first change
     for (uint64_t slot : edited_)
-      if (holds(slot)) batch_.push_back({slot, priority, leaf});
-    apply();
+      if (holds(slot)) set_one(slot, priority, leaf);
+    tree_->refresh(changes_);
     edited_.clear();  // only now: if memory ran out, the next poll continues with them
   }
   void forget() {
@@ -158,6 +160,7 @@ class Priorities {
   }
   double total() const { return tree_ ? tree_->total() : 0; }
   double lowest() const { return tree_ ? tree_->lowest() : 0; }
+  bool draws_starts() const { return starts_; }
   // The priority of new rows.
   double new_priority() const {
     if (!max_within_buffer_) return seen_;
@@ -166,14 +169,16 @@ class Priorities {
     return best > 0 ? best : latest_;
   }
 
-  // Opens the rows at which slices can start, as far as the index has them (it polls first, then this). A slice has `length`
-  // rows of one trajectory; with `cut` it may be shorter, and every row is a start. O(1) for each new row.
-  void open_starts(const Store& store, const EpisodeIndex& index, uint64_t length, bool cut) {
-    if (cut) length = 1;
-    if (reopen_ || length_ != length || restarts_ != index.restarts() || edits_ != index.edits()) {
+  // Opens the rows at which slices can start, as far as the index has them (it polls first, then this): those from which
+  // `least` rows on lie in their trajectory, of trajectories of at least `min_length` stored rows. O(1) for each new row.
+  void open_starts(const Store& store, const EpisodeIndex& index, uint64_t least, uint64_t min_length) {
+    if (reopen_ || least_ != least || min_length_ != min_length || restarts_ != index.restarts() ||
+        edits_ != index.edits()) {
       close_all();
       opened_.assign(index.envs(), 0);
-      reopen_ = false, length_ = length, restarts_ = index.restarts(), edits_ = index.edits();
+      closed_.assign(index.envs(), 0);
+      reopen_ = false, least_ = least, min_length_ = min_length;
+      restarts_ = index.restarts(), edits_ = index.edits();
     }
     const StoreGeometry& s = store.geometry();
     for (uint64_t k = 0; k < opened_.size(); ++k) {
@@ -184,26 +189,23 @@ class Priorities {
       next = std::max({next, index.indexed(lane).first, seen.first, replaced});
       Trajectory t;
       while (next < published && index.find(k, next, t)) {
-        const uint64_t end = t.stop + 1 > length ? t.stop + 1 - length : 0;
-        if (next < end) open(s, lane, k % index.per_lane(), next, end), next = end;
+        const uint64_t end = t.length() >= min_length && t.stop + 1 > least ? t.stop + 1 - least : 0;
+        if (next < end) set_open(s, lane, k % index.per_lane(), next, end, true), next = end;
         if (t.stop == published) break;  // it may grow
         next = t.stop;
       }
+      if (min_length > least && index.count(k) > 0) close_short(s, index, k, published);
     }
   }
 
   // ---- drawing: after `poll`, where total() is above 0 ----
   void draw(uint64_t seed, int64_t* slots, double* leaves, size_t n) const {
-    constexpr size_t kBlock = 256;  // their nodes stay in the first-level cache
     double prefix[kBlock];
     uint64_t leaf[kBlock];
     const double total = tree_->total();
     for (size_t done = 0; done < n; done += kBlock) {
       const size_t take = std::min(kBlock, n - done);
-      for (size_t i = 0; i < take; ++i) {
-        const uint64_t random = mix64(seed + (done + i) * 0x9E3779B97F4A7C15ull);
-        prefix[i] = static_cast<double>(random >> 11) * 0x1p-53 * total;
-      }
+      draw_parts(seed + done * 0x9E3779B97F4A7C15ull, total, prefix, take);
       tree_->find(prefix, leaf, leaves + done, take);
       for (size_t i = 0; i < take; ++i) slots[done + i] = static_cast<int64_t>(leaf[i]);
     }
@@ -213,34 +215,42 @@ class Priorities {
   template <typename Float>
   void weights(const double* leaves, double beta, Float* out, size_t n) const {
     const double lowest = tree_->lowest();
-    for (size_t i = 0; i < n; ++i) {
-      const double ratio = leaves[i] / lowest;
-      if constexpr (sizeof(Float) == 4)
-        out[i] = static_cast<float>(quick_power(ratio, static_cast<float>(-beta)));
-      else
-        out[i] = std::pow(ratio, -beta);
+    double ratio[kBlock];
+    for (size_t done = 0; done < n; done += kBlock) {
+      const size_t take = std::min(kBlock, n - done);
+      for (size_t i = 0; i < take; ++i) ratio[i] = leaves[done + i] / lowest;
+      raise_to(ratio, take, -beta);
+      for (size_t i = 0; i < take; ++i) out[done + i] = static_cast<Float>(ratio[i]);
     }
   }
 
   // ---- changing: after `poll` ----
-  struct Change {
-    uint64_t slot;
-    double priority, leaf;
-  };
   bool holds(uint64_t slot) const { return slot < capacity_ && tree_->beside(slot) > 0; }
-  // Sets the priorities of stored rows; of a slot that is named twice the last one counts.
-  void set(std::vector<Change>& changes) {
-    batch_.swap(changes);
-    apply();
-    for (const Change& c : batch_) seen_ = std::max(seen_, c.priority);
+  // Sets the priorities, and with them the leaves, of slots; of one that is named twice the last one counts. Those that
+  // hold no row are skipped and counted.
+  void set(const int64_t* slots, const double* priorities, const double* leaves, size_t n) {
+    if (!tree_) return skip(n);
+    changes_.restart(n);  // takes memory before the first change
+    for (size_t done = 0; done < n; done += kAhead) {
+      const size_t end = std::min(n, done + kAhead);
+      tree_->prefetch(slots + done, end - done);
+      for (size_t i = done; i < end; ++i) {
+        const auto slot = static_cast<uint64_t>(slots[i]);
+        if (!holds(slot)) {
+          skip(1);
+          continue;
+        }
+        set_one(slot, priorities[i], leaves[i]);
+        seen_ = std::max(seen_, priorities[i]);
+      }
+    }
+    tree_->refresh(changes_);
   }
+  // Rows that come from now on get at least this priority.
+  void raise_new(double priority) { seen_ = std::max(seen_, priority); }
   void skip(uint64_t n) { skipped_ += n; }
   uint64_t skipped() const { return skipped_; }
   const PriorityTransform& transform() const { return transform_; }
-  // Brings what changes of these slots touch into the cache.
-  void prefetch(const int64_t* slots, size_t n) const {
-    if (tree_) tree_->prefetch(slots, n);
-  }
   double priority(uint64_t slot) const {
     return holds(slot) && tree_->beside(slot) > kZeroPriority ? tree_->beside(slot) : 0;
   }
@@ -248,12 +258,7 @@ class Priorities {
   void use(PriorityTransform transform) {
     transform_ = transform;
     if (!tree_) return;
-    double last = 0, leaf = 0;
-    for (uint64_t slot = 0; slot < capacity_; ++slot) {
-      if (raw(slot) != last) last = raw(slot), leaf = last > 0 ? transform_.leaf(last) : 0;
-      const double now = drawable(slot) ? leaf : 0;
-      if (tree_->leaf(slot) != now) tree_->leaf(slot) = now;  // pages without rows stay untouched
-    }
+    set_leaves(0, capacity_);
     rebuild();
   }
 
@@ -290,13 +295,15 @@ class Priorities {
       if (old > stored[l].first) fill(s, l, stored[l].first, old, new_priority());
     }
     size_t i = 0;
+    uint64_t lowest = capacity_, end = 0;  // of the slots that get priorities
     each_row(s, state.seen, [&](uint64_t l, uint64_t w, uint64_t slot) {
       const double p = priorities[i++];
       if (l >= stored.size() || w < stored[l].first || w >= stored[l].published) return;
       reserve(slot + 1);
       raw(slot) = std::max(p, kZeroPriority);
-      if (drawable(slot)) tree_->leaf(slot) = transform_.leaf(raw(slot));
+      lowest = std::min(lowest, slot), end = std::max(end, slot + 1);
     });
+    set_leaves(lowest, end);
     follower_.resume(store, std::move(stored));
     rebuild();
   }
@@ -327,6 +334,9 @@ class Priorities {
     void edited(uint64_t slot) { self.edited_.push_back(slot); }
   };
 
+  static constexpr size_t kBlock = 64;   // as many as a core can wait for at once
+  static constexpr size_t kAhead = 256;  // whose lines stay in the first two caches until they are written
+
   // The priority of a slot as it was given; 0 where it holds no row.
   double& raw(uint64_t slot) { return tree_->beside(slot); }
 
@@ -347,6 +357,19 @@ class Priorities {
     tree_.emplace(std::move(tree));
     reopen_ = true;
     capacity_ = slots;
+  }
+  // Makes the leaves of these slots anew from their priorities.
+  void set_leaves(uint64_t from, uint64_t end) {
+    double leaves[kBlock];
+    for (uint64_t to; from < end; from = to) {
+      to = std::min(from + kBlock, end);
+      bool any = false;
+      for (uint64_t slot = from; slot < to; ++slot) any |= (leaves[slot - from] = raw(slot)) > 0;
+      if (!any) continue;  // pages without rows stay untouched
+      transform_.leaves(leaves, to - from);
+      for (uint64_t slot = from; slot < to; ++slot)
+        tree_->leaf(slot) = holds(slot) && drawable(slot) ? leaves[slot - from] : 0;
+    }
   }
   void rebuild() {
     tree_->refresh(0, tree_->leaf_nodes() - 1);
@@ -377,31 +400,32 @@ class Priorities {
       if (tree_->leaf(slot) != 0) tree_->leaf(slot) = 0;  // pages without rows stay untouched
     rebuild();
   }
-  void open(const StoreGeometry& s, uint64_t lane, uint64_t env, uint64_t from, uint64_t to) {
+  // The oldest trajectory becomes too short as its rows are overwritten; the running one may grow again.
+  void close_short(const StoreGeometry& s, const EpisodeIndex& index, uint64_t k, uint64_t published) {
+    const Trajectory oldest = index.trajectory(k, 0);
+    uint64_t& next = opened_[k];
+    if (oldest.length() >= min_length_ || next <= oldest.start || closed_[k] >= oldest.stop) return;
+    set_open(s, oldest.lane, oldest.env, oldest.start, std::min(next, oldest.stop), false);
+    if (oldest.stop == published) next = oldest.start;
+    else closed_[k] = oldest.stop;
+  }
+  void set_open(const StoreGeometry& s, uint64_t lane, uint64_t env, uint64_t from, uint64_t to, bool open) {
     dirty_.clear();
     dirty_.reserve(to - from);  // allocate before the first change
     double last = 0, leaf = 0;
     for (uint64_t w = from; w < to; ++w) {
       const uint64_t slot = slot_of(s, lane, w, env);
       if (!holds(slot)) continue;
-      if (raw(slot) != last) last = raw(slot), leaf = transform_.leaf(last);
-      open_->data()[slot] = 1;
+      if (open && raw(slot) != last) last = raw(slot), leaf = transform_.leaf(last);
+      open_->data()[slot] = open;
       tree_->leaf(slot) = leaf;
       if (dirty_.nodes().empty() || dirty_.nodes().back() != slot / kWide) dirty_.add(slot / kWide);
     }
     tree_->refresh(dirty_);
   }
 
-  // Enters the changes in `batch_`.
-  void apply() {
-    dirty_.clear();
-    dirty_.reserve(batch_.size());  // allocate before the first change
-    for (const Change& c : batch_) {
-      raw(c.slot) = std::max(c.priority, kZeroPriority);
-      tree_->leaf(c.slot) = drawable(c.slot) ? c.leaf : 0;
-      dirty_.add(c.slot / kWide);
-    }
-    tree_->refresh(dirty_);
+  void set_one(uint64_t slot, double priority, double leaf) {
+    tree_->set(slot, drawable(slot) ? leaf : 0, std::max(priority, kZeroPriority), changes_);
   }
 
   PriorityTransform transform_;
@@ -413,10 +437,11 @@ class Priorities {
   std::optional<SumTree> tree_;   // beside each leaf the priority as it was set
   std::shared_ptr<MappedRegion> open_;  // with `starts_`: a byte a slot, 1 where a slice may start
   std::vector<uint64_t> opened_;  // for each environment: rows below this sequence are decided
-  uint64_t length_ = 0, restarts_ = 0, edits_ = 0;  // by these settings
+  std::vector<uint64_t> closed_;  // and those below this one are closed again
+  uint64_t least_ = 0, min_length_ = 0, restarts_ = 0, edits_ = 0;  // by these settings
   bool reopen_ = true;
   std::vector<uint64_t> edited_;
-  std::vector<Change> batch_;
+  LeafChanges changes_;
   DirtyNodes dirty_;
 };
 

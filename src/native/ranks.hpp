@@ -93,6 +93,11 @@ class RankHeap {
     journal_.reserve(n), events_.reserve(n);
     out.slots.resize(n), out.items.reserve(n), out.targets.reserve(n);
     out.appended = static_cast<size_t>(std::min<uint64_t>(n, room));
+    if (capacity_ > kCached) {
+      const uint64_t lowest_key = top();
+      const auto higher = [&](double rank) { return key_of(rank) < lowest_key; };
+      warm(static_cast<size_t>(std::count_if(ranks + out.appended, ranks + n, higher)));
+    }
     for (size_t i = 0; i < n; ++i) {
       const uint64_t key = key_of(ranks[i]);
       out.slots[i] = -1;
@@ -122,9 +127,9 @@ class RankHeap {
     const uint64_t key = top();
     for (size_t k = offsets_.size() - 1; k-- > 0;) {
       const uint64_t* group = level(k) + at * kFan;
-      uint64_t i = 0;
-      while (i + 1 < kFan && group[i] != key) ++i;
-      at = at * kFan + i;
+      unsigned winners = 0;  // all eight are compared: which one it is no branch predictor knows
+      for (unsigned i = 0; i < kFan; ++i) winners |= static_cast<unsigned>(group[i] == key) << i;
+      at = at * kFan + static_cast<unsigned>(std::countr_zero(winners | 1u << (kFan - 1)));
     }
     return at;
   }
@@ -132,6 +137,7 @@ class RankHeap {
  private:
   static constexpr uint64_t kFan = 8;  // a cache line
   static constexpr uint64_t kMostSlots = uint64_t{1} << 40;
+  static constexpr uint64_t kCached = 1 << 16;  // the ranks of so many slots are mostly in the cache
 
   // Ranks as integers in descending order; 0: no rank. A NaN (from an in-place write) counts as the lowest rank.
   static uint64_t key_of(double rank) {
@@ -141,6 +147,30 @@ class RankHeap {
   }
   uint64_t* level(size_t k) const { return reinterpret_cast<uint64_t*>(memory_->data()) + offsets_[k]; }
   uint64_t top() const { return *level(offsets_.size() - 1); }
+  // Brings the n lowest rows' part of the tree into the cache, level by level: what a level needs is waited for together,
+  // while a replacement that looks for its row waits for each level of it by itself. The n lowest rows lie below the n lowest
+  // nodes of every level.
+  void warm(size_t n) {
+    if (n < 2) return;
+    lowest_.assign(1, {0, 0});
+    for (size_t k = offsets_.size() - 1; k-- > 0;) {
+      for (const auto& [key, node] : lowest_) __builtin_prefetch(level(k) + node * kFan, 1);
+      if (k == 0) return;
+      const uint64_t least = lowest_.size() == n ? lowest_.back().first : 1;  // n rows of this rank or lower are known
+      below_.resize(lowest_.size() * kFan);
+      size_t count = 0;
+      for (const auto& [above, node] : lowest_)
+        for (uint64_t i = node * kFan; i < (node + 1) * kFan; ++i) {
+          below_[count] = {level(k)[i], i};
+          count += level(k)[i] >= least;
+        }
+      const auto end = below_.begin() + static_cast<ptrdiff_t>(count), last = below_.begin() + static_cast<ptrdiff_t>(n) - 1;
+      if (last < end)
+        std::nth_element(below_.begin(), last, end, [](const auto& a, const auto& b) { return a.first > b.first; });
+      below_.resize(std::min(count, n));
+      lowest_.swap(below_);
+    }
+  }
   void set(uint64_t slot, uint64_t key) {
     level(0)[slot] = key;
     for (size_t k = 0; k + 1 < offsets_.size(); ++k) {
@@ -167,6 +197,7 @@ class RankHeap {
   std::shared_ptr<MappedRegion> memory_;
   std::vector<std::pair<uint64_t, uint64_t>> journal_;  // slot and key before
   std::vector<std::pair<int64_t, int64_t>> events_;     // slot and item of each replacement
+  std::vector<std::pair<uint64_t, uint64_t>> lowest_, below_;  // key and node, while a level is looked through
   Follower follower_;
 };
 

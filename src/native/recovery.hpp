@@ -240,6 +240,30 @@ class DirtyAgain {
   uintptr_t last_ = 0;
 };
 
+// Compares rows [start, stop) of a lane with their checksums, beside a writer: `checked` counts the rows of all
+// environments that still exist after they were read, `damaged` are sequence and environment of those that differ.
+struct RowCheck {
+  uint64_t checked = 0;
+  std::vector<std::pair<uint64_t, uint64_t>> damaged;
+};
+inline RowCheck check_rows(const Store& store, uint64_t l, uint64_t start, uint64_t stop) {
+  const StoreGeometry& s = store.geometry();
+  const LaneView v = store.lanes.view(l);
+  start = std::max(start, v.first), stop = std::min(stop, v.published);
+  RowCheck result;
+  for (uint64_t env = 0; env < s.envs; ++env)
+    for (uint64_t w = start; w < stop; ++w) {
+      const uint64_t p = store.physical(l, env, w % s.lane_capacity);
+      if (!store.whole(p) || store.trailer(store.row(p))->sequence() != w) result.damaged.emplace_back(w, env);
+    }
+  Lanes::Protocol::after_reading();
+  const uint64_t first = store.lanes.first_now(l);
+  std::erase_if(result.damaged, [&](const auto& row) { return row.first < first; });  // its writer overwrites it
+  start = std::max(start, first);
+  result.checked = stop > start ? (stop - start) * s.envs : 0;
+  return result;
+}
+
 struct LaneScan {
   uint64_t base = 0, published = 0, dropped = 0, term = 0;
   std::vector<uint64_t> seams;

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <numeric>
@@ -23,6 +24,8 @@ namespace engram {
 // ---- leaves between packed rows and arrays: all leaves of a block of rows while its cache lines are warm ----
 constexpr size_t kBlockRows = 32;
 constexpr size_t kPrefetchBytes = 1024;  // of each row; the hardware prefetcher continues by itself
+constexpr size_t kNearBytes = 24 << 10;   // of a batch: prefetched rows stay in the first-level cache
+constexpr size_t kWarmBytes = 256 << 10;  // of a batch: prefetched rows stay in the second-level cache until they are copied
 
 // One leaf: where it sits in a row, and an array with a stride for each row.
 struct LeafCopy {
@@ -34,13 +37,17 @@ struct LeafCopy {
 
 template <size_t N>
 inline void gather_fixed(const uint8_t* const* rows, size_t n, const LeafCopy& leaf) {
+  const size_t offset = leaf.offset;  // a copy: for all that the compiler knows, bytes are written over the leaf
+  const ptrdiff_t stride = leaf.stride;
   uint8_t* to = leaf.array;
-  for (size_t i = 0; i < n; ++i, to += leaf.stride) std::memcpy(to, rows[i] + leaf.offset, N);
+  for (size_t i = 0; i < n; ++i, to += stride) std::memcpy(to, rows[i] + offset, N);
 }
 template <size_t N>
 inline void scatter_fixed(uint8_t* const* rows, size_t n, const LeafCopy& leaf) {
+  const size_t offset = leaf.offset;
+  const ptrdiff_t stride = leaf.stride;
   const uint8_t* from = leaf.array;
-  for (size_t i = 0; i < n; ++i, from += leaf.stride) std::memcpy(rows[i] + leaf.offset, from, N);
+  for (size_t i = 0; i < n; ++i, from += stride) std::memcpy(rows[i] + offset, from, N);
 }
 
 using GatherLoop = void (*)(const uint8_t* const*, size_t, const LeafCopy&);
@@ -57,32 +64,146 @@ constexpr size_t kFixedSizes = 32;  // leaves of 1 to 32 bytes are copied by a l
 inline constexpr auto kGatherLoops = gather_loops(std::make_index_sequence<kFixedSizes>{});
 inline constexpr auto kScatterLoops = scatter_loops(std::make_index_sequence<kFixedSizes>{});
 
+// `Cache`: as `__builtin_prefetch` has it.
+template <int Write, int Cache>
+inline void prefetch_row(const uint8_t* row, size_t reach) {
+  const uint8_t* last = row + reach - 1;
+  for (const uint8_t* p = row; p < last; p += 64) __builtin_prefetch(p, Write, Cache);
+  __builtin_prefetch(last, Write, Cache);
+  asm volatile("");  // GCC leaves out calls that do nothing but ask memory
+}
 template <int Write>
 inline void prefetch_rows(const uint8_t* const* rows, size_t n, size_t row_bytes) {
   const size_t reach = std::min(row_bytes, kPrefetchBytes);
-  for (size_t i = 0; i < n; ++i) {
-    const uint8_t* last = rows[i] + reach - 1;
-    for (const uint8_t* p = rows[i]; p < last; p += 64) __builtin_prefetch(p, Write, 3);
-    __builtin_prefetch(last, Write, 3);
+  for (size_t i = 0; i < n; ++i) prefetch_row<Write, 3>(rows[i], reach);
+}
+
+// A run of leaves of one byte each that lie next to each other in a row, as flags do.
+constexpr size_t kRunBytes = 8;
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define ENGRAM_SHUFFLES_BYTES
+#endif
+#endif
+
+// Leaves from the first one on that make up such a run; 1: there is none.
+inline size_t byte_run(const LeafCopy* leaves, size_t n_leaves, size_t row_bytes) {
+  size_t run = 1;
+#ifdef ENGRAM_SHUFFLES_BYTES
+  if (leaves[0].bytes != 1 || leaves[0].stride != 1 || row_bytes < kRunBytes) return 1;
+  for (const size_t most = std::min(n_leaves, kRunBytes); run < most; ++run) {
+    const LeafCopy& leaf = leaves[run];
+    if (leaf.bytes != 1 || leaf.stride != 1 || leaf.offset != leaves[0].offset + run) break;
+  }
+#endif
+  return run;
+}
+
+#ifdef ENGRAM_SHUFFLES_BYTES
+// The bytes from `at` on of 8 rows: columns[c][i] is byte c of row i.
+inline void transpose_bytes(const uint8_t* const* rows, size_t at, uint8_t (&columns)[kRunBytes][kRunBytes]) {
+  using Bytes = uint8_t __attribute__((vector_size(16)));
+  using Words = uint16_t __attribute__((vector_size(16)));
+  using Quads = uint32_t __attribute__((vector_size(16)));
+  using Longs = uint64_t __attribute__((vector_size(16)));
+  const auto row = [&](size_t i) {
+    uint64_t bytes;
+    std::memcpy(&bytes, rows[i] + at, sizeof bytes);
+    return reinterpret_cast<Bytes>(Longs{bytes, 0});
+  };
+  const auto pair = [&](size_t i) {
+    return reinterpret_cast<Words>(
+        __builtin_shufflevector(row(i), row(i + 1), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+  };
+  const auto low = [](Words a, Words b) {
+    return reinterpret_cast<Quads>(__builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11));
+  };
+  const auto high = [](Words a, Words b) {
+    return reinterpret_cast<Quads>(__builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15));
+  };
+  const Words of01 = pair(0), of23 = pair(2), of45 = pair(4), of67 = pair(6);
+  const Quads low0 = low(of01, of23), low4 = low(of45, of67), high0 = high(of01, of23), high4 = high(of45, of67);
+  const Quads two[4] = {
+      __builtin_shufflevector(low0, low4, 0, 4, 1, 5), __builtin_shufflevector(low0, low4, 2, 6, 3, 7),
+      __builtin_shufflevector(high0, high4, 0, 4, 1, 5), __builtin_shufflevector(high0, high4, 2, 6, 3, 7)};
+  std::memcpy(columns, two, sizeof two);
+}
+
+// As `gather_fixed<1>` of each leaf of a run: one load a row, which may take bytes of its other leaves, too.
+inline void gather_byte_run(const uint8_t* const* rows, size_t n, size_t row_bytes, const LeafCopy* leaves, size_t run) {
+  const size_t at = std::min(leaves[0].offset, row_bytes - kRunBytes), skipped = leaves[0].offset - at;
+  size_t i = 0;
+  for (uint8_t columns[kRunBytes][kRunBytes]; i + kRunBytes <= n; i += kRunBytes) {
+    transpose_bytes(rows + i, at, columns);
+    for (size_t k = 0; k < run; ++k) std::memcpy(leaves[k].array + i, columns[skipped + k], kRunBytes);
+  }
+  for (size_t k = 0; k < run && i < n; ++k) {
+    LeafCopy rest = leaves[k];
+    rest.array += i;
+    gather_fixed<1>(rows + i, n - i, rest);
+  }
+}
+#else
+inline void gather_byte_run(const uint8_t* const*, size_t, size_t, const LeafCopy*, size_t) {}
+#endif
+
+// rows[i] -> leaf.array[i] of the first leaf, or of more that are copied with it; returns how many. Moves their arrays on.
+inline size_t gather_leaf(const uint8_t* const* rows, size_t n, size_t row_bytes, LeafCopy* leaves, size_t n_leaves) {
+  LeafCopy& leaf = leaves[0];
+  if (leaf.bytes == 0) return 1;
+  if (const size_t run = byte_run(leaves, n_leaves, row_bytes); run > 1) {
+    gather_byte_run(rows, n, row_bytes, leaves, run);
+    for (size_t k = 0; k < run; ++k) leaves[k].array += n;
+    return run;
+  }
+  if (leaf.bytes <= kFixedSizes)
+    kGatherLoops[leaf.bytes - 1](rows, n, leaf);
+  else
+    for (size_t i = 0; i < n; ++i)
+      std::memcpy(leaf.array + static_cast<ptrdiff_t>(i) * leaf.stride, rows[i] + leaf.offset, leaf.bytes);
+  leaf.array += static_cast<ptrdiff_t>(n) * leaf.stride;
+  return 1;
+}
+
+// Of long rows with many leaves: a few bytes of each row are copied at a time, and the hardware follows neither so many
+// rows nor across their pages, so memory is asked for what comes next in each of them.
+constexpr size_t kLongBlockRows = 16;
+constexpr size_t kFirstBytes = 256;  // of each row, asked for while the end of the rows before is copied
+constexpr size_t kAheadBytes = 512;  // of each row beyond what is being copied
+
+inline void ask_for_lines(const uint8_t* const* rows, size_t n, size_t from, size_t to) {
+  for (; from < to; from += 64)
+    for (size_t i = 0; i < n; ++i) __builtin_prefetch(rows[i] + from, 0, 3);
+}
+
+inline void gather_long_rows(const uint8_t* const* rows, size_t n, size_t row_bytes, LeafCopy* leaves, size_t n_leaves) {
+  ask_for_lines(rows, std::min(n, kLongBlockRows), 0, kFirstBytes);
+  for (size_t at = 0; at < n; at += kLongBlockRows) {
+    const size_t block = std::min(kLongBlockRows, n - at), next = std::min(kLongBlockRows, n - at - block);
+    bool asked_next = false;
+    size_t asked = kFirstBytes;
+    for (size_t k = 0; k < n_leaves;) {
+      const size_t end = leaves[k].offset + leaves[k].bytes;
+      if (leaves[k].bytes <= kAheadBytes)  // a longer one is read from end to end, which the hardware follows
+        ask_for_lines(rows + at, block, asked, std::min(row_bytes, end + kAheadBytes));
+      asked = std::max(asked, (std::min(row_bytes, end + kAheadBytes) + 63) / 64 * 64);
+      if (asked >= row_bytes && !asked_next) ask_for_lines(rows + at + block, next, 0, kFirstBytes), asked_next = true;
+      k += gather_leaf(rows + at, block, row_bytes, leaves + k, n_leaves - k);
+    }
   }
 }
 
-// rows[i] -> leaf.array[i], every leaf.
-inline void gather_rows(const uint8_t* const* rows, size_t n, size_t row_bytes, LeafCopy* leaves, size_t n_leaves) {
-  prefetch_rows<0>(rows, std::min(n, kBlockRows), row_bytes);
+// rows[i] -> leaf.array[i], every leaf; quickest in the order in which leaves lie in a row. `warm`: memory has been asked
+// for the rows.
+inline void gather_rows(const uint8_t* const* rows, size_t n, size_t row_bytes, LeafCopy* leaves, size_t n_leaves,
+                        bool warm = false) {
+  if (row_bytes > kPrefetchBytes && row_bytes / kAheadBytes < n_leaves)
+    return gather_long_rows(rows, n, row_bytes, leaves, n_leaves);
+  if (!warm) prefetch_rows<0>(rows, std::min(n, kBlockRows), row_bytes);
   for (size_t at = 0; at < n; at += kBlockRows) {
     const size_t block = std::min(kBlockRows, n - at);
-    if (at + block < n) prefetch_rows<0>(rows + at + block, std::min(kBlockRows, n - at - block), row_bytes);
-    for (size_t k = 0; k < n_leaves; ++k) {
-      LeafCopy& leaf = leaves[k];
-      if (leaf.bytes == 0) continue;
-      if (leaf.bytes <= kFixedSizes)
-        kGatherLoops[leaf.bytes - 1](rows + at, block, leaf);
-      else
-        for (size_t i = 0; i < block; ++i)
-          std::memcpy(leaf.array + static_cast<ptrdiff_t>(i) * leaf.stride, rows[at + i] + leaf.offset, leaf.bytes);
-      leaf.array += static_cast<ptrdiff_t>(block) * leaf.stride;
-    }
+    if (!warm && at + block < n) prefetch_rows<0>(rows + at + block, std::min(kBlockRows, n - at - block), row_bytes);
+    for (size_t k = 0; k < n_leaves;) k += gather_leaf(rows + at, block, row_bytes, leaves + k, n_leaves - k);
   }
 }
 
@@ -110,13 +231,19 @@ class RowWriter {
 
   // Appends n time steps to a lane, a piece at a time; returns the first one's sequence.
   uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
+    return append(lane, n, leaves, leaves);
+  }
+  // `looked_at`: the same steps, leaf by leaf, for the check whether they continue the newest row.
+  uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves,
+                  const std::vector<LeafSource>& looked_at) {
     const Lanes::Protocol protocol = store_.lanes.protocol(lane);
     const uint64_t start = StdMemory::load(protocol.published), piece = store_.lanes.piece();
     // Allocate first: a failure after a claim would lose the rows to be overwritten, one between two pieces a part of them.
     copies_.reserve(leaves.size());
     if (CopyOnWriteSnapshot* snapshot = store_.saving(); snapshot && n > 0)
       snapshot->preserve(lane, start % protocol.capacity, n);
-    bool begins = n > 0 && (store_.next_is_seam(lane) || BorderCheck(store_).begins(lane, n, leaves));
+    bool begins = n > 0 && (store_.next_is_seam(lane) || BorderCheck(store_).begins(lane, n, looked_at));
+    if (n > 0) store_.begin_rows(lane);
     for (uint64_t done = 0; done < n; begins = false) {
       const uint64_t take = std::min(piece, n - done);
       protocol.append(take, begins, [&](uint64_t first) { write(lane, first, take, leaves, done, begins); });
@@ -185,12 +312,42 @@ class RowReader {
 
   // Looks up every slot. False: a slot lies outside the store, and nothing may be read.
   bool find(const int64_t* slots, size_t n) {
-    const StoreGeometry& s = store_.geometry();
-    const uint64_t envs = s.envs, capacity = s.lane_capacity, lanes = s.lanes, all = store_.slots();
 #ifndef ENGRAM_PLANT_ROWS_BEFORE_PUBLISHED
     look();
 #endif
-    rows_.resize(n), physical_.resize(n), slot_.resize(n), lane_.resize(n);
+    return locate(slots, n);
+  }
+  // Which rows exist: before any is read.
+  void look() {
+    epoch_ = store_.lanes.epoch();
+    views_.clear(), sequences_.clear();
+    for (uint64_t l = 0; l < store_.geometry().lanes; ++l) {
+      views_.push_back(store_.lanes.view(l));
+      sequences_.emplace_back(views_.back(), store_.geometry().lane_capacity);
+    }
+#ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
+    read_claims_early();
+#endif
+  }
+  // Whether the look fell into a change of all rows, such as a load.
+  bool rows_are_being_replaced() const { return epoch_.incarnation % 2 == 1; }
+  // The part of `find` behind the look; the slots must live until the end.
+  bool locate(const int64_t* slots, size_t n) {
+    const StoreGeometry& s = store_.geometry();
+    const uint64_t envs = s.envs, capacity = s.lane_capacity, lanes = s.lanes, all = store_.slots();
+    rows_.resize(n);
+    slots_ = slots, in_one_ring_ = envs == 1 && lanes == 1;
+    if (in_one_ring_) {
+      const uint8_t* const base = store_.row(0);
+      const uint64_t stride = s.row_stride;
+      for (size_t i = 0; i < n; ++i) {
+        const auto slot = static_cast<uint64_t>(slots[i]);
+        if (slot >= all) return false;
+        rows_[i] = base + slot * stride;
+      }
+      return true;
+    }
+    physical_.resize(n), slot_.resize(n), lane_.resize(n);
     for (size_t i = 0; i < n; ++i) {
       const auto slot = static_cast<uint64_t>(slots[i]);
       if (slot >= all) return false;
@@ -204,6 +361,19 @@ class RowReader {
     return true;
   }
 
+  // Asks memory for one of `parts` parts of the rows. Each is spread over the whole batch: rows that lie next to each other
+  // in a slice share pages, and who asks for one after the other waits for the address of each page in turn. They are asked
+  // for into the second-level cache, as the first level can wait for fewer lines at a time; a few, which it holds, into that.
+  void warm(size_t part, size_t parts) {
+    const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
+    if (bytes > kPrefetchBytes || n * bytes > kWarmBytes) return;
+    if (n * (bytes + 64) <= kNearBytes)
+      for (size_t i = part; i < n; i += parts) prefetch_row<0, 3>(rows_[i], bytes);
+    else
+      for (size_t i = part; i < n; i += parts) prefetch_row<0, 2>(rows_[i], bytes);
+    warm_ = true;
+  }
+
   void copy(LeafCopy* leaves, size_t n_leaves, bool mapped_file) {
     const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
 #ifdef ENGRAM_PLANT_ROWS_BEFORE_PUBLISHED
@@ -212,14 +382,18 @@ class RowReader {
     return;
 #endif
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
-    plant_first_.clear();
-    for (uint64_t l = 0; l < views_.size(); ++l) plant_first_.push_back(store_.lanes.first_now(l));
-    plant_epoch_ = store_.lanes.epoch();
+    read_claims_early();
 #endif
     if (!mapped_file) {
-      gather_rows(rows_.data(), n, bytes, leaves, n_leaves);
+      gather_rows(rows_.data(), n, bytes, leaves, n_leaves, warm_);
       return;
     }
+    const size_t done = copy_first(leaves, n_leaves);
+    gather_rows(rows_.data() + done, n - done, bytes, leaves, n_leaves);
+  }
+  // The first rows of a mapped file; all, where their pages must be asked for first. Returns how many, and moves the leaves on.
+  size_t copy_first(LeafCopy* leaves, size_t n_leaves) {
+    const size_t n = rows_.size(), bytes = store_.geometry().row_stride;
     Readahead& pages = store_.readahead();
     size_t done = 0;
     if (!pages.on()) {
@@ -227,20 +401,64 @@ class RowReader {
       const long before = Readahead::faults_of_this_thread();
       gather_rows(rows_.data(), done, bytes, leaves, n_leaves);
       pages.saw_faults(Readahead::faults_of_this_thread() - before);
-      if (!pages.on()) {
-        gather_rows(rows_.data() + done, n - done, bytes, leaves, n_leaves);
-        return;
-      }
+      if (!pages.on()) return done;
     }
-    for (size_t i = done; i < n; ++i) pages.ask(store_.geometry().rows_offset + physical_[i] * bytes, bytes);
+    for (size_t i = done; i < n; ++i) pages.ask(store_.geometry().rows_offset + physical_row(i) * bytes, bytes);
     const auto start = std::chrono::steady_clock::now();
     gather_rows(rows_.data() + done, n - done, bytes, leaves, n_leaves);
     const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start);
     if (n > done) pages.saw_batch(static_cast<uint64_t>(ns.count()), n - done);
+    return n;
+  }
+  // Rows [from, to) only, into the memory of a whole batch. Several threads may copy parts of one.
+  void copy_rows(size_t from, size_t to, const LeafCopy* leaves, size_t n_leaves) const {
+    static thread_local std::vector<LeafCopy> part;
+    part.assign(leaves, leaves + n_leaves);
+    for (LeafCopy& leaf : part) leaf.array += static_cast<ptrdiff_t>(from) * leaf.stride;
+    gather_rows(rows_.data() + from, to - from, store_.geometry().row_stride, part.data(), n_leaves);
+  }
+  // After a copy whose rows are not whole: puts the rows that have come in the places of overwritten ones there, instead.
+  // False: a slot holds none, or they are overwritten faster than they are copied.
+  bool copy_newer(const LeafCopy* leaves, size_t n_leaves, int rounds) {
+    ReadResult lost;
+    settle(false, lost);
+    for (; rounds > 0 && lost.unwritten.empty() && !lost.missing.empty(); --rounds) {
+      look();
+      for (uint32_t i : lost.missing) copy_rows(i, i + 1, leaves, n_leaves);
+      ReadResult now;
+      settle(false, now);
+      lost.unwritten = both(lost.missing, now.unwritten), lost.missing = both(lost.missing, now.missing);
+    }
+    return lost.unwritten.empty() && lost.missing.empty();
   }
 
   // After the copy: which rows existed from its start to its end.
-  void settle(bool want_sequences, ReadResult& result) const {
+  void settle(bool want_sequences, ReadResult& result) {
+    const bool appended_only = look_again();
+    if (want_sequences) result.sequences.resize(rows_.size());
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      const uint64_t lane = in_one_ring_ ? 0 : lane_[i], slot = in_one_ring_ ? static_cast<uint64_t>(slots_[i]) : slot_[i];
+      uint64_t sequence = 0;
+      if (!sequences_[lane].find(slot, sequence))
+        result.unwritten.push_back(static_cast<uint32_t>(i));
+      else if (!appended_only || sequence < first_[lane])
+        result.missing.push_back(static_cast<uint32_t>(i));
+      if (want_sequences) result.sequences[i] = sequence;
+    }
+  }
+  // After the copy of rows that existed at some moment since the look: whether all of them are whole.
+  bool are_whole() {
+    bool overwritten = !look_again();
+    for (uint64_t l = 0; l < views_.size(); ++l) overwritten |= first_[l] != views_[l].first;
+    if (!overwritten) return true;
+    ReadResult result;
+    settle(false, result);
+    return result.missing.empty() && result.unwritten.empty();
+  }
+
+ private:
+  // After the copy; false: more than appends happened since the look.
+  bool look_again() {
     Lanes::Protocol::after_reading();
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
     const Epoch now = plant_epoch_;
@@ -250,36 +468,32 @@ class RowReader {
     first_.clear();
     for (uint64_t l = 0; l < views_.size(); ++l) first_.push_back(store_.lanes.first_now(l));
 #endif
-    const bool undisturbed = epoch_ == now && epoch_.quiet();
-    if (want_sequences) result.sequences.resize(rows_.size());
-    for (size_t i = 0; i < rows_.size(); ++i) {
-      uint64_t sequence = 0;
-      if (!sequences_[lane_[i]].find(slot_[i], sequence))
-        result.unwritten.push_back(static_cast<uint32_t>(i));
-      else if (!undisturbed || sequence < first_[lane_[i]])
-        result.missing.push_back(static_cast<uint32_t>(i));
-      if (want_sequences) result.sequences[i] = sequence;
-    }
+    return epoch_ == now && epoch_.quiet();
   }
-
- private:
-  void look() {
-    epoch_ = store_.lanes.epoch();
-    views_.clear(), sequences_.clear();
-    for (uint64_t l = 0; l < store_.geometry().lanes; ++l) {
-      views_.push_back(store_.lanes.view(l));
-      sequences_.emplace_back(views_.back(), store_.geometry().lane_capacity);
-    }
+  // Ascending numbers that both have.
+  static std::vector<uint32_t> both(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b) {
+    std::vector<uint32_t> common;
+    std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(common));
+    return common;
   }
+  uint64_t physical_row(size_t i) const { return in_one_ring_ ? static_cast<uint64_t>(slots_[i]) : physical_[i]; }
 
   Store& store_;
   Epoch epoch_;
+  const int64_t* slots_ = nullptr;
+  bool in_one_ring_ = false;  // of one lane and one environment: a slot is a row's place
+  bool warm_ = false;
   std::vector<LaneView>& views_;
   std::vector<SlotSequences>& sequences_;
   std::vector<const uint8_t*>& rows_;
   std::vector<uint64_t>&physical_, &slot_, &first_;
   std::vector<uint32_t>& lane_;
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
+  void read_claims_early() {
+    plant_first_.clear();
+    for (uint64_t l = 0; l < views_.size(); ++l) plant_first_.push_back(store_.lanes.first_now(l));
+    plant_epoch_ = store_.lanes.epoch();
+  }
   std::vector<uint64_t> plant_first_;
   Epoch plant_epoch_;
 #endif

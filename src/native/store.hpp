@@ -196,12 +196,17 @@ struct BorderRule {
   bool either = false;     // one set flag is enough; else all must be set
   std::optional<Flag> id;
   size_t leaves = 0;       // of a row
+  uint64_t codec = 0;      // the number of the codec whose leaves these are
 };
 
 // A snapshot as Python holds it: the store drops its own reference when the save ends.
 struct SharedSnapshot {
   std::shared_ptr<CopyOnWriteSnapshot> snapshot;
 };
+
+// A writer's number has its pid in the lowest bits, for errors that name the process.
+constexpr uint64_t kPidBits = 24;
+static_assert((uint64_t{1} << kPidBits) > (1 << 22));  // Linux gives pids below 2^22
 
 class Store {
  public:
@@ -239,8 +244,10 @@ class Store {
   void mark_seam(uint64_t l) const {
     if (lanes.view(l).rows() > 0) seams_.set_next(l, true);
   }
-  // Whether the next row will have a seam.
-  bool next_is_seam(uint64_t l) const { return seams_.next(l); }
+  // Whether the next row will have a seam: where writers take turns, also if another one wrote the newest row.
+  bool next_is_seam(uint64_t l) const {
+    return seams_.next(l) || (writer_ && !lanes.turns(l).continues(writer_) && lanes.view(l).rows() > 0);
+  }
   void note_written(uint64_t l) const { seams_.set_next(l, false); }
   // For rows that are kept elsewhere: counts n rows as written; returns the first one's sequence.
   uint64_t advance(uint64_t l, uint64_t n, bool begins = false) const {
@@ -267,7 +274,7 @@ class Store {
     Lanes::Protocol::after_reading();
     const uint64_t first = lanes.first_now(l);
     std::erase_if(at, [first](uint64_t w) { return w <= first; });
-    if (seams_.next(l) && v.published > first) at.push_back(v.published);
+    if (next_is_seam(l) && v.published > first) at.push_back(v.published);
     return at;
   }
   // Before restored rows are written, because their trailers carry the seams: at(0), ..., at(n - 1), ascending. A seam at
@@ -288,7 +295,41 @@ class Store {
     std::memcpy(at(mine.log_offset), other.at(its.log_offset), kLogEntries * 8);
     for (uint64_t l = 0; l < its.lanes; ++l) seams_.set_next(l, other.seams_.next(l));
   }
-  void after_fork() const { seams_.after_fork(); }
+  void after_fork() {
+    seams_.after_fork();
+    writer_ = 0, has_turn_ = has_written_ = false;
+  }
+
+  // ---- writers that take turns in a lane. The caller keeps this process's other threads out ----
+  // This process's number among the writers of a lane, with its pid in the lowest bits; 0: the lane is held by one writer.
+  uint64_t writer() const { return writer_; }
+  void set_writer(uint64_t writer) { writer_ = writer; }
+  bool has_turn() const { return has_turn_; }
+  // Whether it has ever appended in a turn of its own.
+  bool has_written() const { return has_written_; }
+  // Takes the turn from `dead`, a writer that died with it; 0: from nobody. Returns 0, or who has it or had it just now.
+  uint64_t begin_turn(uint64_t l, uint64_t dead = 0) {
+    const auto turns = lanes.turns(l);
+    while (!(has_turn_ = turns.take(writer_, dead)))
+      if (const uint64_t holder = turns.holder(); holder || dead) return holder ? holder : dead;
+    return 0;
+  }
+  void end_turn(uint64_t l) {
+    if (!has_turn_) return;
+    has_turn_ = false;
+    lanes.turns(l).give_back();
+  }
+  // Gives it to a writer that died with it, so that whoever takes it next does what must be done then.
+  void undo_takeover(uint64_t l, uint64_t dead) {
+    has_turn_ = false;
+    lanes.lane(l).turn.store(dead, std::memory_order_release);
+  }
+  // Before the first row of an append is claimed.
+  void begin_rows(uint64_t l) {
+    if (!writer_) return;
+    lanes.turns(l).begin_rows(writer_);
+    has_written_ = true;
+  }
 
   // ---- the border between stored and appended rows ----
   void set_border(BorderRule rule) { border_ = std::move(rule); }
@@ -425,6 +466,8 @@ class Store {
   uint32_t id_crc_ = 0;
   std::shared_ptr<CopyOnWriteSnapshot> snapshot_;  // set and read by threads that hold the storage's mutex
   mutable SeamNotes seams_;
+  uint64_t writer_ = 0;
+  bool has_turn_ = false, has_written_ = false;
   mutable std::atomic<uint64_t> sync_failures_{0};
   BorderRule border_;
 };

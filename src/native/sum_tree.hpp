@@ -10,11 +10,14 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "mapping.hpp"
+#include "wide_vectors.hpp"
 
 namespace engram {
 
@@ -38,11 +41,116 @@ class DirtyNodes {
     }
     nodes_.resize(n);
   }
+  // Leaves only those for which `keep(node)` is true, without a jump for each.
+  template <typename Keep>
+  void filter(Keep&& keep) {
+    size_t n = 0;
+    for (uint64_t node : nodes_) {
+      nodes_[n] = node;
+      n += keep(node);
+    }
+    nodes_.resize(n);
+  }
+  // Room for n nodes, of which `cut` leaves the first ones.
+  uint64_t* room(size_t n) {
+    nodes_.resize(n);
+    return nodes_.data();
+  }
+  void cut(size_t n) { nodes_.resize(n); }
   const std::vector<uint64_t>& nodes() const { return nodes_; }
 
  private:
   std::vector<uint64_t> nodes_;
 };
+
+// Leaves that were set: the node of each, what it was and what it is.
+class LeafChanges {
+ public:
+  // Forgets them, and makes room for so many: to add these, and to refresh a tree after them, takes no more memory.
+  void restart(size_t most) {
+    n_ = 0;
+    sums_.reserve(most), lows_.reserve(most);
+    if (node_.size() < most) from_.resize(most), to_.resize(most), node_.resize(most);
+  }
+  void add(uint64_t node, double from, double to) {
+    node_[n_] = node, from_[n_] = from, to_[n_] = to;
+    ++n_;
+  }
+
+ private:
+  friend class SumTree;
+  size_t n_ = 0;
+  std::vector<double> from_, to_;
+  std::vector<uint64_t> node_;
+  DirtyNodes sums_, lows_;  // during a refresh: the nodes whose sum, and those whose lowest, may be another one
+};
+
+#ifdef ENGRAM_CHOOSES_VECTORS
+// Four nodes, and eight: number j of each of them side by side. GCC copies no vector of 32 bytes by one instruction where
+// memcpy does, and unrolls no loop over few nodes by itself.
+struct Columns4 {
+  static constexpr size_t kNodes = 4;
+  typedef double Numbers __attribute__((vector_size(32)));
+  typedef int64_t Bits __attribute__((vector_size(32)));
+  typedef double InMemory __attribute__((vector_size(32), may_alias, aligned(8)));
+
+  [[gnu::always_inline]] static void load(Numbers& numbers, const void* from) {
+    numbers = *static_cast<const InMemory*>(from);
+  }
+  [[gnu::always_inline]] static void store(void* to, const Numbers& numbers) { *static_cast<InMemory*>(to) = numbers; }
+
+  [[gnu::always_inline]] explicit Columns4(const double* const* nodes) {
+#pragma GCC unroll 2
+    for (size_t half = 0; half < kWide; half += 4) {
+      Numbers r0, r1, r2, r3;
+      load(r0, nodes[0] + half), load(r1, nodes[1] + half), load(r2, nodes[2] + half), load(r3, nodes[3] + half);
+      const Numbers even01 = __builtin_shufflevector(r0, r1, 0, 4, 2, 6), odd01 = __builtin_shufflevector(r0, r1, 1, 5, 3, 7);
+      const Numbers even23 = __builtin_shufflevector(r2, r3, 0, 4, 2, 6), odd23 = __builtin_shufflevector(r2, r3, 1, 5, 3, 7);
+      of[half] = __builtin_shufflevector(even01, even23, 0, 1, 4, 5);
+      of[half + 1] = __builtin_shufflevector(odd01, odd23, 0, 1, 4, 5);
+      of[half + 2] = __builtin_shufflevector(even01, even23, 2, 3, 6, 7);
+      of[half + 3] = __builtin_shufflevector(odd01, odd23, 2, 3, 6, 7);
+    }
+  }
+  Numbers of[kWide];
+};
+struct Columns8 {
+  static constexpr size_t kNodes = 8;
+  typedef double Numbers __attribute__((vector_size(64)));
+  typedef int64_t Bits __attribute__((vector_size(64)));
+  typedef double InMemory __attribute__((vector_size(64), may_alias, aligned(8)));
+
+  [[gnu::always_inline]] static void load(Numbers& numbers, const void* from) {
+    numbers = *static_cast<const InMemory*>(from);
+  }
+  [[gnu::always_inline]] static void store(void* to, const Numbers& numbers) { *static_cast<InMemory*>(to) = numbers; }
+
+  [[gnu::always_inline]] explicit Columns8(const double* const* nodes) {
+    Numbers pair[2][4], four[4][2];  // of two nodes every second number, of four every fourth
+#pragma GCC unroll 4
+    for (size_t i = 0; i < 4; ++i) {
+      Numbers a, b;
+      load(a, nodes[2 * i]), load(b, nodes[2 * i + 1]);
+      pair[0][i] = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
+      pair[1][i] = __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+#pragma GCC unroll 2
+    for (size_t half = 0; half < 2; ++half)
+#pragma GCC unroll 2
+      for (size_t odd = 0; odd < 2; ++odd) {
+        const Numbers a = pair[odd][2 * half], b = pair[odd][2 * half + 1];
+        four[odd][half] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+        four[odd + 2][half] = __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+      }
+#pragma GCC unroll 4
+    for (size_t j = 0; j < 4; ++j) {
+      of[j] = __builtin_shufflevector(four[j][0], four[j][1], 0, 1, 2, 3, 8, 9, 10, 11);
+      of[j + 4] = __builtin_shufflevector(four[j][0], four[j][1], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+  }
+  Numbers of[kWide];
+};
+#endif
 
 // Leaves are 0 or more; those of 0 have no part in the lowest.
 class SumTree {
@@ -70,22 +178,41 @@ class SumTree {
   // 0 where every leaf is 0.
   double lowest() const { return lowest_; }
   double highest() const { return highest_; }
-  // Has what changes of these leaves need brought from memory; one that there is not is left out. By loads, of which
-  // many are in flight at once: of as many prefetches a core drops most, because it can track only some dozens.
+  // Asks memory for what changes of these leaves need; one that there is not is left out.
   void prefetch(const int64_t* leaves, size_t n) const {
     const size_t parent = std::min<size_t>(1, top());
-    uint64_t all = 0;
-    auto load = [&](const Node& node) {
-      all += std::bit_cast<uint64_t>(node.value[0]) + std::bit_cast<uint64_t>(node.beside[0]);
-    };
+    const Node *nodes = at(0), *parents = at(parent);
+    const uint64_t count = counts_[0];
     for (size_t i = 0; i < n; ++i) {
       const uint64_t node = static_cast<uint64_t>(leaves[i]) / kWide;
-      if (node >= counts_[0]) continue;
-      load(at(0)[node]), load(at(parent)[parent ? node / kWide : node]);
+      if (node >= count) continue;
+      __builtin_prefetch(nodes[node].value), __builtin_prefetch(nodes[node].beside);
+      __builtin_prefetch(parents[parent ? node / kWide : node].value);  // what is beside the numbers there rarely changes
     }
-    asm volatile("" : : "r"(all));  // or the compiler would leave the loads out
+    asm volatile("");  // GCC leaves out calls that do nothing but ask memory
   }
 
+  // Sets a leaf and the owner's number beside it; `refresh(changes)` is due then.
+  void set(uint64_t i, double value, double beside, LeafChanges& changes) {
+    Node& node = at(0)[i / kWide];
+    double& leaf = node.value[i % kWide];
+    changes.add(i / kWide, leaf, value);
+    leaf = value, node.beside[i % kWide] = beside;
+  }
+  // After leaves were set. A node has another lowest number only where a leaf was the lowest, or is it now.
+  void refresh(LeafChanges& changes) {
+    const size_t n = changes.n_;
+    if (n == 0) return;
+    uint64_t* const nodes = changes.sums_.room(n);
+    std::copy_n(changes.node_.data(), n, nodes);
+    if (top() == 0 || counts_[0] <= kDense * n || high_memory_) return refresh(changes.sums_);
+    uint64_t* const lows = changes.lows_.room(n);
+    changes.lows_.cut(enter_leaf_nodes(at(0), at(1), nodes, changes.from_.data(), changes.to_.data(), n, lows));
+    changes.sums_.up();
+    raise_sums(changes.sums_);
+    raise_lows(changes.lows_);
+    finish();
+  }
   // After leaves in these nodes changed.
   void refresh(DirtyNodes& dirty) {
     for (size_t k = 0; k < top(); ++k) {
@@ -99,25 +226,25 @@ class SumTree {
   void refresh(uint64_t first, uint64_t last) { refresh_from(0, first, last); }
 
   // The leaves in which prefixes [0, total) of the sum fall, and their values, which are never 0. Uses `prefix` up.
-  void find(double* __restrict prefix, uint64_t* __restrict leaf, double* __restrict value, size_t n) const {
-    for (size_t i = 0; i < n; ++i) {
-      leaf[i] = 0;
-      prefix[i] = std::min(prefix[i], below(total_));
-    }
-    for (size_t k = top(); k > 0; --k) {
-      const Node *level = at(k), *next = at(k - 1);
-      for (size_t i = 0; i < n; ++i) {
-        leaf[i] = leaf[i] * kWide + step(level[leaf[i]].value, prefix[i]);
-        __builtin_prefetch(next[leaf[i]].value);
-      }
-    }
-    for (size_t i = 0; i < n; ++i) {
-      const double* node = at(0)[leaf[i]].value;
-      const size_t child = step(node, prefix[i]);
-      value[i] = node[child];
-      leaf[i] = leaf[i] * kWide + child;
-    }
+  void find(double* prefix, uint64_t* leaf, double* value, size_t n) const {
+    begin_find(prefix, leaf, n);
+    for (size_t k = top(); k > 0; --k) step_down(at(k), at(k - 1), prefix, leaf, value, n);
+    step_down(at(0), nullptr, prefix, leaf, value, n);
   }
+  // As `find`, in the ways of which it chooses one by the processor.
+  void find_one_by_one(double* prefix, uint64_t* leaf, double* value, size_t n) const {
+    begin_find(prefix, leaf, n);
+    for (size_t k = top(); k > 0; --k) step_down_one_by_one(at(k), at(k - 1), prefix, leaf, value, n);
+    step_down_one_by_one(at(0), nullptr, prefix, leaf, value, n);
+  }
+#ifdef ENGRAM_CHOOSES_VECTORS
+  template <class Columns>
+  [[gnu::always_inline]] void find_together(double* prefix, uint64_t* leaf, double* value, size_t n) const {
+    begin_find(prefix, leaf, n);
+    for (size_t k = top(); k > 0; --k) step_down_together<Columns>(at(k), at(k - 1), prefix, leaf, value, n);
+    step_down_together<Columns>(at(0), nullptr, prefix, leaf, value, n);
+  }
+#endif
 
  private:
   struct Node {
@@ -139,6 +266,39 @@ class SumTree {
     to.value[node % kWide] = sum(from.value);
     to.beside[node % kWide] = lowest(k == 0 ? from.value : from.beside);
     if (high_memory_) high(k)[node] = highest(k == 0 ? from.beside : high(k - 1) + node * kWide);
+  }
+  // From level 1 on: the sums of these nodes, and of those above them.
+  void raise_sums(DirtyNodes& dirty) {
+    for (size_t k = 1; k < top(); ++k) {
+      if (counts_[k] <= kDense * dirty.nodes().size()) {
+        for (; k < top(); ++k) {
+          const Node* level = at(k);
+          Node* above = at(k + 1);
+          for (uint64_t node = 0, n = counts_[k]; node < n; ++node) raise_sum(level, above, node);
+        }
+        return;
+      }
+      const Node* level = at(k);
+      Node* above = at(k + 1);
+      for (uint64_t node : dirty.nodes()) raise_sum(level, above, node);
+      dirty.up();
+    }
+  }
+  static void raise_sum(const Node* level, Node* above, uint64_t node) {
+    above[node / kWide].value[node % kWide] = sum(level[node].value);
+  }
+  // From the leaves on: the lowest of these nodes, and of those above them, as far as they are other ones.
+  void raise_lows(DirtyNodes& dirty) {
+    for (size_t k = 0; k < top() && !dirty.nodes().empty(); ++k) {
+      const Node* level = at(k);
+      Node* above = at(k + 1);
+      dirty.filter([&](uint64_t node) {
+        double& entered = above[node / kWide].beside[node % kWide];
+        const double before = std::exchange(entered, lowest(k == 0 ? level[node].value : level[node].beside));
+        return before != entered;
+      });
+      dirty.up();
+    }
   }
   void refresh_from(size_t k, uint64_t first, uint64_t last) {
     for (; k < top(); ++k, first /= kWide, last /= kWide)
@@ -166,13 +326,17 @@ class SumTree {
   }
   // Of the numbers above 0. The number before 0 is not a number, which no comparison takes for the lower one.
   static double lowest(const double* n) {
+    const double least = lowest_rank(n);
+    return least == kNone ? 0 : above(least);
+  }
+  // The number before the lowest one; infinity where all are 0.
+  static double lowest_rank(const double* n) {
     Pair best = both(kNone);
     for (size_t j = 0; j < kWide / 2; ++j) {
       const Pair x = reinterpret_cast<Pair>(reinterpret_cast<PairBits>(pairs(n)[j]) - 1);
       best = x < best ? x : best;
     }
-    const double least = best[0] < best[1] ? best[0] : best[1];
-    return least == kNone ? 0 : above(least);
+    return best[0] < best[1] ? best[0] : best[1];
   }
   static double highest(const double* n) {
     double best = 0;
@@ -197,6 +361,137 @@ class SumTree {
     prefix = std::min(prefix - before[child], below(node[child]));
     return child;
   }
+
+  // Enters the sums of changed leaf nodes into the level above. Returns how many of them, which go to `lows`, may have
+  // another lowest number now.
+  static size_t enter_one_by_one(const Node* leaves, Node* above, const uint64_t* nodes, const double* from,
+                                 const double* to, size_t n, uint64_t* lows) {
+    size_t count = 0;
+    for (size_t i = 0; i < n; ++i) {
+      const uint64_t node = nodes[i];
+      above[node / kWide].value[node % kWide] = sum(leaves[node].value);
+      const double least = lowest_rank(leaves[node].value);
+      lows[count] = node;
+      count += (below(from[i]) <= least) | (below(to[i]) <= least);
+    }
+    return count;
+  }
+  void begin_find(double* prefix, uint64_t* leaf, size_t n) const {
+    for (size_t i = 0; i < n; ++i) {
+      leaf[i] = 0;
+      prefix[i] = std::min(prefix[i], below(total_));
+    }
+  }
+  // Goes down from nodes of a level: each `leaf` becomes the child in which its prefix falls, and with `next`, the level
+  // below, that is asked for; without it `value` is the child's number.
+  static void step_down_one_by_one(const Node* level, const Node* next, double* __restrict prefix, uint64_t* __restrict leaf,
+                                   double* __restrict value, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+      const double* node = level[leaf[i]].value;
+      const size_t child = step(node, prefix[i]);
+      leaf[i] = leaf[i] * kWide + child;
+      if (next) __builtin_prefetch(next[leaf[i]].value);
+      else value[i] = node[child];
+    }
+  }
+#ifdef ENGRAM_CHOOSES_VECTORS
+  // As those above, of some nodes at a time, which changes no bit.
+  template <class Columns>
+  [[gnu::always_inline]] static size_t enter_together(const Node* leaves, Node* above, const uint64_t* nodes,
+                                                      const double* from, const double* to, size_t n, uint64_t* lows) {
+    constexpr size_t kNodes = Columns::kNodes;
+    using Numbers = typename Columns::Numbers;
+    using Bits = typename Columns::Bits;
+    size_t i = 0, count = 0;
+    for (; i + kNodes <= n; i += kNodes) {
+      const double* at[kNodes];
+#pragma GCC unroll 8
+      for (size_t k = 0; k < kNodes; ++k) at[k] = leaves[nodes[i + k]].value;
+      const Columns columns(at);
+      Numbers total = columns.of[0], least = Numbers{} + kNone;
+#pragma GCC unroll 8
+      for (size_t j = 1; j < kWide; ++j) total += columns.of[j];
+#pragma GCC unroll 8
+      for (size_t j = 0; j < kWide; ++j) {
+        const Numbers rank = (Numbers)((Bits)columns.of[j] - 1);
+        least = rank < least ? rank : least;
+      }
+      Numbers was, is;
+      Columns::load(was, from + i), Columns::load(is, to + i);
+      const Bits other = ((Numbers)((Bits)was - 1) <= least) | ((Numbers)((Bits)is - 1) <= least);
+#pragma GCC unroll 8
+      for (size_t k = 0; k < kNodes; ++k) {
+        const uint64_t node = nodes[i + k];
+        above[node / kWide].value[node % kWide] = total[k];
+        lows[count] = node;
+        count -= static_cast<size_t>(other[k]);  // true is -1
+      }
+    }
+    return count + enter_one_by_one(leaves, above, nodes + i, from + i, to + i, n - i, lows + count);
+  }
+  template <class Columns>
+  [[gnu::always_inline]] static void step_down_together(const Node* level, const Node* next, double* __restrict prefix,
+                                                        uint64_t* __restrict leaf, double* __restrict value, size_t n) {
+    constexpr size_t kNodes = Columns::kNodes;
+    using Numbers = typename Columns::Numbers;
+    using Bits = typename Columns::Bits;
+    size_t i = 0;
+    for (; i + kNodes <= n; i += kNodes) {
+      const double* at[kNodes];
+#pragma GCC unroll 8
+      for (size_t k = 0; k < kNodes; ++k) at[k] = level[leaf[i + k]].value;
+      const Columns columns(at);
+      Numbers whole, place;
+      Columns::load(whole, prefix + i), Columns::load(place, leaf + i);
+      Numbers running = columns.of[0], before{}, own = columns.of[0];
+      Bits child{};
+#pragma GCC unroll 8
+      for (size_t j = 1; j < kWide; ++j) {
+        const Bits beyond = whole >= running;
+        before = beyond ? running : before, own = beyond ? columns.of[j] : own;
+        child -= beyond;  // true is -1
+        running += columns.of[j];
+      }
+      const Numbers rest = whole - before, most = (Numbers)((Bits)own - 1);
+      Columns::store(prefix + i, most < rest ? most : rest);
+      Columns::store(leaf + i, (Numbers)((Bits)place * static_cast<int64_t>(kWide) + child));
+      if (next)
+#pragma GCC unroll 8
+        for (size_t k = 0; k < kNodes; ++k) __builtin_prefetch(next[leaf[i + k]].value);
+      else
+        Columns::store(value + i, own);
+    }
+    step_down_one_by_one(level, next, prefix + i, leaf + i, value + i, n - i);
+  }
+#define ENGRAM_STEPPED const Node *level, const Node *next, double *prefix, uint64_t *leaf, double *value, size_t n
+  __attribute__((target("default"))) static void step_down(ENGRAM_STEPPED) {
+    step_down_one_by_one(level, next, prefix, leaf, value, n);
+  }
+  __attribute__((target("avx2"))) static void step_down(ENGRAM_STEPPED) {
+    step_down_together<Columns4>(level, next, prefix, leaf, value, n);
+  }
+  __attribute__((target("arch=x86-64-v4"))) static void step_down(ENGRAM_STEPPED) {
+    step_down_together<Columns8>(level, next, prefix, leaf, value, n);
+  }
+#undef ENGRAM_STEPPED
+#define ENGRAM_ENTERED \
+  const Node *leaves, Node *above, const uint64_t *nodes, const double *from, const double *to, size_t n, uint64_t *lows
+  __attribute__((target("default"))) static size_t enter_leaf_nodes(ENGRAM_ENTERED) {
+    return enter_one_by_one(leaves, above, nodes, from, to, n, lows);
+  }
+  __attribute__((target("avx2"))) static size_t enter_leaf_nodes(ENGRAM_ENTERED) {
+    return enter_together<Columns4>(leaves, above, nodes, from, to, n, lows);
+  }
+#undef ENGRAM_ENTERED
+#else
+  static void step_down(const Node* level, const Node* next, double* prefix, uint64_t* leaf, double* value, size_t n) {
+    step_down_one_by_one(level, next, prefix, leaf, value, n);
+  }
+  static size_t enter_leaf_nodes(const Node* leaves, Node* above, const uint64_t* nodes, const double* from, const double* to,
+                                 size_t n, uint64_t* lows) {
+    return enter_one_by_one(leaves, above, nodes, from, to, n, lows);
+  }
+#endif
 
   static constexpr double kNone = std::numeric_limits<double>::infinity();
   std::vector<uint64_t> starts_, counts_, high_starts_;  // of each level, the leaves first: nodes

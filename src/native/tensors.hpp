@@ -2,6 +2,7 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
 
 #include <pthread.h>
 
@@ -10,8 +11,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -149,6 +152,59 @@ inline Torch& torch_api() {
   return torch;
 }
 
+// Where a tensor's dispatch keys are, which tell lazily negated and conjugated views from all others: to ask torch for them
+// takes a hundred times as long. Where they are is torch's affair: Python tries it out with tensors of all kinds.
+class DispatchKeys {
+ public:
+  static DispatchKeys& instance() {
+    static DispatchKeys keys;
+    return keys;
+  }
+  void forget() { known_ = false; }
+  // `tensors`: (tensor, address of torch's part of it, its keys). False: not all of them have their keys at one place, or
+  // there is another such place.
+  bool learn(nb::list tensors, uint64_t lazy) {
+    known_ = false;
+    const auto bytes = nb::cast<size_t>(nb::handle(reinterpret_cast<PyObject*>(torch_api().tensor)).attr("__basicsize__"));
+    std::vector<size_t> objects = multiples_of_8(sizeof(PyObject), bytes), parts = multiples_of_8(0, kPartBytes);
+    bool some_lazy = false, some_usual = false;
+    for (nb::handle entry : tensors) {
+      const auto [tensor, part, keys] = nb::cast<std::tuple<nb::object, uintptr_t, uint64_t>>(entry);
+      if (!is_plain(tensor.ptr())) return false;
+      (keys & lazy ? some_lazy : some_usual) = true;
+      std::erase_if(objects, [&](size_t at) { return word(tensor.ptr(), at) != part; });
+      std::erase_if(parts, [&](size_t at) { return word(reinterpret_cast<const void*>(part), at) != keys; });
+    }
+    if (objects.size() != 1 || parts.size() != 1 || !some_lazy || !some_usual) return false;
+    object_ = objects[0], part_ = parts[0], lazy_ = lazy;
+    return known_ = true;
+  }
+  bool known() const { return known_; }
+  // Of a tensor.
+  bool are_lazy(PyObject* tensor) const {
+    const auto part = reinterpret_cast<const void*>(word(tensor, object_));
+    return part && word(part, part_) & lazy_;  // a tensor that was made without its constructor has none
+  }
+
+ private:
+  static constexpr size_t kPartBytes = 176;  // no torch has less
+  static bool is_plain(PyObject* o) { return Py_TYPE(o) == torch_api().tensor; }
+  static uint64_t word(const void* of, size_t at) {
+    uint64_t word;
+    std::memcpy(&word, static_cast<const uint8_t*>(of) + at, sizeof word);
+    return word;
+  }
+  static std::vector<size_t> multiples_of_8(size_t from, size_t to) {
+    std::vector<size_t> all;
+    for (; from + 8 <= to; from += 8) all.push_back(from);
+    return all;
+  }
+
+  bool known_ = false;
+  size_t object_ = 0, part_ = 0;  // bytes before torch's part in Python's object, and before the keys in that
+  uint64_t lazy_ = 0;             // the keys of lazy views
+};
+
 // An error changes nothing.
 inline void use_torch(nb::handle tensor_type, nb::handle exchange_api, nb::callable lazy_bits, nb::callable describe,
                       nb::callable make) {
@@ -161,6 +217,7 @@ inline void use_torch(nb::handle tensor_type, nb::handle exchange_api, nb::calla
   Torch& torch = torch_api();
   torch.tensor = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
   torch.api = api;
+  DispatchKeys::instance().forget();
   Py_XDECREF(std::exchange(torch.lazy_bits, lazy_bits.release().ptr()));
   Py_XDECREF(std::exchange(torch.describe, describe.release().ptr()));
   Py_XDECREF(std::exchange(torch.make, make.release().ptr()));
@@ -351,6 +408,53 @@ class Buffer {
  private:
   Py_buffer view_{};
   bool held_ = false;
+};
+
+// ---- arrays out ----
+// A new array of numpy's; the memory of large ones comes from the pool, as fresh pages cost more than the copy into them.
+class ArrayMaker {
+ public:
+  static constexpr size_t kPooled = 256 << 10;  // bytes
+  // numpy's dtype; an invalid object: it has none.
+  static nb::handle dtype(DType d) {
+    static PyObject* dtypes[256][256] = {};  // never destroyed
+    PyObject*& known = dtypes[d.code][d.bits];
+    if (known) return known;
+    const char kind = d.code == kDLInt ? 'i' : d.code == kDLUInt ? 'u' : d.code == kDLFloat ? 'f'
+                      : d.code == kDLComplex ? 'c' : d.code == kDLBool ? 'b' : 0;
+    if (!kind) return {};
+    const std::string name = kind + std::to_string(d.bits / 8);
+    known = nb::module_::import_("numpy").attr("dtype")(name.c_str()).release().ptr();
+    return known;
+  }
+  // An array [n, inner...], and where its memory begins.
+  static std::pair<nb::object, uint8_t*> make(DType d, size_t n, const std::vector<int64_t>& inner, size_t bytes) {
+    const nb::object shape = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(1 + inner.size())));
+    if (!shape.is_valid()) throw nb::python_error();
+    for (size_t i = 0; i <= inner.size(); ++i) {
+      PyObject* size = PyLong_FromLongLong(i ? inner[i - 1] : static_cast<int64_t>(n));
+      if (!size || PyTuple_SetItem(shape.ptr(), static_cast<Py_ssize_t>(i), size) != 0) throw nb::python_error();
+    }
+    return bytes >= kPooled ? pooled(dtype(d), shape, bytes) : fresh(dtype(d), shape);
+  }
+
+ private:
+  static std::pair<nb::object, uint8_t*> fresh(nb::handle dtype, const nb::object& shape) {
+    static PyObject* empty = nb::object(nb::module_::import_("numpy").attr("empty")).release().ptr();
+    PyObject* const args[] = {shape.ptr(), dtype.ptr()};
+    nb::object array = nb::steal(PyObject_Vectorcall(empty, args, 2, nullptr));
+    if (!array.is_valid()) throw nb::python_error();
+    Buffer buffer;
+    if (!buffer.get(array.ptr(), true)) throw nb::type_error("numpy gave no memory that can be written");
+    auto* const data = static_cast<uint8_t*>(buffer.view().buf);
+    return {std::move(array), data};
+  }
+  static std::pair<nb::object, uint8_t*> pooled(nb::handle dtype, const nb::object& shape, size_t bytes) {
+    Block* const block = BlockPool::instance().take(bytes, 1);
+    const nb::capsule share(block, [](void* b) noexcept { BlockPool::instance().give(static_cast<Block*>(b)); });
+    const nb::object array = nb::cast(nb::ndarray<nb::numpy, uint8_t>(block_data(block), 1, &bytes, share));
+    return {array.attr("view")(dtype).attr("reshape")(shape), block_data(block)};
+  }
 };
 
 // Slots as an argument: a contiguous 1-D int64 tensor or array.

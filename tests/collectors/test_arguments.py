@@ -76,6 +76,59 @@ def test_whole_trajectories_go_into_a_buffer_without_padding():
     assert int(rb[:]["next", "done"].sum()) == 4 and bool(rb[:]["next", "done"][-1])
 
 
+def test_waiting_whole_trajectories_are_in_the_state_and_none_is_lost_at_resume():
+    settings = {"frames_per_batch": 60, "trajs_per_batch": 2}
+    first = SyncDataCollector(serial(), Rule(), **settings)
+    first.rollout()
+    state = first.state_dict()
+    waiting = state["waiting"]["lengths"]
+    assert len(waiting) > 4 and sum(waiting) == len(state["waiting"]["steps"]["action"])
+    expected = [first.rollout() for _ in range(len(waiting) // 2)]
+    second = SyncDataCollector(serial(), Rule(), **settings)
+    second.rollout()
+    second.load_state_dict(copy.deepcopy(state))
+    for batch in expected:
+        assert bool((second.rollout() == batch).all())
+    assert second.frames == first.frames
+    assert int(second.rollout()["collector", "traj_ids"].max()) >= state["trajectories"]
+
+
+def test_a_state_without_waiting_trajectories_drops_those_that_wait():
+    made = SyncDataCollector(serial(), Rule(), frames_per_batch=60, trajs_per_batch=2)
+    made.rollout()
+    state = made.state_dict()
+    state.pop("waiting")  # of an earlier version
+    made.load_state_dict(state)
+    assert int(made.rollout()["collector", "traj_ids"][:, 0].min()) >= state["trajectories"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda waiting: {**waiting, "lengths": [3]},
+        lambda waiting: {**waiting, "lengths": ["3"]},
+        lambda waiting: {**waiting, "steps": None},
+        lambda waiting: {**waiting, "steps": {k: v for k, v in waiting["steps"].items() if k != "collector"}},
+        lambda waiting: 7,
+    ],
+)
+def test_damaged_waiting_trajectories_are_refused_and_nothing_is_changed(damage):
+    made = SyncDataCollector(serial(), Rule(), frames_per_batch=60, trajs_per_batch=2)
+    made.rollout()
+    state = made.state_dict()
+    count, frames = made._assembler.count, made.frames
+    with pytest.raises(ValueError, match="waiting trajectories"):
+        made.load_state_dict({**state, "frames": 0, "waiting": damage(state["waiting"])})
+    assert (made._assembler.count, made.frames) == (count, frames)
+
+
+def test_waiting_trajectories_are_refused_by_a_collector_that_would_lose_them():
+    made = SyncDataCollector(serial(), Rule(), frames_per_batch=60, trajs_per_batch=2)
+    made.rollout()
+    with pytest.raises(ValueError, match="whole trajectories wait in the state"):
+        SyncDataCollector(serial(), Rule(), frames_per_batch=60).load_state_dict(made.state_dict())
+
+
 def test_one_tensordict_is_handed_out_again_and_again():
     plain = SyncDataCollector(serial(), Rule(), frames_per_batch=9)
     same = SyncDataCollector(serial(), Rule(), frames_per_batch=9, return_same_td=True)

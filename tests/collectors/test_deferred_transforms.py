@@ -81,12 +81,20 @@ def assert_equal(found, expected):
         assert torch.equal(found[key], expected[key]), key
 
 
-@pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("env", ENVS)
-@pytest.mark.parametrize("kwargs", [{}, {"reset_at_each_iter": True}, {"max_frames_per_traj": 3}], ids=str)
+#: Of environments in processes, which take long to start, one of each.
+QUICK = [
+    ({}, "all"),
+    ({"reset_at_each_iter": True}, "cut twice"),
+    ({"max_frames_per_traj": 3}, "with keys for buffers"),
+]
+SETTINGS = [
+    pytest.param(kwargs, env, parts, marks=() if env != "in parallel" or (kwargs, parts) in QUICK else pytest.mark.deep)
+    for kwargs in ({}, {"reset_at_each_iter": True}, {"max_frames_per_traj": 3}) for env in ENVS for parts in PARTS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kwargs", "env", "parts"), SETTINGS, ids=str)
 def test_batches_are_those_of_steps_key_by_key(monkeypatch, env, parts, kwargs):
-    if env == "vector" and ("cut" in parts or "buffers" in parts or "max_frames_per_traj" in kwargs):
-        pytest.skip("cannot be cut one by one")
     made = [batches(monkeypatch, ENVS[env], PARTS[parts](), later=later, **kwargs) for later in (True, False)]
     for found, expected in zip(*made, strict=True):
         assert_equal(found, expected)
@@ -153,7 +161,6 @@ class Counted(TransformedEnv):
         lambda: TransformedEnv(GymEnv(Walk()), lambda td: td),
         lambda: TransformedEnv(GymEnv(Walk()), RewardScaling(torch.zeros(1), torch.ones(2))),
         lambda: TransformedEnv(GymEnv(Walk()), RewardScaling(0.0, 1.0, ["observation"])),
-        lambda: TransformedEnv(GymEnv(Native(2)), StepCounter(2)),
         lambda: TransformedEnv(TransformedEnv(GymEnv(Walk()), lambda td: td), RewardSum()),
         lambda: Counted(GymEnv(Walk()), RewardSum()),
     ],

@@ -57,6 +57,39 @@ def test_slices_of_one_episode_that_follow_each_other_in_a_sampled_batch_stay_tw
         assert split.shape == (2, 3) and torch.equal(split["number"], batch["number"].reshape(2, 3))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_trajectories_are_the_padded_ones_without_padding():
+    batch = make([[0, 0, 1], [2, 2, 2]])
+    batch["next", "y"] = torch.rand(2, 3)
+    padded, nested = split_trajectories(batch), split_trajectories(batch, as_nested=True)
+    assert nested.batch_size == torch.Size([3, -1]) and ("collector", "mask") not in nested.keys(True)
+    for key in batch.keys(True, True):
+        rows = [row[mask] for row, mask in zip(padded[key], padded["collector", "mask"], strict=True)]
+        assert all(torch.equal(a, b) for a, b in zip(nested[key].unbind(), rows, strict=True))
+    with pytest.raises(TypeError, match=r"cannot nest 'z', of dtype torch.uint16"):
+        split_trajectories(batch.set("z", torch.zeros(2, 3, dtype=torch.uint16)), as_nested=True)
+
+
+@pytest.mark.parametrize("arguments", [{"prefix": "episode"}, {"trajectory_key": ("episode", "traj_ids")}])
+def test_ids_and_mask_may_be_elsewhere(arguments):
+    batch = make([[0, 0, 1], [2, 2, 2]])
+    renamed = batch.clone()
+    renamed["episode"] = renamed.pop("collector")
+    renamed["collector", "traj_ids"] = torch.arange(6).reshape(2, 3)  # nobody asks for these
+    split, expected = split_trajectories(renamed, **arguments), split_trajectories(batch)
+    assert torch.equal(split["episode", "mask"], expected["collector", "mask"])
+    assert torch.equal(split["x"], expected["x"]) and ("collector", "mask") not in split.keys(True)
+
+
+def test_ids_that_are_not_under_the_prefix_are_made_from_the_ends_of_episodes():
+    done = torch.tensor([[False, True, False]]).unsqueeze(-1)
+    ids = torch.tensor([[7, 8, 9]])
+    batch = TensorDict({"next": {"done": done}, "collector": {"traj_ids": ids}}, [1, 3])
+    split = split_trajectories(batch, prefix=("a", "b"))
+    assert split["a", "b", "traj_ids"].tolist() == [[0, 0], [1, 0]]
+    assert split["a", "b", "mask"].tolist() == [[True, True], [True, False]] and "a" not in batch.keys()
+
+
 def test_a_single_step_is_a_trajectory():
     assert split_trajectories(make([[4], [5]])).shape == (2, 1)
 

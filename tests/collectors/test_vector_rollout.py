@@ -6,6 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -14,6 +15,7 @@ from contracts.batch_worlds import LoopEngine, Together
 from contracts.gym_loop import WORLDS, Proxy, Rule, assert_same, on_tensordicts, reference, remembering
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
+from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.envs import GymEnv, SerialEnv
 from engram.envs.engines import Autoreset, GymVectorEngine
 from engram.envs.vector_env import VectorEnv
@@ -136,10 +138,82 @@ def test_frames_that_waited_have_the_version_of_the_policy_that_made_them():
     assert version[0].tolist() == [1] * 10 and version[1].tolist() == [0] * 9 + [1]
 
 
-def test_cutting_trajectories_where_only_all_can_be_reset_is_refused():
-    env = Together([Countdown()], Autoreset.NEXT_STEP, can_reset_some=False)
-    with pytest.raises(ValueError, match="only be reset all together"):
-        SyncDataCollector(env, frames_per_batch=5, max_frames_per_traj=3)
+class Stepped(VectorEnv):
+    """Not known to be stepped as its engine is."""
+
+    def _step(self, td):
+        return super()._step(td)
+
+
+def only_together(worlds, mode, cls=VectorEnv):
+    return cls(LoopEngine([Countdown(w) for w in worlds], mode, can_reset_some=False))
+
+
+resets_itself = pytest.mark.parametrize("mode", [Autoreset.NEXT_STEP, Autoreset.SAME_STEP], ids=lambda mode: mode.name)
+
+
+@resets_itself
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4),
+    steps=st.integers(1, 9),
+    limit=st.integers(1, 5),
+    random=st.integers(0, 12),
+)
+@settings(max_examples=40, deadline=None)
+def test_cut_episodes_of_environments_that_only_reset_together_are_those_of_the_general_loop(
+    mode, lengths, steps, limit, random
+):
+    batches = []
+    for cls in (VectorEnv, Stepped):
+        torch.manual_seed(0)
+        n = len(lengths)
+        made = SyncDataCollector(
+            only_together([tuple(own) for own in lengths], mode, cls),
+            Rule(),
+            frames_per_batch=steps * n,
+            max_frames_per_traj=limit,
+            init_random_frames=random if n == 1 else 0,  # several differ in when each has had its random frames
+        )
+        made.set_seed(0)
+        batches.append([made.rollout() for _ in range(4)])
+    for raw, stepped in zip(*batches, strict=True):
+        assert set(raw.keys(True, True)) == set(stepped.keys(True, True))
+        assert bool((raw == stepped).all())
+
+
+@resets_itself
+@pytest.mark.parametrize("cls", [VectorEnv, Stepped])
+@pytest.mark.parametrize("worlds", [WORLDS, [(9, 3, 20), (4, 30), (7,)]], ids=["short", "long"])
+def test_each_cut_episode_of_environments_that_only_reset_together_begins_with_a_reset(mode, cls, worlds):
+    made = SyncDataCollector(only_together(worlds, mode, cls), Rule(), frames_per_batch=21, max_frames_per_traj=5)
+    made.set_seed(0)
+    batch = torch.cat([made.rollout() for _ in range(4)], 1)
+    for row, lengths in zip(batch, worlds, strict=True):
+        ids = row["collector", "traj_ids"]
+        for trajectory in [row[ids == i] for i in ids.unique()[:-1]]:
+            left = trajectory["observation"][:, 0].int().tolist()
+            assert left[0] in lengths and left == list(range(left[0], left[0] - len(left), -1))
+            assert len(left) == min(left[0], 5)
+            done, truncated = (trajectory["next", key].squeeze(-1).tolist() for key in ("done", "truncated"))
+            assert done == [False] * (len(left) - 1) + [True] and (truncated[-1] or left[0] <= 5)
+    assert bool((batch["next", "observation"] == batch["observation"] + torch.tensor([-1.0, 1.0])).all())
+
+
+def test_environments_that_end_no_episode_are_reset_together_at_the_limit():
+    engine = LoopEngine([Countdown((900,)), Countdown((900,))], Autoreset.NEXT_STEP, can_reset_some=False)
+    batch = SyncDataCollector(VectorEnv(engine), Rule(), frames_per_batch=20, max_frames_per_traj=4).rollout()
+    assert batch["observation"][..., 0].tolist() == [[900, 899, 898, 897] * 2 + [900, 899]] * 2
+    assert engine.worlds[0].total == 10
+
+
+def test_an_environment_that_ends_no_episode_beside_others_is_an_error(monkeypatch):
+    monkeypatch.setattr("engram.collectors.vector_rollout.MOST_AHEAD", 50)
+    # the others never end at one step
+    env = only_together([(100_000,), (2,), (1, *[2] * 1000)], Autoreset.SAME_STEP)
+    made = SyncDataCollector(env, Rule(), frames_per_batch=60, max_frames_per_traj=7)
+    with pytest.raises(RuntimeError, match=r"environments \[0\] were cut after max_frames_per_traj=7"):
+        for _ in range(10):
+            made.rollout()
 
 
 def test_torchs_seed_reproduces_random_actions():
@@ -237,3 +311,72 @@ def test_an_environment_that_only_resets_by_itself_gives_what_a_gymnasium_loop_g
     for expected in reference([Countdown(w) for w in WORLDS], 4, 7):
         batch = made.rollout()
         assert_same(batch.exclude(("collector", "policy_version")), expected)
+
+
+class SteppedGym(GymEnv):
+    """Not known to be stepped as its engine is: collected through TensorDicts."""
+
+    def _step(self, td):
+        return super()._step(td)
+
+
+class Remembers(nn.Module):
+    """Two outputs: the choice, and one more entry of each step."""
+
+    def forward(self, observation):
+        return Rule()(observation), observation.sum(-1, keepdim=True)
+
+
+ways = pytest.mark.parametrize(
+    "arguments",
+    [{}, {"split_trajs": True}, {"trajs_per_batch": 3}, {"max_frames_per_traj": 2}, {"set_truncated": True}],
+    ids=lambda arguments: next(iter(arguments), "plain"),
+)
+
+
+@ways
+@pytest.mark.parametrize("policy", [Rule, Remembers], ids=["rule", "two outputs"])
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
+def test_rows_are_those_of_the_tensordict_interface(mode, policy, arguments):
+    both = []
+    for cls in (GymEnv, SteppedGym):
+        torch.manual_seed(0)
+        into = ReplayBuffer(storage=LazyTensorStorage(400))
+        given, stats = [], []
+        for buffer in (None,) if "split_trajs" in arguments else (None, into):
+            env = cls(SyncVectorEnv([lambda w=w: Countdown(w) for w in WORLDS], autoreset_mode=mode))
+            made = SyncDataCollector(env, policy(), frames_per_batch=15, replay_buffer=buffer, **arguments)
+            made.set_seed(0)
+            batches = [made.rollout() for _ in range(3)]
+            given += batches if buffer is None else [buffer[:]]
+            stats.append(made.stats._replace(steps_per_second=0, mean_steps_per_second=0))
+        both.append((given, stats))
+    assert both[0][1] == both[1][1]
+    for ours, theirs in zip(both[0][0], both[1][0], strict=True):
+        assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+        assert ours.batch_size == theirs.batch_size and bool((ours == theirs).all())
+
+
+class Discretes(gymnasium.vector.VectorEnv):
+    """Two environments whose observation is 0, 1, 2, ..., also beyond their space of three values."""
+
+    def __init__(self):
+        self.num_envs, self.metadata = 2, {"autoreset_mode": AutoresetMode.SAME_STEP}
+        self.single_observation_space = self.single_action_space = gymnasium.spaces.Discrete(3)
+        self.observation_space = self.action_space = gymnasium.spaces.MultiDiscrete([3, 3])
+
+    def reset(self, *, seed=None, options=None):
+        self.shown = 0
+        return np.zeros(2, np.int64), {}
+
+    def step(self, actions):
+        self.shown += 1
+        return np.full(2, self.shown), np.zeros(2), np.zeros(2, np.bool_), np.zeros(2, np.bool_), {}
+
+
+def test_the_rows_before_a_value_beyond_its_space_are_a_batch():
+    made = SyncDataCollector(GymEnv(Discretes()), frames_per_batch=10)
+    batch = made.rollout()
+    assert batch["next", "observation"].argmax(-1).tolist() == [[1, 2], [1, 2]]
+    with pytest.raises(ValueError, match=r"'observation' with .*3"):
+        made.rollout()

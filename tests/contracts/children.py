@@ -19,7 +19,7 @@ def alone_after_fork(seconds: int) -> None:
     torch.set_num_threads(1)
 
 
-def fork(work: Callable[[], Any], seconds: int = 60) -> int:
+def fork(work: Callable[[], Any], seconds: int = 300) -> int:
     """The pid of a forked child that runs `work`: status 0 at its end, 1 and a traceback after an error."""
     pid = os.fork()
     if pid:
@@ -38,7 +38,7 @@ def fork(work: Callable[[], Any], seconds: int = 60) -> int:
 class Child:
     """A forked child that runs `work`; at most for `seconds`."""
 
-    def __init__(self, work: Callable[[], Any], seconds: int = 60) -> None:
+    def __init__(self, work: Callable[[], Any], seconds: int = 300) -> None:
         self._read, write = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:

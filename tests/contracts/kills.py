@@ -62,7 +62,7 @@ def killed_at(line: int, work: Callable[[], Any], prepare: Callable[[], Any] = l
     return os.WIFSIGNALED(status)
 
 
-def killed_after(wait: Callable[[], Any], work: Callable[[], Any], seconds: int = 60) -> None:
+def killed_after(wait: Callable[[], Any], work: Callable[[], Any], seconds: int = 300) -> None:
     """Runs work, which does not end by itself, in a child that is killed with SIGKILL as soon as `wait` returns."""
     pid = fork(work, seconds)
     try:

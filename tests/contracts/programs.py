@@ -17,8 +17,9 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import IO, Any
 
 _DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -40,7 +41,7 @@ class Program:
         for fd in theirs[:3]:
             os.close(fd)
         status.close()
-        self.args, self.returncode = argv, None
+        self.args, self.returncode, self._waiting = argv, None, Lock()
         self.stdin, self.stdout, self.stderr = os.fdopen(pipes[0][1], "w"), _reader(pipes[1]), _reader(pipes[2])
         self.pid = self._receive()
 
@@ -54,11 +55,12 @@ class Program:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            self.returncode = os.waitstatus_to_exitcode(self._receive())
-        return self.returncode
+        with self._waiting:  # threads may ask at once
+            if self.returncode is None:
+                if not select.select([self._status], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0)
+                self.returncode = os.waitstatus_to_exitcode(self._receive())
+            return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What it wrote until its end, to its output and to its errors."""
@@ -75,14 +77,15 @@ class Program:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it is gone, and its exit status is still on the way here
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
 
 def run_program(
-    code: str, *arguments: Any, env: Mapping[str, str] | None = None, timeout: float = 120
+    code: str, *arguments: Any, env: Mapping[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Runs this code to its end."""
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +94,7 @@ def run_program(
         return finished(Program(file, *arguments, env=env), timeout)
 
 
-def finished(program: Program, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def finished(program: Program, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """What came of it; it is killed if it takes longer."""
     try:
         output, errors = program.communicate(timeout)

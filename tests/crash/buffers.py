@@ -102,7 +102,7 @@ def save(rb: Any, path: Path, style: str) -> None:
     try:
         grow(rb, 7)
     finally:
-        handle.result(60)
+        handle.result(300)
 
 
 def begun(kind: str, style: str, path: Path) -> Any:

@@ -128,7 +128,7 @@ def _held() -> tuple[Any, ...]:
     """What a process holds: its threads and open files."""
     for thread in threading.enumerate():
         if thread.name == "engram-save":
-            thread.join(10)  # `result` returns a moment before its thread ends
+            thread.join(100)  # `result` returns a moment before its thread ends
     files = sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd))
     return threading.active_count(), [f for f in files if not f.startswith("/proc")]
 

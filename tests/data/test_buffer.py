@@ -28,7 +28,7 @@ from engram.data import (
     WriterEnsemble,
 )
 from engram.testing import numbers, state_of, steps
-from engram.transforms import Compose, Transform
+from engram.transforms import Compose, ExcludeTransform, Transform
 
 STORAGES = [ListStorage, LazyTensorStorage, LazyMemmapStorage]
 TABLES = [LazyTensorStorage, LazyMemmapStorage]
@@ -172,9 +172,9 @@ def test_list_storages_keep_values_that_vary():
     assert [item["env"] for item in rb[:]] == ["a", "b"]
 
 
-def test_keys_that_are_no_strings_are_refused():
-    with pytest.raises(TypeError, match="1"):
-        ReplayBuffer(storage=LazyTensorStorage(10)).extend({1: torch.zeros(3)})
+def test_keys_that_are_no_strings_or_integers_are_refused():
+    with pytest.raises(TypeError, match=r"1\.5"):
+        ReplayBuffer(storage=LazyTensorStorage(10)).extend({1.5: torch.zeros(3)})
 
 
 def test_numbers_become_tensors():
@@ -250,7 +250,7 @@ def test_transforms_run_in_order_on_reading_and_backwards_on_writing():
     assert rb[:].tolist() == [22, 42]
     rb.append_transform(Shift(), invert=True)
     assert rb[:].tolist() == [12, 32]
-    with pytest.raises(IndexError, match="4"):
+    with pytest.raises(ValueError, match="4"):
         rb.insert_transform(9, Shift())
     with pytest.raises(TypeError, match="int"):
         rb.append_transform(3)
@@ -295,7 +295,7 @@ def test_each_way_in_and_out_goes_through_all_transforms_in_its_order(storage):
     assert names == written and given is row
     values = steps(8, 10) if storage is not ListStorage else [steps(8, 9)[0], steps(9, 10)[0]]
     generation = rb.storage.lanes.generations(torch.tensor([2, 3]))
-    names, given = noted(lambda: rb.update_if_present(torch.tensor([2, 3]), generation, values))
+    names, given = noted(lambda: rb.update_if_present(index=torch.tensor([2, 3]), generation=generation, patch=values))
     assert names == written and given is values
     for call in (rb.sample, lambda: rb[:], lambda: rb[2], lambda: rb[[1, 2]]):
         assert noted(call)[0] == read
@@ -311,7 +311,9 @@ def test_values_written_if_present_go_through_the_transforms():
     rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=Shift())
     rb.extend(torch.arange(10.0, 15.0))
     index = torch.tensor([1, 3])
-    assert rb.update_if_present(index, rb.storage.lanes.generations(index), torch.tensor([50.0, 60.0])).all()
+    assert rb.update_if_present(
+        index=index, generation=rb.writer.generations_of(index), patch=torch.tensor([50.0, 60.0])
+    ).updated.all()
     assert rb[:].tolist() == [10, 50, 12, 60, 14] and rb.storage[1] == 40
 
 
@@ -356,12 +358,43 @@ def test_indices_are_put_into_what_a_collate_function_returns():
 def test_no_batch_size_anywhere_says_where_to_give_one():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(torch.arange(5))
-    with pytest.raises(ValueError, match=r"sample\(batch_size\).*constructor"):
+    with pytest.raises(RuntimeError, match=r"batch_size not specified: .*sample\(batch_size\).*constructor"):
         rb.sample()
-    with pytest.raises(ValueError, match="constructor"):
+    with pytest.raises(RuntimeError, match=r"Batch_size was not specified.*constructor"):
         next(iter(rb))
-    with pytest.raises(ValueError, match="constructor"):
+    with pytest.raises(RuntimeError, match="constructor"):
         next(rb)
+
+
+def test_another_generator_may_be_set_at_any_time_and_is_saved():
+    rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=20, prefetch=2)
+    rb.extend(torch.arange(100))
+    rb.sample()
+    rb.set_rng(torch.Generator().manual_seed(3))
+    drawn = [rb.sample() for _ in range(3)]
+    saved = rb.state_dict()
+    rb.set_rng(torch.Generator().manual_seed(3))
+    assert all(torch.equal(rb.sample(), batch) for batch in drawn)
+    rb.load_state_dict(saved)
+    following = rb.sample()
+    rb.load_state_dict(saved)
+    assert torch.equal(rb.sample(), following)
+    rb.set_rng(None)
+    torch.manual_seed(0)
+    first = rb.sample()
+    torch.manual_seed(0)
+    rb.set_rng(None)
+    assert torch.equal(rb.sample(), first) and rb.generator is None
+
+
+def test_a_transform_that_is_assigned_is_used_by_the_next_sample():
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4, prefetch=2)
+    rb.extend(TensorDict({"a": torch.ones(5), "b": torch.ones(5)}, [5]))
+    rb.sample()
+    rb._transform = ExcludeTransform("b")
+    assert set(rb.sample(include_info=True).keys()) == {"a", "index"}
+    rb._transform = None
+    assert set(rb.sample(include_info=False).keys()) == {"a", "b", "index"}
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -431,19 +464,22 @@ def test_rows_are_updated_only_if_they_are_still_there(storage, form):
     index = torch.tensor([0, 3, 7, 9])
     generation = rb.storage.lanes.generations(index)
     rb.extend(make(torch.arange(10, 14)))
-    applied = rb.update_if_present(index, generation, make(torch.tensor([50, 51, 52, 53])))
-    assert applied.tolist() == [False, False, True, True] and applied.dtype == torch.bool
+    done = rb.update_if_present(index=index, generation=generation, patch=make(torch.tensor([50, 51, 52, 53])))
+    assert done.updated.tolist() == [False, False, True, True] and done.updated.dtype == torch.bool
+    assert (done.applied, done.stale.tolist(), done.rejected.any()) == (2, [True, True, False, False], False)
     expected = [10, 11, 12, 13, 4, 5, 6, 52, 8, 53]
     for k, n in enumerate(expected):
         assert_same(rb[k], make(torch.tensor([n]))[0] if form == "list" else make(torch.tensor(n)))
     assert rb.write_count == 14
-    assert not rb.update_if_present(index[:2], generation[:2], make(torch.tensor([1, 2]))).any()
+    assert not rb.update_if_present(
+        index=index[:2], generation=generation[:2], patch=make(torch.tensor([1, 2]))
+    ).applied
     for bad in (generation[:3], torch.full((4,), 5)):
         if len(bad) == 3:
             with pytest.raises(ValueError, match=r"4 steps.*3 generations"):
-                rb.update_if_present(index, bad, make(torch.tensor([1, 2, 3, 4])))
+                rb.update_if_present(index=index, generation=bad, patch=make(torch.tensor([1, 2, 3, 4])))
     with pytest.raises((ValueError, TypeError)):
-        rb.update_if_present(index, generation, make(torch.tensor([1, 2])))
+        rb.update_if_present(index=index, generation=generation, patch=make(torch.tensor([1, 2])))
     for k, n in enumerate(expected):
         assert_same(rb[k], make(torch.tensor([n]))[0] if form == "list" else make(torch.tensor(n)))
 
@@ -451,9 +487,10 @@ def test_rows_are_updated_only_if_they_are_still_there(storage, form):
 def test_no_slot_is_updated_by_the_generation_minus_one():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(torch.arange(3))
-    assert not rb.update_if_present(torch.tensor([5]), torch.tensor([-1]), torch.tensor([9])).any()
+    done = rb.update_if_present(index=torch.tensor([5]), generation=torch.tensor([-1]), patch=torch.tensor([9]))
+    assert not done.applied
     with pytest.raises(IndexError):
-        rb.update_if_present(torch.tensor([10]), torch.tensor([0]), torch.tensor([9]))
+        rb.update_if_present(index=torch.tensor([10]), generation=torch.tensor([0]), patch=torch.tensor([9]))
 
 
 # ---- parts ----
@@ -667,7 +704,8 @@ def test_the_constructor_takes_what_the_specification_names():
     parameters = inspect.signature(ReplayBuffer.__init__).parameters
     assert list(parameters) == [
         "self", "capacity", "storage", "sampler", "writer", "collate_fn", "pin_memory", "prefetch", "transform",
-        "batch_size", "dim_extend", "generator", "shared", "checkpointer", "track_generations",
+        "batch_size", "dim_extend", "generator", "shared", "checkpointer", "track_generations", "compilable",
+        "reuse_batches",
     ]  # fmt: skip
     assert parameters["capacity"].kind is inspect.Parameter.POSITIONAL_ONLY
 

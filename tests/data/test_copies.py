@@ -1,6 +1,7 @@
 """`copy.deepcopy` and `pickle` of buffers and storages: equal parts, equal rows, and nothing in common afterwards."""
 
 import copy
+import multiprocessing
 import pickle
 from multiprocessing.reduction import ForkingPickler
 
@@ -297,6 +298,80 @@ def test_what_is_sent_has_the_same_rows(storage):
     made = pickle.loads(bytes(ForkingPickler.dumps(rb)))
     rb.extend(rows(2, 900))
     assert plain(made[:]) == plain(rb[:])
+
+
+PRIORITIES = ("priorities", "prioritized slices")
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("alone", [False, True], ids=["in a buffer", "alone"])
+def test_priorities_stay_in_their_process(sampler, alone):
+    rb = used(STORAGES["shared"](), SAMPLERS[sampler])
+    part = rb.sampler if alone else rb
+    if sampler not in PRIORITIES:
+        assert pickle.loads(bytes(ForkingPickler.dumps(part))) is not part
+        return
+    with pytest.raises(RuntimeError, match="cannot be shared between processes"):
+        ForkingPickler.dumps(part)
+    assert len(pickle.loads(bytes(ForkingPickler.dumps(rb.storage)))) == N
+
+
+@pytest.mark.parametrize("kind", ["buffer", "writer", "child", "ensemble", "ensemble of samplers"])
+def test_what_would_drift_apart_is_not_sent(kind):
+    writer = {"child": OwnBest}.get(kind, TensorDictMaxValueWriter)(rank_key="n")
+    rb = ReplayBuffer(storage=LazyTensorStorage(10, shared=True), writer=writer, batch_size=4)
+    rb.extend(rows(30))
+    plain_one = used(STORAGES["shared"]())
+    sent = {
+        "writer": rb.writer,
+        "ensemble": ReplayBufferEnsemble(plain_one, rb),
+        "ensemble of samplers": ReplayBufferEnsemble(
+            plain_one, used(STORAGES["shared"](), lambda: PrioritizedSampler(None, 0.7, 0.5))
+        ),
+    }.get(kind, rb)
+    with pytest.raises(RuntimeError, match="cannot be shared between processes"):
+        ForkingPickler.dumps(sent)
+
+
+def test_a_process_that_would_get_a_copy_does_not_start():
+    process = multiprocessing.get_context("spawn").Process(target=print, args=(used(STORAGES["rows"]()),))
+    with pytest.raises(RuntimeError, match="Cannot share a storage of type"):
+        process.start()
+
+
+class OwnBest(TensorDictMaxValueWriter):
+    """Of a user's own."""
+
+
+# ---- states ----
+def test_a_state_has_the_batch_size_and_gives_it_back():
+    rb = used(LazyTensorStorage(N))
+    state = rb.state_dict()
+    assert state["_batch_size"] == 8
+    made = ReplayBuffer(storage=LazyTensorStorage(N), batch_size=3)
+    made.load_state_dict(state)
+    assert made.batch_size == 8 and len(made.sample()) == 8
+    made.load_state_dict({**state, "_batch_size": None})
+    assert made.batch_size == 8
+    with pytest.raises(ValueError, match="batch_size"):
+        made.load_state_dict({**state, "_batch_size": -1})
+    del state["_batch_size"]  # of an earlier version
+    made.load_state_dict(state)
+    assert made.batch_size == 8
+
+
+@ways
+@pytest.mark.parametrize("storage", ["list", "rows", "shared", "temporary"])
+def test_seams_between_writers_are_copied(way, storage):
+    rb = used(STORAGES[storage](), lambda: SliceSampler(slice_len=2, traj_key="id"))
+    rb.empty()
+    rb.extend(rows(4).set("id", torch.zeros(4, dtype=torch.int64)))
+    rb.storage.mark_seam()
+    rb.extend(rows(4).set("id", torch.zeros(4, dtype=torch.int64)))
+    made = way(rb)
+    assert made.stats().episodes == rb.stats().episodes == 2
+    starts = {int(slot) % 4 for _ in range(20) for slot in made.sample(return_info=True)[1]["index"][::2]}
+    assert starts == {0, 1, 2}  # none begins at the last step before the seam
 
 
 class Own(LazyTensorStorage):

@@ -1,17 +1,20 @@
 """ReplayBufferEnsemble and its parts."""
 
+import itertools
 import os
+import threading
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from engram import _native
+from engram import Generator, _native
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedReplayBuffer,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
@@ -22,20 +25,41 @@ from engram.data import (
     SliceSampler,
     StorageEnsemble,
     TensorDictMaxValueWriter,
+    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
     TensorStorage,
     WriterEnsemble,
 )
+from engram.data.replay_buffers import ensemble as module
 from engram.data.replay_buffers.checkpointers import StorageEnsembleCheckpointer
+from engram.envs import (
+    ClipTransform,
+    Compose,
+    DTypeCastTransform,
+    ExcludeTransform,
+    ObservationNorm,
+    RewardScaling,
+    SelectTransform,
+    SignTransform,
+    VecNorm,
+)
 from engram.errors import CheckpointError, CorruptCheckpointError, StorageError
-from engram.testing import chi_square, numbers, steps
+from engram.testing import chi_square, env_steps, numbers, steps
 
 
 def member(start, n, storage=LazyTensorStorage, cls=TensorDictReplayBuffer, **kwargs):
     rb = cls(storage=storage(20), **kwargs)
     rb.extend(steps(start, start + n))
     return rb
+
+
+def by_priority(**parts):
+    return PrioritizedReplayBuffer(0.7, 0.5, **parts)
+
+
+def tensordicts_by_priority(**parts):
+    return TensorDictPrioritizedReplayBuffer(0.7, 0.5, **parts)
 
 
 def ensemble(*members, **kwargs):
@@ -63,7 +87,7 @@ class TestSampling:
             batch, info = rb.sample(return_info=True)
             assert batch.shape == (2, 5)
             check(rb, batch, info)
-            assert torch.equal(batch["index"], info["index"]) and torch.equal(batch["buffer_ids"], info["buffer_ids"])
+            assert all(torch.equal(batch["index", key], info[key]) for key in ("index", "buffer_ids"))
             assert torch.equal(info["generation"], info["index"])
             seen |= set(info["buffer_ids"].flatten().tolist())
         assert seen == {0, 1}
@@ -73,10 +97,10 @@ class TestSampling:
         for _ in range(10):
             check(rb, *rb.sample(return_info=True))
 
-    def test_plain_buffers_add_nothing_to_the_batch(self):
+    def test_plain_buffers_add_nothing_but_the_index_to_the_batch(self):
         rb = ensemble(member(0, 10, cls=ReplayBuffer), member(1000, 15, cls=ReplayBuffer))
         batch, info = rb.sample(return_info=True)
-        assert set(batch.keys()) == set(steps(0, 1).keys())
+        assert set(batch.keys()) == {*steps(0, 1).keys(), "index"}
         check(rb, batch, info)
 
     def test_from_all_each_member_gives_its_part(self):
@@ -230,9 +254,42 @@ class TestTransformsAndCollate:
                 if cls is TensorDictReplayBuffer:
                     expected["index"] = info["index"][k]
                 expected = expected if transforms[k] is None else change(expected)
-                found = batch[k] if isinstance(batch, torch.Tensor) else batch[k].exclude("buffer_ids")
+                found = batch[k]
+                if not isinstance(batch, torch.Tensor):
+                    assert torch.equal(batch["index", "index"].reshape(*info["index"].shape, -1)[..., 0], info["index"])
+                    found, expected = found.exclude("index"), expected.exclude("index")
                 assert isinstance(found, torch.Tensor) or set(found.keys(True)) == set(expected.keys(True))
                 assert (found == expected).all()
+
+    @pytest.mark.parametrize("classes", [
+        (ReplayBuffer, ReplayBuffer), (TensorDictReplayBuffer, ReplayBuffer), (TensorDictReplayBuffer, by_priority),
+        (by_priority, tensordicts_by_priority),
+    ])  # fmt: skip
+    @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+    def test_members_of_every_class_say_index_and_member_at_the_root_of_the_batch(self, classes, storage):
+        rb = ensemble(*(member(1000 * k, 10, storage, cls=cls) for k, cls in enumerate(classes)), sample_from_all=True)
+        batch, info = rb.sample(return_info=True)
+        index = batch["index"]
+        assert isinstance(index, TensorDictBase) and index.batch_size == (2, 5)
+        for key in ("index", "buffer_ids"):
+            assert torch.equal(batch["index", key], info[key]) and index[key].dtype is torch.int64
+        assert numbers(batch) == (index["buffer_ids"] * 1000 + index["index"]).tolist()
+        batch.clone().reshape(-1).to_tensordict()
+
+    def test_members_of_several_dimensions_say_index_and_member_too(self):
+        members = [ReplayBuffer(storage=LazyTensorStorage(60, ndim=ndim)) for ndim in (2, 1)]
+        members[0].extend(env_steps(3, 0, 12))
+        members[1].extend(steps(0, 12))
+        rb = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=8)
+        batch, info = rb.sample(return_info=True)
+        for k in range(2):
+            assert torch.equal(batch["index"][k]["index"], info["index"][k])
+            assert batch["index"][k]["buffer_ids"].tolist() == [k] * 4
+
+    def test_a_common_transform_finds_the_index(self):
+        rb = ensemble(transform=lambda batch: batch.set("whose", batch["index", "buffer_ids"]))
+        batch, info = rb.sample(return_info=True)
+        assert torch.equal(batch["whose"], info["buffer_ids"])
 
     def test_a_collate_function_gets_the_members_batches(self):
         rb = ensemble(collate_fn=lambda batches: torch.cat(batches), sample_from_all=True)
@@ -310,7 +367,7 @@ class TestMembers:
             lambda: rb.extend(steps(0, 3)),
             lambda: rb.add(steps(0, 1)[0]),
             lambda: rb.__setitem__(0, steps(0, 1)[0]),
-            lambda: rb.update_if_present(torch.tensor([0]), torch.tensor([0]), steps(0, 1)),
+            lambda: rb.update_if_present(index=torch.tensor([0]), generation=torch.tensor([0]), patch=steps(0, 1)),
             lambda: rb.writer.write(rb.storage, steps(0, 1), False, 0),
             lambda: rb.storage.set(0, steps(0, 1)),
         ):
@@ -641,3 +698,238 @@ class TestReadingAtOnce:
         rb = ReplayBufferEnsemble(*rbs, batch_size=6)
         _, info = rb.sample(return_info=True)
         assert (info["generation"] >= _native.FIRST_REPLACED).any()
+
+
+class TestNativeBatches:
+    """A batch in one native call is what drawing and reading step by step gives, with the same random numbers."""
+
+    @staticmethod
+    def both_ways(rb, seed=3, rounds=5):
+        """Batches of the native call, and step by step."""
+        torch.manual_seed(seed)
+        natively = [rb.sample() for _ in range(rounds)]
+        assert rb._reader._joint[1] is not None
+        torch.manual_seed(seed)
+        return zip(natively, [rb.sample(return_info=True) for _ in range(rounds)], strict=True)
+
+    @pytest.mark.parametrize("transform", [None, RewardScaling(1.0, 2.0), SelectTransform("obs")], ids=repr)
+    @pytest.mark.parametrize("cls", [TensorDictReplayBuffer, ReplayBuffer, by_priority, tensordicts_by_priority])
+    def test_it_is_what_reading_step_by_step_gives(self, cls, transform):
+        rb = ReplayBufferEnsemble(
+            *(member(100 * k, 9 + k, cls=cls, transform=transform) for k in range(3)), batch_size=12, p=[1, 2, 3]
+        )
+        for batch, (expected, info) in self.both_ways(rb):
+            assert list(batch.keys(True)) == list(expected.keys(True)) and (batch == expected).all()
+            assert batch.batch_size == (3, 4) and batch.device == expected.device
+            assert {batch[key].dtype for key in batch.keys(True, True)} == {
+                expected[key].dtype for key in expected.keys(True, True)
+            }
+            assert torch.equal(batch["index", "index"], info["index"]) and not batch.is_locked
+            assert torch.equal(batch["index", "buffer_ids"], info["buffer_ids"])
+            assert batch["index"].batch_size == expected["index"].batch_size
+
+    @pytest.mark.parametrize("form", [lambda td: td.to_dict(), lambda td: td["obs"]], ids=["dicts", "tensors"])
+    def test_dicts_and_tensors_too(self, form):
+        rbs = [ReplayBuffer(storage=LazyTensorStorage(20)) for _ in range(2)]
+        for k, one in enumerate(rbs):
+            one.extend(form(steps(100 * k, 100 * k + 12)))
+        for batch, (expected, _) in self.both_ways(ReplayBufferEnsemble(*rbs, batch_size=8, sample_from_all=True)):
+            pairs = [(batch, expected)] if isinstance(batch, torch.Tensor) else [
+                (batch["obs"], expected["obs"]), (batch["index"]["index"], expected["index"]["index"]),
+                (batch["index"]["buffer_ids"], expected["index"]["buffer_ids"]),
+            ]  # fmt: skip
+            assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+    def test_an_own_generator_draws_the_same(self):
+        def batches(info):
+            rb = ensemble(generator=Generator(4))
+            return [rb.sample(return_info=True)[0] if info else rb.sample() for _ in range(5)]
+
+        assert all((a == b).all() for a, b in zip(batches(False), batches(True), strict=True))
+
+    def test_iterating_uses_it_too(self, monkeypatch):
+        rb = ensemble()
+        monkeypatch.setattr(rb._reader, "read", None)
+        for batch, _ in zip(rb, range(3), strict=False):
+            check(rb, batch, {"index": batch["index", "index"], "buffer_ids": batch["index", "buffer_ids"]})
+
+    def test_members_that_change_later_are_read_as_they_are_then(self):
+        a, b = member(0, 12), TensorDictReplayBuffer(storage=LazyTensorStorage(20))
+        rb = ReplayBufferEnsemble(a, b, batch_size=8, sample_from_all=True)
+        b.extend(steps(100, 112))
+        assert rb.sample()[1]["n"].min() >= 100 and rb._reader._joint[1] is not None
+        b.empty()
+        b.extend(steps(200, 212))
+        assert rb.sample()[1]["n"].min() >= 200
+
+    @pytest.mark.parametrize("other", ["keys", "list", "slices", "epochs", "empty"])
+    def test_other_members_are_read_step_by_step(self, other):
+        made = {
+            "keys": lambda: TensorDictReplayBuffer(storage=LazyTensorStorage(20)),
+            "list": lambda: member(0, 12, ListStorage),
+            "slices": lambda: member(0, 12, sampler=SliceSampler(slice_len=2, traj_key="traj")),
+            "epochs": lambda: member(0, 12, sampler=SamplerWithoutReplacement()),
+            "empty": lambda: TensorDictReplayBuffer(storage=LazyTensorStorage(20)),
+        }[other]()
+        if other == "keys":
+            made.extend(steps(0, 12).exclude("obs"))
+        rb = ReplayBufferEnsemble(member(0, 12), made, batch_size=8, sample_from_all=True)
+        if other == "empty":
+            with pytest.raises(RuntimeError):
+                rb.sample()
+        elif other != "slices":
+            assert rb.sample().shape == (2, 4)
+        assert rb._reader._joint_maker() is None
+
+    def test_rows_that_are_overwritten_meanwhile_are_never_in_a_batch(self):
+        rbs = [ReplayBuffer(storage=LazyTensorStorage(6)) for _ in range(2)]
+        for one in rbs:
+            one.extend(torch.zeros(6, 20_000, dtype=torch.int64))
+        rb, stop = ReplayBufferEnsemble(*rbs, batch_size=8), threading.Event()
+
+        def write():
+            for number in itertools.count(1):
+                if stop.is_set():
+                    return
+                rbs[number % 2].add(torch.full((20_000,), number))
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            for _ in range(60):
+                batch = rb.sample()
+                assert (batch == batch[..., :1]).all()
+        finally:
+            stop.set()
+            writer.join()
+
+    def test_what_does_not_fit_together_is_refused(self):
+        rb = ensemble()
+        rb.sample()
+        sources, draws = rb._reader._joint[0], rb._reader._row_draws
+        samplers = [reader.sampler for reader in rb._reader.readers]
+        with pytest.raises(ValueError, match="for each member"):
+            _native.JointBatchMaker(rb._reader.sampler, draws[:1], samplers, sources, True)
+        with pytest.raises(TypeError, match="None"):
+            _native.JointBatchMaker(rb._reader.sampler, [None] * len(draws), samplers, sources, True)
+
+
+class TestTransformsOfAllMembers:
+    """What is known to act on each row by itself runs once, on the rows of all members; the result is the same."""
+
+    CHANGES = (
+        RewardScaling(1.0, 2.0),
+        ObservationNorm(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 2.0, 7.0]), in_keys=["obs"]),
+        Compose(ClipTransform(["obs"], low=0.0, high=9.0), SignTransform([("next", "reward")], ["sign"])),
+        DTypeCastTransform(torch.float32, torch.float64),
+        Compose(SelectTransform("obs", ("next", "small")), ExcludeTransform(("next", "small"))),
+        ExcludeTransform("index", "next"),
+        DTypeCastTransform(torch.int64, torch.int32),
+        ExcludeTransform("obs", ("next", "small")),
+    )
+
+    @pytest.mark.parametrize("cls", [TensorDictReplayBuffer, ReplayBuffer])
+    @pytest.mark.parametrize("transform", CHANGES, ids=repr)
+    def test_they_give_what_each_member_would(self, transform, cls, monkeypatch):
+        rb = ReplayBufferEnsemble(*(member(100 * k, 12, cls=cls, transform=transform) for k in range(3)), batch_size=12)
+        torch.manual_seed(2)
+        together, info = rb.sample(return_info=True)
+        monkeypatch.setattr(module, "_joint_transform", lambda readers: None)
+        torch.manual_seed(2)
+        one_by_one, expected_info = rb.sample(return_info=True)
+        assert torch.equal(info["index"], expected_info["index"])
+        assert set(together.keys(True, True)) == set(one_by_one.keys(True, True))
+        assert together.batch_size == (3, 4) and (together == one_by_one).all()
+        for key in one_by_one.keys(True, True):
+            assert together[key].dtype is one_by_one[key].dtype, key
+
+    @pytest.mark.parametrize(
+        ("transform", "calls"),
+        [
+            (RewardScaling(1.0, 2.0), 1),
+            (ClipTransform(["obs"], low=0.0), 1),
+            (RewardScaling(torch.ones(4, 1), 2.0), 2),  # a value for each place in a member's batch
+            (ObservationNorm(torch.zeros(4, 3), 1.0, in_keys=["obs"]), 2),
+            (VecNorm(in_keys=["obs"]), 2),
+            (Compose(RewardScaling(1.0, 2.0), lambda batch: batch), 2),
+        ],
+        ids=repr,
+    )
+    def test_only_what_acts_by_row_sees_the_rows_of_all(self, transform, calls):
+        rb = ReplayBufferEnsemble(*(member(100 * k, 12, transform=transform) for k in range(2)), batch_size=8)
+        seen = []
+        forward = transform.forward
+        transform.forward = lambda batch: seen.append(batch.batch_size) or forward(batch)
+        batch = rb.sample()
+        assert batch.batch_size == (2, 4) and seen == ([(2, 4)] if calls == 1 else [(4,), (4,)])
+
+    def test_a_class_of_the_users_own_sees_each_member(self):
+        class Ranks(RewardScaling):
+            def _apply_transform(self, value):
+                return value.argsort(0).argsort(0).to(value.dtype)
+
+        own = Ranks(0.0, 1.0)
+        rb = ReplayBufferEnsemble(*(member(100 * k, 12, transform=own) for k in range(2)), batch_size=8)
+        assert rb.sample()["next", "reward"].max() == 3
+
+    def test_transforms_of_each_members_own_see_each_member(self):
+        rb = ReplayBufferEnsemble(*(member(0, 12, transform=RewardScaling(k, 1.0)) for k in (1.0, 2.0)), batch_size=8)
+        batch, info = rb.sample(return_info=True)
+        reward = steps(0, 12)["next", "reward"]
+        for k in range(2):
+            assert torch.equal(batch[k]["next", "reward"], reward[info["index"][k]] + info["buffer_ids"][k, 0] + 1)
+
+    @pytest.mark.parametrize(
+        ("make", "is_same"),
+        [
+            (lambda k: RewardScaling(1.0, 2.0), True),
+            (lambda k: Compose(ClipTransform(["obs"], low=0.0, high=9.0), SignTransform([("next", "reward")])), True),
+            (lambda k: SelectTransform("obs", ("next", "reward")), True),
+            (lambda k: DTypeCastTransform(torch.float32, torch.float64), True),
+            (lambda k: RewardScaling(1.0, 2.0 + k), False),
+            (lambda k: RewardScaling(-0.0 if k else 0.0, 2.0), False),
+            (lambda k: RewardScaling(torch.tensor(0.0, dtype=(torch.float32, torch.float64)[k]), 2.0), False),
+            (lambda k: (ClipTransform, SignTransform)[k](["obs"], **({} if k else {"low": 0.0})), False),
+            (lambda k: ClipTransform([("obs", ("next", "small"))[k]], low=0.0), False),
+            (lambda k: ObservationNorm(0.0, 1.0, in_keys=["obs"]), False),  # its statistics may be computed later
+            (lambda k: VecNorm(in_keys=["obs"]), False),
+            (lambda k: lambda batch: batch, False),
+        ],
+    )
+    def test_equal_transforms_of_each_member_run_once(self, make, is_same):
+        rb = ReplayBufferEnsemble(*(member(100 * k, 12, transform=make(k)) for k in range(2)), batch_size=8)
+        joint = module._joint_transform(rb._reader.readers)
+        assert (joint is not None) is is_same
+
+    def test_equal_transforms_are_looked_at_for_each_batch(self):
+        first, second = RewardScaling(1.0, 2.0), RewardScaling(1.0, 2.0)
+        rb = ReplayBufferEnsemble(member(0, 12, transform=first), member(0, 12, transform=second), batch_size=8)
+        assert second.does_the_same(first) and module._joint_transform(rb._reader.readers) is not None
+        second.scale.mul_(3)
+        assert module._joint_transform(rb._reader.readers) is None
+        first.scale.mul_(3)
+        assert module._joint_transform(rb._reader.readers) is not None
+        second.forward = lambda batch: batch
+        assert module._joint_transform(rb._reader.readers) is None
+
+    def test_priorities_generations_and_draws_of_one_member_twice_stay(self):
+        scaling = RewardScaling(1.0, 2.0)
+        rbs = [
+            TensorDictPrioritizedReplayBuffer(
+                alpha=0.7, beta=0.5, storage=LazyTensorStorage(20), transform=scaling, track_generations=True
+            )
+            for _ in range(2)
+        ]
+        for k, rb in enumerate(rbs):
+            rb.extend(steps(100 * k, 100 * k + 12))
+        both = ReplayBufferEnsemble(*rbs, batch_size=8, num_buffer_sampled=4)
+        batch, info = both.sample(return_info=True)
+        rows = torch.stack(
+            [
+                rbs[i].storage[at]["next", "reward"]
+                for i, at in zip(info["buffer_ids"][:, 0], info["index"], strict=True)
+            ]
+        )
+        assert torch.equal(batch["next", "reward"], rows * 2 + 1)
+        assert torch.equal(batch["generation"], info["generation"]) and batch["priority_weight"].shape == (4, 2)
+        assert torch.equal(batch["priority_weight"], info["priority_weight"])

@@ -1,6 +1,7 @@
 """A load that fails, wherever it does, leaves the buffer as it was."""
 
 import itertools
+import tracemalloc
 
 import pytest
 import torch
@@ -176,11 +177,14 @@ def failing_at(nth, fn=lambda x: x):
     return hook
 
 
-@pytest.fixture(params=[1 << 28, 100], ids=["in memory", "in a file"])
+@pytest.fixture(params=[(1 << 28, 1 << 25), (1 << 28, 100), (100, 100)], ids=["in memory", "in a file", "too many"])
 def small_chunks(request, monkeypatch):
     """Several blocks in a checkpoint, and what is kept aside in memory or on disk."""
+    most, in_memory = request.param
     monkeypatch.setattr(rows, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(tensor, "_STAGED_BYTES", request.param)
+    monkeypatch.setattr(tensor, "_COPY_BLOCK_BYTES", 100)
+    monkeypatch.setattr(tensor, "_STAGED_BYTES", most)
+    monkeypatch.setattr(tensor, "_IN_MEMORY_BYTES", in_memory)
 
 
 # ---- load hooks ----
@@ -224,21 +228,71 @@ def test_a_load_hook_may_look_at_the_buffer(small_chunks, tmp_path):
     assert seen and all(found == (30, list(range(30))) for found in seen)
 
 
+def full(*args):
+    raise OSError(28, "No space left on device")
+
+
 def test_no_room_for_what_hooks_make_is_an_error_that_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(tensor, "_STAGED_BYTES", 10)
+    monkeypatch.setattr(tensor, "_IN_MEMORY_BYTES", 10)
     path = saved(lambda: buffer(tmp_path), tmp_path)
     rb = used(buffer(tmp_path), (0, 30))
     rb.register_load_hook(lambda rows: rows)
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
     before = observed(rb)
     monkeypatch.setattr(tensor.os, "pwrite", full)
     with pytest.raises(CheckpointError, match=r"TMPDIR.*empty\(\)"):
         rb.loads(path)
     monkeypatch.undo()
     assert same(before, observed(rb))
+
+
+def test_without_room_in_a_file_rows_are_kept_aside_in_memory(small_files, monkeypatch, tmp_path):
+    path = saved(lambda: buffer(tmp_path), tmp_path)
+    rb, twin = (used(buffer(tmp_path), (0, 55)) for _ in range(2))
+    monkeypatch.setattr(tensor.os, "pwrite", full)
+    rb.register_load_hook(failing_at(0))
+    fails(rb, lambda: rb.loads(path))
+    rb.loads(path)
+    monkeypatch.undo()
+    twin.loads(path)
+    assert same(observed(rb), observed(twin))
+
+
+# ---- in a temporary file ----
+@pytest.fixture
+def small_files(monkeypatch):
+    """Of more than a few rows what is kept aside is in a temporary file."""
+    monkeypatch.setattr(tensor, "_IN_MEMORY_BYTES", 100)
+    monkeypatch.setattr(tensor, "_COPY_BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 1 << 12)
+
+
+@pytest.mark.parametrize("storage", ["memory", "mapped", "shared"])
+def test_rows_that_a_failed_load_has_overwritten_come_back_from_the_file(storage, small_files, monkeypatch, tmp_path):
+    path = saved(lambda: buffer(tmp_path, storage, **own("follow")), tmp_path)
+    rb = used(buffer(tmp_path, storage, **own("follow")), (0, 55))
+    before = observed(rb)
+    with monkeypatch.context() as patched:
+        patched.setattr(Following, "refuses", True)
+        with pytest.raises(RefusedError):
+            rb.loads(path)
+    assert same(before, observed(rb))
+
+
+@pytest.mark.parametrize("make", CHECKPOINTERS, ids=lambda c: c.__name__)
+def test_a_load_needs_little_memory_beside_the_rows(make, small_files, tmp_path):
+    n = 40_000
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(n, checkpointer=make()), batch_size=4)
+    rb.extend(steps(0, n))
+    rb.dumps(tmp_path)
+    nbytes = rb.storage.nbytes
+    tracemalloc.start()
+    try:
+        rb.loads(tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < nbytes, f"{peak:,} bytes to load {nbytes:,}"
 
 
 # ---- parts of a user's own ----

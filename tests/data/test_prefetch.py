@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from contracts.children import Child
 from contracts.programs import run_program
 from engram.data import LazyTensorStorage, ListStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
+from engram.data.replay_buffers import prefetch
 
 SAMPLERS = [RandomSampler, SamplerWithoutReplacement]
 STORAGES = [ListStorage, LazyTensorStorage]
@@ -37,11 +39,12 @@ def test_the_batches_are_those_without_it(sampler, storage, depth):
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
 def test_a_batch_that_got_no_memory_is_drawn_again(depth):
-    calls = []
+    plain, failed = make(0), []
+    third = [plain.sample().tolist() for _ in range(3)][-1]
 
-    def short_of_memory(batch):
-        calls.append(batch)
-        if len(calls) == 3:
+    def short_of_memory(batch):  # in any order, by several threads
+        if batch.tolist() == third and not failed:
+            failed.append(True)
             raise MemoryError
         return batch
 
@@ -69,7 +72,7 @@ def test_no_batch_is_lost_or_repeated_without_replacement():
         lambda rb: rb.__setitem__(0, torch.tensor(0)),
         lambda rb: rb.append_transform(lambda x: x),
         lambda rb: rb.load_state_dict(rb.state_dict()),
-        lambda rb: rb.update_if_present(torch.tensor([0]), torch.tensor([0]), torch.tensor([0])),
+        lambda rb: rb.update_if_present(index=torch.tensor([0]), generation=torch.tensor([0]), patch=torch.tensor([0])),
         lambda rb: rb.set_writer(rb.writer),
     ],
     ids=["rb[i]=", "transform", "loads", "update_if_present", "set_writer"],
@@ -174,20 +177,22 @@ def test_a_batch_that_a_writer_overtook_is_drawn_again_and_nobody_waits_for_ever
         read, torn = storage.read, []
 
         def read_torn(slots, *args, _read=read, _torn=torn, **kwargs):
-            batch, gone, absent, generation = _read(slots, *args, **kwargs)
+            rows = _read(slots, *args, **kwargs)
             if len(_torn) < 9:
                 _torn.append(1)
-                return batch, [0, 3], absent, generation
-            return batch, gone, absent, generation
+                return rows._replace(overwritten=[0, 3])
+            return rows
 
         monkeypatch.setattr(storage, "read", read_torn)
         done = []
         thread = threading.Thread(
-            target=lambda rb=rb, done=done: done.extend(rb.sample().tolist() for _ in range(5)), daemon=True
+            target=lambda rb=rb, done=done: done.extend(rb.sample(return_info=True)[0].tolist() for _ in range(5)),
+            daemon=True,
         )
         thread.start()
-        thread.join(20)
+        thread.join(120)
         assert len(done) == 5, "the caller and its thread wait for each other"
+        assert len(torn) == 9, "the batches were read otherwise"
 
 
 def test_threads_that_share_a_buffer_get_each_batch_once():
@@ -239,12 +244,13 @@ def test_a_forked_child_goes_on_with_the_same_batches():
     rb = make(4)
     for _ in range(3):
         rb.sample()
-    child = Child(lambda: [rb.sample().tolist() for _ in range(4)], seconds=30)
+    child = Child(lambda: [rb.sample().tolist() for _ in range(4)])
     assert child.result() == [rb.sample().tolist() for _ in range(4)]
 
 
+@pytest.mark.parametrize("forks", [5, pytest.param(25, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("depth", [0, 3])
-def test_a_child_forked_while_threads_sample_and_write_can_use_the_buffer(depth):
+def test_a_child_forked_while_threads_sample_and_write_can_use_the_buffer(depth, forks):
     rb = make(depth, RandomSampler, n=1000)
     stop = threading.Event()
 
@@ -257,7 +263,7 @@ def test_a_child_forked_while_threads_sample_and_write_can_use_the_buffer(depth)
     for t in threads:
         t.start()
     try:
-        for _ in range(25):
+        for _ in range(forks):
 
             def work():
                 rb.extend(torch.arange(5))
@@ -266,7 +272,7 @@ def test_a_child_forked_while_threads_sample_and_write_can_use_the_buffer(depth)
                 rb.empty()
                 return len(rb)
 
-            assert Child(work, seconds=20).result() == 0, "it must not wait for a lock that a thread of its parent held"
+            assert Child(work).result() == 0, "it must not wait for a lock that a thread of its parent held"
     finally:
         stop.set()
         for t in threads:
@@ -282,8 +288,85 @@ def test_threads_end_with_their_buffer():
     del rb
     gc.collect()
     for thread in mine:
-        thread.join(timeout=10)
+        thread.join(timeout=120)
     assert not any(thread.is_alive() for thread in mine)
+
+
+def threads_of(rb, samples, threads_before):
+    for _ in range(samples):
+        rb.sample()
+    return set(threading.enumerate()) - threads_before
+
+
+def test_no_thread_prepares_what_takes_less_than_handing_it_over(monkeypatch):
+    monkeypatch.setattr(prefetch, "PAYS_FROM_S", 10.0)
+    assert not threads_of(make(2), 30, set(threading.enumerate()))
+
+
+def test_threads_begin_where_batches_become_slow_and_end_where_they_become_quick(monkeypatch):
+    monkeypatch.setattr(prefetch, "PAYS_FROM_S", 0.02)
+    pause, by_caller = threading.Event(), []
+
+    def slow(batch):
+        by_caller.append(threading.current_thread() is threading.main_thread())
+        if pause.is_set():
+            time.sleep(0.03)
+        return batch
+
+    rb, other = make(2, transform=slow), make(0)
+    seen = [rb.sample().tolist() for _ in range(10)]
+    assert all(by_caller)
+    pause.set()
+    seen += [rb.sample().tolist() for _ in range(20)]
+    assert not any(by_caller[-5:])
+    pause.clear()
+    seen += [rb.sample().tolist() for _ in range(200)]
+    assert all(by_caller[-5:])
+    assert seen == [other.sample().tolist() for _ in seen], "whoever prepares them, the batches are the same"
+
+
+def test_threads_rest_where_who_waits_for_them_waits_longer_than_without_them(monkeypatch):
+    for name, value in (("PAYS_FROM_S", 0.001), ("_COMPARED", 4), ("_PAUSE", 10)):
+        monkeypatch.setattr(prefetch, name, value)
+    by_caller = []
+
+    def slow_in_threads(batch):
+        by_caller.append(threading.current_thread() is threading.main_thread())
+        time.sleep(0.002 if by_caller[-1] else 0.05)
+        return batch
+
+    rb, other = make(1, transform=slow_in_threads), make(0)
+    seen = [rb.sample().tolist() for _ in range(8 + 6 + 10)]
+    assert all(by_caller[:8]) and not any(by_caller[8:12]) and all(by_caller[-8:])
+    seen += [rb.sample().tolist() for _ in range(10)]
+    assert not by_caller[-1], "after the rest they are tried again"
+    assert seen == [other.sample().tolist() for _ in seen], "whoever prepares them, the batches are the same"
+
+
+def test_a_thread_of_pythons_must_save_more_than_one_that_never_takes_the_gil(monkeypatch):
+    monkeypatch.setattr(prefetch, "PAYS_FROM_S", 1e-9)
+    monkeypatch.setattr(prefetch, "PYTHON_PAYS_FROM_S", 10.0)
+    before = set(threading.enumerate())
+    assert not threads_of(make(2, transform=lambda batch: batch), 30, before)
+    rb = make(2)
+    for _ in range(10):
+        rb.sample()
+    assert rb._prefetcher._queue, "its rows are copied by native threads"
+
+
+def test_an_epoch_is_whole_whoever_prepares_its_batches(monkeypatch):
+    monkeypatch.setattr(prefetch, "PAYS_FROM_S", 0.001)
+    calls = []
+
+    def now_and_then_slow(batch):
+        calls.append(1)
+        if len(calls) // 20 % 2:
+            time.sleep(0.002)
+        return batch
+
+    rb = make(3, transform=now_and_then_slow)
+    for _ in range(30):
+        assert sorted(n for batch in rb for n in batch.tolist()) == list(range(50))
 
 
 @pytest.mark.deep
@@ -299,5 +382,5 @@ def test_the_interpreter_exits_while_batches_are_prepared(end):
             rb.sample()
         {end}
     """
-    done = run_program(code, timeout=60)
+    done = run_program(code, timeout=300)
     assert done.returncode == 0 and not done.stderr, done.stderr

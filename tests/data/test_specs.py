@@ -404,3 +404,70 @@ def test_numbers_without_bounds_have_the_box_of_their_dtype(dtype, shape):
     assume(0 not in shape)
     space = space_from_spec(Unbounded(shape, dtype=dtype))
     assert space.shape == shape and Unbounded(shape, dtype=dtype).is_in(torch.from_numpy(np.asarray(space.sample())))
+
+
+# ---- hashes, spaces, choices ----
+@every_spec
+def test_equal_specs_have_equal_hashes(spec):
+    composite = Composite(a=spec)
+    assert hash(spec) == hash(spec.clone()) and hash(composite) == hash(composite.clone())
+    before = hash(composite)
+    composite["b"] = Unbounded(2)
+    assert hash(composite) == before  # it stays the key that it was
+    assert {spec: 1}[spec.clone()] == 1
+
+
+@every_spec
+def test_the_space_of_a_spec_bounds_its_draws(spec):
+    space, draw = spec.space, spec.rand((20,))
+    if isinstance(spec, Unbounded | Bounded):
+        assert space.low.shape == space.high.shape == spec.shape and space.low.dtype == spec.dtype
+        assert bool(((draw.double() >= space.low.double()) & (draw.double() <= space.high.double())).all())
+        assert spec.cardinality() == float("inf")
+    elif isinstance(spec, MultiCategorical | MultiOneHot):
+        assert [box.n for box in space] == list(spec.nvec) == [box.n for box in space.boxes]
+        assert spec.cardinality() == int(np.prod(spec.nvec))
+    else:
+        assert space.n == spec.cardinality() == spec.n
+
+
+def test_a_composite_counts_the_choices_of_all():
+    assert Composite(a=OneHot(3), b=Composite(c=Categorical(2)), d=None).cardinality() == 6
+
+
+@every_spec
+def test_zeros_and_ones_have_two_names(spec):
+    assert torch.equal(spec.zeros((2,)), spec.zero((2,))) and torch.equal(spec.ones(), spec.one())
+    assert spec.contains(spec.rand()) and spec.cpu().device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("spec", "choice"),
+    [(Categorical(3), torch.tensor([2, 0])), (MultiCategorical([2, 3]), torch.tensor([[1, 2], [0, 0]]))],
+)
+def test_choices_go_to_vectors_and_back(spec, choice):
+    vectors = spec.to_one_hot(choice)
+    assert spec.to_one_hot_spec().is_in(vectors)
+    assert torch.equal(spec.to_one_hot_spec().to_categorical(vectors), choice)
+    with pytest.raises(ValueError, match="does not lie in the spec"):
+        spec.to_one_hot(choice + 1)
+    with pytest.raises(ValueError, match="does not lie in the spec"):
+        spec.to_one_hot_spec().to_categorical(torch.ones_like(vectors))
+    assert spec.to_one_hot_spec().to_categorical(torch.ones_like(vectors), safe=False).sum() == 0
+
+
+def test_shapes_may_be_numbers_and_a_composite_has_a_batch_size():
+    assert Unbounded(3).shape == Bounded(0, 1, 3).shape == Categorical(2, 3).shape == OneHot(3, 3).shape == (3,)
+    composite = Composite({"a": Unbounded((4, 3))}, batch_size=4)
+    assert composite.shape == composite.batch_size == (4,)
+    with pytest.raises(TypeError, match="shape and batch_size are the same"):
+        Composite(shape=(4,), batch_size=(4,))
+
+
+def test_an_entry_without_a_spec_allows_any_value():
+    composite = Composite(a=Unbounded(2), b=None)
+    assert "b" in composite and composite["b"] is None and list(composite.leaves()) == ["a"]
+    assert composite.keys() == ["a", "b"] and set(composite.rand().keys()) == {"a"}
+    assert composite.is_in(composite.zero().set("b", torch.ones(9)))
+    for changed in (composite.clone(), composite.expand(3)[0], composite.to(torch.float32)):
+        assert changed == composite

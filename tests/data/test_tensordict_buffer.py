@@ -39,10 +39,9 @@ def test_samples_carry_generations_on_request(storage, prefetch):
     for _ in range(5):
         batch, info = rb.sample(return_info=True)
         assert batch["generation"].tolist() == numbers(batch) == info["generation"].tolist()
-    applied = rb.update_if_present(
-        batch["index"].unique(), batch["generation"].unique() * 0 - 1, steps(0, 6)[: len(batch["index"].unique())]
-    )
-    assert not applied.any()
+    index = batch["index"].unique()
+    done = rb.update_if_present(index=index, generation=index * 0 - 1, patch=steps(0, 6)[: len(index)])
+    assert not done.applied and done.stale.all()
 
 
 def test_its_writer_stores_the_index_too(storage):

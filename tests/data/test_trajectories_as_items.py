@@ -42,7 +42,8 @@ def check(batch, shape):
         assert value.shape[: batch.ndim] == batch.batch_size
     batch.clone().reshape(-1)
     if "index" in batch.keys():
-        assert torch.equal(batch["n"] // 100, batch["index"])
+        index = batch["index"]
+        assert torch.equal(batch["n"] // 100, index if isinstance(index, torch.Tensor) else index["index"])
 
 
 @pytest.mark.parametrize("writer", [RoundRobinWriter, TensorDictRoundRobinWriter])
@@ -151,10 +152,10 @@ def test_ensembles_of_items(storage):
     rb = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=4)
     batch = rb.sample()
     check(batch, [2, 2, 4])
-    assert batch["priority_weight"].shape == batch["buffer_ids"].shape == (2, 2, 4)
-    rb.update_tensordict_priority(batch.set("td_error", batch["index"] + torch.tensor([0.0, 1.0, 2.0, 3.0])))
+    assert batch["priority_weight"].shape == batch["index", "buffer_ids"].shape == (2, 2, 4)
+    rb.update_tensordict_priority(batch.set("td_error", batch["index", "index"] + torch.tensor([0.0, 1.0, 2.0, 3.0])))
     for k, member in enumerate(members):
-        drawn = set(batch["index"][k, :, 0].tolist())
+        drawn = set(batch["index", "index"][k, :, 0].tolist())
         now = member.sampler.priorities(torch.arange(3), storage=member.storage).tolist()
         assert now == [i + 3.0 if i in drawn else 1.0 for i in range(3)]
 

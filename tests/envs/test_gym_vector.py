@@ -28,7 +28,13 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 LOCAL = ("async", {"shared_memory": False})
 every_kind = pytest.mark.parametrize(
     ("kind", "options", "mode"),
-    [(*kind, mode) for kind in KINDS for mode in MODES] + [(*LOCAL, mode) for mode in MODES[1:]],
+    [
+        # Those in processes take long to start: each setting and each mode once.
+        pytest.param(*kind, mode, marks=pytest.mark.deep if kind[0] == "async" and k != m else ())
+        for k, kind in enumerate([("sync", {}), *KINDS[2:], LOCAL, KINDS[1]])
+        for m, mode in enumerate(MODES, 1)
+        if kind is not LOCAL or mode in MODES[1:]
+    ],
 )
 
 
@@ -265,11 +271,27 @@ def test_callers_may_cut_episodes_of_gymnasiums_own_vector_environments(kind, mo
     env.close()
 
 
-def test_an_environment_that_cannot_be_reset_alone_says_so():
-    env = GymEnv(Native(2, lengths=(9,)))
-    td = step_mdp(env.rand_step(env.reset()))
+def test_an_engine_that_cannot_reset_one_environment_alone_says_so():
+    engine = GymEnv(Native(2, lengths=(9,))).vector_engine()
+    engine.reset()
     with pytest.raises(ValueError, match=r"environments \[1\] of .* cannot be reset alone"):
-        env.reset(td.set("_reset", torch.tensor([[False], [True]])))
+        engine.reset(np.array([False, True]))
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_an_environment_that_cannot_be_reset_alone_is_marked_until_its_episode_is_over(mode):
+    env = GymEnv(Native(2, mode, lengths=(4, 6)))
+    env.gym_env.worlds[0].lengths = (9,)
+    env.set_seed(0)
+    td = step_mdp(env.step(countdown_policy(env.reset())))
+    td = env.reset(td.set("_reset", torch.tensor([[False], [True]]))).exclude("_reset")
+    shown = [(td["_idle"].squeeze(-1).tolist(), td["observation"][:, 0].tolist())]
+    while td["_idle"].any():
+        stepped, td = env.step_and_maybe_reset(countdown_policy(td))
+        assert stepped["next", "reward"][1] == 0 and stepped["next", "truncated"].squeeze(-1).tolist() == [False, True]
+        shown.append((td["_idle"].squeeze(-1).tolist(), td["observation"][:, 0].tolist()))
+    assert shown[0] == ([False, True], [8, 3]) and shown[-1][1] == [4 if mode is AutoresetMode.NEXT_STEP else 5, 6]
+    assert td["_idle"].sum() == 0 and not td["done"].any()
 
 
 def test_a_full_reset_in_the_middle_starts_all_anew():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram.data import LazyMemmapStorage, TensorDictReplayBuffer
+from engram.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -37,6 +37,44 @@ class TestDemo:
         done = run_demo("--run-dir", str(tmp_path))
         assert done.returncode == 2 and "--run-dir" in done.stderr
         assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+class TestReturns:
+    """What the demo learns from: slices that are drawn from rows as they were collected."""
+
+    GAMMA, SCALE, STEPS = 0.9, 0.1, 3
+
+    @pytest.fixture(autouse=True)
+    def _examples_on_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def test_each_row_has_the_return_of_its_definition(self) -> None:
+        """Also at the end of an episode that fell, of one whose time was up, of one that was killed, and the newest."""
+        from dqn_cartpole import make_sampler
+        from support.dqn import returns
+
+        episode = torch.tensor([0] * 4 + [1] * 5 + [2] * 2 + [3] * 6)
+        reward, value = torch.arange(1.0, 18.0), torch.arange(100.0, 117.0)
+        terminated, truncated = torch.zeros(17, 1, dtype=torch.bool), torch.zeros(17, 1, dtype=torch.bool)
+        terminated[3] = truncated[8] = True
+        following = {
+            "reward": reward.unsqueeze(-1), "terminated": terminated, "truncated": truncated,
+            "done": terminated | truncated,
+        }  # fmt: skip
+        buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(30), sampler=make_sampler(self.STEPS), batch_size=500 * self.STEPS
+        )
+        buffer.extend(TensorDict({"collector": {"traj_ids": episode}, "next": following}, [17]))
+        slices = buffer.sample().reshape(-1, self.STEPS)
+        rows = slices["index"]
+        goals = returns(slices, value[rows[:, -1]], self.GAMMA, self.SCALE)
+        for first, goal in zip(rows[:, 0].tolist(), goals.tolist(), strict=True):
+            inside = [t for t in range(first, min(first + self.STEPS, 17)) if episode[t] == episode[first]]
+            expected = sum(self.SCALE * reward[t] * self.GAMMA**k for k, t in enumerate(inside))
+            if not terminated[inside[-1]]:
+                expected += self.GAMMA ** len(inside) * value[inside[-1]]
+            assert goal == pytest.approx(float(expected), rel=1e-5)
+        assert set(rows[:, 0].tolist()) == set(range(17))
 
 
 class TestLedger:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from contracts.programs import Program, finished
 
@@ -127,7 +128,7 @@ class TestDrqn:
     def test_it_learns_from_sequences(self, tmp_path: Path) -> None:
         said = summary_of("drqn_slices", cwd=tmp_path)
         assert (said["frames"], said["rows"], said["memory"]) == (2_048, 2_048, True)
-        assert said["updates"] == 54 and said["mean_return"] >= 8
+        assert said["updates"] == 72 and said["mean_return"] >= 8
 
     def test_the_collector_carries_the_state_and_the_learner_finds_it_again(self, imported: Any) -> None:
         """Run over whole episodes, the network comes to the states that it had when it acted."""
@@ -144,6 +145,31 @@ class TestDrqn:
         with torch.no_grad():
             _, states = q.over(batch.set("is_init", begins), torch.full((3, drqn.HIDDEN), torch.nan))
         torch.testing.assert_close(states, batch["next", "hidden"])
+
+    def test_returns_are_the_sums_of_their_definition(self, imported: Any) -> None:
+        """The mean of all n-step returns within the trajectory, an n-step return weighing lambda**(n - 1)."""
+        drqn = imported("drqn_slices")
+        settings = drqn.Settings(gamma=0.9, lambda_=0.6, reward_scale=0.5)
+        steps, spans = 7, ((0, 7), (0, 4), (3, 7))  # padding after a pole that fell, and before the start of an episode
+        reward, value = torch.randn(3, steps, 1), torch.randn(3, steps, 1)
+        terminated = torch.zeros(3, steps, 1, dtype=torch.bool)
+        terminated[1, 3:] = True
+        row = torch.arange(steps)
+        mask = torch.stack([(row >= begin) & (row < end) for begin, end in spans])
+        rows = TensorDict(
+            {"next": {"reward": reward, "terminated": terminated}, "collector": {"mask": mask}}, [3, steps]
+        )
+        goals = drqn.returns(rows, value, settings)
+        for i, (begin, end) in enumerate(spans):
+            for start in range(begin, end):
+                expected, weight, total = 0.0, 1.0, 0.0
+                for t in range(start, end):
+                    total += 0.9 ** (t - start) * 0.5 * reward[i, t]
+                    bootstrapped = total + 0.9 ** (t - start + 1) * value[i, t] * ~terminated[i, t]
+                    last = t == end - 1
+                    expected += (weight if last else 0.4 * weight) * bootstrapped
+                    weight *= 0.6
+                torch.testing.assert_close(goals[i, start], expected)
 
     def test_without_memory_one_observation_is_all_that_counts(self, imported: Any) -> None:
         drqn = imported("drqn_slices")

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, TensorDictBase
 
+from engram.data import ReplayBufferEnsemble, TensorDictReplayBuffer
+
 Arrays = dict[str, np.ndarray]
 BATCHES = 6
 
@@ -86,9 +88,20 @@ def drawn(rb: Any, batch_size: int, name: str) -> Arrays:
     batches, infos = [], []
     for _ in range(BATCHES):
         batch, info = rb.sample(batch_size, return_info=True)
-        batches.append(batch)
-        infos.append({str(key): value for key, value in info.items() if isinstance(value, torch.Tensor | tuple)})
+        batches.append(as_recorded(rb, batch))
+        tensors = {str(key): value for key, value in info.items() if isinstance(value, torch.Tensor | tuple)}
+        tensors.pop(str(("next", "terminated")), None)  # which samplers of slices did not say when the files were made
+        infos.append(tensors)
     return in_a_row(batches, name) | in_a_row(infos, f"{name} info")
+
+
+def as_recorded(rb: Any, batch: Any) -> Any:
+    """A batch in the form of the recorded ones: an ensemble's index was flat, and of TensorDict buffers only."""
+    if not isinstance(rb, ReplayBufferEnsemble) or not isinstance(batch, TensorDictBase):
+        return batch
+    index, batch = batch["index"], batch.exclude("index")
+    tensordicts = all(isinstance(member, TensorDictReplayBuffer) for member in rb._members)
+    return batch.update({key: index[key] for key in ("index", "buffer_ids")}) if tensordicts else batch
 
 
 def write(path: Path, arrays: Arrays) -> None:

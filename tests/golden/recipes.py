@@ -40,6 +40,7 @@ from engram.envs.transforms import (
     ObservationNorm,
     RewardSum,
     StepCounter,
+    TrajCounter,
     VecNorm,
 )
 from golden.steps import steps, strands
@@ -241,6 +242,10 @@ def in_time() -> Any:
     return rb
 
 
+def numbered() -> Any:
+    return ReplayBuffer(storage=LazyTensorStorage(CAPACITY)).append_transform(TrajCounter(), invert=True)
+
+
 def normed() -> Any:
     return ReplayBuffer(storage=LazyTensorStorage(CAPACITY), transform=VecNorm(["obs"], decay=0.9)).append_transform(
         ObservationNorm(in_keys=[("next", "obs")])
@@ -349,6 +354,7 @@ RECIPES: dict[str, Recipe] = {
     "index": Recipe(index_too, wrapped, more=ten_more),
     "dataset": Recipe(plain(writer=ImmutableDatasetWriter), fill_dataset),
     "transforms-in-time": Recipe(in_time, wrapped, more=ten_more),
+    "trajectory-numbers": Recipe(numbered, wrapped, more=ten_more),
     "transforms-norm": Recipe(normed, fill_normed, more=ten_more),
     "transforms-n-steps": Recipe(n_steps, wrapped, more=ten_more),
     "generator": Recipe(generator, fill_generator),  # no writes: what was prepared before may be read after them

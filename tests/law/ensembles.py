@@ -167,7 +167,8 @@ def hold(members: Members, way: str, folder: Path, every: int = 2) -> None:
                 load = _from_memory(world.rb.state_dict())
             else:
                 to = path if way != "whole" else folder / f"saved-{k}"
-                finish = world.rb.dumps(to, blocking=way != "background", keep_last=99)
+                handle = world.rb.dumps(to, blocking=way != "background", keep_last=99)
+                finish = handle if way == "background" else None
                 load = _from_disk(to, f"g-{len(saves) + 1 if way != 'whole' else 1:06d}")
             saves.append((k, world.time, world.info, load))
     if finish is not None:

@@ -136,9 +136,15 @@ def made(storage: Callable[[], Any]) -> Callable[[], ReplayBuffer]:
 
 ANYWHERE = [two_collectors, two_collectors_in_turns, step_by_step, collectors_that_write, threads]
 WAYS = [(way, kind) for way in ANYWHERE for kind in MEMORY] + [(runs, "file"), (kills, "file")]
+#: Each way in one kind of memory.
+QUICK = [(way, kind) for k, way in enumerate(ANYWHERE) for kind in [[*MEMORY][k % len(MEMORY)]]] + [(runs, "file")]
 
 
-@pytest.mark.parametrize(("way", "kind"), WAYS, ids=lambda x: x if isinstance(x, str) else x.__name__)
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [each if each in QUICK else pytest.param(*each, marks=pytest.mark.deep) for each in WAYS],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
 def test_no_slice_joins_what_does_not_follow(way: Any, kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     rb = kept(way, MEMORY[kind](tmp_path / "store"))

@@ -287,7 +287,7 @@ class World:
     def replace_present(self) -> Any:
         index = self._drawn()
         rows = self.rb.storage.get(index)
-        return self.rb.update_if_present(index, self.memory.generation, changed(rows, 7.0))
+        return self.rb.update_if_present(index=index, generation=self.memory.generation, patch=changed(rows, 7.0))
 
     def mark(self) -> Any:
         return self.rb.mark_update(self._drawn())

@@ -70,7 +70,7 @@ class Driven(RuleBasedStateMachine):
         generator = torch.Generator().manual_seed(1)
         return {
             "sampler": self.sampler.make(), "writer": self.writer.make(), "generator": generator,
-            "prefetch": self.prefetch,
+            "prefetch": self.prefetch, "batch_size": 1,  # as one is needed where the last batch of an epoch is dropped
         }  # fmt: skip
 
     def next_folder(self) -> Path:

@@ -78,11 +78,12 @@ class BufferMachine(Driven):
         stale = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
         columns = self.source.take(len(slots))
         generation = self.rb.storage.lanes.generations(torch.tensor(slots)) - torch.tensor(stale) * self.capacity
-        values = self.data(columns)
+        records: Any = {"index": torch.tensor(slots), "generation": generation, "patch": self.data(columns)}
         if self.writer.forbids:
-            return self.forbidden(lambda: self.rb.update_if_present(torch.tensor(slots), generation, values))
-        done = self.rb.update_if_present(torch.tensor(slots), generation, values)
-        assert done.tolist() == [not s for s in stale]
+            return self.forbidden(lambda: self.rb.update_if_present(**records))
+        done = self.rb.update_if_present(**records)
+        assert (done.updated.tolist(), done.stale.tolist()) == ([not s for s in stale], stale)
+        assert (done.applied, int(done.rejected.sum())) == (stale.count(False), 0)
         fresh = [k for k, s in enumerate(stale) if not s]
         self.replaced([slots[k] for k in fresh], [columns[k] for k in fresh])
 
@@ -108,7 +109,7 @@ class BufferMachine(Driven):
         bad["obs"] = bad["obs"].double()
         if self.storage_kind is STORAGES["list"]:
             bad = {"a": torch.zeros(2), "b": torch.zeros(3)}
-        with pytest.raises((ValueError, TypeError, KeyError)):
+        with pytest.raises((ValueError, TypeError, KeyError, RuntimeError)):  # RuntimeError: without a rank
             self.rb.extend(bad)
         for index in (len(self.ring.stored()) + beyond, -len(self.ring.stored()) - 1 - beyond):
             with pytest.raises(IndexError):

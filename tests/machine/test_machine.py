@@ -6,6 +6,9 @@ from machine.driven import takes_envs
 from machine.machine import drive
 from machine.parts import PLACES, SAMPLERS, WRITERS_THAT_FOLLOW
 
+# The programs draw batches of any size.
+pytestmark = pytest.mark.filterwarnings("ignore:sample was called with batch_size")
+
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_sampler_draws_what_plain_python_would(sampler):

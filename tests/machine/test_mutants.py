@@ -7,7 +7,7 @@ from machine.mutants import MUTANTS
 from machine.mutants.base import is_found
 from machine.parts import SAMPLERS, STORAGES, WRITERS
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:sample was called with batch_size")]
 
 
 @pytest.mark.mutant

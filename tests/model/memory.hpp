@@ -44,6 +44,13 @@ enum class Wrong {
   kEditsOnlyBefore,
   kEditsOnlyAfter,
   kFinishedUnannounced,
+  kTurnWithoutExchange,
+  kTurnEndsBeforeRows,
+  kLivingIsTakenOver,
+  kTakeoverWithoutExchange,
+  kLastWriterForgotten,
+  kLastWriterAfterRows,
+  kNumberGivenTwice,
 };
 inline Wrong wrong = Wrong::kNothing;
 inline std::optional<Order> without;  // this access is relaxed, or this fence is not there
@@ -70,6 +77,11 @@ struct Memory {
   static void release(Word& w, uint64_t x, Order order) {
     step();
     w.store(x, order == without ? rl::mo_relaxed : rl::mo_release, w.here());
+  }
+  static bool replace(Word& w, uint64_t expected, uint64_t x, Order order) {
+    step();
+    const auto taking = order == without ? rl::mo_relaxed : rl::mo_acquire;
+    return w.compare_exchange_strong(expected, x, taking, w.here(), rl::mo_relaxed, w.here());
   }
   static void release_fence(Order order) {
     if (order != without) rl::atomic_thread_fence(rl::mo_release, $);
@@ -137,8 +149,11 @@ struct LaneLock {
   Word free;
   void begin() { free.name = "lock", free.store(0, rl::mo_relaxed, free.here()); }
   void give() { free.store(1, wrong == Wrong::kLockOrdersNothing ? rl::mo_relaxed : rl::mo_release, free.here()); }
+  bool is_free() const {
+    return free.load(wrong == Wrong::kLockOrdersNothing ? rl::mo_relaxed : rl::mo_acquire, free.here()) != 0;
+  }
   void take() {
-    while (!free.load(wrong == Wrong::kLockOrdersNothing ? rl::mo_relaxed : rl::mo_acquire, free.here())) rl::yield(1, $);
+    while (!is_free()) rl::yield(1, $);
   }
 };
 

@@ -1,12 +1,7 @@
-"""What the tests of the native core share: stores, codecs, and rows that are a function of their write number."""
+"""Codecs, and rows that are a function of their write number, as tensors; the stores are those of `core/support.py`."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +12,6 @@ from torch import Tensor
 from engram import _native
 from engram.store import layout as _layout  # tells the core which torch there is
 
-HEADER_BYTES, LANE_BYTES = 1024, 512  # docs/store-format.md
-INCARNATION, EDITS, LOG_HEAD, BOOT_ID = 512, 576, 584, 640
-STORE_ID = bytes(range(16))
 del _layout
 
 _DLPACK = {
@@ -43,44 +35,6 @@ def codec(*leaves: tuple[torch.dtype, tuple[int, ...]]) -> tuple[Any, int]:
 def words(n: int) -> tuple[Any, int]:
     """A codec for one leaf of n int64."""
     return codec((torch.int64, (n,)))
-
-
-def store(
-    payload: int,
-    capacity: int,
-    *,
-    lanes: int = 1,
-    strands: int = 1,
-    trailer: bool = False,
-    fd: int = -1,
-    alignment: int = 8,
-    layout: bytes = b"{}",
-) -> _native.Store:
-    if fd >= 0:
-        size = _native.Store.size_needed(lanes, capacity, strands, payload, alignment, trailer, len(layout))
-        os.ftruncate(fd, max(size, os.fstat(fd).st_size))
-    return _native.Store.create(fd, lanes, capacity, strands, payload, alignment, trailer, layout, STORE_ID)
-
-
-@contextlib.contextmanager
-def file_store(path: Path, payload: int, capacity: int, **options: Any) -> Iterator[_native.Store]:
-    """A store with trailers in a new file."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        yield store(payload, capacity, trailer=True, fd=fd, **options)
-    finally:
-        os.close(fd)
-
-
-def open_image(path: Path, image: bytes | bytearray | np.ndarray[Any, Any]) -> tuple[_native.Store, int]:
-    """Writes a file and opens the store in it; the caller closes the descriptor."""
-    path.write_bytes(bytes(image))
-    fd = os.open(path, os.O_RDWR)
-    try:
-        return _native.Store.open(fd, os.fstat(fd).st_size), fd
-    except BaseException:
-        os.close(fd)
-        raise
 
 
 def row_words(numbers: Tensor, n: int, edition: int = 0) -> Tensor:
@@ -115,8 +69,3 @@ def append_strands(s: _native.Store, code: Any, n: int, lane: int = 0) -> Tensor
 
 def slots(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
-
-
-def powers(start: int, stop: int) -> list[int]:
-    """2**start - 1, 2**start, 2**start + 1, ...: where widths and classes change."""
-    return list(itertools.chain.from_iterable((2**i - 1, 2**i, 2**i + 1) for i in range(start, stop)))

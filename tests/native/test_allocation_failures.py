@@ -371,7 +371,11 @@ def tidy(monkeypatch, tmp_path):
     monkeypatch.setattr(recovery, "boot_id", recovery.boot_id)
 
 
-@pytest.mark.parametrize("case", QUICK)
+# Cases that take about a second each.
+LONGER = ("update", "extend, named", "slices", "replace")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.deep if c in LONGER else ()) for c in QUICK])
 def test_an_allocation_that_fails_is_an_error_that_changes_nothing(case):
     assert check(QUICK[case]) > 0
 

@@ -11,8 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from engram import _native
-from engram.store.layout import RowLayout, use_torch
-from native.support import DTYPES, codec, slots, store
+from engram.store.layout import RowLayout, has_exchange_api, use_dispatch_keys, use_torch
+from native.core.support import store
+from native.support import DTYPES, codec, slots
 
 
 def values(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -268,6 +269,36 @@ class TestStrands:
         with pytest.raises(ValueError, match="environments"):
             s.append(0, code.check_list([torch.zeros(2, 4, dtype=torch.int64)], 2, 1))
         assert s.rows() == 0
+
+
+def tensors_of_all_kinds() -> list[torch.Tensor]:
+    z = torch.randn(3, 2, dtype=torch.complex64)
+    x = torch.randn(4, requires_grad=True)
+    with torch.inference_mode():
+        made_there = torch.zeros(2)
+        negative_there = torch._neg_view(made_there)
+    return [
+        x, x.detach(), x[1:], (x * 2).detach(), torch.zeros(()), torch.zeros(0), torch.ones(2, dtype=torch.bool),
+        torch.from_numpy(np.ones(3)), made_there, negative_there, z, z.conj(), z.conj().imag, z.conj().real, -z.conj(),
+        torch.view_as_real(z), torch._neg_view(x.detach()), torch._neg_view(x.detach())[1:], z.conj().resolve_conj(),
+    ]  # fmt: skip
+
+
+class TestLazyViews:
+    def test_the_keys_of_tensors_tell_lazy_views(self) -> None:
+        assert use_dispatch_keys() or not has_exchange_api()
+        for t in tensors_of_all_kinds():
+            assert _native.testing.is_lazy(t) == (t.is_neg() or t.is_conj())
+
+    @pytest.mark.parametrize("kinds", [slice(0, 1), slice(None)])
+    def test_keys_at_no_one_place_are_left_alone_and_torch_is_asked(self, kinds: slice) -> None:
+        wrong = [(t, t._cdata, 7 + i) for i, t in enumerate(tensors_of_all_kinds()[kinds])]
+        try:
+            assert not _native.use_dispatch_keys(wrong, 1)
+            for t in tensors_of_all_kinds():
+                assert _native.testing.is_lazy(t) == (t.is_neg() or t.is_conj())
+        finally:
+            use_dispatch_keys()
 
 
 def test_a_capsule_of_something_else_is_refused_and_changes_nothing() -> None:

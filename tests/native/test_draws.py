@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from engram import _native
 from engram.testing import chi_square
-from native.support import append_strands, append_words, powers, slots, store, words
+from native.core.support import powers, store
+from native.support import append_strands, append_words, slots, words
 
 
 class TestUniform:
@@ -45,6 +47,19 @@ class TestPermutations:
     def test_hold_every_number_once(self, n: int) -> None:
         made = _native.testing.permutation(n * 31, n, 0, n)
         assert sorted(made) == list(range(n))
+
+    @pytest.mark.parametrize(
+        "n", [1, 5, 64, 65536, 65537, 100_003, (1 << 17) + 1, 1 << 24, (1 << 24) + 1, 60_000_000, (1 << 62) + 1]
+    )
+    def test_of_blocks_are_those_of_the_single_positions(self, n: int) -> None:
+        for count in {1, 2, 63, 64}:
+            if count <= n:
+                for start in {0, n // 3, n - count}:
+                    start = min(start, n - count)
+                    block = _native.testing.permutation_block(31, n, start, count)
+                    assert block == _native.testing.permutation(31, n, start, count)
+                    ordered = _native.testing.permutation_block(1, n, start, count, shuffle=False)
+                    assert ordered == list(range(start, start + count))
 
     def test_of_enormous_ranges_stay_inside_and_do_not_repeat(self) -> None:
         for n in (60_000_000, (1 << 40) + 3, (1 << 62) + 1):
@@ -89,3 +104,16 @@ class TestChecksums:
             cut = draw.randrange(n + 1)
             first = _native.testing.crc32c(data[:cut])
             assert _native.testing.crc32c(data[cut:], first) == _native.testing.crc32c(data)
+
+
+def test_leaves_of_a_sum_tree_are_found_as_often_as_they_are_large() -> None:
+    draw = np.random.default_rng(0)
+    values = draw.random(50)
+    values[10:20] = 0
+    tree = _native.testing.SumTree(50)
+    tree.set(np.arange(50), values)
+    found = np.bincount(tree.find((draw.random(200_000) * tree.total).tolist()), minlength=50)
+    there = values > 0
+    counts, frequency = torch.from_numpy(found[there]), torch.from_numpy(values[there] / values.sum())
+    assert found[~there].sum() == 0 and chi_square(counts, frequency) > 1e-6
+    assert chi_square(counts) < 1e-6  # it can fail

@@ -1,5 +1,6 @@
 """The max-value writer's heap and the sequences of rows: what they refuse, and that they fit plain Python."""
 
+import heapq
 import os
 import random
 
@@ -9,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from engram import _native
+from native.core.support import store as store_of_words
 from native.support import append_words, slots, words
-from native.support import store as store_of_words
 
 
 def store(capacity=8, lanes=1, strands=1):
@@ -48,6 +49,27 @@ def test_each_replacement_takes_the_lowest_rank_and_slot(capacity):
         assert ({} if items is None else dict(zip(targets.tolist(), items.tolist(), strict=True))) == last
         append(s, appended)
         heap.written(s)
+
+
+@pytest.mark.parametrize("values", [20, 1 << 40])
+def test_replacements_in_a_heap_that_no_cache_holds_take_the_lowest_ones_too(values):
+    capacity, rng = (1 << 16) + 9, random.Random(values)
+    heap, s = _native.RankHeap(capacity), store(capacity)
+    heap.behind(s)
+    rows = [float(rng.randrange(values)) for _ in range(capacity)]
+    heap.place(s, ranks(*rows), "sum")
+    append(s, capacity)
+    heap.written(s)
+    lowest = [(rank, slot) for slot, rank in enumerate(rows)]
+    heapq.heapify(lowest)
+    for n in (1, 2, 3, 64, 500, 64):
+        batch = [float(rng.randrange(values)) for _ in range(n)]
+        expected = []
+        for rank in batch:
+            expected.append(lowest[0][1] if rank > lowest[0][0] else -1)
+            if rank > lowest[0][0]:
+                heapq.heapreplace(lowest, (rank, lowest[0][1]))
+        assert heap.place(s, ranks(*batch), "sum")[0].tolist() == expected
 
 
 def test_a_placement_can_be_taken_back():

@@ -14,7 +14,8 @@ import torch
 
 from contracts.kills import killed_after
 from engram import _native
-from native.support import EDITS, append_words, file_store, numbers_of, open_image, row_words, slots, store, words
+from native.core.support import EDITS, file_store, open_image, store
+from native.support import append_words, numbers_of, row_words, slots, words
 
 MARKED = 0x52454430
 
@@ -106,6 +107,7 @@ class TestOverwriting:
         with pytest.raises(ValueError, match="outside the row"):
             s.overwrite(slots(0), wide.check_list([torch.zeros(1, 2, dtype=torch.int64)], 1, 0))
 
+    @pytest.mark.deep
     def test_a_thread_that_reads_meanwhile_is_told_that_its_rows_are_gone(self) -> None:
         width, n = 8192, 64  # a batch of 4 MB: its copy releases the GIL
         code, row_bytes = words(width)
@@ -127,7 +129,7 @@ class TestOverwriting:
 
         reader = threading.Thread(target=read)
         reader.start()
-        end = time.monotonic() + 15
+        end = time.monotonic() + 150
         while time.monotonic() < end and not faults and seen.count(False) < 5:
             s.overwrite(torch.arange(n), plans[s.epoch()[1] // 2 % 2])
             time.sleep(0)  # lets the reader begin

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from native.support import append_words, codec, numbers_of, row_words, slots, store, words
+from native.core.support import store
+from native.support import append_words, codec, numbers_of, row_words, slots, words
 
 
 def three_leaves() -> tuple[_native.Store, object]:

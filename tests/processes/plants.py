@@ -31,7 +31,7 @@ def _no_seams() -> None:
 
 
 def _no_lock_of_the_lane() -> None:
-    LaneLocks.take_lane = lambda self, lane: True  # type: ignore[method-assign,assignment]
+    LaneLocks.take_lane = lambda self, lane, shared=False: True  # type: ignore[method-assign,assignment]
 
 
 def _no_generations() -> None:

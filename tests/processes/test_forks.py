@@ -60,7 +60,7 @@ def test_a_fork_waits_until_no_thread_draws():
     thread.start()
     inside.wait()
     time.sleep(0.02)
-    child = Child(lambda: rb.sample()["n"].shape[0], seconds=20)
+    child = Child(lambda: rb.sample()["n"].shape[0], seconds=100)
     thread.join()
     assert child.result() == 8
 
@@ -76,7 +76,7 @@ def test_every_draw_is_made_where_a_fork_waits_for_it(sampler):
         thread.start()
         thread.join(0.1)
         assert thread.is_alive(), "it drew while a fork would have thought that nobody does"
-    thread.join(20)
+    thread.join(100)
     assert not thread.is_alive()
 
 
@@ -99,7 +99,7 @@ def forks(times, prefetch, own):
         pid = os.fork()
         if pid == 0:
             try:
-                alone_after_fork(15)
+                alone_after_fork(100)
                 rb.extend(more[:5])
                 rb.sample()
                 rb.empty()
@@ -113,8 +113,9 @@ def forks(times, prefetch, own):
     return failed
 
 
-def test_forked_children_use_the_buffer_while_threads_draw():
-    assert forks(60, None, own=True) == 0
+@pytest.mark.parametrize("times", [12, pytest.param(60, marks=pytest.mark.deep)])
+def test_forked_children_use_the_buffer_while_threads_draw(times):
+    assert forks(times, None, own=True) == 0
 
 
 @pytest.mark.long
@@ -127,7 +128,7 @@ def test_in_thousands_of_forks_no_child_waits_for_ever(prefetch, own):
 def test_a_fork_from_a_signal_handler_inside_a_draw_does_not_wait_for_itself():
     rb = buffer(RandomSampler)
     children = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: children.append(Child(lambda: len(rb.sample()), seconds=20)))
+    before = signal.signal(signal.SIGUSR1, lambda *_: children.append(Child(lambda: len(rb.sample()), seconds=100)))
     try:
         with drawing:
             os.kill(os.getpid(), signal.SIGUSR1)

@@ -15,6 +15,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from collectors.failing import Fails, cartpole, raises
+from contracts.waiting import NEVER, allowed, comes, has_named_memory, is_gone
 from engram.collectors import (
     MultiAsyncCollector,
     MultiaSyncDataCollector,
@@ -30,7 +31,7 @@ from engram.data import (
     PrioritizedSampler,
     TensorDictReplayBuffer,
 )
-from engram.envs import SerialEnv
+from engram.envs import GymEnv, SerialEnv
 from engram.errors import WorkerError
 from engram.processes.shared_weights import SharedWeights
 
@@ -56,19 +57,6 @@ class Constant(nn.Module):
 
 def constant(value=0.0):
     return TensorDictModule(Constant(value), in_keys=["observation"], out_keys=["action", "weight"])
-
-
-def is_gone(pid, within=3.0):
-    until = time.monotonic() + within
-    while time.monotonic() < until:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rsplit(")", 1)[1].split()[0] == "Z":
-                    return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def workers_of(pid=None):
@@ -99,6 +87,17 @@ def test_batches_come_until_all_frames_are_there(cls, start_method):
         batches = list(collector)
     assert [batch.numel() for batch in batches] == [60] * 3 and collector.frames == 180 and collector.batches == 3
     assert batches[0].device is None and batches[0]["action"].dtype is torch.int64
+
+
+class OwnCartPole(GymEnv):
+    def __init__(self):
+        super().__init__("CartPole-v1")
+
+
+@pytest.mark.quick
+def test_workers_make_their_environments_from_a_class():
+    with MultiSyncDataCollector(OwnCartPole, num_workers=2, frames_per_batch=20) as collector:
+        assert collector.rollout().shape == (2, 10)
 
 
 def test_a_sync_batch_has_a_row_for_each_worker_and_rounds_up_to_whole_rows():
@@ -154,15 +153,17 @@ def test_trajectories_go_on_from_batch_to_batch_and_are_never_mixed(cls):
         assert all(before[1] == after[0] for before, after in itertools.pairwise(steps))
 
 
-def test_an_async_collector_hands_out_whoever_is_ready():
+def test_an_async_collector_hands_out_whoever_is_ready(tmp_path):
+    go_on, gave_up = tmp_path / "go on", tmp_path / "gave up"
+
     def slow():
-        return Fails(1, lambda: time.sleep(1.5))
+        return Fails(1, lambda: comes(go_on.exists) or gave_up.touch())
 
     with MultiaSyncDataCollector([slow, cartpole], frames_per_batch=20) as collector:
-        began = time.monotonic()
         for _ in range(10):
             collector.rollout()
-        assert time.monotonic() - began < 1.4
+        assert not gave_up.exists()
+        go_on.touch()
 
 
 def test_later_batches_do_not_change_earlier_ones():
@@ -226,9 +227,7 @@ def test_when_enough_workers_have_their_batch_the_others_hand_out_what_they_have
     with MultiSyncDataCollector(
         [cartpole, slow], frames_per_batch=640, preemptive_threshold=0.5, total_frames=640
     ) as collector:
-        began = time.monotonic()
         batch = collector.rollout()
-        assert time.monotonic() - began < 4  # alone it takes 6.4 s
         mask = batch["collector", "mask"]
         count = int(mask[1].sum())
         assert batch.shape == (2, 320) and mask[0].all() and 0 < count < 320 and mask[1, :count].all()
@@ -254,7 +253,7 @@ def test_settings_that_cannot_work_are_refused_and_leave_no_process(kwargs, erro
     before = workers_of()
     with pytest.raises((error, WorkerError), match=match):
         MultiSyncDataCollector([cartpole] * 2, **kwargs)
-    assert workers_of() == before
+    assert workers_of() <= before
 
 
 def test_an_environment_that_exists_is_refused():
@@ -320,7 +319,7 @@ def test_a_reader_never_sees_weights_that_are_half_new():
 
     reader = threading.Thread(target=read)
     reader.start()
-    k, until = 0, time.monotonic() + 10
+    k, until = 0, time.monotonic() + NEVER
     while k < 400 or (len(versions) < 5 and time.monotonic() < until):
         k += 1
         shared.write({"a": torch.full((5000,), float(k)), "b": torch.full((3,), k)})
@@ -379,14 +378,24 @@ STORAGES = {
     "shared memory": lambda path: LazyTensorStorage(6000, shared=True, lanes=3),
     "mapped": lambda path: LazyMemmapStorage(6000, scratch_dir=path, lanes=3),
     "temporary": lambda path: LazyMemmapStorage(6000, lanes=3),
+    "one ring in shared memory": lambda path: LazyTensorStorage(6000, shared=True),
     "own memory": lambda path: LazyTensorStorage(6000),
     "ndim 2": lambda path: LazyTensorStorage(6000, ndim=2, shared=True),
 }
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("kind", STORAGES)
-@pytest.mark.parametrize("cls", BOTH)
+#: Each kind of storage with one of the collectors.
+IN_TURN = [BOTH[k % 2] for k in range(len(STORAGES))]
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind"),
+    [
+        pytest.param(cls, kind, marks=pytest.mark.quick if cls is first else ())
+        for kind, first in zip(STORAGES, IN_TURN, strict=True)
+        for cls in BOTH
+    ],
+)
 def test_a_replay_buffer_gets_every_row_once_in_order(cls, kind, tmp_path):
     buffer = TensorDictReplayBuffer(storage=STORAGES[kind](tmp_path / "rows"), batch_size=32)
     with cls([two_cartpoles] * 2, frames_per_batch=80, total_frames=1600, replay_buffer=buffer) as collector:
@@ -426,7 +435,7 @@ def test_a_shared_storage_with_too_few_lanes_is_refused():
     before = workers_of()
     with pytest.raises(ValueError, match="3 workers write to the replay buffer, and its storage has lanes=2"):
         MultiSyncDataCollector([cartpole] * 3, frames_per_batch=30, replay_buffer=buffer)
-    assert workers_of() == before
+    assert workers_of() <= before
 
 
 # ---- state ----
@@ -479,8 +488,8 @@ def test_an_exception_in_an_environment_comes_with_its_traceback_within_a_second
     ) as caught:
         for _ in collector:
             began = time.monotonic()
-    assert isinstance(caught.value.__cause__, ArithmeticError) and time.monotonic() - began < 2
-    assert workers_of() == before and collector.is_shut_down
+    assert isinstance(caught.value.__cause__, ArithmeticError) and time.monotonic() - began < allowed(2)
+    assert workers_of() <= before and collector.is_shut_down
     with pytest.raises(RuntimeError, match="was shut down"):
         collector.rollout()
 
@@ -497,20 +506,20 @@ def test_an_exception_while_environments_are_made_comes_at_once_and_leaves_no_pr
     before = workers_of()
     with pytest.raises(WorkerError, match="simulator broke"):
         MultiSyncDataCollector([cartpole, raises], frames_per_batch=40)
-    assert workers_of() == before
+    assert workers_of() <= before
 
 
 @pytest.mark.parametrize("cls", BOTH)
 def test_a_killed_worker_is_noticed_within_a_second(cls):
     before = workers_of()
-    with cls([cartpole, lambda: Fails(30, lambda: time.sleep(100))], frames_per_batch=40) as collector:
+    with cls([cartpole, lambda: Fails(30, lambda: time.sleep(1000))], frames_per_batch=40) as collector:
         pid = sorted(workers_of() - before)[1]
         killer = threading.Timer(0.5, os.kill, [pid, signal.SIGKILL])
         killer.start()
         with pytest.raises(WorkerError, match="was killed by SIGKILL"):
             for _ in collector:
                 pass
-        assert workers_of() == before
+        assert workers_of() <= before
 
 
 def test_an_exception_of_the_consumer_leaves_no_process():
@@ -518,7 +527,7 @@ def test_an_exception_of_the_consumer_leaves_no_process():
     with pytest.raises(KeyError), MultiaSyncDataCollector([cartpole] * 2, frames_per_batch=40) as collector:
         for _ in collector:
             raise KeyError
-    assert workers_of() == before
+    assert workers_of() <= before
 
 
 def test_a_collector_that_nobody_holds_ends_its_workers():
@@ -528,18 +537,18 @@ def test_a_collector_that_nobody_holds_ends_its_workers():
     assert len(workers_of() - before) == 2
     del collector
     gc.collect()
-    assert workers_of() == before
+    assert workers_of() <= before
 
 
 def test_shutting_down_ends_a_worker_that_is_stuck_in_a_step():
     before = workers_of()
-    collector = MultiaSyncDataCollector([lambda: Fails(50, lambda: time.sleep(100))], frames_per_batch=40)
+    collector = MultiaSyncDataCollector([lambda: Fails(50, lambda: time.sleep(1000))], frames_per_batch=40)
     collector.rollout()
     time.sleep(0.2)
     began = time.monotonic()
     collector.shutdown()
     collector.shutdown()
-    assert time.monotonic() - began < 8 and workers_of() == before
+    assert time.monotonic() - began < allowed(8) and workers_of() <= before
 
 
 SCRIPT = """
@@ -571,17 +580,14 @@ def test_ctrl_c_ends_everything_within_a_second(script, then):
     process, pids = begun(script, then)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of them get it
-    assert process.stdout.readline() == "caught\n" and time.monotonic() - began < 2
+    assert process.stdout.readline() == "caught\n" and time.monotonic() - began < allowed(2)
     assert len(pids) == 2 and all(is_gone(pid) for pid in pids)
-    process.communicate(timeout=20)
+    process.communicate(timeout=NEVER)
 
 
 def test_workers_end_when_the_collecting_process_is_killed(script):
     process, pids = begun(script, "pass")
+    assert len(pids) == 2 and not any(has_named_memory(pid) for pid in (process.pid, *pids))
     process.kill()
     process.communicate()
-    assert (
-        len(pids) == 2
-        and all(is_gone(pid) for pid in pids)
-        and not [n for n in os.listdir("/dev/shm") if "engram" in n]
-    )
+    assert all(is_gone(pid) for pid in pids)  # and with them the memory, which has no name

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from collectors.failing import Fails, cartpole, raises
+from contracts.waiting import NEVER, allowed
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector
 from engram.errors import WorkerError
 
@@ -15,7 +16,7 @@ BOTH = [MultiSyncDataCollector, MultiaSyncDataCollector]
 
 
 def busy():
-    return Fails(15, lambda: time.sleep(100))
+    return Fails(15, lambda: time.sleep(1000))
 
 
 def failing():
@@ -29,17 +30,17 @@ def test_an_error_is_told_within_a_second_while_another_worker_is_busy(cls):
     with pytest.raises(WorkerError, match="simulator broke"):
         for _ in collector:
             pass
-    assert time.monotonic() - began < 1 and collector.is_shut_down
+    assert time.monotonic() - began < allowed(1) and collector.is_shut_down
 
 
 def test_an_error_while_environments_are_made_is_told_within_a_second():
     def slow():
-        time.sleep(100)
+        time.sleep(1000)
 
     began = time.monotonic()
     with pytest.raises(WorkerError, match="simulator broke"):
         MultiSyncDataCollector([raises, slow], frames_per_batch=40)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < allowed(1)
 
 
 def test_an_error_of_the_consumer_is_told_within_a_second():
@@ -48,7 +49,7 @@ def test_an_error_of_the_consumer_is_told_within_a_second():
         time.sleep(0.3)
         began = time.monotonic()
         raise KeyError
-    assert time.monotonic() - began < 1 and collector.is_shut_down
+    assert time.monotonic() - began < allowed(1) and collector.is_shut_down
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_a_question_that_is_interrupted_ends_the_collector(method, ctrl_c):
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             getattr(collector, method)(*arguments)
-        assert time.monotonic() - began < 1.2
+        assert time.monotonic() - began < allowed(1.2)
         with pytest.raises(RuntimeError, match="was shut down"):
             collector.rollout()
 
@@ -90,7 +91,7 @@ SCRIPT = """
         def _step(self, td):
             self.left -= 1
             if self.left == 0:
-                time.sleep(100)
+                time.sleep(1000)
             return super()._step(td)
 
     if __name__ == "__main__":
@@ -101,7 +102,7 @@ SCRIPT = """
 """
 PLACES = {
     "rollout": ("MultiSyncDataCollector", "list(collector)"),
-    "consumer": ("MultiaSyncDataCollector", "time.sleep(100)"),
+    "consumer": ("MultiaSyncDataCollector", "time.sleep(1000)"),
 }
 
 
@@ -118,7 +119,7 @@ def test_an_uncaught_ctrl_c_ends_workers_within_a_second_while_one_is_busy(scrip
     time.sleep(0.5)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    while children_of(process.pid) and time.monotonic() - began < 10:
+    while children_of(process.pid) and time.monotonic() - began < NEVER:
         time.sleep(0.01)
-    assert time.monotonic() - began < 1
-    assert "KeyboardInterrupt" in process.communicate(timeout=20)[1]
+    assert time.monotonic() - began < allowed(1)
+    assert "KeyboardInterrupt" in process.communicate(timeout=NEVER)[1]

@@ -274,3 +274,12 @@ def test_workers_run_on_the_cores_that_were_named(parallel):
     core = min(os.sched_getaffinity(0))
     env = parallel(2, lambda: GymEnv(Countdown()), cpus=[core])
     assert [os.sched_getaffinity(pid) for pid in env.pids] == [{core}] * 2
+
+
+@pytest.mark.parametrize("settings", [{"timeout": 60}, {"restarts": 1}])
+def test_a_single_environment_with_a_timeout_or_restarts_has_a_worker(settings):
+    env = ParallelEnv(1, lambda: GymEnv("CartPole-v1"), serial_for_single=True, **settings)
+    try:
+        assert isinstance(env, ParallelEnv) and len(env.pids) == 1
+    finally:
+        env.close()

@@ -92,7 +92,7 @@ def test_what_needs_the_store_alone_is_refused_while_another_has_it_open(make, t
         lambda: rb.empty(),
         lambda: rb.loads(tmp_path / "saved"),
         lambda: rb.load_state_dict(rb.state_dict()),
-        lambda: rb.update_if_present(torch.tensor([0]), torch.tensor([0]), steps(50, 51)),
+        lambda: rb.update_if_present(index=torch.tensor([0]), generation=torch.tensor([0]), patch=steps(50, 51)),
     ):
         with pytest.raises(StorageInUseError, match="alone"):
             what()
@@ -266,7 +266,7 @@ def _sent(rbs, go, queue):
         for rb in rbs:
             index = rb.extend(steps(1000, 1010))
             queue.put((index.tolist(), len(rb), sorted(numbers(rb[:])), rb.sample().batch_size[0]))
-        go.wait(60)
+        go.wait(300)
     except BaseException as error:
         queue.put(repr(error))
 
@@ -287,13 +287,13 @@ def test_buffers_can_be_sent_to_another_process(tmp_path, method):
     child = context.Process(target=_sent, args=(rbs, go, queue))
     child.start()
     for rb in rbs:
-        assert queue.get(timeout=200) == ([*range(100, 110)], 20, [*range(10), *range(1000, 1010)], 8)
+        assert queue.get(timeout=300) == ([*range(100, 110)], 20, [*range(10), *range(1000, 1010)], 8)
         assert len(rb) == 20
     for rb in rbs:
         with pytest.raises(StorageInUseError):
             rb.empty()
     go.set()
-    child.join(60)
+    child.join(300)
     assert child.exitcode == 0
     for rb in rbs:
         rb.empty()
@@ -305,12 +305,12 @@ def test_a_store_of_environments_can_be_sent(tmp_path):
         rb.extend(env_steps(3, 0, 4))
         queue = mp.get_context("fork").Queue()
         queue.put(storage)
-        got = ReplayBuffer(storage=queue.get(timeout=30))
+        got = ReplayBuffer(storage=queue.get(timeout=300))
         assert numbers(got[:]) == numbers(rb[:]) and got.storage.ndim == 2 and got.storage.max_size == 30
-        with pytest.raises(NoFreeLaneError):
+        with pytest.warns(RuntimeWarning, match="take turns"):
             got.extend(env_steps(3, 4, 5))
-        rb.extend(env_steps(3, 4, 5))
-        assert numbers(got[4]) == [4, 1004, 2004]
+        rb.extend(env_steps(3, 5, 6))
+        assert numbers(got[4]) == [4, 1004, 2004] and numbers(got[5]) == [5, 1005, 2005]
 
 
 def test_a_fork_while_another_thread_makes_the_store_leaves_the_child_free(monkeypatch):
@@ -321,20 +321,20 @@ def test_a_fork_while_another_thread_makes_the_store_leaves_the_child_free(monke
 
     def slow(*args):
         inside.set()
-        go.wait(30)
+        go.wait(300)
         return make(*args)
 
     monkeypatch.setattr(storage, "_make", slow)
     thread = threading.Thread(target=lambda: rb.extend(steps(0, 3)))
     thread.start()
-    inside.wait(30)
+    inside.wait(300)
 
     def work():
         go.set()
         rb.extend(steps(5, 7))
         return numbers(rb[:])
 
-    child = Child(work, seconds=20)
+    child = Child(work)
     go.set()
     thread.join()
     assert child.result() == [5, 6]

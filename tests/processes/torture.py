@@ -47,7 +47,8 @@ from engram.data import (
 )
 from engram.store.lanes import Lanes
 from engram.store.locks import LaneLocks
-from native.support import numbers_of, row_words, store, words
+from native.core.support import store
+from native.support import numbers_of, row_words, words
 from processes.plants import PLANTS
 from processes.rows import Faults, Maker, check_rows, check_slices, columns
 
@@ -56,6 +57,8 @@ EXTEND = 64
 BATCH = 256
 DONE: dict[str, Any] = {"slice_len": LENGTH, "traj_key": None}
 SEAMS: dict[str, Any] = {"slice_len": LENGTH, "traj_key": "always"}  # one id for all rows: only seams cut
+# Whose batches are checked without what their info says: nothing is remembered of them.
+WITHOUT_INFO = ("random", "slices", "slices by seams", "sequences")
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "random": RandomSampler,
     "epochs": SamplerWithoutReplacement,
@@ -79,6 +82,7 @@ class Side:
     """Memory that all processes of a run share: what the controller says, and what writers have done."""
 
     STOP = 0
+    DRAWN, OVERWRITTEN = 1, 2  # batches that samplers have drawn, and rows that went while they were read
     FIELDS = ("returned", "written", "calls", "longest", "cpu_longest", "cpu", "switches", "session", "seams")
 
     def __init__(self, lanes: int) -> None:
@@ -158,7 +162,7 @@ class Torture:
         readers = [] if o.writers_only else [Child(lambda k=k: self._sample(k)) for k in range(o.samplers)]
         writers = [] if o.samplers_only else [self._writer() for _ in range(self.lanes)]
         end = time.monotonic() + o.seconds
-        while time.monotonic() < end and not (self.faults and o.until_fault) and self.written() < o.rows:
+        while self._goes_on(end) and not (self.faults and o.until_fault) and self.written() < o.rows:
             if any(child.ended() for child in readers + writers):
                 break
             if o.kills and writers:
@@ -170,6 +174,16 @@ class Torture:
         for child in readers + writers:
             self._finish(child)
         self._last_checks()
+
+    def _goes_on(self, end: float) -> bool:
+        """Until the time is over and enough was done; twenty times as long where other programs have the cores."""
+        done = {
+            "kills": self.done["kills"], "rows": self.written(), "seams": int(self.side.lanes["seams"].sum()),
+            "batches": int(self.side.flags[Side.DRAWN]), "missing": int(self.side.flags[Side.OVERWRITTEN]),
+        }  # fmt: skip
+        least = dict(part.split("=") for part in self.o.at_least.split(",") if part)
+        enough = all(done[name] >= int(n) for name, n in least.items())
+        return time.monotonic() < (end if enough else self.started + 20 * self.o.seconds)
 
     def written(self) -> int:
         return int(self.side.lanes["returned"].sum())
@@ -193,7 +207,7 @@ class Torture:
         writers[k].kill()
         self.done["kills"] += 1
         if self.random.random() < self.CHECK_AFTER_KILLS:
-            self._take(Child(self._check_rest).wait(60))
+            self._take(Child(self._check_rest).wait(300))
         writers[k] = self._writer()
 
     def _take(self, said: dict[str, Any]) -> None:
@@ -207,13 +221,13 @@ class Torture:
                 self.done[key] = self.done.get(key, 0) + value
 
     def _finish(self, child: Child) -> None:
-        said = child.wait(60)
+        said = child.wait(300)
         if not said:
             self.faults.append("a process did not end: it waits for something")
         self._take(said)
 
     def _last_checks(self) -> None:
-        said = Child(self._check_rest).wait(60)
+        said = Child(self._check_rest).wait(300)
         free = said.get("checks", 0)
         if free != self.lanes:
             self.faults.append(f"{self.lanes} lanes, {free} free, and every process has ended")
@@ -316,6 +330,7 @@ class BufferTorture(Torture):
             for reader in readers:
                 for k in range(8):
                     reader.batch(clock, faults, k % self.o.check_every == 0)
+                    self.side.flags[Side.DRAWN] = clock.calls
         seconds = time.monotonic() - started
         return {
             "faults": list(faults), "batches": clock.calls, "batches_per_s": clock.calls / seconds,
@@ -339,14 +354,19 @@ class _Reader:
     def batch(self, clock: Clock, faults: Faults, check: bool) -> None:
         lanes = self.rb.storage.lanes
         before = [] if lanes is None else [lane["published"] for lane in lanes.states()]
+        # Every other batch is asked for without its info: such a one comes from one native call.
+        is_plain = self.name in WITHOUT_INFO and self.batches % 2 == 1
         try:
-            batch, info = clock(self.rb.sample, return_info=True)
+            batch, info = (clock(self.rb.sample), {}) if is_plain else clock(self.rb.sample, return_info=True)
         except RuntimeError as error:
             # At the start there may be no row yet, or no trajectory that is long enough.
             if "empty storage" not in str(error) and "no trajectory" not in str(error):
                 raise
             return
         self.batches += 1
+        if is_plain:
+            self._check_plain(faults, batch)
+            return
         # Whether rows were replaced more than once between the draw and the read, as a sampler that has to wait sees.
         now = [] if lanes is None else [lane["published"] for lane in lanes.states()]
         self._outrun = not before or any(b - a > self.lane_capacity // 2 for a, b in zip(before, now, strict=True))
@@ -359,14 +379,21 @@ class _Reader:
 
     def _check(self, faults: Faults, batch: Any, info: dict[str, Any]) -> None:
         check_rows(faults, batch, info.get("generation"), info["index"], self.lane_capacity, self.name)
+        self._check_stretches(faults, batch)
+        if "prioritized" in self.name:
+            self._weights(faults, batch, info)
+
+    def _check_plain(self, faults: Faults, batch: Any) -> None:
+        check_rows(faults, batch, None, None, self.lane_capacity, f"{self.name} without info")
+        self._check_stretches(faults, batch)
+
+    def _check_stretches(self, faults: Faults, batch: Any) -> None:
         if "slice" in self.name:
             check_slices(faults, batch, LENGTH, self.name in ("slices", "prioritized slices"), self.name)
         if self.name == "sequences":
             mask = batch["collector", "mask"]
             for row, there in zip(batch.reshape(-1, LENGTH), mask.reshape(-1, LENGTH), strict=True):
                 check_slices(faults, row[there], int(there.sum()), False, self.name)
-        if "prioritized" in self.name:
-            self._weights(faults, batch, info)
 
     def _epoch(self, faults: Faults, batch: Any, info: dict[str, Any]) -> None:
         """No row (no first row of a trajectory's slice) twice in an epoch."""
@@ -487,6 +514,7 @@ class StoreTorture(Torture):
             done["batches"] += 1
             done["read"] += len(keep)
             done["missing"] += len(gone or ())
+            self.side.flags[Side.DRAWN], self.side.flags[Side.OVERWRITTEN] = done["batches"], done["missing"]
             done["unwritten"] += len(absent or ())
             for lane in range(self.lanes):
                 mine = keep[slots[keep] // self.lane_capacity == lane]
@@ -535,7 +563,7 @@ class Child:
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
-        self.wait(60)
+        self.wait(300)
 
     def wait(self, seconds: float) -> dict[str, Any]:
         """What it returned; {} if it was killed, or does not end."""
@@ -569,6 +597,7 @@ def options() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "--capacity", {"type": int, "default": 100_000}
     yield "--rows", {"type": float, "default": float("inf"), "help": "end after so many"}
     yield "--seconds", {"type": float, "default": 1e9}
+    yield "--at-least", {"default": "", "help": "go on until so much was done, as kills=4,rows=1000,batches=60"}
     yield "--kinds", {"default": ",".join(USUAL), "help": f"of samplers: {', '.join(SAMPLERS)}"}
     yield "--kills", {"action": "store_true"}
     yield "--stops", {"type": float, "default": 0.2, "help": "of the disturbances so many only stop a writer"}

@@ -54,7 +54,7 @@ class Gate:
 
     def __call__(self, rows):
         self.reached.set()
-        assert self.opened.wait(60)
+        assert self.opened.wait(300)
         return rows
 
 
@@ -76,7 +76,7 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path, kind):
     after = state_of(rb)
     assert not handle.done()
     gate.opened.set()
-    assert handle.result(60) == "g-000001" and handle.progress == 1.0 and handle.rows_left_out == 0
+    assert handle.result(300) == "g-000001" and handle.progress == 1.0 and handle.rows_left_out == 0
     twin = ReplayBuffer(storage=storage(kind, tmp_path / "twin"))
     twin.loads(tmp_path / "saved")
     assert state_of(twin) == expected and state_of(rb) == after
@@ -102,7 +102,7 @@ def test_rows_replaced_in_place_or_forgotten_meanwhile_are_saved_as_they_were(tm
         rb.loads(tmp_path / "other")
     after = state_of(rb)
     gate.opened.set()
-    handle.result(60)
+    handle.result(300)
     twin = ReplayBuffer(storage=storage(kind, tmp_path / "twin"))
     twin.loads(tmp_path / "saved")
     assert state_of(twin) == expected and state_of(rb) == after
@@ -124,7 +124,7 @@ def test_the_samplers_state_and_the_generator_are_those_of_the_call(tmp_path):
     handle = rb.dumps(tmp_path, blocking=False)
     drawn = [numbers(rb.sample()) for _ in range(5)]
     gate.opened.set()
-    handle.result(60)
+    handle.result(300)
     twin.loads(tmp_path)
     assert [numbers(twin.sample()) for _ in range(5)] == drawn
 
@@ -141,9 +141,9 @@ def test_while_one_saves_another_save_to_that_path_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="is being saved in the background"):
         rb.dumps(tmp_path / "elsewhere", blocking=False)
     gate.opened.set()
-    handle.result(60)
+    handle.result(300)
     other.dumps(tmp_path)
-    rb.dumps(tmp_path, blocking=False).result(60)
+    rb.dumps(tmp_path, blocking=False).result(300)
 
 
 @pytest.mark.quick
@@ -154,7 +154,7 @@ def test_a_save_that_fails_says_so_and_what_was_saved_stays(tmp_path):
     rb.register_save_hook(lambda rows: 1 / 0)
     handle = rb.dumps(tmp_path, blocking=False)
     with pytest.raises(ZeroDivisionError):
-        handle.result(60)
+        handle.result(300)
     assert handle.done() and "failed" in repr(handle) and verify(tmp_path).ok
     assert not rb.storage.lanes.store.saving
 
@@ -178,12 +178,12 @@ def test_waiting_can_have_an_end(tmp_path):
         handle.result(0.01)
     assert 0 <= handle.progress < 1
     gate.opened.set()
-    handle.result(60)
+    handle.result(300)
 
 
 def test_an_empty_buffer_can_be_saved(tmp_path):
     rb = ReplayBuffer(storage=LazyTensorStorage(60))
-    rb.dumps(tmp_path, blocking=False).result(60)
+    rb.dumps(tmp_path, blocking=False).result(300)
     twin = ReplayBuffer(storage=LazyTensorStorage(60))
     twin.loads(tmp_path)
     assert len(twin) == 0
@@ -192,9 +192,9 @@ def test_an_empty_buffer_can_be_saved(tmp_path):
 def test_what_has_not_changed_is_taken_over(tmp_path):
     rb = ReplayBuffer(storage=LazyTensorStorage(60))
     rb.extend(steps(0, 45))
-    rb.dumps(tmp_path, blocking=False, keep_last=2).result(60)
+    rb.dumps(tmp_path, blocking=False, keep_last=2).result(300)
     rb.extend(steps(45, 50))
-    rb.dumps(tmp_path, blocking=False, keep_last=2).result(60)
+    rb.dumps(tmp_path, blocking=False, keep_last=2).result(300)
     links = [p.stat().st_nlink for p in (tmp_path / "g-000002" / "storage").iterdir()]
     assert links.count(2) == 2 and links.count(1) == 1
 
@@ -226,25 +226,25 @@ def test_rows_that_another_process_overwrites_are_left_out_and_counted(tmp_path)
     def child():
         rb.extend(steps(500, 560))
         written.set()
-        go.wait(60)
+        go.wait(300)
         rb.extend(steps(560, 575))  # over its 15 oldest
         again.set()
-        done.wait(60)
+        done.wait(300)
 
     process = context.Process(target=child)
     process.start()
     try:
-        assert written.wait(60)
+        assert written.wait(300)
         gate = Gate(rb)
         handle = rb.dumps(tmp_path, blocking=False)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(300)
         go.set()
-        assert again.wait(60)
+        assert again.wait(300)
         gate.opened.set()
-        handle.result(60)
+        handle.result(300)
     finally:
         done.set()
-        process.join(60)
+        process.join(300)
         process.kill()
     assert 0 < handle.rows_left_out <= 15
     twin = ReplayBuffer(storage=LazyTensorStorage(120, shared=True, lanes=2))
@@ -270,7 +270,7 @@ def test_a_forked_child_is_not_kept_up_by_its_parents_save(tmp_path):
         finally:
             os._exit(status)
     gate.opened.set()
-    handle.result(60)
+    handle.result(300)
     assert os.waitpid(pid, 0)[1] == 0
     twin = ReplayBuffer(storage=LazyTensorStorage(60))
     twin.loads(tmp_path / "child")
@@ -298,7 +298,7 @@ def test_a_buffer_that_is_gone_is_saved_all_the_same(tmp_path):
     handle = rb.dumps(tmp_path, blocking=False)
     del rb
     gate.opened.set()
-    handle.result(60)
+    handle.result(300)
     twin = ReplayBuffer(storage=LazyTensorStorage(60))
     twin.loads(tmp_path)
     assert twin[:]["a"].tolist() == list(range(45))
@@ -321,7 +321,7 @@ def test_saves_beside_a_busy_writer_are_whole(tmp_path, kind):
     writer.start()
     try:
         for _ in range(12):
-            rb.dumps(tmp_path / "saved", blocking=False).result(60)
+            rb.dumps(tmp_path / "saved", blocking=False).result(300)
             twin = ReplayBuffer(storage=storage("memory" if kind == "mapped" else kind, tmp_path, capacity))
             twin.loads(tmp_path / "saved")
             if len(twin):

@@ -1,8 +1,11 @@
 """`loads` beside threads that do everything else: they see the state of before or the new one, whole."""
 
+import contextlib
+import copy
 import inspect
 import itertools
 import sys
+import tempfile
 import threading
 import time
 
@@ -27,6 +30,7 @@ from engram.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from engram.data.replay_buffers.samplers.base import WorkerShare
 
 ROWS = 64
 STATES = (1, 2, 3)
@@ -197,7 +201,7 @@ class Threads:
 
     def __exit__(self, *error):
         self._stop.set()
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         for thread in self._threads:
             thread.join(max(0, until - time.monotonic()))
         sys.setswitchinterval(self._interval)
@@ -309,6 +313,32 @@ def _postprocess(sampler, storage):
     sampler._postprocess(steps(1, len(slots)), info)  # the last of an epoch can be shorter
 
 
+def _totals(sampler, storage):
+    with contextlib.suppress(TypeError):  # of those whose draws are not divided
+        sampler.totals(storage, 8)
+
+
+def _split(sampler, storage):
+    with contextlib.suppress(RuntimeError):  # of those with priorities
+        copy.deepcopy(sampler)._split_among_workers(WorkerShare(0, 1, 7))
+
+
+def _check_sending(sampler, storage):
+    with contextlib.suppress(RuntimeError):  # of those with priorities
+        sampler._check_sending()
+
+
+def _dumps(sampler, storage):
+    with tempfile.TemporaryDirectory() as folder:
+        sampler.dumps(folder)
+
+
+def _loads(sampler, storage):
+    with tempfile.TemporaryDirectory() as folder:
+        sampler.dumps(folder)
+        sampler.loads(folder)
+
+
 def _set_cursor(sampler, storage):
     cursor = sampler._get_cursor()
     sampler.sample(storage, 8)
@@ -327,7 +357,15 @@ METHODS = {
     "priorities": lambda s, st: s.priorities(torch.arange(8), storage=st),
     "checked_priorities": lambda s, st: s.checked_priorities(torch.ones(8), 8),
     "split": lambda s, st: s.split(torch.zeros(2, 4)),
+    "dumps": _dumps,
+    "loads": _loads,
     # what other parts of a buffer ask of it
+    "_sampling": lambda s, st: s._sampling()(st, 8),
+    "_native_draw": lambda s, st: s._native_draw(st),
+    "_check_batch_size": lambda s, st: s._check_batch_size(8, st),
+    "_limits": lambda s, st: s._limits(st),
+    "_check_rows": lambda s, st: s._check_rows(st, 0),
+    "_check_sending": _check_sending,
     "_redraw": _redraw,
     "_find_stale": _find_stale,
     "_postprocess": _postprocess,
@@ -339,6 +377,10 @@ METHODS = {
     "_get_cursor": lambda s, st: s._get_cursor(),
     "_set_cursor": _set_cursor,
     "_max_rows": lambda s, st: s._max_rows(st, 8),
+    "totals": _totals,
+    "raise_new_priority": lambda s, st: s.raise_new_priority(0.5, storage=st),
+    "set_epoch": lambda s, st: s.set_epoch(1),
+    "_split_among_workers": _split,
 }
 OF_LOADS = {"_rebase"}  # called by a load, which keeps others out
 
@@ -456,6 +498,26 @@ def pair_of_lists(**settings):
     return ReplayBufferEnsemble(buffer(storage="list"), buffer(storage="list"), batch_size=16, sample_from_all=True)
 
 
+class LockAfter:
+    """A lock that does something before it is acquired."""
+
+    def __init__(self, before, lock):
+        self._before, self._lock = before, lock
+
+    def acquire(self, *args):
+        self._before()
+        return self._lock.acquire(*args)
+
+    def release(self):
+        self._lock.release()
+
+    def __enter__(self):
+        self.acquire()
+
+    def __exit__(self, *error):
+        self.release()
+
+
 DRAWS = {
     "sample": lambda rb: rb.sample(return_info=True)[0],
     "iteration": lambda rb: next(iter(rb)),
@@ -483,21 +545,42 @@ def test_a_batch_that_was_drawn_before_a_load_is_drawn_anew_after_it(when, make,
     if when == "in a transform":
         rb.append_transform(transform)
     else:
-        which = members(rb)[-1 if when == "between members" else 0].storage
-        for kind, name in ((type(which), "read"), (LazyTensorStorage, "_read_many")):
+        which = members(rb)[-1 if when == "between members" else 0]
+        ways = ((type(which.storage), "read"), (LazyTensorStorage, "_read_many"), (ListStorage, "_read_items"))
+        for kind, name in ways:
             read = getattr(kind, name)
             monkeypatch.setattr(kind, name, lambda *args, read=read, **more: (load_once(), read(*args, **more))[1])
+        if make is buffer and (made := rb._reader.make) is not None:  # draws and reads in one native call
+            monkeypatch.setattr(rb._reader, "make", lambda *args: (load_once(), made(*args))[1])
+        if make is pair:  # of which each member draws once the lock of its sampler is held
+            monkeypatch.setattr(which.sampler, "lock", LockAfter(load_once, which.sampler.lock))
     batch = DRAWS[draw](rb)
-    assert set(batch["n"].reshape(-1).tolist()) == {2} and set(batch["index"].reshape(-1).tolist()) == {5}
+    assert not list(loads), "nothing was loaded beside the draw"
+    index = batch["index"] if make is buffer else batch["index", "index"]
+    assert set(batch["n"].reshape(-1).tolist()) == {2} and set(index.reshape(-1).tolist()) == {5}
 
 
-def test_a_batch_that_was_prepared_before_the_storage_alone_was_loaded_is_drawn_anew(tmp_path, monkeypatch):
+def prefetching_with_two_saves(path):
+    """A buffer whose storage was saved with 64 steps of number 1, which it holds, and with 8 of number 2."""
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=16, prefetch=1)
     for number, n in ((1, 64), (2, 8)):
         rb.empty()
         rb.extend(steps(number, n))
-        rb.storage.dumps(tmp_path / str(number))
-    rb.storage.loads(tmp_path / "1")
+        rb.storage.dumps(path / str(number))
+    rb.storage.loads(path / "1")
+    return rb
+
+
+def test_a_batch_that_was_prepared_before_the_storage_alone_was_loaded_is_drawn_anew(tmp_path):
+    rb = prefetching_with_two_saves(tmp_path)
+    assert set(rb.sample()["n"].tolist()) == {1}  # and the next batch is prepared
+    rb.storage.loads(tmp_path / "2")
+    batches = [rb.sample() for _ in range(3)]
+    assert all(set(batch["n"].tolist()) == {2} and int(batch["index"].max()) < 8 for batch in batches)
+
+
+def test_a_batch_in_whose_read_the_storage_alone_is_loaded_is_drawn_anew(tmp_path, monkeypatch):
+    rb = prefetching_with_two_saves(tmp_path)
     read, loads = LazyTensorStorage.read, iter([None])
 
     def load_then_read(self, *args):
@@ -506,7 +589,7 @@ def test_a_batch_that_was_prepared_before_the_storage_alone_was_loaded_is_drawn_
         return read(self, *args)
 
     monkeypatch.setattr(LazyTensorStorage, "read", load_then_read)
-    batches = [rb.sample() for _ in range(3)]
+    batches = [rb.sample(return_info=True)[0] for _ in range(3)]  # of which Python code reads the rows
     assert all(set(batch["n"].tolist()) == {2} and int(batch["index"].max()) < 8 for batch in batches)
 
 
@@ -539,7 +622,9 @@ def test_what_a_sampler_said_of_its_draw_is_said_of_the_rows_that_come(storage, 
         drawn.append(made)
         return made
 
-    monkeypatch.setattr(kind, "read", load_then_read)
+    way = "_read_items" if kind is ListStorage else "read"
+    read = getattr(kind, way)
+    monkeypatch.setattr(kind, way, load_then_read)
     monkeypatch.setattr(Telling, "sample", sample_then_note)
     batch, info = rb.sample(return_info=True)
     assert the_one(batch["n"]) == the_one(info["number"]) == 2
@@ -572,12 +657,12 @@ class Loading:
 
     def _put(self, put, args):
         self._begun.set()
-        self.go_on.wait(60)
+        self.go_on.wait(300)
         put(*args)
 
     def begin(self):
         self._thread.start()
-        assert self._begun.wait(60)
+        assert self._begun.wait(300)
 
     def found_by(self, ask):
         """What a thread finds that asks before the load goes on, and is seen to wait for its end."""
@@ -588,7 +673,7 @@ class Loading:
         assert not found
         self.go_on.set()
         for thread in (self._thread, asking):
-            thread.join(60)
+            thread.join(300)
         return found
 
 
@@ -606,13 +691,19 @@ def test_who_asks_in_the_middle_of_a_load_waits_for_its_end(what, name, tmp_path
 def test_who_has_begun_to_draw_when_a_load_begins_waits_for_its_end(name, tmp_path, monkeypatch):
     rb = buffer(name)
     loading = Loading(rb, tmp_path, monkeypatch)
-    draw_seed, first = rb.sampler._draw_seed, iter([None])
+    first = iter([None])
 
-    def seed_then_load(storage, lanes):
-        seed = draw_seed(storage, lanes)
-        for _ in first:
-            loading.begin()
-        return seed
+    class SeedThenLoad:
+        """Where each draw begins, in Python or in the native call."""
 
-    monkeypatch.setattr(rb.sampler, "_draw_seed", seed_then_load)
+        def __init__(self, seed):
+            self._seed = seed
+
+        def random_(self, generator=None):
+            drawn = self._seed.random_(generator=generator)
+            for _ in first:
+                loading.begin()
+            return drawn
+
+    monkeypatch.setattr(rb.sampler, "_seed", SeedThenLoad(rb.sampler._seed))
     assert loading.found_by(lambda: the_one(rb.sample()["n"])) == [2]

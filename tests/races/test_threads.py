@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.waiting import comes
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -89,9 +90,10 @@ def test_threads_that_write_and_sample_never_see_a_torn_or_mixed_step(name, pref
     for t in threads:
         t.start()
     time.sleep(SECONDS)
+    comes(lambda: errors or counts["drawn"] > 3)
     stop.set()
     for t in threads:
-        t.join(60)
+        t.join(300)
         assert not t.is_alive(), "a thread hangs"
     assert not errors, errors[0]
     assert rb.write_count == counts["written"] and counts["drawn"] > 3
@@ -241,7 +243,7 @@ def test_threads_that_draw_at_once_draw_different_rows(name, of_the_buffer):
 
     sampler._draw_seed = seed_then_let_the_other_draw
     draw()
-    other.join(60)
+    other.join(300)
     assert len(drawn) == 2 and not torch.equal(*drawn)
     if name in ONCE:
         mine, others = (set((index // ONCE[name]).tolist()) for index in drawn)
@@ -270,5 +272,5 @@ def test_a_sampler_of_the_users_own_is_asked_by_one_thread_at_a_time():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert sampler.most == 1

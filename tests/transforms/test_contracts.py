@@ -12,17 +12,24 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from engram.data import LazyTensorStorage, ReplayBuffer
+from engram.specs import Unbounded
 from engram.testing import TransformContract
-from engram.testing.transform import as_dict, assert_equal
+from engram.testing.transform import Replayed, as_dict, assert_equal
 from engram.transforms import (
     CatFrames,
+    CatTensors,
+    ClipTransform,
     Compose,
+    DoubleToFloat,
     DTypeCastTransform,
+    EndOfLifeTransform,
     ExcludeTransform,
     FlattenObservation,
     GrayScale,
     InitTracker,
     MultiStepTransform,
+    NextStateReconstructor,
+    NoopResetEnv,
     ObservationNorm,
     RenameTransform,
     Resize,
@@ -30,8 +37,11 @@ from engram.transforms import (
     RewardScaling,
     RewardSum,
     SelectTransform,
+    SignTransform,
     StepCounter,
+    TensorDictPrimer,
     ToTensorImage,
+    TrajCounter,
     UnsqueezeTransform,
     VecNorm,
 )
@@ -215,6 +225,33 @@ class TestDTypeCastTransformOfEverything(Steps, TransformContract):
         return DTypeCastTransform(torch.float16, torch.float32)
 
 
+class TestDoubleToFloat(Steps, KeyedTransformContract):
+    def make_for(self, in_keys, out_keys=None):
+        return DoubleToFloat(in_keys, out_keys, ["x"])
+
+    def batch(self, *shape):
+        return steps(*shape, dtype=torch.float64)
+
+
+class TestSignTransform(Steps, KeyedTransformContract):
+    def make_for(self, in_keys, out_keys=None):
+        return SignTransform(in_keys, out_keys, ["x"])
+
+
+class TestClipTransform(Steps, KeyedTransformContract):
+    def make_for(self, in_keys, out_keys=None):
+        return ClipTransform(in_keys, out_keys, ["x"], low=-0.5, high=100.0)
+
+
+class TestCatTensors(TransformContract):
+    def make(self):
+        return CatTensors(["y", "x"], "vector")
+
+    def batch(self, *shape):
+        batch = steps(*shape)
+        return batch.set("y", batch["x"][..., :2] * 2)
+
+
 class TestObservationNorm(Steps, KeyedTransformContract):
     def make_for(self, in_keys, out_keys=None):
         return ObservationNorm(torch.arange(3.0), 2.0, in_keys, out_keys)
@@ -275,6 +312,51 @@ class TestMultiStepTransform(Steps, TransformContract):
 
     def make(self):
         return MultiStepTransform(3, 0.9)
+
+
+class TestNextStateReconstructor(Steps, TransformContract):
+    environments = False
+
+    def make(self):
+        return NextStateReconstructor(["x"], traj_key=None)
+
+
+class TestNoopResetEnv(Steps, TransformContract):
+    environments = False
+
+    def make(self):
+        return NoopResetEnv(3)
+
+    def test_where_it_works_in_no_environment_it_says_what_to_use(self):
+        with pytest.raises(ValueError, match=r"SerialEnv\(n, lambda: TransformedEnv"):
+            self._env()
+
+
+class TestEndOfLifeTransform(Steps, TransformContract):
+    class WithLives(Replayed):
+        def call_below(self, path):
+            assert path == "unwrapped.ale.lives"
+            return (self._left // 2).tolist()
+
+    def make(self):
+        return EndOfLifeTransform()
+
+    def _base(self, rows=slice(None)):
+        return self.WithLives(self.batch(3, 60)[rows], [5, 3, 7][rows])
+
+
+class TestTensorDictPrimer(Steps, TransformContract):
+    dicts = False
+
+    def make(self):
+        return TensorDictPrimer({("agent", "hidden"): Unbounded((2,)), "count": Unbounded((1,), dtype=torch.int64)})
+
+
+class TestTrajCounter(Steps, TransformContract):
+    learns = True
+
+    def make(self):
+        return TrajCounter()
 
 
 class TestRewardSum(Steps, TimedTransformContract):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
 from functools import partial
 
 import pytest
@@ -283,7 +284,9 @@ def test_each_way_of_writing_goes_through_the_inverse(make, storage):
 def test_a_conditional_write_goes_through_the_inverse(make):
     rb, data = ReplayBuffer(storage=LazyTensorStorage(20), transform=make()), steps(6)
     rb.extend(data)
-    assert rb.update_if_present(torch.tensor([1, 2]), torch.tensor([1, 9]), data[4:6]).tolist() == [True, False]
+    assert rb.update_if_present(
+        index=torch.tensor([1, 2]), generation=torch.tensor([1, 9]), patch=data[4:6]
+    ).updated.tolist() == [True, False]
     assert torch.equal(stored(rb)["x"], 2 * data["x"][[0, 4, 2, 3, 4, 5]])
 
 
@@ -493,7 +496,7 @@ def test_what_holds_steps_back_names_what_it_cannot_do():
     with pytest.raises(TypeError, match="Delayed holds steps back"):
         rb[0] = running(1)[0]
     with pytest.raises(TypeError, match="Delayed holds steps back"):
-        rb.update_if_present(torch.tensor([0]), torch.tensor([0]), running(1))
+        rb.update_if_present(index=torch.tensor([0]), generation=torch.tensor([0]), patch=running(1))
     assert_equal(rb._transform[0].transform._buffer, before)
     assert stored(rb)["x"].flatten().tolist() == [0, 1, 2]
 
@@ -725,3 +728,28 @@ def test_a_mapped_store_is_written_through_the_inverse(tmp_path):
     again = ReplayBuffer.open(tmp_path / "s", transform=Form(["x"], ["x"]))
     again.extend(steps(4))
     assert torch.equal(stored(again)["x"], torch.cat([2 * steps(4)["x"]] * 2))
+
+
+class Halved(Transform):
+    """A user's class that works in both directions, where keys are named."""
+
+    def _apply_transform(self, value):
+        return value / 2
+
+    def _inv_apply_transform(self, value):
+        return value * 2
+
+
+def test_an_inverse_that_nothing_names_is_refused_and_one_that_reads_only_is_warned_of():
+    for place in (lambda t: ReplayBuffer(storage=LazyTensorStorage(9), transform=t), Compose):
+        with pytest.raises(TypeError, match="Halved has `_inv_apply_transform`, and neither `in_keys_inv`"):
+            place(Halved())
+    with pytest.warns(UserWarning, match=r"\['x'\] are stored as they are written"):
+        rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Compose(Halved(["x"])))
+    rb.extend(TensorDict({"x": torch.ones(3)}, [3]))
+    assert rb[:]["x"].tolist() == [0.5] * 3 and rb.storage[:]["x"].tolist() == [1.0] * 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Halved(["x"], in_keys_inv=["x"]))
+    rb.extend(TensorDict({"x": torch.ones(3)}, [3]))
+    assert rb[:]["x"].tolist() == [1.0] * 3 and rb.storage[:]["x"].tolist() == [2.0] * 3

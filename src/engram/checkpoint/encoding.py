@@ -17,7 +17,7 @@ from typing import Any, Protocol, Union
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import NonTensorData, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
 
 from engram._system import check_memory
 from engram.checkpoint.reader import ChecksummedFile
@@ -187,7 +187,11 @@ class Encoder:
                 return {"$dict": self._pairs(value, place, depth)}
         encoded = {}
         for key, member in value.items():
-            encoded[key] = self._encode(member, f"{place}[{key!r}]", depth + 1)
+            as_is = member is None or type(member) is bool or (type(member) is str and member.isascii())
+            if as_is and depth < _DEEPEST:  # without a call for each: a buffer's description has many of them
+                encoded[key] = member
+            else:
+                encoded[key] = self._encode(member, f"{place}[{key!r}]", depth + 1)
         return encoded
 
     def _pairs(self, value: dict[Any, Any], place: str, depth: int) -> list[Any]:
@@ -364,6 +368,26 @@ class TensorDictCodec:
         return TensorDict(packed["items"], packed["batch_size"], device=device, names=packed["names"])
 
 
+class LazyStackCodec:
+    """Lazy stacks of TensorDicts, whose members may differ in keys and shapes."""
+
+    tag = "lazystack"
+
+    def owns(self, value: Any) -> bool:
+        return type(value) is LazyStackedTensorDict
+
+    def pack(self, value: Any) -> Any:
+        return {"stack_dim": value.stack_dim, "members": list(value.tensordicts)}
+
+    def unpack(self, packed: Any) -> Any:
+        members, dim = packed["members"], packed["stack_dim"]
+        if type(dim) is not int or not members or not all(isinstance(one, TensorDictBase) for one in members):
+            raise ValueError(f"a state in it has a lazy stack of {len(members)} along dimension {dim!r}")
+        if not 0 <= dim <= members[0].ndim:
+            raise ValueError(f"a state in it has a lazy stack along dimension {dim} of {members[0].ndim + 1}")
+        return LazyStackedTensorDict(*members, stack_dim=dim)
+
+
 class NonTensorCodec:
     """`NonTensorData`: one value for a whole batch."""
 
@@ -388,7 +412,17 @@ def _exceeds_content(values: Iterable[Any], batch_size: Iterable[int]) -> bool:
 
 
 def _nbytes(values: Iterable[Any]) -> int:
-    return sum(_nbytes(v.values()) if isinstance(v, TensorDict) else getattr(v, "nbytes", 0) for v in values)
+    return sum(_nbytes(v.values()) if isinstance(v, TensorDict) else _nbytes_of(v) for v in values)
 
 
-CODECS = (TensorDictCodec(), NonTensorCodec())
+def _nbytes_of(value: Any) -> int:
+    if isinstance(value, LazyStackedTensorDict):
+        return _nbytes(part for member in value.tensordicts for part in _parts_of(member))
+    return getattr(value, "nbytes", 0)
+
+
+def _parts_of(member: Any) -> Iterable[Any]:
+    return [member] if isinstance(member, LazyStackedTensorDict) else member.values()
+
+
+CODECS = (TensorDictCodec(), LazyStackCodec(), NonTensorCodec())

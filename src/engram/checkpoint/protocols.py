@@ -127,7 +127,9 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
 
     Hooks are callables that get what is about to be written (or has just been read and verified) and return what to
     write (or to hand to the storage) instead, in the order of their registration: a block of rows, or an item. They
-    are not saved: who loads registers the inverse of what the saver registered.
+    are not saved: who loads registers the inverse of what the saver registered. A save hook that has the
+    attributes `shift` and `is_full` is told by them, before its first call, where the oldest row of a full storage
+    stands (the cursor), and whether the storage is full.
     """
 
     format: ClassVar[str]
@@ -157,6 +159,25 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
 
         `reader.malformed(...)` is the error for a state that no save can have written. Reads no file.
         """
+
+
+def informed(hooks: list[Hook], counters: dict[str, Any]) -> list[Hook]:
+    """Save hooks, once those that have `shift` and `is_full` have been told the cursor and whether the storage is full.
+
+    `counters` are those of the source; of several lanes the cursor is that of the first.
+    """
+    if not hooks:
+        return hooks
+    lanes, capacity = counters["lanes"], counters["lane_capacity"]
+    written = lanes[0]["published"] if lanes else 0
+    shift = written % capacity if capacity else written
+    is_full = bool(lanes and capacity) and all(lane["published"] - lane["base"] >= capacity for lane in lanes)
+    for hook in hooks:
+        if hasattr(hook, "shift"):
+            hook.shift = shift
+        if hasattr(hook, "is_full"):
+            hook.is_full = is_full
+    return hooks
 
 
 def apply_hooks(hooks: list[Hook], value: Any) -> Any:

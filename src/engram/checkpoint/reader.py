@@ -479,6 +479,7 @@ class SnapshotReport:
     files: int
     nbytes: int
     problems: tuple[str, ...]
+    damaged: tuple[str, ...] = ()  #: names of the files below the snapshot that are not what was saved
 
     @property
     def ok(self) -> bool:
@@ -514,10 +515,10 @@ class VerificationReport:
         )
 
 
-def verify(path: str | os.PathLike[str]) -> VerificationReport:
+def verify(path: str | os.PathLike[str], *, advance: Callable[[str], object] = lambda file: None) -> VerificationReport:
     """Compares every file of every snapshot at `path` with its checksum; damage is reported, not raised.
 
-    Changes nothing; saves may run at the same time.
+    Changes nothing; saves may run at the same time. `advance` is called with the name of each file that was compared.
 
     Raises:
         CheckpointError: there is no checkpoint at `path`.
@@ -531,7 +532,7 @@ def verify(path: str | os.PathLike[str]) -> VerificationReport:
     names = directory.snapshots()
     if pointer is not None and pointer.snapshot not in names and os.path.isdir(directory.path(pointer.snapshot)):
         names = [pointer.snapshot, *names]  # its marker is damaged, which the report says
-    every = [_report(directory, name, pointer) for name in names]
+    every = [_report(directory, name, pointer, advance) for name in names]
     reports = tuple(report for report in every if report is not None)
     if pointer is not None and not any(report.in_force for report in reports) and directory.current() == pointer:
         problems = (*problems, f"{directory.path(CURRENT)} names {pointer.snapshot}, which is not there")
@@ -545,7 +546,9 @@ def _pointer(directory: CheckpointDirectory) -> tuple[Pointer | None, tuple[str,
         return None, (str(error),)
 
 
-def _report(directory: CheckpointDirectory, name: str, pointer: Pointer | None) -> SnapshotReport | None:
+def _report(
+    directory: CheckpointDirectory, name: str, pointer: Pointer | None, advance: Callable[[str], object]
+) -> SnapshotReport | None:
     """The report for one snapshot; None where a save removed it, or has not finished it."""
     in_force = pointer is not None and pointer.snapshot == name
     if not in_force and not os.path.lexists(directory.path(name, MANIFEST)):
@@ -557,14 +560,19 @@ def _report(directory: CheckpointDirectory, name: str, pointer: Pointer | None) 
     except CheckpointError as error:
         return SnapshotReport(name, in_force, 0, 0, (str(error),))
     with reader:
-        problems = tuple(problem for file in reader.files for problem in _problems(reader, file))
+        problems = {}
+        for file in reader.files:
+            problem = _problem(reader, file)
+            if problem is not None:
+                problems[file] = problem
+            advance(file)
         nbytes = sum(record.nbytes for record in reader.files.values())
-        return SnapshotReport(name, in_force, len(reader.files), nbytes, problems)
+        return SnapshotReport(name, in_force, len(reader.files), nbytes, tuple(problems.values()), tuple(problems))
 
 
-def _problems(reader: SnapshotReader, file: str) -> list[str]:
+def _problem(reader: SnapshotReader, file: str) -> str | None:
     try:
         reader.check([file])
     except CorruptCheckpointError as error:
-        return [str(error)]
-    return []
+        return str(error)
+    return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
 
 from engram.checkpoint.directory import to_json
 from engram.checkpoint.encoding import CODECS, EncodedArrays, Encoder, decode
@@ -55,6 +55,49 @@ def save_snapshot(
             state = {"format": storage[0].format, "state": plan.write(writer)}
         writer.body = {"components": trees, "storage": state}
     return writer.name
+
+
+class SavedPart(Protocol):
+    """A part of a buffer that is saved alone."""
+
+    @property
+    def _kind(self) -> str: ...
+    @property
+    def _built_in(self) -> bool: ...
+    def _differences(self, state: dict[str, Any]) -> list[str]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def save_part(path: str | os.PathLike[str], name: str, kind: str, state: dict[str, Any]) -> None:
+    """Saves the state of one part as a snapshot of its own, as `save_snapshot` does."""
+    save_snapshot(path, {name: {"kind": kind, "state": state}})
+
+
+def load_part(path: str | os.PathLike[str], name: str, part: SavedPart) -> None:
+    """Gives a part the state that `save_part` saved.
+
+    Raises:
+        CorruptCheckpointError: a file is not what was saved, or cannot be the state of a part of the library's.
+        CheckpointMisfitError: the state is that of another kind of part, or does not fit this one.
+    """
+    with open_snapshot(path) as saved:
+        body = saved.component(name)
+        with _as_damage(saved) if part._built_in else nullcontext():
+            kind, state = body["kind"], body["state"]
+            different = [f"a {part._kind} here, a {kind} there"] if kind != part._kind else part._differences(state)
+            if not different:
+                part.load_state_dict(state)
+        if different:
+            raise CheckpointMisfitError(f"{path} does not fit this {name}", different)
+
+
+@contextmanager
+def _as_damage(saved: Snapshot) -> Iterator[None]:
+    """Around looks at a state whose checksums are right: what cannot be true there, somebody has made up."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+        raise saved.malformed(f"it cannot be the state of such a part ({error!r})") from error
 
 
 def _previous(writer: SnapshotWriter, checkpointer: StorageCheckpointerBase[Any, Any]) -> dict[str, Any] | None:

@@ -41,7 +41,7 @@ from engram.checkpoint.directory import (
     to_checksummed_json,
 )
 from engram.checkpoint.reader import SnapshotReader
-from engram.errors import CheckpointError, CorruptCheckpointError
+from engram.errors import CheckpointError, CorruptCheckpointError, EngramError
 from engram.store.locks import FileLock
 
 _MOST_OPEN_FILES = 64
@@ -303,6 +303,8 @@ def _as_checkpoint_errors(root: str) -> Iterator[_SpaceNeeded]:
     needs = _SpaceNeeded()
     try:
         yield needs
+    except EngramError:  # of who saves, which may be an OSError as well: a shard that is away is a TimeoutError
+        raise
     except OSError as error:
         what = f"cannot save to {root}: {error.strerror or error}"
         if error.filename is not None and error.filename != root:

@@ -35,6 +35,13 @@ class ObservedSteps(Protocol):
         """A function from t to the observation `[*batch_size, *shape]` before step t, once that is the newest."""
 
 
+def mask_of(envs: Envs, batch_size: torch.Size) -> Tensor:
+    """Whether each environment is one of `envs`: bool `[*batch_size, 1]`."""
+    mask = np.zeros((*batch_size, 1), np.bool_)
+    mask.reshape(-1)[envs] = True
+    return torch.from_numpy(mask)
+
+
 class ActionSource:
     """Chooses the actions of a rollout. This one has no state, and its policy writes nothing but the action."""
 
@@ -111,16 +118,56 @@ class RandomActions(ActionSource):
 
 
 class ModuleActions(ActionSource):
-    """Actions of a module on one observation tensor, which is called directly."""
+    """Actions of a module on observation tensors, which is called directly.
+
+    `store_outputs` gets a TensorDict of what the module returns besides the action, for steps where there is any, and
+    after `discard` one that replaces the last.
+    """
 
     def __init__(
-        self, policy: ObservationPolicy, codec: SpaceCodec, batch_size: torch.Size, observed: ObservedSteps
+        self,
+        policy: ObservationPolicy,
+        codec: SpaceCodec,
+        batch_size: torch.Size,
+        device: Any,
+        observed: ObservedSteps,
+        store_outputs: Callable[[TensorDictBase], object],
     ) -> None:
         super().__init__(codec, batch_size)
-        self._module, self._row = policy.module, observed.rows(policy.in_key)
+        self._policy, self._module, self._device = policy, policy.module, device
+        self._keys = observed.keys
+        self._row, *self._more_rows = [observed.rows(key) for key in policy.in_keys]
+        self._store_outputs = store_outputs
+        self._last_outputs: TensorDictBase | None = None
+        self._zero_outputs: TensorDictBase | None = None
 
     def choose(self, t: int) -> Any:
-        return self._module(self._row(t))
+        row = self._row(t)
+        out = self._module(row, *[more(t) for more in self._more_rows]) if self._more_rows else self._module(row)
+        return out if type(out) is Tensor else self._action_of(out)
+
+    def _action_of(self, out: Any) -> Any:
+        action, others = self._policy.split(out)
+        self._last_outputs = None
+        if others:
+            self._last_outputs = TensorDict(others, self._batch_size, device=self._device).exclude(*self._keys)
+            self._store_outputs(self._last_outputs)
+        return action
+
+    def skip_step(self, t: int) -> None:
+        if self._policy.outputs == 1:
+            return
+        if self._zero_outputs is None:
+            rows = [self._row, *self._more_rows]
+            observations = {key: row(t) for key, row in zip(self._policy.in_keys, rows, strict=True)}
+            state = TensorDict(observations, self._batch_size, device=self._device)
+            self._zero_outputs = zero_outputs(self._policy, state).exclude(*self._keys)
+        if not self._zero_outputs.is_empty():
+            self._store_outputs(self._zero_outputs.clone())
+
+    def discard(self, envs: Envs) -> None:
+        if self._last_outputs is not None:
+            self._store_outputs(zero_where(mask_of(envs, self._batch_size), self._last_outputs))
 
 
 class TensorDictActions(ActionSource):
@@ -155,18 +202,13 @@ class TensorDictActions(ActionSource):
         self._keep_outputs(state.update(self._zero_outputs.clone()))
 
     def discard(self, envs: Envs) -> None:
-        mask = self._mask(envs)
+        mask = mask_of(envs, self._batch_size)
         self._store_outputs(zero_where(mask, self._last_outputs))
         self._carried = zero_where(mask, self._carried)
 
     def reset_envs(self, envs: Envs) -> None:
         if not self._carried.is_empty():
-            self._carried = zero_where(self._mask(envs), self._carried)
-
-    def _mask(self, envs: Envs) -> Tensor:
-        mask = np.zeros(self._flag.shape, np.bool_)
-        mask.reshape(-1)[envs] = True
-        return torch.from_numpy(mask)
+            self._carried = zero_where(mask_of(envs, self._batch_size), self._carried)
 
     def _state(self, t: int) -> TensorDictBase:
         td = self._carried.copy()

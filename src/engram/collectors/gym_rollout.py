@@ -18,7 +18,7 @@ from engram.collectors.action_sources import ActionSource, ModuleActions, Random
 from engram.collectors.rollout import RolloutResult, ted_batch
 from engram.collectors.trajectories import StepTags
 from engram.envs.base import stack_steps
-from engram.envs.codecs import Array, Rewards, SpaceLeaf, flag_of, rewards_of
+from engram.envs.codecs import Array, DiscreteCodec, Rewards, SpaceLeaf, flag_of, rewards_of
 from engram.envs.engines import GymEngine
 from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
 
@@ -65,7 +65,7 @@ class GymRollout:
         self._first_row: Rows | None = None
 
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
-        batch = _StepBuffer(self._empty_observations(steps))
+        batch = _StepBuffer(self._empty_observations(steps), len(self._engines))
         source = self._source(batch)
         try:
             self._run_all(batch, source, steps, steps if self.is_random else min(steps, random_steps))
@@ -98,9 +98,10 @@ class GymRollout:
         if isinstance(batch.observations, ByteObservations) or self.is_random:
             return self._random
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
-        if direct is not None:
-            return ModuleActions(direct, self._codec, self._batch_size, batch.observations)
-        return self._tensordict_actions.start(batch.observations, batch.policy_outputs.append)
+        if direct is not None and set(direct.in_keys) <= {*batch.observations.keys}:
+            size, device = self._batch_size, self._device
+            return ModuleActions(direct, self._codec, size, device, batch.observations, batch.store_outputs)
+        return self._tensordict_actions.start(batch.observations, batch.store_outputs)
 
     def _run_all(self, batch: _StepBuffer, source: ActionSource, steps: int, random_steps: int) -> None:
         if random_steps:
@@ -124,6 +125,8 @@ class GymRollout:
             keep_rows = codec.keep_rows
             rows = source.raw_actions(times, codec.decode_rows, lambda raws: extend(keep_rows(raws)))
             return chain.from_iterable(rows)
+        if isinstance(codec, DiscreteCodec):  # integers: nothing to copy
+            return source.raw_actions(times, codec.decode_one, add)
         keep = codec.keep
         return source.raw_actions(times, codec.decode_one, lambda raw: add(keep(raw)))
 
@@ -146,10 +149,10 @@ class GymRollout:
                 array[slot] = observation
             else:
                 put(slot, observation)
-            is_cut = bool(last_slots) and last_slots[slot % width] == slot
-            is_over = is_cut or terminated is not False or truncated is not False
-            if is_over:
-                is_over = batch.end(slot - width, terminated, truncated, is_cut=is_cut)
+            is_over = terminated is not False or truncated is not False
+            if is_over or last_slots:
+                is_cut = bool(last_slots) and last_slots[slot % width] == slot
+                is_over = (is_over or is_cut) and batch.end(slot - width, terminated, truncated, is_cut=is_cut)
             keep_reward(reward)  # last: a step with a reward is whole
             if is_over:
                 env = slot % width
@@ -170,10 +173,10 @@ class GymRollout:
                 keep(observation.tobytes())  # bytes say nothing of dtype and shape: any other goes through numpy
             else:
                 keep(to_bytes(observation))
-            is_cut = bool(last_slots) and last_slots[0] == len(rewards) + 1
-            is_over = is_cut or terminated is not False or truncated is not False
-            if is_over:
-                is_over = batch.end(len(rewards), terminated, truncated, is_cut=is_cut)
+            is_over = terminated is not False or truncated is not False
+            if is_over or last_slots:
+                is_cut = bool(last_slots) and last_slots[0] == len(rewards) + 1
+                is_over = (is_over or is_cut) and batch.end(len(rewards), terminated, truncated, is_cut=is_cut)
             keep_reward(reward)  # last: a step with a reward is whole
             if is_over:
                 slot = len(rewards)
@@ -209,11 +212,12 @@ class GymRollout:
 class _StepBuffer:
     """The steps of one batch, while it is collected."""
 
-    def __init__(self, observations: Observations | ByteObservations) -> None:
+    def __init__(self, observations: Observations | ByteObservations, width: int) -> None:
         self.observations = observations
+        self._width = width  # environments
         self.actions: list[Any] = []  # encoded, in blocks
         self.rewards: list[Any] = []
-        self.policy_outputs: list[TensorDictBase] = []  # by step, of a policy that writes more than the action
+        self._policy_outputs: list[TensorDictBase] = []  # by step, of a policy that writes more than the action
         self._ends: list[tuple[int, bool, bool]] = []  # slot, terminated, truncated
 
     def end(self, slot: int, terminated: Any, truncated: Any, *, is_cut: bool) -> bool:
@@ -222,6 +226,14 @@ class _StepBuffer:
         if is_terminated or is_truncated:
             self._ends.append((slot, is_terminated, is_truncated))
         return is_terminated or is_truncated
+
+    def store_outputs(self, outputs: TensorDictBase) -> None:
+        """Stores what the policy writes besides the action of the next step."""
+        self._fill_outputs(len(self.rewards) // self._width, outputs)
+        self._policy_outputs.append(outputs)
+
+    def _fill_outputs(self, steps: int, like: TensorDictBase) -> None:
+        self._policy_outputs += [like.empty() for _ in range(steps - len(self._policy_outputs))]
 
     def outcomes(self, rewards: Array, batch_size: torch.Size) -> dict[str, Array]:
         """Reward and flags of the first steps, `[*batch_size, steps, 1]`, each with memory of its own."""
@@ -235,9 +247,10 @@ class _StepBuffer:
 
     def stacked_outputs(self, steps: int, time_dim: int) -> TensorDictBase | None:
         """The other outputs of the policy in the first steps, `[*batch_size, steps]`; None where there are none."""
-        if not self.policy_outputs:
+        if not self._policy_outputs:
             return None
-        stacked = stack_steps(self.policy_outputs[:steps], time_dim)
+        self._fill_outputs(steps, self._policy_outputs[-1])
+        stacked = stack_steps(self._policy_outputs[:steps], time_dim)
         return None if stacked.is_empty() else stacked
 
 

@@ -4,68 +4,120 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
+import threading
 import time
 import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from engram.collectors.arguments import settle_other_arguments
+from engram.collectors.background import BackgroundCollector
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
 from engram.collectors.sync import (
-    BufferWriter,
+    NOTHING_WAITS,
     Device,
+    buffer_writer,
     device_argument,
+    one_of_two_weights,
+    to_storing_device,
     validate_counts,
     validate_state,
+    validate_trajectory_settings,
+    validate_waiting,
     warn_of_remainder,
 )
-from engram.collectors.trajectories import GlobalTrajectoryIds, SharedCounter
+from engram.collectors.trajectories import (
+    IDS,
+    GlobalTrajectoryIds,
+    SharedCounter,
+    TrajectoryAssembler,
+)
 from engram.collectors.utils import split_trajectories
 from engram.collectors.worker import (
     AttachBuffer,
+    AttachWeights,
     BatchReady,
     Collect,
     GetState,
     Hello,
     LoadState,
+    Predecessor,
+    Reset,
     SetSeed,
     SharedBatchReader,
     Stop,
     ValidateState,
+    WorkerCalls,
     WorkerConfig,
     WroteFrames,
     run_worker,
 )
+from engram.data.replay_buffers.buffer import sent_to_writers
+from engram.envs.base import mark_truncated
 from engram.envs.policies import ExplorationType
 from engram.errors import WorkerError
+from engram.processes.restarts import Restarts, seed_after, validate_restarts
 from engram.processes.shared_weights import SharedWeights, tensors_of
 from engram.processes.timeouts import CallTimer, Timeout, validate_timeout
-from engram.processes.worker import ERROR_CLOSE_TIMEOUT, CloudpickleWrapper, Worker, close_all, wait_for_any
+from engram.processes.worker import (
+    CLOSE_TIMEOUT,
+    ERROR_CLOSE_TIMEOUT,
+    CloudpickleWrapper,
+    Worker,
+    close_all,
+    wait_for_any,
+)
 
-Arrived = tuple[int, "TensorDictBase | WroteFrames"]
+ABANDON_INTERVAL = 0.1  # seconds after which a thread in the background sees that nobody waits for it any more
 
 
-class MultiCollector:
-    """Base of the collectors with worker processes; see `MultiSyncDataCollector`."""
+class Arrived(NamedTuple):
+    """A batch that worker `worker` has handed over; `begins`: the first one of a worker that was replaced."""
+
+    worker: int
+    batch: TensorDictBase | WroteFrames
+    begins: bool = False
+
+    @property
+    def frames(self) -> int:
+        """The number of its frames."""
+        return self.batch.frames if isinstance(self.batch, WroteFrames) else self.batch.numel()
+
+
+class MultiCollector(BackgroundCollector):
+    """Base of the collectors with worker processes; see `MultiSyncDataCollector`.
+
+    `MultiCollector(..., sync=True)` (the default) makes a `MultiSyncDataCollector`, with `sync=False` a
+    `MultiaSyncDataCollector`.
+    """
 
     _ahead = 1  # batches that a worker may have collected or begun before they are handed out
     _can_be_stopped = False  # whether a batch is collected in pieces
 
+    def __new__(cls, *args: Any, sync: bool = True, **kwargs: Any) -> Any:
+        return super().__new__(
+            (MultiSyncDataCollector if sync else MultiaSyncDataCollector) if cls is MultiCollector else cls
+        )
+
     def __init__(
         self,
-        create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
+        create_env_fn: Callable[..., Any] | Sequence[Callable[..., Any]],
         policy: Any = None,
         *,
-        frames_per_batch: int,
+        policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+        frames_per_batch: int | None = None,
         total_frames: int = -1,
         num_workers: int | None = None,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         device: Device = None,
         storing_device: Device = None,
         policy_device: Device = None,
@@ -73,25 +125,75 @@ class MultiCollector:
         max_frames_per_traj: int | None = None,
         init_random_frames: int | None = None,
         reset_at_each_iter: bool = False,
+        reset_when_done: bool = True,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         split_trajs: bool = False,
+        trajs_per_batch: int | None = None,
+        traj_format: str | None = None,
+        set_truncated: bool = False,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         replay_buffer: Any = None,
         update_at_each_batch: bool = False,
         track_policy_version: bool = False,
+        init_fn: Callable[[], Any] | None = None,
+        pre_collect_hook: Callable[[], Any] | None = None,
+        post_collect_hook: Callable[[TensorDictBase], Any] | None = None,
+        auto_register_policy_transforms: bool | None = None,
+        compile_policy: bool | Mapping[str, Any] | None = None,
+        cudagraph_policy: bool | Mapping[str, Any] | None = None,
+        no_cuda_sync: bool = False,
+        num_threads: int | None = None,
+        num_sub_threads: int = 1,
         start_method: str | None = None,
         timeout: float | None = None,
+        restarts: int = 0,
+        preemptive_threshold: None = None,
+        cat_results: None = None,
+        sync: bool | None = None,
+        **others: Any,
     ) -> None:
+        name = type(self).__name__
+        if sync is not None and sync != isinstance(self, MultiSyncDataCollector):
+            raise TypeError(f"a {name} has sync={not sync}; leave it out, or make a MultiCollector(sync={sync})")
+        for argument, value in (("cat_results", cat_results), ("preemptive_threshold", preemptive_threshold)):
+            if value is not None:
+                raise ValueError(f"{argument} can only be used with MultiSyncDataCollector; a {name} joins no batches")
+        settle_other_arguments(name, others)
         validate_timeout(timeout)
-        makers = env_makers(create_env_fn, num_workers)
+        self._restarts = Restarts(validate_restarts(restarts))
+        makers = with_arguments(env_makers(create_env_fn, num_workers), create_env_kwargs)
+        policy_makers = policy_makers_of(policy, policy_factory, len(makers))
+        if update_at_each_batch and policy_factory is not None:
+            raise ValueError("update_at_each_batch=True takes weights from the policy; policy_factory leaves none here")
+        if max_frames_per_traj is not None and not reset_when_done:
+            raise ValueError("max_frames_per_traj ends episodes by resets; leave out reset_when_done=False")
+        for threads in (num_sub_threads, 1 if num_threads is None else num_threads):
+            if threads < 1:
+                raise ValueError(f"num_threads and num_sub_threads must be 1 or more, got {threads}")
         validate_counts(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
             max_frames_per_traj=max_frames_per_traj,
             init_random_frames=init_random_frames,
+            trajs_per_batch=trajs_per_batch,
         )
+        validate_trajectory_settings(
+            traj_format=traj_format,
+            trajs_per_batch=trajs_per_batch,
+            split_trajs=split_trajs,
+            set_truncated=set_truncated,
+            reset_at_each_iter=reset_at_each_iter,
+            reset_when_done=reset_when_done,
+            replay_buffer=replay_buffer,
+        )
+        self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
+        self._pads_trajectories = trajs_per_batch is not None and traj_format != "cat"
         if split_trajs and replay_buffer is not None:
             raise ValueError("split_trajs=True would write padding into the replay buffer; leave it out")
+        if num_sub_threads > 1 and start_method == "fork":
+            raise ValueError(
+                f"num_sub_threads={num_sub_threads}: torch's threads may hang after a fork; leave start_method out"
+            )
         self.num_workers = len(makers)
         self._storing_device = device_argument("storing_device", storing_device, device)
         devices = {
@@ -101,7 +203,9 @@ class MultiCollector:
         self._postproc, self._split_trajs = postproc, split_trajs
         self._update_at_each_batch = update_at_each_batch
         self._replay_buffer = replay_buffer
-        self._writer = None if replay_buffer is None else BufferWriter(replay_buffer)
+        self._writer = None if replay_buffer is None else buffer_writer(replay_buffer)
+        self._waits_for_copies = not no_cuda_sync
+        self._is_finishing = False  # no batches are asked for
         self._failure: WorkerError | None = None  # to be raised once the batches that came before it are handed out
         self._is_attached = False
         self._should_attach()  # raises its errors before there are processes
@@ -115,43 +219,64 @@ class MultiCollector:
             "max_frames_per_traj": max_frames_per_traj,
             "init_random_frames": -(-(init_random_frames or 0) // self.num_workers),
             "reset_at_each_iter": reset_at_each_iter,
+            "reset_when_done": reset_when_done,
+            "auto_register_policy_transforms": auto_register_policy_transforms,
+            "compile_policy": compile_policy,
+            "cudagraph_policy": cudagraph_policy,
             "exploration_type": exploration_type,
             "track_policy_version": track_policy_version,
         }
-        self._start(makers, settings, start_method, timeout)
+        calls = WorkerCalls(*map(_sendable, (init_fn, pre_collect_hook, post_collect_hook)))
+        self._limit_threads(num_threads)
+        self._start(
+            makers,
+            policy_makers,
+            calls,
+            settings,
+            "spawn" if num_sub_threads > 1 and start_method is None else start_method,
+            timeout,
+            set_truncated=set_truncated,
+            threads=num_sub_threads,
+        )
+
+    def _limit_threads(self, num_threads: int | None) -> None:
+        before = torch.get_num_threads()
+        self._restore_threads = weakref.finalize(self, torch.set_num_threads, before)
+        if num_threads is None:
+            self._restore_threads.detach()
+        else:
+            torch.set_num_threads(num_threads)
 
     # ---- starting ----
     def _set_policy(self, policy: Any) -> None:
         if getattr(policy, "__name__", None) in ("rand_step", "rand_action") and hasattr(policy, "__self__"):
             policy = None  # of an environment in this process: those of the workers act at random, too
         self._policy = policy
+        self._weights_lock = threading.Lock()  # one writer at a time: `update_at_each_batch` may run in the background
+        self._factory_state: dict[str, Any] | None = None  # of the policy that a factory made for the first worker
+        self._is_updated = False  # whether workers have other weights than those that they began with
         self._weights = SharedWeights(tensors_of(policy)) if isinstance(policy, nn.Module) else None
 
-    def _frames_of_worker(self, frames_per_batch: int) -> int:
+    def _frames_of_worker(self, frames_per_batch: int | None) -> int | None:
         return frames_per_batch
 
     def _start(
         self,
         makers: list[Callable[[], Any]],
+        policy_makers: list[Callable[[], Any] | None],
+        calls: WorkerCalls,
         settings: dict[str, Any],
         start_method: str | None,
         timeout: float | None,
+        *,
+        set_truncated: bool,
+        threads: int,
     ) -> None:
-        policy = None if self._policy is None else CloudpickleWrapper(on_cpu(self._policy))
-        clocks = [None if timeout is None else CallTimer() for _ in makers]
-        self._timeout = None if timeout is None else Timeout(timeout, [clock for clock in clocks if clock is not None])
-        configs = [
-            WorkerConfig(
-                make_env=CloudpickleWrapper(make),
-                policy=policy,
-                weights=self._weights,
-                settings=settings,
-                can_be_stopped=self._can_be_stopped,
-                batches_in_memory=self._ahead + 1,
-                clock=clock,
-            )
-            for make, clock in zip(makers, clocks, strict=True)
-        ]
+        self._makers, self._policy_makers, self._calls = makers, policy_makers, calls
+        self._settings, self._start_method = settings, start_method
+        self._set_truncated, self._sub_threads = set_truncated, threads
+        self._clocks = [None if timeout is None else CallTimer() for _ in makers]
+        self._timeout = None if timeout is None else Timeout(timeout, [c for c in self._clocks if c is not None])
         self._workers: list[Worker] = []
         self._finalizer = weakref.finalize(self, close_all, self._workers)
         self._finalizer.atexit = False  # `engram.processes.worker` has its own at exit, with a shorter timeout
@@ -161,14 +286,68 @@ class MultiCollector:
         self._global_ids = GlobalTrajectoryIds(self._ids.take)
         self._arrived: deque[Arrived] = deque()
         self._pending = [0] * len(makers)  # by worker: batches that it was asked for and has not sent
+        self._frames, self._envs = [0] * len(makers), [0] * len(makers)  # of each worker's batch; known after its Hello
+        self._collected = [0] * len(makers)  # by worker: the frames that it has handed over
+        self._seeds: list[SetSeed | None] = [None] * len(makers)  # of the environments
+        self._replaced = [0] * len(makers)  # by worker: how often
+        self._id_offset = [0] * len(makers)  # added to the ids that a worker counts, which begin anew in its successor
+        self._begins = [False] * len(makers)  # whether a worker's next batch is the first of a successor
+        self._first_steps: list[TensorDictBase | WroteFrames | None] = [None] * len(makers)  # of unfinished batches
         with self._shut_down_on_error():
-            for k, config in enumerate(configs):
-                name = f"worker {k} of {type(self).__name__}"
-                self._workers.append(Worker(run_worker, [config], name=name, start_method=start_method))
-            hellos: list[Hello] = [worker.receive() for worker in self._workers]
-        self._frames = [hello.frames for hello in hellos]
+            for k in range(self.num_workers):
+                self._workers.append(self._new_worker(k))
+            while missing := [worker for worker, frames in zip(self._workers, self._frames, strict=True) if not frames]:
+                for worker in wait_for_any(missing):
+                    self._receive_message(self._workers.index(worker))
+            self._share_weights_of_factory()
         self.frames_per_batch = self._frames_of_batch()
-        warn_of_remainder(self.total_frames, self.frames_per_batch, stacklevel=5)
+        if self.requested_frames_per_batch is None:
+            self.requested_frames_per_batch = self.frames_per_batch
+        if not self._trajs_per_batch:
+            warn_of_remainder(self.total_frames, self.frames_per_batch)
+
+    def _new_worker(self, k: int, predecessor: Predecessor | None = None) -> Worker:
+        """Starts the process of worker k."""
+        config = WorkerConfig(
+            make_env=CloudpickleWrapper(self._makers[k]),
+            policy=None if self._policy is None else CloudpickleWrapper(on_cpu(self._policy)),
+            weights=self._weights,
+            settings=self._settings,
+            can_be_stopped=self._can_be_stopped,
+            batches_in_memory=self._ahead + 1,
+            clock=self._clocks[k],
+            policy_factory=_sendable(self._policy_makers[k]),
+            calls=self._calls,
+            set_truncated=self._set_truncated,
+            threads=self._sub_threads,
+            predecessor=predecessor,
+        )
+        name = f"worker {k} of {type(self).__name__}"
+        seed = None if predecessor is None else seed_after(self._workers[k].seed, self._replaced[k])
+        return Worker(run_worker, [config], name=name, start_method=self._start_method, seed=seed)
+
+    def _greet(self, k: int, hello: Hello) -> None:
+        """Notes the sizes of a worker that is ready. Raises RuntimeError where a successor has other ones."""
+        frames, envs = self._frames[k], self._envs[k]
+        if frames and (frames, envs) != (hello.frames, hello.envs):
+            raise RuntimeError(
+                f"worker {k} was replaced, and the environment that it made has batches of {hello.frames} frames over "
+                f"{hello.envs} environments; the one before had {frames} over {envs}"
+            )
+        self._frames[k], self._envs[k] = hello.frames, hello.envs
+        if k == 0 and self._factory_state is None:
+            self._factory_state = hello.policy_state
+
+    def _share_weights_of_factory(self) -> None:
+        """Makes the shared weights for policies that workers made themselves, which keep their own until an update."""
+        if self._factory_state is None:
+            return
+        self._weights = SharedWeights(tensors_of(self._factory_state))
+        for k, worker in enumerate(list(self._workers)):
+            try:
+                worker.send(AttachWeights(self._weights))
+            except WorkerError as error:
+                self._replace(k, error)
 
     @abstractmethod
     def _frames_of_batch(self) -> int:
@@ -183,9 +362,11 @@ class MultiCollector:
         """The next batch, whatever `total_frames` says; None where it went into the replay buffer.
 
         Raises WorkerError with the traceback of a worker that failed, after which the collector is shut down, and
-        RuntimeError after `shutdown`. Batches that workers had sent before one failed come first, a batch of one worker
-        at a time; with a replay buffer they are written, and the error is raised at once.
+        RuntimeError after `shutdown` and while it collects in the background. Batches that workers had sent before one
+        failed come first, a batch of one worker at a time; with a replay buffer they are written, and the error is
+        raised at once.
         """
+        self._refuse_beside_background()
         before, began = self.frames, time.perf_counter()
         if self._failure is None:
             self._refuse_if_shut_down()
@@ -193,11 +374,9 @@ class MultiCollector:
                 if self._update_at_each_batch:
                     self.update_policy_weights_()
                 try:
-                    batch = self._next()
+                    batch = self._next_trajectories() if self._trajs_per_batch else self._next()
                 except WorkerError as error:
-                    self._receive_arrived()
-                    self._failure = error
-                    self._shut_down_quickly()
+                    self._end_with(error)
         if self._failure is not None:
             batch = self._next_after_failure()
         self.batches += 1
@@ -205,8 +384,8 @@ class MultiCollector:
         if batch is None or self._replay_buffer is not None:
             return None
         if self._storing_device is not None:
-            batch = batch.to(self._storing_device)
-        if self._split_trajs:
+            batch = to_storing_device(batch, self._storing_device, waits=self._waits_for_copies)
+        if self._split_trajs or self._pads_trajectories:
             batch = split_trajectories(batch)
         return batch if self._postproc is None else self._postproc(batch)
 
@@ -214,19 +393,60 @@ class MultiCollector:
     def _next(self) -> TensorDictBase | None:
         """Collects the next batch; None where it is in the replay buffer."""
 
+    @abstractmethod
+    def _next_results(self) -> list[Arrived]:
+        """Collects steps for `trajs_per_batch`: what was handed over, by worker."""
+
+    def _next_trajectories(self) -> TensorDictBase | None:
+        while self._assembler.count < self._trajs_per_batch:
+            self._assemble(self._next_results())
+        return self._take_trajectories()
+
+    def _assemble(self, results: Sequence[Arrived]) -> None:
+        """Numbers batches that began together, and adds their steps to the trajectories."""
+        batches = [(k, batch) for k, batch, _ in results if not isinstance(batch, WroteFrames)]
+        self._global_ids.number(batches)
+        in_order = [batch.reshape(-1, batch.shape[-1]) for _, batch in batches]
+        if len({batch.shape[-1] for batch in in_order}) == 1:  # in the order of time over all
+            self._assembler.add(torch.cat(in_order))
+        else:
+            for batch in in_order:
+                self._assembler.add(batch)
+
+    def _take_trajectories(self) -> TensorDictBase | None:
+        steps = self._assembler.take(min(self._trajs_per_batch, self._assembler.count))
+        self.frames += steps.numel()
+        if self._writer is None:
+            return steps
+        self._store(steps)
+        return None
+
+    def _end_with(self, failure: WorkerError) -> None:
+        """Ends the workers, where one has failed for good, after what they have sent is received."""
+        self._receive_arrived()
+        self._failure = failure
+        self._shut_down_quickly()
+
     def _next_after_failure(self) -> TensorDictBase | None:
         """The next batch that came before a worker failed; after the last one, raises the failure."""
-        failure, self._arrived = self._failure, deque(sorted(self._arrived, key=lambda result: result[0]))
+        failure, self._arrived = self._failure, deque(sorted(self._arrived, key=lambda result: result.worker))
+        if self._trajs_per_batch:
+            self._assemble(self._arrived)
+            self._arrived.clear()
+            while self._assembler.count:
+                if (trajectories := self._take_trajectories()) is not None:
+                    return trajectories
         while self._arrived:
-            k, batch = self._arrived.popleft()
-            if isinstance(batch, WroteFrames):
-                self.frames += batch.frames
+            result = self._arrived.popleft()
+            self._seam_before([result])
+            if isinstance(result.batch, WroteFrames):
+                self.frames += result.batch.frames
                 continue
-            self.frames += batch.numel()
-            self._global_ids.number([(k, batch)])
+            self.frames += result.batch.numel()
+            self._global_ids.number([(result.worker, result.batch)])
             if self._writer is None:
-                return self._as_handed_out(batch)
-            self._store(batch)
+                return self._as_handed_out(result.batch)
+            self._store(result.batch)
         assert failure is not None
         self._failure = None
         raise failure
@@ -240,64 +460,173 @@ class MultiCollector:
         for k, worker in enumerate(self._workers):
             with contextlib.suppress(WorkerError):  # the first failure is raised, not the others
                 while self._pending[k] and wait_for_any([worker], 0):
-                    self._receive_batch(k, worker.receive())
+                    if isinstance(message := worker.receive(), BatchReady):
+                        self._receive_batch(k, message)
+        for k, first_steps in enumerate(self._first_steps):
+            if first_steps is not None:
+                self._arrived.append(Arrived(k, first_steps, self._begins[k]))
+                self._first_steps[k] = None
 
-    def _post_collect(self, k: int, times: int = 1) -> None:
-        for _ in range(times):
-            self._pending[k] += 1
-            self._workers[k].post(Collect())
+    def _post_collect(self, k: int) -> None:
+        self._pending[k] += 1
+        self._workers[k].post(Collect())
 
     def _wait(self) -> None:
         """Waits until workers have sent batches, and receives them."""
         waiting = [worker for worker, pending in zip(self._workers, self._pending, strict=True) if pending]
         for worker in self._wait_for_any(waiting):
-            self._receive_batch(self._workers.index(worker), worker.receive())
+            self._receive_message(self._workers.index(worker))
 
     def _wait_for_any(self, workers: list[Worker]) -> list[Worker]:
-        """Waits until some of the workers have sent a message. Raises WorkerError where one hangs in its step."""
-        if self._timeout is None:
+        """Waits until some of the workers have sent a message, or one that hangs in its step was replaced."""
+        if self._timeout is None and self._background is None:
             return wait_for_any(workers)
-        while not (ready := wait_for_any(workers, self._timeout.remaining() + 0.001)):
-            if (late := self._timeout.overdue()) is not None:
-                self._workers[late[0]].kill(late[1])
+        while not (ready := wait_for_any(workers, self._seconds_to_wait())):
+            if self._background is not None:
+                self._background.raise_if_abandoned()
+            if self._timeout is not None and (late := self._timeout.overdue()) is not None:
+                self._end_overdue(*late)
+                return []
         return ready
+
+    def _seconds_to_wait(self) -> float:
+        of_step = math.inf if self._timeout is None else self._timeout.remaining() + 0.001
+        return min(of_step, math.inf if self._background is None else ABANDON_INTERVAL)
+
+    def _end_overdue(self, k: int, reason: str) -> None:
+        """Kills a worker that hangs, after what it has sent was received, and replaces it."""
+        worker = self._workers[k]
+        while self._workers[k] is worker and wait_for_any([worker], 0):
+            self._receive_message(k)
+        if self._workers[k] is worker:
+            try:
+                worker.kill(reason)
+            except WorkerError as error:
+                self._replace(k, error)
+
+    def _receive_message(self, k: int) -> list[Any]:
+        """Receives one message of worker k, and returns it if it is an answer; replaces the worker if it has failed."""
+        try:
+            message = self._workers[k].receive()
+            if isinstance(message, BatchReady):
+                self._receive_batch(k, message)
+                return []
+        except WorkerError as error:
+            self._replace(k, error)
+            return []
+        if isinstance(message, Hello):
+            self._greet(k, message)
+            return []
+        return [message]
 
     def _receive_batch(self, k: int, message: BatchReady) -> None:
         self._pending[k] -= 1
         self._episodes.take(message.returns, message.lengths)
         batch = message.batch
-        self._arrived.append((k, batch if isinstance(batch, WroteFrames) else self._readers[k].take(batch)))
+        self._begins[k] = self._begins[k] or message.begins
+        if isinstance(batch, WroteFrames):
+            self._collected[k] += batch.frames
+        else:
+            batch = self._readers[k].take(batch)
+            self._collected[k] += batch.numel()
+            if self._id_offset[k]:
+                batch.set(IDS, batch.get(IDS) + self._id_offset[k])
+        if (first_steps := self._first_steps[k]) is not None:
+            batch, self._first_steps[k] = joined(first_steps, batch), None
+        if message.is_last and self._restarts.left and self._missing_steps(k, batch):
+            self._first_steps[k] = batch
+            self._pending[k] += 1  # its successor makes the rest
+        else:
+            self._arrived.append(Arrived(k, batch, self._begins[k]))
+            self._begins[k] = False
         if message.is_last:
             self._workers[k].receive()  # raises the worker's error
 
-    def _receive_answer(self, k: int) -> Any:
-        """The next message of worker k that is no batch; batches before it are received."""
-        while self._wait_for_any([self._workers[k]]) and isinstance(message := self._workers[k].receive(), BatchReady):
-            self._receive_batch(k, message)
-        return message
+    def _missing_steps(self, k: int, batch: TensorDictBase | WroteFrames) -> int:
+        """How many steps of each environment a batch that was cut short lacks; 0 where batches may be short."""
+        if self._can_be_stopped or self._trajs_per_batch:
+            return 0
+        frames = batch.frames if isinstance(batch, WroteFrames) else batch.numel()
+        return (self._frames[k] - frames) // self._envs[k]
+
+    # ---- replacing workers ----
+    def _replace(self, k: int, error: WorkerError) -> None:
+        """Starts worker k anew after it has failed or died. Raises `error` where no restart is left.
+
+        All that it had sent was received before. It is asked again for the batches that it owes.
+        """
+        while True:
+            self._restarts.use(error, self._workers[k].pid)
+            self._workers[k].close()  # another process can have its lane once it has ended
+            self._cut(k)
+            self._replaced[k] += 1
+            seed, self._readers[k] = self._seeds[k], SharedBatchReader()
+            if self._timeout is not None:
+                self._clocks[k] = self._timeout.renewed(k)
+            predecessor = Predecessor(
+                self._collected[k],
+                None if seed is None else seed._replace(seed=seed_after(seed.seed, self._replaced[k])),
+                has_own_weights=self._policy_makers[k] is not None and not self._is_updated,
+            )
+            self._workers[k] = self._new_worker(k, predecessor)
+            try:
+                if self._is_attached:
+                    self._attach_worker(k)
+                break
+            except WorkerError as next_error:
+                error = next_error
+        for i in range(self._pending[k]):
+            first_steps = self._first_steps[k] if i == 0 else None
+            self._workers[k].post(Collect(None if first_steps is None else self._missing_steps(k, first_steps)))
+
+    def _cut(self, k: int) -> None:
+        """Makes sure that nothing which comes from worker k is joined with what came from it before."""
+        if self._trajs_per_batch:
+            self._assemble(self._arrived)
+            self._arrived.clear()
+            self._assembler.cut(self._global_ids.current(k))
+        batches = [self._first_steps[k], *(result.batch for result in self._arrived if result.worker == k)]
+        ids = [
+            int(batch.get(IDS).max()) for batch in batches if batch is not None and not isinstance(batch, WroteFrames)
+        ]
+        self._id_offset[k] = max([-1, *ids, *self._global_ids.own(k)]) + 1
+        self._begins[k] = self._begins[k] or self._first_steps[k] is None
 
     # ---- the replay buffer ----
     def _store(self, batch: TensorDictBase) -> None:
-        """Writes a batch of a worker that does not write into the buffer itself."""
+        """Writes a batch of workers that do not write into the buffer themselves."""
         assert self._writer is not None
         self._writer.write(batch if self._postproc is None else self._postproc(batch))
+
+    def _seam_before(self, results: Sequence[Arrived]) -> None:
+        """Marks a seam before the first batch of a worker that was replaced: it continues nothing."""
+        if self._writer is not None and any(result.begins for result in results):
+            self._writer.restart()
 
     def _should_attach(self) -> bool:
         """Whether to give the buffer to the workers now: they do not have it yet, and its storage can be shared."""
         storage = getattr(self._replay_buffer, "storage", None)
-        if self._is_attached or self._postproc is not None or storage is None:
+        if self._is_attached or self._postproc is not None or storage is None or self._trajs_per_batch:
             return False
         transform = getattr(self._replay_buffer, "transform", None)
         if transform is not None and not transform.can_flush:
             return False  # the steps that they hold back for a worker would be lost with it
+        if sent_to_writers(self._replay_buffer) is None:
+            return False
         return can_be_shared(storage, self.num_workers)
 
     def _attach(self) -> None:
         """Gives the buffer to the workers; all batches that they have sent are written by now."""
-        self._replay_buffer.storage.release()  # they need all lanes
-        for worker in self._workers:
-            worker.send(AttachBuffer(self._replay_buffer, self._ids))
-        self._is_attached = True
+        self._is_attached = True  # before a worker may have to be replaced
+        for k in range(self.num_workers):
+            try:
+                self._attach_worker(k)
+            except WorkerError as error:
+                self._replace(k, error)
+
+    def _attach_worker(self, k: int) -> None:
+        self._replay_buffer.storage.release()  # workers need all lanes
+        self._workers[k].send(AttachBuffer(sent_to_writers(self._replay_buffer), self._ids))
 
     # ---- weights, seeds, states ----
     @property
@@ -313,52 +642,109 @@ class MultiCollector:
         """
         return collector_stats(self.frames, self.batches, self._episodes, self._throughput)
 
-    def update_policy_weights_(self, policy_weights: Any = None) -> None:
-        """Updates the weights of the workers, from their next batch on.
+    def update_policy_weights_(
+        self, policy_weights: Any = None, *, policy_or_weights: Any = None, version: int | None = None
+    ) -> None:
+        """Updates the weights of the workers, from their next batch on, and raises `policy_version` (to `version`).
 
         None takes them from the policy that the collector was made with; otherwise a state dict, a module, or a
-        TensorDict of parameters. Nothing is pickled: they are copied into shared memory. Raises TypeError without
-        weights, ValueError for those of another policy.
+        TensorDict of parameters; `policy_or_weights` is a second name. Nothing is pickled: they are copied into shared
+        memory. Raises TypeError without weights, ValueError for those of another policy.
         """
+        self._raise_background_failure()
+        weights = one_of_two_weights(policy_weights, policy_or_weights)
         if self._weights is not None:
-            self._weights.write(tensors_of(self._policy if policy_weights is None else policy_weights))
-        elif policy_weights is not None:
+            if weights is None and self._policy is None:
+                raise TypeError("policy_factory made the policies of the workers; give the weights to update them with")
+            tensors = tensors_of(self._policy if weights is None else weights)
+            with self._weights_lock:
+                self._weights.write(tensors, version=version)
+                self._is_updated = True
+        elif weights is not None:
             raise TypeError(f"the policy is a {type(self._policy).__name__} and has no weights; give an nn.Module")
 
-    def set_seed(self, seed: int) -> int:
-        """The next reset of each environment starts from a seed of its own; returns the first that is free."""
-        self._refuse_if_shut_down()
-        with self._shut_down_on_error():
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """The next reset of each environment starts from a seed of its own; returns the first that is free.
+
+        With `static_seed` the environments of all workers start from `seed`, which is returned.
+        """
+        with self._between_batches(), self._shut_down_on_error():
             for k in range(self.num_workers):
-                seed = self._request(k, SetSeed(seed))
+                self._seeds[k] = SetSeed(seed, static_seed)
+                seed = self._request(k, SetSeed(seed, static_seed))
         return seed
+
+    def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
+        """Resets every environment of the workers before their next batch, or of those where `reset_idx` holds.
+
+        Trajectories that have not ended are left unfinished. Batches that a worker had begun before stay as they are.
+
+        Args:
+            reset_idx: one flag for each worker; None: all.
+
+        Raises:
+            ValueError: another number of flags. Nothing is reset.
+        """
+        chosen = [True] * self.num_workers if reset_idx is None else [bool(flag) for flag in reset_idx]
+        if len(chosen) != self.num_workers:
+            raise ValueError(f"reset_idx has {len(chosen)} flags for {self.num_workers} workers; give one for each")
+        with self._between_batches(), self._shut_down_on_error():
+            for k in range(self.num_workers):
+                if chosen[k]:
+                    self._request(k, Reset())
+                    self._drop_unfinished(k)
+
+    def _drop_unfinished(self, k: int) -> None:
+        """Drops the steps of worker k's trajectories that have not ended, which go on nowhere."""
+        if self._trajs_per_batch:
+            self._assemble(self._arrived)
+            self._arrived.clear()
+            self._assembler.drop(self._global_ids.current(k))
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and the states of the workers' collectors, with the weights of the last update.
 
-        Batches that were not handed out are not part of it.
+        Batches that were not handed out are not part of it. With `trajs_per_batch` the whole trajectories that wait
+        are, under "waiting". A worker that was replaced counts on from the one before; how many restarts are left is
+        not part of it.
         """
-        self._refuse_if_shut_down()
+        with self._between_batches():
+            return self._state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
         with self._shut_down_on_error():
             states = [self._request(k, GetState()) for k in range(self.num_workers)]
+        if self._trajs_per_batch:
+            self._assemble(self._arrived)
+            self._arrived.clear()
         counts = {"frames": self.frames, "batches": self.batches, "trajectories": self._ids.value}
-        return {**counts, "episodes": self._episodes.state_dict(), "workers": states}
+        waiting = {"waiting": self._assembler.state_dict()} if self._trajs_per_batch else {}
+        return {**counts, "episodes": self._episodes.state_dict(), "workers": states, **waiting}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after `state`: every environment starts a new trajectory; batches not handed out are dropped.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on after `state_dict`: every environment starts a new trajectory; batches not handed out are dropped.
 
         The workers, and the policy that the collector was made with, have its weights then; an earlier update is
         void. Raises ValueError for a state of another kind of collector or policy, of another number of workers, or of
         other environments, with nothing changed.
         """
-        self._refuse_if_shut_down()
-        validate_states(state, self.num_workers, self._policy.state_dict() if self._weights is not None else None)
+        with self._between_batches():
+            self._load_state_dict(state_dict)
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        own = self._factory_state
+        if self._weights is not None and own is None:
+            own = self._policy.state_dict()
+        validate_states(state, self.num_workers, own)
+        validate_waiting(state, self._trajs_per_batch)
         self._validate_random_states(state["workers"])
         parts = self._with_newest_weights(state["workers"])
         with self._shut_down_on_error():
             for k, part in enumerate(parts):
                 self._request(k, LoadState(part))
         self._arrived.clear()
+        self._assembler.load_state_dict(state.get("waiting", NOTHING_WAITS))
+        self._collected = [int(part["stepped"]) for part in parts]
         self._global_ids.forget()
         if self._writer is not None:
             self._writer.restart()
@@ -385,22 +771,45 @@ class MultiCollector:
             return list(parts)
         newest = max(parts, key=lambda part: part["policy_version"])
         version, weights = newest["policy_version"], newest["policy_state_dict"]
-        self._policy.load_state_dict(weights)
-        self._weights.write(tensors_of(self._policy), version=version)
+        if self._factory_state is None:
+            self._policy.load_state_dict(weights)
+            own = tensors_of(self._policy)
+        else:
+            own = {key: weights[key].to(value.dtype) for key, value in tensors_of(self._factory_state).items()}
+        self._weights.write(own, version=version)
+        self._is_updated = True
         return [{**part, "policy_version": version, "policy_state_dict": weights} for part in parts]
 
     def _request(self, k: int, message: Any) -> Any:
-        self._workers[k].send(message)
-        return self._receive_answer(k)
+        """Sends worker k a message and returns its answer; batches that come before it are received."""
+        while True:
+            worker = self._workers[k]
+            worker.post(message)
+            while self._workers[k] is worker:  # else it was replaced, and its successor is asked
+                if self._wait_for_any([worker]) and (answers := self._receive_message(k)):
+                    return answers[0]
 
     @property
     def is_shut_down(self) -> bool:
         """True after `shutdown`, and after a worker has failed."""
         return not self._finalizer.alive
 
-    def shutdown(self) -> None:
-        """Ends the workers in a bounded time. A second call does nothing."""
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, *, raise_on_error: bool = True) -> None:
+        """Ends the workers in a bounded time. A second call does nothing.
+
+        In the background, batches that were begun are waited for, but no longer than `timeout` seconds (None: 5); what
+        comes later is lost. The workers' environments are closed, whatever `close_env` says. With `raise_on_error` an
+        error that has ended collecting in the background, and was not raised yet, is raised when all is done.
+        """
+        if self._background is not None:
+            try:
+                self._background.stop(CLOSE_TIMEOUT if timeout is None else timeout)
+            except TimeoutError:
+                self._background.abandon()
         self._finalizer()
+        self._restore_threads()
+        if raise_on_error:
+            self._raise_background_failure()
 
     @contextmanager
     def _shut_down_on_error(self) -> Iterator[None]:
@@ -412,8 +821,17 @@ class MultiCollector:
 
     def _shut_down_quickly(self) -> None:
         """Ends the workers before an error is raised, which does not wait for busy ones."""
+        if self._background is not None and not self._background.is_current:
+            self._background.abandon()
+        self._restore_threads()
         if self._finalizer.detach() is not None:
             close_all(self._workers, ERROR_CLOSE_TIMEOUT)
+
+    @contextmanager
+    def _between_batches(self) -> Iterator[None]:
+        with super()._between_batches():
+            self._refuse_if_shut_down()
+            yield
 
     def _refuse_if_shut_down(self) -> None:
         if self.is_shut_down:
@@ -445,22 +863,48 @@ class MultiSyncDataCollector(MultiCollector):
     Args:
         create_env_fn: a callable for each worker that makes its environment (lambdas too), or one and `num_workers`.
         policy: as in `SyncDataCollector`. Each worker has a copy; `update_policy_weights_` brings them up to date.
-        frames_per_batch, total_frames: over all workers.
+        policy_factory: makes the policy in each worker, or a list with one for each, instead of `policy`.
+        frames_per_batch, total_frames: over all workers. The first may be left out beside `trajs_per_batch`.
         num_workers: how many, where a single callable is given.
+        create_env_kwargs: keyword arguments of `create_env_fn`, or a list of them with one for each worker.
         device, storing_device, policy_device, env_device: as in `SyncDataCollector`.
-        max_frames_per_traj, reset_at_each_iter, exploration_type, postproc, split_trajs: as in `SyncDataCollector`.
+        max_frames_per_traj, reset_at_each_iter, reset_when_done, exploration_type, postproc, split_trajs,
+        auto_register_policy_transforms, compile_policy, cudagraph_policy, no_cuda_sync: as in `SyncDataCollector`.
+        set_truncated: as in `SyncDataCollector`, at the end of each worker's batch.
         init_random_frames: over all workers.
+        trajs_per_batch: batches are so many whole trajectories of all workers, as in `SyncDataCollector`; what is left
+            over waits for the next batch.
+        traj_format: as in `SyncDataCollector`.
         replay_buffer: gets each batch; iterating then yields None. Workers write into it themselves where its storage
             is shared (`shared=True`, or mapped) and has a lane for each; else the batches come here first.
         update_at_each_batch: calls `update_policy_weights_()` before each batch.
         track_policy_version: int64 `("collector", "policy_version")` says which weights acted.
         preemptive_threshold: a fraction of the workers, in (0, 1]: when so many have their batch, the others hand out
             what they have. Missing steps are zeros, and `("collector", "mask")` says which are steps. None: all wait.
-        cat_results: "stack", or the dimension along which the workers' batches are put one after the other.
+        cat_results: "stack" (or None), or the dimension along which the workers' batches are put one after the other.
+        init_fn: called first in each worker.
+        pre_collect_hook, post_collect_hook: called in each worker before a batch of it, and with the batch as it was
+            collected, once it is handed over; the batch counts also where the second one fails.
+        num_threads: torch's threads in this process while the collector lives; None: as they are.
+        num_sub_threads: torch's threads in each worker; with several, workers are not forked.
         start_method: "fork", "spawn" or "forkserver"; None: fork unless CUDA is in use.
         timeout: seconds that one step or one reset of an environment may last, making it apart; of environments that
             step together, one of all. Then its worker is killed, whatever it does, and the WorkerError names the
             worker, the environment in it and the step, counted from 1. None: any time.
+        restarts: how many workers, over all, may be replaced that fail (an exception in the environment or the policy),
+            die or hang, also while they make their environment. Each is a RuntimeWarning that says which, how, and how
+            many restarts are left; the next failure after the last one is the WorkerError. See below.
+
+    A worker that is replaced costs its open episodes and the steps of a batch that it had not handed over yet; after an
+    exception the steps before it are handed over. Rows that were handed out or written stay, and no row comes twice.
+    The new process makes the batch anew, or its rest: batches have the frames of all workers whatever happens. It
+    begins with a reset, with new trajectory ids and a seam in the replay buffer; within a batch, the last step before
+    the failure is marked `truncated`. With `trajs_per_batch` the steps of open trajectories that had been handed over
+    end there, truncated. It calls `init_fn` and `policy_factory` anew, and has the weights of the last update (with
+    `policy_factory`, before the first one, those that it made), its random frames behind it, and, after `set_seed`,
+    seeds that follow from the seed of the worker and the number of its restarts. A worker that is killed while it
+    writes into the buffer itself leaves rows there that `frames` does not count; those that a transform of the buffer
+    holds back are lost.
 
     Raises:
         ValueError, TypeError: arguments that cannot work.
@@ -482,11 +926,12 @@ class MultiSyncDataCollector(MultiCollector):
         create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
         policy: Any = None,
         *,
-        frames_per_batch: int,
+        frames_per_batch: int | None = None,
         preemptive_threshold: float | None = None,
-        cat_results: str | int = "stack",
+        cat_results: str | int | None = "stack",
         **kwargs: Any,
     ) -> None:
+        cat_results = "stack" if cat_results is None else cat_results
         if cat_results != "stack" and (not isinstance(cat_results, int) or isinstance(cat_results, bool)):
             raise ValueError(f'cat_results must be "stack" or a dimension, got {cat_results!r}')
         if preemptive_threshold is not None and not 0 < preemptive_threshold <= 1:
@@ -494,10 +939,11 @@ class MultiSyncDataCollector(MultiCollector):
         self._cat_results = cat_results
         self._threshold = preemptive_threshold
         self._can_be_stopped = preemptive_threshold is not None
+        self._is_stopped = False  # whether the workers that have no batch yet were told to hand out what they have
         super().__init__(create_env_fn, policy, frames_per_batch=frames_per_batch, **kwargs)
 
-    def _frames_of_worker(self, frames_per_batch: int) -> int:
-        return -(-frames_per_batch // self.num_workers)
+    def _frames_of_worker(self, frames_per_batch: int | None) -> int | None:
+        return None if frames_per_batch is None else -(-frames_per_batch // self.num_workers)
 
     def _frames_of_batch(self) -> int:
         return sum(self._frames)
@@ -505,34 +951,43 @@ class MultiSyncDataCollector(MultiCollector):
     def _next(self) -> TensorDictBase | None:
         if self._should_attach():
             self._attach()
+        return self._combine(self._next_results())
+
+    def _next_results(self) -> list[Arrived]:
+        self._is_stopped = False
         for k in range(self.num_workers):
             self._post_collect(k)
         enough = self.num_workers if self._threshold is None else math.ceil(self._threshold * self.num_workers)
-        is_stopped = False
         while any(self._pending):
             self._wait()
-            if len(self._arrived) >= enough and not is_stopped:
+            if sum(not pending for pending in self._pending) >= enough and not self._is_stopped:
+                self._is_stopped = True
                 self._stop_the_others()
-                is_stopped = True
-        results = sorted(self._arrived, key=lambda result: result[0])
+        results = sorted(self._arrived, key=lambda result: result.worker)
         self._arrived.clear()
-        return self._combine(results)
+        return results
 
     def _stop_the_others(self) -> None:
         for worker, pending in zip(self._workers, self._pending, strict=True):
             if pending:
                 worker.post(Stop())
 
-    def _combine(self, results: list[Any]) -> TensorDictBase | None:
-        batches = [(k, batch) for k, batch in results if not isinstance(batch, WroteFrames)]
-        self.frames += sum(x.frames if isinstance(x, WroteFrames) else x.numel() for _, x in results)
+    def _replace(self, k: int, error: WorkerError) -> None:
+        super()._replace(k, error)
+        if self._is_stopped and self._pending[k]:
+            self._workers[k].post(Stop())
+
+    def _combine(self, results: list[Arrived]) -> TensorDictBase | None:
+        self._seam_before(results)
+        batches = [(k, batch) for k, batch, _ in results if not isinstance(batch, WroteFrames)]
+        self.frames += sum(result.frames for result in results)
         self._global_ids.number(batches)
         in_order = [batch for _, batch in batches]
         if self._replay_buffer is not None:
             have_one_shape = len({batch.shape for batch in in_order}) == 1
-            for batch in (
-                [torch.stack(in_order).flatten(0, -2)] if have_one_shape else in_order
-            ):  # [workers * envs, time]
+            if have_one_shape:
+                in_order = [torch.stack(in_order).reshape(-1, in_order[0].shape[-1])]  # [workers * envs, time]
+            for batch in in_order:
                 self._store(batch)
             return None
         return self._join(in_order)
@@ -562,6 +1017,17 @@ def _padded(batch: TensorDictBase, length: int) -> TensorDictBase:
     return batch.set(("collector", "mask"), mask)
 
 
+def joined(first: TensorDictBase | WroteFrames, rest: TensorDictBase | WroteFrames) -> TensorDictBase | WroteFrames:
+    """A batch whose first steps are of a worker that failed, and whose rest is of the one that replaced it.
+
+    The last of the first steps is marked as truncated: the trajectory goes on nowhere.
+    """
+    if isinstance(first, WroteFrames) or isinstance(rest, WroteFrames):
+        return WroteFrames(sum(part.frames for part in (first, rest) if isinstance(part, WroteFrames)))
+    mark_truncated(first, (*[slice(None)] * (first.ndim - 1), -1))
+    return torch.cat([first, rest], -1)
+
+
 class MultiaSyncDataCollector(MultiCollector):
     """Worker processes that collect all the time; each batch is one worker's, in the order in which they are ready.
 
@@ -576,8 +1042,8 @@ class MultiaSyncDataCollector(MultiCollector):
         frames_per_batch: of one worker's batch.
         total_frames: over all workers.
         num_workers, device, storing_device, policy_device, env_device, max_frames_per_traj, init_random_frames,
-        reset_at_each_iter, exploration_type, postproc, split_trajs, replay_buffer, update_at_each_batch,
-        track_policy_version, start_method, timeout:
+        reset_at_each_iter, exploration_type, postproc, split_trajs, trajs_per_batch, replay_buffer,
+        update_at_each_batch, track_policy_version, start_method, timeout, restarts, and the others:
             as in `MultiSyncDataCollector`.
 
     Raises:
@@ -602,11 +1068,13 @@ class MultiaSyncDataCollector(MultiCollector):
     def _next(self) -> TensorDictBase | None:
         if self._should_attach() and not self._arrived and not any(self._pending):
             self._attach()
-        if not self._should_attach():  # else all batches are written before new ones are begun
+        if not self._is_finishing and not self._should_attach():  # else all are written before new ones are begun
             self._request_batches()
         while not self._arrived:
             self._wait()
-        k, batch = self._arrived.popleft()
+        result = self._arrived.popleft()
+        self._seam_before([result])
+        k, batch, _ = result
         if isinstance(batch, WroteFrames):
             self.frames += batch.frames
             return None
@@ -617,10 +1085,52 @@ class MultiaSyncDataCollector(MultiCollector):
         self._store(batch)
         return None
 
+    def _next_results(self) -> list[Arrived]:
+        if not self._is_finishing:
+            self._request_batches()
+        if not self._arrived:
+            self._wait()
+        results = list(self._arrived)[:1]
+        if results:
+            self._arrived.popleft()
+        return results
+
     def _request_batches(self) -> None:
         for k, pending in enumerate(self._pending):
-            waiting = sum(1 for worker, _ in self._arrived if worker == k)
-            self._post_collect(k, self._ahead - pending - waiting)
+            waiting = sum(1 for result in self._arrived if result.worker == k)
+            for _ in range(self._ahead - pending - waiting):
+                if self._has_enough_under_way():
+                    return
+                self._post_collect(k)
+
+    def _has_enough_under_way(self) -> bool:
+        """Whether no more batches are begun: what is in the buffer counts, and `total_frames` are not to be exceeded.
+
+        How many steps whole trajectories take is not known before.
+        """
+        if not self.is_running() or self.total_frames < 0 or self._trajs_per_batch:
+            return False
+        waiting = sum(result.frames for result in self._arrived)
+        pending = sum(n * frames for n, frames in zip(self._pending, self._frames, strict=True))
+        return self.total_frames <= self.frames + waiting + pending
+
+    def _finish_batches(self) -> None:
+        self._is_finishing = True
+        try:
+            while self._arrived or any(self._pending):
+                self._finish_steps() if self._trajs_per_batch else self.rollout()
+        finally:
+            self._is_finishing = False
+
+    def _finish_steps(self) -> None:
+        """Receives steps that were begun for `trajs_per_batch`; those of whole trajectories wait for their batch."""
+        with self._shut_down_on_error():
+            try:
+                self._assemble(self._next_results())
+            except WorkerError as error:
+                self._end_with(error)
+        if self._failure is not None:
+            self._next_after_failure()
 
 
 def env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
@@ -632,11 +1142,44 @@ def env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[],
             "a single one and num_workers of 1 or more"
         )
     for maker in makers:
-        if not callable(maker) or hasattr(maker, "step"):
+        if not callable(maker) or (hasattr(maker, "step") and not isinstance(maker, type)):
             raise TypeError(
                 f"each worker makes its own environment: give callables that do, got a {type(maker).__name__}"
             )
     return makers
+
+
+def with_arguments(
+    makers: list[Callable[..., Any]], arguments: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+) -> list[Callable[[], Any]]:
+    """The callables with their keyword arguments. Raises ValueError for arguments of another number of workers."""
+    if not arguments:
+        return makers
+    each = [arguments] * len(makers) if isinstance(arguments, Mapping) else list(arguments)
+    if len(each) != len(makers):
+        raise ValueError(
+            f"create_env_kwargs are for {len(each)} workers, and there are {len(makers)}; give one for each"
+        )
+    return [functools.partial(make, **own) for make, own in zip(makers, each, strict=True)]
+
+
+def policy_makers_of(policy: Any, factory: Any, num_workers: int) -> list[Callable[[], Any] | None]:
+    """A factory for each worker, or None. Raises TypeError for a policy too, ValueError for another number of them."""
+    if factory is None:
+        return [None] * num_workers
+    if policy is not None:
+        raise TypeError("policy_factory makes the policy: it cannot be used with policy; give one of them")
+    makers = [factory] * num_workers if callable(factory) else list(factory)
+    if len(makers) != num_workers:
+        raise ValueError(f"{len(makers)} factories in policy_factory for {num_workers} workers; give one for each")
+    for maker in makers:
+        if not callable(maker):
+            raise TypeError(f"policy_factory must be callables without arguments, got a {type(maker).__name__}")
+    return makers
+
+
+def _sendable(function: Callable[..., Any] | None) -> CloudpickleWrapper | None:
+    return None if function is None else CloudpickleWrapper(function)
 
 
 def on_cpu(policy: Any) -> Any:
@@ -652,7 +1195,7 @@ def can_be_shared(storage: Any, num_workers: int) -> bool:
         return False  # without a layout yet, or in private memory
     if storage.ndim > 1 and num_workers > 1:
         return False  # such a storage has one lane
-    if lanes.store.lanes < num_workers:
+    if lanes.store.lanes < num_workers and not lanes.takes_turns:
         raise ValueError(
             f"{num_workers} workers write to the replay buffer, and its storage has lanes={lanes.store.lanes}; make it "
             f"with lanes={num_workers}, one for each"

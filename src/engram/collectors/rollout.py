@@ -11,8 +11,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.collectors.trajectories import StepTags
-from engram.envs.base import FrameQueue, reset_where, step_mdp
-from engram.envs.policies import FLAGS, RandomPolicy, TensorDictPolicy, zero_outputs
+from engram.envs.base import FrameQueue, lost_episodes, reset_where, step_mdp_of
+from engram.envs.policies import FLAGS, TensorDictPolicy, random_policy, zero_outputs
+from engram.store.layout import tensordict_of
 
 Array = np.ndarray[Any, Any]
 
@@ -59,11 +60,14 @@ class TensorDictRollout:
         self._env = env
         self._tags = tags
         self._policy = policy
-        self._random = RandomPolicy(env.action_spec)
+        self._random = random_policy(env)
+        self._step_mdp = step_mdp_of(env)
         self._max_frames = max_frames_per_traj
         self._state: TensorDictBase | None = None
         self._resets = reset_when_done
         self._ended: Tensor | None = None
+        self._lost: Array | None = None  # the environments whose episode the last step only found to have broken off
+        self._agents_end = False
         self._lengths = torch.zeros(*env.batch_size, 1, dtype=torch.int64)
         self._frames = FrameQueue(env.batch_size)
         self._zero_outputs: TensorDictBase | None = None
@@ -78,7 +82,11 @@ class TensorDictRollout:
         error: BaseException | None = None
         try:
             while (least := frames.least) < steps:
-                frames.add(self._step(is_random=least < random_steps), version)
+                td = self._step(is_random=least < random_steps)
+                frames.add(td, version)
+                if self._lost is not None:
+                    for env in frames.cut(self._lost):
+                        self._tags.cut(env)
         except BaseException as failure:
             error = failure
             self.restart()  # no trajectory may go on across what is lost
@@ -100,20 +108,31 @@ class TensorDictRollout:
         return batch
 
     def _step(self, *, is_random: bool) -> TensorDictBase:
+        is_first = self._state is None
         td = self._env.step(self._with_action(self._ready_state(), is_random=is_random))
         following = td.get("next")
+        if following.get("done", None) is None:  # another library's, where agents have flags of their own
+            self._agents_end = True
+            _set_root_flags(td)
+        self._lost = lost_episodes(td, None if is_first else self._ended)
         if self._max_frames is not None:
             self._truncate(td, following, self._max_frames)
         self._ended = following.get("done")
-        self._state = step_mdp(td)
+        self._state = self._step_mdp(td)
         return td
 
     def _ready_state(self) -> TensorDictBase:
         if self._state is None:
             return self._env.reset()
         if self._resets and self._ended is not None and bool(self._ended.any()):
-            return reset_where(self._env, self._state, self._ended)
+            return self._reset_where(self._state, self._ended)
         return self._state.copy()
+
+    def _reset_where(self, state: TensorDictBase, ended: Tensor) -> TensorDictBase:
+        if not self._agents_end:
+            return reset_where(self._env, state, ended)
+        masks = _reset_masks(state, ended)
+        return reset_where(self._env, state.copy().update(masks), ended).exclude(*masks.keys(True, True))
 
     def _with_action(self, state: TensorDictBase, *, is_random: bool) -> TensorDictBase:
         if is_random:
@@ -123,8 +142,8 @@ class TensorDictRollout:
         else:
             td = self._policy(state)
         dtype = self._env.action_spec.dtype
-        action = td.get("action")
-        return td if dtype is None or action.dtype == dtype else td.set("action", action.to(dtype))
+        action = td.get("action", None)  # None: of another name
+        return td if dtype is None or action is None or action.dtype == dtype else td.set("action", action.to(dtype))
 
     def _truncate(self, td: TensorDictBase, following: TensorDictBase, max_frames: int) -> None:
         self._lengths += 1
@@ -136,6 +155,42 @@ class TensorDictRollout:
             td.set("truncated", torch.zeros_like(done))
         following.set("done", done | too_long)
         self._lengths[following.get("done").cpu().reshape(self._lengths.shape)] = 0
+
+
+def _set_root_flags(td: TensorDictBase) -> None:
+    """Puts flags at the root and under `next` that hold where they do for any agent. KeyError: there are none."""
+    following = td.get("next")
+    done = _any_agent(following, "done")
+    if done is None:
+        raise KeyError(
+            f"the environment gave no 'done', at the root or of agents, but {sorted(map(str, following.keys()))}"
+        )
+    terminated, truncated = _any_agent(following, "terminated"), _any_agent(following, "truncated")
+    truncated = torch.zeros_like(done) if truncated is None else truncated
+    following.set("done", done).set("terminated", done & ~truncated if terminated is None else terminated)
+    following.set("truncated", truncated)
+    for flag in FLAGS:
+        before = _any_agent(td.exclude("next"), flag)
+        td.set(flag, torch.zeros_like(done) if before is None else before)
+
+
+def _any_agent(td: TensorDictBase, flag: str) -> Tensor | None:
+    """bool `[*batch, 1]`: whether the flag holds for any agent; None where no agent has it."""
+    flags = [leaf for key, leaf in td.items(True, True) if isinstance(key, tuple) and key[-1] == flag]
+    if not flags:
+        return None
+    return torch.cat([leaf.reshape(*td.batch_size, -1) for leaf in flags], -1).any(-1, keepdim=True)
+
+
+def _reset_masks(td: TensorDictBase, mask: Tensor) -> TensorDictBase:
+    """`_reset` for the agents that have a `done` of their own, beside which other libraries look for it."""
+    masks = td.empty()
+    for key in td.keys(True, True):
+        if isinstance(key, tuple) and key[-1] == "done":
+            done = td.get(key)
+            flat = mask.reshape(*td.batch_size, *(1 for _ in range(done.ndim - td.ndim)))
+            masks.set((*key[:-1], "_reset"), flat.expand(done.shape).clone())
+    return masks
 
 
 def ted_batch(
@@ -155,12 +210,16 @@ def ted_batch(
     """
 
     def of_batch(entries: dict[Any, Any]) -> TensorDict:
+        kinds = {*map(type, entries), *map(type, entries.values())}
+        if device is None and kinds <= {str, Tensor, TensorDict}:  # no nested keys, nothing to convert
+            return tensordict_of(entries, shape, device=None)
         return TensorDict(entries, batch_size=shape, device=device)
 
     flags = {key: torch.from_numpy(np.zeros((*shape, 1), dtype=np.bool_)) for key in FLAGS}
     columns = {key: torch.from_numpy(column) for key, column in outcomes.items()}
     following = of_batch({**after, **columns})
-    td = of_batch({**before, **flags, "collector": of_batch({**tags}), "next": following})
+    collector = {"collector": of_batch({**tags})} if tags else {}
+    td = of_batch({**before, **flags, **collector, "next": following})
     return td if policy_outputs is None else policy_outputs.update(td)
 
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engram._native import add_episodes
+
 Array = np.ndarray[Any, Any]
 
 
@@ -45,7 +47,8 @@ class Throughput:
     @property
     def recent(self) -> float:
         """Frames per second over the last 10 batches."""
-        return _rate(sum(steps for steps, _ in self._recent), sum(seconds for _, seconds in self._recent))
+        recent = list(self._recent)  # at once: a thread that collects in the background adds to it
+        return _rate(sum(steps for steps, _ in recent), sum(seconds for _, seconds in recent))
 
     @property
     def mean(self) -> float:
@@ -76,57 +79,20 @@ class EpisodeStats:
         self._return[:] = 0
         self._length[:] = 0
 
+    def drop(self, env: int) -> None:
+        """Drops the unfinished episode of one environment."""
+        self._return[env] = 0
+        self._length[env] = 0
+
     def add(self, reward: Array, done: Array) -> None:
         """Adds steps: `reward` and bool `done`, both `[envs, time]`."""
-        steps = done.shape[1]
-        ends = np.flatnonzero(done)
-        if not len(ends):
-            self._return += reward.sum(1, dtype=np.float64)
-            self._length += steps
-            return
-        envs = ends // steps
-        times = ends - envs * steps + 1
-        sums = reward.cumsum(1, dtype=np.float64)
-        is_first = np.ones(len(ends), np.bool_)
-        np.not_equal(envs[1:], envs[:-1], out=is_first[1:])
-        is_last = np.append(is_first[1:], True)
-        if np.isfinite(sums[:, -1]).all():
-            returns = self._totals(self._return, sums.reshape(-1)[ends], sums[:, -1], envs, is_first, is_last)
-        else:  # a difference of sums would give the NaN or the infinity of one episode to those after it
-            returns = self._returns_one_by_one(reward, ends, envs, is_first)
-        lengths = self._totals(self._length, times, np.full(len(sums), steps), envs, is_first, is_last)
-        latest = times.argsort(kind="stable")[-self._window :]  # as they ended, of equal ones by environment
-        self.count += len(ends)
-        self.returns.extend(returns[latest].tolist())
-        self.lengths.extend(lengths[latest].tolist())
-
-    @staticmethod
-    def _totals(carried: Array, at_end: Array, total: Array, envs: Array, is_first: Array, is_last: Array) -> Array:
-        """The total of each episode that ended; `carried` becomes the totals of the unfinished ones, `[envs]`.
-
-        `at_end` are the running totals from the start of the batch at the end of each episode, `total` at its own end.
-        """
-        before = np.empty_like(at_end)
-        before[1:] = at_end[:-1]
-        firsts, lasts = envs[is_first], envs[is_last]
-        before[is_first] = -carried[firsts]
-        carried += total
-        carried[lasts] = total[lasts] - at_end[is_last]
-        return at_end - before
-
-    def _returns_one_by_one(self, reward: Array, ends: Array, envs: Array, is_first: Array) -> Array:
-        """The return of each episode that ended, each added up by itself."""
-        size, steps = reward.size, reward.shape[1]
-        starts = np.union1d(np.arange(0, size, steps), ends + 1)
-        starts = starts[starts < size]
-        sums = np.add.reduceat(reward.reshape(-1).astype(np.float64), starts)
-        of_end = np.searchsorted(starts, ends, side="right") - 1
-        returns: Array = sums[of_end] + np.where(is_first, self._return[envs], 0)
-        last = np.searchsorted(starts, np.arange(steps, size + 1, steps)) - 1
-        is_over = np.isin(np.arange(steps - 1, size, steps), ends)
-        goes_on = np.isin(np.arange(len(reward)), envs, invert=True)
-        self._return = np.where(is_over, 0, sums[last] + np.where(goes_on, self._return, 0))
-        return returns
+        reward = reward if reward.dtype == np.float32 else reward.astype(np.float64)
+        ended, returns, lengths = add_episodes(
+            np.ascontiguousarray(reward), done, self._return, self._length, self._window
+        )
+        self.count += ended
+        self.returns.extend(returns)
+        self.lengths.extend(lengths)
 
     def latest(self, since: int) -> tuple[list[float], list[int]]:
         """Returns and lengths of the episodes after the first `since`, as far as they are still stored."""
@@ -167,8 +133,9 @@ def collector_stats(frames: int, batches: int, episodes: EpisodeStats, throughpu
     )
 
 
-def _mean(values: deque[Any]) -> float:
+def _mean(window: deque[Any]) -> float:
     """The mean; NaN of nothing."""
+    values = list(window)  # at once: a thread that collects in the background adds to it
     return sum(values) / len(values) if values else math.nan
 
 

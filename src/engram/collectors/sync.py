@@ -5,12 +5,14 @@ Here is also what collectors of both kinds do with settings, states, weights and
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import sys
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +21,16 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
+from engram.collectors.arguments import settle_other_arguments
+from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
 from engram.collectors.rollout import Rollout, RolloutResult, TensorDictRollout, call_if_present, is_cpu
 from engram.collectors.stats import CollectorStats, EpisodeStats, Throughput, collector_stats
-from engram.collectors.trajectories import StepTags, TrajectoryAssembler
+from engram.collectors.trajectories import StepTags, TrajectoryAssembler, waiting_steps
 from engram.collectors.utils import split_trajectories
 from engram.collectors.vector_rollout import VectorRollout
+from engram.data import ReplayBuffer
+from engram.envs.base import EnvBase
 from engram.envs.engines import Autoreset
 from engram.envs.policies import (
     CallablePolicy,
@@ -33,9 +39,12 @@ from engram.envs.policies import (
     RandomPolicy,
     TensorDictPolicy,
     as_policy,
+    compiled_policy,
+    cudagraph_policy,
     is_hooked,
     set_exploration_type,
 )
+from engram.envs.transformed import TransformedEnv
 from engram.processes.timeouts import CallTimer, TimedEnv, reject_timeout
 from engram.specs.tensors import usable_device
 from engram.transforms.base import Deferred
@@ -55,7 +64,7 @@ def make_rollout(
     That is with raw values, as a vector or one environment after the other; the same below transforms that can be
     applied to whole batches; or through its TensorDict interface. Steps and resets are entered in `clock`.
 
-    Raises ValueError where environments that reset themselves are to go without resets, or cannot be cut one by one.
+    Raises ValueError where environments that reset themselves are to go without resets.
     """
     choice = _Choice(policy, tags, clock, reset_when_done)
     if not reset_when_done:
@@ -111,10 +120,7 @@ class _Choice(NamedTuple):
         if call_if_present(base, "deferrable_transforms") is not None:
             below = self.with_deferred_transforms(base, least)
         else:
-            try:
-                below = self.by_raw_values(base, least)
-            except ValueError:  # it cannot be cut one by one: the TensorDict interface raises that where it has to
-                return None
+            below = self.by_raw_values(base, least)
         if below is None:
             return None
         return DeferredTransformRollout(env, below, plan, self.tags, lambda: self.by_tensordicts(env, max_frames))
@@ -156,6 +162,7 @@ class DeferredTransformRollout:
             starts[:, 1:] = done[:, :-1]
             if self._begins is not None:
                 starts[:, 0] = self._begins
+                starts[[env for env, _ in self._tags.cuts], 0] = True
             self._begins = done[:, -1].clone()
             for deferred in self._plan:
                 deferred.apply(batch, starts)
@@ -180,7 +187,7 @@ def _keys_used_by(policy: TensorDictPolicy) -> set[Any] | None:
     if isinstance(policy, RandomPolicy):
         return set()
     if isinstance(policy, ObservationPolicy):
-        return {policy.in_key}
+        return set(policy.in_keys)
     module = policy.function if isinstance(policy, CallablePolicy) else None
     if not isinstance(module, TensorDictModuleBase):
         return None
@@ -191,26 +198,40 @@ def _keys_used_by(policy: TensorDictPolicy) -> set[Any] | None:
 
 
 ROWS_FOR_TRAJECTORIES = 32  # stepped at a time with `trajs_per_batch`, where `frames_per_batch` is not given
+NOTHING_WAITS: dict[str, Any] = {"lengths": [], "steps": {}}  # the state of a `TrajectoryAssembler`
 COUNTERS = ("frames", "stepped", "batches", "trajectories", "policy_version")
 Device = torch.device | str | int | None
 
 
-class SyncDataCollector:
+class WeightsUpdate(NamedTuple):
+    """Weights that the policy takes over before the next batch, where it has its own copy, and their version."""
+
+    weights: Mapping[str, Any] | None
+    version: int
+
+
+class SyncDataCollector(BackgroundCollector):
     """Steps an environment with a policy and hands out batches in TED.
 
     A batch is `[time]` for a single environment, `[*batch_size, time]` for several, with `frames_per_batch` frames
-    rounded up to whole rows (3 environments, 22 frames: 3 x 8). EpisodeStats go on from one batch to the next;
+    rounded up to whole rows (3 environments, 22 frames: 3 x 8). Episodes go on from one batch to the next;
     `("collector", "traj_ids")`, int64, numbers them 0, 1, 2, ... in time order. Iterating ends after `total_frames`
     (-1: never).
 
     Args:
         create_env_fn: an environment, which stays the caller's to close, or a callable that makes one.
-        policy: a callable on TensorDicts, a TensorDictModule, an `nn.Module` from the observation tensor to the action,
-            `env.rand_step`, or None for random actions. It runs under `torch.no_grad`.
+        policy: a callable on TensorDicts, a TensorDictModule, a module or function whose parameters have the names of
+            observations, an `nn.Module` on the only observation, `env.rand_step`, or None for random actions. Of
+            several tensors in a tuple the first is the action, the others are `"output1"`, ... It runs
+            under `torch.no_grad`.
+        policy_factory: makes the policy, instead of `policy`; it is the collector's own then.
         frames_per_batch: frames of one batch, over all environments; may be left out beside `trajs_per_batch`.
         total_frames: where to stop; if it does not divide, a warning, and the last batch is whole.
+        create_env_kwargs: keyword arguments of `create_env_fn`.
         device: what `storing_device`, `policy_device` and `env_device` are unless they are given.
-        max_frames_per_traj: the step at which an episode is cut: `truncated` is set and the environment reset.
+        max_frames_per_traj: the step at which an episode is cut: `truncated` is set and the environment reset. What
+            cannot be reset without the others (vector environments that only reset themselves) is stepped to the end
+            of its episode instead, without frames of these steps; when all wait for that, all are reset.
         init_random_frames: so many frames, rounded up to whole rows, have random actions.
         reset_at_each_iter: every batch starts with a reset.
         reset_when_done: False leaves it to the environment what follows the end of an episode; a trajectory is then all
@@ -221,16 +242,27 @@ class SyncDataCollector:
             `split_trajs` (in a replay buffer: one after the other, without padding). `total_frames` counts the frames
             handed out. Steps are made `frames_per_batch` at a time (32 rows unless given), and what is left over waits
             for the next batch. Early batches have more short trajectories: those end first.
+        traj_format: with `trajs_per_batch`: "padded" (None), or "cat", one after the other, `[steps]`, without padding.
         set_truncated: the last step of each batch is marked `truncated` and `done` where it is not `terminated`. That
             says where the batch was cut; the episode itself goes on, with its id.
         return_same_td: one TensorDict is handed out again and again, its tensors overwritten by each batch.
+        track_traj_ids: False leaves `("collector", "traj_ids")` out of the batches.
         track_policy_version: int64 `("collector", "policy_version")` says which policy acted: 0, and one more
             after each `update_policy_weights_`.
         exploration_type: how stochastic policies act.
+        pre_collect_hook, post_collect_hook: called before each batch, and with each batch after `postproc`, once it is
+            in the replay buffer if there is one.
+        auto_register_policy_transforms: appends to the environment's transforms what `make_tensordict_primer()` of the
+            policy's modules (recurrent ones) returns.
+        compile_policy: the policy acts under `torch.compile`; a dict gives its arguments.
+        cudagraph_policy: a policy on a GPU acts in a `tensordict.nn.CudaGraphModule`; a dict gives its arguments.
+            Without effect on the CPU.
         replay_buffer: gets each batch by `extend`; iterating then yields None. A buffer whose storage has one
             dimension gets the steps of several environments one environment after the other.
         no_cuda_sync: copies to `storing_device` are not waited for.
         timeout: None; for an environment that may hang, take a collector with worker processes (TypeError).
+        others: `use_buffers`, `trust_policy`, `local_init_rb` and `extend_buffer=True` are accepted without effect;
+            what other releases' collectors have besides is a TypeError that says what to use instead.
 
     Gymnasium environments, alone, in a `SerialEnv` or stepped together, are stepped with raw values; tensors are made
     once a batch. What an environment gives must be of its spaces: a ValueError names the key otherwise.
@@ -258,8 +290,10 @@ class SyncDataCollector:
         create_env_fn: Any,
         policy: Any = None,
         *,
+        policy_factory: Callable[[], Any] | None = None,
         frames_per_batch: int | None = None,
         total_frames: int = -1,
+        create_env_kwargs: Mapping[str, Any] | None = None,
         device: Device = None,
         storing_device: Device = None,
         policy_device: Device = None,
@@ -271,14 +305,23 @@ class SyncDataCollector:
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         split_trajs: bool = False,
         trajs_per_batch: int | None = None,
+        traj_format: str | None = None,
         set_truncated: bool = False,
         return_same_td: bool = False,
+        track_traj_ids: bool = True,
         track_policy_version: bool = False,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         replay_buffer: Any = None,
+        pre_collect_hook: Callable[[], Any] | None = None,
+        post_collect_hook: Callable[[TensorDictBase], Any] | None = None,
+        auto_register_policy_transforms: bool | None = None,
+        compile_policy: bool | Mapping[str, Any] | None = None,
+        cudagraph_policy: bool | Mapping[str, Any] | None = None,
         no_cuda_sync: bool = False,
         timeout: None = None,
+        **others: Any,
     ) -> None:
+        settle_other_arguments(type(self).__name__, others)
         reject_timeout(timeout, "SyncDataCollector")
         validate_settings(
             frames_per_batch=frames_per_batch,
@@ -288,39 +331,60 @@ class SyncDataCollector:
             trajs_per_batch=trajs_per_batch,
             split_trajs=split_trajs,
             return_same_td=return_same_td,
+            reset_when_done=reset_when_done,
+            replay_buffer=replay_buffer,
+        )
+        validate_trajectory_settings(
+            traj_format=traj_format,
+            trajs_per_batch=trajs_per_batch,
+            split_trajs=split_trajs,
             set_truncated=set_truncated,
             reset_at_each_iter=reset_at_each_iter,
             reset_when_done=reset_when_done,
             replay_buffer=replay_buffer,
+            track_traj_ids=track_traj_ids,
         )
         self._exploration_type = exploration_type
         self._reset_at_each_iter, self._reset_when_done = reset_at_each_iter, reset_when_done
-        self._postproc, self._split_trajs = postproc, split_trajs
-        self._writer = None if replay_buffer is None else BufferWriter(replay_buffer)
+        self._postproc = postproc
+        self._replay_buffer = replay_buffer
+        self._writer = None if replay_buffer is None else buffer_writer(replay_buffer)
+        self._pre_collect_hook, self._post_collect_hook = pre_collect_hook, post_collect_hook
+        self._compile_policy, self._cudagraph_policy = compile_policy, cudagraph_policy
+        self._updates: deque[WeightsUpdate] = deque(maxlen=1)  # the newest one that is not in use yet
+        self._version = 0  # of the last update, in use or not
         self._failure: BaseException | None = None  # to be raised before anything else is collected
         self._set_truncated, self._waits_for_copies = set_truncated, not no_cuda_sync
         self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
+        pads_trajectories = trajs_per_batch is not None and traj_format != "cat" and replay_buffer is None
+        self._splits = split_trajs or pads_trajectories
         self._same_td: TensorDictBase | None = None
         self._return_same_td = return_same_td
         self._storing_device = device_argument("storing_device", storing_device, device)
         self._policy_device = device_argument("policy_device", policy_device, device)
         device_of_env = device_argument("env_device", env_device, device)
         self._init_random_frames = init_random_frames or 0
-        self._weights = PolicyWeights(policy, self._policy_device)
+        policy = made_policy(policy, policy_factory)
+        self._weights = PolicyWeights(policy, self._policy_device, is_own=policy_factory is not None)
         makes_env = isinstance(create_env_fn, type) or not hasattr(create_env_fn, "step")
-        self.env = create_env_fn() if makes_env else create_env_fn
+        if create_env_kwargs and not makes_env:
+            raise TypeError("create_env_kwargs are arguments of a callable that makes the environment; got one made")
+        self.env: Any = create_env_fn(**(create_env_kwargs or {})) if makes_env else create_env_fn
         self._finalizer = weakref.finalize(self, self.env.close) if makes_env else None
         try:
+            if auto_register_policy_transforms:
+                self.env = with_transforms_of_policy(self.env, policy)
             if device_of_env is not None:
                 self.env.to(device_of_env)
             self._set_sizes(frames_per_batch, total_frames)
-            self._tags = StepTags(self._width, tracks_version=track_policy_version)
+            self._tags = StepTags(self._width, tracks_ids=track_traj_ids, tracks_version=track_policy_version)
             self._max_frames_per_traj = max_frames_per_traj
             self._rollout = self._make_rollout()
         except BaseException:
             self.shutdown()
             raise
         self._episodes, self._throughput = EpisodeStats(self._width), Throughput()
+        self.broken_off: list[int] = []  #: environments whose trajectories broke off between the last two batches
         self._stepped = 0
         self.frames = 0
         self.batches = 0
@@ -333,7 +397,7 @@ class SyncDataCollector:
         self.frames_per_batch = self._steps * self._width
         self.total_frames = total_frames
         if not self._trajs_per_batch:
-            warn_of_remainder(total_frames, self.frames_per_batch, stacklevel=4)
+            warn_of_remainder(total_frames, self.frames_per_batch)
 
     def _time_steps(self, clock: CallTimer) -> None:
         """Enters all steps and resets of the environment in `clock`, which the owner of a worker process reads."""
@@ -341,6 +405,10 @@ class SyncDataCollector:
 
     def _make_rollout(self, clock: CallTimer | None = None) -> Rollout:
         policy = as_policy(self._weights.policy, self.env)
+        if self._compile_policy:
+            policy = compiled_policy(policy, _options(self._compile_policy))
+        if self._cudagraph_policy and not is_cpu(self._policy_device):
+            policy = cudagraph_policy(policy, _options(self._cudagraph_policy))
         self._prepare = getattr(policy, "prepare", lambda: None)
         policy = policy_on_device(policy, self._policy_device, self.env)
         return make_rollout(
@@ -360,7 +428,7 @@ class SyncDataCollector:
     @property
     def policy_version(self) -> int:
         """The number of calls of `update_policy_weights_`."""
-        return self._tags.version
+        return self._version
 
     @property
     def stats(self) -> CollectorStats:
@@ -374,25 +442,32 @@ class SyncDataCollector:
     def rollout(self) -> TensorDictBase | None:
         """The next batch, whatever `total_frames` says; None where it went into the replay buffer.
 
-        Raises RuntimeError after `shutdown`, and what an environment or the policy raised: at once where nothing was
-        stepped before or the rows went into the replay buffer, else in the call after the one that handed them out.
+        Raises RuntimeError after `shutdown` and while it collects in the background, and what an environment or the
+        policy raised: at once where nothing was stepped before or the rows went into the replay buffer, else in the
+        call after the one that handed them out.
         """
-        if self.is_shut_down:
-            raise RuntimeError("this collector was shut down; make a new one")
+        self._refuse_beside_background()
+        self._refuse_if_shut_down()
         self._raise_failure()
+        if self._updates:
+            self._take_over_update()
         try:
             batch = self._next_batch()
         except BaseException as error:
-            self.reset()  # a batch is lost: no trajectory may go on across the gap
+            self._reset()  # a batch is lost: no trajectory may go on across the gap
             failure, self._failure = self._failure, None
             if failure is not None and failure is not error:
                 raise error from failure
             raise
         if self._failure is not None:
-            self.reset()
+            self._reset()
             if batch is None:
                 self._raise_failure()
         return batch
+
+    def _refuse_if_shut_down(self) -> None:
+        if self.is_shut_down:
+            raise RuntimeError("this collector was shut down; make a new one")
 
     @property
     def failure(self) -> BaseException | None:
@@ -405,19 +480,22 @@ class SyncDataCollector:
             raise failure
 
     def _next_batch(self) -> TensorDictBase | None:
+        if self._pre_collect_hook is not None:
+            self._pre_collect_hook()
         batch = self._collect_trajectories() if self._trajs_per_batch else self._collect_batch()
         self.frames += batch.numel()
         self.batches += 1
-        if self._split_trajs or (self._trajs_per_batch and self._writer is None):
+        if self._splits:
             batch = split_trajectories(batch)
         if self._return_same_td:
             batch = self._into_same_td(batch)
         if self._postproc is not None:
             batch = self._postproc(batch)
-        if self._writer is None:
-            return batch
-        self._writer.write(batch)
-        return None
+        if self._writer is not None:
+            self._writer.write(batch)
+        if self._post_collect_hook is not None:
+            self._post_collect_hook(batch)
+        return batch if self._writer is None else None
 
     def _collect_trajectories(self) -> TensorDictBase:
         while self._assembler.count < self._trajs_per_batch and self._failure is None:
@@ -434,19 +512,31 @@ class SyncDataCollector:
 
     def _collect_batch(self) -> TensorDictBase:
         if self._reset_at_each_iter:
-            self.reset()
+            self._reset()
         start = time.perf_counter()
         random_frames = max(0, self._init_random_frames - self._stepped)
         batch, self._failure = self._collect_steps(random_steps=-(-random_frames // self._width))
         if self._failure is not None and self._writer is None and not isinstance(self._failure, Exception):
             raise self._failure  # an interrupt is never held back
+        self.broken_off = [env for env, _ in self._tags.cuts]
+        if self._tags.cuts:
+            self._end_broken_off()
         self._stepped += batch.numel()
         self._note_episodes(batch)
         if self._set_truncated:
-            _truncate_last_step(batch)
+            truncate_last_step(batch)
         batch = to_storing_device(batch, self._storing_device, waits=self._waits_for_copies)
         self._throughput.add(batch.numel(), time.perf_counter() - start)
         return batch
+
+    def _end_broken_off(self) -> None:
+        """Ends trajectories whose last step was handed out before the environment had to be replaced."""
+        for env, traj_id in self._tags.cuts:
+            self._episodes.drop(env)
+            self._assembler.cut([traj_id])
+        self._tags.cuts.clear()
+        if self._writer is not None:
+            self._writer.restart()
 
     def _collect_steps(self, *, random_steps: int) -> RolloutResult:
         if self._rollout.is_random:  # no policy: the two switches would cost as much as four steps of CartPole
@@ -463,37 +553,84 @@ class SyncDataCollector:
 
     def reset(self) -> None:
         """Resets every environment before the next batch; trajectories that have not ended are left unfinished."""
+        with self._between_batches():
+            self._reset()
+
+    def _reset(self) -> None:
         self._rollout.restart()
         self._tags.ids.restart()
+        self._tags.cuts.clear()
         self._episodes.restart()
         self._assembler.restart()
         if self._writer is not None:
             self._writer.restart()
 
-    def update_policy_weights_(self, policy_weights: Any = None, *, version: int | None = None) -> None:
+    def update_policy_weights_(
+        self, policy_weights: Any = None, *, policy_or_weights: Any = None, version: int | None = None
+    ) -> None:
         """Updates the weights of the policy that acts, and raises `policy_version` (to `version`, if given).
 
         None takes them from the policy that the collector was made with, where it collects with a copy on another
-        device. Otherwise a state dict, a module, or a TensorDict of parameters. Raises TypeError without weights.
-        """
-        self._weights.update(policy_weights)
-        self._tags.version = self._tags.version + 1 if version is None else version
+        device. Otherwise a state dict, a module, or a TensorDict of parameters; `policy_or_weights` is a second name.
+        While it collects in the background, the next batch is the first of the new version: a copy is made of the
+        weights, which never change within a batch where the policy is the collector's own.
 
-    def set_seed(self, seed: int) -> int:
+        Raises TypeError without weights; in the background ValueError for those of another policy.
+        """
+        self._raise_background_failure()
+        weights = one_of_two_weights(policy_weights, policy_or_weights)
+        version = self._version + 1 if version is None else version
+        if self._background is None or not self._background.is_active or self._background.is_current:
+            self._updates.clear()
+            self._weights.update(weights)
+            self._tags.version = version
+        elif self._weights.is_shared:
+            self._weights.update(weights)  # here, beside the caller's own optimiser, whose steps would be undone later
+            self._updates.append(WeightsUpdate(None, version))
+        else:
+            waiting = list(self._updates)  # at once: the thread may take it over meanwhile, as it may a second time
+            snapshot: Mapping[str, Any] | None = self._weights.snapshot(weights)
+            if snapshot is None and waiting:
+                snapshot = waiting[0].weights
+            self._updates.append(WeightsUpdate(snapshot, version))
+        self._version = version
+
+    def _take_over_update(self) -> None:
+        """Brings the policy up to date with the last `update_policy_weights_`."""
+        if self._updates:
+            update = self._updates.pop()
+            if update.weights is not None:
+                self._weights.update(update.weights)
+            self._tags.version = update.version
+
+    @contextmanager
+    def _between_batches(self) -> Iterator[None]:
+        with super()._between_batches():
+            self._take_over_update()
+            yield
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """The next reset of each environment starts from `seed`, `seed + 1`, ...; returns the first that is free.
 
-        Vector environments that reset themselves take seeds when all are reset: at the beginning, and after `reset`.
+        With `static_seed` every environment starts from `seed`, which is returned; see `EnvBase.set_seed`. Vector
+        environments that reset themselves take seeds when all are reset: at the beginning, and after `reset`.
         """
-        return int(self.env.set_seed(seed))
+        with self._between_batches():
+            return int(self.env.set_seed(seed, static_seed=True) if static_seed else self.env.set_seed(seed))
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, ended episodes, and the states of the policy and of the environments' random numbers, if any.
 
+        With `trajs_per_batch` also the whole trajectories that wait for the next batch, under "waiting".
         Unfinished episodes are not part of it: a collector that loads the state begins new ones, with the random
         numbers that this collector would use next. Where this one is reset at that point too (`reset`, or
         `reset_at_each_iter`), both give the same batches from there on. Random actions come from torch's global
         generator, which is the caller's to save.
         """
+        with self._between_batches():
+            return self._state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "frames": self.frames,
             "stepped": self._stepped,
@@ -505,35 +642,52 @@ class SyncDataCollector:
         weights, numbers = self._weights.state_dict(), call_if_present(self.env, "random_state")
         if weights is not None:
             state["policy_state_dict"] = weights
+        if self._trajs_per_batch:
+            state["waiting"] = self._assembler.state_dict()
         return state if numbers is None else {**state, "env_random_state": numbers}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after `state`: counters and policy are those, and every environment starts a new trajectory.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on after `state_dict`: counters and policy are those, and every environment starts a new trajectory.
 
         Raises ValueError for a state of another kind of collector or policy, with nothing changed.
         """
+        with self._between_batches():
+            self._load_state_dict(state_dict)
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
         validate_state(state, self._weights.state_dict())
+        validate_waiting(state, self._trajs_per_batch)
         if "env_random_state" in state:
             self.env.set_random_state(state["env_random_state"])
         if "policy_state_dict" in state:
             self._weights.update(state["policy_state_dict"])
-        self.reset()
-        self._assembler.clear()
+        self._reset()
+        self._assembler.load_state_dict(state.get("waiting", NOTHING_WAITS))
         self.frames, self._stepped, self.batches = state["frames"], state["stepped"], state["batches"]
         self._tags.ids.count, self._tags.version = state["trajectories"], state["policy_version"]
+        self._version = self._tags.version
         self._episodes.load_state_dict(state["episodes"])
 
-    def shutdown(self) -> None:
-        """Ends collecting, and closes the environment if the collector made it. A second call does nothing."""
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, *, raise_on_error: bool = True) -> None:
+        """Ends collecting, and closes the environment if the collector made it. A second call does nothing.
+
+        In the background a batch that was begun is stepped and written first (TimeoutError where that takes longer than
+        `timeout` seconds). `close_env=False` leaves the environment open. With `raise_on_error` an error that has ended
+        collecting in the background, and was not raised yet, is raised when all is done.
+        """
+        if self._background is not None:
+            self._background.stop(timeout)
         self.is_shut_down = True
         if self._finalizer is not None:
-            self._finalizer()
+            self._finalizer() if close_env else self._finalizer.detach()
+        if raise_on_error:
+            self._raise_background_failure()
 
     def __enter__(self) -> SyncDataCollector:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.shutdown()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.shutdown(raise_on_error=kind is None)  # else one of the background is in the log only
 
     def __repr__(self) -> str:
         return (
@@ -545,7 +699,7 @@ class SyncDataCollector:
 Collector = SyncDataCollector
 
 
-def _truncate_last_step(batch: TensorDictBase) -> None:
+def truncate_last_step(batch: TensorDictBase) -> None:
     """Marks the last step as truncated and done where it is not terminated."""
     time_dim, following = batch.ndim - 1, batch.get("next")
     if following.get("terminated", None) is None:
@@ -574,8 +728,6 @@ def validate_settings(
     trajs_per_batch: int | None,
     split_trajs: bool,
     return_same_td: bool,
-    set_truncated: bool,
-    reset_at_each_iter: bool,
     reset_when_done: bool,
     replay_buffer: Any,
 ) -> None:
@@ -597,13 +749,6 @@ def validate_settings(
         )
     if max_frames_per_traj is not None and not reset_when_done:
         raise ValueError("max_frames_per_traj ends episodes by resets; leave out reset_when_done=False")
-    if by_trajectories and (split_trajs or set_truncated or reset_at_each_iter or not reset_when_done):
-        raise ValueError(
-            "trajs_per_batch gives whole trajectories, one a row, and goes on where it stopped; leave out split_trajs, "
-            "set_truncated, reset_at_each_iter and reset_when_done"
-        )
-    if by_trajectories and getattr(getattr(replay_buffer, "storage", None), "ndim", 1) > 1:
-        raise ValueError("trajs_per_batch writes steps one after the other; give a storage with ndim=1")
 
 
 def validate_counts(
@@ -629,15 +774,95 @@ def validate_counts(
         raise ValueError(f"trajs_per_batch must be 1 or more, or None, got {trajs_per_batch}")
 
 
-def warn_of_remainder(total_frames: int, frames_per_batch: int, *, stacklevel: int) -> None:
-    """Warns where the last batch goes beyond `total_frames`."""
+def validate_trajectory_settings(
+    *,
+    traj_format: str | None,
+    trajs_per_batch: int | None,
+    split_trajs: bool,
+    set_truncated: bool,
+    reset_at_each_iter: bool,
+    reset_when_done: bool,
+    replay_buffer: Any,
+    track_traj_ids: bool = True,
+) -> None:
+    """Raises ValueError for settings of trajectories that cannot work."""
+    by_trajectories = trajs_per_batch is not None
+    if by_trajectories and (split_trajs or set_truncated or reset_at_each_iter or not reset_when_done):
+        raise ValueError(
+            "trajs_per_batch gives whole trajectories, one a row, and goes on where it stopped; leave out split_trajs, "
+            "set_truncated, reset_at_each_iter and reset_when_done"
+        )
+    if by_trajectories and getattr(getattr(replay_buffer, "storage", None), "ndim", 1) > 1:
+        raise ValueError("trajs_per_batch writes steps one after the other; give a storage with ndim=1")
+    if traj_format not in (None, "padded", "cat"):
+        raise ValueError(f"traj_format must be 'padded' or 'cat', got {traj_format!r}")
+    if traj_format is not None and not by_trajectories:
+        raise ValueError("traj_format is the form of whole trajectories; give trajs_per_batch, or leave it out")
+    if not track_traj_ids and (split_trajs or by_trajectories):
+        raise ValueError(
+            "trajectories are told apart by their ids: split_trajs and trajs_per_batch need track_traj_ids=True"
+        )
+
+
+def one_of_two_weights(policy_weights: Any, policy_or_weights: Any) -> Any:
+    """The weights, which have two names. Raises TypeError where both are given."""
+    if policy_weights is not None and policy_or_weights is not None:
+        raise TypeError("policy_weights and policy_or_weights are two names of one argument; give one")
+    return policy_or_weights if policy_weights is None else policy_weights
+
+
+def made_policy(policy: Any, policy_factory: Callable[[], Any] | None) -> Any:
+    """The policy, or what its factory makes. Raises TypeError for both, and for a factory that is none."""
+    if policy_factory is None:
+        return policy
+    if policy is not None:
+        raise TypeError("policy_factory makes the policy: it cannot be used with policy; give one of them")
+    if not callable(policy_factory):
+        raise TypeError(f"policy_factory must be a callable without arguments, got {type(policy_factory).__name__}")
+    return policy_factory()
+
+
+def with_transforms_of_policy(env: Any, policy: Any) -> Any:
+    """`env` with the transforms that modules of the policy (recurrent ones) say they need, if there are any.
+
+    Raises TypeError for an environment of another library that takes no transforms.
+    """
+    modules = policy.modules() if isinstance(policy, nn.Module) else ()
+    makers = [getattr(module, "make_tensordict_primer", None) for module in modules]
+    transforms = [make() for make in makers if make is not None]
+    if transforms and isinstance(env, EnvBase) and not isinstance(env, TransformedEnv):
+        return TransformedEnv(env, transforms)
+    for transform in transforms:
+        if not hasattr(env, "append_transform"):
+            raise TypeError(
+                f"auto_register_policy_transforms=True: a {type(env).__name__} has no append_transform; wrap it in the "
+                "TransformedEnv of its library"
+            )
+        env.append_transform(transform)
+    return env
+
+
+def _options(setting: bool | Mapping[str, Any]) -> Mapping[str, Any]:
+    return setting if isinstance(setting, Mapping) else {}
+
+
+def warn_of_remainder(total_frames: int, frames_per_batch: int) -> None:
+    """Warns where the last batch goes beyond `total_frames`, on the line that made the collector."""
     if total_frames > 0 and total_frames % frames_per_batch:
         rounded_up = -(-total_frames // frames_per_batch) * frames_per_batch
         warnings.warn(
             f"total_frames={total_frames} is not a multiple of the {frames_per_batch} frames of a batch; "
             f"{rounded_up} frames will be collected",
-            stacklevel=stacklevel,
+            stacklevel=_frames_of_engram(),
         )
+
+
+def _frames_of_engram() -> int:
+    """How many frames of this package are on the stack above the first of another one: a warning's stacklevel."""
+    level, frame = 0, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("engram."):
+        level, frame = level + 1, frame.f_back
+    return level + 1
 
 
 def validate_state(state: Any, policy_state: Mapping[str, Any] | None) -> None:
@@ -666,6 +891,16 @@ def validate_state(state: Any, policy_state: Mapping[str, Any] | None) -> None:
             raise ValueError(f"the policy's {name!r} is a tensor, got a {type(value).__name__}")
 
 
+def validate_waiting(state: Mapping[str, Any], trajs_per_batch: int) -> None:
+    """Raises ValueError where waiting trajectories are damaged, or belong to a collector with `trajs_per_batch`."""
+    waiting = state.get("waiting", NOTHING_WAITS)
+    if len(waiting_steps(waiting)) and not trajs_per_batch:
+        raise ValueError(
+            f"{len(waiting['lengths'])} whole trajectories wait in the state for their batch, and would be lost here; "
+            "make the collector with trajs_per_batch"
+        )
+
+
 def _list_of(episodes: Mapping[str, Any], name: str) -> list[Any]:
     if not isinstance(episodes[name], list | tuple):
         raise ValueError(
@@ -681,14 +916,34 @@ def _shapes(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
 class PolicyWeights:
     """A user's policy, and its copy on another device where the policy has to act there.
 
-    `policy` is the user's own object unless its parameters live elsewhere than `device`.
+    `policy` is the user's own object (`is_shared`) unless its parameters live elsewhere than `device`, or a factory
+    made it.
     """
 
-    def __init__(self, original: Any, device: torch.device | None) -> None:
+    def __init__(self, original: Any, device: torch.device | None, *, is_own: bool = False) -> None:
         self._original = original
         self.policy = original
+        self.is_shared = not is_own
         if device is not None and isinstance(original, nn.Module) and not _lives_on(original, device):
             self.policy = copy.deepcopy(original).to(device)
+            self.is_shared = False
+
+    def snapshot(self, weights: Any = None) -> dict[str, Any] | None:
+        """A copy of weights that `update` takes later; None where that has nothing to do.
+
+        Raises TypeError for a policy without weights, ValueError for those of another one.
+        """
+        if weights is None and self.policy is self._original:
+            return None
+        if not isinstance(self.policy, nn.Module):
+            raise TypeError(f"the policy is a {type(self.policy).__name__} and has no weights; give an nn.Module")
+        state = self._original.state_dict() if weights is None else _state_dict(weights)
+        shapes, allowed = _shapes(state), _shapes(self.state_dict())
+        if shapes != allowed:
+            raise ValueError(f"these weights are not those of the policy.\n  found:   {shapes}\n  allowed: {allowed}")
+        return copy.deepcopy(
+            {key: value.detach() if isinstance(value, Tensor) else value for key, value in state.items()}
+        )
 
     def update(self, weights: Any = None) -> None:
         """Copies weights into the policy that acts: the original's, or a state dict or TensorDict of parameters.
@@ -726,7 +981,7 @@ class BufferWriter:
     anybody wrote before. Steps that the buffer's transforms hold back are written before the seam.
     """
 
-    def __init__(self, replay_buffer: Any) -> None:
+    def __init__(self, replay_buffer: ReplayBuffer[Any]) -> None:
         self.replay_buffer = replay_buffer
         self._needs_seam = True
 
@@ -736,24 +991,35 @@ class BufferWriter:
 
     def write(self, batch: TensorDictBase) -> None:
         """Adds a batch `[*envs, time]`; where the storage has one dimension, one environment after the other."""
-        storage = getattr(self.replay_buffer, "storage", None)
-        batch = _shaped_for(storage, batch)
+        storage = self.replay_buffer.storage
+        batch = _with_ndim(batch, storage.ndim)
         if not self._needs_seam:
             self.replay_buffer.extend(batch)
             return
-        with getattr(storage, "mutex", contextlib.nullcontext()):  # no row of another thread between seam and batch
-            flush = getattr(type(self.replay_buffer), "flush_transforms", None)
-            if flush is not None:
-                flush(self.replay_buffer)
-            mark_seam = getattr(type(storage), "mark_seam", None)  # buffers of other libraries may have neither
-            if mark_seam is not None:
-                mark_seam(storage)
+        with storage.mutex:  # no row of another thread between seam and batch
+            self.replay_buffer.flush_transforms()
+            storage.mark_seam()
             self.replay_buffer.extend(batch)
         self._needs_seam = False
 
 
-def _shaped_for(storage: Any, batch: TensorDictBase) -> TensorDictBase:
-    ndim = getattr(storage, "ndim", None)
+class OtherBufferWriter(BufferWriter):
+    """The same for a buffer of another library, which has no seams and holds nothing back."""
+
+    def __init__(self, replay_buffer: Any) -> None:
+        super().__init__(replay_buffer)
+        self._ndim = getattr(getattr(replay_buffer, "storage", None), "ndim", None)
+
+    def write(self, batch: TensorDictBase) -> None:
+        self.replay_buffer.extend(batch if self._ndim is None else _with_ndim(batch, self._ndim))
+
+
+def buffer_writer(replay_buffer: Any) -> BufferWriter:
+    """What writes into a buffer of this library or of another."""
+    return (BufferWriter if isinstance(replay_buffer, ReplayBuffer) else OtherBufferWriter)(replay_buffer)
+
+
+def _with_ndim(batch: TensorDictBase, ndim: int) -> TensorDictBase:
     if ndim == 1 and batch.ndim > 1:
         return batch.reshape(-1)
     return batch.reshape(-1, batch.shape[-1]) if ndim == 2 and batch.ndim != 2 else batch

@@ -6,14 +6,16 @@ import fcntl
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram._native import number_trajectories
+from engram.envs.base import mark_truncated
 from engram.store.files import share_fd
 
 Array = np.ndarray[Any, Any]
@@ -41,43 +43,42 @@ class TrajectoryIds:
         self._starts_next[:] = True
         self._current[:] = 0  # a loaded state may count from lower ids
 
+    def cut(self, env: int) -> int | None:
+        """Starts a trajectory with the next step of an environment; the id of the one that this ends, if any."""
+        is_open = not self._starts_next[env]
+        self._starts_next[env] = True
+        return int(self._current[env]) if is_open else None
+
     def number(self, done: Array) -> Array:
         """The ids, int64 `[envs, time]`, of steps whose `("next", "done")` is `done`, bool `[envs, time]`."""
-        if len(done) == 1:
-            return self._number_one(done[0])[None]
-        ends = done.T  # time first: ids are given in time order
-        starts = np.concatenate([self._starts_next[None], ends[:-1]])
-        ids = (self.count - 1 + starts.cumsum()).reshape(starts.shape)
-        # a step that is not a start has the id of the last start of its own environment
-        ids = np.maximum.accumulate(np.where(starts, ids, self._current), axis=0)
-        self.count += int(np.count_nonzero(starts))
-        self._current, self._starts_next = ids[-1].copy(), ends[-1].copy()
-        return np.ascontiguousarray(ids.T)
-
-    def _number_one(self, ends: Array) -> Array:
-        ids = np.empty(len(ends), dtype=np.int64)
-        ids[0] = self.count - 1 + self._starts_next[0]
-        ids[1:] = ends[:-1]
-        ids.cumsum(out=ids)
-        self._current[0], self._starts_next[0] = ids[-1], ends[-1]
-        self.count = int(ids[-1]) + 1
+        ids = np.empty(done.shape, np.int64)
+        self.count = number_trajectories(done, self._current, self._starts_next, self.count, ids)
         return ids
 
 
 class StepTags:
-    """The entries under `"collector"` of each step: its trajectory, and the policy's version where that is tracked."""
+    """The entries under `"collector"` of each step: its trajectory and the policy's version, if tracked."""
 
-    def __init__(self, envs: int, *, tracks_version: bool = False) -> None:
+    def __init__(self, envs: int, *, tracks_ids: bool = True, tracks_version: bool = False) -> None:
         self.ids = TrajectoryIds(envs)
+        self.cuts: list[tuple[int, int]] = []  # environments and ids of trajectories that broke off between two batches
         self.version = 0
+        self._tracks_ids = tracks_ids
         self._tracks_version = tracks_version
+
+    def cut(self, env: int) -> None:
+        """The next step of an environment begins a trajectory, wherever the one before it stopped."""
+        broken_off = self.ids.cut(env)
+        if broken_off is not None:
+            self.cuts.append((env, broken_off))
 
     def tag(self, done: Array, shape: torch.Size, versions: Callable[[], Array] | None = None) -> dict[str, Tensor]:
         """Entries int64 `shape` for steps whose `("next", "done")` is `done`, bool `[envs, time]`.
 
         `versions` gives the versions of the steps, int64 `[envs, time]`, where they are not all the present one.
         """
-        tags = {"traj_ids": torch.from_numpy(self.ids.number(done)).reshape(shape)}
+        ids = self.ids.number(done)
+        tags = {"traj_ids": torch.from_numpy(ids).reshape(shape)} if self._tracks_ids else {}
         if self._tracks_version:
             now = torch.full(shape, self.version, dtype=torch.int64)
             tags["policy_version"] = now if versions is None else torch.from_numpy(versions()).reshape(shape)
@@ -143,6 +144,14 @@ class GlobalTrajectoryIds:
         """Forgets the workers' ids: their next trajectories are new ones."""
         self._global_ids.clear()
 
+    def own(self, worker: Worker) -> list[int]:
+        """The ids, as the worker counts them, of the trajectories in its last batch."""
+        return list(self._global_ids.get(worker, {}))
+
+    def current(self, worker: Worker) -> list[int]:
+        """The ids of the trajectories in the worker's last batch."""
+        return list(self._global_ids.get(worker, {}).values())
+
     def number(self, batches: Sequence[tuple[Worker, TensorDictBase]]) -> None:
         """Replaces the ids, int64 `[*, time]`, of each worker's batch, in the batch."""
         seen = [(worker, batch, *_first_steps(batch)) for worker, batch in batches]
@@ -205,6 +214,35 @@ class TrajectoryAssembler:
         self._ended.clear()
         self.restart()
 
+    def drop(self, ids: Sequence[int]) -> None:
+        """Drops those of these trajectories that have not ended."""
+        self._select(~np.isin(self._ids, sorted({*ids, *self._handed_out} - set(self._ended))))
+
+    def cut(self, ids: Sequence[int]) -> None:
+        """Ends trajectories that go on nowhere: the last step of each is marked truncated. Skips those that ended."""
+        for traj_id in sorted(set(ids) - set(self._ended) - set(self._handed_out)):
+            steps = np.flatnonzero(self._ids == traj_id)
+            if self._steps is not None and len(steps):
+                mark_truncated(self._steps, int(steps[-1]))
+                self._ended.append(traj_id)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trajectories that have ended and were not handed out: `lengths`, and `steps`, nested dicts of tensors."""
+        if not self._ended or self._steps is None:
+            return {"lengths": [], "steps": {}}
+        order, lengths = self._rows_of(list(self._ended))
+        return {"lengths": lengths, "steps": self._steps[torch.from_numpy(order)].to_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Drops everything, and holds the trajectories of a `state_dict`."""
+        self.clear()
+        lengths = state["lengths"]
+        if lengths:
+            self._steps = waiting_steps(state)
+            self._ids = self._steps.get(IDS).cpu().numpy().astype(np.int64)
+            self._ended.extend(self._ids[np.cumsum(lengths) - 1].tolist())
+            self._sort()
+
     def add(self, batch: TensorDictBase) -> None:
         """Adds a batch."""
         if self._handed_out:
@@ -223,9 +261,12 @@ class TrajectoryAssembler:
             raise ValueError(f"{count} trajectories were asked for, and {self.count} have ended")
         chosen = [self._ended.popleft() for _ in range(count)]
         self._handed_out.extend(chosen)
+        return self._steps[torch.from_numpy(self._rows_of(chosen)[0])]
+
+    def _rows_of(self, chosen: list[int]) -> tuple[Array, list[int]]:
+        """Where the steps of these trajectories are, one after the other, and how many each has."""
         starts, stops = self._sorted_ids.searchsorted(chosen), self._sorted_ids.searchsorted(chosen, "right")
-        index = np.concatenate([self._order[a:b] for a, b in zip(starts, stops, strict=True)])
-        return self._steps[torch.from_numpy(index)]
+        return np.concatenate([self._order[a:b] for a, b in zip(starts, stops, strict=True)]), (stops - starts).tolist()
 
     def _select(self, mask: Array) -> None:
         if self._steps is not None:
@@ -238,3 +279,19 @@ class TrajectoryAssembler:
         # The steps of one trajectory come in the order of time: one environment made them.
         self._order = self._ids.argsort(kind="stable")
         self._sorted_ids = self._ids[self._order]
+
+
+def waiting_steps(state: Any) -> TensorDictBase:
+    """The steps in a `TrajectoryAssembler.state_dict`. Raises ValueError for anything else."""
+    lengths, steps = (state.get("lengths"), state.get("steps")) if isinstance(state, Mapping) else (None, None)
+    are_lengths = isinstance(lengths, list) and all(type(n) is int and n > 0 for n in lengths)
+    if not isinstance(lengths, list) or not are_lengths or not isinstance(steps, Mapping):
+        raise ValueError(f"the waiting trajectories of a state are 'lengths' and 'steps', got {state!r:.200}")
+    total = sum(lengths)
+    try:
+        rows = TensorDict.from_dict(dict(steps), batch_size=[total], auto_batch_size=False)
+    except RuntimeError as error:
+        raise ValueError(f"the waiting trajectories of a state have {total} steps: {error}") from None
+    if total and (rows.get(IDS, None) is None or rows.get(("next", "done"), None) is None):
+        raise ValueError("the waiting trajectories of a state have no trajectory ids or no 'done'")
+    return rows

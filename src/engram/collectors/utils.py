@@ -8,38 +8,68 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram._system import SIGNED
+from engram.pytree import SIGNED, is_ragged, map_leaves
 
 Key = str | tuple[str, ...]
+DEFAULT_IDS = ("collector", "traj_ids")
 
 
 def split_trajectories(
     batch: TensorDictBase,
     *,
+    prefix: Key | None = None,
     trajectory_key: Key | None = None,
-    done_key: Key = ("next", "done"),
-    mask_key: Key = ("collector", "mask"),
+    done_key: Key | None = None,
+    mask_key: Key | None = None,
+    as_nested: bool = False,
 ) -> TensorDictBase:
     """The trajectories of `batch` `[*, time]`, one a row, padded with zeros: `[trajectories, longest]`.
 
     Rows come in the order of `batch`, environment by environment. `mask_key` (bool `[trajectories, longest]`) is True
-    for steps, False for padding. Boundaries are changes of `trajectory_key` (None: `("collector", "traj_ids")` if it is
-    there) and ends of episodes by `done_key` (or `truncated` beside it), so that two slices of one episode that follow
-    each other in a sampled batch stay two. Raises ValueError for a batch without steps.
+    for steps, False for padding. With `as_nested` there is neither padding nor mask: entries are nested tensors, of as
+    many steps as each trajectory has, in a TensorDict of batch size `[trajectories, -1]`.
+
+    Boundaries are changes of `trajectory_key` (None: `("collector", "traj_ids")` if it is there) and ends of episodes
+    by `done_key` (None: `("next", "done")`; or `truncated` beside it), so that two slices of one episode that follow
+    each other in a sampled batch stay two. `prefix` is where `traj_ids` and `mask` are instead of `"collector"`; ids
+    that are not there are made, 0, 1, 2, .... The mask stands beside `trajectory_key` where that is given.
+
+    Raises ValueError for a batch without steps, KeyError where nothing says where trajectories end, TypeError for
+    dtypes that torch cannot nest.
 
     >>> from tensordict import TensorDict
     >>> ids = torch.tensor([0, 0, 1])
     >>> batch = TensorDict({"collector": {"traj_ids": ids}, "x": torch.tensor([5, 6, 7])}, batch_size=[3])
     >>> split_trajectories(batch)["x"].tolist()
     [[5, 6], [7, 0]]
+    >>> [x.tolist() for x in split_trajectories(batch, as_nested=True)["x"].unbind()]
+    [[5, 6], [7]]
     """
     if batch.ndim == 0 or batch.numel() == 0:
         raise ValueError(f"split_trajectories needs a batch [*, time] with steps, got shape {tuple(batch.shape)}")
     rows = batch.reshape(-1, batch.shape[-1])
-    is_start = _starts(rows, trajectory_key, done_key).reshape(-1)
+    if mask_key is None:
+        beside = ("collector",) if prefix is None else _path(prefix)
+        mask_key = (*(beside if trajectory_key is None else _path(trajectory_key)[:-1]), "mask")
+    makes_ids = False
+    if prefix is not None and trajectory_key is None:
+        ids_key = (*_path(prefix), "traj_ids")
+        makes_ids = rows.get(ids_key, None) is None
+        trajectory_key = None if makes_ids else ids_key
+        rows = rows.exclude(DEFAULT_IDS) if makes_ids else rows
+    is_start = _starts(rows, trajectory_key, done_key or ("next", "done")).reshape(-1)
+    trajectory = is_start.cumsum(0) - 1
+    rows = batch.reshape(-1)
+    if makes_ids:
+        rows = rows.copy().set(ids_key, trajectory)
     starts = is_start.nonzero().squeeze(1)
     lengths = torch.diff(starts, append=starts.new_tensor([is_start.numel()]))
-    trajectory = is_start.cumsum(0) - 1
+    if as_nested and is_ragged(rows):
+        raise TypeError(
+            "as_nested=True: torch cannot nest entries of agents with different shapes; leave as_nested out"
+        )
+    if as_nested:
+        return _nested(rows, lengths.tolist())
     position = torch.arange(is_start.numel(), device=starts.device) - starts[trajectory]
     shape = (starts.numel(), int(lengths.max()))
 
@@ -49,13 +79,22 @@ def split_trajectories(
         padded[trajectory, position] = signed
         return padded.view(leaf.dtype)
 
-    split = rows.reshape(-1).apply(pad, batch_size=shape)
+    split = map_leaves(rows, pad, shape)
     mask = torch.arange(shape[1], device=starts.device) < lengths.unsqueeze(1)
     return split.set(mask_key, mask)
 
 
+def _nested(rows: TensorDictBase, lengths: list[int]) -> TensorDictBase:
+    def nest(key: Any, leaf: Tensor) -> Tensor:
+        if leaf.dtype in SIGNED:
+            raise TypeError(f"as_nested=True: torch cannot nest {key!r}, of dtype {leaf.dtype}; leave as_nested out")
+        return torch.nested.as_nested_tensor(list(torch.split(leaf, lengths)))
+
+    return rows.named_apply(nest, nested_keys=True, batch_size=[len(lengths), -1])
+
+
 def _starts(rows: TensorDictBase, trajectory_key: Key | None, done_key: Key) -> Tensor:
-    ids: Any = rows.get(("collector", "traj_ids") if trajectory_key is None else trajectory_key, None)
+    ids: Any = rows.get(DEFAULT_IDS if trajectory_key is None else trajectory_key, None)
     if ids is None and trajectory_key is not None:
         raise KeyError(f"there is no trajectory key {trajectory_key!r}; there are {list(rows.keys(True, True))}")
     done = rows.get(done_key, None)

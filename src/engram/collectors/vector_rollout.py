@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from engram.envs.engines import Autoreset, VectorEngine, VectorStep
 from engram.envs.policies import RandomPolicy, TensorDictPolicy, as_observation_policy
 
 Array = np.ndarray[Any, Any]
+MOST_AHEAD = 100_000  # frames that an environment may have more than another one that waits for the end of its episode
 
 
 class VectorRollout:
@@ -34,6 +35,9 @@ class VectorRollout:
     A call that only resets an environment (NEXT_STEP) is no frame of it: environments whose episodes are long then have
     more frames than others, and a batch is complete when each has its steps. **Frames beyond those open the next batch,
     in their order**; `restart` drops them.
+
+    Where `max_frames_per_traj` cuts an episode and the environment cannot be reset without the others, its steps until
+    the episode ends by itself are no frames. When all wait for that at once, all are reset.
     """
 
     def __init__(
@@ -45,12 +49,6 @@ class VectorRollout:
         *,
         max_frames_per_traj: int | None,
     ) -> None:
-        if max_frames_per_traj is not None and not engine.can_reset_some:
-            raise ValueError(
-                f"max_frames_per_traj={max_frames_per_traj} cuts episodes one by one, and these environments can only "
-                "be reset all together; use a time limit of their own (gymnasium.make_vec(..., "
-                f"max_episode_steps={max_frames_per_traj})), or SerialEnv"
-            )
         self._engine, self._policy, self._tags = engine, policy, tags
         self._max_frames = max_frames_per_traj
         self._codec, self._batch_size, self._device = engine.action, torch.Size((engine.n,)), env.device
@@ -66,6 +64,7 @@ class VectorRollout:
         self._log.clear()
         self._to_reset = np.zeros(self._engine.n, np.bool_)
         self._lengths = np.zeros(self._engine.n, np.int64)
+        self._drains = np.zeros(self._engine.n, np.bool_)  # cut, and not reset before their episode ends by itself
 
     def collect(self, steps: int, *, random_steps: int) -> RolloutResult:
         try:
@@ -99,6 +98,8 @@ class VectorRollout:
             source.reset_envs(range(self._engine.n))
         waiting = self._log.waiting
         while (missing := steps - int(waiting.min())) > 0:
+            if self._drains.any() and int(waiting.max()) - steps > MOST_AHEAD:
+                raise_endless(self._drains, self._max_frames)
             if self._to_reset.any():  # only now: the last state of a batch must stay, and a restart may come
                 self._reset(source)
             if self.is_random:
@@ -116,8 +117,9 @@ class VectorRollout:
         if self.is_random:
             return self._random
         direct = as_observation_policy(self._policy)  # looked up again for each batch: hooks come and go
-        if direct is not None:
-            return ModuleActions(direct, self._codec, self._batch_size, self._log)
+        if direct is not None and set(direct.in_keys) <= {*self._log.keys}:
+            size, device = self._batch_size, self._device
+            return ModuleActions(direct, self._codec, size, device, self._log, self._log.store_outputs)
         return self._tensordict_actions
 
     def _chosen(self, source: ActionSource, calls: int) -> Iterator[Any]:
@@ -133,12 +135,17 @@ class VectorRollout:
     def _run(self, raws: Iterator[Any], source: ActionSource, calls: int) -> None:
         log, step, version = self._log, self._engine.step, self._tags.version
         ends_matter = self._engine.autoreset is Autoreset.DISABLED or self._max_frames is not None
+        may_drain = self._max_frames is not None and not self._engine.can_reset_some
         for number, raw in enumerate(raws, 1):
             out = step(raw)
+            if may_drain:
+                out = self._without_drained(out)
             log.add(out, version)
             if out.idle is not None:
                 source.reset_envs(out.idle)
-            elif out.last:
+                if self._engine.can_lose_episodes:
+                    self._cut(out.idle)
+            if out.last:
                 source.reset_envs([env for env, _ in out.last])
             if ends_matter and self._note_ends(out) and number < calls:
                 self._reset(source)
@@ -155,7 +162,38 @@ class VectorRollout:
             ended = natural | too_long
             self._lengths[ended] = 0
             self._to_reset = ended if self._engine.autoreset is Autoreset.DISABLED else too_long & ~natural
+            if not self._engine.can_reset_some:
+                self._let_drain(ended if out.idle is None else ended | out.idle)
         return bool(np.count_nonzero(self._to_reset))
+
+    def _cut(self, idle: Array) -> None:
+        """Ends the trajectories of environments (bool `[n]`) that the last call only reset, where none had ended."""
+        self._log.count()
+        for env in np.flatnonzero(idle).tolist():
+            if not self._log.cut(env):
+                self._tags.cut(env)
+        self._lengths[idle] = 0
+
+    def _let_drain(self, are_over: Array) -> None:
+        """Lets environments drain that were cut; where no environment is in the middle of an episode, all are reset."""
+        waiting = self._drains | self._to_reset
+        resets = bool(are_over.all()) and bool(waiting.any())
+        self._drains = np.zeros_like(waiting) if resets else waiting
+        self._to_reset = np.full_like(waiting, resets)
+
+    def _without_drained(self, out: VectorStep) -> VectorStep:
+        """The step with environments that drain as idle; those whose episode is over drain no longer."""
+        drains = self._drains
+        if not drains.any():
+            return out
+        has_begun = out.idle
+        if self._engine.autoreset is Autoreset.SAME_STEP:
+            has_begun = np.logical_or(out.terminated, out.truncated)
+        idle = drains if out.idle is None else drains | out.idle
+        self._drains = drains if has_begun is None else drains & ~has_begun
+        last = [(env, observation) for env, observation in out.last if not drains[env]]
+        terminated, truncated = (np.logical_and(flag, ~drains) for flag in (out.terminated, out.truncated))
+        return VectorStep(out.observation, out.reward, terminated, truncated, last, idle.copy())
 
     def _reset(self, source: ActionSource) -> None:
         envs = self._to_reset.copy()
@@ -184,6 +222,23 @@ class VectorRollout:
         )
 
 
+def raise_endless(drains: Array, max_frames: int | None) -> NoReturn:
+    """Raises RuntimeError for environments (bool `[n]`) that end no episode and cannot be reset."""
+    raise RuntimeError(
+        f"environments {np.flatnonzero(drains).tolist()} were cut after max_frames_per_traj={max_frames} frames, and "
+        f"have not ended their episodes since, while others made {MOST_AHEAD} frames; they can only be reset all "
+        "together. Use a time limit of their own (gymnasium.make_vec(..., max_episode_steps=...)), or SerialEnv"
+    )
+
+
+class _LastObservations(NamedTuple):
+    """The last observations of the episodes that a call ended in `envs`, where a reset wrote over them."""
+
+    call: int
+    envs: list[int]
+    rows: list[bytes]  # by leaf: those of all `envs`, one after the other
+
+
 class StepLog:
     """What each call of `VectorEngine.step` gave, until its frames are in a batch.
 
@@ -195,7 +250,9 @@ class StepLog:
     def __init__(self, n: int, leaves: list[SpaceLeaf], actions: list[SpaceLeaf]) -> None:
         self._n, self._leaves, self._action_leaves = n, leaves, actions
         codec, is_single = leaves[0].codec, len(leaves) == 1 and not leaves[0].path
-        self._dtype = codec.raw_dtype if is_single else None  # None: several arrays
+        # None: there are several arrays, or their values must be checked.
+        self._dtype = codec.raw_dtype if is_single and codec.limits is None else None
+        self._action_dtype = None if actions[0].path else actions[0].codec.raw_dtype  # None: several arrays
         self._shape, self._flat = (n, *codec.raw_shape), (n,)
         self._reward_row = np.dtype((np.void, n * SINGLE.itemsize))
         self.clear()
@@ -203,13 +260,13 @@ class StepLog:
     def clear(self) -> None:
         """Drops everything, frames that wait for a batch included."""
         self._shown: list[list[Array]] = [[] for _ in self._leaves]
-        self._actions: list[list[Array]] = [[] for _ in self._action_leaves]
+        self._actions: list[list[Any]] = [[] for _ in self._action_leaves]
         self._rewards: list[bytes] = []  # bytes: a tenth of the cost of small arrays, to make and to join
         self._uncounted: list[bytes] = []  # the rewards of the calls since the last `count`, in a dtype that fits all
         self._reward_dtype: np.dtype[Any] = SINGLE
         self._terminated: list[bytes] = []
         self._truncated: list[bytes] = []
-        self._last_of_episodes: list[tuple[int, Any, list[Array]]] = []  # call, environments, their observations
+        self._last_of_episodes: list[_LastObservations] = []
         self._outputs: list[TensorDictBase | None] = []  # of the policy, besides the action
         self._next_outputs: TensorDictBase | None = None
         self._versions: list[int] = []
@@ -250,6 +307,9 @@ class StepLog:
 
     def add_action(self, action: Any) -> None:
         """Adds the raw action of the next call."""
+        if type(action) is np.ndarray and action.dtype is self._action_dtype:
+            self._actions[0].append(action.tobytes())  # a tenth of the cost of a copy
+            return
         for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
             actions.append(np.array(leaf.pick(action), leaf.codec.raw_dtype, order="C"))
 
@@ -274,7 +334,7 @@ class StepLog:
             terminated = flag_row(terminated, self._n, "terminated")
         if type(truncated) is not ndarray or truncated.dtype is not BOOL or truncated.shape != flat:
             truncated = flag_row(truncated, self._n, "truncated")
-        lasts = out.last and [(env, [leaf.value(last).copy() for leaf in self._leaves]) for env, last in out.last]
+        last = self._last_rows(out.last) if out.last else None
         for row, shown in zip(rows, self._shown, strict=True):
             shown.append(row)
         self._frames.add(out.idle)
@@ -283,9 +343,22 @@ class StepLog:
         self._versions.append(version)
         self._outputs.append(self._next_outputs)
         self._next_outputs = None
-        for env, last in lasts:
-            self._last_of_episodes.append((self._last_call + 1, env, last))
+        if last is not None:
+            self._last_of_episodes.append(_LastObservations(self._last_call + 1, *last))
         self._uncounted.append(reward.tobytes())  # last: a call with rewards is whole
+
+    def _last_rows(self, last: Sequence[tuple[int, Any]]) -> tuple[list[int], list[bytes]]:
+        """Environments, and by leaf their last observations. Raises ValueError where one is not of its space."""
+        envs, raws = zip(*last, strict=True)
+        dtype, shape = self._dtype, self._shape[1:]
+        if dtype is None:
+            return list(envs), [b"".join([leaf.value(raw).tobytes() for raw in raws]) for leaf in self._leaves]
+        value, ndarray = self._leaves[0].value, np.ndarray  # no function call for the right dtype, as in `add`
+        rows = [
+            (raw if type(raw) is ndarray and raw.dtype is dtype and raw.shape == shape else value(raw)).tobytes()
+            for raw in raws
+        ]
+        return list(envs), [b"".join(rows)]
 
     def _widened(self, reward: Array) -> Array:
         """Rewards of another dtype than those before them, in a dtype that fits all that are not counted yet."""
@@ -309,10 +382,27 @@ class StepLog:
         """Marks the last call as truncating the episodes of `envs` (bool `[n]`)."""
         self._truncated[-1] = (np.frombuffer(self._truncated[-1], np.bool_) | envs).tobytes()
 
+    def cut(self, env: int) -> bool:
+        """Marks the newest frame of an environment as truncated if it ends no episode; False: a batch has taken it."""
+        call = self._frames.last_frame(env)
+        if call is None:
+            return False
+        if not self._terminated[call][env]:
+            row = bytearray(self._truncated[call])
+            row[env] = True
+            self._truncated[call] = bytes(row)
+        return True
+
     def reset_envs(self, envs: Array, observation: Any) -> None:
         """Takes the `observation` of a reset of `envs` (bool `[n]`) after the last call."""
-        begun = self._rows_of(observation)
-        self._last_of_episodes.append((self._last_call, envs, [shown[-1][envs] for shown in self._shown]))
+        begun, ended = self._rows_of(observation), envs.copy()
+        call = self._last_call
+        for last in reversed(self._last_of_episodes):
+            if last.call < call:
+                break
+            ended[last.envs] = False  # the engine reset them itself in this call, and their last observation is here
+        rows_of_ended = [shown[-1][ended].tobytes() for shown in self._shown]
+        self._last_of_episodes.append(_LastObservations(call, np.flatnonzero(ended).tolist(), rows_of_ended))
         for rows, shown in zip(begun, self._shown, strict=True):
             shown[-1][envs] = rows[envs]
 
@@ -338,11 +428,14 @@ class StepLog:
 
     def _fill(self, window: StepWindow) -> None:
         slots, n = window.slots, self._n
+        # No frame reads a call before the first of this log.
+        lasts, before = self._last_of_episodes, 1 - self._dropped
+        last_slots = [(last.call + before) * n + env for last in lasts for env in last.envs]
         for leaf_number, (leaf, shown) in enumerate(zip(self._leaves, self._shown, strict=True)):
             rows = _rows(shown, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
             window.before[leaf.key] = leaf.codec.encode(rows.take(slots, 0))
-            for call, envs, last in self._last_of_episodes:  # no frame reads a call before the first of this log
-                rows[(call + 1 - self._dropped) * n :][:n][envs] = last[leaf_number]
+            if last_slots:
+                rows[last_slots] = _rows([last.rows[leaf_number] for last in lasts], rows.dtype, *rows.shape[1:])
             window.after[leaf.key] = leaf.codec.encode(rows.take(slots + n, 0))
         for leaf, actions in zip(self._action_leaves, self._actions, strict=True):
             rows = _rows(actions, leaf.codec.raw_dtype, *leaf.codec.raw_shape)
@@ -361,7 +454,7 @@ class StepLog:
             del column[:calls]
         self._versions = self._versions[calls:]  # the window has the old list
         self._dropped += calls
-        self._last_of_episodes = [entry for entry in self._last_of_episodes if entry[0] >= self._dropped]
+        self._last_of_episodes = [entry for entry in self._last_of_episodes if entry.call >= self._dropped]
 
 
 class StepWindow:

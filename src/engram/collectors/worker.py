@@ -13,7 +13,7 @@ from torch import nn
 
 from engram.collectors.rollout import call_if_present
 from engram.collectors.stats import EpisodeStats
-from engram.collectors.sync import BufferWriter, SyncDataCollector, as_rows
+from engram.collectors.sync import ROWS_FOR_TRAJECTORIES, BufferWriter, SyncDataCollector, as_rows, truncate_last_step
 from engram.collectors.trajectories import GlobalTrajectoryIds, SharedCounter
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.processes.shared_weights import SharedWeights
@@ -24,14 +24,23 @@ MAX_PIECES = 32  # a batch that can be stopped is collected in so many pieces at
 
 
 class Hello(NamedTuple):
-    """The worker is ready: its batches have `frames` frames, over `envs` environments."""
+    """The worker is ready: its batches have `frames` frames, over `envs` environments.
+
+    `policy_state` is the state of a module that the policy's factory has made here.
+    """
 
     frames: int
     envs: int
+    policy_state: dict[str, Any] | None
 
 
 class Collect(NamedTuple):
-    """Asks for one more batch; the answer is a `BatchReady`."""
+    """Asks for one more batch, with so many steps of each environment; the answer is a `BatchReady`.
+
+    None: as many as a batch has.
+    """
+
+    steps: int | None = None
 
 
 class Stop(NamedTuple):
@@ -39,9 +48,17 @@ class Stop(NamedTuple):
 
 
 class SetSeed(NamedTuple):
-    """Seeds the next reset of the environments; the answer is the first seed that is free."""
+    """Seeds the next reset of the environments; the answer is the first seed that is free.
+
+    `static`: all of them get this seed, which is the answer.
+    """
 
     seed: int
+    static: bool = False
+
+
+class Reset(NamedTuple):
+    """Resets every environment before the next batch; the answer is None."""
 
 
 class GetState(NamedTuple):
@@ -67,6 +84,12 @@ class AttachBuffer(NamedTuple):
     ids: SharedCounter
 
 
+class AttachWeights(NamedTuple):
+    """Takes the weights from here from their next version on; there is no answer."""
+
+    weights: SharedWeights
+
+
 class WroteFrames(NamedTuple):
     """The number of frames that the worker wrote into the replay buffer."""
 
@@ -76,13 +99,35 @@ class WroteFrames(NamedTuple):
 class BatchReady(NamedTuple):
     """A batch, and returns and lengths of the episodes that ended in it.
 
-    `is_last`: the next message is the error that cut the batch short.
+    `is_last`: the next message is the error that cut the batch short. `begins`: a trajectory in it begins where none
+    had ended.
     """
 
     batch: SharedBatchRef | WroteFrames
     returns: list[float]
     lengths: list[int]
     is_last: bool
+    begins: bool
+
+
+class Predecessor(NamedTuple):
+    """What a worker takes over from the one that it replaces.
+
+    The number of its frames, which were random first, and seeds for the environments (None: they have none).
+    `has_own_weights`: its policy was made by the policy's factory and was never updated.
+    """
+
+    frames: int
+    seed: SetSeed | None
+    has_own_weights: bool
+
+
+class WorkerCalls(NamedTuple):
+    """Functions of the user that a worker calls: at first, before each batch, and with each batch."""
+
+    init: CloudpickleWrapper | None
+    before_batch: CloudpickleWrapper | None
+    after_batch: CloudpickleWrapper | None
 
 
 class WorkerConfig(NamedTuple):
@@ -95,6 +140,11 @@ class WorkerConfig(NamedTuple):
     can_be_stopped: bool
     batches_in_memory: int
     clock: CallTimer | None
+    policy_factory: CloudpickleWrapper | None
+    calls: WorkerCalls
+    set_truncated: bool
+    threads: int
+    predecessor: Predecessor | None
 
 
 def run_worker(channel: Channel, config: WorkerConfig) -> None:
@@ -107,12 +157,22 @@ class _CollectorProcess:
 
     def __init__(self, channel: Channel, config: WorkerConfig) -> None:
         self._channel, self._weights = channel, config.weights
+        self._calls, self._set_truncated = config.calls, config.set_truncated
+        torch.set_num_threads(config.threads)
+        if config.calls.init is not None:
+            config.calls.init()
         policy = None if config.policy is None else config.policy.function
         # A copy: after a fork, parameters in shared memory would still be the owner's.
         policy = copy.deepcopy(policy) if isinstance(policy, nn.Module) else policy
+        self._policy_state: dict[str, Any] | None = None
+        if config.policy_factory is not None:
+            policy = config.policy_factory()
+            if isinstance(policy, nn.Module):
+                self._policy_state = {key: _on_cpu(value) for key, value in policy.state_dict().items()}
         self._env = config.make_env.function()
         self._envs = self._env.batch_size.numel()
-        steps = -(-config.settings["frames_per_batch"] // self._envs)
+        frames = config.settings["frames_per_batch"]
+        steps = ROWS_FOR_TRAJECTORIES if frames is None else -(-frames // self._envs)
         self._pieces = _number_of_pieces(steps) if config.can_be_stopped else 1
         settings = {**config.settings, "frames_per_batch": steps // self._pieces * self._envs}
         self._collector = SyncDataCollector(self._env, policy, **settings)
@@ -123,25 +183,38 @@ class _CollectorProcess:
         self._writer: BufferWriter | None = None
         self._global_ids: GlobalTrajectoryIds | None = None
         self._version = 0
+        self._begins = False  # whether a trajectory in the batch begins where none had ended
         self._failure: BaseException | None = None  # of the environment or the policy, after a batch's first steps
         self._episodes = EpisodeStats(self._envs)
+        if config.predecessor is not None:
+            self._follow(config.predecessor)
+
+    def _follow(self, predecessor: Predecessor) -> None:
+        """Goes on where another worker was lost."""
+        if not predecessor.has_own_weights:
+            self._version = -1  # the policy may have changed since the last update: only the shared weights count
+        self._collector.frames = self._collector._stepped = predecessor.frames
+        if predecessor.seed is not None:
+            self._set_seed(predecessor.seed)
 
     def run(self) -> None:
-        collector = self._collector
         answers: dict[type, Callable[[Any], Any]] = {
-            Collect: lambda message: self._collect(),
-            SetSeed: lambda message: collector.set_seed(message.seed),
+            Collect: lambda message: self._collect(message.steps),
+            SetSeed: self._set_seed,
+            Reset: lambda message: self._reset(),
             GetState: lambda message: self._get_state(),
             ValidateState: lambda message: self._validate(message.random_state),
             LoadState: lambda message: self._load_state(message.state),
         }
         try:
-            self._channel.send(Hello(collector.frames_per_batch * self._pieces, self._envs))
+            self._channel.send(Hello(self._collector.frames_per_batch * self._pieces, self._envs, self._policy_state))
             while True:
                 message = self._channel.receive()
                 if isinstance(message, AttachBuffer):
                     self._writer = BufferWriter(message.replay_buffer)
                     self._global_ids = GlobalTrajectoryIds(message.ids.take)
+                elif isinstance(message, AttachWeights):
+                    self._weights = message.weights
                 elif not isinstance(message, Stop):  # a Stop that comes after the batch has ended is ignored
                     self._channel.send(answers[type(message)](message))
                     if self._failure is not None:
@@ -150,6 +223,14 @@ class _CollectorProcess:
             if self._writer is not None:
                 self._writer.replay_buffer.flush_transforms()  # steps that transforms hold back
             self._env.close()
+
+    def _set_seed(self, message: SetSeed) -> int:
+        return self._collector.set_seed(message.seed, message.static)
+
+    def _reset(self) -> None:
+        self._collector.reset()
+        self._episodes.restart()
+        self._begins = True
 
     def _load_weights(self) -> None:
         """Loads the weights if the owner has written new ones."""
@@ -182,24 +263,48 @@ class _CollectorProcess:
         if self._writer is not None:
             self._writer.restart()
 
-    def _collect(self) -> BatchReady:
+    def _collect(self, steps: int | None) -> BatchReady:
         self._load_weights()
-        batch = self._collect_steps()
+        if self._calls.before_batch is not None:
+            self._calls.before_batch()
+        batch = self._collect_steps() if steps is None else self._collect_rest(steps)
         since = self._episodes.count
         reward, done = batch.get(("next", "reward"), None), batch.get(("next", "done"), None)
         if reward is not None and done is not None:  # multi-agent ones have both in groups
             self._episodes.add(as_rows(reward, batch.shape, np.add), as_rows(done, batch.shape, np.logical_or))
         returns, lengths = self._episodes.latest(since)
-        return BatchReady(self._hand_over(batch), returns, lengths, is_last=self._failure is not None)
+        if self._set_truncated:
+            truncate_last_step(batch)
+        begins, self._begins = self._begins, False
+        handed_over = self._hand_over(batch, begins=begins)
+        if self._calls.after_batch is not None:
+            self._call_after_batch(self._calls.after_batch, batch)
+        return BatchReady(handed_over, returns, lengths, is_last=self._failure is not None, begins=begins)
 
-    def _hand_over(self, batch: TensorDictBase) -> SharedBatchRef | WroteFrames:
+    def _call_after_batch(self, hook: Callable[[TensorDictBase], Any], batch: TensorDictBase) -> None:
+        """Calls the user's hook; where it fails, that is told after the batch, which is handed over."""
+        try:
+            hook(batch)
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def _hand_over(self, batch: TensorDictBase, *, begins: bool) -> SharedBatchRef | WroteFrames:
         if self._writer is None or self._global_ids is None:
             return self._shared_batches.put(batch)
         self._global_ids.number([(0, batch)])
-        if self._resets_each:
+        if self._resets_each or begins:
             self._writer.restart()
         self._writer.write(batch)
         return WroteFrames(batch.numel())
+
+    def _collect_rest(self, steps: int) -> TensorDictBase:
+        """The rest of a batch whose first steps another worker has handed over."""
+        collector, usual = self._collector, self._collector._steps
+        collector._steps = steps
+        try:
+            return self._collect_steps()
+        finally:
+            collector._steps = usual
 
     def _collect_steps(self) -> TensorDictBase:
         pieces: list[TensorDictBase] = []
@@ -213,10 +318,17 @@ class _CollectorProcess:
                 break
             assert piece is not None
             pieces.append(piece)
+            for env in self._collector.broken_off:
+                self._episodes.drop(env)
+                self._begins = True
             self._failure = self._collector.failure
             if self._pieces > 1 and self._channel.has_message():
                 break  # a Stop: nothing else is sent while a batch is collected, but the end, which is received next
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _number_of_pieces(steps: int) -> int:
@@ -224,11 +336,14 @@ def _number_of_pieces(steps: int) -> int:
 
 
 class SharedBatchRef(NamedTuple):
-    """Where a batch is in shared memory; `storage` is sent where it is a new one."""
+    """Where a batch is in shared memory; `storage` is sent where it is a new one, and `batch` itself where its steps
+    cannot be rows: agents with entries of different shapes.
+    """
 
     shape: tuple[int, ...]
     first: int  #: sequence of the first row
     storage: LazyTensorStorage | None
+    batch: TensorDictBase | None = None
 
 
 class SharedBatchWriter:
@@ -255,7 +370,11 @@ class SharedBatchWriter:
         self._capacity = rows.numel() * self._batches
         storage = LazyTensorStorage(self._capacity, shared=True)
         self._buffer = ReplayBuffer(storage=storage, batch_size=1)
-        return self._put(rows, batch.shape, new_storage=storage)
+        try:
+            return self._put(rows, batch.shape, new_storage=storage)
+        except ValueError:  # it has no layout
+            self._buffer = None
+            return SharedBatchRef(tuple(batch.shape), 0, None, batch)
 
     def _put(
         self, rows: TensorDictBase, shape: torch.Size, *, new_storage: LazyTensorStorage | None = None
@@ -274,6 +393,8 @@ class SharedBatchReader:
 
     def take(self, ref: SharedBatchRef) -> TensorDictBase:
         """A copy of a batch, in memory of its own."""
+        if ref.batch is not None:
+            return ref.batch
         if ref.storage is not None:
             self._storage = ref.storage
         n, capacity = torch.Size(ref.shape).numel(), self._storage.max_size

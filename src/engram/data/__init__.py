@@ -1,20 +1,29 @@
 """Replay buffers, their parts, and specs."""
 
+import importlib
 from typing import Any
 
 from engram.data.replay_buffers import (
+    DEFAULT_DONE_KEYS,
+    BufferStats,
+    CompressedListStorage,
+    DrawTotals,
     Flat2TED,
     FlatStorageCheckpointer,
     H5Combine,
     H5Split,
     H5StorageCheckpointer,
     ImmutableDatasetWriter,
+    LambdaScheduler,
     LazyMemmapStorage,
+    LazyStackStorage,
     LazyTensorStorage,
+    LinearScheduler,
     ListStorage,
     ListStorageCheckpointer,
     Nested2TED,
     NestedStorageCheckpointer,
+    ParameterScheduler,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
     PrioritizedSliceSampler,
@@ -25,12 +34,15 @@ from engram.data.replay_buffers import (
     Sampler,
     SamplerEnsemble,
     SamplerWithoutReplacement,
+    SchedulerList,
     SequenceSampler,
     SliceSampler,
     SliceSamplerWithoutReplacement,
+    StepScheduler,
     Storage,
     StorageCheckpointerBase,
     StorageEnsemble,
+    StorageEnsembleCheckpointer,
     TED2Flat,
     TED2Nested,
     TensorDictMaxValueWriter,
@@ -39,8 +51,12 @@ from engram.data.replay_buffers import (
     TensorDictRoundRobinWriter,
     TensorStorage,
     TensorStorageCheckpointer,
+    Trajectory,
+    UpdateResult,
     Writer,
     WriterEnsemble,
+    find_start_stop_traj,
+    iter_trajectories,
 )
 from engram.specs import (
     Binary,
@@ -51,6 +67,9 @@ from engram.specs import (
     MultiOneHot,
     OneHot,
     Spec,
+    Stacked,
+    StackedComposite,
+    TensorSpec,
     Unbounded,
     space_from_spec,
     spec_from_space,
@@ -58,18 +77,25 @@ from engram.specs import (
 from engram.transforms.multi_step import MultiStep
 
 __all__ = [
+    "DEFAULT_DONE_KEYS",
     "Binary",
     "Bounded",
+    "BufferStats",
     "Categorical",
     "Composite",
+    "CompressedListStorage",
+    "DrawTotals",
     "Flat2TED",
     "FlatStorageCheckpointer",
     "H5Combine",
     "H5Split",
     "H5StorageCheckpointer",
     "ImmutableDatasetWriter",
+    "LambdaScheduler",
     "LazyMemmapStorage",
+    "LazyStackStorage",
     "LazyTensorStorage",
+    "LinearScheduler",
     "ListStorage",
     "ListStorageCheckpointer",
     "MultiCategorical",
@@ -78,6 +104,7 @@ __all__ = [
     "Nested2TED",
     "NestedStorageCheckpointer",
     "OneHot",
+    "ParameterScheduler",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
@@ -88,32 +115,40 @@ __all__ = [
     "Sampler",
     "SamplerEnsemble",
     "SamplerWithoutReplacement",
+    "SchedulerList",
     "SequenceSampler",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Spec",
+    "Stacked",
+    "StackedComposite",
+    "StepScheduler",
     "Storage",
     "StorageCheckpointerBase",
     "StorageEnsemble",
+    "StorageEnsembleCheckpointer",
     "TED2Flat",
     "TED2Nested",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
+    "TensorSpec",
     "TensorStorage",
     "TensorStorageCheckpointer",
+    "Trajectory",
     "Unbounded",
+    "UpdateResult",
     "Writer",
     "WriterEnsemble",
+    "find_start_stop_traj",
+    "iter_trajectories",
     "space_from_spec",
     "spec_from_space",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RemoteTensorDictReplayBuffer":  # its import loads torch.distributed.rpc
-        from engram.data.replay_buffers.remote import RemoteTensorDictReplayBuffer
-
-        return RemoteTensorDictReplayBuffer
+    if name == "RemoteTensorDictReplayBuffer":  # its import loads torch.distributed.rpc; it is a part of a layer above
+        return importlib.import_module("engram.distributed.rpc").RemoteTensorDictReplayBuffer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

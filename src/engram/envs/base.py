@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,9 +13,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram._native import take_frames
 from engram.envs.engines import VectorEngine
-from engram.envs.policies import FLAGS, as_policy
-from engram.specs import Categorical, Composite, Spec, Unbounded
+from engram.envs.policies import FLAGS, as_policy, written_actions
+from engram.envs.torchrl import as_torchrl_env
+from engram.pytree import Key, as_keys, key_path
+from engram.specs import Categorical, Composite, Spec, Stacked, StackedComposite, Unbounded
 from engram.specs.tensors import usable_device
 from engram.transforms.base import IDLE
 
@@ -25,11 +30,15 @@ def step_mdp(
     exclude_reward: bool = True,
     exclude_done: bool = False,
     exclude_action: bool = True,
+    reward_keys: Key | Sequence[Key] = "reward",
+    done_keys: Key | Sequence[Key] = "done",
+    action_keys: Key | Sequence[Key] = "action",
 ) -> TensorDictBase:
     """The root of step t+1 from a stepped TensorDict of step t: its `"next"` entries, moved to the root.
 
     Other root keys (those that a policy writes) stay unless `keep_other=False`. The result is a new TensorDict that
-    shares its tensors with `td`. Raises KeyError if `td` has no `"next"`.
+    shares its tensors with `td`. `done_keys` stands for the flags beside it, too. Raises KeyError if `td` has no
+    `"next"`.
 
     >>> from tensordict import TensorDict
     >>> step_mdp(TensorDict({"a": torch.zeros(1), "next": {"a": torch.ones(1), "reward": torch.ones(1)}}))["a"]
@@ -40,14 +49,33 @@ def step_mdp(
         raise KeyError(
             f"step_mdp needs a stepped TensorDict with a 'next' entry, got keys {sorted(td.keys(), key=str)}"
         )
-    root = td.exclude("next", "reward", *(("action",) if exclude_action else ())) if keep_other else td.empty()
-    dropped = (("reward",) if exclude_reward else ()) + (("done", "terminated", "truncated") if exclude_done else ())
+    rewards, actions = as_keys(reward_keys), as_keys(action_keys)
+    root = td.exclude("next", *rewards, *(actions if exclude_action else ())) if keep_other else td.empty()
+    dropped = [*(rewards if exclude_reward else ()), *(_with_siblings(as_keys(done_keys)) if exclude_done else ())]
     root = root.exclude(*dropped) if dropped else root
     if not exclude_action and not keep_other:
-        root.set("action", td.get("action"))
+        root.update(td.select(*actions))
     return root.copy().update(
         following.exclude(*dropped).copy()
     )  # copies: nested TensorDicts must not be shared with `td`
+
+
+def _with_siblings(keys: Sequence[Key]) -> list[Key]:
+    """Each key, and those of the three flags in the same place."""
+    paths = [key_path(key) for key in keys]
+    every = dict.fromkeys([*paths, *((*path[:-1], flag) for path in paths for flag in FLAGS)])
+    return [path if len(path) > 1 else path[0] for path in every]
+
+
+def step_mdp_of(env: Any) -> Callable[[TensorDictBase], TensorDictBase]:
+    """`step_mdp` with the keys of an environment, of any library."""
+    keys = {name: list(getattr(env, name, ())) for name in ("reward_keys", "action_keys")}
+    is_usual = keys["reward_keys"] in ([], ["reward"]) and all(
+        key_path(key)[0] == "action" for key in keys["action_keys"]
+    )
+    if is_usual:
+        return step_mdp
+    return functools.partial(step_mdp, reward_keys=keys["reward_keys"], action_keys=keys["action_keys"])
 
 
 def reset_where(env: Any, td: TensorDictBase, mask: Tensor) -> TensorDictBase:
@@ -66,9 +94,7 @@ def zero_where(mask: Tensor, td: TensorDictBase) -> TensorDictBase:
 
 def merge_where(mask: Tensor, new: TensorDictBase, old: TensorDictBase) -> TensorDictBase:
     """`new` where `mask` (bool `[*batch, 1]`) holds, else `old`; the keys are those of `new`."""
-    return new.named_apply(
-        lambda key, leaf: torch.where(_like(mask, leaf, new.ndim), leaf, old.get(key)), nested_keys=True
-    )
+    return new.apply(lambda leaf, before: torch.where(_like(mask, leaf, new.ndim), leaf, before), old)
 
 
 def stack_steps(steps: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
@@ -127,7 +153,16 @@ class FrameIndex:
         """Makes waiting frames of the calls since the last count, or of the first `calls` of them."""
         new = self._idle[self._counted :] if calls is None else self._idle[self._counted : self._counted + calls]
         self._counted += len(new)
-        self.waiting += len(new) - self._as_array(new).sum(0)
+        self.waiting += len(new)
+        resets = [row for row in new if row is not self._none_idle]
+        if resets:
+            self.waiting -= np.frombuffer(b"".join(resets), np.bool_).reshape(len(resets), -1).sum(0)
+
+    def last_frame(self, env: int) -> int | None:
+        """The call, as `take` counts them, of an environment's newest frame; None where a batch has taken it."""
+        if not self.waiting[env]:
+            return None
+        return next(call for call in reversed(range(self._counted)) if not self._idle[call][env])
 
     def take(self, steps: int) -> tuple[Array, int]:
         """Takes the first `steps` waiting frames of each environment, oldest first.
@@ -135,22 +170,27 @@ class FrameIndex:
         Returns which call made each, int64 `[n, steps]`, where call 0 is the oldest one in this index; and the number
         of calls, from the oldest on, that hold no waiting frame any more: the index drops them.
         """
-        total, waiting = self._counted, self.waiting
-        are_frames = ~self._as_array(self._idle[:total]).T
-        frames, counts = np.flatnonzero(are_frames), self._taken + waiting
-        starts = counts.cumsum() - counts + self._taken  # where in `frames` the first waiting frame of each stands
-        calls = frames[starts[:, None] + np.arange(steps)] - np.arange(0, total * len(waiting), total)[:, None]
-        waiting -= steps
-        self._taken += steps
-        first_waiting = frames.take((starts + steps)[waiting > 0]) % total
-        dropped = int(first_waiting.min()) if len(first_waiting) else total
+        calls = np.empty((len(self.waiting), steps), np.int64)
+        dropped = take_frames(b"".join(self._idle[: self._counted]), self._taken, self.waiting, calls)
         del self._idle[:dropped]
         self._counted -= dropped
-        self._taken -= are_frames[:, :dropped].sum(1)
         return calls, dropped
 
-    def _as_array(self, idle: list[bytes]) -> Array:
-        return np.frombuffer(bytearray().join(idle), np.bool_).reshape(-1, len(self.waiting))
+
+def mark_truncated(td: TensorDictBase, index: Any) -> None:
+    """Marks the steps of `td` at `index` as the last ones of their trajectories: truncated where not terminated.
+
+    The flags are replaced, not written into: they may be shared with the next step.
+    """
+    following = td.get("next")
+    for done_key in [key for key in following.keys(True, True) if key == "done" or key[-1] == "done"]:
+        parent = () if done_key == "done" else done_key[:-1]
+        done, terminated = following.get(done_key).clone(), following.get((*parent, "terminated"), None)
+        truncated = following.get((*parent, "truncated"), None)
+        truncated = torch.zeros_like(done) if truncated is None else truncated.clone()  # some have no such flag
+        truncated[index] = True if terminated is None else truncated[index] | ~terminated[index]
+        done[index] = True
+        following.set((*parent, "truncated"), truncated).set(done_key, done)
 
 
 class FrameQueue:
@@ -197,6 +237,20 @@ class FrameQueue:
         self._steps.append(td)
         self._versions.append(version)
 
+    def cut(self, lost: Array) -> list[int]:
+        """Marks the newest frames of environments whose episode broke off (bool `[environments]`) as truncated.
+
+        Returns the environments whose newest frame a batch has taken.
+        """
+        taken = []
+        for env in np.flatnonzero(lost).tolist():
+            call = None if self._index is None else self._index.last_frame(env)
+            if call is None:
+                taken.append(env)
+            else:
+                mark_truncated(self._steps[call], tuple(np.unravel_index(env, self._batch_size)))
+        return taken
+
     def take(self, steps: int) -> tuple[TensorDictBase, Array]:
         """The first `steps` frames of each environment, `[*batch_size, steps]`, and their versions `[envs, steps]`."""
         n, total = self._batch_size.numel(), len(self._steps)
@@ -214,6 +268,17 @@ class FrameQueue:
 
 
 Self = TypeVar("Self", bound="EnvBase")
+_WRAP = "TorchRL's own transforms, collectors and batched environments take `env.to_torchrl()`"
+#: The first private names that TorchRL's classes read of an environment.
+_READ_BY_TORCHRL = (
+    "_supports_set_state",
+    "_has_dynamic_specs",
+    "_step_mdp",
+    "_spec_locked",
+    "_cache",
+    "_inplace_update",
+)
+SPEC_NAMES = ("observation_spec", "full_action_spec", "full_reward_spec", "full_done_spec", "state_spec")
 
 
 class EnvBase(ABC):
@@ -224,6 +289,13 @@ class EnvBase(ABC):
     `[*batch, 1]`, False); `step` reads `action` and adds `("next", ...)`: observations, `reward` (float32
     `[*batch, 1]`) and flags. Both raise ValueError, which names the key, if the subclass returns another shape or dtype
     than that of the spec.
+
+    A subclass in TorchRL's form calls `__init__` without specs, by keyword only, and sets `observation_spec`,
+    `action_spec`, `reward_spec`, `done_spec`, `state_spec` (or their `full_` forms, Composites with any keys) itself.
+    Its `_reset(tensordict, **kwargs)` gets the caller's TensorDict or None, `"_reset"` included where only some rows
+    are reset; its TensorDicts come to the environment's device, numbers and flags to the shapes of their specs. With
+    `batch_locked = False` it steps TensorDicts of any batch size. Flags that are nested only are also at the root,
+    True where any of them is.
 
     >>> class Counter(EnvBase):
     ...     def __init__(self):
@@ -239,34 +311,264 @@ class EnvBase(ABC):
     torch.Size([2])
     """
 
+    _behind_transform: Any  # TransformedEnv, which imports this file
+    batch_locked = True  #: whether all TensorDicts must have the environment's batch size
+
     def __init__(
         self,
-        observation_spec: Composite,
-        action_spec: Spec,
+        observation_spec: Composite | None = None,
+        action_spec: Spec | None = None,
         *,
-        batch_size: Sequence[int] = (),
+        batch_size: Sequence[int] | None = (),
         device: torch.device | str | None = None,
+        run_type_checks: bool = False,
+        allow_done_after_reset: bool = False,
+        spec_locked: bool = True,
+        auto_reset: bool = False,
     ) -> None:
-        self.batch_size = torch.Size(batch_size)
+        """`run_type_checks`, `allow_done_after_reset` and `spec_locked` have no effect: types are always checked.
+
+        Raises:
+            TypeError: `auto_reset=True`, or only one of the two specs.
+        """
+        if auto_reset:
+            raise TypeError(
+                "auto_reset=True is not supported: leave the reset to whoever sees `done` (rollout, collectors do), so "
+                "that the last observation of an episode stays under 'next'"
+            )
+        if (observation_spec is None) != (action_spec is None):
+            raise TypeError("give both observation_spec and action_spec, or none and set them afterwards")
+        self.batch_size = torch.Size(batch_size or ())
         self.device = usable_device(device, "device")
-        self.observation_spec = observation_spec
-        self.action_spec = action_spec
-        self.reward_spec: Spec = Unbounded((*self.batch_size, 1), device=self.device)
-        self.done_spec: Spec = Categorical(2, (*self.batch_size, 1), device=self.device, dtype=torch.bool)
+        self._in_torchrl_form = observation_spec is None
+        self._specs: dict[str, Composite] = {}
+        blank = Composite(shape=self.batch_size, device=self.device)
+        self.observation_spec = blank if observation_spec is None else observation_spec
+        self.full_action_spec = blank
+        if action_spec is not None:
+            self.action_spec = action_spec
+        self.state_spec = Composite(shape=self.batch_size, device=self.device)
+        self.reward_spec = Unbounded((*self.batch_size, 1), device=self.device)
+        self.done_spec = Categorical(2, (*self.batch_size, 1), device=self.device, dtype=torch.bool)
         self.is_closed = False
+
+    # ---- specs ----
+    def _take_specs(self, one: Any, *batch: int) -> None:
+        """Takes the specs of another environment, or of a description of one, `batch` dimensions before its own."""
+        self._in_torchrl_form = False
+        for name in SPEC_NAMES:
+            spec = getattr(one, name)
+            self._specs[name] = spec.expand(*batch, *spec.shape)
+        self._action_spec = one.action_spec.expand(*batch, *one.action_spec.shape)
+        self._done_spec = one.done_spec.expand(*batch, *one.done_spec.shape)
+
+    @property
+    def observation_spec(self) -> Composite:
+        """The specs of all that a reset returns besides flags."""
+        return self._specs["observation_spec"]
+
+    @observation_spec.setter
+    def observation_spec(self, spec: Composite) -> None:
+        self._specs["observation_spec"] = self._as_composite(spec, "observation")
+
+    full_observation_spec = observation_spec
+
+    @property
+    def state_spec(self) -> Composite:
+        """The specs of the entries that a step reads besides the action; empty where there are none."""
+        return self._specs["state_spec"]
+
+    @state_spec.setter
+    def state_spec(self, spec: Composite) -> None:
+        self._specs["state_spec"] = self._as_composite(spec, "state")
+
+    full_state_spec = state_spec
+
+    @property
+    def full_action_spec(self) -> Composite:
+        """The specs of all actions, with their keys."""
+        return self._specs["full_action_spec"]
+
+    @full_action_spec.setter
+    def full_action_spec(self, spec: Composite) -> None:
+        self._specs["full_action_spec"] = self._as_composite(spec, "action")
+        self._action_spec = _only_leaf(self._specs["full_action_spec"])
+
+    @property
+    def action_spec(self) -> Any:
+        """The spec of the action; a Composite where there are several."""
+        return self._action_spec
+
+    @action_spec.setter
+    def action_spec(self, spec: Spec) -> None:
+        is_several = isinstance(spec, Composite) and not self._in_torchrl_form
+        if is_several:  # a Dict or Tuple space: all under "action"
+            self._specs["full_action_spec"], self._action_spec = self._as_composite({"action": spec}, "action"), spec
+        else:
+            self.full_action_spec = spec  # type: ignore[assignment]
+
+    @property
+    def full_reward_spec(self) -> Composite:
+        """The specs of all rewards, with their keys."""
+        return self._specs["full_reward_spec"]
+
+    @full_reward_spec.setter
+    def full_reward_spec(self, spec: Composite) -> None:
+        self._specs["full_reward_spec"] = self._as_composite(spec, "reward")
+
+    @property
+    def reward_spec(self) -> Any:
+        """The spec of the reward; a Composite where there are several."""
+        return _only_leaf(self._specs["full_reward_spec"])
+
+    @reward_spec.setter
+    def reward_spec(self, spec: Spec) -> None:
+        self.full_reward_spec = spec  # type: ignore[assignment]
+
+    @property
+    def done_spec(self) -> Any:
+        """The spec of each flag at the root."""
+        return self._done_spec
+
+    @done_spec.setter
+    def done_spec(self, spec: Spec) -> None:
+        flags = self._as_composite(spec, "done")
+        leaves = flags.leaves()
+        nested = {key: leaf for key, leaf in leaves.items() if len(key_path(key)) > 1}
+        root: Any = next((leaf for key, leaf in leaves.items() if key not in nested), None)
+        if root is None:
+            root = Categorical(2, (*self.batch_size, 1), device=flags.device, dtype=torch.bool)
+        self._done_spec = root
+        whole = Composite(dict.fromkeys(FLAGS, root), shape=self.batch_size, device=flags.device)
+        for key in _with_siblings(list(nested)):
+            inner = next(leaf for path, leaf in nested.items() if key_path(path)[:-1] == key_path(key)[:-1])
+            _set_nested(whole, flags, key, inner)
+        self._specs["full_done_spec"] = whole
 
     @property
     def full_done_spec(self) -> Composite:
-        """The specs of the three flags."""
-        flags = dict.fromkeys(FLAGS, self.done_spec)
-        return Composite(flags, shape=self.batch_size, device=self.device)
+        """The specs of all flags: the three at the root, and three wherever there are nested ones."""
+        return self._specs["full_done_spec"]
 
+    @full_done_spec.setter
+    def full_done_spec(self, spec: Composite) -> None:
+        self.done_spec = spec
+
+    def _as_composite(self, spec: Any, name: str) -> Composite:
+        if isinstance(spec, Composite):
+            return spec
+        entries = spec if isinstance(spec, dict) else {name: spec}
+        return Composite(entries, shape=self.batch_size, device=self.device)
+
+    @property
+    def output_spec(self) -> Composite:
+        """`full_observation_spec`, `full_reward_spec` and `full_done_spec` in a Composite."""
+        return self._grouped("full_observation_spec", "full_reward_spec", "full_done_spec")
+
+    @property
+    def input_spec(self) -> Composite:
+        """`full_state_spec` and `full_action_spec` in a Composite."""
+        return self._grouped("full_state_spec", "full_action_spec")
+
+    @property
+    def specs(self) -> Composite:
+        """`output_spec` and `input_spec` in a Composite."""
+        return self._grouped("output_spec", "input_spec")
+
+    def _grouped(self, *names: str) -> Composite:
+        return Composite({name: getattr(self, name) for name in names}, shape=self.batch_size, device=self.device)
+
+    def _unbatched(self, spec: Spec) -> Any:
+        return spec[(0,) * len(self.batch_size)] if len(self.batch_size) else spec  # type: ignore[index]
+
+    @property
+    def action_spec_unbatched(self) -> Any:
+        """`action_spec` of one environment of the batch."""
+        return self._unbatched(self.action_spec)
+
+    @property
+    def full_action_spec_unbatched(self) -> Composite:
+        """`full_action_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.full_action_spec)
+        return spec
+
+    @property
+    def observation_spec_unbatched(self) -> Composite:
+        """`observation_spec` of one environment of the batch."""
+        spec: Composite = self._unbatched(self.observation_spec)
+        return spec
+
+    @property
+    def reward_spec_unbatched(self) -> Any:
+        """`reward_spec` of one environment of the batch."""
+        return self._unbatched(self.reward_spec)
+
+    @property
+    def done_spec_unbatched(self) -> Any:
+        """`done_spec` of one environment of the batch."""
+        return self._unbatched(self.done_spec)
+
+    @property
+    def observation_keys(self) -> list[Key]:
+        """The keys of all observations; tuples for nested ones."""
+        return list(self.observation_spec.leaves())
+
+    @property
+    def state_keys(self) -> list[Key]:
+        """The keys of `state_spec`."""
+        return list(self.state_spec.leaves())
+
+    @property
+    def action_keys(self) -> list[Key]:
+        """The keys of all actions; tuples for nested ones."""
+        return list(self.full_action_spec.leaves())
+
+    @property
+    def reward_keys(self) -> list[Key]:
+        """The keys of all rewards; tuples for nested ones."""
+        return list(self.full_reward_spec.leaves())
+
+    @property
+    def done_keys(self) -> list[Key]:
+        """The keys of all flags; tuples for nested ones."""
+        return list(self.full_done_spec.leaves())
+
+    @property
+    def action_key(self) -> Key:
+        """The key of the first action."""
+        return self.action_keys[0]
+
+    @property
+    def reward_key(self) -> Key:
+        """The key of the first reward."""
+        return self.reward_keys[0]
+
+    @property
+    def done_key(self) -> Key:
+        """The key of the flag that says that an episode is over."""
+        return "done"
+
+    @property
+    def shape(self) -> torch.Size:
+        """`batch_size`."""
+        return self.batch_size
+
+    @property
+    def ndim(self) -> int:
+        """The number of batch dimensions."""
+        return len(self.batch_size)
+
+    def numel(self) -> int:
+        """The number of environments."""
+        return self.batch_size.numel()
+
+    # ---- what a subclass defines ----
     @abstractmethod
-    def _reset(self, mask: Tensor | None) -> TensorDictBase:
+    def _reset(self, mask: Any) -> TensorDictBase:
         """Observations after a reset, of all environments or where `mask` (bool `[*batch, 1]`) holds.
 
         The other rows are not read. With a mask the environments go on to the next episodes; with None they start new
-        ones at once, also in the middle of an episode.
+        ones at once, also in the middle of an episode. In TorchRL's form it gets `(tensordict, **kwargs)`.
         """
 
     @abstractmethod
@@ -277,21 +579,122 @@ class EnvBase(ABC):
     def _set_seed(self, seed: int) -> None:
         """Seeds the random numbers from the next reset on."""
 
-    def reset(self, td: TensorDictBase | None = None) -> TensorDictBase:
-        """Starts episodes, everywhere or where `td["_reset"]` (bool `[*batch, 1]`) holds; the rest is as in `td`."""
+    def reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """Starts episodes, everywhere or where `td["_reset"]` (bool `[*batch, 1]`) holds; the rest is as in `td`.
+
+        `kwargs` go to `_reset` of an environment in TorchRL's form; TypeError for others.
+        """
         self._check_open()
         mask = None if td is None else td.get("_reset", None)
-        fresh = self._with_flags(self._reset(mask))
+        fresh = self._with_flags(self._reset_from(td, mask, kwargs))
         return fresh if td is None or mask is None or bool(mask.all()) else merge_where(mask, fresh, td)
 
+    def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
+        """What a reset returns before flags are completed: of all, or where `mask` holds."""
+        if self._in_torchrl_form:
+            return self._in_form(self._reset(td, **kwargs))
+        if kwargs:
+            raise TypeError(f"reset of a {type(self).__name__} takes no {list(kwargs)}")
+        return self._reset(mask)
+
+    def _reads_state(self) -> bool:
+        """Whether resets and steps read more of the caller's TensorDict than the action and the mask of resets."""
+        return self._in_torchrl_form
+
     def step(self, td: TensorDictBase) -> TensorDictBase:
-        """Takes `td["action"]` and puts the results under `td["next"]`. Raises KeyError without an action."""
+        """Takes the actions in `td` and puts the results under `td["next"]`. Raises KeyError without an action."""
         self._check_open()
-        if td.get("action", None) is None:
-            raise KeyError(f"step needs an 'action', got keys {list(td.keys())}; use rand_step, or call a policy first")
-        following = self._with_flags(self._step(td))
+        self._require_action(td)
         hidden = td.get("next", None)  # a recurrent policy writes its next hidden state there
-        return td.set("next", following if hidden is None else hidden.copy().update(following))
+        following = self._with_flags(self._step_from(td))
+        return td.set("next", self._with_policy_entries(td, hidden, following))
+
+    #: The entries of the state that a policy changes, in an environment that begins episodes with them.
+    policy_entries: tuple[Key, ...] = ()
+
+    def _with_policy_entries(
+        self, td: TensorDictBase, hidden: TensorDictBase | None, following: TensorDictBase
+    ) -> TensorDictBase:
+        """What stands under `"next"`: the result of a step, and what the policy wrote there, as its hidden state.
+
+        Of the results only `policy_entries` yield to the policy's; where it wrote none, they stay as they were.
+        """
+        following = following if hidden is None else hidden.copy().update(following)
+        for key in self.policy_entries:
+            value = None if hidden is None else hidden.get(key, None)
+            if value is None and (before := td.get(key, None)) is not None:
+                value = before.clone()
+            if value is not None:
+                following.set(key, value)
+        return following
+
+    def call_below(self, path: str) -> Any:
+        """Calls the method that a gymnasium environment has under a dotted path, as `"unwrapped.ale.lives"`.
+
+        Of several environments (SerialEnv) a list. Raises AttributeError if there is none.
+        """
+        raise AttributeError(f"a {type(self).__name__} has no gymnasium environment to ask for {path!r}")
+
+    def _step_from(self, td: TensorDictBase) -> TensorDictBase:
+        if not self._in_torchrl_form:
+            return self._step(td)
+        for key, spec in self.full_action_spec.leaves().items():
+            if isinstance(spec, Stacked):
+                _check_value(key, _entry_of(td, key, spec), spec, self._extra_batch(td), who="the policy")
+            elif td.get(key).shape != (*self._extra_batch(td), *spec.shape):
+                raise ValueError(
+                    f"{key!r} is not what the environment takes.\n"
+                    f"  found:   {td.get(key).dtype} {tuple(td.get(key).shape)}\n"
+                    f"  allowed: {spec.dtype} {(*self._extra_batch(td), *spec.shape)}"
+                )
+        return self._in_form(self._step(td))
+
+    def _require_action(self, td: TensorDictBase) -> None:
+        for key in written_actions(self):
+            if _entry_of(td, key, self.full_action_spec.get(key)) is None:
+                raise KeyError(
+                    f"step needs an {key!r}, got keys {list(td.keys())}; use rand_step, or call a policy first"
+                )
+
+    def _in_form(self, td: TensorDictBase) -> TensorDictBase:
+        """What an environment in TorchRL's form returned: on its device, rewards and flags in their specs' shapes."""
+        td = td.exclude("_reset").copy()
+        extra = self._extra_batch(td)
+        for key, spec in (*self.full_reward_spec.leaves().items(), *self.full_done_spec.leaves().items()):
+            value = _entry_of(td, key, spec)
+            shape = (*extra, *spec.shape)
+            if isinstance(value, Tensor) and value.shape != shape and value.numel() == math.prod(shape):
+                td.set(key, value.reshape(shape))
+        for prefix in sorted({key_path(key)[:-1] for key in self.done_keys}, key=len, reverse=True):
+            self._complete_flags(td, prefix, extra)
+        if td.device != self.device:
+            td = td.clear_device_() if self.device is None else td.to(self.device)
+        return td
+
+    def _complete_flags(self, td: TensorDictBase, prefix: tuple[str, ...], extra: Sequence[int]) -> None:
+        """Sets the flags below `prefix` that are missing; at the root, where none is given, True where a nested is."""
+        names: list[Key] = [(*prefix, flag) if prefix else flag for flag in FLAGS]
+        done, terminated, truncated = (td.get(name, None) for name in names)
+        if done is None and terminated is None and truncated is None:
+            inner = {key for key in self.done_keys if len(key_path(key)) > 1}
+            if not prefix and not inner:
+                return  # `_with_flags` makes them
+            for name, flag in zip(names, FLAGS, strict=True):
+                nested = [td.get(key) for key in inner if key_path(key)[-1] == flag] if not prefix else []
+                flat = [part.reshape(*td.batch_size, -1).any(-1, keepdim=True) for part in nested]
+                td.set(name, torch.cat(flat, -1).any(-1, keepdim=True) if flat else self._no_flag(name, extra))
+            return
+        if terminated is None:
+            terminated = self._no_flag(names[1], extra) if done is None else done
+            terminated = terminated if truncated is None else terminated & ~truncated
+        if truncated is None:
+            truncated = self._no_flag(names[2], extra) if done is None else done & ~terminated
+        for name, value in zip(names, (terminated | truncated, terminated, truncated), strict=True):
+            td.set(name, value)
+
+    def _no_flag(self, key: Key, extra: Sequence[int]) -> Tensor:
+        zero: Tensor = self.full_done_spec[key].zero(extra)
+        return zero
 
     def _with_flags(self, td: TensorDictBase) -> TensorDictBase:
         """The result of `_reset` or `_step` with all flags. Raises ValueError for values that do not fit the specs."""
@@ -301,22 +704,30 @@ class EnvBase(ABC):
             td.set("terminated", done)  # an environment may report only that an episode is over
         for key in ("terminated", "truncated"):
             if td.get(key, None) is None:
-                td.set(key, self.done_spec.zero())
+                td.set(key, self.done_spec.zero(self._extra_batch(td)))
         return td.set("done", td.get("terminated") | td.get("truncated"))
+
+    def _extra_batch(self, td: TensorDictBase) -> torch.Size:
+        """The batch dimensions of `td` before those of the environment, where it is not locked to its batch size."""
+        return torch.Size(() if self.batch_locked else td.batch_size[: td.ndim - len(self.batch_size)])
 
     def _check_values(self, td: TensorDictBase) -> None:
         """Raises ValueError if an observation is missing, or an entry has another shape or dtype than its spec."""
-        for key, spec in self.observation_spec.leaves().items():
-            _check_value(key, td.get(key, None), spec)
-        for key, spec in (*((flag, self.done_spec) for flag in FLAGS), ("reward", self.reward_spec)):
-            value = td.get(key, None)
+        extra = self._extra_batch(td)
+        _check_entries((), td, self.observation_spec, extra)
+        for key, spec in (*self.full_done_spec.leaves().items(), *self.full_reward_spec.leaves().items()):
+            value = _entry_of(td, key, spec)
             if value is not None:
-                _check_value(key, value, spec)
+                _check_value(key, value, spec, extra)
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """`step`, and the root of the next step, reset where the episode is over; `next` keeps the last observation."""
         td = self.step(td)
-        return td, self.maybe_reset(step_mdp(td))
+        return td, self.maybe_reset(self.step_mdp(td))
+
+    def step_mdp(self, td: TensorDictBase) -> TensorDictBase:
+        """The root of the next step from a stepped `td`, with this environment's keys."""
+        return step_mdp_of(self)(td)
 
     def maybe_reset(self, td: TensorDictBase) -> TensorDictBase:
         """`td`, reset where its `done` holds."""
@@ -330,7 +741,9 @@ class EnvBase(ABC):
     def rand_action(self, td: TensorDictBase | None = None) -> TensorDictBase:
         """`td` with a random `action`, drawn from torch's global generator."""
         td = TensorDict(batch_size=self.batch_size, device=self.device) if td is None else td
-        return td.set("action", self.action_spec.rand())
+        drawn = self.full_action_spec.rand(self._extra_batch(td))
+        is_usual = list(drawn.keys()) == ["action"]
+        return td.set("action", drawn.get("action")) if is_usual else td.update(drawn)
 
     def rand_step(self, td: TensorDictBase | None = None) -> TensorDictBase:
         """A step with a random action."""
@@ -340,43 +753,78 @@ class EnvBase(ABC):
         self,
         max_steps: int,
         policy: Any = None,
+        callback: Callable[[Any, TensorDictBase], Any] | None = None,
         *,
         auto_reset: bool = True,
         tensordict: TensorDictBase | None = None,
         break_when_any_done: bool = True,
+        break_when_all_done: bool = False,
+        set_truncated: bool = False,
+        return_contiguous: bool = True,
     ) -> TensorDictBase:
         """Up to `max_steps` steps as one batch `[*batch_size, T]`, from a fresh reset or from `tensordict`.
 
-        Ends after the first step that is done in any environment, or (`break_when_any_done=False`) resets those that
-        are done and continues. `policy` is anything that a collector takes. Rows that only reset (`"_idle"`, see
-        `VectorEnv`) are no steps: the rollout continues until every environment has its steps, and drops what others
-        have beyond. Raises ValueError for fewer than one step.
+        Ends after the first step that is done in any environment (with `break_when_all_done`: in all), or
+        (`break_when_any_done=False`) resets those that are done and continues. `policy` is anything that a collector
+        takes. `tensordict` goes to the reset, or is the first root with `auto_reset=False`. `callback(env, td)` is
+        called after each step. `set_truncated` marks the last step of the batch `truncated` and `done` where it is not
+        terminated. Rows that only reset (`"_idle"`, see `VectorEnv`) are no steps: the rollout continues until every
+        environment has its steps, and drops what others have beyond. The batch is contiguous, whatever
+        `return_contiguous` says. Raises ValueError for fewer than one step.
         """
         if max_steps < 1:
             raise ValueError(f"max_steps must be 1 or more, got {max_steps}")
         if not auto_reset and tensordict is None:
             raise ValueError("auto_reset=False needs the state to start from: pass tensordict=env.reset()")
-        act, frames = as_policy(policy, self), FrameQueue(self.batch_size)
-        td = self.reset() if auto_reset or tensordict is None else tensordict
+        td = tensordict if tensordict is not None and not auto_reset else self.reset(tensordict)
+        act, frames, following = as_policy(policy, self), FrameQueue(td.batch_size), step_mdp_of(self)
+        have_ended, ended = torch.zeros((), dtype=torch.bool), None
         while True:
             stepped = self.step(act(td.copy()))
+            if callback is not None:
+                callback(self, stepped)
             frames.add(stepped)
-            if break_when_any_done:
+            lost = lost_episodes(stepped, ended)
+            ended = stepped.get(("next", "done"))
+            if lost is not None:
+                begun = lost & (frames.waiting > 0)
+                frames.cut(lost)
+                if break_when_any_done and not break_when_all_done and begun.any():
+                    max_steps = min(max_steps, int(frames.waiting[begun].min()))
+            if break_when_all_done:
+                have_ended = have_ended | ended
+                if bool(have_ended.all()):
+                    max_steps = min(max_steps, int(frames.waiting.max()))  # more than others have of one that was lost
+            elif break_when_any_done:
                 max_steps = min(max_steps, _frames_of_ended(stepped, frames, default=max_steps))
             if frames.least >= max_steps:
-                return frames.take(max_steps)[0]
-            td = self.maybe_reset(step_mdp(stepped))
+                batch = frames.take(max_steps)[0]
+                return _with_last_truncated(batch) if set_truncated else batch
+            td = following(stepped) if break_when_all_done else self.maybe_reset(following(stepped))
 
     def fake_tensordict(self) -> TensorDictBase:
         """A stepped TensorDict of zeros, with the keys, shapes and dtypes that real steps have."""
         state = self.observation_spec.zero().update(self.full_done_spec.zero())
-        following = state.clone().set("reward", self.reward_spec.zero())
-        return state.set("action", self.action_spec.zero()).set("next", following)
+        following = state.clone().update(self.full_reward_spec.zero())
+        state = self.state_spec.zero().update(state)
+        return state.update(self.full_action_spec.zero()).set("next", following)
 
-    def set_seed(self, seed: int) -> int:
-        """Seeds the environments from the next reset on; returns the first seed that none of them uses."""
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seeds the environments from the next reset on; returns the first seed that none of them uses.
+
+        With `static_seed` all environments of a batch get `seed` itself, so that they begin alike, and it is returned;
+        a batch of a user's own does with it what its `_set_seed` does. Raises ValueError, and changes nothing, where
+        the environments of a batch share one random generator.
+        """
+        if static_seed:
+            self._set_same_seed(seed)
+            return seed
         self._set_seed(seed)
         return seed + self.batch_size.numel()
+
+    def _set_same_seed(self, seed: int) -> None:
+        """Gives all environments of a batch this seed."""
+        self._set_seed(seed)
 
     def random_state(self) -> Any:
         """The state of the environments' random generators, for `set_random_state`; None if it cannot be read."""
@@ -392,12 +840,39 @@ class EnvBase(ABC):
     def to(self: Self, device: torch.device | str) -> Self:
         """Moves specs and all further outputs to `device`; returns the environment itself."""
         self.device = usable_device(device, "device")
-        for name in ("observation_spec", "action_spec", "reward_spec", "done_spec"):
-            setattr(self, name, getattr(self, name).to(self.device))
+        assert self.device is not None
+        for name, spec in self._specs.items():
+            self._specs[name] = spec.to(self.device)
+        self._action_spec, self._done_spec = self._action_spec.to(self.device), self._done_spec.to(self.device)
         return self
 
-    def close(self) -> None:
-        """Releases the environment's resources; a second call does nothing."""
+    def to_torchrl(self) -> Any:
+        """This environment for TorchRL's own transforms, collectors and batched environments.
+
+        `TransformedEnv(env.to_torchrl(), ...)`; the object steps this environment. Raises ImportError unless torchrl is
+        imported, TypeError where rows of a batch are no steps.
+        """
+        return as_torchrl_env(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises TypeError: an environment is no function that creates one, and no TorchRL module."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be called: give `lambda: env` where a function is needed; {_WRAP}"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _READ_BY_TORCHRL:
+            raise TypeError(f"TorchRL reads {name!r}, which a {type(self).__name__} of engram does not have: {_WRAP}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def append_transform(self, transform: Any) -> Any:
+        """This environment behind `transform`: a `TransformedEnv`."""
+        return self._behind_transform(self, transform)
+
+    def close(self, *, raise_if_closed: bool = False) -> None:
+        """Releases the environment's resources; a second call does nothing, or raises with `raise_if_closed`."""
+        if raise_if_closed:
+            self._check_open()
         if not self.is_closed:
             self.is_closed = True
             self._close()
@@ -413,6 +888,29 @@ class EnvBase(ABC):
         return f"{type(self).__name__}(batch_size={tuple(self.batch_size)}, device={self.device})"
 
 
+def lost_episodes(td: TensorDictBase, ended: Tensor | None) -> Array | None:
+    """Which environments a step only reset in the middle of an episode, bool `[environments]`; None: none of them.
+
+    `ended` are the `("next", "done")` of the step before; None: all began with this one.
+    """
+    idle = td.get(IDLE, None)
+    if idle is None or ended is None or not bool(idle.any()):
+        return None
+    lost: Array = (idle.reshape(-1) & ~ended.reshape(idle.numel(), -1).any(1)).cpu().numpy()
+    return lost if lost.any() else None
+
+
+def _with_last_truncated(batch: TensorDictBase) -> TensorDictBase:
+    """`batch` `[*batch, T]` with its last step truncated and done where it is not terminated."""
+    following = batch.get("next")
+    truncated, done = following.get("truncated").clone(), following.get("done").clone()
+    last = (*(slice(None),) * (batch.ndim - 1), -1)
+    truncated[last] |= ~following.get("terminated")[last]
+    done[last] = True
+    following.set("truncated", truncated).set("done", done)
+    return batch
+
+
 def _frames_of_ended(td: TensorDictBase, frames: FrameQueue, *, default: int) -> int:
     """The fewest frames of an environment whose episode ends with the stepped `td`; `default` where none ends."""
     done = td.get(("next", "done"))
@@ -424,12 +922,64 @@ def _frames_of_ended(td: TensorDictBase, frames: FrameQueue, *, default: int) ->
     return min(frames.waiting[ends.cpu().numpy()].tolist(), default=default)
 
 
-def _check_value(key: Any, value: Any, spec: Any) -> None:
-    """Raises ValueError if a value has another shape or dtype than its spec."""
-    if isinstance(value, Tensor) and value.shape == spec.shape and value.dtype == spec.dtype:
+def _only_leaf(spec: Composite) -> Any:
+    """The single leaf of a Composite, or the Composite itself."""
+    leaves = list(spec.leaves().values())
+    return leaves[0] if len(leaves) == 1 else spec
+
+
+def _set_nested(spec: Composite, like: Composite, key: Key, leaf: Spec) -> None:
+    """Sets a nested leaf; Composites on the way get the shapes that they have in `like`."""
+    *parents, _ = key_path(key)
+    for depth in range(1, len(parents) + 1):
+        above = tuple(parents[:depth])
+        if above not in spec:
+            spec[above] = like[above].empty()
+    spec[key] = leaf
+
+
+def _entry_of(td: TensorDictBase, key: Key, spec: Any) -> Any:
+    """What a TensorDict holds under a leaf's key, None where nothing: of agents that differ a list of their values."""
+    return td.get(key, None, as_list=True) if isinstance(spec, Stacked) else td.get(key, None)
+
+
+def _check_entries(path: tuple[Any, ...], td: TensorDictBase, spec: Composite, extra: Sequence[int]) -> None:
+    """`_check_value` of each leaf of a Composite; of a stack of different ones, each member's by its number."""
+    if isinstance(spec, StackedComposite):
+        parts = spec.parts_of(td)
+        if parts is None:
+            raise ValueError(
+                f"the environment gave {path!r} with the batch size {tuple(td.batch_size)}, and its spec is a stack "
+                f"of {len(spec.specs)}, of shape {tuple(spec.shape)}; correct the environment or its spec"
+            )
+        for i, (member, part) in enumerate(zip(spec.specs, parts, strict=True)):
+            _check_entries((*path, i), part, member, extra)
+        return
+    for name, entry in spec.items():
+        if not isinstance(entry, Composite):
+            if entry is not None:
+                _check_value((*path, name) if path else name, td.get(name, None), entry, extra)
+            continue
+        nested = td.get(name, None)
+        if isinstance(nested, TensorDictBase):
+            _check_entries((*path, name), nested, entry, extra)
+        elif not entry.is_empty():
+            _check_value((*path, name), nested, next(iter(entry.leaves().values()), entry), extra)
+
+
+def _check_value(key: Any, value: Any, spec: Any, extra: Sequence[int] = (), *, who: str = "the environment") -> None:
+    """Raises ValueError if a value has another shape or dtype than its spec, after batch dimensions `extra`."""
+    if isinstance(spec, Stacked):
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        if len(values) == 1 and isinstance(value, Tensor) and value.ndim == len(extra) + spec.ndim:
+            values = list(value.unbind(len(extra) + spec.dim))
+        if len(values) == len(spec.specs):
+            for i, (one, member) in enumerate(zip(values, spec.specs, strict=True)):
+                _check_value((*key_path(key), i), one, member, extra, who=who)
+            return
+    if isinstance(value, Tensor) and value.shape == (*extra, *spec.shape) and value.dtype == spec.dtype:
         return
     kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
     raise ValueError(
-        f"the environment gave {key!r} as {kind}, and its spec says {spec.dtype} {tuple(spec.shape)}; correct the "
-        "environment or its spec"
+        f"{who} gave {key!r} as {kind}, and its spec says {spec.dtype} {tuple(spec.shape)}; correct {who} or the spec"
     )

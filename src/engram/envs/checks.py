@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from engram.envs.base import EnvBase
-from engram.specs import Composite, Spec
+from engram.specs import Composite, Spec, StackedComposite
 
 
-def check_env_specs(env: EnvBase, *, seed: int | None = None, max_steps: int = 5) -> None:
+def check_env_specs(
+    env: EnvBase,
+    return_contiguous: bool = True,
+    check_dtype: bool = True,
+    seed: int | None = None,
+    *,
+    max_steps: int = 5,
+) -> None:
     """Runs `env` for some random steps and compares every value with its spec, nested ones leaf by leaf.
 
     It also checks that TensorDicts have the environment's `batch_size` and device, that flags agree, and that
     environments which are not reset continue from their last step. Raises ValueError with the key, the value and what
-    its spec allows. The environment is left in the middle of an episode.
+    its spec allows, TypeError for an environment of another library. The environment is left in the middle of an
+    episode. `return_contiguous` and `check_dtype` have no effect: dtypes are always checked.
 
     >>> from engram.envs import GymEnv
     >>> check_env_specs(GymEnv("CartPole-v1", num_envs=2), seed=0)
     """
+    if not isinstance(env, EnvBase):
+        raise TypeError(
+            f"check_env_specs takes an engram environment, got a {type(env).__name__}; check another library's "
+            "environment with that library"
+        )
     if seed is not None:
         env.set_seed(seed)
-    state = {**_leaves((), env.observation_spec), **_leaves((), env.full_done_spec)}
-    after = {**state, **_leaves(("reward",), env.reward_spec)}
+    state = [env.observation_spec, env.full_done_spec]
+    after = [*state, env.full_reward_spec]
     td = env.reset()
     _check("reset", env, td, state)
     for _ in range(max_steps):
         td, following = env.step_and_maybe_reset(env.rand_action(td))
-        _check("step", env, td, {**state, **_leaves(("action",), env.action_spec)})
+        _check("step", env, td, [*state, env.full_action_spec])
         _check("step, under 'next'", env, td.get("next"), after)
         _check_flags(td.get("next"))
         _check("step and reset", env, following, state)
@@ -36,30 +49,48 @@ def check_env_specs(env: EnvBase, *, seed: int | None = None, max_steps: int = 5
         td = following
 
 
-def _leaves(path: tuple[str, ...], spec: Any) -> dict[Any, Spec]:
-    if not isinstance(spec, Composite):
-        return {path if len(path) > 1 else path[0]: spec}
-    return {key: leaf for name, part in spec.items() for key, leaf in _leaves((*path, name), part).items()}
+class _Entry(NamedTuple):
+    """A leaf of a spec and its value; None where there is none."""
+
+    key: str | tuple[Any, ...]
+    spec: Spec
+    value: Any
 
 
-def _check(where: str, env: EnvBase, td: Any, specs: dict[Any, Spec]) -> None:
+def _entries(td: Any, spec: Composite, path: tuple[Any, ...] = ()) -> list[_Entry]:
+    """Every leaf of a spec, those of a stack's members by their numbers, with its value in `td`."""
+    if isinstance(spec, StackedComposite):
+        parts = (None if td is None else spec.parts_of(td)) or [None] * len(spec.specs)
+        members = enumerate(zip(spec.specs, parts, strict=True))
+        return [entry for i, (one, part) in members for entry in _entries(part, one, (*path, i))]
+    entries: list[_Entry] = []
+    for name, part in spec.items():
+        value = None if td is None else td.get(name, None)
+        if isinstance(part, Composite):
+            entries += _entries(value, part, (*path, name))
+        elif part is not None:
+            entries.append(_Entry((*path, name) if path else name, part, value))
+    return entries
+
+
+def _check(where: str, env: EnvBase, td: Any, specs: list[Composite]) -> None:
     if td.batch_size != env.batch_size or td.device != env.device:
         raise ValueError(
             f"{where}: a TensorDict of batch_size={tuple(td.batch_size)}, device={td.device}; the environment has "
             f"batch_size={tuple(env.batch_size)}, device={env.device}"
         )
-    for key, spec in specs.items():
-        value = td.get(key, None)
+    for key, spec, value in [entry for composite in specs for entry in _entries(td, composite)]:
         if not spec.is_in(value):
             is_tensor = isinstance(value, torch.Tensor)
             text = f"{value.dtype} {tuple(value.shape)}: {value}" if is_tensor else repr(value)
             raise ValueError(f"{where}: {key!r} is not what its spec says.\n  found:   {text}\n  allowed: {spec}")
 
 
-def _check_others_continue(after: Any, following: Any, specs: dict[Any, Spec]) -> None:
+def _check_others_continue(after: Any, following: Any, specs: list[Composite]) -> None:
     continues = ~after["done"].squeeze(-1)
-    for key in specs:
-        before, now = after.get(key)[continues], following.get(key)[continues]
+    pairs = [pair for spec in specs for pair in zip(_entries(after, spec), _entries(following, spec), strict=True)]
+    for last, first in pairs:
+        key, before, now = last.key, last.value[continues], first.value[continues]
         if not bool(((before == now) | ((before != before) & (now != now))).all()):  # NaN stays NaN
             raise ValueError(f"a reset changed {key!r} where no episode was over.\n  before: {before}\n  after:  {now}")
 

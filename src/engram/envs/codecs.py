@@ -303,6 +303,8 @@ class DiscreteCodec(ArrayCodec):
 
     def decode(self, value: Tensor) -> Any:
         choice = self._to_choice(value.detach())
+        if choice.dtype is torch.int64 and choice.is_cpu:  # two conversions less: each costs as much as this check
+            return choice.numpy() + self.start
         return choice.long().cpu().numpy() + self.start
 
     def _to_choice(self, value: Tensor) -> Tensor:
@@ -312,7 +314,7 @@ class DiscreteCodec(ArrayCodec):
 
     def decode_one(self, value: Tensor) -> Any:
         """One `np.int64`, which gymnasium checks faster than an `int`."""
-        raw = np.int64(self._to_choice(value).item())
+        raw = np.int64((value if self._one_hot is None else self._to_choice(value)).item())
         return raw + self.start if self.start else raw
 
     def keep(self, raw: Any) -> Any:

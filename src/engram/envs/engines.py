@@ -73,10 +73,18 @@ class VectorEngine(ABC):
     leaves: list[SpaceLeaf]
     autoreset: Autoreset
     can_reset_some: bool
+    can_lose_episodes = False  #: whether an environment may be `idle` in the middle of an episode, which is lost then
 
     @abstractmethod
     def seed(self, seed: int) -> None:
         """Seeds environment i with `seed + i` at the next reset of all."""
+
+    def seed_alike(self, seed: int) -> None:
+        """Seeds every environment with `seed` at the next reset of all. Raises ValueError where that is impossible."""
+        raise ValueError(
+            f"static_seed=True gives {self.n} environments one seed, and those of a {type(self).__name__} cannot be "
+            "seeded one by one: use SerialEnv or ParallelEnv of single environments"
+        )
 
     @abstractmethod
     def reset(self, mask: Array | None = None) -> Any:
@@ -318,7 +326,7 @@ def _described(value: Any) -> str:
 
 def _is_choice(spec: Any, value: Tensor) -> bool:
     cast = value.to(spec.dtype)
-    return bool(spec.is_in(cast)) and torch.equal(cast.to(value.dtype), value)
+    return bool(spec.is_in(cast)) and (cast is value or torch.equal(cast.to(value.dtype), value))
 
 
 def _leaf_specs(codec: SpaceCodec) -> dict[Any, Any]:
@@ -391,7 +399,7 @@ class GymVectorEngine(VectorEngine):
         has_mask = not kinds.isdisjoint(("SyncVectorEnv", "AsyncVectorEnv"))
         self.can_reset_some = has_mask or self.autoreset is Autoreset.DISABLED
         self.action: SpaceCodec = codec_for(env.single_action_space, categorical=categorical)
-        self._seed: int | None = None
+        self._seed: int | list[int] | None = None
         self._over = np.zeros(self.n, dtype=np.bool_)
         self._info = make_info_reader(info_keys, self._probed, batch_dims=1)
         space = env.single_observation_space
@@ -408,6 +416,11 @@ class GymVectorEngine(VectorEngine):
 
     def seed(self, seed: int) -> None:
         self._seed = seed
+
+    def seed_alike(self, seed: int) -> None:
+        if not (self._is_sync or self._is_async):
+            super().seed_alike(seed)  # they may share one generator
+        self._seed = [seed] * self.n
 
     def random_state(self) -> dict[str, Any] | None:
         """The state of the random generators; None if it cannot be read.
@@ -496,6 +509,9 @@ class GymVectorEngine(VectorEngine):
                 "the environment resets in the step that ends an episode, without infos['final_obs'], so that the "
                 "last observation is lost; use another autoreset mode"
             )
+        if self._info is None and type(final) is np.ndarray:
+            envs = np.flatnonzero(ended)
+            return list(zip(envs.tolist(), final[envs], strict=True))
         batched = final if self._info is None else (final, self._info.read_batch(infos.get("final_info", {}), self.n))
         return [(env, _row(batched, env)) for env in np.flatnonzero(ended).tolist()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ class _Stepper(Protocol):
     action_spec: Spec
 
     def seed(self, seed: int) -> None: ...
+    def seed_alike(self, seed: int) -> None: ...
     def reset(self, mask: Tensor | None) -> dict[Any, Tensor]: ...
     def step(self, td: TensorDictBase) -> dict[Any, Tensor]: ...
 
@@ -107,11 +109,25 @@ class GymEnv(EnvBase):
 
     def engines(self) -> list[GymEngine] | None:
         """The engine of a single environment, in a list, for collectors; None if a subclass may have changed steps."""
-        return [self._stepper.engine] if type(self) is GymEnv and isinstance(self._stepper, SingleStepper) else None
+        return (
+            [self._stepper.engine] if not self._has_own_steps() and isinstance(self._stepper, SingleStepper) else None
+        )
+
+    def _has_own_steps(self) -> bool:
+        cls = type(self)
+        return (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS
 
     def vector_engine(self) -> VectorEngine | None:
         """The engine that steps several environments, for collectors; None if a subclass may have changed steps."""
-        return self._stepper.engine if type(self) is GymEnv and isinstance(self._stepper, VectorStepper) else None
+        return self._stepper.engine if not self._has_own_steps() and isinstance(self._stepper, VectorStepper) else None
+
+    def call_below(self, path: str) -> Any:
+        if isinstance(self._stepper, VectorStepper):
+            raise AttributeError(
+                f"gymnasium's vector environments have begun the next episode when a step ends one, and cannot say "
+                f"{path!r} of its end: use SerialEnv(n, lambda: GymEnv(...))"
+            )
+        return attrgetter(path)(self.gym_env)()
 
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
         return TensorDict(self._stepper.reset(mask), batch_size=self.batch_size, device=self.device)
@@ -120,11 +136,14 @@ class GymEnv(EnvBase):
         return TensorDict(self._stepper.step(td), batch_size=self.batch_size, device=self.device)
 
     def _check_values(self, td: TensorDictBase) -> None:
-        if type(self) is not GymEnv:  # otherwise the engine has checked the raw values
+        if self._has_own_steps():  # otherwise the engine has checked the raw values
             super()._check_values(td)
 
     def _set_seed(self, seed: int) -> None:
         self._stepper.seed(seed)
+
+    def _set_same_seed(self, seed: int) -> None:
+        self._stepper.seed_alike(seed)
 
     def random_state(self) -> Any:
         return self._stepper.engine.random_state()
@@ -139,6 +158,9 @@ class GymEnv(EnvBase):
         return f"GymEnv({self.gym_env}, device={self.device})"
 
 
+_UNCHANGED_METHODS = (GymEnv._step, GymEnv._reset, GymEnv.step, GymEnv.reset)
+
+
 class SingleStepper:
     """Steps a GymEngine with tensors, as `VectorStepper` steps a VectorEngine."""
 
@@ -150,6 +172,8 @@ class SingleStepper:
     def seed(self, seed: int) -> None:
         """Seeds the environment at the next reset."""
         self.engine.seed(seed)
+
+    seed_alike = seed
 
     def reset(self, mask: Tensor | None) -> dict[Any, Tensor]:
         """Observations after a reset."""

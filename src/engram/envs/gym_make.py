@@ -7,6 +7,7 @@ import copy
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,11 @@ except ImportError as error:
 
 
 ENTRY_POINT = "vector_entry_point"
+
+
+def backend() -> ModuleType:
+    """The module that makes the environments."""
+    return gymnasium
 
 
 class FrameSkip(gymnasium.Wrapper[Any, Any, Any, Any]):

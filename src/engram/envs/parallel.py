@@ -12,20 +12,30 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.envs.base import EnvBase
+from engram.envs.base import EnvBase, mark_truncated
 from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, reward_of, space_leaves
 from engram.envs.engines import Array, Autoreset, GymEngine, VectorEngine, VectorStep
-from engram.envs.serial import check_same_specs, env_makers
+from engram.envs.serial import SerialEnv, check_same_specs, env_makers, only_one
 from engram.envs.vector_env import VectorStepper
 from engram.processes.lockstep import LockstepPool, WorkerSlot, usable_cores
+from engram.processes.restarts import seed_after, validate_restarts
 from engram.processes.shared_memory import SharedMemory
 from engram.processes.timeouts import TimedEnv, validate_timeout
 from engram.processes.worker import CLOSE_TIMEOUT, Channel, CloudpickleWrapper
-from engram.pytree import Key
+from engram.pytree import Key, is_ragged
+from engram.specs import Categorical
 from engram.specs.tensors import usable_device
+from engram.transforms.base import IDLE
 
 _STEP, _RESET, _SEED = range(3)
 _TRUE = np.True_.tobytes()
+
+
+class _Seeds(NamedTuple):
+    """Seeds of environments: `first`, `first + 1`, ...; with `alike` all have the first."""
+
+    first: int
+    alike: bool = False
 
 
 class RawLayout:
@@ -134,9 +144,9 @@ class GymWorker:
                 self._reset_one(i)
             self._is_fresh[i] = False
 
-    def _seed_all(self, seed: int) -> None:
+    def _seed_all(self, seeds: _Seeds) -> None:
         for i, engine in enumerate(self._engines):
-            engine.seed(seed + self._start + i)
+            engine.seed(seeds.first if seeds.alike else seeds.first + self._start + i)
             self._is_fresh[i] = False
 
     def _reset_one(self, i: int) -> None:
@@ -145,6 +155,83 @@ class GymWorker:
     def _write(self, columns: list[Array], i: int, observation: Any) -> None:
         for leaf, column in zip(self._layout.leaves, columns, strict=True):
             column[i] = leaf.value(observation)
+
+
+ResetWorker = Callable[[int], dict[int, Any]]  # resets the environments of a new worker; its reply, if it has one
+
+
+class Replacements:
+    """Replaces workers of a pool that have failed: new processes, whose environments were seeded and reset.
+
+    What follows for the environments: those whose worker did not complete a step, or was replaced between two steps,
+    lost their episodes. The next step only resets them.
+    """
+
+    def __init__(self, pool: LockstepPool, starts: Sequence[int], n: int, one: _EnvDescription) -> None:
+        self._pool, self._bounds, self._one = pool, [*starts, n], one
+        self._seeds: _Seeds | None = None
+        self._begun: set[int] = set()  # workers that were replaced since the last step
+
+    def connect(self, layout: RawLayout | TensorDictLayout, mask: Any, seed_command: int) -> None:
+        """Sets what new workers receive: the layout, and the command to seed; they are reset where `mask` holds."""
+        self._layout, self._mask, self._seed_command = layout, mask, seed_command
+
+    def envs_of(self, worker: int) -> slice:
+        """The environments of a worker."""
+        return slice(self._bounds[worker], self._bounds[worker + 1])
+
+    def note_seeds(self, seeds: _Seeds) -> None:
+        """Later workers are seeded after these seeds."""
+        self._seeds = seeds
+
+    def workers_to_step(self) -> list[int] | None:
+        """The workers that execute the next step; None: all."""
+        return [i for i in range(len(self._pool)) if i not in self._begun] if self._begun else None
+
+    def after_step(self, reset: ResetWorker) -> list[int]:
+        """Replaces workers that were lost; returns those whose environments the step only reset."""
+        self._replace_lost(reset)
+        lost = sorted(self._begun)
+        self._begun.clear()
+        return lost
+
+    def after_reset(self, reset: ResetWorker, *, of_all: bool) -> dict[int, Any]:
+        """The same after another command; with `of_all` all environments have begun anew anyway.
+
+        Returns the replies of new workers to their resets.
+        """
+        replies = self._replace_lost(reset)
+        if of_all:
+            self._begun.clear()
+        return replies
+
+    def _replace_lost(self, reset: ResetWorker) -> dict[int, Any]:
+        replies: dict[int, Any] = {}
+        while lost := self._pool.lost():
+            for i in lost:
+                self._begun.add(i)
+                replies.update(self._replace(i, reset))
+        return replies
+
+    def _replace(self, i: int, reset: ResetWorker) -> dict[int, Any]:
+        while True:
+            restart = self._pool.replace(i)
+            if not self._pool.greet(i, self._layout_for):
+                continue
+            if self._seeds is not None:
+                first, alike = self._seeds
+                seeds = _Seeds(seed_after(first if alike else first + self._bounds[i], restart), alike)
+                self._pool.execute(self._seed_command, [i], [seeds] * len(self._pool))
+            if i not in self._pool.failed:
+                self._mask[self.envs_of(i)] = True
+                replies = reset(i)
+                if i not in self._pool.failed:
+                    return replies
+
+    def _layout_for(self, members: Sequence[_EnvDescription]) -> RawLayout | TensorDictLayout:
+        for member in members:
+            check_same_specs(0, member, self._one)
+        return self._layout
 
 
 class ParallelEngine(VectorEngine):
@@ -157,16 +244,33 @@ class ParallelEngine(VectorEngine):
     autoreset = Autoreset.SAME_STEP
     can_reset_some = True
 
-    def __init__(self, pool: LockstepPool, layout: RawLayout, memory: SharedMemory, starts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        pool: LockstepPool,
+        layout: RawLayout,
+        memory: SharedMemory,
+        starts: Sequence[int],
+        replacements: Replacements,
+    ) -> None:
         self.n, self.action, self.leaves = layout.n, layout.action, layout.leaves
-        self._pool = pool
+        self._pool, self._replacements = pool, replacements
+        self.can_lose_episodes = pool.may_replace
         self._starts = list(starts)
         self._arrays = layout.arrays(memory.allocate(layout.sizes))
         self._observation = nest_like(layout.leaves, self._arrays.current)
         self._action_columns = list(zip(layout.action_leaves, self._arrays.actions, strict=True))
+        replacements.connect(layout, self._arrays.mask, _SEED)
 
     def seed(self, seed: int) -> None:
-        self._pool.execute(_SEED, messages=[seed] * len(self._pool))
+        self._seed_all(_Seeds(seed))
+
+    def seed_alike(self, seed: int) -> None:
+        self._seed_all(_Seeds(seed, alike=True))
+
+    def _seed_all(self, seeds: _Seeds) -> None:
+        self._replacements.note_seeds(seeds)
+        self._pool.execute(_SEED, messages=[seeds] * len(self._pool))
+        self._replacements.after_reset(self._reset_worker, of_all=False)
 
     def reset(self, mask: Array | None = None) -> Any:
         self._pool.wait_idle()
@@ -174,7 +278,11 @@ class ParallelEngine(VectorEngine):
             raise ValueError(f"a mask must be bool [{self.n}], got {mask.dtype} {list(mask.shape)}")
         self._arrays.mask[:] = True if mask is None else mask
         self._pool.execute(_RESET, None if mask is None else self._workers_of(mask))
+        self._replacements.after_reset(self._reset_worker, of_all=mask is None)
         return self._observation
+
+    def _reset_worker(self, worker: int) -> dict[int, Any]:
+        return self._pool.execute(_RESET, [worker])
 
     def _workers_of(self, mask: Array) -> list[int]:
         has_reset = np.logical_or.reduceat(mask, self._starts)
@@ -187,12 +295,23 @@ class ParallelEngine(VectorEngine):
             if value.shape != column.shape:
                 raise ValueError(f"actions must have shape {list(column.shape)}, got {list(value.shape)}")
             np.copyto(column, value, casting="same_kind")
-        self._pool.execute(_STEP)
+        replacements, idle = self._replacements, None
+        self._pool.execute(_STEP, replacements.workers_to_step() if self.can_lose_episodes else None)
+        if self.can_lose_episodes and (lost := replacements.after_step(self._reset_worker)):
+            idle = self._mark_lost(lost)
         _, _, _, reward, terminated, truncated, _ = self._arrays
         has_ended = _TRUE in terminated.tobytes() or _TRUE in truncated.tobytes()  # a tenth of what `any` takes
-        return VectorStep(
-            self._observation, reward, terminated, truncated, self._final_observations() if has_ended else ()
-        )
+        last = self._final_observations() if has_ended else ()
+        return VectorStep(self._observation, reward, terminated, truncated, last, idle)
+
+    def _mark_lost(self, workers: Sequence[int]) -> Array:
+        """Clears what the step of these workers was about to return; their environments, bool `[n]`."""
+        idle = np.zeros(self.n, np.bool_)
+        for worker in workers:
+            idle[self._replacements.envs_of(worker)] = True
+        self._arrays.reward[idle] = 0
+        self._arrays.terminated[idle] = self._arrays.truncated[idle] = False
+        return idle
 
     def _final_observations(self) -> list[tuple[int, Any]]:
         ended = np.flatnonzero(self._arrays.terminated | self._arrays.truncated).tolist()
@@ -227,7 +346,7 @@ def _nested(paths: list[tuple[Any, ...]], values: list[Any]) -> Any:
     return tuple(built.values()) if all(type(name) is int for name in built) else built
 
 
-_TD_STEP, _TD_STEP_WITH_EXTRAS, _TD_RESET, _TD_SEED = range(4)
+_TD_STEP, _TD_STEP_WITH_EXTRAS, _TD_RESET, _TD_RESET_FROM, _TD_SEED = range(5)
 Columns = dict[Key, Tensor]
 
 
@@ -244,8 +363,11 @@ class TensorDictLayout:
     `root` has the entries that a step reads and a reset returns, `following` those that a step returns.
     """
 
-    def __init__(self, n: int, fake: TensorDictBase, batch_size: Sequence[int]) -> None:
-        self.n, self.batch_size = n, torch.Size(batch_size)
+    def __init__(
+        self, n: int, fake: TensorDictBase, batch_size: Sequence[int], action_keys: Sequence[Key], *, reads_state: bool
+    ) -> None:
+        self.n, self.batch_size, self.action_keys = n, torch.Size(batch_size), list(action_keys)
+        self.reads_state = reads_state  # whether resets get the caller's entries
         self.following = fake.get("next").detach().cpu()
         self.root = fake.exclude("next").detach().cpu()
         self._leaves = [_leaves(self.root), _leaves(self.following)]
@@ -293,14 +415,18 @@ class TensorDictWorker:
                 continue
             if command == _TD_RESET:
                 replies = [self._reset(i) for i in range(len(self._envs))]
+            elif command == _TD_RESET_FROM:
+                extras, is_partial, kwargs = slot.recv_message()
+                replies = [self._reset_from(i, extra, kwargs, is_partial) for i, extra in enumerate(extras)]
             else:
                 extras = slot.recv_message() if command == _TD_STEP_WITH_EXTRAS else [ExtraEntries()] * len(self._envs)
                 replies = [self._step(i, extra) for i, extra in enumerate(extras)]
             slot.complete(*([replies] if any(reply != ExtraEntries() for reply in replies) else []))
 
-    def _seeded(self, seed: int) -> int:
+    def _seeded(self, seeds: _Seeds) -> int:
+        seed = seeds.first
         for env in self._envs:
-            seed = env.set_seed(seed)
+            seed = env.set_seed(seed, static_seed=True) if seeds.alike else env.set_seed(seed)
         return seed
 
     def _reset(self, i: int) -> ExtraEntries:
@@ -309,8 +435,23 @@ class TensorDictWorker:
             return ExtraEntries()
         td = None
         if not bool(mask.all()):
-            td = self._layout.root.exclude("action").apply(torch.zeros_like).set("_reset", mask).to(_device_of(env))
-        return _write_row(env.reset(td).exclude("_reset", "action"), self._root, i)
+            blank = self._layout.root.exclude(*self._layout.action_keys).apply(torch.zeros_like)
+            td = blank.set("_reset", mask).to(_device_of(env))
+        return self._write_fresh(env.reset(td), i)
+
+    def _reset_from(self, i: int, extra: ExtraEntries, kwargs: dict[str, Any], is_partial: bool) -> ExtraEntries:
+        """A reset of an environment that reads its state from the caller's TensorDict."""
+        env, mask = self._envs[i], self._mask[i].clone()
+        if not bool(mask.any()):
+            return ExtraEntries()
+        td = _row(self._layout.root, self._root, i, extra).exclude(*self._layout.action_keys)
+        td = (td.set("_reset", mask) if is_partial else td).to(_device_of(env))
+        td = td if env.device is not None else td.clear_device_()
+        return self._write_fresh(env.reset(td, **kwargs), i)
+
+    def _write_fresh(self, fresh: TensorDictBase, i: int) -> ExtraEntries:
+        columns = {key: column for key, column in self._root.items() if key not in self._layout.action_keys}
+        return _write_row(fresh.exclude("_reset", *self._layout.action_keys), columns, i)
 
     def _step(self, i: int, extra: ExtraEntries) -> ExtraEntries:
         env = self._envs[i]
@@ -331,45 +472,136 @@ class TensorDictStepper:
     engine: VectorEngine | None = None  # there are no raw values
 
     def __init__(
-        self, pool: LockstepPool, layout: TensorDictLayout, memory: SharedMemory, starts: Sequence[int]
+        self,
+        pool: LockstepPool,
+        layout: TensorDictLayout,
+        memory: SharedMemory,
+        starts: Sequence[int],
+        replacements: Replacements,
     ) -> None:
         self._pool, self._layout, self._bounds = pool, layout, [*starts, layout.n]
+        self._replacements, self._marks_idle = replacements, pool.may_replace
         self._mask, self._root, self._following = layout.columns(memory.allocate(layout.sizes))
-        self._actions = {key: column for key, column in self._root.items() if "action" in (key, key[0])}
+        self._actions = layout.action_keys
+        self._action_columns = {key: self._root[key] for key in layout.action_keys if key in self._root}
         self._reset_columns = {key: column for key, column in self._root.items() if key not in self._actions}
+        replacements.connect(layout, self._mask, _TD_SEED)
 
     def seed(self, seed: int) -> None:
         """Seeds the environments as `set_seed` of one after the other does."""
+        self._seed_in_turn(_Seeds(seed))
+
+    def seed_alike(self, seed: int) -> None:
+        """Seeds every environment with `seed`."""
+        self._seed_in_turn(_Seeds(seed, alike=True))
+
+    def _seed_in_turn(self, seeds: _Seeds) -> None:
+        self._replacements.note_seeds(seeds)
         for worker in range(len(self._pool)):
-            seed = self._pool.execute(_TD_SEED, [worker], [seed] * len(self._pool))[worker]
+            replies: dict[int, Any] = {}
+            while worker not in replies:
+                replies = self._pool.execute(_TD_SEED, [worker], [seeds] * len(self._pool))
+                self._replacements.after_reset(self._reset_worker, of_all=False)
+            seeds = seeds._replace(first=replies[worker])
 
     def reset(self, mask: Tensor | None) -> dict[str, Any]:
         """Entries after a reset of all, or where `mask` (bool `[n, *batch, 1]`) holds; the other rows are not read."""
+        self._begin_reset(mask)
+        return self._collected_fresh(self._pool.execute(_TD_RESET), mask, self._reset_worker)
+
+    def reset_from(self, td: TensorDictBase, mask: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """As `reset`, of environments that read their state from `td`."""
+        self._begin_reset(mask)
+        extras = self._send(td.exclude("_reset", *self._actions))
+        messages = [(part, mask is not None, kwargs) for part in extras]
+        replies = self._pool.execute(_TD_RESET_FROM, messages=messages)
+        return self._collected_fresh(replies, mask, self._reset_from_entries(td, kwargs))
+
+    def _begin_reset(self, mask: Tensor | None) -> None:
         self._pool.wait_idle()
         self._mask.copy_(torch.ones_like(self._mask) if mask is None else mask)
+
+    def _collected_fresh(
+        self, replies: dict[int, list[ExtraEntries]], mask: Tensor | None, reset: ResetWorker
+    ) -> dict[str, Any]:
         indices = [row for row in range(self._layout.n) if bool(self._mask[row].any())]
-        return self._collected(
-            self._layout.root.exclude("action"), self._reset_columns, self._pool.execute(_TD_RESET), indices
-        )
+        replies.update(self._replacements.after_reset(reset, of_all=mask is None))
+        values = self._collected(self._layout.root.exclude(*self._actions), self._reset_columns, replies, indices)
+        return {**values, IDLE: torch.zeros_like(self._mask)} if self._marks_idle else values
 
     def step(self, td: TensorDictBase) -> dict[str, Any]:
         """The entries after `td["action"]`. Raises ValueError for an action of another shape than the spec's."""
         self._check_action_shapes(td)
         self._pool.wait_idle()
-        entries = td.exclude("next")
+        workers = self._replacements.workers_to_step()
+        extras = self._send(td)
+        if extras[0][0] == ExtraEntries():  # then all are: entries are of the whole batch
+            replies = self._pool.execute(_TD_STEP, workers)
+        else:
+            replies = self._pool.execute(_TD_STEP_WITH_EXTRAS, workers, extras)
+        if self._marks_idle:
+            return self._with_marks(td, replies)
+        return self._collected(self._layout.following, self._following, replies, range(self._layout.n))
+
+    def _with_marks(self, td: TensorDictBase, replies: dict[int, list[ExtraEntries]]) -> dict[str, Any]:
+        """The entries after a step; environments that it only reset are marked in `td`, and as truncated."""
+        idle = torch.zeros_like(self._mask)
+        for worker in self._replacements.after_step(self._reset_from_entries(td, {})):
+            rows = self._replacements.envs_of(worker)
+            idle[rows] = True
+            for key, column in self._following.items():
+                shown = self._root.get(key)
+                column[rows] = 0 if shown is None else shown[rows]
+            replies.pop(worker, None)
+        lost = idle.reshape(self._layout.n, -1).any(1)
+        indices = [i for i, is_lost in enumerate(lost.tolist()) if not is_lost]
+        values = self._collected(self._layout.following, self._following, replies if indices else {}, indices)
+        td.set(IDLE, idle.to(td.device or "cpu"))
+        stepped = TensorDict({"next": values}, [self._layout.n])
+        if bool(lost.any()):
+            self._show_own_rows(stepped.get("next"), lost)
+            mark_truncated(stepped, lost)  # a reset follows, which policies and transforms see by this flag
+        return {**dict(stepped.get("next").items()), IDLE: torch.zeros_like(idle)}
+
+    def _show_own_rows(self, following: TensorDictBase, lost: Tensor) -> None:
+        """Puts what the columns have into rows that `_collected` has left blank: a reset may read its state there."""
+        for key, column in self._following.items():
+            value = following.get(key, None)
+            if value is not None and value.shape == column.shape and value.dtype == column.dtype:
+                value[lost] = column[lost]
+
+    def _reset_worker(self, worker: int) -> dict[int, Any]:
+        return self._pool.execute(_TD_RESET, [worker])
+
+    def _reset_from_entries(self, td: TensorDictBase, kwargs: dict[str, Any]) -> ResetWorker:
+        """How a worker that is replaced now begins: where environments read their state, with what is in `td`."""
+        if not self._layout.reads_state:
+            return self._reset_worker
+        entries = td.exclude("next", "_reset", IDLE, *self._actions)
+
+        def reset(worker: int) -> dict[int, Any]:
+            rows = entries[self._replacements.envs_of(worker)].cpu().unbind(0)
+            parts = [ExtraEntries(tuple(self._root), row.clone()) for row in rows]  # columns have results of this call
+            messages = [(parts, False, kwargs)] * len(self._pool)
+            return self._pool.execute(_TD_RESET_FROM, [worker], messages)
+
+        return reset
+
+    def _send(self, td: TensorDictBase) -> list[list[ExtraEntries]]:
+        """Writes entries into their columns; the difference, for each environment of each worker."""
+        entries = td.exclude("next", IDLE) if self._marks_idle else td.exclude("next")
         absent = tuple(key for key, column in self._root.items() if not _copied(entries.get(key, None), column))
         rest = _without(entries, self._root.keys() - set(absent))
         if not absent and rest is None:
-            replies = self._pool.execute(_TD_STEP)
-        else:
-            rows = [None] * self._layout.n if rest is None else [row.clone() for row in rest.cpu().unbind(0)]
-            more = [ExtraEntries(absent, row) for row in rows]
-            pairs = zip(self._bounds, self._bounds[1:], strict=False)
-            replies = self._pool.execute(_TD_STEP_WITH_EXTRAS, messages=[more[start:stop] for start, stop in pairs])
-        return self._collected(self._layout.following, self._following, replies, range(self._layout.n))
+            return [
+                [ExtraEntries()] * (stop - start) for start, stop in zip(self._bounds, self._bounds[1:], strict=False)
+            ]
+        rows = [None] * self._layout.n if rest is None else [row.clone() for row in rest.cpu().unbind(0)]
+        more = [ExtraEntries(absent, row) for row in rows]
+        return [more[start:stop] for start, stop in zip(self._bounds, self._bounds[1:], strict=False)]
 
     def _check_action_shapes(self, td: TensorDictBase) -> None:
-        for key, column in self._actions.items():
+        for key, column in self._action_columns.items():
             value = td.get(key, None)
             if value is None or value.shape != column.shape:
                 where = "" if key == "action" else f" {key!r}"
@@ -408,7 +640,18 @@ class TensorDictStepper:
 
 
 def _leaves(td: TensorDictBase) -> Columns:
-    return {key: td.get(key) for key in td.keys(True, True) if isinstance(td.get(key), Tensor)}
+    return {key: value for key, value in _entries(td) if isinstance(value, Tensor)}
+
+
+def _entries(td: TensorDictBase, path: tuple[str, ...] = ()) -> list[tuple[Key, Any]]:
+    """The leaves by key; a lazy stack of agents that differ is one entry, which no column holds."""
+    entries: list[tuple[Key, Any]] = []
+    for name, value in td.items():
+        if isinstance(value, TensorDictBase) and not is_ragged(value):
+            entries += _entries(value, (*path, name))
+        else:
+            entries.append(((*path, name) if path else name, value))
+    return entries
 
 
 def _row(frame: TensorDictBase, columns: Columns, i: int, extra: ExtraEntries) -> TensorDictBase:
@@ -437,7 +680,7 @@ def _copied(value: Any, column: Tensor) -> bool:
 
 def _without(td: TensorDictBase, keys: Any) -> TensorDictBase | None:
     """The entries of `td` other than `keys`; None if there are none."""
-    rest = [key for key in td.keys(True, True) if key not in keys]
+    rest = [key for key, _ in _entries(td) if key not in keys]
     return td.select(*rest) if rest else None
 
 
@@ -459,6 +702,10 @@ class ParallelEnv(EnvBase):
     Args:
         n: the number of environments.
         make_env: creates one environment, in its worker, or is a list of n such functions; may be a lambda.
+        create_env_kwargs: arguments of `make_env`, or a list of n dicts of them.
+        serial_for_single: True: for n = 1 a `SerialEnv` is made instead, without a worker; not with `timeout` or
+            `restarts`, which need one.
+        create_env_fn, mp_start_method: other names of `make_env` and `start_method`. Without `n`, `num_workers` is it.
         num_workers: the number of processes; None: one for each core that this process may use, at most n. More than
             that can help if environments wait for something.
         start_method: "fork", "spawn" or "forkserver"; None: fork unless CUDA is in use.
@@ -470,6 +717,17 @@ class ParallelEnv(EnvBase):
         timeout: seconds that one step or one reset of one environment may take; creating it is not limited. After
             that its worker is killed, and the WorkerError names the environment, the worker and the step, counted from
             1. None: no limit.
+        restarts: how many workers, over all, may be replaced that fail, die or hang, also while they make their
+            environments. Each is a RuntimeWarning that says which, how, and how many restarts are left; the next
+            failure after the last one is the WorkerError.
+
+    A worker that is replaced costs the open episodes of its environments. With `restarts` there is one more entry,
+    `"_idle"` (bool `[n, *batch of one, 1]`), as in `VectorEnv`: where it holds at the root, the step found that the
+    worker was gone, and only reset the environment. Such a row is no step: its action was not taken, its reward is 0,
+    and its `("next", "truncated")` is set so that a reset follows, which returns the first observation. `rollout` and
+    the collectors leave these rows out, and mark the step before as truncated, or, where that is in an earlier batch,
+    begin a new trajectory id, with a seam in the replay buffer; your own loops must, too. After `set_seed`, new
+    environments have seeds that follow from the seed and the number of restarts of their worker.
 
     Raises:
         ValueError: different specs, a list of another length, unknown start methods or cores, a timeout of 0 or less.
@@ -485,21 +743,38 @@ class ParallelEnv(EnvBase):
     >>> env.close()
     """
 
+    def __new__(cls, n: int | None = None, *args: Any, serial_for_single: bool = False, **kwargs: Any) -> Any:
+        needs_worker = kwargs.get("timeout") is not None or bool(kwargs.get("restarts"))
+        if not serial_for_single or needs_worker or (kwargs.get("num_workers") if n is None else n) != 1:
+            return super().__new__(cls)
+        return SerialEnv(1, *args, **{key: kwargs[key] for key in kwargs.keys() & _OF_SERIAL_ENV})
+
     def __init__(
         self,
-        n: int,
-        make_env: Callable[[], Any] | Sequence[Callable[[], Any]],
+        n: int | None = None,
+        make_env: Any = None,
         *,
+        create_env_fn: Any = None,
+        create_env_kwargs: Any = None,
+        serial_for_single: bool = False,
         num_workers: int | None = None,
         start_method: str | None = None,
+        mp_start_method: str | None = None,
         cpus: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         patience: float = CLOSE_TIMEOUT,
         timeout: float | None = None,
+        restarts: int = 0,
     ) -> None:
         validate_timeout(timeout)
+        validate_restarts(restarts)
         target = usable_device(device, "device")  # before an environment is created
-        makers = [CloudpickleWrapper(make) for make in env_makers("ParallelEnv", n, make_env)]
+        if n is None:
+            n, num_workers = only_one("n", n, "num_workers", num_workers), None
+        if mp_start_method is not None:
+            start_method = only_one("start_method", start_method, "mp_start_method", mp_start_method)
+        make_env = only_one("make_env", make_env, "create_env_fn", create_env_fn)
+        makers = [CloudpickleWrapper(make) for make in env_makers("ParallelEnv", n, make_env, create_env_kwargs)]
         workers = _checked_workers(num_workers, n)
         cores = _cores(workers, cpus)
         starts = [n * i // workers for i in range(workers)]
@@ -515,6 +790,7 @@ class ParallelEnv(EnvBase):
             start_method=start_method,
             close_timeout=patience,
             timeout=timeout,
+            restarts=restarts,
         )
         try:
             one, self._stepper = _connect(self._pool, memory, starts, n)
@@ -522,16 +798,15 @@ class ParallelEnv(EnvBase):
             self._pool.close(ERROR_CLOSE_TIMEOUT)
             raise
         finally:
-            memory.close()
-        self._name = one.name
-        super().__init__(
-            one.observation_spec.expand(n, *one.observation_spec.shape),
-            one.action_spec.expand(n, *one.action_spec.shape),
-            batch_size=(n, *one.batch_size),
-            device=one.device,
-        )
-        self.reward_spec = one.reward_spec.expand(n, *one.reward_spec.shape)
-        self.done_spec = one.done_spec.expand(n, *one.done_spec.shape)
+            if not restarts:  # else it is sent to new workers, too
+                memory.close()
+        self._name, self._memory = one.name, memory
+        super().__init__(batch_size=(n, *one.batch_size), device=one.device)
+        self._take_specs(one, n)
+        if restarts:
+            self.observation_spec[IDLE] = Categorical(2, (n, *one.batch_size, 1), device=one.device, dtype=torch.bool)
+        self._member_reads_state = one.reads_state
+        self.policy_entries = one.policy_entries
         if target is not None:
             self.to(target)
 
@@ -546,6 +821,16 @@ class ParallelEnv(EnvBase):
         is_changed = (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS
         return None if is_changed else self._stepper.engine
 
+    def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
+        if td is None or not self._reads_state():
+            return super()._reset_from(td, mask, kwargs)
+        assert isinstance(self._stepper, TensorDictStepper)
+        fresh = self._stepper.reset_from(td, mask, kwargs)
+        return TensorDict(fresh, batch_size=self.batch_size, device=self.device)
+
+    def _reads_state(self) -> bool:
+        return self._member_reads_state
+
     def _reset(self, mask: torch.Tensor | None) -> TensorDictBase:
         return TensorDict(self._stepper.reset(mask), batch_size=self.batch_size, device=self.device)
 
@@ -559,13 +844,19 @@ class ParallelEnv(EnvBase):
         self._check_open()
         self._stepper.seed(seed)
 
+    def _set_same_seed(self, seed: int) -> None:
+        self._check_open()
+        self._stepper.seed_alike(seed)
+
     def _close(self) -> None:
         self._pool.close()
+        self._memory.close()
 
     def __repr__(self) -> str:
         return f"ParallelEnv({self.batch_size[0]} x {self._name}, num_workers={len(self._pool)})"
 
 
+_OF_SERIAL_ENV = {"create_env_fn", "create_env_kwargs", "make_env", "device"}
 _UNCHANGED_METHODS = (ParallelEnv._step, ParallelEnv._reset, ParallelEnv.step, ParallelEnv.reset)
 
 
@@ -579,9 +870,16 @@ class _EnvDescription(NamedTuple):
     action_spec: Any
     reward_spec: Any
     done_spec: Any
+    full_action_spec: Any
+    full_reward_spec: Any
+    full_done_spec: Any
+    state_spec: Any
+    action_keys: list[Key]  # that a step must have
+    reads_state: bool
     spaces: Any  # of a single gymnasium environment; None for other environments
     raw: Any  # the codecs of these spaces
     fake: TensorDictBase
+    policy_entries: tuple[Any, ...]
 
     @classmethod
     def of(cls, env: Any) -> _EnvDescription:
@@ -595,9 +893,16 @@ class _EnvDescription(NamedTuple):
             env.action_spec,
             env.reward_spec,
             env.done_spec,
+            env.full_action_spec,
+            env.full_reward_spec,
+            env.full_done_spec,
+            env.state_spec,
+            env.action_keys,
+            env._reads_state(),
             None if engine is None else (engine.env.action_space, engine.env.observation_space),
             None if engine is None else (engine.action, engine.leaves),
             env.fake_tensordict(),
+            getattr(env, "policy_entries", ()),
         )
 
 
@@ -630,15 +935,16 @@ def _connect(
     """The description of one environment, and the stepper of all."""
     members = [member for of_worker in pool.handshake() for member in of_worker]
     one = members[0]
+    replacements = Replacements(pool, starts, n, one)
     for index, member in enumerate(members):
         check_same_specs(index, member, one)
     if one.spaces is not None and all(member.spaces == one.spaces for member in members):
         raw = RawLayout(n, *one.raw)
-        stepper = VectorStepper(ParallelEngine(pool, raw, memory, starts))
+        stepper = VectorStepper(ParallelEngine(pool, raw, memory, starts, replacements))
         pool.broadcast(raw)
         return one, stepper
-    layout = TensorDictLayout(n, one.fake, one.batch_size)
-    steps = TensorDictStepper(pool, layout, memory, starts)
+    layout = TensorDictLayout(n, one.fake, one.batch_size, one.action_keys, reads_state=one.reads_state)
+    steps = TensorDictStepper(pool, layout, memory, starts, replacements)
     pool.broadcast(layout)
     return one, steps
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
-    InteractionType as ExplorationType,
-)
-from tensordict.nn import (
+    CudaGraphModule,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
@@ -19,12 +18,16 @@ from tensordict.nn import (
     TensorDictSequential,
 )
 from tensordict.nn import (
+    InteractionType as ExplorationType,
+)
+from tensordict.nn import probabilistic as _probabilistic
+from tensordict.nn import (
     set_interaction_type as set_exploration_type,
 )
 from tensordict.nn.probabilistic import interaction_type as exploration_type
 from torch import Tensor, nn
 
-from engram.specs import Spec
+from engram.specs import Spec, Stacked
 from engram.transforms.base import IDLE
 
 Call = Callable[[TensorDictBase], TensorDictBase]
@@ -103,6 +106,41 @@ def _of_module(module: Any) -> Call:
 __all__ = ["ExplorationType", "exploration_type", "set_exploration_type"]
 
 
+def own_exploration_type() -> None:
+    """From here on `set_exploration_type` in this thread, and what modules ask for in it, concern this thread alone.
+
+    tensordict keeps one type for all threads: without this, an evaluation in one thread would make the policy of
+    another deterministic, and two of them could leave a wrong type behind.
+
+    Raises RuntimeError where this release of tensordict keeps the type elsewhere.
+    """
+    shared = vars(_probabilistic).get("_interaction_type")
+    if not hasattr(shared, "get_mode") or not hasattr(shared, "set_mode"):
+        raise RuntimeError("this release of tensordict keeps its interaction type in another place; use one up to 0.14")
+    if not isinstance(shared, _TypeOfThreads):
+        kind = type(shared)
+        shared.__class__ = type("ExplorationTypeOfThreads", (_TypeOfThreads, kind), {})  # the object has other users
+    _types.own = [None]
+
+
+_types = threading.local()  #: `own`: a list with the type of a thread that has one of its own
+
+
+class _TypeOfThreads:
+    """What tensordict asks for the type, with a type of its own for each thread that wants one."""
+
+    def get_mode(self) -> Any:
+        own = getattr(_types, "own", None)
+        return super().get_mode() if own is None else own[0]  # type: ignore[misc]
+
+    def set_mode(self, type: Any) -> None:
+        own = getattr(_types, "own", None)
+        if own is None:
+            super().set_mode(type)  # type: ignore[misc]
+        else:
+            own[0] = type
+
+
 FLAGS = ("done", "terminated", "truncated")
 TensorDictPolicy = Callable[[TensorDictBase], TensorDictBase]
 
@@ -110,7 +148,8 @@ TensorDictPolicy = Callable[[TensorDictBase], TensorDictBase]
 class RandomPolicy:
     """A policy that draws random actions from a spec, with torch's global generator.
 
-    `action_spec` has the batch dimensions of the TensorDicts that the policy gets, or fewer.
+    `action_spec` has the batch dimensions of the TensorDicts that the policy gets, or fewer. With `action_key=None` it
+    is a Composite, whose keys are those of the actions.
 
     >>> from tensordict import TensorDict
     >>> from engram.specs import Categorical
@@ -118,35 +157,78 @@ class RandomPolicy:
     torch.Size([3])
     """
 
-    def __init__(self, action_spec: Spec, action_key: str | tuple[str, ...] = "action") -> None:
+    def __init__(self, action_spec: Spec, action_key: str | tuple[str, ...] | None = "action") -> None:
         self.action_spec = action_spec
         self.action_key = action_key
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         batch_is_in_spec = td.batch_size == self.action_spec.shape[: td.ndim]
-        return td.set(self.action_key, self.action_spec.rand(() if batch_is_in_spec else td.batch_size))
+        action = self.action_spec.rand(() if batch_is_in_spec else td.batch_size)
+        return td.update(action) if self.action_key is None else td.set(self.action_key, action)
 
     def __repr__(self) -> str:
         return f"RandomPolicy(action_spec={self.action_spec!r})"
 
 
-class ObservationPolicy:
-    """A policy from a module that maps the tensor under `in_key` to the action."""
+def random_policy(env: Any) -> RandomPolicy:
+    """The random policy of an environment of any library, whatever the keys of its actions."""
+    keys = written_actions(env)
+    if keys == ["action"]:
+        return RandomPolicy(env.action_spec)
+    is_tensor = len(keys) == 1 and not isinstance(env.action_spec, Stacked)  # agents that differ: a lazy stack
+    return RandomPolicy(env.action_spec, keys[0]) if is_tensor else RandomPolicy(env.full_action_spec, None)
 
-    def __init__(self, module: Callable[..., Any], in_key: str | tuple[str, ...]) -> None:
+
+def written_actions(env: Any) -> list[Any]:
+    """The keys that a policy must write: that of each action, and "action" alone where all are below it."""
+    keys = list(getattr(env, "action_keys", ("action",)))
+    return ["action"] if all((key if isinstance(key, str) else key[0]) == "action" for key in keys) else keys
+
+
+class ObservationPolicy:
+    """A policy from a module or function that maps the tensors under `in_keys` to the action.
+
+    Of several outputs, a tuple of two or more tensors, the first is the action; the others are `"output1"`, ...
+    """
+
+    def __init__(self, module: Callable[..., Any], in_keys: Sequence[Any], outputs: int | None = None) -> None:
         self.module = module
-        self.in_key = in_key
+        self.in_keys = list(in_keys)
+        self.outputs = outputs  # how many there are; None until the first call
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        return td.set("action", self.module(td.get(self.in_key)))
+        action, others = self.split(self.call(td))
+        return td.update(others).set("action", action)
+
+    def call(self, td: TensorDictBase) -> Any:
+        """What the module returns for the tensors of `td`."""
+        return self.module(*[td.get(key) for key in self.in_keys])
+
+    def split(self, out: Any) -> tuple[Any, dict[str, Tensor]]:
+        """The action, just as the module returned it, and the other outputs.
+
+        Raises TypeError where one of several outputs is not a tensor.
+        """
+        if not isinstance(out, tuple) or len(out) < 2:
+            self.outputs = 1
+            return out, {}
+        self.outputs = len(out)
+        for number, value in enumerate(out):
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"output {number} of the policy is a {type(value).__name__}; a policy on tensors returns the "
+                    "action, or a tuple of tensors whose first is the action. TensorDictModule names others"
+                )
+        return out[0], {f"output{number}": value for number, value in enumerate(out[1:], 1)}
 
 
 class CallablePolicy:
     """A policy from a callable on TensorDicts, which returns a TensorDict or writes in place and returns None."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], action_keys: Sequence[Any] = ("action",)) -> None:
         self.function = function
         self._call = function
+        self.action_keys = action_keys
 
     def prepare(self) -> None:
         """Chooses the fastest way to call the function; to be called again after hooks may have changed."""
@@ -155,37 +237,65 @@ class CallablePolicy:
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         result = self._call(td)
         result = td if result is None else result
-        if not isinstance(result, TensorDictBase) or result.get("action", None) is None:
+        if not isinstance(result, TensorDictBase) or any(result.get(key, None) is None for key in self.action_keys):
             kind = f"keys {list(result.keys())}" if isinstance(result, TensorDictBase) else type(result).__name__
             raise TypeError(
-                f"a policy must return a TensorDict with an 'action' entry, got {kind}; a function of observation "
-                "tensors must be an nn.Module, or be wrapped in TensorDictModule(f, in_keys=[...], out_keys=['action'])"
+                f"a policy must return a TensorDict with {_entries(self.action_keys)}, got {kind}; a function of "
+                "observation tensors must have parameters with the names of the observations, be an nn.Module, or be "
+                "wrapped in TensorDictModule(f, in_keys=[...], out_keys=['action'])"
             )
         return result
+
+
+def _entries(keys: Sequence[Any]) -> str:
+    return f"an {keys[0]!r} entry" if len(keys) == 1 else f"the entries {list(keys)}"
 
 
 def as_policy(policy: Any, env: Any) -> TensorDictPolicy:
     """The policy on TensorDicts for anything that a user may give as a policy of `env`.
 
-    None and `env.rand_step` are random; modules with `in_keys` and plain callables take TensorDicts; any other
-    `nn.Module` takes the observation tensor. Raises TypeError for an object that is not callable, and ValueError for a
-    module on observations if the environment has several.
+    None and `env.rand_step` are random; modules with `in_keys` take TensorDicts. Other modules and functions whose
+    parameters have the names of observations get these as tensors; else an `nn.Module` gets the only observation, and a
+    function the TensorDict. Raises TypeError for an object that is not callable, and ValueError for a module whose
+    parameters do not say which of several observations it takes.
     """
     if policy is None:
-        return RandomPolicy(env.action_spec)
+        return random_policy(env)
     if isinstance(policy, RandomPolicy):
         return _expanded(policy, env)
     if getattr(policy, "__name__", None) in ("rand_step", "rand_action") and hasattr(policy, "__self__"):
-        return _expanded(RandomPolicy(policy.__self__.action_spec), env)
+        return _expanded(random_policy(policy.__self__), env)
     if not callable(policy):
         raise TypeError(f"policy must be a callable, an nn.Module or None, got {type(policy).__name__}")
-    if isinstance(policy, nn.Module) and not _takes_tensordict(policy):
-        return ObservationPolicy(policy, _only_observation(env))
-    return CallablePolicy(policy)
+    is_module = isinstance(policy, nn.Module)
+    if is_module and _takes_tensordict(policy):
+        return CallablePolicy(policy, written_actions(env))
+    named = _observations_by_name(policy.forward if is_module else policy, env)
+    if named or is_module:
+        return ObservationPolicy(policy, named or [_only_observation(env)])
+    return CallablePolicy(policy, written_actions(env))
+
+
+def compiled_policy(policy: TensorDictPolicy, options: Mapping[str, Any]) -> TensorDictPolicy:
+    """`policy` under `torch.compile(..., **options)`; a random one as it is."""
+    return _with_function(policy, lambda function: torch.compile(function, **options))
+
+
+def cudagraph_policy(policy: TensorDictPolicy, options: Mapping[str, Any]) -> TensorDictPolicy:
+    """`policy` in a `CudaGraphModule(..., **options)`; a random one as it is."""
+    return _with_function(policy, lambda function: CudaGraphModule(function, **options))
+
+
+def _with_function(policy: TensorDictPolicy, wrap: Callable[[Any], Any]) -> TensorDictPolicy:
+    if isinstance(policy, ObservationPolicy):
+        return ObservationPolicy(wrap(policy.module), policy.in_keys, policy.outputs)
+    if isinstance(policy, CallablePolicy):
+        return CallablePolicy(wrap(policy.function), policy.action_keys)
+    return policy
 
 
 def as_observation_policy(policy: TensorDictPolicy) -> ObservationPolicy | None:
-    """The policy as a module from one observation to the action; None if it does more than that.
+    """The policy as a module from observations to the action; None if it does more than that.
 
     A TensorDictModule qualifies if it is exactly of that class, reads one key, writes only the action, and has no hooks
     or options.
@@ -195,11 +305,12 @@ def as_observation_policy(policy: TensorDictPolicy) -> ObservationPolicy | None:
     module: Any = policy.function if isinstance(policy, CallablePolicy) else None
     if type(module) is not TensorDictModule or not _is_plain_module(module):
         return None
-    return ObservationPolicy(module.module, module.in_keys[0])
+    return ObservationPolicy(module.module, module.in_keys, outputs=1)
 
 
 def _expanded(policy: RandomPolicy, env: Any) -> RandomPolicy:
-    spec, expected = policy.action_spec, env.action_spec.shape
+    spec = policy.action_spec
+    expected = env.action_spec.shape if policy.action_key is not None else env.full_action_spec.shape
     if spec.shape == expected:
         return policy
     if (*env.batch_size, *spec.shape) != tuple(expected):
@@ -229,14 +340,35 @@ def _takes_tensordict(module: nn.Module) -> bool:
     return first is not None and (first.name in ("td", "tensordict") or "TensorDict" in str(first.annotation))
 
 
+def _observations_by_name(function: Callable[..., Any], env: Any) -> list[str]:
+    """The observations whose names the first parameters of a function have; none where it needs others, too."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    observations, names = _observation_keys(env), list[str]()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    for place, parameter in enumerate(parameters):
+        if place == len(names) and parameter.kind in positional and parameter.name in observations:
+            names.append(parameter.name)
+        elif parameter.default is parameter.empty and parameter.kind in (*positional, parameter.KEYWORD_ONLY):
+            return []
+    return names
+
+
 def _only_observation(env: Any) -> Any:
-    keys = [key for key in _leaf_keys(env.observation_spec) if key not in (*FLAGS, IDLE)]
+    keys = _observation_keys(env)
     if len(keys) != 1:
         raise ValueError(
-            f"an nn.Module policy gets one observation, and the environment has {keys}; wrap it in "
-            "TensorDictModule(module, in_keys=[...], out_keys=['action'])"
+            f"an nn.Module policy whose parameters have other names gets one observation, and the environment has "
+            f"{keys}; name its parameters so, or wrap it in TensorDictModule(module, in_keys=[...], "
+            "out_keys=['action'])"
         )
     return keys[0]
+
+
+def _observation_keys(env: Any) -> list[Any]:
+    return [key for key in _leaf_keys(env.observation_spec) if key not in (*FLAGS, IDLE)]
 
 
 def _leaf_keys(spec: Any) -> list[Any]:
@@ -249,9 +381,10 @@ def zero_outputs(policy: TensorDictPolicy, td: TensorDictBase) -> TensorDictBase
     Random steps carry them, so that all batches of a collector have the same keys. The policy is called once, on a
     copy, and torch's random numbers are put back.
     """
-    if not isinstance(policy, CallablePolicy):
+    if not isinstance(policy, CallablePolicy | ObservationPolicy):
         return td.empty()
     with torch.random.fork_rng():
-        out = policy(td.clone())
+        copy = td.clone()
+        out = policy(copy) if isinstance(policy, CallablePolicy) else copy.update(policy.split(policy.call(copy))[1])
     given = set(td.keys(True, True)) | {"action"}
     return out.select(*[key for key in out.keys(True, True) if key not in given]).apply(torch.zeros_like)

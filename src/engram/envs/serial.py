@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.envs.base import EnvBase
+from engram.envs.base import SPEC_NAMES, EnvBase
 from engram.envs.engines import GymEngine
 from engram.processes.timeouts import reject_timeout
 from engram.specs.tensors import usable_device
@@ -18,7 +19,9 @@ from engram.specs.tensors import usable_device
 class SerialEnv(EnvBase):
     """`n` environments, stepped one after the other: batch `[n, *batch of one]`.
 
-    `make_env` creates one environment, or is a list of n such functions. All must have the same specs. Environment i
+    `make_env` creates one environment, or is a list of n such functions; `create_env_kwargs` are its arguments, or a
+    list of n of them. `num_workers` and `create_env_fn` are other names of `n` and `make_env`, and
+    `serial_for_single` has no effect. All must have the same specs. Environment i
     gets the seed `seed + i * (number of environments in one)`. Raises ValueError for different specs or a list of
     another length, TypeError for a `timeout`, which only `ParallelEnv` has.
 
@@ -29,26 +32,27 @@ class SerialEnv(EnvBase):
 
     def __init__(
         self,
-        n: int,
-        make_env: Callable[[], EnvBase] | Sequence[Callable[[], EnvBase]],
+        n: int | None = None,
+        make_env: Any = None,
         *,
+        create_env_fn: Any = None,
+        create_env_kwargs: Any = None,
+        num_workers: int | None = None,
+        serial_for_single: bool = False,
         device: torch.device | str | None = None,
         timeout: None = None,
     ) -> None:
         reject_timeout(timeout, "SerialEnv")
+        n = only_one("n", n, "num_workers", num_workers)
+        make_env = only_one("make_env", make_env, "create_env_fn", create_env_fn)
         place = usable_device(device, "device")  # before an environment is created
-        self._envs = [make() for make in env_makers("SerialEnv", n, make_env)]
+        self._envs = [make() for make in env_makers("SerialEnv", n, make_env, create_env_kwargs)]
         first = self._envs[0]
         for index, env in enumerate(self._envs):
             check_same_specs(index, env, first)
-        super().__init__(
-            first.observation_spec.expand(n, *first.observation_spec.shape),
-            first.action_spec.expand(n, *first.action_spec.shape),
-            batch_size=(n, *first.batch_size),
-            device=first.device,
-        )
-        self.reward_spec = first.reward_spec.expand(n, *first.reward_spec.shape)
-        self.done_spec = first.done_spec.expand(n, *first.done_spec.shape)
+        super().__init__(batch_size=(n, *first.batch_size), device=first.device)
+        self._take_specs(first, n)
+        self.policy_entries = first.policy_entries
         if place is not None:
             self.to(place)
 
@@ -59,6 +63,21 @@ class SerialEnv(EnvBase):
             return None
         engines: list[GymEngine] = [engine for member in members for engine in member]
         return engines if all(engine.has_spaces_of(engines[0]) for engine in engines) else None
+
+    def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
+        if td is None or not self._reads_state():
+            return super()._reset_from(td, mask, kwargs)
+        rows = list(zip(self._envs, td.unbind(0), strict=True))
+        fresh = [env.reset(row, **kwargs) if mask is None or bool(row["_reset"].any()) else None for env, row in rows]
+        blank = next((one.apply(torch.zeros_like) for one in fresh if one is not None), td[0].exclude("_reset"))
+        return torch.stack([blank if one is None else one for one in fresh])  # nobody reads the blank ones
+
+    def _reads_state(self) -> bool:
+        reads: bool = self._envs[0]._reads_state()
+        return reads
+
+    def call_below(self, path: str) -> Any:
+        return [env.call_below(path) for env in self._envs]
 
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
         rows = [None] * len(self._envs) if mask is None else mask.unbind(0)
@@ -80,6 +99,10 @@ class SerialEnv(EnvBase):
     def _set_seed(self, seed: int) -> None:
         for env in self._envs:
             seed = env.set_seed(seed)
+
+    def _set_same_seed(self, seed: int) -> None:
+        for env in self._envs:
+            env.set_seed(seed, static_seed=True)
 
     def random_state(self) -> Any:
         states = [getattr(env, "random_state", lambda: None)() for env in self._envs]
@@ -111,19 +134,31 @@ class SerialEnv(EnvBase):
         return f"SerialEnv({len(self._envs)} x {self._envs[0]!r})"
 
 
-def env_makers(kind: str, n: int, make_env: Callable[[], Any] | Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+def only_one(name: str, value: Any, alias: str, other: Any) -> Any:
+    """The one of two values that is given. Raises TypeError if both are, or none."""
+    if (value is None) == (other is None):
+        raise TypeError(f"give {name} (or, under its other name, {alias}), and only one of them")
+    return other if value is None else value
+
+
+def env_makers(kind: str, n: int, make_env: Any, create_env_kwargs: Any = None) -> list[Callable[[], Any]]:
     """One function for each of `n` environments. Raises ValueError for n < 1, and for a list of another length."""
     if n < 1:
         raise ValueError(f"{kind} needs 1 environment or more, got {n}")
-    makers: list[Callable[[], Any]] = [make_env] * n if callable(make_env) else list(make_env)
+    makers: list[Callable[..., Any]] = [make_env] * n if callable(make_env) else list(make_env)
     if len(makers) != n:
         raise ValueError(f"{kind}({n}, ...) got {len(makers)} callables; give {n}, or a single one")
-    return makers
+    if not create_env_kwargs:
+        return makers
+    settings = [create_env_kwargs] * n if isinstance(create_env_kwargs, dict) else list(create_env_kwargs)
+    if len(settings) != n:
+        raise ValueError(f"{kind}({n}, ...) got {len(settings)} create_env_kwargs; give {n}, or a single dict")
+    return [functools.partial(make, **setting) for make, setting in zip(makers, settings, strict=True)]
 
 
 def check_same_specs(index: int, env: Any, first: Any) -> None:
     """Raises ValueError if environment `index` has other specs than the first."""
-    for name in ("batch_size", "device", "observation_spec", "action_spec", "reward_spec", "done_spec"):
+    for name in ("batch_size", "device", "observation_spec", "action_spec", "reward_spec", "done_spec", *SPEC_NAMES):
         value, expected = getattr(env, name), getattr(first, name)
         if value != expected:
             raise ValueError(

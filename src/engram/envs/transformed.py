@@ -9,6 +9,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.envs.base import EnvBase
+from engram.pytree import Key
+from engram.specs import Spec
 from engram.transforms import Compose, Transform
 from engram.transforms.adapters import as_transform
 from engram.transforms.env_specs import FLAGS, EnvSpecs
@@ -42,14 +44,17 @@ class TransformedEnv(EnvBase):
 
     def __init__(self, base_env: EnvBase, transform: Any = None) -> None:
         if not isinstance(base_env, EnvBase):
-            raise TypeError(f"TransformedEnv takes an engram environment, got a {type(base_env).__name__}")
+            raise TypeError(
+                f"TransformedEnv takes an engram environment, got a {type(base_env).__name__}; put another library's "
+                "environment behind that library's own transforms"
+            )
         self._base = base_env
         given = _as_list(transform)
         parts = [part for one in given for part in one.parts()]
         self._is_single = len(given) == 1 and given[0].parts() == given
-        super().__init__(
-            base_env.observation_spec, base_env.action_spec, batch_size=base_env.batch_size, device=base_env.device
-        )
+        super().__init__(batch_size=base_env.batch_size, device=base_env.device)
+        self._take_specs(base_env)
+        self.batch_locked = base_env.batch_locked
         self._attach(parts, 0)
 
     # ---- transforms ----
@@ -63,9 +68,10 @@ class TransformedEnv(EnvBase):
         """The transform, or a flat `Compose` of all of them, as this environment uses them."""
         return self._parts[0] if self._is_single else Compose(*self._parts)
 
-    def append_transform(self, transform: Any) -> None:
-        """Adds a transform at the end; one along time starts at the next reset."""
+    def append_transform(self: Self, transform: Any) -> Self:
+        """Adds a transform at the end; one along time starts at the next reset. Returns the environment itself."""
         self.insert_transform(len(self._parts), transform)
+        return self
 
     def insert_transform(self, index: int, transform: Any) -> None:
         """Adds a transform before the one at `index`. Raises IndexError if the index is out of range."""
@@ -79,20 +85,51 @@ class TransformedEnv(EnvBase):
 
     def _attach(self, parts: list[Transform], n_attached: int) -> None:
         """Uses these transforms, of which the first `n_attached` are in use already."""
-        attached, specs = [], self._base_specs()
-        for i, part in enumerate(parts):
-            own = part if i < n_attached else part.for_env(specs)
-            specs = own.transform_specs(specs)
-            attached.append(own)
-        self._parts = attached
+        before, specs = getattr(self, "_parts", []), self._base_specs()
+        self._parts: list[Transform] = []  # those that are in use, for the `parent` of the next one
+        self._parents: dict[int, EnvBase] = {}
+        try:
+            for i, part in enumerate(parts):
+                own = part if i < n_attached else part.for_env(specs)
+                self._parts = [*self._parts, own]
+                own.set_container(self)
+                specs = own.transform_specs(specs)
+        except BaseException:
+            self._parts = before
+            raise
         self._update_specs()
+
+    def before_transform(self, transform: Transform) -> EnvBase:
+        """The base environment with the transforms before `transform`, which is its `parent`."""
+        n = next(i for i, part in enumerate(self._parts) if part is transform)
+        if n == 0:
+            return self._base
+        if n not in self._parents:
+            parent = object.__new__(type(self))  # not a copy: `__setstate__` would make it the container of them all
+            vars(parent).update(vars(self))
+            parent._parts, parent._is_single, parent._parents = self._parts[:n], False, {}
+            parent._specs = dict(self._specs)
+            parent._update_specs()
+            self._parents[n] = parent
+        return self._parents[n]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _parents={})
+        for part in self._parts:
+            part.set_container(self)
 
     def _base_specs(self) -> EnvSpecs:
         base = self._base
-        return EnvSpecs(base.observation_spec, base.action_spec, base.reward_spec, base.done_spec)
+        results = {**base.full_reward_spec.leaves(), **base.full_done_spec.leaves()}
+        grouped: dict[Key, Spec] = {key: spec for key, spec in results.items() if isinstance(key, tuple)}
+        return EnvSpecs(base.observation_spec, base.action_spec, base.reward_spec, base.done_spec, grouped)
 
     def _update_specs(self) -> None:
+        self._take_specs(self._base)
         specs = self._base_specs()
+        self._parents = {}  # they have other specs then
+        own = [key for part in self._parts for key in part.policy_entries()]
+        self.policy_entries = (*self._base.policy_entries, *own)
         self._resets: list[tuple[Any, dict[Any, Any]]] = []  # each with the entries that it adds
         self._steps: list[Any] = []
         self._invs: list[Any] = []
@@ -104,8 +141,10 @@ class TransformedEnv(EnvBase):
                 self._steps.append(calls.step)
                 if calls.inv is not None:
                     self._invs.insert(0, calls.inv)
-        self.observation_spec, self.action_spec = specs.observation, specs.action
-        self.reward_spec, self.done_spec = specs.reward, specs.done
+        self.observation_spec = specs.observation
+        for name, spec in (("action_spec", specs.action), ("reward_spec", specs.reward), ("done_spec", specs.done)):
+            if spec is not getattr(self._base, name):  # those with several keys stay as they are
+                setattr(self, name, spec)
 
     # ---- episodes ----
     def random_state(self) -> Any:
@@ -113,6 +152,16 @@ class TransformedEnv(EnvBase):
 
     def set_random_state(self, state: Any) -> None:
         self._base.set_random_state(state)
+
+    def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
+        if td is None or not self._reads_state():
+            return super()._reset_from(td, mask, kwargs)
+        fresh = self._base.reset(td, **kwargs).exclude("_reset")
+        blank = TensorDict(batch_size=fresh.batch_size, device=self.device)
+        return self._after_reset(blank if mask is None else blank.set("_reset", mask), fresh)
+
+    def _reads_state(self) -> bool:
+        return self._base._reads_state()
 
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
         td = TensorDict(batch_size=self.batch_size, device=self.device)
@@ -124,21 +173,24 @@ class TransformedEnv(EnvBase):
             fresh = self._base.reset(blank.set("_reset", mask))
             fresh.pop("_reset", None)
             td.set("_reset", mask)
+        return self._after_reset(td, fresh)
+
+    def _after_reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        """What the base's reset returned, after the transforms; `td` has the mask of resets."""
         for reset, added in self._resets:
             fresh = reset(td, fresh)
             for key, spec in added.items():
                 if fresh.get(key, None) is None:
-                    fresh.set(key, spec.zero())
+                    fresh.set(key, spec.zero(self._extra_batch(fresh)))
         return fresh
 
     def step(self, td: TensorDictBase) -> TensorDictBase:
         self._check_open()
-        if td.get("action", None) is None:
-            raise KeyError(f"step needs an 'action', got keys {list(td.keys())}; use rand_step, or call a policy first")
+        self._require_action(td)
         # A recurrent policy writes its next hidden state under "next": transforms do not see it.
         hidden = td.get("next", None)
         following = self._with_flags(self._step(td if hidden is None else td.exclude("next")))
-        return td.set("next", following if hidden is None else hidden.copy().update(following))
+        return td.set("next", self._with_policy_entries(td, hidden, following))
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
         inner = td
@@ -160,6 +212,9 @@ class TransformedEnv(EnvBase):
         return td.set("done", terminated | truncated)
 
     # ---- the rest of an environment ----
+    def call_below(self, path: str) -> Any:
+        return self._base.call_below(path)
+
     def engines(self) -> None:
         """None: raw steps of the base environment would leave the transforms out."""
 
@@ -174,14 +229,16 @@ class TransformedEnv(EnvBase):
         cls = type(self)
         return None if (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS else list(self._parts)
 
-    def set_seed(self, seed: int) -> int:
-        return self._base.set_seed(seed)
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        return self._base.set_seed(seed, static_seed)
 
     def _set_seed(self, seed: int) -> None:
         self._base.set_seed(seed)
 
     def to(self: Self, device: torch.device | str) -> Self:
         self._base.to(device)
+        for part in self._parts:
+            part.to(device)
         self.device = self._base.device
         self._update_specs()
         return self
@@ -219,13 +276,14 @@ class TransformedEnv(EnvBase):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # private ones belong to the base, and `copy` asks before there is a base
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return super().__getattr__(name)
         return getattr(self._base, name)
 
     def __repr__(self) -> str:
         return f"TransformedEnv(\n    env={self._base!r},\n    transform={self.transform!r})"
 
 
+EnvBase._behind_transform = TransformedEnv
 _UNCHANGED_METHODS = (TransformedEnv._step, TransformedEnv._reset, TransformedEnv.step, TransformedEnv.reset)
 
 

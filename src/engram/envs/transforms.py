@@ -1,4 +1,7 @@
-"""Transforms, under the name where users look for them."""
+"""Transforms, and the environment behind them, under the name where users look for them."""
 
+from engram.envs.transformed import TransformedEnv as TransformedEnv
 from engram.transforms import *  # noqa: F403
-from engram.transforms import __all__ as __all__
+from engram.transforms import __all__ as _transforms
+
+__all__ = sorted([*_transforms, "TransformedEnv"])

@@ -31,7 +31,8 @@ class VectorStepper:
 
     def __init__(self, engine: VectorEngine) -> None:
         self.engine = engine
-        self.marks_idle = engine.autoreset is Autoreset.NEXT_STEP and not engine.can_reset_some
+        self._postpones = engine.autoreset is Autoreset.NEXT_STEP and not engine.can_reset_some
+        self.marks_idle = not engine.can_reset_some or engine.can_lose_episodes
         spec = composite_spec(engine.leaves)
         self.observation_spec = spec.expand(engine.n)
         if self.marks_idle:
@@ -43,23 +44,37 @@ class VectorStepper:
     def _clear_marks(self) -> None:
         self._over = np.zeros(self.engine.n, dtype=np.bool_)
         self._fresh = np.zeros(self.engine.n, dtype=np.bool_)
+        self._drains = np.zeros(self.engine.n, dtype=np.bool_)  # to be reset, which waits for the end of their episode
 
     def seed(self, seed: int) -> None:
         """Seeds environment i with `seed + i` at the next reset of all."""
         self._fresh[:] = False  # episodes that began without the seed are not used
         self.engine.seed(seed)
 
+    def seed_alike(self, seed: int) -> None:
+        """Seeds every environment with `seed` at the next reset of all."""
+        self.engine.seed_alike(seed)
+        self._fresh[:] = False
+
     def reset(self, mask: Tensor | None) -> dict[Any, Tensor]:
         """Observations after a reset of all, or where `mask` (bool `[n, 1]`) holds; the other rows are not read.
 
-        Raises ValueError if an environment is in the middle of an episode and cannot be reset without the others.
+        An environment that is in the middle of an episode and cannot be reset without the others is marked as idle
+        until its episode is over, or until all are: then all are reset.
         """
         rows = np.ones(self.engine.n, dtype=np.bool_) if mask is None else mask.cpu().numpy().reshape(-1)
         needed = rows & ~self._fresh
         is_running = needed & ~self._over
-        if mask is None or (rows.all() and is_running.any() and not self.engine.can_reset_some):
-            needed = is_running = rows
-        postponed = needed if self.marks_idle and not is_running.any() else np.zeros_like(needed)
+        postponed = np.zeros_like(needed)
+        if mask is None:
+            needed, self._drains = rows, postponed.copy()
+        elif not self.engine.can_reset_some:
+            self._drains |= is_running
+            if self._drains.all() or (rows.all() and is_running.any()):
+                needed = rows = np.ones_like(rows)
+                self._drains = postponed.copy()
+            else:
+                postponed = needed | (rows & self._drains)
         if needed.any() and not postponed.any():
             self._reset_now(needed)
         self._fresh[rows] = False
@@ -89,17 +104,20 @@ class VectorStepper:
         idle = np.zeros(n, dtype=np.bool_) if idle is None else idle.copy()
         reward, terminated = reward_row(reward, n), flag_row(terminated, n, "terminated")
         truncated = flag_row(truncated, n, "truncated")
+        ended = np.logical_or(terminated, truncated)
+        fresh = ended | idle if self.engine.autoreset is Autoreset.SAME_STEP else idle.copy()
+        idle |= self._drains
+        self._drains &= ~fresh
         rewards = narrow_rewards(np.where(idle, 0, reward)[None])
         if rewards.error is not None:
             raise rewards.error
         values = self._encoded(observation)
-        ended = np.logical_or(terminated, truncated)
         changes = bool((ended | idle).any())  # the caller may write into the tensors that it gets
         self._shown = {key: column.clone() if changes else column for key, column in values.items()}
         for env, raw_last in last:
             for leaf in self.engine.leaves:
                 values[leaf.key][env] = leaf.codec.encode(leaf.value(raw_last)[None])[0]
-        self._fresh = ended & ~idle if self.engine.autoreset is Autoreset.SAME_STEP else idle
+        self._fresh = fresh
         self._over = ended & ~idle & ~self._fresh
         if self.marks_idle:
             td.set(IDLE, _column(idle))
@@ -112,7 +130,7 @@ class VectorStepper:
         return values
 
     def _check_all_reset(self) -> None:
-        unreset = self._fresh if self.marks_idle else self._fresh | self._over
+        unreset = self._fresh if self._postpones else self._fresh | self._over
         if unreset.any():
             raise RuntimeError(
                 f"the episodes of environments {np.flatnonzero(unreset).tolist()} are over; reset them before the next "
@@ -128,11 +146,13 @@ class VectorEnv(EnvBase):
     """A VectorEngine with the TensorDict interface: batch `[n]`.
 
     A reset is never a step, and the last observation of an episode stays under `next`, in every autoreset mode of the
-    engine. An engine that needs a call of `step` to reset environments (NEXT_STEP without `can_reset_some`) cannot hide
-    that call. Its environment has one more entry, `"_idle"` (bool `[n, 1]`): where it holds at the root, the step only
-    resets. `reset` sets it for environments that could not be reset yet. Such a row is no step: its action is ignored,
-    its reward is 0, and its `("next", "truncated")` is set so that a reset follows, which returns the first
-    observation. `rollout` and the collectors leave these rows out; your own loops must, too.
+    engine. An engine that cannot reset some environments without the others (not `can_reset_some`) may need calls of
+    `step` to reset one: to begin the next episode (NEXT_STEP), or until an episode that is cut short is over. Its
+    environment has one more entry, `"_idle"` (bool `[n, 1]`): where it holds at the root, the step only resets, or
+    waits for that. `reset` sets it for environments that could not be reset yet; a reset of all resets them at once.
+    Such a row is no step: its action is ignored, its reward is 0, and its `("next", "truncated")` is set so that a
+    reset follows, which returns the first observation. `rollout` and the collectors leave these rows out; your own
+    loops must, too.
 
     Raises RuntimeError for a step of an environment whose episode is over and that was not reset.
 
@@ -163,6 +183,9 @@ class VectorEnv(EnvBase):
 
     def _set_seed(self, seed: int) -> None:
         self._stepper.seed(seed)
+
+    def _set_same_seed(self, seed: int) -> None:
+        self._stepper.seed_alike(seed)
 
     def _close(self) -> None:
         self._stepper.engine.close()

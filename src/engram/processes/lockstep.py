@@ -13,6 +13,7 @@ import numpy as np
 
 from engram._native import AtomicInts
 from engram.errors import WorkerError
+from engram.processes.restarts import Restarts, seed_after
 from engram.processes.shared_memory import SharedMemory
 from engram.processes.timeouts import CallTimer, Timeout
 from engram.processes.worker import CLOSE_TIMEOUT, Channel, Worker, close_all, wait_for_any
@@ -114,6 +115,8 @@ class LockstepPool:
         start_method: see `Worker`.
         close_timeout: seconds that a worker has to end by itself when the pool is closed or dropped.
         timeout: seconds that a recorded call of a worker may last; then the worker is killed. None: no limit.
+        restarts: how many workers that fail may be replaced, over all; the next failure is raised, and the pool is of
+            no more use then. A worker that fails while others may still be replaced is in `failed` until `replace`.
     """
 
     def __init__(
@@ -125,8 +128,12 @@ class LockstepPool:
         start_method: str | None = None,
         close_timeout: float = CLOSE_TIMEOUT,
         timeout: float | None = None,
+        restarts: int = 0,
     ) -> None:
         self._owner = os.getpid()
+        self._run, self._args, self._name, self._start_method = run, [tuple(own) for own in args], name, start_method
+        self._restarts, self._replaced = Restarts(restarts), [0] * len(args)
+        self.failed: dict[int, WorkerError] = {}  #: workers that have to be replaced before they execute anything
         self._close_timeout = close_timeout
         self._error: Exception | None = None
         self._is_idle, self._round, self.is_closed = True, 0, False
@@ -138,9 +145,8 @@ class LockstepPool:
         self._timeout = None if timeout is None else Timeout(timeout, [c for c in clocks if c is not None])
         self._workers: list[Worker] = []
         try:
-            for i, own_args in enumerate(args):
-                slot_and_args = (WorkerSlot(self._memory, size, i, self._spins, clocks[i]), *own_args)
-                self._workers.append(Worker(run, slot_and_args, name=f"{name} {i}", start_method=start_method))
+            for i in range(size):
+                self._workers.append(self._new_worker(i, clocks[i]))
         except BaseException:
             close_all(self._workers, 0.2)
             raise
@@ -150,11 +156,74 @@ class LockstepPool:
         self._finalizer = weakref.finalize(self, close_all, self._workers, close_timeout)
         self._finalizer.atexit = False  # `engram.processes.worker` has its own, with a shorter timeout
 
+    def _new_worker(self, i: int, clock: CallTimer | None, seed: int | None = None) -> Worker:
+        slot = WorkerSlot(self._memory, len(self._args), i, self._spins, clock)
+        name = f"{self._name} {i}"
+        return Worker(self._run, (slot, *self._args[i]), name=name, start_method=self._start_method, seed=seed)
+
     def _poll_of(self, worker: Worker) -> select.poll:
         poll = select.poll()
-        for fd in (worker.wakeup.fileno(), worker.fileno(), *(each.end_fileno() for each in self._workers)):
+        ends = [each.end_fileno() for i, each in enumerate(self._workers) if i not in self.failed]
+        for fd in (worker.wakeup.fileno(), worker.fileno(), *ends):
             poll.register(fd, select.POLLIN)
         return poll
+
+    def _note_failure(self, i: int, error: WorkerError) -> None:
+        """Notes that worker i has to be replaced; raises its error where no worker may be."""
+        if not self._restarts.left:
+            self._error = error
+            raise error
+        self.failed[i] = error
+        if self._timeout is not None:
+            self._timeout.renewed(i)  # the timer of a process that is gone may stand in the middle of a call
+        self._polls = [self._poll_of(worker) for worker in self._workers]
+
+    def lost(self) -> list[int]:
+        """The workers that have failed and did not complete the last round."""
+        return [i for i in self.failed if self._cells[_STRIDE * i + _COMPLETED] < self._round]
+
+    @property
+    def may_replace(self) -> bool:
+        """Whether workers that fail are replaced, as long as restarts are left."""
+        return self._restarts.allowed > 0
+
+    def replace(self, i: int) -> int:
+        """Starts worker i, which has failed, anew: it calls `run` as before. Returns how often it was replaced.
+
+        Raises its WorkerError where no restart is left.
+        """
+        try:
+            old, base = self._workers[i], _STRIDE * i
+            self._restarts.use(self.failed[i], old.pid)
+            old.close(self._close_timeout)
+            self._replaced[i] += 1
+            for field, value in ((_REQUESTED, self._round), (_COMPLETED, self._round), (_CORE, -1)):
+                self._cells[base + field] = value
+            for field in (_REPLIES, _WORKER_SLEEPS, _OWNER_SLEEPS):
+                self._cells[base + field] = 0
+            clock = None if self._timeout is None else self._timeout.renewed(i)
+            self._workers[i] = self._new_worker(i, clock, seed_after(old.seed, self._replaced[i]))
+        except WorkerError as error:
+            self._error = error
+            raise
+        except BaseException:
+            self._break("replacing")
+            raise
+        del self.failed[i]
+        self._polls = [self._poll_of(worker) for worker in self._workers]
+        return self._replaced[i]
+
+    def greet(self, i: int, answer: Callable[[Any], Any]) -> bool:
+        """Receives the first message of a worker that was started, and sends it the answer; False where it failed."""
+        try:
+            self._workers[i].send(answer(self._workers[i].receive()))
+        except WorkerError as error:
+            self._note_failure(i, error)
+            return False
+        except BaseException:
+            self._break("replacing")
+            raise
+        return True
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -165,17 +234,25 @@ class LockstepPool:
         return [worker.pid for worker in self._workers]
 
     def handshake(self) -> list[Any]:
-        """Waits for the first message of every worker. Raises WorkerError as soon as one has failed."""
+        """Waits for the first message of every worker. Raises WorkerError as soon as one has failed for good."""
         messages: dict[Worker, Any] = {}
         while missing := [worker for worker in self._workers if worker not in messages]:
             for worker in wait_for_any(missing):
-                messages[worker] = worker.receive()
+                try:
+                    messages[worker] = worker.receive()
+                except WorkerError as error:
+                    i = self._workers.index(worker)
+                    self._note_failure(i, error)
+                    self.replace(i)
         return [messages[worker] for worker in self._workers]
 
     def broadcast(self, message: Any) -> None:
         """Sends all workers a message, which they receive before their first command."""
-        for worker in self._workers:
-            worker.send(message)
+        for i, worker in enumerate(self._workers):
+            try:
+                worker.send(message)
+            except WorkerError as error:
+                self._note_failure(i, error)
 
     def wait_idle(self) -> None:
         """Returns when all workers wait for a command; only then may the memory that they share be written.
@@ -192,6 +269,7 @@ class LockstepPool:
             busy = [
                 i for i in self._all if self._cells[_STRIDE * i + _COMPLETED] < self._cells[_STRIDE * i + _REQUESTED]
             ]
+            busy = [i for i in busy if i not in self.failed]
             for i in busy:
                 self._workers[i].wake()  # an exception may have come just before this call
             self._wait(busy)
@@ -202,20 +280,38 @@ class LockstepPool:
     ) -> dict[int, Any]:
         """Has all workers, or those with these indices, execute a command; returns their replies by worker.
 
-        `messages[i]` goes to worker i. Raises as `wait_idle` does.
+        `messages[i]` goes to worker i. Raises as `wait_idle` does. Workers that have failed are left out; those that
+        did so in this round or before it are `lost()`.
         """
         self.wait_idle()
         self._is_idle = False
         self._round += 1
         self._reply_of.clear()
         chosen = self._all if workers is None else workers
+        if self.failed:
+            chosen = [i for i in chosen if i not in self.failed]
         if messages is None:
             self._request(chosen, command)
         else:
             self._send(chosen, command, messages)
         self._wait(chosen)
         self._is_idle = True
+        if self._restarts.allowed:
+            return self._replies_beside_failures(chosen)
         return {i: self._wait_for_reply(i) for i in chosen if self._cells[_STRIDE * i + _REPLIES]}
+
+    def _replies_beside_failures(self, workers: Sequence[int]) -> dict[int, Any]:
+        """The replies of those that completed the round; a worker whose reply is lost has not."""
+        lost = self.lost()
+        replies: dict[int, Any] = {}
+        for i in workers:
+            if i not in lost and self._cells[_STRIDE * i + _REPLIES]:
+                try:
+                    replies[i] = self._wait_for_reply(i)
+                except WorkerError as error:
+                    self._cells[_STRIDE * i + _COMPLETED] = 0
+                    self._note_failure(i, error)
+        return replies
 
     def _request(self, workers: Sequence[int], command: int) -> None:
         cells, number = self._cells, self._round
@@ -229,9 +325,11 @@ class LockstepPool:
         try:
             self._request(workers, command)  # a worker that has seen the command waits for its message
             for i in workers:
-                self._workers[i].send(messages[i])
-        except WorkerError as error:
-            self._error = error
+                try:
+                    self._workers[i].send(messages[i])
+                except WorkerError as error:
+                    self._note_failure(i, error)
+        except WorkerError:
             raise
         except BaseException:
             self._break("sending to")  # half a message cannot be continued
@@ -242,11 +340,11 @@ class LockstepPool:
         for i in workers:
             base = _STRIDE * i
             number = cells[base + _REQUESTED]
-            if cells.reaches(base + _COMPLETED, number, seconds):
+            if cells.reaches(base + _COMPLETED, number, seconds) or i in self.failed:
                 continue
             if cells.exchange(base + _OWNER_SLEEPS, 1, base + _COMPLETED) < number:
                 self._sleep_until_event(i)
-                while cells[base + _COMPLETED] < number:
+                while cells[base + _COMPLETED] < number and i not in self.failed:
                     self._sleep_until_event(i)
             cells[base + _OWNER_SLEEPS] = 0
 
@@ -259,7 +357,7 @@ class LockstepPool:
             elif fd == worker.fileno():
                 self._receive_reply(i)
             else:
-                self._raise_failure(fd)
+                self._note_end(fd)
         if self._timeout is not None and (overdue := self._timeout.overdue()) is not None:
             self._kill(*overdue)
 
@@ -267,32 +365,32 @@ class LockstepPool:
         try:
             self._workers[i].kill(reason)
         except WorkerError as error:
-            self._error = error
-            raise
+            self._note_failure(i, error)
 
     def _receive_reply(self, i: int) -> None:
         try:
             number, message = self._workers[i].receive()
         except WorkerError as error:
-            self._error = error
-            raise
+            self._note_failure(i, error)
+            return
         except BaseException:
             self._break("receiving from")
             raise
         if number == self._round:  # otherwise it belongs to a round that was interrupted
             self._reply_of[i] = message
 
-    def _raise_failure(self, end_fd: int) -> None:
-        ended = next(worker for worker in self._workers if worker.end_fileno() == end_fd)
+    def _note_end(self, end_fd: int) -> None:
+        i, ended = next((i, worker) for i, worker in enumerate(self._workers) if worker.end_fileno() == end_fd)
         try:
             ended.raise_failure()
         except WorkerError as error:
-            self._error = error
-            raise
+            self._note_failure(i, error)
 
     def _wait_for_reply(self, i: int) -> Any:
         while i not in self._reply_of:
             self._receive_reply(i)
+            if i in self.failed:
+                raise self.failed[i]
         return self._reply_of.pop(i)
 
     def _break(self, doing: str) -> None:

@@ -80,7 +80,12 @@ class Timeout:
     """The limit of one call's duration, checked by the owner of the workers."""
 
     def __init__(self, seconds: float, clocks: Sequence[CallTimer]) -> None:
-        self.seconds, self._clocks = seconds, clocks
+        self.seconds, self._clocks = seconds, list(clocks)
+
+    def renewed(self, worker: int) -> CallTimer:
+        """A timer for the process that replaces a worker; that of the old one may stand in the middle of a call."""
+        self._clocks[worker] = CallTimer()
+        return self._clocks[worker]
 
     def remaining(self) -> float:
         """Seconds until the earliest moment at which a call can exceed the limit."""

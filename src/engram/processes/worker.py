@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import SIGNED
 from engram.errors import WorkerError
+from engram.pytree import SIGNED
 from engram.store.files import passing_fds
 
 CLOSE_TIMEOUT = 5.0  # seconds that a worker has to end by itself
@@ -184,6 +184,7 @@ class Worker:
         args: likewise.
         name: the worker's name in errors.
         start_method: "fork", "spawn" or "forkserver"; None: fork unless CUDA is in use, where that cannot work.
+        seed: seeds the worker's random generators instead of such a draw.
 
     Raises:
         ValueError: no such start method.
@@ -191,7 +192,13 @@ class Worker:
     """
 
     def __init__(
-        self, run: Callable[..., None], args: Sequence[Any] = (), *, name: str, start_method: str | None = None
+        self,
+        run: Callable[..., None],
+        args: Sequence[Any] = (),
+        *,
+        name: str,
+        start_method: str | None = None,
+        seed: int | None = None,
     ) -> None:
         method = validate_start_method(start_method)
         _cloudpickle()  # raises ImportError before anything is made; a forked worker inherits the module
@@ -199,13 +206,13 @@ class Worker:
         self.name = name
         self._owner = os.getpid()
         self._connection, theirs = context.Pipe()
-        seed = int(torch.randint(2**31, ()))
+        self.seed = int(torch.randint(2**31, ())) if seed is None else seed
         self._worker_wakeup, self.wakeup = EventFd(), EventFd()
         main_args = (
             (theirs, self._worker_wakeup, self.wakeup),
             self._owner,
             method != "forkserver",
-            seed,
+            self.seed,
             run,
             tuple(args),
         )
@@ -393,8 +400,10 @@ def _pickler() -> Any:
 
 
 def _unpacked(packed: bytes, connection: Connection) -> Any:
-    descriptors = [_receive_descriptor(connection) for _ in range(packed[0])]
+    descriptors: list[int] = []
     try:
+        for _ in range(packed[0]):
+            descriptors.append(_receive_descriptor(connection))
         with passing_fds(descriptors):
             return pickle.loads(memoryview(packed)[1:])
     finally:
@@ -409,8 +418,9 @@ def _send_descriptors(connection: Connection, descriptors: list[int]) -> None:
 
 
 def _receive_descriptor(connection: Connection) -> int:
-    with socket.socket(fileno=os.dup(connection.fileno())) as wire:
-        _, descriptors, _, _ = socket.recv_fds(wire, 1, 1)
+    descriptors: list[int] = []
+    with socket.socket(fileno=os.dup(connection.fileno())) as wire, contextlib.suppress(ConnectionError):
+        _, descriptors, _, _ = socket.recv_fds(wire, 1, 1)  # reset where the other process had messages to read
     if not descriptors:
         raise EOFError("the other process ended before it sent its descriptors")
     return descriptors[0]

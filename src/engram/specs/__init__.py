@@ -5,6 +5,7 @@ batch dimensions first. All draws come from torch's global generator.
 """
 
 from engram.specs.spaces import space_from_spec, spec_from_space
+from engram.specs.stacked import Stacked, StackedComposite
 from engram.specs.tensors import (
     Binary,
     Bounded,
@@ -16,6 +17,24 @@ from engram.specs.tensors import (
     Spec,
     Unbounded,
 )
+from engram.specs.torchrl import register_in_torchrl
+
+TensorSpec = Spec
+register_in_torchrl(
+    {
+        "TensorSpec": Spec,
+        "Unbounded": Unbounded,
+        "Bounded": Bounded,
+        "Categorical": Categorical,
+        "Binary": Binary,
+        "MultiCategorical": MultiCategorical,
+        "OneHot": OneHot,
+        "MultiOneHot": MultiOneHot,
+        "Composite": Composite,
+        "Stacked": Stacked,
+        "StackedComposite": StackedComposite,
+    }
+)
 
 __all__ = [
     "Binary",
@@ -26,6 +45,9 @@ __all__ = [
     "MultiOneHot",
     "OneHot",
     "Spec",
+    "Stacked",
+    "StackedComposite",
+    "TensorSpec",
     "Unbounded",
     "space_from_spec",
     "spec_from_space",

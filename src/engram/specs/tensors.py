@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from engram.pytree import Key, key_path
+from engram.specs.torchrl import torchrl_spec
 
 Self = TypeVar("Self", bound="Spec")
 Device = torch.device | str | int | None
@@ -50,6 +52,11 @@ def usable_device(device: Device, name: str) -> torch.device | None:
     return requested
 
 
+def as_shape(shape: Sequence[int] | int) -> torch.Size:
+    """`shape` as a `torch.Size`; a number is a single dimension."""
+    return torch.Size((shape,) if isinstance(shape, int) else shape)
+
+
 def shape_after(shape: Sequence[int], change: Callable[[Tensor], Tensor]) -> torch.Size:
     """The shape of `change(tensor)` for a tensor of `shape`."""
     return change(torch.empty(()).expand(tuple(shape))).shape
@@ -59,12 +66,20 @@ class Spec(ABC):
     """Describes a tensor: `shape`, `dtype`, `device` (None: torch's default) and the domain of its values.
 
     Users draw (`rand`), test (`is_in`), convert (`project`, `encode`, `to_numpy`) and reshape (`expand`, indexing) with
-    it. A spec of one's own derives from `TensorSpec` and implements `_draw`, `_inside` and `_nearest`.
+    it. A spec of one's own derives from `LeafTensorSpec` and implements `_draw`, `_inside` and `_nearest`.
     """
 
     shape: torch.Size
     dtype: torch.dtype | None
     device: torch.device | None
+    _stack: Callable[[Sequence[Any], int], Any]  # `stack_specs`, which imports this file
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """`torch.stack(specs, dim)`; no other function of torch takes specs."""
+        return Spec._stack(*args, **(kwargs or {})) if function is torch.stack else NotImplemented
 
     @property
     def ndim(self) -> int:
@@ -127,6 +142,39 @@ class Spec(ABC):
         """`rand`."""
         return self.rand(shape)
 
+    def zeros(self, shape: Sequence[int] = ()) -> Any:
+        """`zero`."""
+        return self.zero(shape)
+
+    def ones(self, shape: Sequence[int] = ()) -> Any:
+        """`one`."""
+        return self.one(shape)
+
+    def contains(self, value: Any) -> bool:
+        """`is_in`."""
+        return self.is_in(value)
+
+    @abstractmethod
+    def cardinality(self) -> int | float:
+        """The number of choices that one value has, batch dimensions apart; `inf` for numbers.
+
+        That of a Composite is the product of its entries'.
+        """
+
+    def to_torchrl(self) -> Any:
+        """The same spec as an object of TorchRL's class of this name. Raises ImportError unless torchrl is imported."""
+        return torchrl_spec(self)
+
+    def cpu(self: Self) -> Self:
+        """The same spec on the CPU."""
+        assert isinstance(self, Spec)
+        return self.to("cpu")
+
+    def cuda(self: Self, device: Device = None) -> Self:
+        """The same spec on a CUDA device."""
+        assert isinstance(self, Spec)
+        return self.to("cuda" if device is None else torch.device(device))
+
     def unsqueeze(self: Self, dim: int) -> Self:
         """One more batch dimension of length 1."""
         assert isinstance(self, Spec)
@@ -145,7 +193,7 @@ class Spec(ABC):
             raise ValueError(f"the value does not lie in the spec.\n  found:   {text}\n  allowed: {self}")
 
 
-class TensorSpec(Spec):
+class LeafTensorSpec(Spec):
     """A spec of one tensor. Subclasses define their domain by `_draw`, `_inside` and `_nearest`.
 
     `spec[index]` is the spec of `tensor[index]`; the last dimension of one-hot vectors and of `MultiCategorical` is no
@@ -154,8 +202,8 @@ class TensorSpec(Spec):
 
     domain_ndim = 0  # trailing dimensions that are no batch dimensions: 1 for vectors like one-hot
 
-    def __init__(self, shape: Sequence[int], device: Device, dtype: torch.dtype) -> None:
-        self.shape = torch.Size(shape)
+    def __init__(self, shape: Sequence[int] | int, device: Device, dtype: torch.dtype) -> None:
+        self.shape = as_shape(shape)
         self.device = as_device(device)
         self.dtype: torch.dtype = dtype
 
@@ -171,13 +219,19 @@ class TensorSpec(Spec):
         """The nearest values in the domain."""
         raise NotImplementedError
 
-    def _domain(self) -> dict[str, Any]:
+    def domain_arguments(self) -> dict[str, Any]:
         """Constructor arguments besides shape, device and dtype."""
         return {}
 
     def _rebuilt(self: Self, **changes: Any) -> Self:
-        assert isinstance(self, TensorSpec)
-        arguments = {"shape": self.shape, "device": self.device, "dtype": self.dtype, **self._domain(), **changes}
+        assert isinstance(self, LeafTensorSpec)
+        arguments = {
+            "shape": self.shape,
+            "device": self.device,
+            "dtype": self.dtype,
+            **self.domain_arguments(),
+            **changes,
+        }
         return type(self)(**arguments)
 
     def rand(self, shape: Sequence[int] = ()) -> Tensor:
@@ -202,9 +256,17 @@ class TensorSpec(Spec):
     def one(self, shape: Sequence[int] = ()) -> Tensor:
         return torch.ones((*shape, *self.shape), dtype=self.dtype, device=self.device)
 
+    def cardinality(self) -> int | float:
+        return float("inf")
+
+    @property
+    def space(self) -> Any:
+        """The domain of one value: a `ContinuousBox` (`low`, `high`), a `CategoricalBox` (`n`), or a list of those."""
+        raise NotImplementedError(f"a {type(self).__name__} has no `space`")
+
     def clone(self: Self) -> Self:
-        assert isinstance(self, TensorSpec)
-        return self._rebuilt(**{k: v.clone() for k, v in self._domain().items() if isinstance(v, Tensor)})
+        assert isinstance(self, LeafTensorSpec)
+        return self._rebuilt(**{k: v.clone() for k, v in self.domain_arguments().items() if isinstance(v, Tensor)})
 
     def encode(self, value: Any) -> Tensor:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
@@ -219,7 +281,7 @@ class TensorSpec(Spec):
         return value.detach().cpu().numpy()
 
     def __getitem__(self: Self, index: Any) -> Self:
-        assert isinstance(self, TensorSpec)
+        assert isinstance(self, LeafTensorSpec)
         return self.with_batch(self.batch_ndim, lambda tensor: tensor[index])
 
     @property
@@ -227,11 +289,11 @@ class TensorSpec(Spec):
         return self.ndim - self.domain_ndim
 
     def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
-        assert isinstance(self, TensorSpec)
+        assert isinstance(self, LeafTensorSpec)
         return self._rebuilt(shape=(*shape_after(self.shape[:ndim], change), *self.shape[ndim:]))
 
     def expand(self: Self, *shape: Any) -> Self:
-        assert isinstance(self, TensorSpec)
+        assert isinstance(self, LeafTensorSpec)
         new = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
         if len(new) < self.ndim or new[len(new) - self.ndim :] != self.shape:
             raise ValueError(
@@ -240,22 +302,45 @@ class TensorSpec(Spec):
         return self._rebuilt(shape=new)
 
     def to(self: Self, dest: torch.device | torch.dtype | str) -> Self:
-        assert isinstance(self, TensorSpec)
+        assert isinstance(self, LeafTensorSpec)
         return self._rebuilt(dtype=dest) if isinstance(dest, torch.dtype) else self._rebuilt(device=dest)
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        assert isinstance(other, TensorSpec)
+        assert isinstance(other, LeafTensorSpec)
         same = (self.shape, self.dtype, self.device) == (other.shape, other.dtype, other.device)
-        mine, theirs = self._domain(), other._domain()
+        mine, theirs = self.domain_arguments(), other.domain_arguments()
         return same and all(bool(torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k]))) for k in mine)
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return hash((type(self), self.shape, self.dtype, self.device))
 
     def __repr__(self) -> str:
-        domain = "".join(f"{key}={_short(value)}, " for key, value in self._domain().items())
+        domain = "".join(f"{key}={_short(value)}, " for key, value in self.domain_arguments().items())
         return f"{type(self).__name__}({domain}shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+class ContinuousBox(NamedTuple):
+    """The lowest and the highest values, both in the spec's shape and dtype."""
+
+    low: Tensor
+    high: Tensor
+
+
+class CategoricalBox(NamedTuple):
+    """The choices 0 to `n - 1`."""
+
+    n: int
+
+
+class BoxList(tuple[CategoricalBox, ...]):
+    """The choices of each of several variables."""
+
+    @property
+    def boxes(self) -> list[CategoricalBox]:
+        """The same as a list."""
+        return list(self)
 
 
 def _short(value: Any) -> str:
@@ -305,15 +390,28 @@ def ordered_limits(dtype: torch.dtype) -> tuple[int, int]:
     return (LOWEST, HIGHEST) if dtype is torch.uint64 else (info.min, info.max)
 
 
-class Unbounded(TensorSpec):
+class Unbounded(LeafTensorSpec):
     """Any value of the dtype; draws are normal for floats, uniform over the dtype for integers and booleans.
 
     >>> Unbounded(shape=(3,)).rand((2,)).shape
     torch.Size([2, 3])
     """
 
-    def __init__(self, shape: Sequence[int] = (1,), device: Device = None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, shape: Sequence[int] | int = (1,), device: Device = None, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(shape, device, dtype)
+
+    @property
+    def space(self) -> ContinuousBox:
+        if self.dtype.is_floating_point:
+            low, high = -math.inf, math.inf
+        elif self.dtype is torch.bool:
+            low, high = 0, 1
+        else:
+            low, high = torch.iinfo(self.dtype).min, torch.iinfo(self.dtype).max
+        ends = (torch.full((), end, dtype=self.dtype, device=self.device).expand(self.shape) for end in (low, high))
+        return ContinuousBox(*ends)
 
     def _draw(self, shape: torch.Size) -> Tensor:
         if self.dtype.is_floating_point:
@@ -330,7 +428,7 @@ class Unbounded(TensorSpec):
         return from_ordered_int64(as_ordered_int64(value, self.dtype).clamp(*ordered_limits(self.dtype)), self.dtype)
 
 
-class Bounded(TensorSpec):
+class Bounded(LeafTensorSpec):
     """Values in `[low, high]`, both ends included; one or both may be infinite.
 
     `low` and `high` are numbers or tensors that broadcast to `shape` (None: their own shape). Draws are uniform between
@@ -345,13 +443,13 @@ class Bounded(TensorSpec):
         self,
         low: float | Tensor,
         high: float | Tensor,
-        shape: Sequence[int] | None = None,
+        shape: Sequence[int] | int | None = None,
         device: Device = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         lowest = torch.as_tensor(low, dtype=dtype, device=device)
         highest = torch.as_tensor(high, dtype=dtype, device=device)
-        common = np.broadcast_shapes(lowest.shape, highest.shape) if shape is None else shape
+        common = np.broadcast_shapes(lowest.shape, highest.shape) if shape is None else as_shape(shape)
         super().__init__(common, device, dtype)
         self.low, self.high = lowest.expand(self.shape), highest.expand(self.shape)
         # For comparisons: as they are, or as int64 in the same order, as torch cannot compare every integer dtype.
@@ -362,8 +460,15 @@ class Bounded(TensorSpec):
     def _comparable(self, value: Tensor) -> Tensor:
         return value if self.dtype.is_floating_point else as_ordered_int64(value, self.dtype)
 
-    def _domain(self) -> dict[str, Any]:
+    def domain_arguments(self) -> dict[str, Any]:
         return {"low": self.low, "high": self.high}
+
+    @property
+    def space(self) -> ContinuousBox:
+        return ContinuousBox(self.low, self.high)
+
+    def _register_batch_size(self, batch_size: Sequence[int]) -> None:
+        """Nothing: TorchRL's Composites tell a Bounded their batch size, which is part of `shape` here."""
 
     def _draw(self, shape: torch.Size) -> Tensor:
         low, high = (end.double() for end in self._ends)
@@ -414,14 +519,14 @@ class Bounded(TensorSpec):
         return self._rebuilt(shape=ends[0].shape, low=ends[0], high=ends[1])
 
 
-def _one_hot_shape(shape: Sequence[int] | None, width: int, name: str) -> torch.Size:
-    shape = torch.Size((width,) if shape is None else shape)
+def _one_hot_shape(shape: Sequence[int] | int | None, width: int, name: str) -> torch.Size:
+    shape = as_shape(width if shape is None else shape)
     if not shape or shape[-1] != width:
         raise ValueError(f"{name} of width {width} got shape {tuple(shape)}; its last dimension must be {width}")
     return shape
 
 
-class Categorical(TensorSpec):
+class Categorical(LeafTensorSpec):
     """Integers in `[0, n)`.
 
     >>> Categorical(4).is_in(torch.tensor(3)), Categorical(4).is_in(torch.tensor(4))
@@ -429,14 +534,14 @@ class Categorical(TensorSpec):
     """
 
     def __init__(
-        self, n: int, shape: Sequence[int] = (), device: Device = None, dtype: torch.dtype = torch.int64
+        self, n: int, shape: Sequence[int] | int = (), device: Device = None, dtype: torch.dtype = torch.int64
     ) -> None:
         if n < 1:
             raise ValueError(f"n must be 1 or more, got {n}")
         super().__init__(shape, device, dtype)
         self.n = n
 
-    def _domain(self) -> dict[str, Any]:
+    def domain_arguments(self) -> dict[str, Any]:
         return {"n": self.n}
 
     def _draw(self, shape: torch.Size) -> Tensor:
@@ -447,6 +552,19 @@ class Categorical(TensorSpec):
 
     def _nearest(self, value: Tensor) -> Tensor:
         return as_ordered_int64(value, torch.int64).clamp(0, self.n - 1)
+
+    def cardinality(self) -> int:
+        return self.n
+
+    @property
+    def space(self) -> CategoricalBox:
+        return CategoricalBox(self.n)
+
+    def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
+        """One-hot vectors (bool) `[*value.shape, n]` of integers; ValueError, unless `safe=False`, for other values."""
+        if safe is not False:
+            self.assert_is_in(value)
+        return self.to_one_hot_spec().encode(value)
 
     def to_one_hot_spec(self) -> OneHot:
         """The one-hot vectors (bool) of the same choices: shape `[*self.shape, n]`."""
@@ -463,20 +581,20 @@ class Binary(Categorical):
     def __init__(
         self,
         n: int | None = None,
-        shape: Sequence[int] | None = None,
+        shape: Sequence[int] | int | None = None,
         device: Device = None,
         dtype: torch.dtype = torch.int8,
     ) -> None:
         if n is None and shape is None:
             raise ValueError("Binary needs n or shape")
-        whole = torch.Size(shape or ()) if n is None else _one_hot_shape(shape, n, "Binary")
+        whole = as_shape(() if shape is None else shape) if n is None else _one_hot_shape(shape, n, "Binary")
         super().__init__(2, whole, device, dtype)
 
-    def _domain(self) -> dict[str, Any]:
+    def domain_arguments(self) -> dict[str, Any]:
         return {}
 
 
-class MultiCategorical(TensorSpec):
+class MultiCategorical(LeafTensorSpec):
     """Vectors of integers, the i-th in `[0, nvec[i])`: shape `[..., len(nvec)]`.
 
     >>> MultiCategorical([2, 3]).project(torch.tensor([5, 1]))
@@ -488,7 +606,7 @@ class MultiCategorical(TensorSpec):
     def __init__(
         self,
         nvec: Sequence[int],
-        shape: Sequence[int] | None = None,
+        shape: Sequence[int] | int | None = None,
         device: Device = None,
         dtype: torch.dtype = torch.int64,
     ) -> None:
@@ -497,7 +615,7 @@ class MultiCategorical(TensorSpec):
             raise ValueError(f"nvec must hold one or more numbers of 1 or more, got {self.nvec}")
         super().__init__(_one_hot_shape(shape, len(self.nvec), type(self).__name__), device, dtype)
 
-    def _domain(self) -> dict[str, Any]:
+    def domain_arguments(self) -> dict[str, Any]:
         return {"nvec": self.nvec}
 
     def _draw(self, shape: torch.Size) -> Tensor:
@@ -511,24 +629,33 @@ class MultiCategorical(TensorSpec):
             as_ordered_int64(value, torch.int64).clamp(min=0).minimum(torch.tensor(self.nvec, device=value.device) - 1)
         )
 
+    def cardinality(self) -> int:
+        return math.prod(self.nvec)
+
+    @property
+    def space(self) -> BoxList:
+        return BoxList(CategoricalBox(n) for n in self.nvec)
+
+    def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
+        """One-hot vectors (bool) `[..., sum(nvec)]`; ValueError, unless `safe=False`, for values out of range."""
+        if safe is not False:
+            self.assert_is_in(value)
+        return self.to_one_hot_spec().encode(value)
+
     def to_one_hot_spec(self) -> MultiOneHot:
         """The one-hot vectors (bool) of the same choices: shape `[..., sum(nvec)]`."""
         return MultiOneHot(self.nvec, (*self.shape[:-1], sum(self.nvec)), self.device)
 
 
-class MultiOneHot(TensorSpec):
-    """Concatenated one-hot vectors of the lengths `nvec`: shape `[..., sum(nvec)]`.
-
-    >>> MultiOneHot([2, 3]).rand().sum()
-    tensor(2)
-    """
+class _OneHotVectors(LeafTensorSpec):
+    """Concatenated one-hot vectors of the lengths `nvec`: shape `[..., sum(nvec)]`."""
 
     domain_ndim = 1
 
     def __init__(
         self,
         nvec: Sequence[int],
-        shape: Sequence[int] | None = None,
+        shape: Sequence[int] | int | None = None,
         device: Device = None,
         dtype: torch.dtype = torch.bool,
     ) -> None:
@@ -537,7 +664,7 @@ class MultiOneHot(TensorSpec):
             raise ValueError(f"nvec must hold one or more numbers of 1 or more, got {self.nvec}")
         super().__init__(_one_hot_shape(shape, sum(self.nvec), type(self).__name__), device, dtype)
 
-    def _domain(self) -> dict[str, Any]:
+    def domain_arguments(self) -> dict[str, Any]:
         return {"nvec": self.nvec}
 
     def _draw(self, shape: torch.Size) -> Tensor:
@@ -570,12 +697,33 @@ class MultiOneHot(TensorSpec):
         self.assert_is_in(value)
         return self.decode(value.detach()).cpu().numpy()
 
+    def cardinality(self) -> int:
+        return math.prod(self.nvec)
+
+    def to_categorical(self, value: Tensor, safe: bool | None = None) -> Tensor:
+        """The integers (int64) of one-hot vectors; ValueError, unless `safe=False`, for other vectors."""
+        if safe is not False:
+            self.assert_is_in(value)
+        return self.decode(value)
+
     def to_categorical_spec(self) -> MultiCategorical | Categorical:
         """The integers of the same choices: shape `[..., len(nvec)]`, int64."""
         return MultiCategorical(self.nvec, (*self.shape[:-1], len(self.nvec)), self.device)
 
 
-class OneHot(MultiOneHot):
+class MultiOneHot(_OneHotVectors):
+    """Concatenated one-hot vectors of the lengths `nvec`: shape `[..., sum(nvec)]`.
+
+    >>> MultiOneHot([2, 3]).rand().sum()
+    tensor(2)
+    """
+
+    @property
+    def space(self) -> BoxList:
+        return BoxList(CategoricalBox(n) for n in self.nvec)
+
+
+class OneHot(_OneHotVectors):
     """One-hot vectors of length `n`: shape `[..., n]`.
 
     >>> OneHot(3, dtype=torch.int64).project(torch.tensor([0.1, 0.7, 0.2]))
@@ -583,12 +731,12 @@ class OneHot(MultiOneHot):
     """
 
     def __init__(
-        self, n: int, shape: Sequence[int] | None = None, device: Device = None, dtype: torch.dtype = torch.bool
+        self, n: int, shape: Sequence[int] | int | None = None, device: Device = None, dtype: torch.dtype = torch.bool
     ) -> None:
         super().__init__((n,), shape, device, dtype)
         self.n = n
 
-    def _domain(self) -> dict[str, Any]:
+    def domain_arguments(self) -> dict[str, Any]:
         return {"n": self.n}
 
     def _draw(self, shape: torch.Size) -> Tensor:
@@ -604,6 +752,10 @@ class OneHot(MultiOneHot):
         """Integers `[...]`, int64, from one-hot vectors; of other vectors the largest entry wins."""
         return super().decode(value).squeeze(-1)
 
+    @property
+    def space(self) -> CategoricalBox:
+        return CategoricalBox(self.n)
+
     def to_categorical_spec(self) -> Categorical:
         """The integers of the same choices: shape `[...]`, int64."""
         return Categorical(self.n, self.shape[:-1], self.device)
@@ -618,7 +770,8 @@ def _is_below(value: Tensor, end: Tensor) -> Tensor:
 class Composite(Spec):
     """Named specs, nested as a TensorDict is; `shape` is the batch shape that every entry's shape starts with.
 
-    Keys are strings, or tuples of them for nested entries; anything else in brackets indexes the batch dimensions.
+    Keys are strings, or tuples of them for nested entries; anything else in brackets indexes the batch dimensions. An
+    entry may be None: the key exists, and any value or none is allowed. `batch_size=` is `shape=`.
 
     >>> from engram.specs import Binary, Unbounded
     >>> spec = Composite(observation=Unbounded((4,)), inner=Composite(flag=Binary(1)))
@@ -636,24 +789,40 @@ class Composite(Spec):
 
     def __init__(
         self,
-        entries: Mapping[str, Spec] | None = None,
+        entries: Mapping[str, Spec | None] | None = None,
         *,
-        shape: Sequence[int] = (),
+        shape: Sequence[int] | int | None = None,
+        batch_size: Sequence[int] | int | None = None,
         device: Device = None,
-        **more: Spec,
+        **more: Spec | None,
     ) -> None:
-        self.shape = torch.Size(shape)
+        given = [one for one in (shape, batch_size) if one is not None]
+        if len(given) == 2:
+            raise TypeError("shape and batch_size are the same: give one of them")
+        self.shape = as_shape(given[0] if given else ())
         self.device = as_device(device)
-        self._entries: dict[str, Spec] = {}
-        self.update({**(entries or {}), **more})
+        self._entries: dict[str, Spec | None] = {}
+        given_entries: dict[Any, Spec | None] = {**dict((entries or {}).items()), **more}
+        self.update(given_entries)
 
-    def __setitem__(self, key: Key, spec: Spec) -> None:
+    @property
+    def batch_size(self) -> torch.Size:
+        """`shape`."""
+        return self.shape
+
+    def _specs(self) -> dict[str, Spec]:
+        return {key: spec for key, spec in self._entries.items() if spec is not None}
+
+    def __setitem__(self, key: Key, spec: Spec | None) -> None:
         name, *rest = key_path(key)
         if rest:
             inner = self._entries.setdefault(name, Composite(shape=self.shape, device=self.device))
             if not isinstance(inner, Composite):
                 raise KeyError(f"{name!r} is {inner}, which has no entries; delete it before you set {key!r}")
             inner[tuple(rest)] = spec
+            return
+        if spec is None:
+            self._entries[name] = None
             return
         if not isinstance(spec, Spec):
             raise TypeError(f"{name!r} must be a spec, got {type(spec).__name__}")
@@ -675,13 +844,16 @@ class Composite(Spec):
         return entry
 
     def __delitem__(self, key: Key) -> None:
-        *parents, name = key_path(key)
+        name, *rest = key_path(key)
         self[key]
-        inner = self[tuple(parents)] if parents else self
-        del inner._entries[name]
+        if rest:
+            del self._entries[name][tuple(rest)]  # type: ignore[union-attr]
+        else:
+            del self._entries[name]
 
     def __contains__(self, key: Key) -> bool:
-        return self.get(key, None) is not None
+        absent = object()
+        return self.get(key, absent) is not absent
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -708,7 +880,7 @@ class Composite(Spec):
         del self[key]
         return entry
 
-    def update(self, entries: Mapping[str, Spec] | Composite) -> None:
+    def update(self, entries: Mapping[Any, Spec | None] | Composite) -> None:
         """Adds or replaces entries."""
         for key, spec in entries.items():
             self[key] = spec
@@ -717,13 +889,13 @@ class Composite(Spec):
         """The keys of the entries: with nested ones if `include_nested`, without Composites if `leaves_only`."""
         return [key for key, _ in self.items(include_nested, leaves_only)]
 
-    def values(self, include_nested: bool = False, leaves_only: bool = False) -> list[Spec]:
+    def values(self, include_nested: bool = False, leaves_only: bool = False) -> list[Any]:
         """The entries of `keys`."""
         return [spec for _, spec in self.items(include_nested, leaves_only)]
 
-    def items(self, include_nested: bool = False, leaves_only: bool = False) -> list[tuple[Any, Spec]]:
+    def items(self, include_nested: bool = False, leaves_only: bool = False) -> list[tuple[Any, Any]]:
         """The entries of `keys` with their keys."""
-        entries: list[tuple[Any, Spec]] = []
+        entries: list[tuple[Any, Any]] = []
         for name, spec in self._entries.items():
             if not (leaves_only and isinstance(spec, Composite)):
                 entries.append((name, spec))
@@ -733,7 +905,7 @@ class Composite(Spec):
 
     def leaves(self) -> dict[str | tuple[str, ...], Spec]:
         """Every spec that is not a Composite, by key: a string at the root, a tuple for nested ones."""
-        return dict(self.items(include_nested=True, leaves_only=True))
+        return {key: spec for key, spec in self.items(True, True) if spec is not None}
 
     def empty(self) -> Composite:
         """A Composite of the same shape and device, without entries."""
@@ -744,13 +916,13 @@ class Composite(Spec):
         return not self.leaves()
 
     def rand(self, shape: Sequence[int] = ()) -> TensorDictBase:
-        return self._dict({key: spec.rand(shape) for key, spec in self._entries.items()}, shape)
+        return self._dict({key: spec.rand(shape) for key, spec in self._specs().items()}, shape)
 
     def zero(self, shape: Sequence[int] = ()) -> TensorDictBase:
-        return self._dict({key: spec.zero(shape) for key, spec in self._entries.items()}, shape)
+        return self._dict({key: spec.zero(shape) for key, spec in self._specs().items()}, shape)
 
     def one(self, shape: Sequence[int] = ()) -> TensorDictBase:
-        return self._dict({key: spec.one(shape) for key, spec in self._entries.items()}, shape)
+        return self._dict({key: spec.one(shape) for key, spec in self._specs().items()}, shape)
 
     def _dict(self, entries: dict[str, Any], shape: Sequence[int]) -> TensorDictBase:
         return TensorDict(entries, batch_size=(*shape, *self.shape), device=self.device)
@@ -758,51 +930,58 @@ class Composite(Spec):
     def is_in(self, value: Any) -> bool:
         if not isinstance(value, TensorDictBase):
             return False
-        return all(spec.is_in(value.get(key, None)) for key, spec in self._entries.items())
+        return all(spec.is_in(value.get(key, None)) for key, spec in self._specs().items())
 
     def project(self, value: TensorDictBase) -> TensorDictBase:
         """`project` of each entry; entries without a spec stay. Raises KeyError if an entry is missing."""
-        if missing := [key for key in self._entries if value.get(key, None) is None]:
+        if missing := [key for key in self._specs() if value.get(key, None) is None]:
             raise KeyError(f"cannot project on {missing}: there are only {list(value.keys())}")
-        return value.copy().update({key: spec.project(value.get(key)) for key, spec in self._entries.items()})
+        return value.copy().update({key: spec.project(value.get(key)) for key, spec in self._specs().items()})
 
     def encode(self, value: Any) -> TensorDictBase:
-        encoded = {key: spec.encode(value[key]) for key, spec in self._entries.items()}
-        batches = [part.shape[: part.ndim - self._entries[key].ndim] for key, part in encoded.items()]
+        specs = self._specs()
+        encoded = {key: spec.encode(value[key]) for key, spec in specs.items()}
+        batches = [part.shape[: part.ndim - specs[key].ndim] for key, part in encoded.items()]
         return self._dict(encoded, batches[0] if batches else ())
 
     def to_numpy(self, value: TensorDictBase) -> dict[str, Any]:
-        return {key: spec.to_numpy(value.get(key)) for key, spec in self._entries.items()}
+        return {key: spec.to_numpy(value.get(key)) for key, spec in self._specs().items()}
+
+    def _mapped(self: Self, change: Callable[[Any], Any], *, shape: Sequence[int], device: Device) -> Self:
+        assert isinstance(self, Composite)
+        entries = {key: None if spec is None else change(spec) for key, spec in self._entries.items()}
+        return type(self)(entries, shape=shape, device=device)
+
+    def cardinality(self) -> int | float:
+        return math.prod(spec.cardinality() for spec in self._specs().values())
 
     def expand(self: Self, *shape: Any) -> Self:
         assert isinstance(self, Composite)
         new = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-        entries = {k: spec.expand((*new, *spec.shape[self.ndim :])) for k, spec in self._entries.items()}
-        return type(self)(entries, shape=new, device=self.device)
+        return self._mapped(lambda spec: spec.expand((*new, *spec.shape[self.ndim :])), shape=new, device=self.device)
 
     def to(self: Self, dest: torch.device | torch.dtype | str) -> Self:
         assert isinstance(self, Composite)
         device = self.device if isinstance(dest, torch.dtype) else dest
-        entries = {key: spec.to(dest) for key, spec in self._entries.items()}
-        return type(self)(entries, shape=self.shape, device=device)
+        return self._mapped(lambda spec: spec.to(dest), shape=self.shape, device=device)
 
     def clone(self: Self) -> Self:
         assert isinstance(self, Composite)
-        entries = {key: spec.clone() for key, spec in self._entries.items()}
-        return type(self)(entries, shape=self.shape, device=self.device)
+        return self._mapped(lambda spec: spec.clone(), shape=self.shape, device=self.device)
 
     def with_batch(self: Self, ndim: int, change: Callable[[Tensor], Tensor]) -> Self:
         assert isinstance(self, Composite)
         shape = (*shape_after(self.shape[:ndim], change), *self.shape[ndim:])
-        entries = {key: spec.with_batch(ndim, change) for key, spec in self._entries.items()}
-        return type(self)(entries, shape=shape, device=self.device)
+        return self._mapped(lambda spec: spec.with_batch(ndim, change), shape=shape, device=self.device)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Composite):
+        if type(other) is not type(self):
             return NotImplemented
+        assert isinstance(other, Composite)
         return (self.shape, self.device, self._entries) == (other.shape, other.device, other._entries)
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return hash((Composite, self.shape, self.device))  # entries may be added while it is a key
 
     def __repr__(self) -> str:
         inner = "".join(f"\n    {key}: {spec!r}".replace("\n", "\n    ") for key, spec in self._entries.items())

@@ -55,7 +55,7 @@ class Border:
         """The border of steps with these paths; only entries of one form (shape and dtype) are compared."""
         at = {path: i for i, path in enumerate(paths)}
         entries = []
-        for path, i in sorted(at.items()):
+        for path, i in sorted(at.items(), key=lambda entry: [(isinstance(part, str), part) for part in entry[0]]):
             under_next = at.get(("next", *path))
             if path[:1] == ("next",) or under_next is None or _NOT_COMPARED.intersection(path):
                 continue
@@ -88,13 +88,19 @@ class ItemBorder:
         self._decides = False
         self._paths: list[KeyPath] = []
         self._keys: tuple[Any, ...] = ()
+        self._form: Any = None
 
-    def begins(self, items: list[Any], capacity: int, rows: list[Any]) -> bool:
-        """Whether a trajectory begins at `rows[0]`, which is about to be appended to `items`."""
+    def begins(self, items: list[Any], capacity: int, rows: Any, form: Any = None) -> bool:
+        """Whether a trajectory begins at `rows[0]`, which is about to be appended to `items`.
+
+        `form` is the same object for all newest items that have the same names; None: this one's are looked at.
+        """
         if not items:
             return False
+        if form is not None and form is self._form and not self._decides:
+            return False
         newest = items[self._lanes.next_slot() - 1]
-        border = self._border
+        border, self._form = self._border, form
         if border is None or _keys(newest) != self._keys:
             border = self._update_border(newest)
         if not self._decides:  # as for most items of a list, which are no steps with both sides

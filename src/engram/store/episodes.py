@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,8 +13,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import SIGNED
-from engram.pytree import Key, KeyPath, as_path, format_key
+from engram.pytree import SIGNED, Key, KeyPath, as_path, format_key
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
 
@@ -69,13 +69,16 @@ class EpisodeIndex:
 
     Args:
         end_key: flags, one a step.
+        end_keys: several of them instead, each of which ends a trajectory; those that the steps lack are left out.
         traj_key: ids of any integer dtype, one a step. None: `("collector", "traj_ids")` or `"episode"` where there is
-            one of them and `end_key` is not changed; else `end_key` decides.
+            one of them and `end_key` is not changed; else `end_key` decides. Where the steps lack the ids that are
+            named here, the flags decide, too, and a warning says so.
         ends, trajectories: flags or ids of a dataset that does not change, in the order of the storage (`[time]`, with
             ndim=2 `[time, envs]`), instead of keys.
 
     Raises:
-        ValueError: more than one of `traj_key`, `ends` and `trajectories`.
+        ValueError: more than one of `traj_key`, `ends` and `trajectories`; or `end_key` and `end_keys`.
+        KeyError: at a query, the steps have neither ids nor flags.
 
     Example:
         >>> storage = LazyTensorStorage(10)
@@ -87,7 +90,8 @@ class EpisodeIndex:
     def __init__(
         self,
         *,
-        end_key: Key = DONE,
+        end_key: Key | None = None,
+        end_keys: Sequence[Key] | None = None,
         traj_key: Key | None = None,
         ends: Tensor | None = None,
         trajectories: Tensor | None = None,
@@ -95,17 +99,26 @@ class EpisodeIndex:
         given = {"traj_key": traj_key, "ends": ends, "trajectories": trajectories}
         if sum(v is not None for v in given.values()) > 1:
             raise ValueError(f"give one of {', '.join(given)}: each of them defines where trajectories end")
-        self.end_key = as_path(end_key, "end_key")
+        if end_keys is not None and (end_key is not None or isinstance(end_keys, str) or not len(end_keys)):
+            raise ValueError(
+                f"give end_key, or end_keys, a list of one key or more; got end_key={end_key!r}, end_keys={end_keys!r}"
+            )
+        self.end_keys = None if end_keys is None else tuple(as_path(key, "end_keys") for key in end_keys)
+        self.end_key: KeyPath | None = None
+        if self.end_keys is None:
+            self.end_key = as_path(DONE if end_key is None else end_key, "end_key")
         self.traj_key = None if traj_key is None else as_path(traj_key, "traj_key")
         self._given = _per_step(ends if trajectories is None else trajectories, trajectories is not None)
         self._given_ids = trajectories is not None
+        self._warned = False  # that the steps lack the ids of `traj_key`
         self._indexed = _NONE
 
     @property
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments; of `ends` and `trajectories` only which of them was given."""
         given = None if self._given is None else "trajectories" if self._given_ids else "ends"
-        return {"end_key": self.end_key, "traj_key": self.traj_key, "boundaries": given}
+        several = {} if self.end_keys is None else {"end_keys": self.end_keys}
+        return {"end_key": self.end_key, "traj_key": self.traj_key, "boundaries": given, **several}
 
     # ---- queries; None and empty results where nothing is stored yet ----
     def draw(self, steps: StepSource, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
@@ -119,6 +132,16 @@ class EpisodeIndex:
         with indexed.guard:
             return index.draw(indexed.lanes.store, rule, seed, n, indexed.fetch)
 
+    def packed(self, steps: StepSource) -> tuple[_native.Episodes, _native.Store] | None:
+        """The native index of a storage, and its store, where flags or ids are read from packed rows.
+
+        None: they are not; or no query has made an index of this storage yet.
+        """
+        indexed = self._indexed
+        if indexed.fetch is not None or indexed.lanes is None or indexed.steps() is not steps:
+            return None
+        return (indexed.index, indexed.lanes.store) if indexed.lanes is steps.lanes else None
+
     def draw_starts(
         self, steps: StepSource, priorities: _native.Priorities, rule: _native.SliceRule, seed: Tensor, n: int
     ) -> _native.SliceBatch | None:
@@ -128,6 +151,17 @@ class EpisodeIndex:
             return None
         with indexed.guard:
             return priorities.draw_starts(indexed.lanes.store, indexed.index, rule, seed, n, indexed.fetch)
+
+    def poll_starts(self, steps: StepSource, priorities: _native.Priorities, rule: _native.SliceRule) -> None:
+        """Takes in what is new, and opens the steps that slices of a rule may start at."""
+        indexed = self._of(steps)
+        if indexed is not None:
+            with indexed.guard:
+                priorities.poll_starts(indexed.lanes.store, indexed.index, rule, indexed.fetch)
+
+    def choices(self, steps: StepSource, rule: _native.SliceRule) -> int:
+        """How many trajectories that are long enough or, by window, windows there are to draw from."""
+        return 0 if self._of(steps) is None else int(self._query(steps, "choices", rule))
 
     def begin_epoch(self, steps: StepSource, rule: _native.SliceRule, key: int, shuffle: bool) -> _native.SliceEpoch:
         """An epoch over the trajectories that are long enough now."""
@@ -188,30 +222,39 @@ class EpisodeIndex:
         if self._given is not None:
             index = _native.Episodes(self._given_ids, None, self._given.itemsize)
             return _Indexed(ref, lanes, index, _GivenSteps(self._given, lanes), steps.mutex)
-        by_id, leaf = self._leaf(steps)
-        if lanes.store.payload_bytes > 0:
+        by_id, leaves = self._leaves(steps)
+        leaf = leaves[0]
+        if lanes.store.payload_bytes > 0 and len(leaves) == 1:
             index = _native.Episodes(by_id, leaf.offset, leaf.itemsize)
             return _Indexed(ref, lanes, index, None, contextlib.nullcontext())
         # Storages without packed rows count a step before they hold it: under their mutex both agree.
         index = _native.Episodes(by_id, None, leaf.itemsize)
-        return _Indexed(ref, lanes, index, _StorageSteps(ref, leaf, lanes.store), _Settled(lanes))
+        return _Indexed(ref, lanes, index, _StorageSteps(ref, leaves, lanes.store), _Settled(lanes))
 
-    def _leaf(self, steps: StepSource) -> tuple[bool, LeafSpec]:
-        """Whether trajectories are told apart by ids, and the leaf with the ids or the flags."""
+    def _leaves(self, steps: StepSource) -> tuple[bool, list[LeafSpec]]:
+        """Whether trajectories are told apart by ids, and the leaf with the ids or the leaves with flags."""
         ids = IDS if self.end_key == DONE else ()
         for path in ids if self.traj_key is None else (self.traj_key,):
             leaf = steps.leaf(path)
             if leaf is not None:
-                return True, _checked(leaf, _INTEGERS, "a trajectory id is an integer")
-        if self.traj_key is not None:
-            raise KeyError(f"the stored steps have no trajectory ids {format_key(self.traj_key)}")
-        leaf = steps.leaf(self.end_key)
-        if leaf is None:
+                return True, [_checked(leaf, _INTEGERS, "a trajectory id is an integer")]
+        end_keys = self.end_keys or ((self.end_key,) if self.end_key is not None else ())
+        flags = [leaf for leaf in map(steps.leaf, end_keys) if leaf is not None]
+        named = " or ".join(map(format_key, end_keys))
+        if not flags:
+            ids = ids if self.traj_key is None else (self.traj_key,)
             raise KeyError(
-                f"the stored steps have neither done flags {format_key(self.end_key)} nor trajectory ids "
-                f"{' or '.join(map(format_key, IDS))}: say with end_key or traj_key where trajectories end"
+                f"the stored steps have neither done flags {named} nor trajectory ids "
+                f"{' or '.join(map(format_key, ids or IDS))}: say with end_key or traj_key where trajectories end"
             )
-        return False, _checked(leaf, _FLAGS, "a flag is a bool")
+        if self.traj_key is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the stored steps have no trajectory ids {format_key(self.traj_key)}: trajectories end where {named} "
+                "says so",
+                stacklevel=2,
+            )
+        return False, [_checked(leaf, _FLAGS, "a flag is a bool") for leaf in flags]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_indexed": None}
@@ -237,23 +280,25 @@ class _Settled:
 
 
 class _StorageSteps:
-    """Fetches flags or ids from a storage without packed rows."""
+    """Fetches ids, or flags of one leaf or several, with the methods of a storage."""
 
-    def __init__(self, steps: Callable[[], Any], leaf: LeafSpec, store: _native.Store) -> None:
-        self._steps, self._leaf = steps, leaf
+    def __init__(self, steps: Callable[[], Any], leaves: list[LeafSpec], store: _native.Store) -> None:
+        self._steps, self._paths = steps, [leaf.path for leaf in leaves]
         self._capacity, self._envs = store.lane_capacity, store.envs
 
     def __call__(self, lane: int, start: int, stop: int) -> Any:
         slots = lane * self._capacity + torch.arange(start, stop) % self._capacity
-        values = self._steps().column(self._leaf.path, slots).reshape(stop - start, self._envs)
-        return _as_array(values)
+        values = [self._steps().column(path, slots).reshape(stop - start, self._envs) for path in self._paths]
+        if len(values) == 1:
+            return _as_array(values[0])
+        return _as_array(torch.stack([value != 0 for value in values]).any(0))
 
 
 class _GivenSteps:
     """Fetches flags or ids that the user gave."""
 
     def __init__(self, given: Tensor, lanes: Lanes) -> None:
-        state = lanes.states()
+        state = lanes.counters()
         steps = sum(lane["published"] - lane["first"] for lane in state)
         envs = lanes.envs
         if len(state) > 1 or given.numel() != steps * envs:

@@ -21,10 +21,9 @@ from typing import Any
 from engram import _native
 from engram._system import boot_id, free_memory, human_bytes, open_regular
 from engram.errors import StorageError
+from engram.store.header import FILE_NAME, open_store
 from engram.store.layout import RowLayout
 from engram.store.locks import LaneLocks
-
-FILE_NAME = "rows.engram"
 
 
 class StoreSpec:
@@ -106,17 +105,22 @@ def open_shared_memory(size: StoreSpec) -> int:
 
 def open_temporary(size: StoreSpec) -> int:
     """A descriptor of an unlinked file in TMPDIR, with its space reserved."""
+    handle = open_unnamed()
     try:
-        folder = tempfile.gettempdir()
-        handle, path = tempfile.mkstemp(prefix="engram-", dir=folder)
-        os.unlink(path)
-    except OSError as error:
-        raise StorageError(f"a temporary file cannot be made: {error}; set TMPDIR to a folder for it") from error
-    try:
-        reserve(handle, size, folder)
+        reserve(handle, size, tempfile.gettempdir())
     except BaseException:
         os.close(handle)
         raise
+    return handle
+
+
+def open_unnamed() -> int:
+    """A descriptor of an empty, unlinked file in TMPDIR."""
+    try:
+        handle, path = tempfile.mkstemp(prefix="engram-", dir=tempfile.gettempdir())
+        os.unlink(path)
+    except OSError as error:
+        raise StorageError(f"a temporary file cannot be made: {error}; set TMPDIR to a folder for it") from error
     return handle
 
 
@@ -176,38 +180,6 @@ def create_named(folder: Path, size: StoreSpec, prepare: Any) -> bool:
             created = False
         os.fsync(fd_of_folder)  # an existing name, too: the process that made it may have died before its sync
     return created
-
-
-def has_store(folder: Path) -> bool:
-    """Whether a folder has an entry with the name of a store's file; StorageError where it cannot be read."""
-    try:
-        os.lstat(folder / FILE_NAME)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be looked into: {error.strerror}") from error
-    return True
-
-
-def open_store(folder: Path, flags: int = os.O_RDWR) -> tuple[int, os.stat_result]:
-    """A descriptor of the store's file in a folder, and its `stat`.
-
-    Raises:
-        StorageError: there is none, or it cannot be opened as a regular file.
-    """
-    path = folder / FILE_NAME
-    try:
-        fd = open_regular(path, flags)
-        return fd, os.fstat(fd)
-    except FileNotFoundError:
-        raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})") from None
-    except OSError as error:
-        reason = error.strerror
-        if path.is_symlink():
-            reason = "it is a symbolic link, which is not followed; open the folder that the file lies in"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            reason = f"{reason}; a store is opened for reading and writing (read_only=True: for reading)"
-        raise StorageError(f"{path} cannot be opened: {reason}") from error
 
 
 def reserve_holes(fd: int, stat: os.stat_result, nbytes: int, path: Path) -> None:
@@ -442,6 +414,21 @@ class StoreSession:
                 "flush writes again what this one did not"
             ) from error
 
+    def remove(self) -> bool:
+        """Deletes the store's file; False where another process has it open, or it is not there under its name.
+
+        This process may go on with its rows until it closes them.
+        """
+        if not self.locks.try_exclusive():
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self.locks.fd)):
+                os.unlink(self._path)
+                self._wrote = False  # nothing is left to sync
+                return True
+        self.locks.end_exclusive()
+        return False
+
     def close(self) -> None:
         """Marks the store clean if no other process has it open; warns where its file, and so the rows, are gone."""
         if self._wrote:
@@ -496,11 +483,15 @@ def passing_fds(descriptors: list[int]) -> Iterator[list[int]]:
 
 
 def pickle_by_state(cls: type) -> None:
-    """Sends objects of a class to other processes by their `__getstate__`, whatever `pickle` makes of them."""
+    """Sends objects of a class to other processes by their `__getstate__`, whatever `pickle` makes of them.
+
+    Their `_check_sending` is called first, which raises an error for what must not be sent.
+    """
     reduction.ForkingPickler.register(cls, _reduce_by_state)
 
 
 def _reduce_by_state(part: Any) -> Any:
+    part._check_sending()
     return object.__reduce_ex__(part, 4)
 
 

@@ -20,12 +20,17 @@ from torch import Tensor
 
 from engram import _native
 from engram._system import fork_registry, run_after_fork
-from engram.errors import NoFreeLaneError
+from engram.errors import NoFreeLaneError, StorageInUseError
 from engram.store.locks import LaneLocks
 
 _MAX_DRAWS = 10_000  # of `retry_draw`
 _DRAWS_BEFORE_FIRST_ROW = 100  # of these while the first row is still being written
 _MAX_PENDING_BORDERS = 1024  # results that a device has not been asked for
+_TURN_TIMEOUT = 10.0  # seconds that a writer waits for the turn of another
+_TURN_LOOKS = 64  # at whose turn it is, before a writer sleeps and asks whether the other one lives
+_TURN_PAUSE = 5e-5  # seconds that it sleeps, rising up to
+_LONGEST_TURN_PAUSE = 2e-3
+_END_OF_SEQUENCES = 1 << 62
 
 
 class Lanes:
@@ -36,6 +41,7 @@ class Lanes:
         locks: of a store that processes share; None for memory that is private to this process.
         on_take: called with a lane's number when this process has taken it, before its first write.
         on_exclusive: called before each change that needs the store alone.
+        turns: the store's only lane is shared by all who write: each has it for one append.
     """
 
     def __init__(
@@ -44,13 +50,17 @@ class Lanes:
         locks: LaneLocks | None = None,
         on_take: Callable[[int], None] | None = None,
         on_exclusive: Callable[[], None] | None = None,
+        turns: bool = False,
     ) -> None:
         self.store = store
         self.locks = locks
+        #: Whether processes take turns in the store's only lane (`turn`), so that rows of others come between its own.
+        self.takes_turns = turns and locks is not None and store.lanes == 1
         self.mutex = threading.RLock()  # writers of this process take turns; in-place writes keep readers by slot out
         self._on_take = on_take
         self._on_exclusive = on_exclusive
         self._held: int | None = None
+        self._held_beside: set[int] = set()  # lanes that `hold_lane` took
         self.unused_since_fork = False  # in a forked child that has not used the store yet
         self._copy_of = 0  # the process whose private memory this is a copy of, until the warning about it
         self._held_by_parent: int | None = None  # the lane in which such a copy goes on
@@ -92,8 +102,11 @@ class Lanes:
     @property
     def is_full(self) -> bool:
         """Whether every lane has been filled once since it was last empty."""
-        lanes = (self.store.lane(i) for i in range(self.store.lanes))
-        return all(lane["claimed"] - lane["base"] >= self.store.lane_capacity for lane in lanes)
+        return all(lane["claimed"] - lane["base"] >= self.store.lane_capacity for lane in self.counters())
+
+    def counters(self) -> list[dict[str, Any]]:
+        """The counters of each lane, as `states` gives them, without a look at every row's seam."""
+        return [self.store.lane(i) for i in range(self.store.lanes)]
 
     def states(self) -> list[dict[str, Any]]:
         """Counters and seams of each lane. `published` is among the seams where this process's next row will be one."""
@@ -111,6 +124,7 @@ class Lanes:
             self.join_after_fork()
         # A copy of private memory that is only saved stays unused.
         held = self._held_by_parent if self.unused_since_fork else self._held
+        beside = set() if self.unused_since_fork else self._held_beside
         saved = []
         self.settle_borders()
         for i in range(self.store.lanes):
@@ -119,7 +133,9 @@ class Lanes:
             base = min(max(lane["base"], lane["first"]), published)
             # Another process may have taken the lane over since `published` was read.
             seams = [seam for seam in self.store.seams(i) if seam <= published]
-            continues = i == held or self._released.get(i) == (self.store.incarnation, published)
+            continues = i == held or i in beside or self._released.get(i) == (self.store.incarnation, published)
+            if self.takes_turns and self.store.lane(i)["published"] != published:
+                continues = False  # another process is writing: the row before may be its own
             if not continues and published > base and seams[-1:] != [published]:
                 seams.append(published)
             looked, agreed = self.store.border_evidence(i)
@@ -161,10 +177,11 @@ class Lanes:
 
     # ---- writing ----
     def hold(self) -> int:
-        """The lane that this process writes to; the first call takes a free one.
+        """The lane that this process writes to; the first call takes a free one, or the one in which all take turns.
 
         Raises:
             NoFreeLaneError: every lane has a writer.
+            StorageInUseError: as `turn`.
         """
         held = self._held
         return held if held is not None else self._take()
@@ -176,7 +193,9 @@ class Lanes:
             if self._held is not None:
                 return self._held
             for lane in range(self.store.lanes):
-                if self.locks is None or self.locks.take_lane(lane):
+                if lane in self._held_beside:  # whose lock is this process's already
+                    continue
+                if self.locks is None or self.locks.take_lane(lane, self.takes_turns):
                     self._prepare(lane)
                     self._held = lane
                     return lane
@@ -186,18 +205,178 @@ class Lanes:
             "more, or release() one of them"
         )
 
-    def _prepare(self, lane: int) -> None:
-        assert self.locks is None or self._held is None
+    def _prepare(self, lane: int, goes_on: bool = False) -> None:
         try:
-            if self._on_take is not None:
+            if self.takes_turns:
+                self._join_turns(lane)
+            elif self._on_take is not None:
                 self._on_take(lane)
             # The last writer of this lane may have stopped in the middle of a trajectory.
-            if self._released.pop(lane, None) != self._end(lane):
+            if self._released.pop(lane, None) != self._end(lane) and not goes_on:
                 self.store.mark_seam(lane)
         except BaseException:
             if self.locks is not None:
                 self.locks.free_lane(lane)
             raise
+
+    # ---- several lanes of one process ----
+    def holds(self, lane: int) -> bool:
+        """Whether this process writes to a lane: its own, or one that it took with `hold_lane`."""
+        return lane == self._held or lane in self._held_beside
+
+    def hold_lane(self, lane: int, *, goes_on: bool = False) -> None:
+        """Takes a certain lane for this process, beside the one that `hold` gives; once more: nothing happens.
+
+        Args:
+            goes_on: the next row goes on from the lane's newest one, whoever wrote that: no seam comes between them.
+
+        Raises:
+            IndexError: there is no such lane.
+            NoFreeLaneError: another process writes to it.
+            ValueError: it is this process's own, or one in which writers take turns.
+        """
+        self._check_lane(lane)
+        if self.unused_since_fork:
+            self.join_after_fork()
+        with self.mutex:
+            if lane in self._held_beside:
+                return
+            if self.takes_turns or lane == self._held:
+                others = " and others" if self.takes_turns else ""
+                raise ValueError(
+                    f"lane {lane} is written to by `extend` in this process{others}; "
+                    "make the store with lanes=n, and hold those that extend does not use"
+                )
+            if self.locks is not None and not self.locks.take_lane(lane):
+                raise NoFreeLaneError(f"lane {lane} of this store has a writer in another process; end it first")
+            self._prepare(lane, goes_on)
+            self._held_beside.add(lane)
+
+    def release_lane(self, lane: int) -> None:
+        """Gives a lane that `hold_lane` took back; others: nothing happens."""
+        with self.mutex:
+            if lane not in self._held_beside:
+                return
+            if not self.store.next_is_seam(lane):
+                self._released[lane] = self._end(lane)
+            self._held_beside.discard(lane)
+            if self.locks is not None:
+                self.locks.free_lane(lane)
+
+    def mark_seam_in(self, lane: int) -> None:
+        """Puts a seam before the next row of a lane that this process holds."""
+        with self.mutex:
+            if not self.holds(lane):
+                raise ValueError(f"this process does not hold lane {lane}")
+            self.store.mark_seam(lane)
+
+    def slots_of(self, lane: int | Tensor, sequences: Tensor, env: int | Tensor = 0) -> Tensor:
+        """The slots that rows with these sequences lie in, or lay: int64 [n].
+
+        Whether they are still there says the sequence of the row that is read from the slot.
+
+        Args:
+            lane, env: one for all, or int64 [n].
+            sequences: int64 [n].
+
+        Raises:
+            IndexError: a lane, an environment or a sequence that cannot exist.
+
+        Example:
+            >>> Lanes.in_memory(10).slots_of(0, torch.tensor([3, 13, 25]))
+            tensor([3, 3, 5])
+        """
+        self._check_lane(lane)
+        _check_range("environment", env, self.envs)
+        _check_range("sequence", sequences, _END_OF_SEQUENCES)
+        return (lane * self.store.lane_capacity + sequences % self.store.lane_capacity) * self.envs + env
+
+    def _check_lane(self, lane: int | Tensor) -> None:
+        _check_range("lane", lane, self.store.lanes)
+
+    # ---- turns ----
+    def _join_turns(self, lane: int) -> None:
+        """Makes this process one of those that take turns."""
+        assert self.locks is not None
+        while not self.store.writer:
+            writer = self.store.new_writer(lane, os.getpid())
+            if self.locks.take_writer(writer >> _native.PID_BITS):  # else the header that counts them is damaged
+                self.store.writer = writer
+        if self._on_take is None:
+            return
+        try:
+            # In a turn, so that the term rises at a change of writer and not among the rows of one.
+            self._await_turn(lane)
+            self._on_take(lane)
+        finally:
+            self.store.end_turn(lane)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """A block in which no other process appends to this process's lane; the caller holds the mutex.
+
+        Raises:
+            StorageInUseError: another process has been appending for ten seconds; the message names it.
+        """
+        if not self.takes_turns or self.store.has_turn:
+            yield
+            return
+        lane = self.hold()
+        try:
+            self._await_turn(lane)
+            if not self.store.has_written:
+                self._warn_of_second_writer(lane)
+            yield
+        finally:
+            self.store.end_turn(lane)
+
+    def _await_turn(self, lane: int) -> None:
+        locks, deadline = self.locks, time.monotonic() + _TURN_TIMEOUT
+        assert locks is not None
+        looks = 0
+        while holder := self.store.begin_turn(lane):
+            looks += 1
+            if looks < _TURN_LOOKS:
+                time.sleep(0)
+                continue
+            if not locks.is_writer_alive(holder >> _native.PID_BITS):
+                if self._take_over(lane, holder):
+                    return
+                continue
+            if time.monotonic() > deadline:
+                pid = holder & ((1 << _native.PID_BITS) - 1)
+                raise StorageInUseError(
+                    f"process {pid} has been writing to this store for {_TURN_TIMEOUT:g} seconds, and writers take "
+                    "turns: it was stopped, or waits for something. Let it go on or end it; or make the store with "
+                    "lanes=n, one for each of n writers, which then wait for nobody"
+                )
+            time.sleep(min(_LONGEST_TURN_PAUSE, _TURN_PAUSE * (looks - _TURN_LOOKS + 1)))
+
+    def _take_over(self, lane: int, dead: int) -> bool:
+        """Takes the turn of a writer that died with it; False where another process was faster."""
+        if self.store.begin_turn(lane, dead):
+            return False
+        if self._on_take is not None:
+            try:
+                self._on_take(lane)
+            except BaseException:
+                self.store.undo_takeover(lane, dead)
+                raise
+        return True
+
+    def _warn_of_second_writer(self, lane: int) -> None:
+        assert self.locks is not None
+        last = self.store.last_writer(lane)
+        if not last or last == self.store.writer or not self.locks.is_writer_alive(last >> _native.PID_BITS):
+            return
+        warnings.warn(
+            f"this process and process {last & ((1 << _native.PID_BITS) - 1)} write to one store and take turns: "
+            "rows of both lie behind each other, a whole extend (or add) at a time, and no slice or trajectory goes on "
+            "from one extend to the next where another process wrote in between. For slices longer than one extend "
+            "make the storage with lanes=n, one for each of n writers",
+            RuntimeWarning,
+            stacklevel=8,
+        )
 
     def next_slots(self, steps: int) -> Tensor:
         """The time slots that the next steps of this process go to: int64 [steps]."""
@@ -307,6 +486,7 @@ class Lanes:
         """Gives the lane back and releases the locks."""
         with self.mutex:
             self._held = None
+            self._held_beside.clear()
             if self.locks is not None:
                 self.locks.close()
 
@@ -316,8 +496,7 @@ class Lanes:
 
         With `counter="published"` that one is left out.
         """
-        lanes = [self.store.lane(i) for i in range(self.store.lanes)]
-        return any(lane[counter] > lane["base"] for lane in lanes)
+        return any(lane[counter] > lane["base"] for lane in self.counters())
 
     def uniform(self, seed: Tensor, n: int) -> Tensor | None:
         """n slots of stored rows drawn uniformly from a seed (int64 [1]); None if nothing is stored."""
@@ -388,6 +567,7 @@ class Lanes:
         """In a child: new mutexes, and no lane; rows in private memory are the child's own copy."""
         self.mutex = threading.RLock()
         self._exclusive_depth = 0
+        self._held_beside = set()
         self._released.clear()  # the parent may go on where it stopped; this process did not write there
         self.store.end_save()  # the saving thread runs in the parent only
         self.store.after_fork()
@@ -398,6 +578,19 @@ class Lanes:
         self.unused_since_fork = True
         if self.locks is None:
             self._copy_of = os.getppid()
+
+
+def _check_range(what: str, values: int | Tensor, end: int) -> None:
+    """An IndexError where a number is not one of 0 to `end` - 1."""
+    if isinstance(values, Tensor):
+        if values.dtype != torch.int64 or values.ndim != 1:
+            raise TypeError(f"{what}s are int64 [n], found {values.dtype} {list(values.shape)}")
+        outside = values[(values < 0) | (values >= end)]
+        wrong = int(outside[0]) if len(outside) else None
+    else:
+        wrong = None if 0 <= values < end else values
+    if wrong is not None:
+        raise IndexError(f"{what} {wrong} is not one of 0 to {end - 1}")
 
 
 _copy_warned = False

@@ -31,9 +31,10 @@ def is_lazy(t: Tensor) -> bool:
     return torch._C._dispatch_keys(t).raw_repr() & _LAZY_MASK != 0
 
 
+_LAZY_MASK = 0  # not known: an older torch
 try:
     _LAZY_MASK = _lazy_mask()
-except AttributeError:  # another torch
+except AttributeError:
 
     def is_lazy(t: Tensor) -> bool:
         return t.is_neg() or t.is_conj()
@@ -56,9 +57,32 @@ _NAMES = {str(d).removeprefix("torch."): d for d in _DLPACK}
 _EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # an older torch has none
 
 
+def has_exchange_api() -> bool:
+    """Whether this torch has the DLPack C exchange API."""
+    return _EXCHANGE_API is not None
+
+
 def use_torch(exchange_api: Any = _EXCHANGE_API) -> None:
     """Tells the native core how to read and make tensors: through the DLPack C exchange API, or (None) in Python."""
     _native.use_torch(Tensor, exchange_api, is_lazy, _describe, _over)
+    if exchange_api is not None:
+        use_dispatch_keys()
+
+
+def use_dispatch_keys() -> bool:
+    """Has the native core look at the dispatch keys of tensors itself; False: it cannot find them in this torch."""
+    if not _LAZY_MASK:
+        return False
+    numbers, complex_numbers = torch.zeros(3), torch.zeros(2, dtype=torch.complex64)
+    with torch.inference_mode():
+        inference = torch.zeros(2)
+    tensors = [
+        numbers, numbers[1:], numbers.detach(), torch.zeros(2, requires_grad=True), torch.zeros(0), inference,
+        torch.zeros(2, 3, dtype=torch.int64).T, torch.from_numpy(np.zeros(2)), complex_numbers, complex_numbers.conj(),
+        complex_numbers.conj().imag, torch.view_as_real(complex_numbers), torch._neg_view(numbers),
+    ]  # fmt: skip
+    keys = [torch._C._dispatch_keys(t).raw_repr() for t in tensors]
+    return _native.use_dispatch_keys([(t, t._cdata, k) for t, k in zip(tensors, keys, strict=True)], _LAZY_MASK)
 
 
 def _describe(t: Tensor) -> tuple[int, int, int, tuple[int, ...]] | None:
@@ -152,6 +176,10 @@ class RowLayout:
         self.within = root.within  # read by each read of rows
         self._json: bytes | None = None
 
+    def codec_for(self, device: torch.device | None) -> Any:
+        """A codec whose TensorDicts have this device; None: none."""
+        return self.codec if device == _CPU else _codec(self, {"_device": device})
+
     def with_sequence(self) -> RowLayout:
         """The layout of the same steps, whose rows carry their own sequence."""
         return self if self.carries_sequence else RowLayout(self.root, self.leaves, carries_sequence=True)
@@ -188,7 +216,7 @@ class RowLayout:
             batch: the data.
             batch_dims: how many of its first dimensions are not part of a step: 0, 1 or 2.
             time_dim: which of them is time; the other one counts environments.
-            extra: a key of the root and its value, used instead of the batch's own.
+            extra: a key of the root and its value, the rows' own index, used instead of the batch's own.
 
         Raises:
             ValueError: a leaf is missing, new, or has another shape or dtype; the message names it.
@@ -197,7 +225,11 @@ class RowLayout:
         plan = self.codec.check(batch, batch_dims, time_dim, extra) if self.plain else None
         if plan is not None:
             return plan
-        return self._plan_slowly(batch if extra is None else pytree.with_entry(batch, *extra), batch_dims, time_dim)
+        if extra is None:
+            return self._plan_slowly(batch, batch_dims, time_dim)
+        plan = self._plan_slowly(pytree.with_entry(batch, *extra), batch_dims, time_dim)
+        self.codec.set_index(plan, next(k for k, leaf in enumerate(self.leaves) if leaf.path == (extra[0],)))
+        return plan
 
     def _plan_slowly(self, batch: Any, batch_dims: int, time_dim: int) -> Any:
         tensors = [tensor.contiguous() for tensor in self.fitting(batch, batch_dims)]
@@ -237,10 +269,51 @@ class RowLayout:
             )
         return tensor
 
+    # ---- rows as bytes, as they lie in a store ----
+    @functools.cached_property
+    def raw_codec(self) -> Any:
+        """A codec of whole rows, for lists of one array: uint8 [n, payload_bytes]."""
+        return _raw_codec([(self.payload_bytes, 0)])
+
+    @functools.cached_property
+    def raw_leaf_codec(self) -> Any:
+        """A codec of the bytes of each leaf, for lists with an array for each of `leaves`: uint8 [n, nbytes]."""
+        return _raw_codec([(leaf.nbytes, leaf.offset) for leaf in self.leaves])
+
+    def pack(self, batch: Any) -> Tensor:
+        """A batch [n] as rows, uint8 [n, payload_bytes]; errors as `plan`.
+
+        Example:
+            >>> batch = TensorDict({"a": torch.tensor([1, 2]), "b": torch.tensor([True, False])}, [2])
+            >>> layout = RowLayout.of(batch, 1)
+            >>> layout.pack(batch).tolist()
+            [[1, 0, 0, 0, 0, 0, 0, 0, 1], [2, 0, 0, 0, 0, 0, 0, 0, 0]]
+        """
+        rows: Tensor = _native.pack(self.plan(batch, 1, 0), self.payload_bytes)
+        return rows
+
+    def unpack(self, rows: Tensor | np.ndarray[Any, Any], extra: dict[str, Any] | None = None) -> Any:
+        """The batch [n] that was packed, in memory of its own, with these entries at its root besides.
+
+        Raises:
+            ValueError: the rows have another length, or their bytes do not lie side by side.
+        """
+        given: Any = rows
+        if self.plain and not self.within:
+            return _native.unpack(self.codec, given, extra)
+        batch: Any = _native.unpack(self.codec, given)
+        return self._with_entries(batch if self.plain else self.build(batch, (len(rows),)), extra)
+
     # ---- batches out ----
-    def build(self, leaves: list[Tensor], lead: tuple[int, ...]) -> Any:
-        """The batch with these leaves, in the form of the written data."""
-        return pytree.unflatten(self.root, leaves, lead, _CPU)
+    def build(self, leaves: list[Tensor], lead: tuple[int, ...], extra: dict[str, Any] | None = None) -> Any:
+        """The batch with these leaves, in the form of the written data; `extra`: with these entries at its root."""
+        return self._with_entries(pytree.unflatten(self.root, leaves, lead, _CPU), extra)
+
+    @staticmethod
+    def _with_entries(batch: Any, extra: dict[str, Any] | None) -> Any:
+        for key, value in (extra or {}).items():
+            pytree.set_entry(batch, key, value)
+        return batch
 
     def views(
         self, memory: Any, rows_offset: int, row_stride: int, lead: tuple[int, ...], steps: tuple[int, ...]
@@ -278,6 +351,11 @@ class RowLayout:
             }
             self._json = json.dumps(state, separators=(",", ":")).encode()
         return self._json
+
+    @classmethod
+    def from_bytes(cls, saved: bytes) -> RowLayout:
+        """Reads what `to_bytes` wrote; errors as `from_json`."""
+        return cls.from_json(json.loads(saved))
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> RowLayout:
@@ -409,12 +487,19 @@ def _packed(leaves: list[LeafSpec]) -> list[LeafSpec]:
     return [dataclasses.replace(leaf, offset=offsets[i]) for i, leaf in enumerate(leaves)]
 
 
-def _codec(layout: RowLayout) -> Any:
+def _codec(layout: RowLayout, attributes: dict[str, Any] | None = None) -> Any:
     specs = [(*_DLPACK[x.dtype], x.shape, x.offset) for x in layout.leaves]
     tree = layout.root.native() if layout.plain else None
-    return _native.Codec(
-        specs, tree, TensorDict, _template(), torch.Size, np.ndarray, np.generic, layout.sequence_offset
-    )
+    template = _template()
+    if template is not None:
+        template |= attributes or {}
+    return _native.Codec(specs, tree, TensorDict, template, torch.Size, np.ndarray, np.generic, layout.sequence_offset)
+
+
+def _raw_codec(leaves: list[tuple[int, int]]) -> Any:
+    """A codec of bytes: how many of each leaf, and where they lie in a row."""
+    specs = [(*_DLPACK[torch.uint8], (nbytes,), offset) for nbytes, offset in leaves]
+    return _native.Codec(specs, None, TensorDict, None, torch.Size, np.ndarray, np.generic)
 
 
 def _template() -> dict[str, Any] | None:
@@ -430,6 +515,7 @@ def _template() -> dict[str, Any] | None:
 
 
 _fast_tensordicts: bool | None = None
+_new_attributes: dict[str, Any] | None = None
 
 
 def _builds_tensordicts() -> bool:
@@ -438,6 +524,27 @@ def _builds_tensordicts() -> bool:
     if _fast_tensordicts is None:
         _fast_tensordicts = _template() is not None and _same_as_public()
     return _fast_tensordicts
+
+
+def tensordict_of(entries: dict[str, Any], batch_size: torch.Size, *, device: torch.device | None = _CPU) -> TensorDict:
+    """A TensorDict of these CPU tensors, all of which begin with the batch size, made in a tenth of the usual time.
+
+    Entries may be TensorDicts of the same `device`, which is the CPU or None.
+
+    Example:
+        >>> tensordict_of({"a": torch.zeros(2, 3)}, torch.Size([2]))["a"].shape
+        torch.Size([2, 3])
+    """
+    global _new_attributes
+    if not _builds_tensordicts():
+        return TensorDict(entries, batch_size=batch_size, device=device)
+    if _new_attributes is None:
+        _new_attributes = _template()
+        assert _new_attributes is not None
+    tensordict = TensorDict.__new__(TensorDict)
+    vars(tensordict).update(_new_attributes)
+    tensordict._tensordict, tensordict._batch_size, tensordict._device = entries, batch_size, device
+    return tensordict
 
 
 def _same_as_public() -> bool:

@@ -21,6 +21,7 @@ from engram.errors import StorageError, StorageInUseError
 # Far behind the last byte of any store: locks need no bytes behind them.
 _OPEN_BYTE = 1 << 60
 _FIRST_LANE_BYTE = _OPEN_BYTE + 1
+_FIRST_WRITER_BYTE = 1 << 61
 _DESCRIPTORS = "/proc/self/fd"
 _OPEN_TIMEOUT = 10.0  # seconds that opening waits for a process that holds the store exclusively
 
@@ -29,7 +30,8 @@ class LaneLocks:
     """The locks of one open store in this process.
 
     Every process that has the store open holds one byte shared; exclusive use holds it exclusively. Each lane has a
-    byte that its writer holds.
+    byte that its writer holds; writers that take turns in it hold it shared, and each a byte of its own, which says
+    that it lives.
 
     Args:
         fd: a descriptor of the file, opened by this object's owner and closed here.
@@ -64,12 +66,20 @@ class LaneLocks:
             raise
         _live.add(self)
 
-    def take_lane(self, lane: int) -> bool:
-        """Takes a lane; False where another process holds it."""
-        return _lock(self._lock_fd, fcntl.F_WRLCK, _FIRST_LANE_BYTE + lane)
+    def take_lane(self, lane: int, shared: bool = False) -> bool:
+        """Takes a lane (`shared`: with others that take turns in it); False where another process holds it."""
+        return _lock(self._lock_fd, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, _FIRST_LANE_BYTE + lane)
 
     def free_lane(self, lane: int) -> None:
         _lock(self._lock_fd, fcntl.F_UNLCK, _FIRST_LANE_BYTE + lane)
+
+    def take_writer(self, number: int) -> bool:
+        """Takes the byte of a writer's number for as long as this object is open; False: another writer has it."""
+        return _lock(self._lock_fd, fcntl.F_WRLCK, _FIRST_WRITER_BYTE + number)
+
+    def is_writer_alive(self, number: int) -> bool:
+        """Whether another process or object that took this number has the store open."""
+        return _is_locked(self._lock_fd, _FIRST_WRITER_BYTE + number)
 
     def try_exclusive(self) -> bool:
         """Locks the store exclusively, until `end_exclusive`; False where somebody else has it open."""
@@ -161,7 +171,17 @@ class LaneLocks:
 
 def is_open_elsewhere(fd: int) -> bool:
     """Whether another process has the store of this descriptor open; takes no lock."""
-    query = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, _OPEN_BYTE, 1, 0)
+    return _is_locked(fd, _OPEN_BYTE)
+
+
+def has_writer(fd: int, lane: int) -> bool:
+    """Whether another process holds a lane of the store of this descriptor; takes no lock."""
+    return _is_locked(fd, _FIRST_LANE_BYTE + lane)
+
+
+def _is_locked(fd: int, byte: int) -> bool:
+    """Whether another description holds this byte, shared or not."""
+    query = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     answer: tuple[int, ...] = struct.unpack("hhqqi4x", fcntl.fcntl(fd, _GET, query))
     return answer[0] != fcntl.F_UNLCK
 

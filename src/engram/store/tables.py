@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from engram import _native, pytree
-from engram.errors import StorageError
+from engram.errors import StorageError, StorageInUseError
 from engram.store.border import LOOK_BACK, Border, ColumnBorder
 from engram.store.lanes import Lanes
-from engram.store.layout import SEQUENCE, RowLayout
+from engram.store.layout import SEQUENCE, LeafSpec, RowLayout
 
 
 class Rows(NamedTuple):
@@ -43,8 +43,16 @@ class JoinedRows(NamedTuple):
     parts: list[Any] | None = None
 
 
+_NO_INDEX = -1
+#: The bits of the floats that `torch.as_tensor` makes of Python's; other dtypes are left to it.
+_FLOAT_BITS = {torch.float32: 32, torch.float64: 64}
+
 # `Rows(*values)` runs Python code; this is done at every read.
 _new_tuple: Any = tuple.__new__
+
+
+class IndexTakenError(StorageInUseError):
+    """Rows that store their own index were not appended, as another process has taken their slots."""
 
 
 class RowTable:
@@ -57,11 +65,16 @@ class RowTable:
         self._codec = layout.codec
         self.mapped = mapped
         self._fast = layout.plain
+        self._index_leaves: dict[str, int | None] = {}
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         if border.decides:
             self._store.set_border(self._codec, list(border.entries), list(border.done), border.either, border.id)
         if layout.sequence_offset is not None and self._store.lanes == self._store.envs == 1:
             lanes.own_sequences = functools.partial(_own_sequences, self._store, layout.sequence_offset)
+        #: What native calls read whole batches from; None: not all of a batch's form is made by them.
+        self.source = None
+        if self._fast and not layout.within:
+            self.source = _native.RowSource(self._store, self._codec, mapped)
 
     @property
     def nbytes(self) -> int:
@@ -77,12 +90,85 @@ class RowTable:
             )
         return plan
 
+    def push(self, batch: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Tensor | int | None:
+        """`plan` and `append` in one native call, of a plain batch or of a list of plain items.
+
+        With `index_key` each row also stores its own index there, if its layout has such an entry. Returns what
+        `append` does. None: nothing was written, and `plan` and `append` write it, or say what does not fit.
+        """
+        lane, own = self.lanes._held, None
+        if lane is None or not self._fast:
+            return None
+        if index_key is not None:
+            try:
+                own = self._index_leaves[index_key]
+            except KeyError:
+                own = self._index_leaves[index_key] = self._index_leaf(index_key)
+            if own == _NO_INDEX:
+                return None
+        bits = _FLOAT_BITS.get(torch.get_default_dtype(), 0) if type(batch) is list else None
+        # Positional: the hot path.
+        return _native.push(self._store, self._codec, lane, batch, batch_dims, time_dim, own, bits)
+
+    def _index_leaf(self, key: str) -> int | None:
+        """The number of the leaf for the rows' own index; None: there is none, `_NO_INDEX`: the entry is another."""
+        if (key,) not in self.layout.paths:
+            return None
+        k = next(k for k, leaf in enumerate(self.layout.leaves) if leaf.path == (key,))
+        return k if self._codec.holds_index(k) else _NO_INDEX
+
     def append(self, plan: _native.Plan, most: int | None = None) -> Tensor | int:
         """Writes a checked batch (`most`: only its first steps) behind the newest row of this process's lane.
 
         Returns time slots, int64 [steps]; of a single step without batch dimensions its slot.
         """
-        return self._store.append(self.lanes.hold(), plan, most)
+        slots = self._store.append(self.lanes.hold(), plan, most)
+        return self._append_in_turn(plan, most) if slots is None else slots
+
+    def _append_in_turn(self, plan: _native.Plan, most: int | None) -> Tensor | int:
+        """As `append`, where it is another process's turn, or the first one of this, or others have written."""
+        with self.lanes.turn():
+            slots = self._store.append(self.lanes.hold(), plan, most)
+        if slots is None:
+            raise IndexTakenError(
+                "another process wrote between the check of these rows and their append, so the index that they store "
+                "is not theirs; nothing was written. Write them again; or make the storage with lanes=n, one for each "
+                "of n writers"
+            )
+        return slots
+
+    def append_packed(self, lane: int, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
+        """Writes packed rows of this layout (uint8 [n, payload_bytes]) behind the newest row of a lane of this process.
+
+        Returns time slots, int64 [n]. A row whose first entries do not go on from the newest row begins a trajectory,
+        as those of `append` do.
+
+        Raises:
+            ValueError: rows of another length, several environments, rows that carry their own sequence; nothing was
+                written.
+            StorageError: this process does not hold the lane.
+        """
+        self._check_held(lane)
+        given: Any = rows
+        return self._store.append_packed(lane, self._codec, given)
+
+    def append_leaves(self, lane: int, leaves: list[Any]) -> Tensor:
+        """As `append_packed`, of the bytes of each leaf: uint8 [n, nbytes] for each of `layout.leaves`."""
+        self._check_held(lane)
+        plan = None if self.layout.carries_sequence else self.layout.raw_leaf_codec.check_list(leaves, 1, 0)
+        if plan is None:
+            sizes = [leaf.nbytes for leaf in self.layout.leaves]
+            raise ValueError(
+                f"an array uint8 [n, bytes] is needed for each leaf, of {sizes} bytes, found "
+                f"{[tuple(leaf.shape) for leaf in leaves]}; nothing was written"
+            )
+        slots = self._store.append(lane, plan)
+        assert isinstance(slots, Tensor)
+        return slots
+
+    def _check_held(self, lane: int) -> None:
+        if not self.lanes.holds(lane):
+            raise StorageError(f"this process does not hold lane {lane}: hold_lane({lane}) first; nothing was written")
 
     def overwrite(self, slots: Tensor, plan: _native.Plan, rows: Tensor | None = None) -> None:
         """Writes a checked batch (`rows`: these of its rows, int64 [n]) over rows that exist."""
@@ -127,6 +213,16 @@ class RowTable:
             return rows
         return self._read_form(slots, (len(slots),) if shape is None else shape, extra, sequences)
 
+    def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
+        """As `read`, without taking rows apart: `batch` is a list of one tensor, uint8 [n, payload_bytes].
+
+        With `by_leaf` a list with the bytes of each leaf, uint8 [n, nbytes].
+        """
+        if self.lanes.unused_since_fork:
+            self.lanes.join_after_fork()
+        codec = self.layout.raw_leaf_codec if by_leaf else self.layout.raw_codec
+        return Rows(*self._store.gather(codec, slots, None, None, self.mapped, sequences))
+
     def same_rows(self, other: RowTable) -> bool:
         """Whether rows of both can be read into one batch."""
         return self._fast and (other is self or (other.layout.plain and other.layout.key == self.layout.key))
@@ -166,11 +262,26 @@ class RowTable:
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
         """One leaf of the steps at time slots: [n, *envs, ...]."""
+        if self._store.read_only:
+            return self._read_only_column(next(x for x in self.layout.leaves if x.path == path), slots)
         # A view whose gaps are the rest of the rows.
         leaves = pytree.flatten(self.layout.root, self.view(0, self._store.lanes * self._store.lane_capacity))
         at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
         leaf: Tensor = leaves[at][slots]
         return leaf
+
+    def _read_only_column(self, leaf: LeafSpec, slots: Tensor) -> Tensor:
+        """The same from memory of which torch has no views."""
+        s = self._store
+        shape, strides = (
+            (s.lanes * s.lane_capacity, s.envs, leaf.nbytes),
+            (s.row_stride, s.lane_capacity * s.row_stride, 1),
+        )
+        start = s.memory()[s.rows_offset + leaf.offset :]
+        rows = np.lib.stride_tricks.as_strided(start, shape, strides, writeable=False)
+        values = torch.from_numpy(rows[slots.numpy()])
+        lead = (len(slots), s.envs) if s.envs > 1 else (len(slots),)
+        return values.view(leaf.dtype).reshape(*lead, *leaf.shape)
 
     def view(self, start: int, stop: int) -> Any:
         """Live views of time slots [start, stop): `[time, ...]`, or `[time, envs, ...]` with several environments."""
@@ -229,6 +340,8 @@ def expand_slots(time_slots: Tensor | int, envs: int) -> Tensor | int:
 
 class ColumnTable:
     """Rows as columns `[time, *envs, ...]` on one device. Writers and readers hold the storage's mutex."""
+
+    source = None  # no native call reads them
 
     def __init__(self, lanes: Lanes, layout: RowLayout, columns: list[Tensor], env_shape: tuple[int, ...]) -> None:
         self._lanes = lanes

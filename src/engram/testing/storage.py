@@ -195,6 +195,54 @@ class StorageContract:
             rb[0:2] = steps(50, 53)
         assert numbers(rb[:]) == [0, 1, 2, 3, 4, 5]
 
+    # ---- set ----
+    def test_set_on_the_slots_that_follow_appends_and_makes_the_storage_first(self, storage: Any) -> None:
+        storage.empty()
+        last = len(storage.lanes) if storage.lanes is not None else 0
+        for index, n in ((range(3), 3), (3, None), ([4, 5], 2), (torch.tensor([6, 7]), 2), (torch.tensor(8), None)):
+            data = steps(last, last + 1)[0] if n is None else steps(last, last + n)
+            storage.set(index, data)
+            last += n or 1
+            assert len(storage) == storage.write_count == last
+            assert numbers(storage.get(torch.arange(last))) == list(range(last))
+        storage[9] = steps(9, 10)[0]
+        assert storage._is_full or not self.room_is_max_size
+
+    def test_set_replaces_what_is_stored_and_appends_the_rest(self, rb: ReplayBuffer, storage: Any) -> None:
+        rb.extend(steps(0, 4))
+        storage.set([1, 3, 4], steps(50, 53))
+        assert numbers(storage.get(torch.arange(5))) == [0, 50, 2, 51, 52]
+        storage.set([8 - 8, 5, 6], steps(60, 63))
+        assert numbers(storage.get(torch.arange(7))) == [60, 50, 2, 51, 52, 61, 62]
+        assert (len(rb), rb.write_count, rb.writer._cursor) == (7, 7, 7)
+        storage.set(range(7), steps(0, 7))
+        assert numbers(rb[:]) == [0, 1, 2, 3, 4, 5, 6] and rb.write_count == 7
+
+    def test_set_refuses_a_gap_and_another_number_of_steps_and_changes_nothing(
+        self, rb: ReplayBuffer, storage: Any
+    ) -> None:
+        for index in (range(1, 3), 5, [0, 2]):
+            with pytest.raises(IndexError, match="has not been written"):
+                storage.set(index, steps(0, 2) if index != 5 else steps(0, 1)[0])
+        rb.extend(steps(0, 4))
+        before = state_of(rb)
+        bad: list[Any] = [[0, 5], [5, 4], range(5, 7), torch.tensor([3, 6]), [4, 40]]
+        for index in bad:
+            with pytest.raises(IndexError, match="has not been written"):
+                storage.set(index, steps(0, 2))
+        bad = [[3, 4, 5], range(2, 5), range(4, 7)]
+        for index in bad:
+            with pytest.raises(ValueError):
+                storage.set(index, steps(0, 2))
+        with pytest.raises((TypeError, ValueError, KeyError)):
+            storage.set([3, 4], {"n": torch.zeros(2), "other": torch.zeros(3)})
+        assert state_of(rb) == before
+
+    def test_a_full_storage_is_replaced_in_place_by_set(self, rb: ReplayBuffer, storage: Any) -> None:
+        rb.extend(steps(0, 13))
+        storage.set([3, 4], steps(50, 52))
+        assert numbers(rb[:]) == [10, 11, 12, 50, 51, 5, 6, 7, 8, 9] and (rb.write_count, rb.writer._cursor) == (13, 3)
+
     # ---- empty ----
     def test_empty_forgets_everything(self, rb: ReplayBuffer, storage: Any) -> None:
         rb.extend(steps(0, 13))
@@ -382,8 +430,26 @@ class StrandsContract:
         assert numbers(rb[2]) == [50, 51, 52] and numbers(rb[4:6]) == [[60, 61], [62, 63], [64, 65]]
         rb.storage[torch.tensor([7]), torch.tensor([1])] = of_numbers(torch.tensor([70]))
         assert numbers(rb[7]) == [7, 70, 2007] and numbers(rb[3]) == [3, 1003, 2003]
-        with pytest.raises(IndexError, match="storage"):
-            rb[0, 1] = of_numbers(torch.tensor(5))
+
+    def test_a_tuple_replaces_what_it_reads(self, rb: ReplayBuffer) -> None:
+        rb.extend(env_steps(3, 0, 8))
+        for _ in range(2):
+            rb[1, 4] = of_numbers(torch.tensor(50))
+            rb[2, 1:3] = of_numbers(torch.tensor([60, 61]))
+            rb[:2, 6] = of_numbers(torch.tensor([70, 71]))
+            rb[[0, 2], [7, 0]] = of_numbers(torch.tensor([80, 81]))
+            assert numbers(rb[1, 4]) == 50 and numbers(rb[2, 1:3]) == [60, 61] and numbers(rb[:2, 6]) == [70, 71]
+            assert numbers(rb[0, 7]) == 80 and numbers(rb[2, 0]) == 81
+            assert sum(n >= 50 for row in numbers(rb[:]) for n in row if n < 1000) == 7
+            rb.extend(env_steps(3, 8, 13))  # and where the ring has gone round
+            rb[:] = env_steps(3, 0, len(rb) // 3)
+        before = state_of(rb)
+        for bad in ((0, 99), (3, 0), (0, 0, 0)):
+            with pytest.raises(IndexError):
+                rb[bad] = of_numbers(torch.tensor(5))
+        with pytest.raises(ValueError):
+            rb[0, :2] = of_numbers(torch.tensor([1, 2, 3]))
+        assert state_of(rb) == before
 
     def test_other_environments_are_refused(self, rb: ReplayBuffer) -> None:
         rb.extend(env_steps(3, 0, 8))

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
+from engram.data.replay_buffers.writers.round_robin import as_writer
+from engram.errors import CorruptCheckpointError
 from engram.testing.helpers import numbers, state_of, steps
 
 
@@ -66,6 +68,35 @@ class WriterContract:
             assert isinstance(slot, int)
             assert numbers(rb[slot]) == n if slot >= 0 else self.drops
 
+    def test_alone_with_a_storage_it_writes_what_it_writes_in_a_buffer(self, rb: ReplayBuffer) -> None:
+        alone = as_writer(self.make())
+        storage = type(rb.storage)(10)
+        alone.register_storage(storage)
+        assert alone._cursor == 0
+        for start, n in ((0, 4), (4, 3), (7, 9), (16, 2)):
+            batch, last = steps(start, start + n), steps(100 + start, 101 + start)[0]
+            index = alone.extend(batch)
+            assert index.dtype == torch.int64 and index.tolist() == rb.extend(batch).tolist()
+            added = alone.add(last)
+            assert isinstance(added, int) and added == rb.add(last)
+            assert numbers(storage[:]) == numbers(rb[:]) and len(storage) == len(rb)
+            assert alone._cursor == getattr(rb.writer, "_cursor", alone._cursor)
+
+    def test_its_state_is_saved_alone_twice_to_one_path_and_verified(self, tmp_path: Path) -> None:
+        writer = as_writer(self.make())
+        writer.register_storage(LazyTensorStorage(10))
+        writer.extend(steps(0, 4))
+        writer.dumps(tmp_path)
+        writer.dumps(tmp_path)
+        twin = as_writer(self.make())
+        twin.loads(tmp_path)
+        assert twin.state_dict() == writer.state_dict()
+        manifest = next(tmp_path.glob("g-*/manifest.json"))
+        manifest.chmod(0o600)
+        manifest.write_bytes(manifest.read_bytes().replace(b"writer", b"wroter", 1))
+        with pytest.raises(CorruptCheckpointError):
+            twin.loads(tmp_path)
+
     def test_empty_forgets_what_was_written(self, rb: ReplayBuffer) -> None:
         rb.extend(steps(0, 13))
         rb.empty()
@@ -76,7 +107,7 @@ class WriterContract:
     def test_a_refused_batch_changes_nothing(self, rb: ReplayBuffer) -> None:
         rb.extend(steps(0, 3))
         before = (state_of(rb), numbers(rb[:]))
-        with pytest.raises((TypeError, ValueError, KeyError)):
+        with pytest.raises((TypeError, ValueError, KeyError, RuntimeError)):
             rb.extend({"n": torch.zeros(3), "other": torch.zeros(4)})
         assert (state_of(rb), numbers(rb[:])) == before
 

@@ -6,25 +6,37 @@ from engram.transforms.compose import Compose
 from engram.transforms.image import GrayScale, Resize, ToTensorImage
 from engram.transforms.keys import ExcludeTransform, RenameTransform, SelectTransform
 from engram.transforms.multi_step import MultiStepTransform
+from engram.transforms.next_state import NextStateReconstructor
+from engram.transforms.resets import EndOfLifeTransform, NoopResetEnv, TensorDictPrimer, TrajCounter
 from engram.transforms.trajectory import InitTracker, Reward2GoTransform, RewardSum, StepCounter
 from engram.transforms.values import (
+    CatTensors,
+    ClipTransform,
+    DoubleToFloat,
     DTypeCastTransform,
     FlattenObservation,
     ObservationNorm,
     RewardScaling,
+    SignTransform,
     UnsqueezeTransform,
 )
 from engram.transforms.vec_norm import VecNorm
 
 __all__ = [
     "CatFrames",
+    "CatTensors",
+    "ClipTransform",
     "Compose",
     "DTypeCastTransform",
+    "DoubleToFloat",
+    "EndOfLifeTransform",
     "ExcludeTransform",
     "FlattenObservation",
     "GrayScale",
     "InitTracker",
     "MultiStepTransform",
+    "NextStateReconstructor",
+    "NoopResetEnv",
     "ObservationNorm",
     "RenameTransform",
     "Resize",
@@ -32,8 +44,11 @@ __all__ = [
     "RewardScaling",
     "RewardSum",
     "SelectTransform",
+    "SignTransform",
     "StepCounter",
+    "TensorDictPrimer",
     "ToTensorImage",
+    "TrajCounter",
     "Transform",
     "UnsqueezeTransform",
     "VecNorm",

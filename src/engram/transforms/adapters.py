@@ -8,10 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 from tensordict import TensorDictBase
+from torch import nn
 
 from engram.pytree import Key, as_keys, copy_containers, has_batch_size, require_tensor, set_entry
 from engram.transforms.base import InvertedTransform, Transform, WriteRequest
 from engram.transforms.env_specs import EnvSpecs, bounds_of, specs_by_trial
+from engram.transforms.torchrl import TorchRLTransform
 
 _INVERSES = ("inv", "_inv_call", "_inv_apply_transform")
 
@@ -31,6 +33,10 @@ class CallableTransform(Transform, built_in=True):
 
     def _inverts(self) -> bool:
         return self.invert
+
+    def to(self, device: Any = None, dtype: Any = None) -> Any:
+        _move(self.fn, device, dtype)
+        return self
 
     def __repr__(self) -> str:
         return f"{getattr(self.fn, '__name__', self.fn)}{' (on writing)' if self.invert else ''}"
@@ -117,6 +123,10 @@ class ForeignTransform(Transform, built_in=True):
     def _owner(self) -> Any:
         return self.transform
 
+    def to(self, device: Any = None, dtype: Any = None) -> Any:
+        _move(self.transform, device, dtype)
+        return self
+
     def state_settings(self) -> dict[str, Any]:
         return {}
 
@@ -125,6 +135,11 @@ class ForeignTransform(Transform, built_in=True):
         return type(self.transform).__name__
 
     # ---- environments ----
+    def for_env(self, specs: EnvSpecs) -> Transform:
+        kind: Any = type(self.transform)
+        root = _root_in_torchrl(kind)
+        return self if root is None else TorchRLTransform(self.transform, root)
+
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         changed = specs_by_trial(self, specs)
         if self._inverts():
@@ -161,6 +176,11 @@ def as_transform(transform: Any, invert: bool = False) -> Transform:
         TypeError: it is not callable, is a class, or has an inverse that cannot be called.
     """
     if isinstance(transform, Transform):
+        if transform.names_no_entry_to_invert() and not transform.in_keys:
+            raise TypeError(
+                f"{transform.kind} has `_inv_apply_transform`, and neither `in_keys_inv` nor `in_keys` that it could "
+                "change: give it these, `_inv_call` or `inv`"
+            )
         return InvertedTransform(transform) if invert else transform
     has_inverse = any(callable(getattr(transform, name, None)) for name in _INVERSES)
     if isinstance(transform, type) and (has_inverse or issubclass(transform, Transform)):
@@ -172,6 +192,12 @@ def as_transform(transform: Any, invert: bool = False) -> Transform:
     if callable(transform):
         return CallableTransform(transform, invert)
     raise TypeError(f"a transform is a Transform or a callable, got a {type(transform).__name__}")
+
+
+def _move(module: Any, device: Any, dtype: Any) -> None:
+    """Moves a module; other objects have no tensors that are known here."""
+    if isinstance(module, nn.Module):
+        module.to(*(given for given in (device, dtype) if given is not None))
 
 
 def _inverse_keys(transform: Any) -> tuple[list[Key], list[Key]]:

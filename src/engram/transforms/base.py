@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from engram._arguments import KeepsArguments
 from engram.pytree import (
     Key,
     Keys,
@@ -30,6 +33,10 @@ from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs, clone_composite, 
 
 IDLE = "_idle"  # marks rows of a call of `step` that only reset an environment: see `VectorEnv`
 ChangeStep = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
+Self = TypeVar("Self", bound="Transform")
+# The environment that each transform is in, and the transform there that it stands for. Not attributes: copies and
+# pickles of a transform are in none.
+_CONTAINERS: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
 class TransformStep(NamedTuple):
@@ -116,9 +123,33 @@ class EnvTransformMixin:
         """
         return self
 
+    @property
+    def container(self) -> Any:
+        """The `TransformedEnv` that it was put into last; None if there is none."""
+        return None if (place := _CONTAINERS.get(self)) is None else place[0]()
+
+    def set_container(self, env: Any, stands_for: Any = None) -> None:
+        """Puts it into an environment, which calls this; a copy may stand for the transform that is there."""
+        _CONTAINERS[self] = weakref.ref(env), weakref.ref(self if stands_for is None else stands_for)
+
+    @property
+    def parent(self) -> Any:
+        """The environment as it is before this transform: the base environment with the transforms before it.
+
+        Raises:
+            RuntimeError: it is in no environment, or that exists no more.
+        """
+        if (container := self.container) is None:
+            raise RuntimeError(f"{type(self).__name__} is in no environment: put it into a TransformedEnv first")
+        return container.before_transform(_CONTAINERS[self][1]())
+
     def parts(self) -> list[Any]:
         """The transforms that it is composed of; itself if it is a single one."""
         return [self]
+
+    def policy_entries(self) -> list[Key]:
+        """Entries that it begins episodes with and the policy changes, under `"next"`; see `TensorDictPrimer`."""
+        return []
 
     def env_steps(self) -> list[TransformStep]:
         """The functions to call at resets and steps."""
@@ -148,6 +179,7 @@ class EnvTransformMixin:
             self.transform_action_spec(action),
             self.transform_reward_spec(specs.reward),
             self.transform_done_spec(specs.done),
+            specs.grouped,
         )
         return changed.with_entries(self._copied_results(specs))
 
@@ -339,7 +371,7 @@ def _sizes(batch: Any) -> tuple[int, ...] | None:
     return tuple(batch.batch_size) if has_batch_size(batch) else None
 
 
-class Transform(EnvTransformMixin):
+class Transform(KeepsArguments, EnvTransformMixin):
     """Changes batches: `forward` when they are read, `inv` when they are written.
 
     A plain callable may be used as a transform too: a buffer calls it on reading. Subclasses that work entry by entry
@@ -391,7 +423,7 @@ class Transform(EnvTransformMixin):
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.built_in = built_in
+        cls.built_in = cls._keeps_arguments = built_in
         by_call = cls._inv_call is not Transform._inv_call and cls.inv is Transform.inv
         if by_call and not cls._inverts_by_call:
             cls._inverts_by_call = cls._has_memory = cls.inverse_in_order = True
@@ -402,6 +434,58 @@ class Transform(EnvTransformMixin):
     ) -> None:
         self.in_keys, self.out_keys = _pair(in_keys, out_keys, "")
         self.in_keys_inv, self.out_keys_inv = _pair(in_keys_inv, out_keys_inv, "_inv")
+
+    def clone(self: Self) -> Self:
+        """A copy with the same settings and state, which is in no environment."""
+        return copy.deepcopy(self)
+
+    # ---- tensors of a user's class ----
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Makes a tensor an attribute that `state_dict` saves and `to` moves.
+
+        It is saved with the replay buffer that the transform is in. Assigning to the attribute replaces the tensor. A
+        state without it (of a transform that was saved before it had one) sets it back to its first value.
+
+        Args:
+            tensor: None: it is assigned later, and saved from then on.
+            persistent: False: it is moved, and not saved.
+
+        Raises:
+            TypeError: the name is no string, or the value no tensor.
+            KeyError: the transform has such an attribute, or the name cannot be one.
+
+        Example:
+            >>> class Centred(Transform):
+            ...     def __init__(self, mean, in_keys):
+            ...         super().__init__(in_keys)
+            ...         self.register_buffer("mean", mean)
+            ...     def _apply_transform(self, value):
+            ...         return value - self.mean
+            >>> centred = Centred(torch.tensor(2.0), in_keys=["x"])
+            >>> centred.state_dict()
+            {'buffers': {'mean': tensor(2.)}}
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a buffer is a string, got a {type(name).__name__}")
+        if not name.isidentifier():
+            raise KeyError(f"{name!r} cannot be the name of an attribute: use letters, digits and underscores")
+        if hasattr(type(self), name) or name in vars(self):
+            raise KeyError(f"{type(self).__name__} has an attribute {name!r} already: choose another name")
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"the buffer {name!r} must be a tensor or None, got a {type(tensor).__name__}")
+        initial = None if tensor is None else tensor.detach().clone()
+        vars(self).setdefault(REGISTERED, {})[name] = RegisteredTensor(initial, persistent)
+        setattr(self, name, tensor)
+
+    def to(
+        self: Self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> Self:
+        """Moves the registered tensors to a device; a dtype is for those of floating point. Returns itself."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        for name, tensor in _registered(self).items():
+            setattr(self, name, tensor.to(device, dtype if tensor.is_floating_point() else None))
+        return self
 
     # ---- reading ----
     def forward(self, batch: Any) -> Any:
@@ -426,6 +510,37 @@ class Transform(EnvTransformMixin):
 
     def _apply_transform(self, value: Tensor) -> Tensor:
         return value
+
+    def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
+        """Whether `forward` does to a row what it does in any other batch, of any batch dimensions, bit by bit.
+
+        So that the batch of several buffers may be transformed as one. Asked only of the library's own classes.
+
+        Args:
+            row_ndim: the number of dimensions of an entry in one row; None: rows have no such entry.
+        """
+        return False
+
+    def does_the_same(self, other: Transform) -> bool:
+        """Whether `forward` of another transform does to any batch what this one's does, bit by bit.
+
+        So that the members of an ensemble, each with a transform of its own, may be transformed as one. False where
+        that is not sure. Asked only of the library's own classes.
+        """
+        return other is self
+
+    def _has_settings_of(self, other: Transform) -> bool:
+        """Whether another transform has this class and equal attributes: `does_the_same` where there is no state."""
+        mine, theirs = vars(self), vars(other)
+        if type(self) is not type(other) or mine.keys() != theirs.keys():
+            return False
+        for name, value in mine.items():  # no comprehension: this is asked for each batch of an ensemble
+            another = theirs[name]
+            if value is another or name == "_arguments":
+                continue
+            if value != another if name in _KEY_LISTS else not _are_same(value, another):
+                return False
+        return True
 
     def __call__(self, batch: Any) -> Any:
         """`forward`; transforms that learn from data also learn from this batch."""
@@ -486,6 +601,13 @@ class Transform(EnvTransformMixin):
         """Whether the stored data differ from those that the caller writes."""
         return self._inverts()
 
+    def names_no_entry_to_invert(self) -> bool:
+        """Whether a user's class has `_inv_apply_transform` and nothing that calls it: no `in_keys_inv`."""
+        kind = type(self)
+        inherits = (kind.inv, kind._inv_call, kind.inverse_stream) == _INVERSE_METHODS
+        has_own = kind._inv_apply_transform is not Transform._inv_apply_transform
+        return not self.built_in and has_own and inherits and not self.in_keys_inv
+
     def _inv_once(self, batch: Any) -> Any:
         """`inv` for data that do not continue the last write: the transform stays as it was."""
         before = self.remember()
@@ -524,12 +646,16 @@ class Transform(EnvTransformMixin):
 
     def remember(self) -> Any:
         """The present state, for `undo`; nothing of it is changed in place later."""
-        return self._memory.remember(self._owner) if self._remembers() else self.state_dict()
+        if not self._remembers():
+            return self.state_dict()
+        return self._memory.remember(self._owner), _copies(_registered(self))
 
     def undo(self, before: Any) -> None:
         """Goes back to the state that `remember` returned, after a write that was refused."""
         if self._remembers():
-            self._memory.undo(self._owner, before)
+            memory, tensors = before
+            self._memory.undo(self._owner, memory)
+            vars(self).update(tensors)
         elif before or self.state_dict():
             self.load_state_dict(before)
 
@@ -543,16 +669,31 @@ class Transform(EnvTransformMixin):
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save, whose values are never changed in place later; empty for transforms without state."""
-        return self._memory.state_dict(self._owner, self.kind) if self._has_memory else {}
+        state = self._memory.state_dict(self._owner, self.kind) if self._has_memory else {}
+        tensors = _copies(_registered(self, saved_only=True))
+        return {**state, "buffers": tensors} if tensors else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state."""
         if self._has_memory:
             self._memory.load_state_dict(self._owner, state)
+        saved = state.get("buffers", {})
+        for name, (initial, persistent) in vars(self).get(REGISTERED, {}).items():
+            if persistent:
+                value, now = saved.get(name, initial), vars(self).get(name)
+                like = {} if now is None else {"device": now.device, "dtype": now.dtype}
+                setattr(self, name, None if value is None else value.to(**like, copy=True))
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """The reasons why a saved state cannot be loaded; empty if it can."""
-        return self._memory.differences(self._owner, self.kind, state) if self._has_memory else []
+        memory = self._memory.differences(self._owner, self.kind, state) if self._has_memory else []
+        own, now = vars(self).get(REGISTERED, {}), _registered(self)
+        for name, tensor in state.get("buffers", {}).items():
+            if name not in own or not own[name].persistent:
+                memory.append(f"{self.kind} has no buffer {name!r} here, and one {list(tensor.shape)} there")
+            elif name in now and now[name].shape != tensor.shape:
+                memory.append(f"{self.kind} has {name} {list(now[name].shape)} here, {list(tensor.shape)} there")
+        return memory
 
     #: Attributes that give a state its meaning: saved with it, and it is only loaded where they are equal.
     _state_settings: tuple[str, ...] = ("in_keys", "out_keys")
@@ -583,6 +724,7 @@ class Transform(EnvTransformMixin):
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
 
 
+_INVERSE_METHODS = (Transform.inv, Transform._inv_call, Transform.inverse_stream)
 _OF_VALUES = ("forward", "_call", "_reset", "_step")
 _OF_SPECS = tuple(f"transform_{name}_spec" for name in ("observation", "action", "reward", "done"))
 
@@ -595,6 +737,25 @@ def _pair(sources: Keys, targets: Keys, suffix: str) -> tuple[list[Key], list[Ke
     if len(set(outs)) < len(outs) or (suffix and len(set(ins)) < len(ins)):
         raise ValueError(f"a key is written twice: {ins if suffix else outs}")
     return ins, outs
+
+
+_KEY_LISTS = frozenset({"in_keys", "out_keys", "in_keys_inv", "out_keys_inv"})
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    """Whether two settings are the same to the last bit; False for those that are not plain values."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is Tensor:
+        is_number = a.ndim == b.ndim == 0 and a.is_cpu and b.is_cpu
+        return is_number and a.dtype is b.dtype and _are_same(a.item(), b.item())
+    if type(a) is list or type(a) is tuple:
+        return len(a) == len(b) and all(map(_are_same, a, b))
+    if type(a) is float:  # of two zeros one may be negative
+        return bool(a.hex() == b.hex())
+    return type(a) in (int, bool, str) and bool(a == b)
 
 
 class InvertedTransform(Transform, built_in=True):
@@ -632,6 +793,10 @@ class InvertedTransform(Transform, built_in=True):
     def empty(self) -> None:
         self.transform.empty()
 
+    def to(self, device: Any = None, dtype: Any = None) -> Any:
+        self.transform.to(device, dtype)
+        return self
+
     def state_dict(self) -> dict[str, Any]:
         return self.transform.state_dict()
 
@@ -652,12 +817,34 @@ class InvertedTransform(Transform, built_in=True):
         return f"inverted {self.transform}"
 
 
+# ---- tensors that a user's class has registered ----
+REGISTERED = "_registered_tensors"  # the attribute with a `RegisteredTensor` for each name
+
+
+class RegisteredTensor(NamedTuple):
+    """What is known of an attribute that was registered: its first value, and whether it is saved."""
+
+    initial: Tensor | None
+    persistent: bool
+
+
+def _registered(transform: Transform, saved_only: bool = False) -> dict[str, Tensor]:
+    """The registered tensors of a transform, as they are now, by name."""
+    own = vars(transform)
+    names = [name for name, tensor in own.get(REGISTERED, {}).items() if tensor.persistent or not saved_only]
+    return {name: own[name] for name in names if isinstance(own.get(name), Tensor)}
+
+
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
 # ---- what an inverse keeps in attributes from one write to the next ----
 Place = tuple[int, str]  # which namespace, and the attribute's name
 Snapshot = list[dict[str, tuple[Any, Any]]]  # of each namespace: each attribute's value, and a copy of its content
 
 MEMORY = "_memory_of_writes"  # the attribute in which a transform keeps its `AttributeMemory`
-_LEFT_OUT = frozenset([*vars(nn.Module()), MEMORY])
+_LEFT_OUT = frozenset([*vars(nn.Module()), MEMORY, REGISTERED])
 
 
 class _Absent:
@@ -724,6 +911,8 @@ class AttributeMemory:
         return {"attributes": attributes, "holds_back": self.holds_back} if attributes else {}
 
     def load_state_dict(self, owner: Any, state: dict[str, Any]) -> None:
+        if names := _never_saved(state):
+            raise ValueError(f"the state sets {', '.join(names)}, which no state may set")
         self.forget(owner)
         spaces = _namespaces(owner)
         for entry in state.get("attributes", []):
@@ -733,6 +922,8 @@ class AttributeMemory:
         self.holds_back = state.get("holds_back", False)
 
     def differences(self, owner: Any, who: str, state: dict[str, Any]) -> list[str]:
+        if names := _never_saved(state):
+            return [f"the saved {who} sets {', '.join(names)}, which no state may set"]
         n = len(_namespaces(owner))
         fits = all(0 <= entry["place"] < n for entry in state.get("attributes", []))
         return [] if fits else [f"{who} consists of other modules than the saved one"]
@@ -745,8 +936,14 @@ def _namespaces(obj: Any) -> list[dict[str, Any]]:
     return [names for module in obj.modules() for names in (vars(module), module._buffers)]
 
 
+def _never_saved(state: dict[str, Any]) -> list[str]:
+    """Names in a state under which objects keep what they consist of, as modules, hooks, registered tensors."""
+    return [entry["name"] for entry in state.get("attributes", []) if entry["name"] in _LEFT_OUT]
+
+
 def _names(space: dict[str, Any]) -> Iterator[str]:
-    return (name for name in list(space) if name not in _LEFT_OUT)
+    registered = space.get(REGISTERED, ())  # a transform saves these itself
+    return (name for name in list(space) if name not in _LEFT_OUT and name not in registered)
 
 
 def _snapshot(obj: Any) -> Snapshot:

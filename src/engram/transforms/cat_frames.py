@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import Key, Keys, get_tensor, require_tensor, set_entry
+from engram.pytree import (
+    Key,
+    Keys,
+    as_key,
+    get_tensor,
+    key_path,
+    map_outermost,
+    remove_entry,
+    require_tensor,
+    set_entry,
+)
 from engram.specs import Bounded, Spec
-from engram.transforms.base import EnvTransformMixin, select_reset, to_device
+from engram.transforms.base import EnvTransformMixin, Transform, select_reset, to_device
 from engram.transforms.env_specs import EnvSpecs, map_spec
-from engram.transforms.trajectory import TrajectoryBounds, TrajectoryTransform
+from engram.transforms.trajectory import BatchView, TrajectoryBounds, TrajectoryTransform
 
 
 class CatFrames(TrajectoryTransform, built_in=True):
@@ -63,6 +75,35 @@ class CatFrames(TrajectoryTransform, built_in=True):
             raise ValueError(f"padding must be 'same' or 'constant', got {padding!r}")
         self.N, self.dim = N, dim
         self.padding, self.padding_value = padding, padding_value
+
+    def make_rb_transform_and_sampler(self, batch_size: int, **sampler_kwargs: Any) -> tuple[Transform, Any]:
+        """The transform and the sampler of a buffer that stores single frames and stacks them when it is sampled.
+
+        A batch has `batch_size` rows, each a step with the frames before it, as this transform gives them in an
+        environment, padding included; also under `next`, where the stored steps have `("next", in_key)`.
+
+        Args:
+            batch_size: that of the buffer.
+            sampler_kwargs: of SliceSampler, above all `traj_key` or `end_key`.
+
+        Raises:
+            TypeError: `slice_len` or `num_slices`, which are N and `batch_size`.
+
+        Example:
+            >>> frames = CatFrames(N=4, dim=-3, in_keys=["pixels"])
+            >>> transform, sampler = frames.make_rb_transform_and_sampler(batch_size=32, traj_key="episode")
+            >>> sampler.slice_len
+            4
+        """
+        if fixed := {"slice_len", "num_slices"} & sampler_kwargs.keys():
+            raise TypeError(f"slices have N={self.N} frames, and there is one for each row: leave out {sorted(fixed)}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
+        # Upwards, when a user calls it: a buffer's sampler is what this method is for.
+        frames = importlib.import_module("engram.data.replay_buffers.samplers.frames")
+        key = as_key(sampler_kwargs.pop("slice_key", None) or _SLICE)
+        sampler = frames.FrameStackSampler(slice_len=self.N, slice_key=key, **sampler_kwargs)
+        return StackedFrames(self, key), sampler
 
     # ---- environments ----
     def _init_env_state(self, specs: EnvSpecs) -> None:
@@ -158,6 +199,47 @@ class CatFrames(TrajectoryTransform, built_in=True):
 
     def _settings(self) -> dict[str, Any]:
         return {"N": self.N, "dim": self.dim, "padding": self.padding, **super()._settings()}
+
+
+_SLICE = "_slice"  # the entry that says which slice each row is of
+
+
+class StackedFrames(Transform, built_in=True):
+    """Makes one row of each slice of frames: its last step, with all frames stacked. See `CatFrames`."""
+
+    def __init__(self, frames: CatFrames, slice_key: Key) -> None:
+        super().__init__()
+        self.frames, self.slice_key = frames, slice_key
+
+    def for_env(self, specs: EnvSpecs) -> Any:
+        raise TypeError("this transform is for a replay buffer with the sampler that was made with it; use CatFrames")
+
+    def forward(self, batch: Any) -> Any:
+        ids = get_tensor(batch, self.slice_key)
+        if ids is None:  # `rb[:]` and `rb[i]`: single frames
+            return batch
+        ends = torch.ones_like(ids, dtype=torch.bool)
+        ends[:-1] = ids[1:] != ids[:-1]
+        ends = ends.unsqueeze(0)
+        bounds = TrajectoryBounds(BatchView(tuple(ids.shape)), ends, None, torch.zeros_like(ends), ends)
+        self._with_next(batch)._run(batch, bounds, torch.zeros(1, dtype=torch.bool), None)
+        remove_entry(batch, self.slice_key)
+        last = ends.flatten().nonzero().flatten()
+        return map_outermost(batch, lambda leaf: leaf[last], lambda td: td[last])
+
+    def _with_next(self, batch: Any) -> CatFrames:
+        """The transform for the observations, and for those under `next` that exist."""
+        both = copy.copy(self.frames)
+        pairs = dict(zip(both.in_keys, both.out_keys, strict=True))
+        for source, target in list(pairs.items()):
+            following: Key = ("next", *key_path(source))
+            if key_path(source)[0] != "next" and get_tensor(batch, following) is not None:
+                pairs.setdefault(following, ("next", *key_path(target)))
+        both.in_keys, both.out_keys = list(pairs), list(pairs.values())
+        return both
+
+    def _settings(self) -> dict[str, Any]:
+        return {"frames": self.frames}
 
 
 class _Past:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import copy
 import textwrap
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, overload
 
+from engram._arguments import describe
+from engram.pytree import Key
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform, WriteRequest
+
+
+def describe_transform(transform: Transform) -> dict[str, Any]:
+    """A transform as `describe`; of a Compose the transforms that it has now."""
+    if type(transform) is not Compose:
+        return describe(transform)
+    parts = [{"of": "part", "value": describe_transform(part)} for part in transform.transforms]
+    return {"kind": "Compose", "arguments": {"args": parts, "kwargs": {}}}
 
 
 class Compose(Transform, built_in=True):
@@ -37,6 +47,9 @@ class Compose(Transform, built_in=True):
         for transform in reversed(self.transforms):
             batch = transform.inv(batch)
         return batch
+
+    def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
+        return all(t.built_in and t.acts_by_row(row_ndim) for t in self.transforms)
 
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
         for transform in reversed(self.transforms):
@@ -79,12 +92,17 @@ class Compose(Transform, built_in=True):
         """Adds a transform before the one at `index`.
 
         Raises:
-            IndexError: the index is out of range.
+            ValueError: there is no such place.
         """
         n = len(self.transforms)
         if not -n <= index <= n:
-            raise IndexError(f"there are {n} transforms; index must be -{n} to {n}, got {index}")
+            raise ValueError(f"there are {n} transforms; index must be -{n} to {n}, got {index}")
         self.transforms.insert(index, as_transform(transform, invert))
+
+    def to(self, device: Any = None, dtype: Any = None) -> Any:
+        for transform in self.transforms:
+            transform.to(device, dtype)
+        return self
 
     # ---- state ----
     def remember(self) -> list[Any]:
@@ -156,8 +174,12 @@ class Compose(Transform, built_in=True):
     def __len__(self) -> int:
         return len(self.transforms)
 
-    def __getitem__(self, index: int) -> Transform:
-        return self.transforms[index]
+    @overload
+    def __getitem__(self, index: int) -> Transform: ...
+    @overload
+    def __getitem__(self, index: slice) -> Compose: ...
+    def __getitem__(self, index: int | slice) -> Transform:
+        return Compose(*self.transforms[index]) if isinstance(index, slice) else self.transforms[index]
 
     def __iter__(self) -> Iterator[Transform]:
         return iter(self.transforms)

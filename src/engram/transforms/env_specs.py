@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,17 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.pytree import Key, key_path
-from engram.specs import Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, Spec, Unbounded
+from engram.specs import (
+    Bounded,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    OneHot,
+    Spec,
+    StackedComposite,
+    Unbounded,
+)
 
 FLAGS = ("done", "terminated", "truncated")
 RESULT_KEYS = ("reward", *FLAGS)  #: the entries that every step has besides observations
@@ -24,18 +34,22 @@ class EnvSpecs(NamedTuple):
     action: Spec
     reward: Spec
     done: Spec
+    grouped: Mapping[Key, Spec] = {}  #: the rewards and flags of groups of agents, by nested keys
 
     def entry(self, key: Key) -> Spec | None:
         """The spec of the entry that steps have under `key`; None if they have none."""
         if key == "reward":
             return self.reward
-        return self.done if key in FLAGS else self.observation.leaves().get(key)
+        if key in FLAGS:
+            return self.done
+        leaf = self.observation.leaves().get(key)
+        return self.grouped.get(key) if leaf is None else leaf
 
     def require(self, keys: list[Key], who: str) -> None:
         """Raises KeyError, with the keys that exist, for keys that steps do not have."""
         for key in keys:
             if self.entry(key) is None:
-                keys_of_steps = [*self.observation.leaves(), *RESULT_KEYS]
+                keys_of_steps = [*self.observation.leaves(), *RESULT_KEYS, *self.grouped]
                 raise KeyError(f"{who} needs the key {key!r}; the environment has {keys_of_steps}")
 
     def with_entries(self, entries: dict[Key, Spec]) -> EnvSpecs:
@@ -55,12 +69,18 @@ class EnvSpecs(NamedTuple):
 
 def clone_composite(spec: Composite) -> Composite:
     """A new Composite, nested ones included, with the same leaves."""
+    if isinstance(spec, StackedComposite):
+        stacked: Composite = spec.clone()
+        return stacked
     entries = {k: clone_composite(v) if isinstance(v, Composite) else v for k, v in spec.items()}
     return Composite(entries, shape=spec.shape, device=spec.device)
 
 
 def filter_leaves(spec: Composite, keep: Callable[[Key], bool], above: tuple[str, ...] = ()) -> Composite:
     """A Composite of those leaves for whose keys `keep` is true."""
+    if isinstance(spec, StackedComposite):
+        stacked: Composite = spec.mapped_members(lambda one: filter_leaves(one, keep, above))
+        return stacked
     entries: dict[str, Spec] = {}
     for name, entry in spec.items():
         path = (*above, name)
@@ -97,7 +117,7 @@ def bounds_of(spec: Any) -> tuple[Tensor, Tensor] | None:
         highest: Any = spec.n - 1
     elif isinstance(spec, MultiCategorical):
         highest = [n - 1 for n in spec.nvec]
-    elif isinstance(spec, MultiOneHot):
+    elif isinstance(spec, MultiOneHot | OneHot):
         highest = 1
     else:
         return None
@@ -147,6 +167,8 @@ def specs_by_trial(transform: Any, specs: EnvSpecs) -> EnvSpecs:
         copied = copy.deepcopy(transform)
     except Exception:  # it cannot be copied: run the object itself
         copied = transform
+    if transform.container is not None:
+        copied.set_container(transform.container, stands_for=transform)
     calls = copied.env_steps()[0]
     fresh = calls.reset(TensorDict(batch_size=specs.observation.shape), specs.blank(stepped=False))
     _check_result(fresh, FLAGS, transform)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engram.pytree import Keys
+from engram.pytree import Key, Keys
 from engram.transforms.base import Transform
 
 _MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "area")
@@ -65,6 +66,12 @@ class ToTensorImage(Transform, built_in=True):
         # One pass that permutes and converts: the result is contiguous, as networks like it.
         image = torch.empty(value.shape, dtype=dtype, device=value.device).copy_(value)
         return image.div_(255) if divides else image
+
+    def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
+        return all((row_ndim(key) or 0) >= 3 for key in self.in_keys)
+
+    def does_the_same(self, other: Transform) -> bool:
+        return self._has_settings_of(other)
 
     def _settings(self) -> dict[str, Any]:
         return {} if self.dtype is None else {"dtype": self.dtype}

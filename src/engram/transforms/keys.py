@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -155,6 +156,12 @@ class SelectTransform(Transform, built_in=True):
             set_entry(selected, key, value)
         return selected
 
+    def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
+        return True
+
+    def does_the_same(self, other: Transform) -> bool:
+        return self._has_settings_of(other)
+
     @cached_property
     def _selected_roots(self) -> list[Key]:
         return [key for key in dict.fromkeys(map(root_key, self.selected_keys)) if key != "action"]
@@ -199,6 +206,12 @@ class ExcludeTransform(Transform, built_in=True):
 
     def forward(self, batch: Any) -> Any:
         return batch if self.inverse else self._excluded(batch)
+
+    def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
+        return True
+
+    def does_the_same(self, other: Transform) -> bool:
+        return self._has_settings_of(other)
 
     def inv(self, batch: Any) -> Any:
         return self._excluded(batch) if self.inverse else batch

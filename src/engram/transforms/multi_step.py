@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engram.pytree import (
     Key,
@@ -21,6 +21,7 @@ from engram.pytree import (
     format_key,
     get_tensor,
     has_batch_size,
+    key_path,
     map_outermost,
     require_tensor,
     set_entry,
@@ -28,7 +29,8 @@ from engram.pytree import (
 )
 from engram.transforms.base import Transform, WriteRequest
 from engram.transforms.env_specs import EnvSpecs
-from engram.transforms.trajectory import TrajectoryBounds, sibling_key, trajectory_bounds
+from engram.transforms.trajectory import DONE_KEYS, TrajectoryBounds, sibling_key, trajectory_bounds
+from engram.transforms.values import first_key
 
 NEXT_REWARD: Key = ("next", "reward")
 
@@ -53,28 +55,39 @@ def reward_keys_of(keys: Any) -> list[Key]:
     return reward_keys
 
 
-def set_n_steps(batch: Any, now: TrajectoryBounds, gamma: float, n_steps: int, reward_keys: Sequence[Key]) -> None:
+class NSteps(NamedTuple):
+    """How far the transitions of a batch reach, [S, T]."""
+
+    steps: Tensor  #: int64: the number of steps that are summed
+    done: Tensor  #: bool: whether the state after them is done
+    gamma: Tensor  #: the discount to the power of the steps
+
+
+def set_n_steps(
+    batch: Any,
+    now: TrajectoryBounds,
+    gamma: float,
+    n_steps: int,
+    reward_keys: Sequence[Key],
+    next_keys: Sequence[Key] = ("next",),
+) -> NSteps:
     """Makes each step of a batch an n-step transition, in place: rewards are summed, `next` is that of the last step.
 
-    A transition has fewer steps where its trajectory or the batch ends.
+    A transition has fewer steps where its trajectory or the batch ends. `next_keys` are the entries that follow a step.
     """
     end = torch.minimum(now.position + n_steps - 1, now.last())
     steps = end - now.position + 1
     rewards = [(key, require_tensor(batch, key, "n-step returns")) for key in reward_keys]
-    following = get_tensor(batch, "next")
     at_end = _at(now, end)
-    set_entry(batch, "next", map_outermost(following, at_end, lambda td: td.apply(at_end)))
+    for next_key in next_keys:
+        following = require_tensor(batch, next_key, "n-step returns")
+        set_entry(batch, next_key, map_outermost(following, at_end, lambda td: td.apply(at_end)))
     for key, reward in rewards:
         set_entry(batch, key, _summed(now, key, reward, end, gamma, n_steps))
-        set_entry(batch, sibling_key(key, f"original_{key[-1]}"), reward)
+        set_entry(batch, sibling_key(key, f"original_{key_path(key)[-1]}"), reward)
     done = now.done.gather(1, end)
     dtype = rewards[0][1].dtype if rewards and rewards[0][1].is_floating_point() else torch.get_default_dtype()
-    for name, value in (
-        ("gamma", torch.as_tensor(gamma, dtype=torch.float64).pow(steps).to(dtype)),
-        ("steps_to_next_obs", steps),
-        ("nonterminal", ~done),
-    ):
-        set_entry(batch, name, now.view.join(value).unsqueeze(-1))
+    return NSteps(steps, done, torch.as_tensor(gamma, dtype=torch.float64).pow(steps).to(dtype))
 
 
 def _at(now: TrajectoryBounds, end: Tensor) -> Callable[[Tensor], Tensor]:
@@ -171,6 +184,9 @@ class MultiStepTransform(Transform, built_in=True):
         reward_keys: rewards, `[("next", "reward")]` if None.
         done_key, traj_key: where trajectories end; `("next", "done")` and `("collector", "traj_ids")` (or `"episode"`,
             where these exist) if None.
+        next_key: for flat batches (`obs`, `action`, `reward`, `next_obs`, `done`): the entry that follows a step, or a
+            list of them, `"next_obs"`. Rewards are then `"reward"` if None, the flags those at the root, and they, too,
+            come from n steps on; read "next" so below. None: all that follows a step is under `"next"`.
 
     A step gets `("next", "reward")`, the discounted sum of up to n rewards; everything else under `next` from n steps
     on; and `gamma` (to the power of the steps summed), `steps_to_next_obs` (int64), `nonterminal` (bool: the state
@@ -209,11 +225,15 @@ class MultiStepTransform(Transform, built_in=True):
         reward_keys: Keys = None,
         done_key: Key | None = None,
         traj_key: Key | None = None,
+        next_key: Keys = None,
     ) -> None:
         super().__init__()
         self.n_steps = checked_n_steps(n_steps)
         self.gamma = checked_gamma(gamma)
-        self.reward_keys = reward_keys_of(reward_keys)
+        self.next_keys = as_keys(next_key)
+        if "next" in self.next_keys:
+            raise ValueError('all that is under "next" follows a step: leave next_key out')
+        self.reward_keys = (as_keys(reward_keys) or ["reward"]) if self.next_keys else reward_keys_of(reward_keys)
         self.done_key = None if done_key is None else as_key(done_key)
         self.traj_key = None if traj_key is None else as_key(traj_key)
         self._held: _Rows | None = None
@@ -278,8 +298,23 @@ class MultiStepTransform(Transform, built_in=True):
         return trajectory_bounds(batch, "MultiStepTransform", self.done_key, self.traj_key, dims=dims)
 
     def _with_n_steps(self, batch: Any, dims: int | None) -> Any:
-        set_n_steps(batch, self._trajectories(batch, dims), self.gamma, self.n_steps, self.reward_keys)
+        now = self._trajectories(batch, dims)
+        reached = set_n_steps(batch, now, self.gamma, self.n_steps, self.reward_keys, self._next_keys_of(batch))
+        for name, value in (
+            ("gamma", reached.gamma),
+            ("steps_to_next_obs", reached.steps),
+            ("nonterminal", ~reached.done),
+        ):
+            set_entry(batch, name, now.view.join(value).unsqueeze(-1))
         return batch
+
+    def _next_keys_of(self, batch: Any) -> list[Key]:
+        """The entries of a batch that follow its steps, flags included."""
+        if not self.next_keys:
+            return ["next"]
+        done = first_key(batch, DONE_KEYS, "MultiStepTransform") if self.done_key is None else self.done_key
+        flags = dict.fromkeys([done, *(sibling_key(done, name) for name in ("terminated", "truncated"))])
+        return [*self.next_keys, *(key for key in flags if get_tensor(batch, key) is not None)]
 
     def _complete(self, now: TrajectoryBounds, known: int) -> int:
         """The number of time steps whose n-step transition is known, in every environment."""
@@ -304,12 +339,18 @@ class MultiStepTransform(Transform, built_in=True):
             form, lead = TreeSpec.from_json(state["form"]), tuple(state["lead"])
             self._held = _Rows(form, form.paths(), list(state["leaves"]), lead, None)
 
+    def state_settings(self) -> dict[str, Any]:
+        flat = {"next_keys": self.next_keys} if self.next_keys else {}
+        return {**super().state_settings(), **flat}
+
     def _settings(self) -> dict[str, Any]:
-        settings = {"n_steps": self.n_steps, "gamma": self.gamma}
+        settings: dict[str, Any] = {"n_steps": self.n_steps, "gamma": self.gamma}
+        if self.next_keys:
+            settings["next_keys"] = self.next_keys
         return settings if len(self.reward_keys) == 1 else {**settings, "reward_keys": self.reward_keys}
 
 
-class MultiStep:
+class MultiStep(nn.Module):
     """Makes n-step transitions of the steps of a collected batch `[*, time]`.
 
     Args:
@@ -320,11 +361,12 @@ class MultiStep:
             where these exist) if None.
         mask_key: bool, False for padding, which no transition reaches into; ignored if the batch lacks it.
 
-    Returns the batch, changed in place: `("next", "reward")` is the discounted sum of up to n rewards; everything else
-    under `next` comes from n steps on, the flags included; and there are `gamma` (to the power of the steps summed),
-    `steps_to_next_obs` (int64), `nonterminal` (bool: the state after them is not done; all three `[*, time, 1]`) and
-    `("next", "original_reward")`. Transitions have fewer than n steps where their trajectory or the batch ends; a
-    buffer with `MultiStepTransform` waits for the next batch instead.
+    Returns a new batch, which shares what does not change with the one that it is given: `("next", "reward")` is the
+    discounted sum of up to n rewards; everything else under `next` comes from n steps on, the flags included; and there
+    are `("next", "original_reward")` and, all three `[*, time]`, `gamma` (to the power of the steps summed),
+    `steps_to_next_obs` (int64) and `nonterminal` (bool: False for a step that reaches no further one, as the last of a
+    trajectory). Transitions have fewer than n steps where their trajectory or the batch ends; a buffer with
+    `MultiStepTransform` waits for the next batch instead.
 
     Raises:
         KeyError: the batch has no rewards or no flags; the message names them.
@@ -334,7 +376,7 @@ class MultiStep:
         >>> following = {"obs": torch.arange(1, 4), "reward": torch.ones(3, 1), "done": done}
         >>> batch = TensorDict({"obs": torch.arange(3), "next": following}, [3])
         >>> batch = MultiStep(gamma=0.5, n_steps=2)(batch)
-        >>> batch["next", "reward"].flatten(), batch["next", "obs"], batch["steps_to_next_obs"].flatten()
+        >>> batch["next", "reward"].flatten(), batch["next", "obs"], batch["steps_to_next_obs"]
         (tensor([1.5000, 1.5000, 1.0000]), tensor([2, 3, 3]), tensor([2, 2, 1]))
     """
 
@@ -348,6 +390,7 @@ class MultiStep:
         traj_key: Key | None = None,
         mask_key: Key = ("collector", "mask"),
     ) -> None:
+        super().__init__()
         self.gamma = checked_gamma(gamma)
         self.n_steps = checked_n_steps(n_steps)
         self.reward_keys = reward_keys_of(reward_keys)
@@ -355,12 +398,13 @@ class MultiStep:
         self.traj_key = None if traj_key is None else as_key(traj_key)
         self.mask_key = as_key(mask_key)
 
-    def __call__(self, batch: Any) -> Any:
+    def forward(self, batch: Any) -> Any:
+        batch = copy_containers(batch)
         now = trajectory_bounds(batch, "MultiStep", self.done_key, self.traj_key, self.mask_key)
-        set_n_steps(batch, now, self.gamma, self.n_steps, self.reward_keys)
+        made = set_n_steps(batch, now, self.gamma, self.n_steps, self.reward_keys)
+        for name, value in (("gamma", made.gamma), ("steps_to_next_obs", made.steps), ("nonterminal", made.steps > 1)):
+            set_entry(batch, name, now.view.join(value))
         return batch
-
-    forward = __call__
 
     def __repr__(self) -> str:
         return f"MultiStep(gamma={self.gamma}, n_steps={self.n_steps})"

@@ -113,7 +113,7 @@ def trajectory_bounds(
     """
     done_key = first_key(batch, DONE_KEYS, who) if done_key is None else done_key
     flag = require_tensor(batch, done_key, who)
-    view = _view_of(batch, flag, dims)
+    view = view_of(batch, flag, dims)
     done = _flags(view, flag, done_key)
     given_ids = None if traj_key is None else require_tensor(batch, traj_key, who)
     ids = _ids(view, batch) if given_ids is None else view.split(given_ids, str(traj_key)).flatten(1)
@@ -131,7 +131,8 @@ def trajectory_bounds(
     return TrajectoryBounds(view, done, ids, starts, ends)
 
 
-def _view_of(batch: Any, flag: Tensor, dims: int | None) -> BatchView:
+def view_of(batch: Any, flag: Any, dims: int | None) -> BatchView:
+    """The batch dimensions; those of a dict are the first `dims` of its flags, or all but a last one of 1."""
     if has_batch_size(batch):
         return BatchView(tuple(batch.batch_size))
     shape = tuple(flag.shape)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,18 +15,21 @@ from torch import Tensor
 from engram.pytree import (
     Key,
     Keys,
+    as_key,
     copy_containers,
     get_tensor,
     has_batch_size,
     has_keys,
+    key_path,
     leaf_keys,
     missing_key_error,
+    remove_entry,
     require_tensor,
     set_entry,
 )
-from engram.specs import Categorical, OneHot, Spec, Unbounded
-from engram.transforms.base import Deferred, Transform, root_pairs
-from engram.transforms.env_specs import EnvSpecs, cast_spec, map_leaves
+from engram.specs import Bounded, Categorical, OneHot, Spec, Unbounded
+from engram.transforms.base import IDLE, Deferred, Transform, root_key, root_pairs
+from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs, bounds_of, cast_spec, filter_leaves, map_leaves
 
 REWARD_KEYS: tuple[Key, ...] = (("next", "reward"), "reward")
 
@@ -63,6 +68,12 @@ class DTypeCastTransform(Transform, built_in=True):
 
     def forward(self, batch: Any) -> Any:
         return self._cast_all(batch, self.dtype_in, self.dtype_out) if self._reads_all else super().forward(batch)
+
+    def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
+        return True
+
+    def does_the_same(self, other: Transform) -> bool:
+        return self._has_settings_of(other)
 
     def inv(self, batch: Any) -> Any:
         return (
@@ -129,6 +140,26 @@ class DTypeCastTransform(Transform, built_in=True):
         return {"dtype_in": self.dtype_in, "dtype_out": self.dtype_out}
 
 
+class DoubleToFloat(DTypeCastTransform, built_in=True):
+    """Casts entries from float64 to float32 on reading, and back on writing; see DTypeCastTransform.
+
+    Args:
+        in_keys, out_keys, in_keys_inv, out_keys_inv: as DTypeCastTransform's.
+
+    Example:
+        >>> DoubleToFloat(in_keys=["x"])({"x": torch.ones(2, dtype=torch.float64)})["x"].dtype
+        torch.float32
+    """
+
+    def __init__(
+        self, in_keys: Keys = None, out_keys: Keys = None, in_keys_inv: Keys = None, out_keys_inv: Keys = None
+    ) -> None:
+        super().__init__(torch.float64, torch.float32, in_keys, out_keys, in_keys_inv, out_keys_inv)
+
+    def _settings(self) -> dict[str, Any]:
+        return {}
+
+
 class ObservationNorm(Transform, built_in=True):
     """Normalises entries: `value * scale + loc`, or with `standard_normal` `(value - loc) / scale`; `inv` reverses it.
 
@@ -180,27 +211,48 @@ class ObservationNorm(Transform, built_in=True):
     def initialized(self) -> bool:
         return self._stats is not None
 
-    def init_stats(self, data: Any, key: Key | None = None, reduce_dim: Any = None) -> None:
-        """Computes mean and standard deviation (at least `eps`) of data: a batch with the entry `key`, or a tensor.
+    def init_stats(
+        self,
+        num_iter: Any = None,
+        reduce_dim: int | Sequence[int] | None = None,
+        cat_dim: int | None = None,
+        key: Key | None = None,
+        keep_dims: int | Sequence[int] | None = None,
+        *,
+        data: Any = None,
+    ) -> None:
+        """Computes mean and standard deviation (at least `eps`) of data, or of steps of its environment.
 
         Args:
-            key: the only one of `in_keys` if None.
+            num_iter: the number of steps with random actions that the environment takes, as it is before this
+                transform; it is reset first. Or the data: a batch with the entry `key`, or a tensor.
             reduce_dim: dimensions to average over; the batch dimensions if None (of tensors and dicts the first).
+            cat_dim: time, the last batch dimension of an environment's steps; it must be among `reduce_dim`.
+            key: the only one of `in_keys` if None.
+            keep_dims: those of `reduce_dim` that stay, with size 1.
+            data: the same as data given first.
+
+        The standard deviation of the environment's steps is that of a sample (n - 1).
 
         Raises:
-            ValueError: no data, data that are not finite, or several `in_keys` and no `key`. Nothing is changed.
+            RuntimeError: it is in no environment; or it has `loc` and `scale` already, and `num_iter` is given.
+            ValueError: no data, data that are not finite, several `in_keys` and no `key`, dimensions that do not fit.
+                Nothing is changed.
         """
-        if isinstance(data, int):
-            raise TypeError("init_stats takes data (a batch or a tensor), not a number of steps")
+        data, is_sample = num_iter if data is None else data, False
         if key is None and not isinstance(data, Tensor):
             keys = list(self.in_keys) or list(self.in_keys_inv)
             if len(keys) > 1:
                 raise ValueError(f"init_stats needs key=, one of {keys}, where there are several in_keys")
             key = keys[0]
+        reduced = None if reduce_dim is None else _as_dims(reduce_dim)
+        if isinstance(data, int):
+            data, is_sample = self._steps_of_environment(data, reduced, cat_dim), True
+            key = root_key(key) if key is not None and get_tensor(data, key) is None else key
+            key = key if key is None or get_tensor(data, key) is not None else ("next", *key_path(key))
         value = data if key is None else require_tensor(data, key, "ObservationNorm.init_stats")
-        if reduce_dim is None:
-            dims = data.batch_dims if has_batch_size(data) else 1
-            reduce_dim = tuple(range(dims))
+        if reduced is None:
+            reduced = tuple(range(data.batch_dims if has_batch_size(data) else 1))
         if value.numel() == 0:
             raise ValueError(f"init_stats needs data, got shape {list(value.shape)}")
         dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
@@ -210,12 +262,38 @@ class ObservationNorm(Transform, built_in=True):
                 f"init_stats found {bad} values of {value.numel()} that are not finite, and no statistics of them "
                 "exist: leave these rows out, or use VecNorm, which does"
             )
-        mean = value.mean(reduce_dim)
-        std = (value - value.mean(reduce_dim, keepdim=True)).square().mean(reduce_dim).sqrt().clamp_min(self.eps)
+        mean = value.mean(reduced, keepdim=True)
+        count = value.numel() // max(mean.numel(), 1)
+        variance = (value - mean).square().sum(reduced, keepdim=True) / max(count - is_sample, 1)
+        std = variance.sqrt().clamp_min(self.eps)
+        kept = {dim % value.ndim for dim in _as_dims(() if keep_dims is None else keep_dims)}
+        if others := kept - {dim % value.ndim for dim in reduced}:
+            raise ValueError(f"keep_dims must be among reduce_dim={reduced}, got {sorted(others)} besides")
+        for dim in sorted({dim % value.ndim for dim in reduced} - kept, reverse=True):
+            mean, std = mean.squeeze(dim), std.squeeze(dim)
         loc, scale = (mean, std) if self.standard_normal else (-mean / std, 1 / std)
         # In float16 a deviation of 1e-6, or its inverse, would be 0 or infinite.
         dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         self._stats = _checked_stats(loc.to(dtype), scale.to(dtype))
+
+    def _steps_of_environment(self, steps: int, reduced: tuple[int, ...] | None, cat_dim: int | None) -> Any:
+        """Steps `[*batch, steps]` under random actions."""
+        if steps < 1:
+            raise ValueError(f"num_iter must be 1 or more, got {steps}")
+        if self._stats is not None:
+            raise RuntimeError(
+                f"loc and scale are initialized already: loc={self.loc}, scale={self.scale}; make a new ObservationNorm"
+            )
+        env = self.parent
+        time = len(env.batch_size)
+        if cat_dim is None and reduced is not None and len(reduced) > 1:
+            raise ValueError(f"with several dimensions in reduce_dim={reduced}, give cat_dim, that of time: {time}")
+        if cat_dim is not None and (cat_dim != time or (reduced is not None and cat_dim not in reduced)):
+            raise ValueError(
+                f"cat_dim is time, dimension {time} of this environment's steps, and must be among reduce_dim; got "
+                f"cat_dim={cat_dim} and reduce_dim={reduced}"
+            )
+        return env.rollout(steps, break_when_any_done=False)
 
     # ---- environments ----
     @property
@@ -234,6 +312,13 @@ class ObservationNorm(Transform, built_in=True):
     def _apply_transform(self, value: Tensor) -> Tensor:
         loc, scale = self._cast(value)
         return (value - loc) / scale if self.standard_normal else value * scale + loc
+
+    def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
+        # A statistic with as many dimensions as a batch would give each place in it another value.
+        within = [row_ndim(key) for key in self.in_keys]
+        return self._stats is not None and all(
+            is_number(stat) or all(n is not None and stat.ndim <= n for n in within) for stat in self._stats
+        )
 
     def _inv_apply_transform(self, value: Tensor) -> Tensor:
         loc, scale = self._cast(value)
@@ -267,6 +352,10 @@ class ObservationNorm(Transform, built_in=True):
 
     def _settings(self) -> dict[str, Any]:
         return {"loc": self.loc, "scale": self.scale, "standard_normal": self.standard_normal}
+
+
+def _as_dims(dims: int | Sequence[int]) -> tuple[int, ...]:
+    return (dims,) if isinstance(dims, int) else tuple(dims)
 
 
 class RewardScaling(Transform, built_in=True):
@@ -310,6 +399,12 @@ class RewardScaling(Transform, built_in=True):
         loc, scale = cast_stat(self.loc, value), cast_stat(self.scale, value)
         return (value - loc) / scale if self.standard_normal else value * scale + loc
 
+    def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
+        return is_number(self.loc) and is_number(self.scale)
+
+    def does_the_same(self, other: Transform) -> bool:
+        return self._has_settings_of(other)
+
     def deferred(self) -> Deferred | None:
         is_scalar = self.loc.numel() == self.scale.numel() == 1
         if type(self) is not RewardScaling or not is_scalar or self._env_pairs != [("reward", "reward")]:
@@ -325,6 +420,228 @@ class RewardScaling(Transform, built_in=True):
         return {"loc": self.loc.tolist(), "scale": self.scale.tolist(), "standard_normal": self.standard_normal}
 
 
+class SignTransform(Transform, built_in=True):
+    """Replaces entries by their signs, -1, 0 or 1, on reading; actions and other entries on writing.
+
+    Args:
+        in_keys, out_keys, in_keys_inv, out_keys_inv: as Transform's.
+
+    Example:
+        >>> SignTransform(["reward"])({"reward": torch.tensor([-3.0, 0.0, 0.5])})["reward"]
+        tensor([-1.,  0.,  1.])
+    """
+
+    _keeps_order = True
+
+    def _mapped(self, spec: Any) -> Spec:
+        mapped: Any = super()._mapped(spec)
+        signed = mapped.dtype.is_floating_point or mapped.dtype.is_signed
+        return Bounded(-1, 1, mapped.shape, mapped.device, mapped.dtype) if signed else mapped
+
+    def transform_action_spec(self, action_spec: Spec) -> Spec:
+        return self._mapped_action(action_spec, lambda spec: _mapped_number(self, spec))
+
+    def _apply_transform(self, value: Tensor) -> Tensor:
+        return value.sign()
+
+    def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
+        return True
+
+    def does_the_same(self, other: Transform) -> bool:
+        return self._has_settings_of(other)
+
+    def _inv_apply_transform(self, value: Tensor) -> Tensor:
+        return value.sign()
+
+
+class ClipTransform(Transform, built_in=True):
+    """Limits entries to `low` and `high` on reading; actions and other entries on writing.
+
+    Args:
+        in_keys, out_keys, in_keys_inv, out_keys_inv: as Transform's.
+        low, high: numbers, of which one may be None.
+
+    Raises:
+        TypeError: neither `low` nor `high`, or one that is no number.
+        ValueError: `low` is not below `high`.
+
+    Example:
+        >>> ClipTransform(["reward"], low=-1.0, high=1.0)({"reward": torch.tensor([-3.0, 0.5])})["reward"]
+        tensor([-1.0000,  0.5000])
+    """
+
+    _keeps_order = True
+
+    def __init__(
+        self,
+        in_keys: Keys = None,
+        out_keys: Keys = None,
+        in_keys_inv: Keys = None,
+        out_keys_inv: Keys = None,
+        *,
+        low: float | None = None,
+        high: float | None = None,
+    ) -> None:
+        super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
+        if low is None and high is None:
+            raise TypeError("ClipTransform needs low, high or both")
+        self.low, self.high = _checked_limit("low", low), _checked_limit("high", high)
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise ValueError(f"low must be below high, got low={low} and high={high}")
+
+    def _mapped(self, spec: Any) -> Spec:
+        mapped: Any = super()._mapped(spec)
+        if isinstance(mapped, Bounded) or not mapped.dtype.is_floating_point:
+            return mapped  # type: ignore[no-any-return]
+        low, high = -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
+        return Bounded(low, high, mapped.shape, mapped.device, mapped.dtype)
+
+    def transform_action_spec(self, action_spec: Spec) -> Spec:
+        return self._mapped_action(action_spec, lambda spec: _mapped_number(self, spec))
+
+    def _apply_transform(self, value: Tensor) -> Tensor:
+        return torch.clamp(value, self.low, self.high)
+
+    def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
+        return True
+
+    def does_the_same(self, other: Transform) -> bool:
+        return self._has_settings_of(other)
+
+    def _inv_apply_transform(self, value: Tensor) -> Tensor:
+        return self._apply_transform(value)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"low": self.low, "high": self.high}
+
+
+def _checked_limit(name: str, limit: Any) -> float | None:
+    if limit is None:
+        return None
+    number = limit.item() if isinstance(limit, Tensor) and limit.numel() == 1 else limit
+    if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number):
+        raise TypeError(f"{name} must be a number or None, got {limit!r}")
+    return number
+
+
+def _mapped_number(transform: Transform, spec: Any) -> Spec:
+    """The spec of the actions that a caller gives. Raises ValueError for choices, which have no order."""
+    if not isinstance(spec, Bounded | Unbounded):
+        raise ValueError(f"{type(transform).__name__} cannot be used on an action of {spec}")
+    return transform._mapped(spec)
+
+
+class CatTensors(Transform, built_in=True):
+    """Concatenates entries to a single one on reading.
+
+    Args:
+        in_keys: entries; None in an environment: all observations.
+        out_key: the key of the result.
+        dim: the dimension along which they are concatenated, counted from the end (-1 is the last).
+        del_keys: remove the entries.
+        unsqueeze_if_oor: entries without dimensions of their own count as vectors of one.
+        sort: concatenate in the order of the keys' names, not in that of `in_keys`.
+
+    Raises:
+        KeyError: an entry is missing; the message names it.
+        ValueError: no `in_keys`, outside of an environment.
+
+    Example:
+        >>> batch = {"position": torch.zeros(3, 2), "angle": torch.ones(3, 1)}
+        >>> CatTensors(["position", "angle"], out_key="state")(batch)["state"][0]
+        tensor([1., 0., 0.])
+    """
+
+    def __init__(
+        self,
+        in_keys: Keys = None,
+        out_key: Key = "observation_vector",
+        dim: int = -1,
+        *,
+        del_keys: bool = True,
+        unsqueeze_if_oor: bool = False,
+        sort: bool = True,
+    ) -> None:
+        super().__init__(in_keys)
+        _check_dim("dim", dim, allow_positive_dim=False)
+        if sort:
+            self.in_keys = sorted(self.in_keys, key=lambda key: ".".join(key_path(key)))
+        self.out_keys = [as_key(out_key)]
+        self.dim, self.del_keys, self.unsqueeze_if_oor, self.sort = dim, del_keys, unsqueeze_if_oor, sort
+
+    @property
+    def _out_key(self) -> Key:
+        return self.out_keys[0]
+
+    def forward(self, batch: Any) -> Any:
+        if type(batch) is list:
+            return [self.forward(item) for item in batch]
+        if not self.in_keys:
+            raise ValueError("CatTensors needs in_keys: a batch does not say which of its entries are observations")
+        return self._concatenated(batch, list(self.in_keys), self._out_key)
+
+    def _concatenated(self, batch: Any, keys: list[Key], out_key: Key) -> Any:
+        lead = batch.batch_dims if has_batch_size(batch) else 0
+        values = [require_tensor(batch, key, "CatTensors") for key in keys]
+        if self.unsqueeze_if_oor:
+            values = [value.unsqueeze(-1) if value.ndim - lead < -self.dim else value for value in values]
+        result = torch.cat(values, self.dim)
+        if self.del_keys:
+            for key in keys:
+                if key != out_key:
+                    remove_entry(batch, key)
+        set_entry(batch, out_key, result)
+        return batch
+
+    # ---- environments ----
+    def for_env(self, specs: EnvSpecs) -> CatTensors:
+        if self.in_keys:
+            return self
+        own = copy.copy(self)
+        keys = [key for key in specs.observation.leaves() if key != IDLE]
+        own.in_keys = sorted(keys, key=lambda key: ".".join(key_path(key))) if self.sort else keys
+        return own
+
+    @cached_property
+    def _env_pairs(self) -> list[tuple[Key, Key]]:
+        out_key = root_key(self._out_key)
+        return [(key, out_key) for key in dict.fromkeys(map(root_key, self.in_keys))]
+
+    def _call(self, td: TensorDictBase) -> TensorDictBase:
+        result: TensorDictBase = self._concatenated(td, [key for key, _ in self._env_pairs], self._env_pairs[0][1])
+        return result
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        keys, out_key = [source for source, _ in self._env_pairs], self._env_pairs[0][1]
+        observations = specs.observation.leaves()
+        if others := [key for key in (*keys, out_key) if key in RESULT_KEYS]:
+            raise ValueError(f"CatTensors concatenates observations of an environment, got {others}")
+        specs.require(keys, "CatTensors")
+        parts = [observations[key] for key in keys]
+        zero, limits = self._call(specs.blank(stepped=False)).get(out_key), [bounds_of(spec) for spec in parts]
+        spec: Spec = Unbounded(zero.shape, zero.device, zero.dtype)
+        if None not in limits and len({one.dtype for one in parts}) == 1:
+            low, high = (self._ends(specs, keys, out_key, [pair[i] for pair in limits]) for i in (0, 1))  # type: ignore[index]
+            spec = Bounded(low, high, zero.shape, zero.device, zero.dtype)
+        if self.del_keys:
+            specs = specs._replace(observation=filter_leaves(specs.observation, lambda key: key not in keys))
+        return specs.with_entries({out_key: spec})
+
+    def _ends(self, specs: EnvSpecs, keys: list[Key], out_key: Key, values: list[Tensor]) -> Tensor:
+        blank = specs.blank(stepped=False)
+        for key, value in zip(keys, values, strict=True):
+            blank.set(key, value)
+        result: Tensor = self._call(blank).get(out_key)
+        return result
+
+    def _settings(self) -> dict[str, Any]:
+        return {"out_key": self._out_key, "dim": self.dim, "del_keys": self.del_keys}
+
+    def __repr__(self) -> str:
+        settings = {"in_keys": list(self.in_keys), **self._settings()}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
+
 def first_key(batch: Any, keys: tuple[Key, ...], who: str) -> Key:
     """The first of the keys that exists in the batch.
 
@@ -335,6 +652,11 @@ def first_key(batch: Any, keys: tuple[Key, ...], who: str) -> Key:
         if has_keys(batch) and get_tensor(batch, key) is not None:
             return key
     raise missing_key_error(batch, keys, who)
+
+
+def is_number(stat: Tensor) -> bool:
+    """Whether a statistic is the same for every value of a batch."""
+    return stat.ndim <= 1 and stat.numel() == 1
 
 
 def cast_stat(stat: Tensor, value: Tensor) -> Tensor:

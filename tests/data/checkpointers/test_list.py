@@ -111,8 +111,21 @@ def test_an_item_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, 
     assert [entry.name for entry in (tmp_path / "new").iterdir()] == ["LOCK"]
 
 
-def test_a_lazy_stack_is_refused_with_its_type(tmp_path):
+class OwnStack(LazyStackedTensorDict):
+    """A subclass would come back as something else."""
+
+
+def stack(kind):
+    return kind(TensorDict({"a": torch.zeros(1)}, []), TensorDict({"a": torch.ones(1)}, []))
+
+
+def test_a_lazy_stack_comes_back_as_one(tmp_path):
+    back = round_trip(tmp_path, stack(LazyStackedTensorDict))
+    assert type(back) is LazyStackedTensorDict and back.stack_dim == 0 and back["a"].tolist() == [[0.0], [1.0]]
+
+
+def test_a_subclass_of_lazy_stacks_is_refused_with_its_type(tmp_path):
     store = ItemList()
-    store.append([LazyStackedTensorDict(TensorDict({"a": torch.zeros(1)}, []), TensorDict({"a": torch.ones(1)}, []))])
-    with pytest.raises(TypeError, match="LazyStackedTensorDict"):
+    store.append([stack(OwnStack)])
+    with pytest.raises(TypeError, match="OwnStack"):
         save_snapshot(tmp_path, {}, (ListStorageCheckpointer(), store))

@@ -5,10 +5,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 import engram
+from engram.data import LazyTensorStorage, ReplayBuffer
+from engram.transforms.base import MEMORY, REGISTERED, Transform
 
 ROOT = Path(engram.__file__).parent
 
@@ -29,9 +34,19 @@ LOADERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("TensorDict", 
 H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regionref_dtype", "Reference"}
 # What else needs them, and reads no file: the system's renameat2, for which Python has no function; "module:Name" of a
 # gymnasium environment, which its caller gives; functions on their way to the worker processes of this program; what
-# `pickle` and `copy` of a buffer, which the user calls, ask of it.
+# `pickle` and `copy` of a buffer, which the user calls, ask of it; the path to a method of a gymnasium environment, as
+# a transform names it; `torch.compile` of a user's policy; the hook that sees TorchRL being imported; the sampler that
+# a transform makes for its caller, from a package above its own; names of a package whose modules are imported when
+# they are used, from a table that stands in the code; calls of a shard's actor, which Ray would send by pickle, too.
 NEEDED = {
+    "cli/__init__.py": ["import importlib", ".import_module"],
+    "data/__init__.py": ["import importlib", "importlib.import_module"],
     "data/datasets/atomic_files.py": ["import ctypes"],
+    "distributed/ray_buffer.py": ["import pickle"],
+    "envs/gym.py": [".attrgetter"],
+    "envs/policies.py": ["torch.compile"],
+    "specs/torchrl.py": ["import importlib.abc", "import importlib.machinery"],
+    "transforms/cat_frames.py": ["import importlib", "importlib.import_module"],
     "envs/gym_make.py": ["import importlib", "importlib.import_module"],
     "processes/worker.py": ["import pickle", "import cloudpickle"],
     "data/replay_buffers/buffer.py": [".__reduce_ex__"],
@@ -48,7 +63,15 @@ COMPUTED = {
     ("data/replay_buffers/samplers/prioritized.py", "__get__"): "the settings that stand there, at import",
     ("data/replay_buffers/samplers/prioritized.py", "__set__"): "the settings that stand there, at import",
     ("data/replay_buffers/writers/round_robin.py", "_call"): "the methods that call it",
+    ("data/replay_buffers/writers/round_robin.py", "has_writing_methods"): "the methods that stand there",
+    ("data/replay_buffers/schedulers.py", "__init__"): "the caller, who names a setting of his sampler",
+    ("data/replay_buffers/schedulers.py", "_set"): "the caller, who names a setting of his sampler",
+    ("data/replay_buffers/storages/base.py", "__getattr__"): "a user's own writer, which asks for an attribute",
+    ("transforms/torchrl.py", "__getattr__"): "the transform, which asks for an attribute of the environment",
     ("transforms/base.py", "state_settings"): "_state_settings of the class",
+    ("transforms/base.py", "register_buffer"): "the caller, who names a tensor of his transform",
+    ("transforms/base.py", "to"): "what was registered, which no state can set (the last test)",
+    ("transforms/base.py", "load_state_dict"): "what was registered, which no state can set (the last test)",
     ("data/replay_buffers/buffer.py", "_replace"): "the methods that call it",
 }
 
@@ -156,3 +179,31 @@ def test_on_the_loading_path_no_attribute_is_named_by_what_was_read() -> None:
         for file in sorted((ROOT / part).rglob("*.py") if "." not in part else ROOT.glob(part)):
             found |= {(str(file.relative_to(ROOT)), where) for where in computed(ast.parse(file.read_text()))}
     assert found == set(COMPUTED)
+
+
+class Counting(Transform):
+    """Has a registered tensor, and an attribute that its inverse changes."""
+
+    def __init__(self) -> None:
+        super().__init__(in_keys=["a"])
+        self.register_buffer("mean", torch.zeros(1))
+        self.seen = 0
+
+    def _inv_call(self, batch: Any) -> Any:
+        self.seen += 1
+        return batch
+
+
+@pytest.mark.parametrize("name", [REGISTERED, MEMORY, "_modules", "_forward_hooks"])
+def test_no_state_sets_what_a_transform_consists_of(name: str) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Counting(), batch_size=2)
+    rb.extend(TensorDict({"a": torch.zeros(3)}, [3]))
+    transform = rb.transform[0]
+    state = transform.state_dict()
+    assert [entry["name"] for entry in state["attributes"]] == ["seen"]
+    state["attributes"][0]["name"] = name
+    before = dict(vars(transform))
+    with pytest.raises(ValueError, match=f"sets {name}"):
+        transform.load_state_dict(state)
+    assert vars(transform) == before
+    assert any(f"sets {name}" in reason for reason in transform.differences(state))

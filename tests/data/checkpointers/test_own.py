@@ -84,7 +84,7 @@ def test_a_buffer_is_saved_and_loaded_with_it(tmp_path, held, blocking):
     rb, twin = (ReplayBuffer(storage=LazyTensorStorage(60), checkpointer=Whole()) for _ in range(2))
     rb.extend(steps(0, 90))
     handle = rb.dumps(tmp_path, blocking=blocking)
-    if handle is not None:
+    if not blocking:
         handle.result()
     if held:
         twin.extend(steps(500, 500 + held))

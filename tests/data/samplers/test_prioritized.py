@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from engram.data import (
     ListStorage,
     PrioritizedReplayBuffer,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
@@ -30,6 +32,7 @@ from engram.data import (
 )
 from engram.testing.helpers import env_steps, numbers, steps
 from engram.testing.sampler import SamplerContract
+from engram.transforms import RewardScaling
 
 EVERY = slice(None)
 
@@ -331,6 +334,57 @@ def test_a_bad_update_is_refused_and_changes_nothing(name):
     assert priorities(rb) == [1, 1, 1, 1, 1, 0.5] and rb.sampler.default_priority == 1 and rb.sampler.skipped == 0
 
 
+def in_another_form(index, priority):
+    """The same update by lists, which take the longer way."""
+    return index.tolist(), priority if isinstance(priority, float) else priority.tolist()
+
+
+@pytest.mark.parametrize("name", [name for name, case in BAD.items() if case[2] is None and torch.is_tensor(case[0])
+                                  and case[0].ndim == 1 and case[0].dtype == torch.int64])  # fmt: skip
+def test_plain_tensors_are_refused_in_the_same_words_as_any_other_form(name):
+    index, priority, _, error, _ = BAD[name]
+    rb = buffer()
+    rb.extend(torch.arange(6))
+    with pytest.raises(error) as plain:
+        rb.update_priority(index, priority)
+    with pytest.raises(error) as other:
+        rb.update_priority(*in_another_form(index, priority))
+    assert str(plain.value) == str(other.value) and priorities(rb) == [1] * 6
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.6, 1.0, 1.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_plain_tensors_set_what_any_other_form_sets_bit_for_bit(alpha, dtype):
+    torch.manual_seed(0)
+    plain, other = buffer(300, alpha=alpha, eps=1e-6), buffer(300, alpha=alpha, eps=1e-6)
+    for rb in (plain, other):
+        rb.extend(torch.arange(200))
+    for n in (1, 2, 63, 64, 65, 130, 256):
+        index, priority = torch.randint(0, 200, (n,)), torch.rand(n, dtype=dtype) * 3
+        priority[0] = 0
+        plain.update_priority(index, priority)
+        other.update_priority(*in_another_form(index, priority))
+        trees = [rb.sampler._sum_tree[torch.arange(200)] for rb in (plain, other)]
+        assert torch.equal(*trees) and priorities(plain) == priorities(other)
+        assert plain.sampler.default_priority == other.sampler.default_priority
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.6, 1.0])
+def test_a_leaf_has_the_same_bits_whichever_way_it_came(alpha):
+    index, priority = torch.arange(150), torch.rand(150, dtype=torch.float64)
+    together, single, assigned, loaded = (buffer(150, alpha=alpha) for _ in range(4))
+    for rb in (together, single, assigned):
+        rb.extend(torch.arange(150))
+        rb.update_priority(index, priority)
+    for i in range(150):
+        single.update_priority(index[i : i + 1], priority[i : i + 1])
+    assigned.sampler.alpha = 0.3
+    assigned.sampler.alpha = alpha
+    loaded.load_state_dict(together.state_dict())
+    leaves = [rb.sampler._sum_tree[index].tolist() for rb in (together, single, assigned, loaded)]
+    assert leaves[0] == leaves[1] == leaves[2] == leaves[3]
+
+
 @pytest.mark.parametrize("settings, said", [
     ({"alpha": -1}, "alpha"), ({"alpha": math.nan}, "alpha"), ({"beta": -0.1}, "beta"), ({"eps": -1e-9}, "eps"),
     ({"eps": math.inf}, "eps"), ({"alpha": "high"}, "alpha"), ({"reduction": "sum"}, "reduction"),
@@ -354,20 +408,76 @@ def test_an_alpha_that_stored_priorities_do_not_bear_is_refused():
     assert rb.sampler.alpha == 1 and rb.sample() is not None
 
 
-def test_a_capacity_that_does_not_fit_the_storage_is_refused_where_it_comes():
+@pytest.mark.parametrize("sampler", [PrioritizedSampler, lambda *args: PrioritizedSliceSampler(*args, slice_len=1)])
+@pytest.mark.parametrize("transform", [None, RewardScaling(0.0, 1.0)])
+def test_a_capacity_below_that_of_the_storage_warns_and_what_is_stored_beyond_it_is_refused(sampler, transform):
+    def batch(n):
+        following = {"done": torch.ones(n, 1, dtype=torch.bool), "reward": torch.ones(n, 1)}
+        return TensorDict({"obs": torch.arange(n), "next": following}, [n])
+
+    with pytest.warns(UserWarning, match=r"max_capacity=9 .* 10 steps") as warned:
+        rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler(9, 1, 1), batch_size=2, transform=transform)
+    assert warned[0].filename == __file__
+    rb.extend(batch(8))
     with pytest.raises(ValueError, match=r"max_capacity=9 .* 10 steps"):
-        ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(9, 1, 1))
-    rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
-    old = rb.sampler
-    with pytest.raises(ValueError, match="max_capacity=9"):
-        rb.set_sampler(PrioritizedSampler(9, 1, 1))
-    assert rb.sampler is old
+        rb.extend(batch(2))
+    rb.add(batch(1)[0])
+    with pytest.raises(ValueError, match=r"max_capacity=9 .* 10 steps"):
+        rb.add(batch(1)[0])
+    assert len(rb) == 9 and len(rb.sample()) == 2
+    ReplayBuffer(storage=rb.storage).extend(batch(1))  # a buffer with another sampler
+    with pytest.raises(ValueError, match=r"max_capacity=9 .* 10 steps"):
+        rb.sample()
+    with pytest.raises(ValueError, match=r"max_capacity=9 .* 10 steps"):
+        ReplayBuffer(storage=rb.storage, sampler=sampler(9, 1, 1))
+
+
+def test_a_list_without_a_limit_may_be_as_long_as_the_sampler_can_hold():
     unlimited = ReplayBuffer(storage=ListStorage(), sampler=PrioritizedSampler(9, 1, 1), batch_size=2)
     unlimited.extend(list(range(9)))
     unlimited.sample()
-    unlimited.extend(list(range(3)))
     with pytest.raises(ValueError, match=r"max_capacity=9 .* 12 steps"):
-        unlimited.sample()
+        unlimited.extend(list(range(3)))
+    assert len(unlimited) == 9 and unlimited.sample() is not None
+
+
+def test_what_a_storage_rounds_up_is_no_step_beyond_the_capacity():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb = ReplayBuffer(storage=LazyTensorStorage(10, ndim=2), sampler=PrioritizedSampler(10, 1, 1), batch_size=2)
+        rb.extend(torch.arange(12).reshape(4, 3))
+        rb.extend(torch.arange(12).reshape(4, 3))
+        rb.sample()
+    assert len(rb) == 12
+
+
+# ---- the tree, to look at ----
+def test_leaves_and_sums_of_the_tree_can_be_looked_at():
+    rb = buffer(alpha=0.7, eps=0.5)
+    tree = rb.sampler._sum_tree
+    assert len(tree) == 0 and tree.query(0, 10) == 0.0
+    p = torch.rand(6, dtype=torch.float64)
+    rb.update_priority(rb.extend(torch.arange(6)), p)
+    leaves = torch.cat([(p + 0.5) ** 0.7, torch.zeros(len(tree) - 6)])
+    assert torch.allclose(tree[torch.arange(len(tree))], leaves, rtol=1e-6)
+    assert tree[2] == pytest.approx(float(leaves[2]), rel=1e-6) and type(tree[2]) is float
+    for a, b in ((0, 6), (2, 5), (3, 3), (4, 100), (5, 2)):
+        assert tree.query(a, b) == pytest.approx(float(leaves[a:b].sum()), rel=1e-6)
+    rb.sampler.alpha = 1.0
+    assert tree[2] == pytest.approx(float(p[2]) + 0.5)
+    with pytest.raises(IndexError):
+        tree[len(tree)]
+
+
+def test_the_highest_priority_and_where_it_is_can_be_looked_at():
+    rb = buffer()
+    assert rb.sampler._max_priority == (1.0, None)
+    index = rb.extend(torch.arange(5))
+    assert rb.sampler._max_priority == (1.0, 4)
+    rb.update_priority(index, torch.tensor([0.1, 3.0, 2.0, 0.5, 0.2]))
+    assert rb.sampler._max_priority == (3.0, 1)
+    rb.update_priority(torch.tensor([1]), 0.5)
+    assert rb.sampler._max_priority == (3.0, None)
 
 
 def test_a_list_without_limit_grows_with_its_priorities():

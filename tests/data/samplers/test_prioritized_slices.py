@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from contracts.children import Child
+from data.samplers.test_uniform import assert_uniform
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -41,27 +42,29 @@ def rows_by_age(rb):
     return [w % rb.storage.max_size for w in range(lane["first"], lane["published"])]
 
 
-def valid_starts(rb, length, strict=True):
+def valid_starts(rb, length, strict=True, span=(0, 0)):
+    """The slots at which slices can start, each with the number of steps that follow it in its trajectory."""
     slots = rows_by_age(rb)
     stored = rb[torch.tensor(slots)]
     ends = [bool(step["end"]) for step in (stored if isinstance(stored, list) else stored.unbind(0))]
-    found = []
+    found, begin = {}, 0
     for i in range(len(slots)):
-        inside = i + length <= len(slots) and not any(ends[i : i + length - 1])
-        if inside or not strict:
-            found.append(slots[i])
+        stop = next((k + 1 for k in range(i, len(slots)) if ends[k]), len(slots))
+        if not strict or (stop - begin >= length and stop - i >= length - span[1]):
+            found[slots[i]] = stop - i, i == begin
+        begin = i + 1 if ends[i] else begin
     return found
 
 
-def check(rb, length, slices=40, alpha=1.0, beta=1.0, eps=1e-8, strict=True):
+def check(rb, length, slices=40, alpha=1.0, beta=1.0, eps=1e-8, strict=True, span=(0, 0)):
     """A batch against what the stored flags and the priorities say."""
-    starts = valid_starts(rb, length, strict)
+    starts = valid_starts(rb, length, strict, span)
     if not starts:
         with pytest.raises(RuntimeError, match=r"no trajectory has|empty"):
             rb.sample(slices * length)
         return []
     batch, info = rb.sample(slices * length, return_info=True)
-    p = rb.sampler.priorities(torch.tensor(starts), storage=rb.storage)
+    p = rb.sampler.priorities(torch.tensor(list(starts)), storage=rb.storage)
     leaf = dict(zip(starts, ((p + eps) ** alpha).tolist(), strict=True))
     first = []
     slots = rows_by_age(rb)
@@ -70,7 +73,9 @@ def check(rb, length, slices=40, alpha=1.0, beta=1.0, eps=1e-8, strict=True):
         index = info["index"][mine].tolist()
         at = slots.index(index[0])
         assert index == slots[at : at + len(index)] and index[0] in leaf
-        assert len(index) == length or (not strict and (bool(batch["end"][mine][-1]) or index[-1] == slots[-1]))
+        left, is_first = starts[index[0]]
+        whole = min(length, left)
+        assert len(index) == whole or (is_first and min(length - span[0], left) <= len(index) < whole)
         assert not batch["end"][mine][:-1].any()
         expected = (leaf[index[0]] / min(leaf.values())) ** -beta
         assert info["priority_weight"][mine].tolist() == pytest.approx([expected] * len(index), rel=1e-5)
@@ -83,7 +88,8 @@ def check(rb, length, slices=40, alpha=1.0, beta=1.0, eps=1e-8, strict=True):
 def test_starts_are_those_of_a_plain_account_whatever_is_written(data_):
     capacity, length = data_.draw(st.integers(3, 25)), data_.draw(st.integers(1, 5))
     strict = data_.draw(st.booleans())
-    rb = buffer(capacity, length=length, strict_length=strict)
+    span = data_.draw(st.tuples(st.integers(0, length - 1), st.integers(0, length - 1)))
+    rb = buffer(capacity, length=length, strict_length=strict, span=span)
     for _ in range(data_.draw(st.integers(1, 12))):
         what = data_.draw(st.sampled_from(["extend", "extend", "update", "edit", "sample", "empty"]))
         if what == "extend":
@@ -98,9 +104,9 @@ def test_starts_are_those_of_a_plain_account_whatever_is_written(data_):
             at = data_.draw(st.sampled_from(rows_by_age(rb)))
             rb[at] = data([data_.draw(st.booleans())])[0]
         elif len(rb):
-            check(rb, length, 8, strict=strict)
+            check(rb, length, 8, strict=strict, span=span)
     if len(rb):
-        check(rb, length, strict=strict)
+        check(rb, length, strict=strict, span=span)
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
@@ -110,7 +116,7 @@ def test_starts_are_drawn_in_proportion_among_those_that_fit(storage):
     ends = [(k % 7 == 6) for k in range(47)]
     index = rb.extend(data(ends))[-30:]
     rb.update_priority(index, torch.rand(30) * 4)
-    starts = valid_starts(rb, 3)
+    starts = list(valid_starts(rb, 3))
     p = (rb.sampler.priorities(torch.tensor(starts)) + 1e-8) ** 0.6
     draws = 60_000
     found = rb.sample(draws * 3)
@@ -235,13 +241,54 @@ def test_a_saved_state_goes_on_the_same(tmp_path, prefetch):
 
 
 @pytest.mark.parametrize("settings, said", [
-    ({"span": True}, "span"), ({"span": (False, True)}, "span"), ({"alpha": -1.0}, "alpha"),
+    ({"span": 3}, "span"), ({"span": (False, -1)}, "span"), ({"alpha": -1.0}, "alpha"),
     ({"length": 0}, "slice_len"),
     ({"capacity": 0}, "max_capacity"), ({"num_slices": 3}, "exactly one"),
 ])  # fmt: skip
 def test_bad_settings_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         make(**settings)
+
+
+def test_a_trajectory_that_was_overwritten_to_too_few_steps_has_no_starts_even_where_they_may_be_cut():
+    rb = buffer(10, length=4, span=(False, 2))
+    rb.extend(data([0, 0, 0, 0, 0, 1]))
+    assert set(check(rb, 4, 200, span=(0, 2))) == {0, 1, 2, 3, 4}
+    rb.extend(data([0, 0, 0, 0, 0, 0]))  # over steps 0 and 1: of the first trajectory four are left
+    assert set(check(rb, 4, 200, span=(0, 2))) == {2, 3, 4} | {6, 7, 8, 9, 0}
+    rb.extend(data([0]))
+    assert set(check(rb, 4, 200, span=(0, 2))) == {6, 7, 8, 9, 0, 1}
+
+
+def test_the_running_trajectory_may_become_long_enough_again():
+    rb = buffer(6, length=4, span=(False, True))
+    rb.extend(data([0, 0, 0, 0, 0, 0]))
+    assert set(check(rb, 4, 100, span=(0, 3))) == set(range(6))
+    rb.extend(data([0, 0, 1, 0]))
+    assert set(check(rb, 4, 100, span=(0, 3))) == {4, 5, 0, 1, 2}
+    rb.extend(data([0, 0, 0, 1, 0, 0]))
+    assert set(check(rb, 4, 100, span=(0, 3))) == {4, 5, 0, 1}
+
+
+def test_a_slice_from_the_first_step_is_cut_uniformly_and_starts_keep_their_probabilities():
+    torch.manual_seed(0)
+    rb = buffer(20, length=4, span=(2, False))
+    rb.update_priority(rb.extend(data([0, 0, 0, 0, 0, 1])), torch.tensor([2.0, 1, 1, 1, 1, 1]))
+    batch, info = rb.sample(40_000, return_info=True)
+    lengths = torch.bincount(info["slice_id"])
+    first = batch["n"][lengths.cumsum(0) - lengths]
+    assert_uniform(lengths[first == 0].tolist(), [2, 3, 4])
+    twice_as_likely = torch.where(torch.rand(len(first)) < 0.5, 3, 0)
+    assert_uniform(torch.where(first == 0, twice_as_likely, first).tolist(), [0, 1, 2, 3])
+    assert bool((lengths[first > 0] == 4).all())
+
+
+def test_short_slices_by_priority_can_be_padded_behind():
+    rb = buffer(20, length=4, span=(False, True), pad_output=True, truncated_key="cut")
+    rb.update_priority(rb.extend(data([0, 0, 0, 0, 1])), torch.tensor([0.0, 0, 0, 1, 0]))
+    batch = rb.sample(4)
+    assert batch["n"].tolist() == [3, 4, 4, 4] and batch["collector", "mask"].tolist() == [True, True, False, False]
+    assert batch["cut"].flatten().tolist() == [False, True, False, False]
 
 
 def test_it_says_what_it_is():

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import warnings
 
 import pytest
 import torch
@@ -145,6 +146,9 @@ SPANS = {
     (True, False): [(3, 3), (3, 4), (3, 5), (3, 6), (4, 7), (5, 8)],
     (False, True): [(3, 6), (4, 7), (5, 8), (6, 8), (7, 8), (8, 8)],
     (True, True): [(3, 3), (3, 4), (3, 5), (3, 6), (4, 7), (5, 8), (6, 8), (7, 8), (8, 8)],
+    2: [(3, 4), (3, 5), (3, 6), (4, 7), (5, 8), (6, 8), (7, 8)],
+    (2, True): [(3, 4), (3, 5), (3, 6), (4, 7), (5, 8), (6, 8), (7, 8), (8, 8)],
+    (False, 2): [(3, 6), (4, 7), (5, 8), (6, 8), (7, 8)],
 }
 
 
@@ -162,11 +166,24 @@ def test_a_span_lets_windows_reach_over_the_ends_of_a_trajectory(span):
         assert_uniform(n.tolist(), range(3, 9))
 
 
-def test_span_is_a_bool_or_a_pair():
+def test_span_is_a_bool_a_number_or_a_pair_of_them():
     assert SliceSampler(slice_len=2, span=True).span == (True, True)
-    for span in (1, (True,), (True, 2), "both"):
-        with pytest.raises(ValueError, match="span is a bool or a pair"):
+    assert SliceSampler(slice_len=3, span=2).span == (2, 2) and SliceSampler(slice_len=2, span=0).span == (0, 0)
+    assert SliceSampler(slice_len=3, span=[True, 2]).span == (True, 2)
+    for span in (-1, (True,), (True, -2), 0.5, "both"):
+        with pytest.raises(ValueError, match="span is a bool, a number of steps"):
             SliceSampler(slice_len=2, span=span)
+
+
+def test_a_span_leaves_something_of_every_slice():
+    for span in (4, (4, 0), (False, 7)):
+        with pytest.raises(ValueError, match="leaves nothing of slices of 4 steps"):
+            SliceSampler(slice_len=4, span=span)
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), sampler=SliceSampler(num_slices=2, span=3))
+    rb.extend(episodes([9]))
+    with pytest.raises(ValueError, match="leaves nothing of slices of 3 steps"):
+        rb.sample(6)
+    assert len(rb.sample(8)) <= 8
 
 
 # ---- statistics ----
@@ -300,8 +317,11 @@ def test_keys_that_are_not_there_or_say_nothing_are_refused(make):
     rb.extend(episodes([4]))
     with pytest.raises(KeyError, match="neither done flags 'end' nor trajectory ids"):
         rb.sample(4)
-    rb.set_sampler(SliceSampler(slice_len=2, traj_key="which"))
-    with pytest.raises(KeyError, match="no trajectory ids 'which'"):
+    rb.set_sampler(SliceSampler(slice_len=2, traj_key="which", end_key="end"))
+    with pytest.raises(KeyError, match="neither done flags 'end' nor trajectory ids 'which'"):
+        rb.sample(4)
+    rb.set_sampler(SliceSampler(slice_len=2, end_keys=["end", "over"]))
+    with pytest.raises(KeyError, match="neither done flags 'end' or 'over' nor trajectory ids"):
         rb.sample(4)
     rb.set_sampler(SliceSampler(slice_len=2, end_key=("next", "reward")))
     with pytest.raises(ValueError, match=re.escape("('next', 'reward') is torch.float32 [1] a step; a flag is a bool")):
@@ -310,6 +330,147 @@ def test_keys_that_are_not_there_or_say_nothing_are_refused(make):
         SliceSampler(slice_len=2, end_key=3)
     with pytest.raises(ValueError, match="give one of traj_key, ends, trajectories"):
         SliceSampler(slice_len=2, traj_key="a", ends=torch.zeros(3).bool())
+
+
+def of_any_steps(storage, n, **how):
+    return ReplayBuffer(storage=storage(n), sampler=SliceSampler(**how))
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("how", [{}, {"end_key": "over"}])
+def test_flags_decide_where_the_steps_lack_the_ids_that_are_named_and_a_warning_says_so_once(storage, how):
+    rb = of_any_steps(storage, 20, slice_len=4, traj_key="which", **how)
+    data = episodes([4, 6, 4])
+    data["over"] = data["next", "done"]
+    rb.extend(data)
+    with pytest.warns(UserWarning, match="no trajectory ids 'which'"):
+        slices_of(*rb.sample(80, return_info=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb.extend(episodes([3]).update({"over": torch.zeros(3, 1, dtype=torch.bool)}))
+        slices_of(*rb.sample(80, return_info=True))
+        ReplayBuffer(storage=rb.storage, sampler=rb.sampler).sample(8)
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage, LazyMemmapStorage])
+def test_any_of_several_flags_ends_a_trajectory(storage):
+    rb = of_any_steps(storage, 40, slice_len=3, end_keys=[("next", "done"), "cut", "missing"])
+    for _ in range(4):
+        data = episodes([5, 7])
+        data["cut"] = torch.zeros(12, dtype=torch.uint8)
+        data["cut"][8] = 3
+        rb.extend(data)
+    starts = set(rb.sample(900)["n"][::3].tolist())
+    assert starts == {0, 1, 2, 5, 6, 9}
+    assert rb.sampler.end_keys == (("next", "done"), "cut", "missing") and rb.sampler.end_key is None
+    other = of_any_steps(storage, 40, slice_len=3, end_keys=[("next", "done"), "cut", "missing"])
+    other.load_state_dict(rb.state_dict())
+    assert set(other.sample(900)["n"][::3].tolist()) == starts
+    with pytest.raises(ValueError, match="end_key"):
+        of_any_steps(storage, 40, slice_len=3).load_state_dict(rb.state_dict())
+
+
+def test_either_one_flag_or_several_are_named():
+    for keys in ({"end_key": "a", "end_keys": ["b"]}, {"end_keys": []}, {"end_keys": "done"}):
+        with pytest.raises(ValueError, match="give end_key, or end_keys"):
+            SliceSampler(slice_len=2, **keys)
+
+
+def test_a_sampler_says_which_keys_it_reads():
+    sampler = SliceSampler(slice_len=2, traj_key="id")
+    assert sampler.traj_key == "id" and sampler.end_key == ("next", "done") and sampler.end_keys is None
+    sampler = SliceSampler(slice_len=2, traj_key=("collector", "traj_ids"), end_key="end")
+    assert sampler.traj_key == ("collector", "traj_ids") and sampler.end_key == "end"
+    assert SliceSampler(slice_len=2).traj_key is None
+
+
+# ---- without a buffer ----
+FLAGS = [("next", "truncated"), ("next", "done"), ("next", "terminated")]
+
+
+def test_a_sampler_alone_hands_out_the_flags_with_the_last_step_of_each_slice_marked(make):
+    data = episodes([4, 6, 2], running=True)
+    data["next", "truncated"][3] = True
+    data["next", "terminated"][3] = False
+    rb = make(20, slice_len=2)
+    rb.extend(data)
+    for _ in range(5):
+        index, info = rb.sampler.sample(rb.storage, 20)
+        assert all(info[key].shape == (20, 1) and info[key].dtype is torch.bool for key in FLAGS)
+        stored, last = data[index], torch.tensor([[False], [True]]).repeat(10, 1)
+        assert torch.equal(info[FLAGS[0]], stored[FLAGS[0]] | last)
+        assert torch.equal(info[FLAGS[1]], stored[FLAGS[1]] | last)
+        assert torch.equal(info[FLAGS[2]], stored[FLAGS[2]])
+
+
+@pytest.mark.parametrize("ask", [
+    lambda info: dict(info), lambda info: {**info}, lambda info: dict(info.items()), lambda info: info.copy(),
+    lambda info: {key: info[key] for key in info}, lambda info: dict(zip(info.keys(), info.values(), strict=True)),
+    lambda info: {key: info.get(key) for key in [*FLAGS, "slice_id", "slices"]},
+    lambda info: {key: info.pop(key) for key in [*FLAGS, "slice_id", "slices"]},
+    lambda info: info | {},
+])  # fmt: skip
+def test_flags_are_there_however_they_are_looked_for_and_not_read_before(make, ask):
+    rb = make(20, slice_len=2)
+    rb.extend(episodes([4, 6]))
+    _, info = rb.sampler.sample(rb.storage, 4)
+    assert info and all(key in info for key in FLAGS) and "more" not in info and info.make is not None
+    answer = ask(info)
+    assert type(answer) is dict and set(answer) == {*FLAGS, "slice_id", "slices"}
+    with pytest.raises(KeyError):
+        info["more"]
+
+
+def test_flags_that_the_steps_lack_are_made_and_environments_have_their_own():
+    rb = ReplayBuffer(storage=LazyTensorStorage(40, ndim=2), sampler=SliceSampler(slice_len=2, end_key="end"))
+    end = torch.zeros(3, 8, dtype=torch.bool)
+    end[1, 3] = True
+    rb.extend(TensorDict({"end": end, "next": {"terminated": end.unsqueeze(-1)}}, [3, 8]))
+    (time, env), info = rb.sampler.sample(rb.storage, 60)
+    last = torch.tensor([[False], [True]]).repeat(30, 1)
+    assert torch.equal(info[FLAGS[0]], last) and torch.equal(info[FLAGS[1]], last)
+    assert torch.equal(info[FLAGS[2]], ((time == 3) & (env == 1)).unsqueeze(-1)) and bool(info[FLAGS[2]].any())
+
+
+def test_a_batch_says_terminated_whether_it_is_stored_or_not(make):
+    rb = make(20, slice_len=4)
+    rb.extend(episodes([4, 4]))
+    batch, info = rb.sample(20, return_info=True)
+    assert torch.equal(info[FLAGS[2]], batch[FLAGS[2]]) and info[FLAGS[2]].sum() == 5
+    rb = of_any_steps(LazyTensorStorage, 20, slice_len=4)
+    rb.extend(episodes([4, 4]).exclude(("next", "terminated")))
+    batch, info = rb.sample(20, return_info=True)
+    assert info[FLAGS[2]].shape == (20, 1) and not bool(info[FLAGS[2]].any()) and FLAGS[2] not in batch.keys(True)
+    rb.set_sampler(SliceSampler(slice_len=4, truncated_key=None))
+    assert (
+        not set(FLAGS) & set(rb.sample(20, return_info=True)[1]) and FLAGS[0] not in rb.sampler.sample(rb.storage, 4)[1]
+    )
+
+
+# ---- padding behind ----
+def test_short_slices_are_padded_behind_and_a_mask_says_where(make):
+    torch.manual_seed(0)
+    rb = make(30, slice_len=4, strict_length=False, span=(2, False), pad_output=True)
+    rb.extend(episodes([1, 3, 6]))
+    batch, info = rb.sample(400, return_info=True)
+    mask = batch["collector", "mask"]
+    assert torch.equal(mask, info["collector", "mask"]) and len(batch) == len(mask) == 400
+    assert torch.equal(info["slice_id"], torch.arange(100).repeat_interleave(4))
+    rows, seen = batch["n"].reshape(100, 4), set()
+    for n, is_step, cut in zip(rows, mask.reshape(100, 4), batch["next", "truncated"].reshape(100, 4), strict=True):
+        steps = int(is_step.sum())
+        assert is_step.tolist() == [True] * steps + [False] * (4 - steps)
+        assert n.tolist() == list(range(int(n[0]), int(n[0]) + steps)) + [int(n[0]) + steps - 1] * (4 - steps)
+        assert cut.tolist() == [i == steps - 1 for i in range(4)]
+        seen.add((int(n[0]), steps))
+    assert seen == {(0, 1), (1, 2), (1, 3), (4, 2), (4, 3), (4, 4), (5, 4), (6, 4)}
+
+
+def test_an_epoch_of_slices_can_be_padded_too():
+    sampler = SliceSamplerWithoutReplacement(slice_len=3, strict_length=False, pad_output=True, shuffle=False)
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), sampler=sampler, batch_size=6)
+    rb.extend(episodes([3, 1, 2]))
+    assert [batch["n"].tolist() for batch in rb] == [[0, 1, 2, 3, 3, 3], [4, 5, 5]]
 
 
 def test_flags_of_several_agents_are_refused():
@@ -621,3 +782,10 @@ def test_burn_in_must_leave_steps_to_train_on():
         rb.sample(6)
     with pytest.raises(TypeError, match="there is no span"):
         SequenceSampler(slice_len=4, span=True)
+
+
+def test_batches_of_dicts_and_tensors_are_split_into_burn_in_and_training_rows():
+    sampler, x = SequenceSampler(slice_len=4, burn_in=1), torch.arange(8).reshape(2, 4)
+    for part in (sampler.split({"x": x, "next": {"x": x}}), [{"x": p, "next": {"x": p}} for p in sampler.split(x)]):
+        assert [p["x"].tolist() for p in part] == [[[0], [4]], [[1, 2, 3], [5, 6, 7]]]
+        assert [p["next"]["x"].shape[1] for p in part] == [1, 3]

@@ -1,6 +1,7 @@
 """RandomSampler and SamplerWithoutReplacement: contract, epochs, and statistics at the 1e-6 level."""
 
 import math
+import pickle
 import threading
 from collections import Counter
 from itertools import permutations
@@ -16,7 +17,10 @@ from engram.data import (
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
+    ReplayBufferEnsemble,
+    RoundRobinWriter,
     SamplerWithoutReplacement,
+    SliceSamplerWithoutReplacement,
 )
 from engram.testing import SamplerContract, chi_square, env_steps, numbers, steps
 
@@ -200,10 +204,76 @@ def test_a_batch_larger_than_what_is_stored_is_the_whole_epoch_or_an_error():
     rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement())
     rb.extend(torch.arange(6))
     assert sorted(rb.sample(8).tolist()) == list(range(6))
-    rb.set_sampler(SamplerWithoutReplacement(drop_last=True))
-    with pytest.raises(ValueError, match=r"batch_size=8 is larger than the 6"):
-        rb.sample(8)
-    assert len(rb.sample(6)) == 6
+    other = ReplayBuffer(storage=rb.storage, sampler=SamplerWithoutReplacement(drop_last=True), batch_size=8)
+    with pytest.raises(ValueError, match=r"batch_size=8 is greater than the storage capacity that is in use, 6 steps"):
+        other.sample()
+    assert len(other.sample(6)) == 6
+
+
+@pytest.mark.parametrize(
+    "sampler", [SamplerWithoutReplacement, lambda **how: SliceSamplerWithoutReplacement(slice_len=2, **how)]
+)
+def test_batches_that_are_all_full_need_a_size_that_the_storage_can_hold(sampler):
+    with pytest.raises(ValueError, match="predictable batch-size"):
+        ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler(drop_last=True))
+    with pytest.raises(ValueError, match="batch_size=12 is greater than the storage capacity of 10"):
+        ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler(drop_last=True), batch_size=12)
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    old = rb.sampler
+    with pytest.raises(ValueError, match="predictable batch-size"):
+        rb.set_sampler(sampler(drop_last=True))
+    assert rb.sampler is old
+    ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler(drop_last=True), batch_size=10)
+    ReplayBuffer(storage=ListStorage(), sampler=sampler(drop_last=True), batch_size=10)
+    ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler(), batch_size=12)
+
+
+def test_members_made_of_parts_know_the_batch_size_of_their_ensemble():
+    def parts():
+        return {
+            "storages": [LazyTensorStorage(10) for _ in range(2)], "writers": [RoundRobinWriter() for _ in range(2)],
+            "samplers": [SamplerWithoutReplacement(drop_last=True) for _ in range(2)],
+        }  # fmt: skip
+
+    with pytest.raises(ValueError, match="predictable batch-size"):
+        ReplayBufferEnsemble(**parts())
+    rb = ReplayBufferEnsemble(**parts(), batch_size=6)
+    for k in range(2):
+        rb[k].extend(torch.arange(7))
+    assert rb.sample().shape == (2, 3)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_what_is_left_of_an_epoch_can_be_looked_at(shuffle, ndim):
+    sampler = SamplerWithoutReplacement(shuffle=shuffle)
+    rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=ndim), sampler=sampler, batch_size=5)
+    assert sampler._sample_list is None
+    rb.extend(torch.arange(12) if ndim == 1 else torch.arange(12).reshape(6, 2).T)
+    assert sampler._sample_list is None
+    for left in (7, 2, 0, 7):
+        before = sampler._sample_list
+        batch = rb.sample()
+        assert len(sampler._sample_list) == left and sampler._sample_list.dtype is torch.int64
+        if before is not None and len(before):
+            assert batch.tolist() == before[:5].tolist() and sampler._sample_list.tolist() == before[5:].tolist()
+    left = sampler._sample_list
+    other = ReplayBuffer(storage=LazyTensorStorage(12, ndim=ndim), sampler=SamplerWithoutReplacement(shuffle=shuffle))
+    other.load_state_dict(rb.state_dict())
+    assert torch.equal(other.sampler._sample_list, left)
+    assert pickle.loads(pickle.dumps(sampler))._sample_list is None
+
+
+def test_what_is_left_of_an_epoch_of_trajectories_can_be_looked_at():
+    sampler = SliceSamplerWithoutReplacement(slice_len=1, traj_key="episode")
+    rb = ReplayBuffer(storage=LazyTensorStorage(12), sampler=sampler, batch_size=2)
+    rb.extend({"episode": torch.arange(5)})
+    assert sampler._sample_list is None
+    seen = rb.sample()["episode"].tolist()
+    left = sampler._sample_list.tolist()
+    assert sorted(seen + left) == list(range(5)) and rb.sample()["episode"].tolist() == left[:2]
+    rb.sample()
+    assert sampler._sample_list.tolist() == []
 
 
 def test_empty_ends_the_epoch():
@@ -226,6 +296,14 @@ def test_a_saved_epoch_of_other_settings_is_refused_and_nothing_changes(tmp_path
             with pytest.raises(ValueError, match=said):
                 load()
         assert other[:].tolist() == [50, 51, 52]
+
+
+@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement, RandomSampler])
+def test_no_draw_looks_at_the_seam_of_every_row(monkeypatch, sampler):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler(), batch_size=4)
+    rb.extend(torch.arange(10))
+    monkeypatch.setattr(type(rb.storage.lanes), "states", lambda lanes: pytest.fail("it did"))
+    assert [len(rb.sample()) for _ in range(3)][:2] == [4, 4]
 
 
 def test_an_epoch_takes_no_memory_of_the_size_of_the_data():

@@ -1,5 +1,7 @@
 """ListStorage."""
 
+import copy
+import pickle
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from engram.data import ListStorage, ReplayBuffer
+from engram.data import ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError
 from engram.testing import StorageContract, numbers, steps
 
@@ -139,3 +141,53 @@ def test_one_item_is_written_at_every_index():
     rb.extend(torch.arange(3))
     rb[torch.tensor([0, 2])] = torch.tensor(7)
     assert [int(item) for item in rb[:]] == [7, 1, 7]
+
+
+class TestListOfReferences(TestListStorage):
+    """Without copies; the contract changes none of what it has stored."""
+
+    def make(self, capacity, path):
+        return ListStorage(capacity, copy=False)
+
+
+def test_without_copies_the_callers_own_objects_are_stored_and_read():
+    rb = ReplayBuffer(storage=ListStorage(10, copy=False))
+    tensor, item, batch = torch.zeros(2), steps(0, 1)[0], steps(1, 4)
+    rb.add(tensor)
+    rb.extend([tensor, item])
+    rb.extend(batch)
+    assert rb.storage[0] is rb.storage[1] is rb[0] is tensor and rb[2] is item
+    rb[1] = item
+    assert rb[1] is item
+    batch["n"] += 50
+    assert [int(rb[slot]["n"]) for slot in (3, 4, 5)] == [51, 52, 53]
+
+
+def test_without_copies_the_callers_batch_gets_no_index():
+    item, batch = steps(0, 1)[0], steps(1, 4)
+    rb = TensorDictReplayBuffer(storage=ListStorage(10, copy=False), batch_size=20)
+    rb.add(item)
+    rb.extend(batch)
+    assert "index" not in item.keys() and "index" not in batch.keys()
+    sampled = rb.sample()
+    assert torch.equal(sampled["index"], sampled["n"])
+
+
+def test_a_copy_of_a_list_of_references_has_items_of_its_own():
+    rb, batch = ReplayBuffer(storage=ListStorage(10, copy=False)), steps(0, 3)
+    rb.extend(batch)
+    twins = [copy.deepcopy(rb), pickle.loads(pickle.dumps(rb))]
+    batch["n"] += 50
+    for twin in twins:
+        assert [int(twin[slot]["n"]) for slot in range(3)] == [0, 1, 2]
+        twin.add(item := torch.zeros(1))
+        assert twin[3] is item
+
+
+def test_by_default_a_list_holds_copies():
+    rb, item, batch = ReplayBuffer(storage=ListStorage(10)), steps(0, 1)[0], steps(1, 4)
+    rb.add(item)
+    rb.extend(batch)
+    for data in (item, batch, rb[0], rb[2]):
+        data["n"] += 50
+    assert [int(rb[slot]["n"]) for slot in range(4)] == [0, 1, 2, 3]

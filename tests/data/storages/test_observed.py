@@ -190,6 +190,26 @@ def test_a_store_that_a_process_left_in_the_middle_of_a_change_is_refused(job: R
     assert len(observer(tmp_path)) in (0, 20)
 
 
+@pytest.mark.parametrize("at", [512, 576])  # incarnation, edits
+def test_no_batch_is_of_a_moment_in_which_rows_are_being_replaced(
+    job: ReplayBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    monkeypatch.setattr("engram.data.replay_buffers.storages.memmap._READ_TRIES", 3)
+    rb = observer(tmp_path, batch_size=4)
+    rb.sample()
+    with open(tmp_path / files.FILE_NAME, "r+b") as file:
+        file.seek(at)
+        before = file.read(1)
+        file.seek(at)
+        file.write(bytes([before[0] | 1]))  # as a job that is in the middle of it has it
+        file.flush()
+        with pytest.raises(StorageInUseError):
+            rb.sample()
+        file.seek(at)
+        file.write(bytes([(before[0] | 1) + 1]))
+    assert set(numbers(rb.sample())) <= set(range(20))
+
+
 def test_a_store_whose_machine_stopped_is_refused(job: ReplayBuffer, tmp_path: Path) -> None:
     job.storage.lanes.store.boot_id = b"another machine!"
     job.storage.lanes.locks.close()
@@ -235,6 +255,7 @@ def test_a_tensordict_buffer_attaches_the_index(job: ReplayBuffer, tmp_path: Pat
     assert numbers(rb[batch["index"]]) == numbers(batch)
 
 
+@pytest.mark.deep
 def test_it_uses_no_lock(job: ReplayBuffer, tmp_path: Path) -> None:
     rb = observer(tmp_path)
     code = "from engram.data import ReplayBuffer; import sys; ReplayBuffer.open(sys.argv[1]).empty()"

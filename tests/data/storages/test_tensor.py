@@ -1,6 +1,7 @@
 """LazyTensorStorage and TensorStorage."""
 
 import logging
+import math
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -150,8 +151,18 @@ def test_a_first_batch_that_is_refused_decides_nothing():
     for bad in ({"a": torch.zeros(5), "b": torch.zeros(4)}, {"a": torch.zeros(0)}, [{"a": 1}, {"b": 1}], {"a": "text"}):
         storage = LazyTensorStorage(10)
         rb = ReplayBuffer(storage=storage)
-        with pytest.raises((ValueError, TypeError)):
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
             rb.extend(bad)
         assert storage.layout is None and storage.lanes is None
         rb.extend(TensorDict({"other": torch.zeros(3)}, [3]))
         assert len(rb) == 3
+
+
+@pytest.mark.parametrize("envs", [(1,), (3,), (2, 3)])
+def test_a_slice_of_a_dict_of_several_environments_has_their_shape(envs):
+    storage = LazyTensorStorage(60, ndim=1 + len(envs))
+    rows = {"x": torch.arange(4 * math.prod(envs) * 2).reshape(4, *envs, 2), "y": {"z": torch.ones(4, *envs)}}
+    ReplayBuffer(storage=storage, dim_extend=0).extend(rows)
+    view = storage[:]
+    assert torch.equal(view["x"], rows["x"]) and view["y"]["z"].shape == (4, *envs)
+    assert view["x"].data_ptr() == storage[:]["x"].data_ptr()  # a view, no copy

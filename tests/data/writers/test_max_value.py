@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 
 from contracts.children import Signal
 from contracts.kills import killed_after
@@ -167,11 +167,22 @@ class TestRanks:
             rb.extend(items([1.0]).exclude(("next", "reward")).set("next", TensorDict({"id": torch.zeros(1)}, [1])))
         with pytest.raises(KeyError, match="'next', 'reward'"):
             rb.extend(TensorDict({"x": torch.zeros(1)}, [1]))
-        with pytest.raises(KeyError, match="none: a Tensor"):
-            rb.extend(torch.zeros(3))
+        for data in (torch.zeros(3), {"x": torch.zeros(3)}, (torch.zeros(3),)):
+            for write in (rb.extend, rb.add):
+                with pytest.raises(RuntimeError, match="expects data to be a tensor collection"):
+                    write(data)
         with pytest.raises(TypeError, match="complex"):
             make(rank_key="r").extend(TensorDict({"r": torch.zeros(2, dtype=torch.complex64)}, [2]))
         assert rb.storage.lanes is None
+
+    @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+    def test_the_current_top_values_are_ranks_and_slots_the_lowest_first(self, storage):
+        rb = make(storage(3), rank_key="r")
+        assert rb.writer._current_top_values == []
+        rb.extend(TensorDict({"r": torch.tensor([3.0, 1.0, 2.0, 5.0])}, [4]))
+        assert rb.writer._current_top_values == [(2.0, 2), (3.0, 0), (5.0, 1)]
+        rb[2] = TensorDict({"r": torch.tensor(9.0)}, [])
+        assert rb.writer._current_top_values == [(3.0, 0), (5.0, 1), (9.0, 2)]
 
     def test_settings_that_mean_nothing_are_refused(self):
         with pytest.raises(ValueError, match="sum, mean, max, median, min, got 'best'"):
@@ -180,7 +191,7 @@ class TestRanks:
             TensorDictMaxValueWriter(rank_key=())
 
     def test_several_dimensions_and_lanes_are_refused_and_the_buffer_keeps_its_writer(self):
-        with pytest.raises(ValueError, match="ndim=1, got ndim=2"):
+        with pytest.raises(ValueError, match=r"not compatible with storages with more than one.*ndim=1, got ndim=2"):
             make(LazyTensorStorage(10, ndim=2))
         rb = ReplayBuffer(storage=LazyTensorStorage(10, ndim=2))
         with pytest.raises(ValueError, match="ndim=2"):
@@ -262,8 +273,9 @@ class TestNumbersOfRows:
         rb.extend(items([1.0, 2.0, 3.0, 4.0]))
         was = rb.storage.lanes.generations(torch.arange(4))
         rb.extend(items([5.0], [10]))
-        there = rb.update_if_present(torch.arange(4), was, items([0.0] * 4, [20, 21, 22, 23]))
-        assert there.tolist() == [False, True, True, True]
+        patch = items([0.0] * 4, [20, 21, 22, 23])
+        done = rb.update_if_present(index=torch.arange(4), generation=was, patch=patch)
+        assert done.updated.tolist() == [False, True, True, True]
         assert [i for i, _, _ in held(rb)] == [10, 21, 22, 23]
 
     def test_no_number_comes_twice_in_a_slot_whoever_writes(self, rb):
@@ -496,3 +508,22 @@ def test_priorities_that_come_with_the_data_of_a_refused_item_go_nowhere():
     data = items([1.0, 2.0, 0.0, 3.0]).set("td_error", torch.tensor([4.0, 5.0, 6.0, 7.0]))
     assert rb.extend(data).tolist() == [0, 1, -1, 0]
     assert rb.sampler.priorities(torch.arange(2)).tolist() == [7.0, 5.0]
+
+
+@tensorclass
+class Ranked:
+    """Has no field for an index."""
+
+    id: torch.Tensor
+    rank: torch.Tensor
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_items_of_a_tensorclass_without_a_field_for_their_index_are_ranked_and_stored_without_it(storage):
+    rb = ReplayBuffer(storage=storage(2), writer=TensorDictMaxValueWriter(rank_key="rank"), batch_size=8)
+    ranks = torch.tensor([1.0, 5.0, 0.0, 3.0])
+    assert rb.extend(Ranked(torch.arange(4), ranks, batch_size=[4])).tolist() == [0, 1, -1, 0]
+    assert rb.add(Ranked(torch.tensor(4), torch.tensor(4.0), batch_size=[])) == 0
+    batch = rb.sample()
+    assert type(batch) is Ranked and set(batch.id.tolist()) == {1, 4}
+    assert rb.writer._current_top_values == [(4.0, 0), (5.0, 1)]

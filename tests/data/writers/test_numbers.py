@@ -107,8 +107,8 @@ def test_they_are_the_storages_and_move_with_the_rows(
     twin.set_writer(TensorDictRoundRobinWriter())
     move(rb, twin, way, tmp_path / "saved")
     assert numbers(twin) == numbers(rb)
-    done = twin.update_if_present(torch.arange(4), torch.tensor(before), ranked(9, 9, 9, 9))
-    assert done.tolist() == [False, True, False, True]
+    done = twin.update_if_present(index=torch.arange(4), generation=torch.tensor(before), patch=ranked(9, 9, 9, 9))
+    assert done.updated.tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -131,8 +131,8 @@ def test_a_larger_storage_has_them_too(replaced: Any, make: Any, way: str, tmp_p
     larger.set_writer(TensorDictRoundRobinWriter())
     move(rb, larger, way, tmp_path / "saved")
     assert numbers(larger) == numbers(rb)
-    done = larger.update_if_present(torch.arange(4), torch.tensor(before), ranked(9, 9, 9, 9))
-    assert done.tolist() == [False, True, False, True]
+    done = larger.update_if_present(index=torch.arange(4), generation=torch.tensor(before), patch=ranked(9, 9, 9, 9))
+    assert done.updated.tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ class TestOfAStoreThatIsReopened:
         path, before, after = store
         rb = ReplayBuffer.open(path / how, writer=TensorDictRoundRobinWriter())
         assert numbers(rb) == after
-        done = rb.update_if_present(torch.arange(4), torch.tensor(before), ranked(9, 9, 9, 9))
-        assert done.tolist() == [False, True, False, True]
+        done = rb.update_if_present(index=torch.arange(4), generation=torch.tensor(before), patch=ranked(9, 9, 9, 9))
+        assert done.updated.tolist() == [False, True, False, True]
 
     def test_who_only_looks_at_the_rows_sees_them_too(self, store: Any) -> None:
         path, _, after = store

@@ -98,6 +98,16 @@ def test_a_tensorclass_stores_an_index_where_it_has_a_field_for_it():
     assert type(batch) is WithIndex and torch.equal(batch.x, batch.index)
 
 
+def test_in_a_plain_buffer_a_tensorclass_without_such_a_field_is_stored_without_an_index():
+    for storage in (LazyTensorStorage, LazyMemmapStorage, ListStorage):
+        rb = ReplayBuffer(storage=storage(10), writer=TensorDictRoundRobinWriter(), batch_size=5)
+        rb.extend(Plain(torch.arange(3), batch_size=[3]))
+        rb.add(Plain(torch.tensor(3), batch_size=[]))
+        rows = rb[:]
+        values = [row.x for row in rows] if isinstance(rows, list) else rows.x
+        assert [int(x) for x in values] == [0, 1, 2, 3] and type(rb[0]) is Plain
+
+
 class TestImmutableDatasetWriter:
     @pytest.mark.parametrize(
         "storage",
@@ -114,7 +124,7 @@ class TestImmutableDatasetWriter:
             lambda: rb.add(torch.zeros(())),
             lambda: rb.__setitem__(0, torch.ones(())),
             lambda: rb.empty(),
-            lambda: rb.update_if_present(torch.tensor([0]), torch.tensor([0]), torch.ones(1)),
+            lambda: rb.update_if_present(index=torch.tensor([0]), generation=torch.tensor([0]), patch=torch.ones(1)),
         ):
             with pytest.raises(RuntimeError, match="immutable"):
                 write()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engram import _native
 from engram.data import (
@@ -18,8 +17,8 @@ from engram.data import (
     SliceSamplerWithoutReplacement,
     Storage,
 )
-from engram.data.replay_buffers.samplers import slices
-from machine.mutants.base import Mutant, Patch, around
+from engram.pytree import get_entry
+from machine.mutants.base import Mutant, around
 
 
 # ---- uniform samplers that are wrong by one ----
@@ -113,10 +112,10 @@ PRIORITY_MUTANTS = {
         around(PrioritizedSampler, "sample", newest_has_half), sampler="priorities as they are"
     ),
     "slices with the weights of their neighbours": Mutant(
-        around(PrioritizedSliceSampler, "sample", weights_of_the_neighbour), sampler="slices by priority"
+        around(PrioritizedSliceSampler, "_sample_rows", weights_of_the_neighbour), sampler="slices by priority"
     ),
     "slices by priority that start one further": Mutant(
-        around(PrioritizedSliceSampler, "sample", one_further), sampler="short slices by priority"
+        around(PrioritizedSliceSampler, "_sample_rows", one_further), sampler="short slices by priority"
     ),
 }
 
@@ -132,15 +131,11 @@ def one_window_fewer(rule: Any, sampler: Any, length: int) -> Any:
     return _native.SliceRule(length, 1, length - 2, length - 1)
 
 
-def marks_the_step_before(patch: Patch) -> None:
-    original = slices.mark_last
-
-    def mark(batch: Any, path: Any, drawn: Any) -> Tensor:
-        leaf = original(batch, path, drawn)
+def marks_the_step_before(mark: Any, sampler: Any, batch: Any, *rest: Any) -> None:
+    mark()
+    for path in sampler._flags[:2]:
+        leaf = get_entry(batch, path)
         leaf.copy_(leaf.roll(-1, 0).clone())
-        return leaf
-
-    patch.setattr(slices, "mark_last", mark)
 
 
 def draws_the_last_again(slices: Any, sampler: Any, *args: Any) -> Any:
@@ -189,7 +184,7 @@ def one_step_longer(rule: Any, sampler: Any, length: int) -> Any:
 
 SLICE_MUTANTS = {
     "slices one further, so over a trajectory's end": Mutant(
-        around(SliceSampler, "sample", one_further), sampler="slices"
+        around(SliceSampler, "_sample_rows", one_further), sampler="slices"
     ),
     "slices of trajectories that are longer than a slice": Mutant(
         around(SliceSampler, "_rule", only_longer_ones), sampler="slices by id"
@@ -198,7 +193,9 @@ SLICE_MUTANTS = {
         around(SliceSampler, "_rule", only_longer_ones), sampler="short slices"
     ),
     "spans that miss one window": Mutant(around(SliceSampler, "_rule", one_window_fewer), sampler="spans"),
-    "slices that mark the step before their last": Mutant(marks_the_step_before, sampler="two slices"),
+    "slices that mark the step before their last": Mutant(
+        around(SliceSampler, "_mark", marks_the_step_before), sampler="two slices"
+    ),
     "an epoch of slices that repeats a trajectory": Mutant(
         around(SliceSamplerWithoutReplacement, "_slices", draws_the_last_again), sampler="slices in epochs"
     ),

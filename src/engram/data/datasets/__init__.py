@@ -1,5 +1,9 @@
-"""Datasets in and out of buffers: Minari, flat HDF5 (D4RL), Parquet. `docs/datasets.md` says where each key goes."""
+"""Datasets in and out of buffers, and as buffers: Minari, flat HDF5 (D4RL), Parquet.
 
+`docs/datasets.md` says where each key goes.
+"""
+
+from engram.data.datasets.experience_replay import D4RLExperienceReplay, MinariExperienceReplay
 from engram.data.datasets.hdf5 import (
     iter_hdf5,
     read_hdf5,
@@ -17,6 +21,8 @@ from engram.data.datasets.parquet import (
 )
 
 __all__ = [
+    "D4RLExperienceReplay",
+    "MinariExperienceReplay",
     "iter_hdf5",
     "iter_minari",
     "iter_parquet",

@@ -5,12 +5,9 @@ Steps are episode data (TED): the next observation, reward and flags of a step a
 
 from __future__ import annotations
 
-import sys
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TextIO
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram import pytree
+from engram._progress import progress_bar
 from engram.errors import DatasetError
 from engram.pytree import Key, KeyPath, as_path, stack
 from engram.store.episodes import DONE, IDS, EpisodeIndex
@@ -36,6 +34,13 @@ TRAJECTORY: KeyPath = ("collector", "traj_ids")
 IMPLIED: tuple[KeyPath, ...] = (TRAJECTORY, ("episode",), ("index",), ("done",), ("terminated",), ("truncated",), DONE)
 _UNSUPPORTED = (torch.bfloat16, torch.complex64, torch.complex128)
 INDEX = "_index_"
+
+
+class DatasetSize(NamedTuple):
+    """What the header of a dataset says of its size; None: it does not say it."""
+
+    steps: int | None
+    episodes: int | None
 
 
 class KeyPair(NamedTuple):
@@ -433,55 +438,6 @@ class _OpenTrajectory:
 def block_rows(row_bytes: int) -> int:
     """The number of steps of this size that make a block."""
     return max(1, BLOCK_BYTES // max(1, row_bytes))
-
-
-_SECONDS_APART = 0.1
-
-
-@contextmanager
-def progress_bar(what: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yields a function that adds to a count of steps, shown on standard error if `shown` and that is a terminal.
-
-    The count is a bar where rich is installed (`pip install "engram[progress]"`), else a line of text.
-    """
-    if not shown:
-        yield lambda steps: None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        with _progress_line(what, total, sys.stderr) as advance:
-            yield advance
-        return
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda steps: bar.advance(task, steps)
-
-
-@contextmanager
-def _progress_line(what: str, total: int | None, screen: TextIO | None) -> Iterator[Callable[[int], None]]:
-    if screen is None or not screen.isatty():
-        yield lambda steps: None
-        return
-    line, count, next_time = "", 0, 0.0
-
-    def advance(steps: int) -> None:
-        nonlocal line, count, next_time
-        count += steps
-        if time.monotonic() < next_time:
-            return
-        next_time = time.monotonic() + _SECONDS_APART
-        line = f"{what}: {count:,} steps" if total is None else f"{what}: {count:,} of {total:,} steps"
-        print(f"\r{line}", end="", file=screen, flush=True)
-
-    advance(0)
-    try:
-        yield advance
-    finally:
-        print(f"\r{' ' * len(line)}\r", end="", file=screen, flush=True)
 
 
 _IDS_AT_ONCE = 1 << 20

@@ -13,10 +13,12 @@ from tensordict import TensorDict
 
 from engram import pytree
 from engram._hdf5 import H5Dataset, H5Source, check_options, create_plain, open_foreign
+from engram._progress import progress_bar
 from engram.data.datasets.atomic_files import new_file
 from engram.data.datasets.episodes import (
     REWARD,
     TRAJECTORY,
+    DatasetSize,
     KeyMapping,
     StepBlock,
     batch_of,
@@ -29,7 +31,6 @@ from engram.data.datasets.episodes import (
     next_key,
     next_trajectory,
     observation_key,
-    progress_bar,
 )
 from engram.pytree import Key, KeyPath, as_path
 from engram.store.episodes import DONE
@@ -303,6 +304,12 @@ def iter_hdf5(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     with open_foreign(Path(path)) as source:
         yield from FlatReader(source, tuple(as_path(key, "exclude") for key in exclude)).blocks(batch_size, 0)
+
+
+def hdf5_size(path: str | os.PathLike[str]) -> DatasetSize:
+    """Rows of a flat HDF5 file, from its header; errors as `read_hdf5`."""
+    with open_foreign(Path(path)) as source:
+        return DatasetSize(len(FlatReader(source, ())), None)
 
 
 def write_hdf5(

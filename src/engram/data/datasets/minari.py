@@ -15,11 +15,13 @@ from tensordict import TensorDict
 
 from engram import pytree
 from engram._hdf5 import NEEDED_BY, H5Dataset, H5RowWriter, H5Source, create_plain, import_h5py, open_foreign
+from engram._progress import progress_bar
 from engram.data.datasets.atomic_files import new_folder
 from engram.data.datasets.episodes import (
     INDEX,
     REWARD,
     TRAJECTORY,
+    DatasetSize,
     Ints,
     KeyMapping,
     KeyPair,
@@ -34,7 +36,6 @@ from engram.data.datasets.episodes import (
     next_key,
     next_trajectory,
     observation_key,
-    progress_bar,
 )
 from engram.errors import DatasetError
 from engram.pytree import Key, KeyPath, as_path
@@ -499,6 +500,12 @@ def iter_minari(
     with _open_episodes(path, infos, exclude) as (episodes, _):
         for number, part in enumerate(episodes.parts(None)):
             yield batch_of_parts(episodes.datasets, [part], [number])
+
+
+def minari_size(path: str | os.PathLike[str]) -> DatasetSize:
+    """Episodes of a dataset, and its steps where its metadata have them; errors as `read_minari`."""
+    with _open_episodes(path, True, ()) as (episodes, steps):
+        return DatasetSize(steps, len(episodes))
 
 
 @contextmanager

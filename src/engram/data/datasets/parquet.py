@@ -23,11 +23,13 @@ import xxhash
 from torch import Tensor
 
 from engram import pytree
+from engram._progress import progress_bar
 from engram._system import free_memory, human_bytes
 from engram.data.datasets.atomic_files import new_file
 from engram.data.datasets.episodes import (
     BLOCK_BYTES,
     TRAJECTORY,
+    DatasetSize,
     StepBlock,
     batch_of,
     block_rows,
@@ -35,7 +37,6 @@ from engram.data.datasets.episodes import (
     episode_source,
     ingest,
     next_trajectory,
-    progress_bar,
 )
 from engram.errors import DatasetError
 from engram.pytree import Key, KeyPath, TreeSpec
@@ -540,6 +541,12 @@ def iter_parquet(
         yield from file.blocks(batch_size, 0 if file.hidden else None)
 
 
+def parquet_size(path: str | os.PathLike[str]) -> DatasetSize:
+    """Rows of a Parquet file, from its footer; errors as `read_parquet`."""
+    with _open(Path(path), None) as file:
+        return DatasetSize(file.total, None)
+
+
 def write_parquet(
     source: Any,
     path: str | os.PathLike[str],
@@ -584,8 +591,7 @@ def write_parquet(
         writer = _ParquetWriter(new, compression)
         try:
             for block in steps.blocks():
-                writer.write(block)
-                advance(len(block.rows))
+                advance(writer.write(block))
             rows = writer.finish()
         finally:
             writer.close()
@@ -609,7 +615,8 @@ class _ParquetWriter:
         self._hidden = False
         self._last: tuple[Any, bool] | None = None  # the last step's id, and whether it has a flag
 
-    def write(self, block: StepBlock) -> None:
+    def write(self, block: StepBlock) -> int:
+        """Takes steps; how many."""
         if self._layout is None:
             self._begin(block)
         assert self._layout is not None
@@ -626,6 +633,7 @@ class _ParquetWriter:
         self._held_bytes += table.num_rows * self._layout.payload_bytes
         if self._held_bytes >= BLOCK_BYTES:
             self._flush()
+        return int(table.num_rows)
 
     def _begin(self, block: StepBlock) -> None:
         """Creates the file, with columns as the first block has them."""

@@ -9,12 +9,15 @@ from engram.data.replay_buffers.checkpointers import (
     ListStorageCheckpointer,
     NestedStorageCheckpointer,
     StorageCheckpointerBase,
+    StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
 )
+from engram.data.replay_buffers.conditional import UpdateResult
 from engram.data.replay_buffers.ensemble import (
     ReplayBufferEnsemble,
 )
 from engram.data.replay_buffers.samplers import (
+    DrawTotals,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomSampler,
@@ -25,8 +28,18 @@ from engram.data.replay_buffers.samplers import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
+from engram.data.replay_buffers.schedulers import (
+    LambdaScheduler,
+    LinearScheduler,
+    ParameterScheduler,
+    SchedulerList,
+    StepScheduler,
+)
+from engram.data.replay_buffers.stats import BufferStats
 from engram.data.replay_buffers.storages import (
+    CompressedListStorage,
     LazyMemmapStorage,
+    LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
     Storage,
@@ -38,7 +51,9 @@ from engram.data.replay_buffers.tensordict import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from engram.data.replay_buffers.trajectories import Trajectory, find_start_stop_traj, iter_trajectories
 from engram.data.replay_buffers.utils import (
+    DEFAULT_DONE_KEYS,
     Flat2TED,
     H5Combine,
     H5Split,
@@ -56,18 +71,26 @@ from engram.data.replay_buffers.writers import (
 )
 
 __all__ = [
+    "DEFAULT_DONE_KEYS",
+    "BufferStats",
+    "CompressedListStorage",
+    "DrawTotals",
     "Flat2TED",
     "FlatStorageCheckpointer",
     "H5Combine",
     "H5Split",
     "H5StorageCheckpointer",
     "ImmutableDatasetWriter",
+    "LambdaScheduler",
     "LazyMemmapStorage",
+    "LazyStackStorage",
     "LazyTensorStorage",
+    "LinearScheduler",
     "ListStorage",
     "ListStorageCheckpointer",
     "Nested2TED",
     "NestedStorageCheckpointer",
+    "ParameterScheduler",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
@@ -78,12 +101,15 @@ __all__ = [
     "Sampler",
     "SamplerEnsemble",
     "SamplerWithoutReplacement",
+    "SchedulerList",
     "SequenceSampler",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "StepScheduler",
     "Storage",
     "StorageCheckpointerBase",
     "StorageEnsemble",
+    "StorageEnsembleCheckpointer",
     "TED2Flat",
     "TED2Nested",
     "TensorDictMaxValueWriter",
@@ -92,6 +118,10 @@ __all__ = [
     "TensorDictRoundRobinWriter",
     "TensorStorage",
     "TensorStorageCheckpointer",
+    "Trajectory",
+    "UpdateResult",
     "Writer",
     "WriterEnsemble",
+    "find_start_stop_traj",
+    "iter_trajectories",
 ]

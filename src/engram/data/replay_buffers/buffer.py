@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import textwrap
 import warnings
@@ -18,9 +19,12 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from torch._dynamo import trace_rules
 from typing_extensions import Self, TypedDict, TypeVar, Unpack
 
-from engram._system import set_state, state_of
+from engram._arguments import describe
+from engram._generator import Generator, is_state
+from engram._system import human_bytes, set_state, state_of
 from engram.checkpoint.protocols import StorageCheckpointerBase
 from engram.data.replay_buffers.checkpointing import (
     PARTS,
@@ -32,23 +36,45 @@ from engram.data.replay_buffers.checkpointing import (
     _save_in_background,
     _state_of,
 )
+from engram.data.replay_buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
+from engram.data.replay_buffers.dataset import BatchDataset
 from engram.data.replay_buffers.prefetch import Prefetcher
 from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader
+from engram.data.replay_buffers.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
 from engram.data.replay_buffers.samplers.random import RandomSampler
+from engram.data.replay_buffers.stats import BatchCount, BufferStats, count_episodes
 from engram.data.replay_buffers.storages.base import Storage, as_storage
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
-from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer
+from engram.data.replay_buffers.writers.round_robin import RoundRobinWriter, Writer, as_writer, has_writing_methods
 from engram.errors import OutOfMemoryError
-from engram.pytree import collate_items, move_dim, select_rows, stack
+from engram.pytree import (
+    Key,
+    KeyPath,
+    as_arrays,
+    as_keys,
+    format_key,
+    get_entry,
+    leaf_keys,
+    move_dim,
+    set_existing,
+    stack,
+)
+from engram.pytree import describe as describe_batch
+from engram.store.episodes import EpisodeIndex
 from engram.store.files import is_passing_fds, pickle_by_state
-from engram.store.indexing import to_slots
+from engram.store.indexing import stored_slots, to_slots
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform, WriteRequest
-from engram.transforms.compose import Compose
+from engram.transforms.compose import Compose, describe_transform
+
+# `torch.compile` goes round every function of this package: it cannot trace native code, and so each call is a graph
+# break. (Dynamo is loaded by tensordict.)
+trace_rules.add("engram")
 
 _DEFAULT_CAPACITY = 1000
+_COUNTED_IN_REPR = 1 << 20  # rows: `repr` reads the flags of no more to count episodes
 
 #: What a buffer's samples are: a TensorDict, a dict, a tensor, a class of the user's; checked by type checkers only.
 T = TypeVar("T", default=Any)
@@ -98,10 +124,12 @@ class BufferArguments(TypedDict, total=False):
     transform: TransformLike | None
     batch_size: int | None
     dim_extend: int | None
-    generator: torch.Generator | None
+    generator: torch.Generator | Generator | None
     shared: bool
     checkpointer: StorageCheckpointerBase[Any, Any] | None
     track_generations: bool
+    compilable: bool
+    reuse_batches: bool
 
 
 class ReplayBuffer(Generic[T]):
@@ -117,15 +145,24 @@ class ReplayBuffer(Generic[T]):
         collate_fn: makes a batch of what was read: of a list of items for list storages (stacked by default), of
             the batch for others.
         pin_memory: puts batches in page-locked memory.
-        prefetch: how many batches threads prepare ahead.
+        prefetch: how many batches threads prepare ahead, where one takes longer than handing it from thread to thread
+            (0.1 ms); else each is made when it is wanted.
         transform: a Transform or a callable, applied on reading; its `inv` (in TorchRL's form also `_inv_call` or
             `_inv_apply_transform`) on writing.
         batch_size: rows of a batch, where `sample` does not say it.
         dim_extend: the dimension of the data that is time; the last batch dimension.
-        generator: draws come from here instead of torch's global generator; saved with the buffer.
+        generator: draws come from here instead of torch's global generator; saved with the buffer. An
+            `engram.Generator` draws quicker, and does not let busy Python threads run first.
         shared: lets other processes see and write the rows.
         checkpointer: how the storage is saved.
-        track_generations: also put each row's sequence in `info["generation"]`.
+        track_generations: also put each row's sequence in `info["generation"]`, and of TensorDict buffers in
+            `batch["generation"]`; in both also as `"index_generation"`. A writer that has it is the same switch.
+        compilable: accepted, without effect: under `torch.compile` each use of a buffer is a graph break.
+        reuse_batches: read batches into the tensors of earlier ones, once nobody has any of their tensors, a view of
+            one, or its memory, and all are as they were handed out; else into new ones. What you keep never changes:
+            only making and freeing tensors is saved. This is for uniform batches (`RandomSampler`, no `collate_fn`)
+            of storages with packed rows; at most 8 batches and 64 MB of a buffer wait, and tensors over 1 MB are
+            always new. Memory that is given away by its address alone (`data_ptr`) must be kept by keeping the tensor.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
@@ -149,10 +186,12 @@ class ReplayBuffer(Generic[T]):
         transform: TransformLike | None = None,
         batch_size: int | None = None,
         dim_extend: int | None = None,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | Generator | None = None,
         shared: bool = False,
         checkpointer: StorageCheckpointerBase[Any, Any] | None = None,
         track_generations: bool = False,
+        compilable: bool = False,
+        reuse_batches: bool = False,
     ) -> None:
         self._storage = _with_capacity(None if storage is None else as_storage(storage), capacity)
         self._sampler: Any = as_sampler(_make_part(sampler, "sampler", _has_sample) or RandomSampler())
@@ -166,10 +205,15 @@ class ReplayBuffer(Generic[T]):
             warnings.warn(
                 "pin_memory=True does nothing here: this process sees no CUDA device to copy batches to", stacklevel=3
             )
+        self._reuse_batches = bool(reuse_batches)
+        if reuse_batches and (reason := why_not_reusable()) is not None:
+            warnings.warn(f"reuse_batches=True does nothing here: {reason}", stacklevel=3)
         self._transform: Compose = transform  # type: ignore[assignment]  # __setattr__ makes a Compose of it
         if prefetch is not None and prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more, got {prefetch}")
         self._prefetch = prefetch or 0
+        self._handed_out = BatchCount()
+        self._episodes = EpisodeIndex()
         self._dim_extend = dim_extend
         if dim_extend is not None and not 0 <= dim_extend < max(self._storage.ndim, 1):
             raise ValueError(f"dim_extend must be 0 to {self._storage.ndim - 1} for this storage, got {dim_extend}")
@@ -198,6 +242,8 @@ class ReplayBuffer(Generic[T]):
         parts["storage"] = LazyMemmapStorage.open(scratch_dir, read_only=read_only)
         return cls(**parts)
 
+    _reuse_batches = False
+
     def _default_writer(self) -> Writer:
         return RoundRobinWriter()
 
@@ -205,17 +251,26 @@ class ReplayBuffer(Generic[T]):
         """Makes the parts work together; again after each change of one."""
         self._check_parts()
         self._storage.attach(self)
+        self._storage._requires_index = self._attaches
         self._register_writer()
+        self._tracks_generations = self._track_generations or self._writer.tracks_generations
         self._sampler.use_generator(self._generator)
         self._time_dim = self._storage.ndim - 1 if self._dim_extend is None else self._dim_extend
+        self._limited = self._sampler._limits(self._storage)
+        # Whether the storage may check and append in one call, if no priorities come with the data.
+        self._pushes = self._storage._pushes and self._writer._only_appends and not self._limited
+        self._may_take_priorities = self._sampler._takes_priorities
         self._reader = self._make_reader()
         self._prefetcher = Prefetcher(self._reader, self._prefetch, self._generators()) if self._prefetch else None
 
     def _check_parts(self) -> None:
         self._sampler.check_storage(self._storage)
+        self._sampler._check_batch_size(self._batch_size, self._storage)
 
     def _register_writer(self) -> None:
         self._writer.register_storage(self._storage)
+        if self._track_generations:
+            self._writer.tracks_generations = True
 
     def _make_reader(self) -> Any:
         """What reads batches: a BatchReader; an ensemble has its own kind."""
@@ -235,13 +290,13 @@ class ReplayBuffer(Generic[T]):
             collate_fn: instead of this buffer's own; None for that.
         """
         if collate_fn is None:
-            collate_fn = self._collate_fn or (collate_items if storage._holds_items else None)
+            collate_fn = self._collate_fn or storage._default_collate
         if sampler._given is self._sampler._given:
             sampler = self._sampler  # whose lock all draws of a user's own sampler take
         attach = self._attach if self._attaches else None
         return BatchReader(
             storage, sampler, self._transform, collate_fn, attach, pin_memory=pin_memory,
-            with_generation=self._track_generations,
+            with_generation=self._tracks_generations, reuse=self._reuse_batches,
         )  # fmt: skip
 
     @property
@@ -278,47 +333,66 @@ class ReplayBuffer(Generic[T]):
             written: int | Tensor = self._write_through(item, single=True)
             return written
         storage = self._storage
+        if self._pushes and not (self._may_take_priorities and self._takes_priorities()):
+            with storage.mutex:
+                pushed: int | Tensor | None = storage._push(item, True, -1, self._writer.index_key)
+            if pushed is not None:
+                return pushed
         priorities = self._given_priorities(item, True, -1)
         with storage.mutex if priorities is None else self._writing():
+            if self._limited:
+                self._check_rows(item, True, -1)
             slots: Any = self._writer.write(storage, item, True, -1)  # positional: the hot path
             if priorities is not None:
                 self._set_priorities(slots, priorities)
-        index: int | Tensor = self._index_of(slots, True)
+        index: int | Tensor = storage._index_of(slots, True)
         return index
 
-    def extend(self, items: T | Data | Sequence[T | Data]) -> Tensor:
+    def extend(self, items: T | Data | Sequence[T | Data], *, update_priority: bool | None = None) -> Tensor:
         """Stores a batch of steps; returns their indices: int64 [n], with ndim=2 [n, 2].
 
         A list is a list of items; a tuple is one pytree. Of more steps than fit, the last ones stay. A transform that
         holds steps back may write others than those that came, or none.
 
+        Args:
+            update_priority: if False, priorities that come with the data are stored, and the steps get the priority
+                of new ones all the same.
+
         Raises:
             ValueError, TypeError: the batch does not fit the storage; the message names the leaf. Nothing is changed.
+            RuntimeError: the items of a list do not stack; the message names the item.
         """
         if self._transform.transforms:
-            written: Tensor = self._write_through(items, single=False)
+            written: Tensor = self._write_through(items, single=False, update_priority=update_priority)
             return written
         storage, time_dim = self._storage, self._time_dim
+        if self._pushes and not (self._may_take_priorities and self._takes_priorities()):
+            with storage.mutex:
+                pushed: Tensor | None = storage._push(items, False, time_dim, self._writer.index_key)
+            if pushed is not None:
+                return pushed
         batch = self._as_batch(items, time_dim) if type(items) is list else items
-        priorities = self._given_priorities(batch, False, time_dim)
+        priorities = None if update_priority is False else self._given_priorities(batch, False, time_dim)
         with storage.mutex if priorities is None else self._writing():
+            if self._limited:
+                self._check_rows(batch, False, time_dim)
             slots: Any = self._writer.write(storage, batch, False, time_dim)  # positional: the hot path
             if priorities is not None:
                 self._set_priorities(slots, priorities)
-        index: Tensor = self._index_of(slots, False)
+        index: Tensor = storage._index_of(slots, False)
         return index
 
     def _as_batch(self, items: list[Any], time_dim: int) -> Any:
         """A list of items as one batch; storages of items take the list."""
-        return items if self._storage._holds_items else stack(items, time_dim)
+        return items if self._storage._takes_lists else stack(items, time_dim)
 
-    def _write_through(self, items: Any, *, single: bool) -> Any:
+    def _write_through(self, items: Any, *, single: bool, update_priority: bool | None = None) -> Any:
         """Writes what the transforms make of the data; where that is refused, they are as they were before."""
         transform, storage = self._transform, self._storage
         if not transform.inverse_in_order:
             writing = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
             with self._writing():
-                slots = self._write(writing)
+                slots = self._write(writing, update_priority)
         else:
             with self._writing():
                 if type(items) is list:
@@ -326,11 +400,11 @@ class ReplayBuffer(Generic[T]):
                 before = transform.remember()
                 try:
                     writing = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
-                    slots = self._write(writing)
+                    slots = self._write(writing, update_priority)
                 except BaseException:
                     transform.undo(before)
                     raise
-        return self._index_of(slots, single=writing.single and not writing.resized)
+        return storage._index_of(slots, writing.single and not writing.resized)
 
     def flush_transforms(self) -> Tensor:
         """Writes the steps that transforms hold back; returns their indices as `extend` does, none if none waited.
@@ -357,10 +431,10 @@ class ReplayBuffer(Generic[T]):
             except BaseException:
                 transform.undo(before)
                 raise
-        index: Tensor = self._index_of(slots, single=False)
+        index: Tensor = storage._index_of(slots, False)
         return index
 
-    def _write(self, writing: WriteRequest) -> Any:
+    def _write(self, writing: WriteRequest, update_priority: bool | None = None) -> Any:
         """Writes what transforms made of the data, if anything; returns slots. The caller holds the mutex."""
         storage, items, time_dim = self._storage, writing.items, -1 if writing.single else writing.time_dim
         if writing.held is not None:
@@ -371,22 +445,25 @@ class ReplayBuffer(Generic[T]):
             return torch.empty(0, dtype=torch.int64)
         if type(items) is list:
             items = self._as_batch(items, time_dim)
-        priorities = self._given_priorities(items, writing.single, time_dim)
+        priorities = None
+        if update_priority is not False:
+            priorities = self._given_priorities(items, writing.single, time_dim)
+        if self._limited:
+            self._check_rows(items, writing.single, time_dim)
         slots = self._writer.write(storage, items, single=writing.single, time_dim=time_dim)
         if priorities is not None:
             self._set_priorities(slots, priorities)
         return slots
 
-    def _index_of(self, slots: Any, single: bool) -> Any:
-        """Slots as `add` (`single`) and `extend` return them."""
-        if self._storage.ndim > 1:
-            # Before the first write a storage does not know its environments; there is nothing to point at, either.
-            if not len(slots):
-                return slots.new_empty(0, self._storage.ndim)
-            return torch.stack(tuple(self._storage.from_slots(slots)), -1)
-        if not single:
-            return slots
-        return slots if type(slots) is int else int(slots[0])
+    def _check_rows(self, items: Any, single: bool, time_dim: int) -> None:
+        """ValueError where these would be more rows than the sampler can hold. The caller holds the mutex."""
+        storage = self._storage
+        checked = storage.check(items, single=single, time_dim=time_dim, index_key=self._writer.index_key)
+        self._sampler._check_rows(storage, checked.steps * math.prod(storage.env_shape))
+
+    def _takes_priorities(self) -> bool:
+        """Whether data may come with priorities, for a sampler that takes them."""
+        return False
 
     def _given_priorities(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
         """Priorities that come with data that are about to be written, for `_set_priorities`; None: there are none.
@@ -409,23 +486,72 @@ class ReplayBuffer(Generic[T]):
 
     # ---- sampling ----
     @overload
-    def sample(self, batch_size: int | None = None, return_info: Literal[False] = False) -> T: ...
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: Literal[False] = False,
+    ) -> T: ...
 
     @overload
-    def sample(self, batch_size: int | None = None, *, return_info: Literal[True]) -> tuple[T, dict[str, Any]]: ...
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        as_numpy: Literal[False] = False,
+    ) -> tuple[T, dict[str, Any]]: ...
 
     @overload
-    def sample(self, batch_size: int | None, return_info: Literal[True]) -> tuple[T, dict[str, Any]]: ...
+    def sample(
+        self,
+        batch_size: int | None,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        *,
+        as_numpy: Literal[False] = False,
+    ) -> tuple[T, dict[str, Any]]: ...
 
     @overload
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> T | tuple[T, dict[str, Any]]: ...
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: Literal[False] = False,
+    ) -> T | tuple[T, dict[str, Any]]: ...
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> T | tuple[T, dict[str, Any]]:
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: bool,
+    ) -> Any: ...
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: bool = False,
+    ) -> Any:
         """A batch, with `return_info` also its info: a dict with `"index"`, `"generation"`, `"priority_weight"`, ...
 
+        `include_info` is accepted for users of other libraries: batches of TensorDict buffers always carry their index.
+        With `as_numpy` the batch is (nested) dicts of NumPy arrays, which are the caller's, under the same keys; of
+        plain batches, as `reuse_batches` has them, no tensor is made on the way. The info stays as it is.
+
         Raises:
-            ValueError: no batch size here or in the constructor.
-            RuntimeError: nothing is stored.
+            TypeError: with `as_numpy` an entry of a dtype that NumPy does not have (bfloat16).
+            RuntimeError: no batch size here or in the constructor; nothing is stored.
             OutOfMemoryError: there is no memory for the batch; nothing was drawn where it has more than 2**20 rows and
                 needs more than is free. Random numbers may have been drawn; an epoch goes on with the same rows.
         """
@@ -436,16 +562,27 @@ class ReplayBuffer(Generic[T]):
             self._reader.check_room(n)
         try:
             if self._prefetcher is not None:
-                batch, info, _ = self._prefetcher.next(n)
+                batch, info = self._prefetcher.sample(n, return_info or self._tracks_generations)
+            elif return_info or self._tracks_generations:
+                batch, info = self._reader.sample(n, generations=True)
+            elif as_numpy:
+                batch = self._reader.arrays(n)
+                self._handed_out.batches += 1
+                return batch
             else:
-                batch, info = self._reader.sample(n, return_info or self._track_generations)
+                batch, info = self._reader.batch(n), {}
+            if as_numpy:
+                batch = as_arrays(batch)
         except MemoryError as error:
             raise OutOfMemoryError(f"no memory for a batch of {n} rows ({error}); sample fewer") from error
+        self._handed_out.batches += 1
         return (batch, info) if return_info else batch
 
     def _choose_batch_size(self, batch_size: int | None) -> int:
         if batch_size is None:
-            raise ValueError("no batch size: give one to sample(batch_size) or to the buffer's constructor")
+            raise RuntimeError(
+                "batch_size not specified: give one to sample(batch_size) or to the buffer's constructor"
+            )
         if self._batch_size is not None and batch_size != self._batch_size:
             warnings.warn(
                 f"sample was called with batch_size={batch_size}, the buffer was made with "
@@ -461,20 +598,52 @@ class ReplayBuffer(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Batches for ever; with a sampler without replacement, to the end of the epoch."""
         if self._batch_size is None:
-            raise ValueError("iterating needs a batch size: give one to the buffer's constructor")
+            raise RuntimeError(
+                "Batch_size was not specified, and iterating needs it: give one to the buffer's constructor"
+            )
         if self._batch_size > MANY_ROWS:
             self._reader.check_room(self._batch_size)
         while True:
             if self._prefetcher is not None:
-                batch, _, last = self._prefetcher.next(self._batch_size)
+                batch, last = self._prefetcher.next(self._batch_size, self._tracks_generations)
             else:
-                batch, last = self._reader.next(self._batch_size, generations=self._track_generations)
+                batch, last = self._reader.next(self._batch_size, generations=self._tracks_generations)
+            self._handed_out.batches += 1
             yield batch
             if last:
                 return
 
     def __next__(self) -> T:
         return self.sample()
+
+    def as_iterable_dataset(self, batches: int | None = None) -> BatchDataset:
+        """The batches of iterating as a dataset for `torch.utils.data.DataLoader` and Lightning; see the example.
+
+        Worker processes draw with copies of the sampler, seeded by the loader (`torch.manual_seed`, or its
+        `generator=`; not by the buffer's own generator). With samplers that draw with replacement the workers' draws
+        are independent. Of each epoch of a `SamplerWithoutReplacement` every worker gives a part, and together they
+        give each row once; with `rank=, world_size=`, this learner's part. Workers see the rows that are stored when
+        they start; with `shared=True` or a mapped file also later ones. With `num_workers=0` it is the buffer itself.
+
+        Args:
+            batches: of one pass, of all workers together; epochs begin anew as they end. None: one epoch, or without
+                end where the sampler has none.
+
+        Raises:
+            RuntimeError: no batch size in the buffer's constructor. In a worker: a prioritized sampler, whose
+                priorities would not be those of this process; another sampler with epochs, in several workers.
+
+        Example:
+            >>> from torch.utils.data import DataLoader
+            >>> rb = TensorDictReplayBuffer(
+            ...     storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=4)
+            >>> _ = rb.extend(TensorDict({"x": torch.arange(10)}, [10]))
+            >>> dataset = rb.as_iterable_dataset()
+            >>> loader = DataLoader(dataset, batch_size=None, collate_fn=dataset.collate)  # and num_workers=
+            >>> [len(batch) for batch in loader]
+            [4, 4, 2]
+        """
+        return BatchDataset(self, batches)
 
     # ---- by index ----
     def __len__(self) -> int:
@@ -484,6 +653,22 @@ class ReplayBuffer(Generic[T]):
     def write_count(self) -> int:
         """Steps ever written."""
         return self._storage.write_count
+
+    def stats(self) -> BufferStats:
+        """The state of the buffer in numbers, counted now: rows, bytes, capacity, writes, draws, episodes.
+
+        Episodes are those of the sampler, if it draws slices; else of `("collector", "traj_ids")`, `"episode"` or
+        `("next", "done")`. The first call looks at every stored step's id or flag, later ones at new steps.
+        """
+        storage = self._storage
+        return BufferStats(
+            rows=len(storage),
+            bytes=storage.nbytes,
+            capacity=storage.max_size,
+            writes=storage.write_count,
+            draws=self._handed_out.batches,
+            episodes=count_episodes(storage, self._sampler, self._episodes),
+        )
 
     @overload
     def __getitem__(self, index: str) -> Any: ...
@@ -512,7 +697,7 @@ class ReplayBuffer(Generic[T]):
         return self._transform.forward(rows) if self._transform.transforms else rows
 
     def __setitem__(self, index: Index, items: T | Data | Sequence[T | Data]) -> None:
-        """Replaces stored steps, for which this process must have the storage alone.
+        """Replaces stored steps, for which this process must have the storage alone: those that `rb[...]` reads.
 
         Raises:
             IndexError: a step that has not been written.
@@ -523,15 +708,29 @@ class ReplayBuffer(Generic[T]):
         items = self._transformed_in_place(items)
         if self._storage.ndim > 1:
             if isinstance(index, tuple) and len(index) > 1:
-                raise IndexError(
-                    "rb[...] = ... goes along time; use rb.storage[time, env] = ... for single environments"
-                )
-            if not _is_int(index):
+                index = self._grid_index(index)
+            elif not _is_int(index):
                 items = move_dim(items, self._time_dim, 0)
         elif type(items) is list:
             items = self._as_batch(items, 0)
         with self._undisturbed():
-            self._storage.set(index, items, self._writer.index_key)
+            self._storage._replace_stored(index, items, self._writer.index_key)
+
+    def _grid_index(self, index: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """Time and environment of each step that an index of several dimensions means: as `rb[:]` has them."""
+        storage = self._storage
+        if storage.lanes is None:
+            raise IndexError(f"index {index!r:.80} has not been written: the storage is empty; extend it first")
+        slots = stored_slots(storage.lanes.store).reshape(-1, *storage.env_shape).movedim(0, self._time_dim)
+        try:
+            chosen: Tensor = slots[index]
+        except (IndexError, TypeError, ValueError, OverflowError) as error:
+            raise IndexError(
+                f"{index!r:.80} does not index the stored steps {list(slots.shape)}: {error}; nothing was written"
+            ) from error
+        time_and_env = storage.from_slots(chosen.reshape(-1))
+        assert isinstance(time_and_env, tuple)
+        return tuple(part.reshape(chosen.shape) for part in time_and_env)
 
     def _transformed_in_place(self, items: Any) -> Any:
         """Data that replace stored steps, as transforms store them: they follow nothing that was written before."""
@@ -550,10 +749,113 @@ class ReplayBuffer(Generic[T]):
                 transform.undo(before)
                 raise
 
-    def update_if_present(self, index: Index, generation: Tensor | int, values: T | Data) -> Tensor:
-        """Writes values over the steps that still have these generations; returns which: bool [n].
+    def set_(self, key: Any, value: Any) -> Self:
+        """Sets one entry of every stored step, in place; returns itself.
+
+        Args:
+            key: of an entry that the steps have: a string, or a tuple of strings.
+            value: as `rb.storage` holds it (transforms are not applied), in the form of `rb[:]`, or one for all steps.
 
         Raises:
+            KeyError: the steps have no such entry.
+            ValueError, TypeError: the value does not fit. Nothing is changed.
+            StorageInUseError: another process has the storage open.
+
+        Example:
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+            >>> _ = rb.extend(TensorDict({"x": torch.arange(3.0)}, [3]))
+            >>> rb.set_("x", torch.ones(3)).set_at_("x", 5.0, [0, 2])[:]["x"]
+            tensor([5., 1., 5.])
+        """
+        return self._set_entries({key: value}, slice(None))
+
+    def set_at_(self, key: Any, value: Any, index: Index) -> Self:
+        """Sets one entry of the stored steps at an index, in place; value and errors as `set_`, in the form of
+        `rb[index]`. Also an IndexError: a step that has not been written.
+        """
+        return self._set_entries({key: value}, index)
+
+    def update_(
+        self, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None
+    ) -> Self:
+        """Sets several entries of every stored step, in place and together; values and errors as `set_`.
+
+        Args:
+            input_dict_or_td: a TensorDict or dict, nested or not, with some of the entries that steps have.
+            clone: without effect: values are always copied.
+            keys_to_update: of these entries only.
+        """
+        values = {key: get_entry(input_dict_or_td, key) for key in leaf_keys(input_dict_or_td)}
+        if keys_to_update is not None:
+            chosen = as_keys(list(keys_to_update))
+            absent = [key for key in chosen if key not in values]
+            if absent:
+                raise KeyError(f"keys_to_update names {absent}, the data have {list(values)}; nothing was changed")
+            values = {key: values[key] for key in chosen}
+        return self._set_entries(values, slice(None))
+
+    def _set_entries(self, values: Mapping[Any, Any], index: Any) -> Self:
+        self._writer.check_mutable("changing entries")
+        storage = self._storage
+        along_time = storage.ndim > 1 and not _is_int(index)
+        if along_time and isinstance(index, tuple) and len(index) > 1:
+            index, along_time = self._grid_index(index), False
+        with self._undisturbed(), storage._exclusive("changing entries"):
+            rows = storage.get(index)
+            if along_time:
+                rows = move_dim(rows, 0, self._time_dim)
+            for key, value in values.items():
+                set_existing(rows, key, value)
+            if along_time:
+                rows = move_dim(rows, self._time_dim, 0)
+            storage._replace_stored(index, rows, self._writer.index_key)
+        return self
+
+    def read_all_in_order(self, end: int | None = None) -> Any:
+        """All stored steps as one batch, in the order of their slots: oldest first until the ring has gone round.
+
+        Args:
+            end: only so many of the first slots; with ndim=2 time steps.
+
+        Raises:
+            IndexError: nothing has been written.
+        """
+        if not len(self._storage):
+            raise IndexError("nothing has been written to this buffer yet")
+        rows: Any = self[:end]
+        collate_fn = self._reader.collate_fn
+        return collate_fn(rows) if type(rows) is list and rows and collate_fn is not self._collate_fn else rows
+
+    def update_if_present(
+        self,
+        *,
+        index: Index,
+        generation: Tensor | npt.NDArray[Any] | Sequence[int] | int,
+        patch: T | Data | Mapping[Any, Any] | Sequence[T | Data],
+        version_key: Key | None = None,
+        version: Tensor | npt.NDArray[Any] | Sequence[int] | int | None = None,
+        require_newer: bool = False,
+    ) -> UpdateResult:
+        """Writes over the steps that still have these generations, and over no other: what was computed from sampled
+        steps goes back to them, never to others that have taken their places meanwhile.
+
+        Args:
+            index: the n steps, as `sample` and `extend` give them. One may come more than once: then the last counts.
+                -1, which writers give to what they refuse, is stale.
+            generation: one for each of them: `info["generation"]`, `batch["index_generation"]` or
+                `writer.generations_of(index)`, of the time when the step was looked at.
+            patch: entries [n, ...] of the steps, by key; the other entries of a step stay. For steps that have no keys,
+                whole steps. The transforms' inverses are applied to it, as in `rb[...] = ...`.
+            version_key: an entry with one number a step that says how new it is, or what computed it, such as the
+                policy's version; not in the patch.
+            version: one number, or one for each step. A step whose stored version is higher is left alone; others get
+                this one together with the patch.
+            require_newer: leave steps alone whose stored version is the same.
+
+        Raises:
+            KeyError: the stored steps have no such entry.
+            ValueError, TypeError: the patch does not fit them, or the arguments do not belong together. Nothing is
+                changed.
             StorageInUseError: another process has the storage open.
         """
         self._writer.check_mutable("update_if_present")
@@ -561,17 +863,16 @@ class ReplayBuffer(Generic[T]):
         if storage.lanes is None:
             raise IndexError("nothing has been written yet")
         slots = to_slots(index, storage.env_shape, storage.max_size or 0)
-        expected = torch.as_tensor(generation).reshape(-1)
+        expected = torch.as_tensor(generation).cpu().reshape(-1)
         if len(slots) != len(expected):
             raise ValueError(f"{len(slots)} steps are indexed, {len(expected)} generations given; nothing was written")
-        values = self._transformed_in_place(values)
-        if type(values) is list:
-            values = self._as_batch(values, 0)
+        patch = as_patch(patch)
+        versions = as_version(version_key, version, require_newer, patch, len(slots))
+        patch = self._transformed_in_place(patch)
+        if type(patch) is list:
+            patch = self._as_batch(patch, 0)
         with self._undisturbed(), storage._exclusive("update_if_present"):
-            present = (storage.lanes.generations(slots) == expected) & (expected >= 0)
-            if bool(present.any()):
-                storage.overwrite(slots[present], select_rows(values, present), self._writer.index_key)
-        return present
+            return write_if_present(storage, slots, expected, patch, versions, self._writer.index_key)
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forgets every step, priority and prepared batch; the cursor is 0.
@@ -593,8 +894,14 @@ class ReplayBuffer(Generic[T]):
         priority: Tensor | npt.NDArray[Any] | Sequence[float] | float,
         generation: Tensor | None = None,
     ) -> None:
-        """Sets priorities of stored steps; for samplers without priorities there is nothing to do."""
+        """Sets priorities of stored steps; for samplers without priorities there is nothing to do.
+
+        With ndim=2 and the index [n, 2] that `extend` returned, priorities may have the form of the data, as
+        `[envs, time]`. Errors as `Sampler.update_priority`.
+        """
         sampler = self._sampler
+        if self._storage.ndim > 1:
+            priority = self._in_index_order(index, priority)
         if sampler._built_in:  # which takes its lock itself
             sampler.update_priority(index, priority, generation=generation, storage=self._storage)
             return
@@ -603,6 +910,30 @@ class ReplayBuffer(Generic[T]):
                 sampler.update_priority(index, priority, storage=self._storage)
             else:
                 sampler.update_priority(index, priority, generation=generation, storage=self._storage)
+
+    def _in_index_order(self, index: Any, priority: Any) -> Any:
+        """Priorities in the form of data of several environments as one for each step of an index, where they are."""
+        ndim, env_shape = self._storage.ndim, self._storage.env_shape
+        envs = math.prod(env_shape)
+        if not isinstance(index, Tensor) or index.ndim != 2 or index.shape[-1] != ndim or not env_shape:
+            return priority
+        values = torch.as_tensor(priority)
+        if values.ndim != ndim or values.numel() != len(index) or len(values) == len(index):
+            return priority
+        values = values.movedim(self._time_dim, 0)
+        slots = to_slots(index, env_shape, self._storage.max_size or 0)
+        whole_steps = tuple(values.shape[1:]) == env_shape
+        if whole_steps:
+            by_step = slots.reshape(-1, envs)
+            whole_steps = torch.equal(by_step, by_step[:, :1] // envs * envs + torch.arange(envs))
+        if not whole_steps:
+            # Of a part of the batch, or in another order, nobody knows which priority is of which step.
+            raise ValueError(
+                f"priorities of shape {list(np.shape(priority))} for {len(index)} steps of environments "
+                f"{list(env_shape)}: in the form of data they belong to an index as `extend` returned it, whole time "
+                "steps with all environments of each. Nothing was changed"
+            )
+        return values.reshape(-1)
 
     def mark_update(self, index: Index) -> None:
         """Tells the sampler that stored steps have changed."""
@@ -628,13 +959,17 @@ class ReplayBuffer(Generic[T]):
         return self._transform
 
     @property
-    def generator(self) -> torch.Generator | None:
+    def generator(self) -> torch.Generator | Generator | None:
         """The buffer's own generator; None: draws come from torch's global one."""
         return self._generator
 
     @property
     def batch_size(self) -> int | None:
         return self._batch_size
+
+    def set_rng(self, generator: torch.Generator | Generator | None) -> None:
+        """Draws come from this generator from now on, and it is saved with the buffer; None: torch's global one."""
+        self._replace("_generator", generator)
 
     def set_sampler(self, sampler: Any) -> Any:
         """Uses another sampler from now on; returns the old one."""
@@ -652,6 +987,18 @@ class ReplayBuffer(Generic[T]):
             self._collate_fn = collate_fn
         old: Storage = self._replace("_storage", as_storage(storage))
         return old
+
+    def share(self, shared: bool = True) -> Self:
+        """Lets processes that this buffer is sent to see and write its rows; before the first write. Returns itself.
+
+        Raises:
+            ValueError: the rows are in private memory already, or the storage is of a kind that cannot be shared.
+        """
+        if shared:
+            self._storage._share()
+        elif getattr(self._storage, "shared", False):
+            raise ValueError("the rows are in shared memory and stay there; make a storage with shared=False")
+        return self
 
     def _replace(self, name: str, part: Any) -> Any:
         with self._undisturbed():
@@ -685,7 +1032,12 @@ class ReplayBuffer(Generic[T]):
         return self
 
     def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
-        """Adds a transform before the one at `index`; errors as `append_transform`."""
+        """Adds a transform before the one at `index`.
+
+        Raises:
+            ValueError: there is no such place.
+            TypeError: as `append_transform`.
+        """
         adapted = as_transform(transform, invert)
         self._check_transform(adapted)
         with self._undisturbed():
@@ -693,7 +1045,14 @@ class ReplayBuffer(Generic[T]):
         return self
 
     def _check_transform(self, transform: Transform) -> None:
-        """Raises TypeError for a transform that does not work here."""
+        """Raises TypeError for a transform that does not work here; warns of one that works on reading only."""
+        for part in transform.parts():
+            if part.names_no_entry_to_invert():
+                warnings.warn(
+                    f"{part.kind} has `_inv_apply_transform` and no `in_keys_inv`: {list(part.in_keys)} are stored as "
+                    "they are written, and changed on reading only; in_keys_inv names the entries to change on writing",
+                    stacklevel=4,
+                )
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Users set `rb._transform`. A property would cost its call at each write; this costs nothing there.
@@ -720,6 +1079,25 @@ class ReplayBuffer(Generic[T]):
         """Adds a callable that is applied to what the storage loads."""
         self._storage.register_load_hook(hook)
 
+    def keys(self) -> list[str | tuple[Any, ...]]:
+        """The keys of a stored step, as batches have them: a nested one is a tuple; none before the first write.
+
+        Of items of a list storage, which may differ, those of the oldest; none where steps are tensors or other objects
+        without keys.
+
+        Example:
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10))
+            >>> _ = rb.extend({"obs": torch.zeros(2, 3), "next": {"reward": torch.zeros(2, 1)}})
+            >>> rb.keys()
+            ['obs', ('next', 'reward')]
+        """
+        layout = self._storage.layout
+        if layout is not None:
+            paths = [leaf.path for leaf in layout.leaves]
+        else:
+            paths = [] if self._storage._is_ensemble or not len(self._storage) else _paths_of(self._storage.get(0))
+        return [path[0] if len(path) == 1 else path for path in paths if path]
+
     def __repr__(self) -> str:
         shown = self._shown()
         collate_fn = shown["collate_fn"]
@@ -731,6 +1109,7 @@ class ReplayBuffer(Generic[T]):
         """What `repr` shows."""
         return {
             "storage": self._storage,
+            **self._shown_content(),
             "sampler": self._sampler,
             "writer": self._writer,
             "batch_size": self._batch_size,
@@ -738,8 +1117,31 @@ class ReplayBuffer(Generic[T]):
             "collate_fn": self._reader.collate_fn,
         }
 
+    def _shown_content(self) -> dict[str, Any]:
+        """Keys, rows, bytes and episodes, as `repr` shows them; nothing before the first write."""
+        rows, layout = len(self._storage), self._storage.layout
+        if not rows or self._storage._is_ensemble:
+            return {}
+        shown: dict[str, Any] = {"rows": rows, "bytes": human_bytes(self._storage.nbytes)}
+        if layout is not None:
+            keys = [f"{format_key(x.path)}: {str(x.dtype)[6:]} {list(x.shape)}" for x in layout.leaves]
+            shown["keys"] = f"{{{', '.join(keys)}}}"
+        episodes = self._counted_at_once() if rows <= _COUNTED_IN_REPR else None
+        return shown if episodes is None else {**shown, "episodes": episodes}
+
+    def _counted_at_once(self) -> int | None:
+        """The stored trajectories; None where no step tells, or another thread is using the buffer."""
+        locks = self._sampler.lock, self._storage.mutex
+        acquired = [lock for lock in locks if lock.acquire(blocking=False)]
+        try:
+            whole = len(acquired) == len(locks)
+            return count_episodes(self._storage, self._sampler, self._episodes) if whole else None
+        finally:
+            for lock in acquired:
+                lock.release()
+
     # ---- saving and loading ----
-    def dumps(self, path: str | os.PathLike[str], *, blocking: bool = True, keep_last: int = 1) -> SaveHandle | None:
+    def dumps(self, path: str | os.PathLike[str], *, blocking: bool = True, keep_last: int = 1) -> str | SaveHandle:
         """Saves everything: a whole snapshot beside the last one, which it then replaces.
 
         Killed at any moment, `loads` finds the old state or the new one, exactly. What has not changed since the last
@@ -751,6 +1153,9 @@ class ReplayBuffer(Generic[T]):
                 saved is kept in memory until then.
             keep_last: how many of the newest snapshots stay.
 
+        Returns:
+            the name of the snapshot, which `loads(snapshot=...)` takes while it stays; `result()` of a handle has it.
+
         Raises:
             CheckpointError: it cannot be written (disk full, read-only, another save there, ...); the last snapshot
                 is as it was.
@@ -758,8 +1163,7 @@ class ReplayBuffer(Generic[T]):
         # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
         with self._undisturbed(), self._storage.mutex:
             if blocking:
-                _save(self, Path(path), keep_last)
-                return None
+                return _save(self, Path(path), keep_last)
             return _save_in_background(self, Path(path), keep_last)
 
     def loads(
@@ -774,10 +1178,10 @@ class ReplayBuffer(Generic[T]):
         Directories that TorchRL's `dumps` wrote are read too (docs/other-formats.md says what of them).
 
         Other threads see the state of before or the new one, whole. After an error the buffer is as it was: rows,
-        priorities, cursor, epochs, transforms; also where a load hook, or a part of a user's own, raised it. (Rows of
-        more than 256 MB are not kept aside: what fails after all of them were verified, a disk that reads a file once
-        and not twice, leaves the buffer empty; an error that comes when they are in their places leaves it with what
-        was loaded.)
+        priorities, cursor, epochs, transforms; also where a load hook, or a part of a user's own, raised it. (Rows are
+        kept aside for that, more than 32 MB of them in a temporary file; more than 256 MB are not: what fails after all
+        of them were verified, a disk that reads a file once and not twice, leaves the buffer empty; an error that comes
+        when they are in their places leaves it with what was loaded.)
 
         Raises:
             CorruptCheckpointError: a file is not what was saved; the message names it.
@@ -791,14 +1195,17 @@ class ReplayBuffer(Generic[T]):
     load = loads
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in memory: rows, counters, sampler, writer, transforms, generator."""
+        """The whole state in memory: rows, counters, sampler, writer, transforms, generator, batch size."""
         with self._undisturbed(), self._storage.mutex:
             return _state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave, as `loads` does; a ValueError where it does not fit, every difference."""
+        batch_size = _checked_batch_size(state.get("_batch_size"))
         with self._undisturbed():
             _load_state(self, state)
+            if batch_size is not None:
+                self._batch_size = batch_size
 
     # ---- the state of its parts ----
     def _part_states(self) -> dict[str, Any]:
@@ -811,12 +1218,35 @@ class ReplayBuffer(Generic[T]):
             "generator": self._generator_state(),
         }
 
+    def _description(self) -> dict[str, Any]:
+        """What this buffer and its parts are, for who makes them anew from a checkpoint (`engram.load`)."""
+        missing = ["the collate_fn"] if self._collate_fn is not None else []
+        missing += ["the hooks of its checkpointer"] if self._storage._has_hooks else []
+        return {
+            "kind": type(self).__name__,
+            "batch_size": self._batch_size,
+            "settings": self._settings(),
+            "storage": {"kind": type(self._storage).__name__, "arguments": self._storage._description()},
+            "sampler": describe(self._sampler._given),
+            "transforms": [describe_transform(transform) for transform in self._transform.transforms],
+            "missing": missing,
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        """The constructor's other arguments, as far as they are numbers and names."""
+        return {
+            "prefetch": self._prefetch or None,
+            "dim_extend": self._dim_extend,
+            "pin_memory": self._pin_memory,
+            "track_generations": self._track_generations,
+        }
+
     @property
     def _saved_transform(self) -> Any:
         """What of the transforms is saved."""
         return self._transform
 
-    def _generators(self) -> list[torch.Generator]:
+    def _generators(self) -> list[torch.Generator | Generator]:
         """The generators that draws change, but for torch's global one."""
         return [] if self._generator is None else [self._generator]
 
@@ -829,10 +1259,18 @@ class ReplayBuffer(Generic[T]):
         if state is not None and self._generator is not None:
             set_state(self._generator, state)
 
+    def _generator_differences(self, state: Any) -> list[str]:
+        """What of a generator's saved state is not that of this buffer's kind of generator."""
+        kinds = ["a torch.Generator", "an engram.Generator"]
+        if self._generator is None or not isinstance(state, Tensor) or (len(state) < 16):
+            return []
+        mine, theirs = isinstance(self._generator, Generator), is_state(state)
+        return [] if mine == theirs else [f"the buffer draws from {kinds[mine]} here, from {kinds[theirs]} there"]
+
     def _check_generator(self, state: Any) -> None:
         """An error where `_restore_generator` would be one."""
         if state is not None and self._generator is not None:
-            set_state(torch.Generator(device=self._generator.device), state)
+            set_state(_other_like(self._generator), state)
 
     # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -840,6 +1278,8 @@ class ReplayBuffer(Generic[T]):
         pickle_by_state(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if is_passing_fds():
+            self._check_sending()
         if is_passing_fds() or self._storage._pickled_by_path:
             return super().__reduce_ex__(protocol)
         with self._undisturbed(), self._storage.mutex:
@@ -856,8 +1296,14 @@ class ReplayBuffer(Generic[T]):
         """A function that makes a copy, and its arguments."""
         return _copied, (type(self), self.__getstate__(), copy.deepcopy(self._part_states()))
 
+    def _check_sending(self) -> None:
+        """Called before it is sent to another process; a RuntimeError where a part must not be."""
+        self._sampler._check_sending()
+        self._writer._check_sending()
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
+        state["_handed_out"] = BatchCount()
         for name in ("_reader", "_prefetcher"):
             del state[name]
         # As bytes: a tensor made here would be gone, with its memory, before another process had received it.
@@ -870,8 +1316,9 @@ class ReplayBuffer(Generic[T]):
         # Steps that wait for their future are written by the process that they were given to.
         self._transform.empty()
         if saved is not None:
-            self._generator = torch.Generator()
-            set_state(self._generator, torch.frombuffer(bytearray(saved), dtype=torch.uint8))
+            saved_state = torch.frombuffer(bytearray(saved), dtype=torch.uint8)
+            self._generator = Generator() if is_state(saved_state) else torch.Generator()
+            set_state(self._generator, saved_state)
         self._wire()
 
     def after_fork(self) -> None:
@@ -882,6 +1329,25 @@ class ReplayBuffer(Generic[T]):
 
 
 pickle_by_state(ReplayBuffer)  # as `__init_subclass__` does for its children
+
+
+def sent_to_writers(buffer: Any) -> Any:
+    """What processes are sent that write into a buffer and never sample: the same one, without its sampler.
+
+    Another library's buffer is sent as it is. None: its writer needs the storage alone.
+    """
+    if not isinstance(buffer, ReplayBuffer):
+        return buffer
+    if buffer._writer._needs_storage_alone:
+        return None
+    twin = object.__new__(type(buffer))
+    twin.__dict__.update(buffer.__dict__, _sampler=RandomSampler(), _prefetch=0)
+    return twin
+
+
+def _other_like(generator: torch.Generator | Generator) -> torch.Generator | Generator:
+    """A generator of the same kind, which stands anywhere."""
+    return Generator() if isinstance(generator, Generator) else torch.Generator(device=generator.device)
 
 
 def _make_part(part: Any, name: str, is_one: Callable[[Any], bool]) -> Any:
@@ -899,7 +1365,7 @@ def _has_sample(part: Any) -> bool:
 
 
 def _has_write(part: Any) -> bool:
-    return hasattr(part, "write") and not isinstance(part, type)
+    return has_writing_methods(part) and not isinstance(part, type)
 
 
 def _with_capacity(storage: Storage | None, capacity: int | None) -> Storage:
@@ -918,6 +1384,11 @@ def _checked_batch_size(batch_size: Any) -> int | None:
     if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or int(batch_size) < 1:
         raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
     return int(batch_size)
+
+
+def _paths_of(item: Any) -> list[KeyPath]:
+    """The paths of an item's leaves; none where it has no keys."""
+    return [path for path, _ in describe_batch(item, 0)[1]] if isinstance(item, dict | TensorDictBase) else []
 
 
 def _is_int(index: Any) -> bool:

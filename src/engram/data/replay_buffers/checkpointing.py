@@ -35,15 +35,22 @@ class SavedBuffer(Protocol):
     def storage(self) -> Storage: ...
 
     @property
+    def batch_size(self) -> int | None: ...
+
+    @property
     def _saved_transform(self) -> Any: ...
 
     def _part_states(self) -> dict[str, Any]: ...
+
+    def _description(self) -> dict[str, Any]: ...
 
     def _generator_state(self) -> Any: ...
 
     def _restore_generator(self, state: Any) -> None: ...
 
     def _check_generator(self, state: Any) -> None: ...
+
+    def _generator_differences(self, state: Any) -> list[str]: ...
 
 
 def restore(
@@ -321,11 +328,11 @@ def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any
     return buffer
 
 
-def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> None:
-    """Saves every part as one snapshot. The caller holds the buffer still."""
+def _save(buffer: SavedBuffer, path: Path, keep_last: int) -> str:
+    """Saves every part as one snapshot, and returns its name. The caller holds the buffer still."""
     components, storage = _components(buffer), buffer.storage
     with storage._consistent_view() as source:
-        save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
+        return save_snapshot(path, components, (storage.checkpointer, source), keep_last=keep_last)
 
 
 def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
@@ -347,6 +354,7 @@ def _save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> Save
 def _components(buffer: SavedBuffer) -> dict[str, Any]:
     states = buffer._part_states()
     return {
+        "buffer": buffer._description(),
         "sampler": {"kind": buffer._sampler._kind, "state": states["sampler"]},
         "writer": {"kind": buffer._writer._kind, "state": states["writer"]},
         "transform": {"state": states["transform"]},
@@ -354,14 +362,24 @@ def _components(buffer: SavedBuffer) -> dict[str, Any]:
     }
 
 
-def _load(buffer: SavedBuffer, path: Path, snapshot: str | None, parts: tuple[str, ...]) -> None:
-    """Loads parts of a buffer, after a check that all of them fit. The caller holds the buffer still."""
+def _load(
+    buffer: SavedBuffer,
+    path: Path,
+    snapshot: str | None,
+    parts: tuple[str, ...],
+    select: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> None:
+    """Loads parts of a buffer, after a check that all of them fit. The caller holds the buffer still.
+
+    `select` returns what is to be loaded of the saved states.
+    """
     unknown = [p for p in parts if p not in PARTS]
     if unknown:
         raise ValueError(f"parts are {PARTS}, got {unknown}")
     storage, with_rows = buffer.storage, "storage" in parts
     with open_saved(path, snapshot, _receiver(buffer)) as saved:
         states, differences = saved.part_states(parts)
+        states = select(states)
         differences += _differences(buffer, states, saved.malformed)
         if not differences:
             _check_states(buffer, states, saved.malformed)
@@ -400,7 +418,8 @@ def _advice(states: dict[str, Any]) -> str:
 
 def _state_of(buffer: SavedBuffer) -> dict[str, Any]:
     """Everything, in memory; parts of a user's own may hand out tensors that they go on with, so copies of them."""
-    return {"storage": buffer.storage.state_dict(), **_kinds(buffer), **copy.deepcopy(buffer._part_states())}
+    states = {**_kinds(buffer), **copy.deepcopy(buffer._part_states()), "_batch_size": buffer.batch_size}
+    return {"storage": buffer.storage.state_dict(), **states}
 
 
 def _load_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
@@ -432,10 +451,15 @@ def _differences(buffer: SavedBuffer, states: dict[str, Any], malformed: Malform
             continue
         with damage_of(part, malformed):
             kind, state = states[name]["kind"], states[name]["state"]
+            if part._built_in and not isinstance(state, dict):
+                raise ValueError(f"the state of the {name} is {state!r:.80}, no dict")
             if kind != part._kind:
                 differences.append(f"the {name} is a {part._kind} here, a {kind} there")
             else:
                 differences += part._differences(state)
+    if "generator" in states:
+        with damage_of(None, malformed):
+            differences += buffer._generator_differences(states["generator"]["state"])
     if "transform" in states:
         transform = buffer._saved_transform
         with damage_of(transform, malformed):

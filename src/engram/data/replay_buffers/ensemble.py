@@ -11,13 +11,16 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from engram import _native
+from engram._generator import Generator
 from engram.data.replay_buffers.buffer import ReplayBuffer
-from engram.data.replay_buffers.reader import BatchReader, Draw, refuse_if_too_many
+from engram.data.replay_buffers.reader import BatchReader, Draw, put_generation, refuse_if_too_many
 from engram.data.replay_buffers.samplers.base import EpochInfo
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, ids_of, joined
+from engram.data.replay_buffers.stats import BufferStats
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
-from engram.pytree import collate_items, set_per_item
+from engram.pytree import Key, as_arrays, collate_items, key_path, repeat_per_step
+from engram.store.layout import tensordict_of
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
 
@@ -63,6 +66,38 @@ class EnsembleReader:
         alike = all(reader.attaches == readers[0].attaches for reader in readers)
         self._reads_at_once = alike and collate_fn is None and all(reader.only_reads for reader in readers)
         self._has_epochs = any(reader.has_epochs for reader in readers)
+        self._row_draws = self._native_draws()
+        #: The sources of the members' rows, and what makes batches of them in one native call; None: nothing does.
+        self._joint: tuple[list[Any], _native.JointBatchMaker | None] = [], None
+
+    def _native_draws(self) -> list[_native.RowDraw] | None:
+        """How each member's rows are drawn natively; None where one of them takes more than a uniform or weighted draw.
+
+        What a whole batch of a member needs of its reader, its part of an ensemble's batch needs too.
+        """
+        if not self._reads_at_once or self.pin_memory or any(reader.make is None for reader in self.readers):
+            return None
+        draws = [reader.sampler._native_draw(reader.storage) for reader in self.readers]
+        plain = (_native.UniformDraw, _native.PriorityDraw)
+        return [draw for draw in draws if draw is not None] if all(isinstance(draw, plain) for draw in draws) else None
+
+    def _joint_maker(self) -> _native.JointBatchMaker | None:
+        if self._row_draws is None:
+            return None
+        sources = [reader.storage._row_source for reader in self.readers]
+        before, maker = self._joint
+        if before != sources:
+            self._joint = sources, (maker := self._make_joint_maker(sources))
+        return maker
+
+    def _make_joint_maker(self, sources: list[Any]) -> _native.JointBatchMaker | None:
+        first, *others = (reader.storage._row_table for reader in self.readers)
+        if None in sources or first is None or any(table is None or not first.same_rows(table) for table in others):
+            return None
+        samplers = [reader.sampler for reader in self.readers]
+        assert self._row_draws is not None
+        maker = _native.JointBatchMaker(self.sampler, self._row_draws, samplers, sources, self._attaches)
+        return maker if maker.is_made_here else None
 
     @property
     def lock(self) -> Any:
@@ -89,8 +124,46 @@ class EnsembleReader:
         """A batch of n and its info."""
         return self._draw_and_read(n, generations)[0]
 
+    def batch(self, n: int) -> Any:
+        """A batch of n, without its info and generations; where it can be, in one native call."""
+        maker = self._joint_maker()
+        batch = None if maker is None else self._native_batch(maker, n)
+        return self.sample(n, generations=False)[0] if batch is None else batch
+
+    def _native_batch(self, maker: _native.JointBatchMaker, n: int) -> Any:
+        """As `batch`, in one native call and the transforms; None: it takes more than that."""
+        transform = None
+        if any(reader.transform.transforms for reader in self.readers):
+            transform = _joint_transform(self.readers)
+            if transform is None:
+                return None
+        elif not self.transform.transforms:
+            return maker.sample(n, True)
+        incarnations = [reader.storage._incarnation for reader in self.readers]
+        if transform is None:
+            batch = maker.sample(n, True)
+        else:
+            read: Any = maker.sample(n, False)
+            if read is None:
+                return None
+            batch, index, buffer_ids = read
+            batch = transform.forward(batch)
+            _put_index(batch, index, buffer_ids)
+        if batch is not None and self.transform.transforms:
+            batch = self.transform.forward(batch)
+        if [reader.storage._incarnation for reader in self.readers] != incarnations:
+            return None  # what transforms have learnt may be that of other rows
+        return batch
+
+    def arrays(self, n: int) -> Any:
+        """As `batch`, as BatchReader has it."""
+        return as_arrays(self.batch(n))
+
     def next(self, n: int, generations: bool) -> tuple[Any, bool]:
         """A batch of n, and whether it is the last of an epoch."""
+        maker = None if generations else self._joint_maker()
+        if maker is not None and (batch := self._native_batch(maker, n)) is not None:
+            return batch, False
         (batch, _), last = self._draw_and_read(n, generations)
         return batch, last
 
@@ -114,6 +187,19 @@ class EnsembleReader:
             if batch_and_info is not None:
                 return batch_and_info, draw.last
 
+    # ---- whole batches ahead: members are read together, by a thread of Python's ----
+    def prepare(self, n: int, threads: Any) -> None:
+        return None
+
+    def finish(self, batch: Any, prepared: Any) -> None:
+        """Never called: nothing is prepared so."""
+
+    def prepares(self) -> bool:
+        return False
+
+    def transforms(self) -> bool:
+        return bool(self.transform.transforms)
+
     def _draws(self) -> list[int]:
         return [reader.draws for reader in self.readers]
 
@@ -135,23 +221,25 @@ class EnsembleReader:
     def _read_at_once(self, draws: list[Draw], ids: list[int], generations: bool) -> tuple[Any, dict[str, Any]] | None:
         """Reads all members straight into one batch; None where it takes more than that."""
         readers = [self.readers[i] for i in ids]
-        joint = _native.joint_index([draw.index for draw in draws], ids)
-        if joint is None:
+        index_and_ids = _native.joint_index([draw.index for draw in draws], ids)
+        if index_and_ids is None:
             return None
-        index, buffer_ids = joint
+        index, buffer_ids = index_and_ids
         info = joined([draw.info for draw in draws])
-        extra = None
-        if self._attaches:
-            extra = readers[0].entries(index, info)
-            extra["buffer_ids"] = buffer_ids
+        extra = readers[0].entries(index, info) if self._attaches else {}
         others = [reader.storage for reader in readers[1:]]
         shape = tuple(index.shape)
         entries_of_parts: list[Any] | None = None
+        joint = None
         if any(reader.transform.transforms for reader in readers):
-            entries_of_parts = [
-                reader.entries(draw.index, draw.info) or None for reader, draw in zip(readers, draws, strict=True)
-            ]
-        read = readers[0].storage._read_many(others, index, shape, extra, generations, entries_of_parts)
+            joint = _joint_transform(readers)
+            if joint is None:
+                entries_of_parts = [
+                    reader.entries(draw.index, draw.info) or None for reader, draw in zip(readers, draws, strict=True)
+                ]
+        if joint is None:
+            extra.pop("index", None)
+        read = readers[0].storage._read_many(others, index, shape, extra or None, generations, entries_of_parts)
         if read is None:
             return None
         batch, generation = read.batch, read.sequences
@@ -163,15 +251,18 @@ class EnsembleReader:
         parts = read.parts or []
         if generation is not None:
             info["generation"] = generation.view(shape)
-            if extra is not None and readers[0].with_generation:
-                set_per_item(batch, "generation", info["generation"], 2)
-                for part, of_part in zip(parts, info["generation"], strict=False):
-                    set_per_item(part, "generation", of_part)
+            if readers[0].with_generation:
+                info["index_generation"] = info["generation"]
+                if self._attaches:
+                    put_generation(batch, info["generation"], 2)
+                    for part, of_part in zip(parts, info["generation"], strict=False):
+                        put_generation(part, of_part)
         info["index"], info["buffer_ids"] = index, buffer_ids
-        if parts:
+        if joint is not None:
+            batch = joint.forward(batch)
+        elif parts:
             batch = _transform_parts(batch, parts, [reader.transform for reader in readers])
-            if self._attaches:
-                _put_ids(batch, buffer_ids)
+        _put_index(batch, index, buffer_ids)
         return batch, info
 
     def _read_one_by_one(
@@ -193,18 +284,33 @@ class EnsembleReader:
         if self.collate_fn is not None:
             return self.collate_fn(batches), info
         batch = stack_batches(batches)
-        if self._attaches:
-            _put_ids(batch, info["buffer_ids"])
+        if self._attaches or not isinstance(batch, dict):
+            _put_index(batch, info["index"], info["buffer_ids"])
         return batch, info
 
 
-def _put_ids(batch: Any, ids: Tensor) -> None:
-    """Puts each row's member into a batch that has keys."""
-    if isinstance(batch, TensorDictBase) and batch.batch_size[:2] == ids.shape:
-        more = batch.batch_size[2:]  # dimensions that transforms have added
-        batch.set("buffer_ids", ids.reshape(*ids.shape, *(1 for _ in more)).expand(batch.batch_size) if more else ids)
-    elif isinstance(batch, dict):
-        batch["buffer_ids"] = ids
+def _put_index(batch: Any, index: Tensor | list[Tensor], ids: Tensor) -> None:
+    """Puts each row's index and member at the root of a batch that has keys, under `"index"`."""
+    if isinstance(batch, dict):
+        batch["index"] = {"index": index, "buffer_ids": ids}
+    elif isinstance(batch, TensorDictBase) and batch.batch_size[:2] == ids.shape:
+        inner = tuple(batch.batch_size[2:])  # of items that are trajectories, or that transforms have added
+        if isinstance(index, list):  # of members of different dimensions
+            rows = zip(index, ids, strict=True)
+            batch.set("index", lazy_stack([_index_entry(at, of_one, inner) for at, of_one in rows]))
+            return
+        entry = _index_entry(index, ids, inner)
+        if type(batch) is TensorDict and batch.device == entry.device and not batch.is_locked:
+            batch._tensordict["index"] = entry  # `set` takes longer than the whole draw
+        else:
+            batch.set("index", entry)
+
+
+def _index_entry(index: Tensor, ids: Tensor, inner: tuple[int, ...]) -> TensorDict:
+    if inner:
+        lead = ids.ndim
+        index, ids = repeat_per_step(index, lead, inner), repeat_per_step(ids, lead, inner)
+    return tensordict_of({"index": index, "buffer_ids": ids}, ids.shape)
 
 
 def stack_batches(batches: list[Any]) -> Any:
@@ -217,6 +323,30 @@ def stack_batches(batches: list[Any]) -> Any:
         if len({batch.device for batch in batches}) > 1:  # one of a list storage has none
             batches = [batch.copy().clear_device_() for batch in batches]
         return lazy_stack(batches)
+
+
+def _joint_transform(readers: list[BatchReader]) -> Compose | None:
+    """What may be applied to the batch of all members at once; None: each member's part is changed by itself.
+
+    It is the same for all members, of which each has the same transforms or ones that do the same, and does the same to
+    a row in any batch. What depends on the other rows of a batch (statistics, random numbers), or is a user's own, is
+    not.
+    """
+    first, *others = (reader.transform.transforms for reader in readers)
+    for other in others:
+        if len(other) != len(first):
+            return None
+        for a, b in zip(first, other, strict=True):
+            if a is not b and not (a.built_in and a.does_the_same(b)):
+                return None
+    storage = readers[0].storage
+
+    def row_ndim(key: Key) -> int | None:
+        leaf = storage.leaf(key_path(key))
+        return None if leaf is None else len(leaf.shape)
+
+    transform = readers[0].transform
+    return transform if transform.acts_by_row(row_ndim) else None
 
 
 def _transform_parts(whole: Any, parts: list[Any], transforms: list[Compose]) -> Any:
@@ -252,7 +382,7 @@ def _rejoin(whole: TensorDict, before: list[dict[str, Any]], after: list[Any]) -
     keys, mine = entries[0].keys(), whole._tensordict
     if any(other.keys() != keys for other in entries[1:]):
         return False
-    for key in [key for key in mine if key not in keys and key != "buffer_ids"]:
+    for key in [key for key in mine if key not in keys]:
         del mine[key]
     pairs = list(zip(entries, before, strict=True))
     for key, first in entries[0].items():
@@ -306,9 +436,10 @@ class ReplayBufferEnsemble(ReplayBuffer):
     """Several buffers, sampled together: a batch of 10 from two of them is `[2, 5]`.
 
     Each member's rows go through its own transform, then the batch through the common one. Members whose keys differ
-    are stacked lazily. `info["buffer_ids"]` (int64 [members, rows]) says which member each row came from; batches of
-    TensorDict buffers carry it, too. Data are written to the members: `rb[0].extend(...)`. Parts of members that are
-    exchanged later belong to them alone: exchange them here, too.
+    are stacked lazily. `info["buffer_ids"]` (int64 [members, rows]) says which member each row came from,
+    `info["index"]` where it is there; a TensorDict has both at its root, in a TensorDict `"index"`, whatever buffers
+    the members are: `batch["index", "buffer_ids"]`. Data are written to the members: `rb[0].extend(...)`. Parts of
+    members that are exchanged later belong to them alone: exchange them here, too.
 
     Args:
         rbs: the members; or
@@ -351,7 +482,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         num_buffer_sampled: int | None = None,
         **kwargs: Any,
     ) -> None:
-        members = _members(rbs, storages, samplers, writers)
+        members = _members(rbs, storages, samplers, writers, batch_size)
         if collate_fns is not None and len(collate_fns) != len(members):
             raise ValueError(f"{len(members)} members, {len(collate_fns)} collate_fns; give one for each")
         for name in ("storage", "sampler", "writer", "shared", "dim_extend"):
@@ -442,6 +573,19 @@ class ReplayBufferEnsemble(ReplayBuffer):
         """Steps ever written to the members."""
         return sum(rb.write_count for rb in self._members)
 
+    def stats(self) -> BufferStats:
+        """The sums over the members; `draws` are batches of the ensemble."""
+        members = [rb.stats() for rb in self._members]
+        capacities, episodes = [one.capacity for one in members], [one.episodes for one in members]
+        return BufferStats(
+            rows=sum(one.rows for one in members),
+            bytes=sum(one.bytes for one in members),
+            capacity=None if None in capacities else sum(n or 0 for n in capacities),
+            writes=sum(one.writes for one in members),
+            draws=self._handed_out.batches,
+            episodes=None if None in episodes else sum(n or 0 for n in episodes),
+        )
+
     def empty(self, empty_write_count: bool = True) -> None:
         """Empties every member."""
         self._writer.check_mutable("empty")
@@ -455,7 +599,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         """An error: write to a member."""
         raise self._refusal("add(...)")
 
-    def extend(self, items: Any) -> NoReturn:
+    def extend(self, items: Any, *, update_priority: bool | None = None) -> NoReturn:
         """An error: write to a member."""
         raise self._refusal("extend(...)")
 
@@ -466,7 +610,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def __setitem__(self, index: Any, items: Any) -> NoReturn:
         raise self._refusal("[...] = ...")
 
-    def update_if_present(self, index: Any, generation: Any, values: Any) -> NoReturn:
+    def update_if_present(self, **records: Any) -> NoReturn:
         """An error: write to a member."""
         raise self._refusal("update_if_present(...)")
 
@@ -496,16 +640,16 @@ class ReplayBufferEnsemble(ReplayBuffer):
         """Sets the priorities of a batch's rows, of members that are TensorDict buffers, from `batch[priority_key]`.
 
         Raises:
-            KeyError: the batch has no such key, or no `"index"` and `"buffer_ids"`.
+            KeyError: the batch has no such key, or no `"index"` with `"index"` and `"buffer_ids"`.
         """
         key = next((rb.priority_key for rb in self._members if hasattr(rb, "priority_key")), "td_error")
-        for name in (key, "index", "buffer_ids"):
+        for name in (key, "index"):
             if name not in batch.keys():  # noqa: SIM118 -- a TensorDict iterates over rows
                 raise KeyError(f"the batch has no {name!r}; its keys are {sorted(map(str, batch.keys()))}")
-        self.update_priority(batch, batch.get(key), batch.get("generation", None))
+        self.update_priority(batch["index"], batch.get(key), batch.get("generation", None))
 
     # ---- state ----
-    def _generators(self) -> list[torch.Generator]:
+    def _generators(self) -> list[torch.Generator | Generator]:
         own = super()._generators()  # which then goes to the members, too
         return own or [rb.generator for rb in self._members if rb.generator is not None]
 
@@ -520,6 +664,13 @@ class ReplayBufferEnsemble(ReplayBuffer):
         for rb, saved in zip(self._members, state["members"] if several else [], strict=several):
             rb._restore_generator(saved)
 
+    def _generator_differences(self, state: Any) -> list[str]:
+        several = isinstance(state, dict)
+        differences = super()._generator_differences(state["own"] if several else state)
+        for rb, saved in zip(self._members, state["members"] if several else [], strict=several):
+            differences += rb._generator_differences(saved)
+        return differences
+
     def _check_generator(self, state: Any) -> None:
         several = isinstance(state, dict)
         super()._check_generator(state["own"] if several else state)
@@ -529,6 +680,9 @@ class ReplayBufferEnsemble(ReplayBuffer):
     @property
     def _saved_transform(self) -> Any:
         return _Transforms([self._transform, *(rb._transform for rb in self._members)])
+
+    def _description(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__}
 
     def _shown(self) -> dict[str, Any]:
         return {
@@ -568,7 +722,9 @@ class _Transforms:
             transform.empty()
 
 
-def _members(rbs: tuple[Any, ...], storages: Any, samplers: Any, writers: Any) -> list[ReplayBuffer]:
+def _members(
+    rbs: tuple[Any, ...], storages: Any, samplers: Any, writers: Any, batch_size: int | None
+) -> list[ReplayBuffer]:
     """The buffers of an ensemble, given or made of parts."""
     given = [storages, samplers, writers]
     if rbs:
@@ -589,7 +745,8 @@ def _members(rbs: tuple[Any, ...], storages: Any, samplers: Any, writers: Any) -
             f"{len(storages)} storages, {len(samplers)} samplers and {len(writers)} writers; give as many of each"
         )
     parts = zip(storages, samplers, writers, transforms or [None] * len(storages), strict=True)
-    return [ReplayBuffer(storage=s, sampler=d, writer=w, transform=t) for s, d, w, t in parts]
+    part = None if batch_size is None else max(1, batch_size // len(storages))  # samplers may need to know it
+    return [ReplayBuffer(storage=s, sampler=d, writer=w, transform=t, batch_size=part) for s, d, w, t in parts]
 
 
 __all__ = ["ReplayBufferEnsemble"]

@@ -9,11 +9,15 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram import _native
 from engram._system import free_memory, human_bytes
+from engram.data.replay_buffers.reuse import PREVENT_REUSE, why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.storages.base import Storage
+from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage
+from engram.data.replay_buffers.storages.tensor import TableStorage
 from engram.errors import OutOfMemoryError
-from engram.pytree import clone, collate_items, set_per_item
+from engram.pytree import as_arrays, clone, collate_items, no_array_error, set_per_item
 from engram.store.indexing import to_slots
 from engram.transforms.compose import Compose
 
@@ -21,6 +25,8 @@ _ROUNDS = 8  # of drawing again whole batches; then row by row
 _DRAWN_BYTES = 64  # that a draw takes for a row: its slot, its slice, its weight
 MANY_ROWS = 1 << 20  # smaller batches are tried without a look at what memory is free
 BEYOND_MEMORY = 1 << 46  # rows
+# Of rows as they are stored: what a native call validates while it reads, or gives back to Python.
+_PLAIN_READS = (TableStorage.read, ObservedMemmapStorage.read)
 
 
 class Draw(NamedTuple):
@@ -33,12 +39,20 @@ class Draw(NamedTuple):
     incarnation: int  # of the storage when it was drawn
 
 
+class PreparedRows(NamedTuple):
+    """A batch that was drawn, and whose rows threads are copying."""
+
+    rows: _native.PreparedBatch
+    incarnation: int  # of the storage when it was drawn
+
+
 class BatchReader:
     """Turns draws into batches. One for each buffer; any number of threads may use it.
 
     Args:
         attach: from a batch's index and info, entries to add at its root; None for none.
         with_generation: where entries are added, also add each row's sequence.
+        reuse: batches may be read into tensors of earlier ones that nobody has any more.
     """
 
     def __init__(
@@ -51,6 +65,7 @@ class BatchReader:
         *,
         pin_memory: bool,
         with_generation: bool,
+        reuse: bool = False,
     ) -> None:
         self.storage = storage
         self.sampler = sampler
@@ -60,6 +75,7 @@ class BatchReader:
         self.with_generation = with_generation
         self._attach = attach
         self._keeps_items = storage._holds_items
+        self._stacks_items = collate_fn is collate_items
         # Samplers of a user's own may give an index of any form.
         self._index_is_slots = storage.ndim == 1 and sampler._built_in
         # None, and not called for each batch, where they do nothing.
@@ -69,6 +85,29 @@ class BatchReader:
         self.draws = 0  # of epochs, so far: who undoes one must know that it was the last
         # Samplers have state: one draw at a time. Built-in ones take their lock themselves.
         self._draws_directly = sampler._built_in and not storage.read_only
+        self._sample = sampler._sampling()
+        self._maker = maker = self._native_maker(PREVENT_REUSE if reuse and why_not_reusable() is None else None)
+        # Nothing that has this reader, which would be a cycle.
+        self.make = None if maker is None or self.has_epochs else maker.sample
+
+    def _native_maker(self, reuse: Any) -> _native.BatchMaker | None:
+        """What makes whole batches of this buffer in one native call; None where a batch takes more than that.
+
+        This is the one place where it is decided: when the parts are put together, and by what they are. A table, which
+        is made later, says by its `source` whether the call can read it; transforms are applied to what comes out.
+        """
+        storage, sampler = self.storage, self.sampler
+        reads_plainly = isinstance(storage, TableStorage) and type(storage).read in _PLAIN_READS
+        draws_plainly = self._index_is_slots and (self._draws_directly or sampler._draws_from_counters)
+        entries_are_ours = self._attach is None or self._attach is index_and_weight
+        hands_out_plainly = self.collate_fn is None and not self.pin_memory
+        if not (reads_plainly and draws_plainly and entries_are_ours and hands_out_plainly):
+            return None
+        draw = sampler._native_draw(storage)
+        if draw is None:
+            return None
+        index_key, weight_key = ("index", "priority_weight") if self.attaches else (None, None)
+        return _native.BatchMaker(draw, sampler, index_key, reuse, weight_key)
 
     @property
     def lock(self) -> Any:
@@ -108,6 +147,7 @@ class BatchReader:
     def draw(self, n: int) -> Draw:
         """Draws n rows."""
         with self.lock:
+            self.draws += self.has_epochs
             incarnation = self.storage._incarnation
             index, info = self._draw(n)
             last = self.sampler.ran_out
@@ -133,6 +173,102 @@ class BatchReader:
         return to_slots(index, self.storage.env_shape, self.storage.max_size or 0)
 
     # ---- whole batches ----
+    def batch(self, n: int, only_native: bool = False) -> Any:
+        """A batch of n as `sample` gives it, without its info and generations; where it can be, in one call.
+
+        With `only_native` None where it cannot be.
+        """
+        storage = self.storage
+        if self._maker is not None and (source := storage._row_source) is not None:
+            if self.has_epochs:
+                batch = self._batch_of_epoch(source, n)
+                if batch is not None:
+                    return batch
+            else:
+                make = self.make or self._maker.sample
+                transform = self.transform
+                if not transform.transforms:
+                    batch = make(source, n)
+                    if batch is not None:
+                        return batch
+                else:
+                    incarnation = storage._incarnation
+                    batch = make(source, n)
+                    if batch is not None:
+                        batch = transform.forward(batch)
+                        if storage._incarnation == incarnation:
+                            return batch
+        return None if only_native else self.sample(n, generations=False)[0]
+
+    def arrays(self, n: int) -> Any:
+        """A batch of n as `sample` gives it, with dicts for TensorDicts and arrays for tensors.
+
+        Raises:
+            TypeError: an entry has a dtype that numpy does not have; nothing is drawn where no transform may cast it.
+        """
+        storage = self.storage
+        if not self.transform.transforms:
+            self._refuse_dtypes_without_array()
+            if self._maker is not None and (source := storage._row_source) is not None:
+                batch = self.make(source, n, True) if self.make else self._batch_of_epoch(source, n, True)
+                if batch is not None:
+                    return batch
+        return as_arrays(self.batch(n))
+
+    def _refuse_dtypes_without_array(self) -> None:
+        layout = self.storage.layout if self.collate_fn is None else None
+        for leaf in () if layout is None else layout.leaves:
+            if leaf.dtype is torch.bfloat16:
+                raise no_array_error(leaf.path)
+
+    # ---- whole batches ahead: `Reader` in prefetch.py says what these do ----
+    def prepare(self, n: int, threads: _native.CopyThreads) -> PreparedRows | None:
+        storage = self.storage
+        if self._maker is None or (source := storage._row_source) is None:
+            return None
+        self.draws += self.has_epochs
+        incarnation = storage._incarnation
+        rows = self._maker.prepare(source, n, threads)
+        return None if rows is None else PreparedRows(rows, incarnation)
+
+    def finish(self, batch: Any, prepared: PreparedRows) -> Any:
+        if self.transform.transforms:
+            batch = self.transform.forward(batch)
+        return batch if self.storage._incarnation == prepared.incarnation else None
+
+    def prepares(self) -> bool:
+        return self._maker is not None
+
+    def transforms(self) -> bool:
+        return bool(self.transform.transforms)
+
+    def _batch_of_epoch(self, source: _native.RowSource, n: int, as_numpy: bool = False) -> Any:
+        """A batch of a sampler with epochs, in one native call; None: the epoch goes on with the same rows.
+
+        It does so too where there is no memory for the batch or for what transforms make of it.
+        """
+        assert self._maker is not None
+        storage, sampler, transform, before = self.storage, self.sampler, self.transform, None
+        incarnation = storage._incarnation
+        batch = None
+        try:
+            # Held until the rows are copied: nobody draws the rows behind those that are to be drawn again.
+            with sampler.lock:
+                self.draws = draws = self.draws + 1
+                before = draws, sampler._get_cursor()
+                try:
+                    batch = self._maker.sample(source, n, as_numpy)
+                finally:
+                    if batch is None:
+                        self._undo_draw(before)
+            if batch is None or not transform.transforms:
+                return batch
+            batch = transform.forward(batch)
+        except MemoryError:
+            self._undo_draw(before)
+            raise
+        return batch if storage._incarnation == incarnation else None  # else transforms may have learnt of other rows
+
     def sample(self, n: int, generations: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and its info."""
         storage, sampler = self.storage, self.sampler
@@ -144,9 +280,9 @@ class BatchReader:
                     with sampler.lock:
                         self.draws = draws = self.draws + 1
                         before = draws, sampler._get_cursor()
-                        index, info = sampler.sample(storage, n) if self._draws_directly else self._draw(n)
+                        index, info = self._sample(storage, n) if self._draws_directly else self._draw(n)
                 elif self._draws_directly:
-                    index, info = sampler.sample(storage, n)
+                    index, info = self._sample(storage, n)
                 else:
                     index, info = self._draw(n)
                 slots: Any = index if self._index_is_slots else self.slots_of(index)
@@ -160,13 +296,18 @@ class BatchReader:
 
     def next(self, n: int, generations: bool) -> tuple[Any, bool]:
         """A batch of n, and whether it is the last of its epoch."""
+        if self._maker is not None and not generations:
+            if not self.has_epochs:
+                return self.batch(n), False
+            batch = self.batch(n, only_native=True)
+            if batch is not None:  # the native call leaves the last of an epoch to the sampler
+                return batch, False
         while True:
             before = None
             try:
                 with self.lock:
                     if self.has_epochs:
-                        self.draws += 1
-                        before = self.draws, self.sampler._get_cursor()
+                        before = self.draws + 1, self.sampler._get_cursor()
                     draw = self.draw(n)
                 batch_and_info = self.read(draw, generations)
             except MemoryError:
@@ -196,7 +337,10 @@ class BatchReader:
         storage, attach, find_stale = self.storage, self._attach, self._find_stale
         extra = None if attach is None else attach(index, info)
         # Positional: the hot path.
-        batch, overwritten, absent, generation = storage.read(slots, None, extra, generations)
+        if self._keeps_items:
+            batch, overwritten, absent, generation = storage._read_items(slots, extra, generations, self._stacks_items)
+        else:
+            batch, overwritten, absent, generation = storage.read(slots, None, extra, generations)
         if storage._incarnation != incarnation:
             return None
         if find_stale is not None:
@@ -215,8 +359,10 @@ class BatchReader:
             batch = self._collate(batch, extra, info)
         elif self._postprocess is not None:
             batch = self._postprocess(batch, info)
-        if generation is not None and extra is not None and self.with_generation:
-            set_per_item(batch, "generation", generation)
+        if generation is not None and self.with_generation:
+            info["index_generation"] = generation
+            if extra is not None:
+                put_generation(batch, generation)
         if self.transform.transforms:
             batch = self.transform.forward(batch)
             if storage._incarnation != incarnation:  # what transforms have learnt may be that of other rows
@@ -241,7 +387,10 @@ class BatchReader:
                 self.draws += 1
                 for part in [lost] if attempt < _ROUNDS else [[i] for i in reversed(lost)]:
                     slots = sampler._redraw(storage, slots, info, part)
-            batch, overwritten, absent, generation = storage.read(slots, None, None, generations)
+            if self._keeps_items:
+                batch, overwritten, absent, generation = storage._read_items(slots, None, generations, False)
+            else:
+                batch, overwritten, absent, generation = storage.read(slots, None, None, generations)
             if storage._incarnation != incarnation:
                 return None
             overwritten = self.find_stale(slots, info) or overwritten
@@ -253,14 +402,31 @@ class BatchReader:
     def _collate(self, items: Any, extra: dict[str, Any] | None, info: dict[str, Any]) -> Any:
         assert self.collate_fn is not None
         postprocess = self.sampler._postprocess
-        if not self._keeps_items:
+        if not self._keeps_items and type(items) is not list:
             return self.collate_fn(postprocess(items, info))
-        # A collate function of the user's own may change what it gets; the default one copies anyhow.
-        batch = self.collate_fn(items if self.collate_fn is collate_items else [clone(i) for i in items])
+        if type(items) is not list:  # it is a batch already, with these entries
+            return postprocess(items, info)
+        if not self._keeps_items and not self._stacks_items:
+            items = [clone(item) for item in items]  # which a collate function of the user's own may change
+        batch = self.collate_fn(items)
         if isinstance(batch, TensorDictBase | dict):
             for key, value in (extra or {}).items():
                 set_per_item(batch, key, value)
         return postprocess(batch, info)
+
+
+def index_and_weight(index: Any, info: dict[str, Any]) -> dict[str, Any]:
+    """The entries that samples of TensorDict buffers have at their root."""
+    entries: dict[str, Any] = {"index": torch.stack(index, -1) if isinstance(index, tuple) else index}
+    if "priority_weight" in info:
+        entries["priority_weight"] = info["priority_weight"]
+    return entries
+
+
+def put_generation(batch: Any, generation: Tensor, lead: int = 1) -> None:
+    """Puts the generation `[*lead]` of each row into a batch, under both names that readers of batches know."""
+    set_per_item(batch, "generation", generation, lead)
+    set_per_item(batch, "index_generation", generation, lead)
 
 
 def refuse_if_too_many(rows: int, row_bytes: int, batch_size: int) -> None:

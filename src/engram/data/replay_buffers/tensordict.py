@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import TypeVar, Unpack
 
 from engram.data.replay_buffers.buffer import BufferArguments, ReplayBuffer
+from engram.data.replay_buffers.reader import index_and_weight
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.writers.round_robin import TensorDictRoundRobinWriter, Writer
@@ -60,6 +61,9 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
     def _default_writer(self) -> Writer:
         return TensorDictRoundRobinWriter()
 
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "priority_key": self._priority_key}
+
     @property
     def priority_key(self) -> str:
         return self._priority_key
@@ -68,12 +72,7 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
     def _attaches(self) -> bool:
         return True
 
-    @staticmethod
-    def _attach(index: Any, info: dict[str, Any]) -> dict[str, Any] | None:
-        entries: dict[str, Any] = {"index": torch.stack(index, -1) if isinstance(index, tuple) else index}
-        if "priority_weight" in info:
-            entries["priority_weight"] = info["priority_weight"]
-        return entries
+    _attach = staticmethod(index_and_weight)
 
     # ---- priorities that come with the data ----
     def _given_priorities(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
@@ -84,7 +83,9 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
 
     @contextlib.contextmanager
     def _with_sampler(self) -> Iterator[None]:
-        with self._sampler.lock, self._storage.mutex:  # in the order of those who draw, load and save
+        storage = self._storage
+        # In the order of those who draw, load and save; a turn, so that the rows are there when they get priorities.
+        with self._sampler.lock, storage.mutex, storage._turn():
             yield
 
     def _set_priorities(self, slots: Tensor | int, priorities: Tensor) -> None:

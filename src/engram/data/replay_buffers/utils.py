@@ -1,5 +1,18 @@
-"""The conversions of episode data (TED), under the path where users look for them."""
+"""The conversions of episode data (TED), where trajectories end, and the usual flags, where users look for them."""
 
+from engram.data.replay_buffers.trajectories import find_start_stop_traj
 from engram.ted import Flat2TED, H5Combine, H5Split, Nested2TED, TED2Flat, TED2Nested
 
-__all__ = ["Flat2TED", "H5Combine", "H5Split", "Nested2TED", "TED2Flat", "TED2Nested"]
+#: The flags of a step that its environment sets, by their usual names.
+DEFAULT_DONE_KEYS = ("done", "truncated", "terminated")
+
+__all__ = [
+    "DEFAULT_DONE_KEYS",
+    "Flat2TED",
+    "H5Combine",
+    "H5Split",
+    "Nested2TED",
+    "TED2Flat",
+    "TED2Nested",
+    "find_start_stop_traj",
+]

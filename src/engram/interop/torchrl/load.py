@@ -126,6 +126,15 @@ class TorchrlDirectory:
         index_key = None if self._receiver is None else self._receiver.index_key
         return RowTransfer(steps, self._position(steps), sink, index_key)
 
+    def saved_steps(self, ndim: int) -> SavedSteps:
+        """Keys, capacity and length of the saved steps, from the headers of the files; no step is read.
+
+        Raises:
+            CheckpointMisfitError: they were saved with another `ndim`.
+        """
+        with self._as_errors():
+            return self._read(ndim, [])
+
     def malformed(self, reason: str) -> CorruptCheckpointError:
         """The error for content that cannot be true."""
         return CorruptCheckpointError(self._folder.path, reason)

@@ -17,6 +17,7 @@ from engram.checkpoint.protocols import (
     SavePlan,
     StorageCheckpointerBase,
     apply_hooks,
+    informed,
 )
 from engram.checkpoint.reader import JSON_AS_OBJECTS, SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
@@ -45,7 +46,8 @@ class _ItemSavePlan:
     """One save of items: the chunks that hold them, and which of these the current snapshot has already."""
 
     def __init__(self, source: ItemSource, hooks: list[Hook], previous: dict[str, Any] | None) -> None:
-        self._hooks, self._items, self._sequences = hooks, source.items(), source.sequences()
+        self._items, self._sequences = source.items(), source.sequences()
+        self._hooks = informed(hooks, source.counters()) if hooks else hooks
         identity = None if hooks else source.identity()
         self._counters, self._identity = from_json(to_json([source.counters(), identity]))
         counters = Counters(self._counters)

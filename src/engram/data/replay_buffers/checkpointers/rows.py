@@ -26,6 +26,7 @@ from engram.checkpoint.protocols import (
     SavePlan,
     StorageCheckpointerBase,
     apply_hooks,
+    informed,
 )
 from engram.checkpoint.reader import THREADS, SnapshotReader, in_parallel
 from engram.checkpoint.writer import Block, SnapshotWriter
@@ -272,7 +273,7 @@ class _RowSavePlan:
         counters: dict[str, Any],
         previous: dict[str, Any] | None,
     ) -> None:
-        self._source, self._hooks = source, checkpointer.save_hooks
+        self._source, self._hooks = source, informed(checkpointer.save_hooks, counters)
         # A hook may change any byte, and may do so differently this time: nothing is reused then.
         identity = None if self._hooks else source.identity()
         layout, self._counters, identity = json_copy([layout, counters, identity])

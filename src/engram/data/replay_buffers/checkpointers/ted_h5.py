@@ -27,7 +27,16 @@ from engram._hdf5 import (
     open_checked,
 )
 from engram.checkpoint.directory import is_file_name
-from engram.checkpoint.protocols import Hook, RestorePlan, Rows, RowSink, RowSource, SavePlan, StorageCheckpointerBase
+from engram.checkpoint.protocols import (
+    Hook,
+    RestorePlan,
+    Rows,
+    RowSink,
+    RowSource,
+    SavePlan,
+    StorageCheckpointerBase,
+    informed,
+)
 from engram.checkpoint.reader import SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.checkpointers.rows import (
@@ -533,7 +542,7 @@ class _SavePlan:
     def __init__(self, checkpointer: H5StorageCheckpointer, source: RowSource) -> None:
         self._checkpointer, self._source = checkpointer, source
         self._layout, self._counters = json_copy([source.layout_state(), source.counters()])
-        self._checked = Counters(self._counters)
+        self._checked, self._hooks = Counters(self._counters), informed(checkpointer.save_hooks, self._counters)
         self._episodes = None if self._layout is None else checkpointer._episodes(LayoutState(self._layout))
 
     @property
@@ -566,7 +575,7 @@ class _SavePlan:
         kind = GroupedWriter if self._checkpointer.group_per_trajectory else ColumnarWriter
         written: LaneWriter = kind(out, _lane(lane), episodes, steps, envs)
         for chunk in cut(checked, rows_per_chunk(envs * row_bytes), lane):
-            rows = read_rows(self._source, chunk, envs, row_bytes, self._checkpointer.save_hooks)
+            rows = read_rows(self._source, chunk, envs, row_bytes, self._hooks)
             block = BlockRange(chunk.start - first, chunk.stop - chunk.start, envs)
             written.add(block, rows, cuts_of(self._counters["lanes"][lane], chunk))
         blocks = written.blocks()

@@ -1,6 +1,7 @@
 """Which slots to read."""
 
 from engram.data.replay_buffers.samplers.base import (
+    DrawTotals,
     Sampler,
 )
 from engram.data.replay_buffers.samplers.ensemble import (
@@ -18,6 +19,7 @@ from engram.data.replay_buffers.samplers.slices import (
 )
 
 __all__ = [
+    "DrawTotals",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",

@@ -5,14 +5,22 @@ from __future__ import annotations
 import abc
 import copy
 import itertools
+import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from engram import _native
+from engram._arguments import KeepsArguments
+from engram._generator import Generator
 from engram._system import drawing, fork_registry
+from engram.checkpoint.snapshot import load_part, save_part
+from engram.store.episodes import EpisodeIndex
+from engram.store.files import pickle_by_state
 from engram.store.indexing import to_slots
 
 if TYPE_CHECKING:
@@ -35,15 +43,40 @@ class EpochInfo(dict[str, Any]):
     epoch: int | None = None
 
 
-class Sampler(abc.ABC):
+class DrawTotals(NamedTuple):
+    """What a sampler draws from in one storage, for who divides draws among several of them.
+
+    Attributes:
+        share: of one storage in proportion to the others: how many rows, trajectories or windows are drawn with equal
+            probability, or the sum of `(p + eps) ** alpha` over what is drawn by priority.
+        lowest: the least `(p + eps) ** alpha` that can be drawn; None: draws are uniform, or there is nothing to draw.
+        new_priority: what new rows get; None for samplers without priorities.
+    """
+
+    share: float
+    lowest: float | None = None
+    new_priority: float | None = None
+
+
+class WorkerShare(NamedTuple):
+    """Which of how many worker processes of a data loader this is, and the seed that all of them know."""
+
+    worker: int
+    workers: int
+    seed: int
+
+
+class Sampler(KeepsArguments, abc.ABC):
     """Chooses which stored steps a batch is made of.
 
     A sampler of your own is a class with `sample(storage, batch_size) -> (index, info)`; it need not inherit from this
-    one. It may also have any of `update_priority`, `mark_update`, `check_storage`, `use_generator`, `empty`, `ran_out`,
-    `state_dict` and `load_state_dict`, as they are described here; those that it leaves out do nothing. One with
-    `checked_priorities`, as `PrioritizedSampler` has it, is given the priorities that come with data.
+    one. It may also have any of `update_priority`, `mark_update`, `check_storage`, `use_generator`, `empty`, `totals`,
+    `raise_new_priority`, `ran_out`, `state_dict` and `load_state_dict`, as they are described here; those that it
+    leaves out do nothing. One with `checked_priorities`, as `PrioritizedSampler` has it, is given the priorities that
+    come with data.
 
-    Draws come from torch's global generator, or from the buffer's own where it has one.
+    Draws come from torch's global generator, or from the buffer's own where it has one. Every sampler takes
+    `compilable=`, without effect: under `torch.compile` each draw is a graph break.
     """
 
     #: Whether the library may rely on what it keeps to in its own classes: `sample` takes the lock, and gives slots
@@ -54,17 +87,22 @@ class Sampler(abc.ABC):
     _takes_priorities = False
     #: Whether a draw that is not believed may be made again; an epoch would leave out the rows of the first one.
     _can_repeat_draws = False
+    # Whether a draw looks at nothing but the counters of the store, which another process may be replacing meanwhile.
+    _draws_from_counters = False
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._built_in = built_in
+        cls._built_in = cls._keeps_arguments = built_in
+        if "_empty" in vars(cls) and cls.empty is Sampler.empty:
+            cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
+        pickle_by_state(cls)
         cls._takes_priorities = hasattr(cls, "checked_priorities")
 
-    def __init__(self) -> None:
+    def __init__(self, compilable: bool = False) -> None:
         #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
         self.lock = threading.RLock()
         _live.add(self)
-        self._generator: torch.Generator | None = None
+        self._generator: torch.Generator | Generator | None = None
         self._seed = torch.empty(1, dtype=torch.int64)
         # While a view of it lives, `random_` releases the GIL once instead of four times (torch 2.13).
         self._seed_view = self._seed.view(1)
@@ -83,7 +121,7 @@ class Sampler(abc.ABC):
         """Whether an epoch has just ended."""
         return False
 
-    def use_generator(self, generator: torch.Generator | None) -> None:
+    def use_generator(self, generator: torch.Generator | Generator | None) -> None:
         """Draws from this generator from now on; None: torch's global one."""
         self._generator = generator
 
@@ -92,6 +130,39 @@ class Sampler(abc.ABC):
 
     def empty(self) -> None:
         """Forgets what was stored."""
+
+    def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
+        """What it draws from in this storage: several storages are drawn from as one where each gets its share.
+
+        Args:
+            batch_size: of the draws, for samplers with `num_slices`.
+            newest: take in what was written since the last draw; False: as that one saw it.
+
+        Raises:
+            TypeError: a sampler whose draws cannot be divided among storages, such as one with epochs.
+
+        Example:
+            >>> sampler = RandomSampler()
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
+            >>> _ = rb.extend(torch.arange(5))
+            >>> sampler.totals(rb.storage).share
+            5.0
+        """
+        raise TypeError(
+            f"draws of a {self._kind} cannot be divided among several storages; RandomSampler, "
+            "PrioritizedSampler, SliceSampler and PrioritizedSliceSampler can"
+        )
+
+    def raise_new_priority(self, priority: float, *, storage: Storage | None = None) -> None:
+        """New rows get at least this priority from now on; a sampler without priorities ignores it.
+
+        For several storages that are drawn from as one, in which new rows get the highest priority of all.
+
+        Raises:
+            ValueError: it is negative, NaN, infinite or too large for alpha; or new rows get the highest priority
+                among those that are stored (`max_priority_within_buffer`). Nothing is changed.
+            RuntimeError, IndexError: the sampler has no storage yet, or that has no rows.
+        """
 
     # ---- priorities ----
     def update_priority(
@@ -137,7 +208,69 @@ class Sampler(abc.ABC):
         if different:
             raise ValueError("; ".join(different))
 
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Saves this sampler alone, without rows, as a snapshot (JSON, and a file of tensors) that replaces the last.
+
+        Raises:
+            CheckpointError: it cannot be written; the last snapshot is as it was.
+
+        Example:
+            >>> import tempfile
+            >>> folder = tempfile.mkdtemp()
+            >>> sampler = PrioritizedSampler(100, alpha=0.7, beta=0.5)
+            >>> sampler.dumps(folder)
+            >>> sampler.beta = 0.9
+            >>> sampler.loads(folder)
+            >>> sampler.beta
+            0.5
+        """
+        with self.lock:
+            save_part(path, "sampler", self._kind, self.state_dict())
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Takes over what `dumps` saved; the storage must hold the rows that it held then.
+
+        Raises:
+            CorruptCheckpointError: a file is not what was saved.
+            CheckpointMisfitError: another kind of sampler was saved, or one with other settings. Nothing is changed.
+        """
+        with self.lock:
+            load_part(path, "sampler", self)
+
     # ---- between the parts of a buffer: drawing ----
+    def _sampling(self) -> Callable[[Storage, int], tuple[Index, dict[str, Any]]]:
+        """What a buffer calls to draw: `sample`, or a quicker one that leaves out what a buffer adds itself."""
+        return self.sample
+
+    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
+        """What draws the rows of a batch inside the one native call that makes it, the same as `sample` would.
+
+        Buffers ask for it once, when their parts are put together; they look at the rows before it draws and after they
+        were read, so that `_find_stale` is not asked. Batches come out as `_postprocess` would give them. None: only
+        `sample` draws.
+        """
+        return None
+
+    def _split_among_workers(self, share: WorkerShare) -> None:
+        """Called in a worker process of a data loader, which draws with a copy of this sampler.
+
+        Each worker draws by itself; where a sampler has epochs, gives its part of them.
+
+        Raises:
+            RuntimeError: it cannot be told apart from the copies of the other workers.
+        """
+        self._check_sending()
+        if self._built_in and type(self).ran_out is not Sampler.ran_out and share.workers > 1:
+            raise RuntimeError(
+                f"every worker of this data loader would give all of the epochs of a {type(self).__name__}; use "
+                "num_workers=1, or a SamplerWithoutReplacement, of whose epochs each worker gives a part"
+            )
+
+    @property
+    def _episode_index(self) -> EpisodeIndex | None:
+        """The trajectories that it draws from; None: it draws steps."""
+        return None
+
     @property
     def _given(self) -> Any:
         """The object that the user gave: this one, or the one that is adapted."""
@@ -150,8 +283,22 @@ class Sampler(abc.ABC):
         """
         if lanes is None or not (len(lanes) or lanes.any_rows() or len(storage)):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
+        generator = self._generator
+        if isinstance(generator, Generator):
+            generator.write_seed(self._seed)
+            return self._seed
         with drawing:
-            return self._seed.random_(generator=self._generator)
+            return self._seed.random_(generator=generator)
+
+    def _check_batch_size(self, batch_size: int | None, storage: Storage) -> None:
+        """ValueError where a buffer of this batch size (None: of none) cannot use the sampler with this storage."""
+
+    def _limits(self, storage: Storage) -> bool:
+        """Whether the storage can hold more rows than the sampler: then `_check_rows` is asked before each write."""
+        return False
+
+    def _check_rows(self, storage: Storage, rows: int) -> None:
+        """ValueError where the storage with so many rows more would hold more than the sampler can."""
 
     def _max_rows(self, storage: Storage, batch_size: int) -> int | None:
         """The most rows that a batch of this size can have: asked before a huge one is drawn. None: not known."""
@@ -238,6 +385,9 @@ class Sampler(abc.ABC):
         """Goes back to where it stood at a cursor, to draw the same again."""
         self.load_state_dict(cursor)
 
+    def _check_sending(self) -> None:
+        """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
+
     def __getstate__(self) -> dict[str, Any]:
         # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
         return {k: v for k, v in self.__dict__.items() if k not in ("lock", "_generator", "_seed")}
@@ -275,7 +425,7 @@ class _AdaptedSampler(Sampler):
     def ran_out(self) -> bool:
         return bool(getattr(self._own, "ran_out", False))
 
-    def use_generator(self, generator: torch.Generator | None) -> None:
+    def use_generator(self, generator: torch.Generator | Generator | None) -> None:
         self._call("use_generator", generator)
 
     def check_storage(self, storage: Storage) -> None:
@@ -289,6 +439,13 @@ class _AdaptedSampler(Sampler):
 
     def mark_update(self, index: Any, **more: Any) -> None:
         self._call("mark_update", index, **more)
+
+    def totals(self, storage: Storage, batch_size: int | None = None, **more: Any) -> DrawTotals:
+        own: DrawTotals | None = self._call("totals", storage, batch_size, **more)
+        return super().totals(storage, batch_size) if own is None else own
+
+    def raise_new_priority(self, priority: float, **more: Any) -> None:
+        self._call("raise_new_priority", priority, **more)
 
     def checked_priorities(self, priority: Any, n: int) -> Tensor:
         checked: Tensor = self._own.checked_priorities(priority, n)
@@ -331,7 +488,21 @@ def as_sampler(sampler: Any) -> Sampler:
 def stored_rows(storage: Storage) -> int:
     """How many rows there are, of all environments."""
     lanes = storage.lanes
-    return 0 if lanes is None else sum(s["published"] - s["first"] for s in lanes.states()) * lanes.envs
+    return 0 if lanes is None else sum(s["published"] - s["first"] for s in lanes.counters()) * lanes.envs
+
+
+def check_full_batches(batch_size: int | None, storage: Storage) -> None:
+    """ValueError where batches that are all full (`drop_last`) cannot be had from a storage, or of a size not known."""
+    if batch_size is None:
+        raise ValueError(
+            "a sampler with drop_last=True needs a predictable batch-size, the buffer has none: pass batch_size to the "
+            "buffer's constructor"
+        )
+    if storage.max_size is not None and batch_size > storage.max_size:
+        raise ValueError(
+            f"batch_size={batch_size} is greater than the storage capacity of {storage.max_size} steps: no batch would "
+            "ever be full; make the batch smaller, or leave out drop_last"
+        )
 
 
 def check_counts(values: Any, least: int = 0) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram._generator import Generator
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
 
@@ -44,8 +45,9 @@ class SamplerEnsemble(Sampler, built_in=True):
         p: Sequence[float] | Tensor | None = None,
         sample_from_all: bool = False,
         num_buffer_sampled: int | None = None,
+        compilable: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(compilable)
         if not samplers:
             raise ValueError("an ensemble needs at least one sampler")
         self._samplers = [as_sampler(sampler) for sampler in samplers]
@@ -111,8 +113,11 @@ class SamplerEnsemble(Sampler, built_in=True):
         n = self.num_buffer_sampled
         if self.sample_from_all:
             return list(range(n)), batch_size // n
-        with drawing:
-            drawn = self._uniform.uniform_(generator=self._generator).tolist()
+        if isinstance(generator := self._generator, Generator):
+            drawn = [generator.random() for _ in range(n)]
+        else:
+            with drawing:
+                drawn = self._uniform.uniform_(generator=generator).tolist()
         return [min(bisect.bisect_right(self._bounds, u), self._last) for u in drawn], batch_size // n
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
@@ -155,7 +160,7 @@ class SamplerEnsemble(Sampler, built_in=True):
         for sampler, member in zip(self._samplers, storage.storages, strict=True):  # type: ignore[attr-defined]
             sampler._sync(member)
 
-    def use_generator(self, generator: torch.Generator | None) -> None:
+    def use_generator(self, generator: torch.Generator | Generator | None) -> None:
         """Members and rows are drawn from this generator; None: members go on with those that they have."""
         super().use_generator(generator)
         if generator is not None:
@@ -174,7 +179,8 @@ class SamplerEnsemble(Sampler, built_in=True):
         """Sets priorities of rows in the members that they came from.
 
         Args:
-            index: the `info` of `sample` (with `"index"` and `"buffer_ids"`), or its `"index"`.
+            index: the `info` of `sample`, or the `"index"` of its batch (both with `"index"` and `"buffer_ids"`), or
+                the `"index"` of its info.
             priority: one for each row.
             generation: as in `info`.
             buffer_ids: as in `info`, where the index does not say it.
@@ -209,6 +215,10 @@ class SamplerEnsemble(Sampler, built_in=True):
             sampler.empty()
 
     # ---- state ----
+    def _check_sending(self) -> None:
+        for sampler in self._samplers:
+            sampler._check_sending()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "p": self._p,
@@ -288,6 +298,8 @@ def joined(infos: list[dict[str, Any]]) -> dict[str, Any]:
 def _whose(index: Any, buffer_ids: Any) -> tuple[Tensor, Tensor]:
     """The member of each row, and its index there."""
     if not isinstance(index, Tensor | list) and hasattr(index, "keys"):
+        if not isinstance(index["index"], Tensor | list):  # a batch
+            index = index["index"]
         buffer_ids, index = index["buffer_ids"], index["index"]
     if buffer_ids is None:
         raise ValueError(

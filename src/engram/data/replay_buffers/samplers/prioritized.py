@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -12,7 +15,16 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram.data.replay_buffers.samplers.base import EMPTY, Index, Sampler, check_counts, put_rows
+from engram._system import drawing
+from engram.data.replay_buffers.samplers.base import (
+    EMPTY,
+    DrawTotals,
+    Index,
+    Sampler,
+    check_counts,
+    put_rows,
+    stored_rows,
+)
 from engram.errors import is_masked, masked_array
 from engram.store.indexing import select, tensor_of, to_slots
 
@@ -78,7 +90,8 @@ class PriorityTable:
         self._priorities = self._new_priorities()
         self._waiting: dict[str, Any] | None = None  # a loaded state that waits for its storage
         self._storage: weakref.ref[Storage] | None = None  # the one that was used last
-        self._fits = False  # whether it will not outgrow `max_capacity`: it has a limit
+        self._attached: weakref.ref[Storage] | None = None  # that of the buffer which was made last
+        self._fits = False  # whether it cannot outgrow `max_capacity`
 
     def _new_priorities(self) -> _native.Priorities:
         return _native.Priorities(self._alpha, self._eps, self.max_priority_within_buffer, self._starts_only)
@@ -129,8 +142,10 @@ class PriorityTable:
         """The priorities of this storage's steps, for as long as the caller holds the lock."""
         last = self._storage
         if last is None or last() is not storage or not self._fits:
-            self.check_storage(storage)
-            self._storage, self._fits = weakref.ref(storage), storage.max_size is not None
+            most = self.most_rows(storage)
+            if most is not None:
+                self.refuse_beyond(most, stored_rows(storage))
+            self._storage, self._fits = weakref.ref(storage), most is None
         if lanes.unused_since_fork:
             lanes.join_after_fork()
         if self._waiting is not None:
@@ -152,15 +167,35 @@ class PriorityTable:
             self.following(storage, storage.lanes).poll(storage.lanes.store)
 
     def check_storage(self, storage: Storage) -> None:
-        """ValueError where the storage has more steps than `max_capacity`."""
+        """Warns of a storage that holds more steps than `max_capacity`; ValueError where it does so now."""
+        self._attached = weakref.ref(storage)
+        most = self.most_rows(storage)
+        if most is None:
+            return
+        self.refuse_beyond(most, stored_rows(storage))
+        if storage.max_size is not None:
+            warnings.warn(
+                f"max_capacity={self.max_capacity} of the sampler is less than the {storage.max_size} steps that the "
+                "storage can hold; what is stored beyond it is refused",
+                stacklevel=6,
+            )
+
+    def most_rows(self, storage: Storage) -> int | None:
+        """The most steps that this storage may hold, where it could hold more."""
+        if self.max_capacity is None:
+            return None
         lanes = storage.lanes
-        size = storage.max_size if storage.max_size is not None else len(storage)
         # A storage rounds its size up to whole lanes and to whole rows of environments.
         rounding = 0 if lanes is None else lanes.store.lanes * lanes.envs - 1
-        if self.max_capacity is not None and size - rounding > self.max_capacity:
+        most = self.max_capacity + rounding
+        return None if storage.max_size is not None and storage.max_size <= most else most
+
+    def refuse_beyond(self, most: int, rows: int) -> None:
+        """ValueError for a storage of so many steps, where it may hold `most`."""
+        if rows > most:
             raise ValueError(
-                f"max_capacity={self.max_capacity} of the sampler is less than the {size} steps of the storage; "
-                f"make it PrioritizedSampler(max_capacity={size}, ...)"
+                f"max_capacity={self.max_capacity} of the sampler is less than the {rows} steps of the storage; make "
+                f"it PrioritizedSampler(max_capacity={rows}, ...) or more"
             )
 
     # ---- priorities ----
@@ -203,11 +238,60 @@ class PriorityTable:
         mine = self.following(where, lanes)
         return mine.of(lanes.store, self._slots(where, lanes, index)[0])
 
+    def leaves(self, slots: Tensor) -> Tensor:
+        """The weights of slots in the draws, `(p + eps) ** alpha`: float64 [n]; 0 where a slot cannot be drawn."""
+        where, lanes = self._stored_in(self._newest_storage)
+        return self.following(where, lanes).leaves(lanes.store, slots)
+
+    @property
+    def slots(self) -> int:
+        """How many slots the storage has; 0 before the first one and where nothing was written."""
+        storage = self._newest_storage
+        return 0 if storage is None or storage.lanes is None else storage.lanes.capacity
+
+    @property
+    def _newest_storage(self) -> Storage | None:
+        """The storage that was used last, or that of a buffer which has not sampled yet."""
+        for ref in (self._storage, self._attached):
+            storage = None if ref is None else ref()
+            if storage is not None:
+                return storage
+        return None
+
+    def highest(self) -> tuple[float, int | None]:
+        """The highest priority so far, and the newest slot that holds it; None where none does any more."""
+        if not self.slots:
+            return self.default_priority, None
+        where, lanes = self._stored_in(self._newest_storage)
+        priorities = self.following(where, lanes).of(lanes.store, torch.arange(self.slots))
+        highest = self._priorities.new_priority
+        holding = (priorities == highest).nonzero()
+        return highest, int(holding[-1]) if len(holding) else None
+
     def checked(self, priority: Any, n: int) -> Tensor:
         """As `PrioritizedSampler.checked_priorities`."""
         p = self._per_step(priority, n, (n,))
         self._priorities.check(p)
         return p
+
+    def raise_new(self, priority: float, storage: Storage | None) -> None:
+        """As `Sampler.raise_new_priority`."""
+        if self.max_priority_within_buffer:
+            raise ValueError(
+                "with max_priority_within_buffer new rows get the highest priority among those that are stored, which "
+                "cannot be raised; nothing was changed"
+            )
+        where, lanes = self._stored_in(storage)
+        self.following(where, lanes).raise_new(lanes.store, _checked("priority", priority))
+
+    def totals(self, poll: Callable[[_native.Priorities], None], storage: Storage) -> DrawTotals:
+        """As `Sampler.totals`, after `poll` has taken in what it shall see."""
+        if storage.lanes is None:
+            return DrawTotals(0.0, None, self.default_priority)
+        priorities = self.following(storage, storage.lanes)
+        poll(priorities)
+        total = priorities.total
+        return DrawTotals(total, priorities.lowest if total > 0 else None, priorities.new_priority)
 
     def start_weights(self, slices: _native.SliceBatch) -> Tensor:
         """The weight of each row's slice, by the priority of its start: [n]."""
@@ -326,13 +410,43 @@ class PriorityTable:
         state = self.state()
         # With memory of its own: shared with another process it would be gone before it arrives.
         state["priorities"] = state["priorities"].numpy().copy()
-        return {**self.__dict__, "_priorities": None, "_storage": None, "_fits": False, "_waiting": state}
+        return {
+            **self.__dict__,
+            "_priorities": None,
+            "_storage": None,
+            "_attached": None,
+            "_fits": False,
+            "_waiting": state,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._priorities = self._new_priorities()
         assert self._waiting is not None
         self._waiting = {**self._waiting, "priorities": torch.from_numpy(self._waiting["priorities"])}
+
+
+class SumTreeView:
+    """The sum tree of a sampler as it is now, to look at: `tree[slot]` and sums of ranges of slots."""
+
+    def __init__(self, sampler: PrioritizedSampler) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        with self._sampler.lock:
+            return self._sampler._table.slots
+
+    def __getitem__(self, index: Any) -> Any:
+        """The leaf of a slot, `(p + eps) ** alpha`, a float; float64 [n] of int64 [n]."""
+        slots = torch.as_tensor(index, dtype=torch.int64)
+        with self._sampler.lock:
+            leaves = self._sampler._table.leaves(slots.reshape(-1))
+        return leaves.reshape(slots.shape) if slots.ndim else float(leaves)
+
+    def query(self, begin: int, end: int) -> float:
+        """The sum of the leaves of the slots `begin` to `end - 1`."""
+        begin, end = max(int(begin), 0), min(int(end), len(self))
+        return float(self[torch.arange(begin, end)].sum()) if begin < end else 0.0
 
 
 class TableSetting(Generic[T]):
@@ -359,13 +473,14 @@ class PrioritizedSampler(Sampler, built_in=True):
     `info["priority_weight"]` holds `(P_i / P_min) ** -beta`, [batch], P_min over all stored steps that can be drawn.
     New steps, and steps that were changed in place, get the highest priority seen so far, which is 1.0 at first; steps
     that are overwritten lose theirs. Priorities follow one storage: used with another one, the sampler starts anew.
-    Probabilities and weights have the precision of a float32, weights of dtype float64 that of a float64.
+    Probabilities and weights are computed as float64, with the same bits on every machine.
 
     Args:
-        max_capacity: the largest storage that it may be used with; None: any.
+        max_capacity: the most steps that a storage may hold with which it is used; None: any. A buffer whose storage
+            can hold more warns when it is made, and refuses steps beyond it.
         alpha: how much priorities count; 0: uniform.
         beta: how much weights correct for it; 1: fully. May be assigned at any time.
-        eps: added to each priority.
+        eps: added to each priority. `alpha` and `eps`, too, may be assigned at any time.
         dtype: of the weights.
         reduction: of priorities with more dimensions than the index: "max", "min", "mean" or "median".
         max_priority_within_buffer: new steps get the highest priority among the steps that are stored when they come.
@@ -391,14 +506,16 @@ class PrioritizedSampler(Sampler, built_in=True):
         dtype: torch.dtype = torch.float,
         reduction: str = "max",
         max_priority_within_buffer: bool = False,
+        *,
+        compilable: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(compilable)
         self._table = PriorityTable(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
 
     alpha = TableSetting[float]("How much priorities count. Assigning it takes time in proportion to the storage.")
     beta = TableSetting[float]("How much weights correct for the priorities.")
     eps = TableSetting[float]("What is added to each priority. Assigning it takes time in proportion to the storage.")
-    max_capacity = TableSetting[int | None]("The largest storage that it may be used with; None: any.")
+    max_capacity = TableSetting[int | None]("The most steps that a storage may hold; None: any.")
     dtype = TableSetting[torch.dtype]("Of the weights.")
     reduction = TableSetting[str]("Of priorities with more dimensions than the index.")
     max_priority_within_buffer = TableSetting[bool](
@@ -407,11 +524,22 @@ class PrioritizedSampler(Sampler, built_in=True):
     default_priority = TableSetting[float]("The priority that new steps get.")
     skipped = TableSetting[int]("Updates of steps that were not stored any more, which changed nothing.")
 
+    @property
+    def _sum_tree(self) -> SumTreeView:
+        """The tree that it draws from, of the storage that was used last."""
+        return SumTreeView(self)
+
+    @property
+    def _max_priority(self) -> tuple[float, int | None]:
+        """The priority that new steps get, and the newest slot that has it; None where none has it."""
+        with self.lock:
+            return self._table.highest()
+
     # ---- sampling ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
         with self.lock:
-            drawn = None if lanes is None else self._draw(storage, lanes, batch_size)
+            drawn = None if lanes is None else self._draw_steps(storage, lanes, batch_size)
         if drawn is None or lanes is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         slots, weights, rows = drawn
@@ -420,7 +548,7 @@ class PrioritizedSampler(Sampler, built_in=True):
         info.drawn, info.store = rows, lanes.store
         return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
 
-    def _draw(self, storage: Storage, lanes: Lanes, n: int) -> tuple[Tensor, Tensor, _native.DrawnRows] | None:
+    def _draw_steps(self, storage: Storage, lanes: Lanes, n: int) -> tuple[Tensor, Tensor, _native.DrawnRows] | None:
         table = self._table
         priorities, seed = table.following(storage, lanes), self._draw_seed(storage, lanes)
         dtype, beta = table.dtype, table._beta
@@ -432,6 +560,20 @@ class PrioritizedSampler(Sampler, built_in=True):
                 return None
         slots, weights, rows = drawn
         return slots, weights if weights.dtype is dtype else weights.to(dtype), rows
+
+    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
+        dtype = self._table.dtype
+        if dtype is not torch.float32 and dtype is not torch.float64:
+            return None
+        return _native.PriorityDraw(self, drawing, partial(self._follow, storage), dtype is torch.float64)
+
+    def _follow(self, storage: Storage) -> tuple[_native.Priorities, float, bool] | None:
+        """Priorities of the storage's steps, beta, and whether weights are float64; None: `sample` draws."""
+        table, lanes = self._table, storage.lanes
+        dtype = table.dtype
+        if lanes is None or (dtype is not torch.float32 and dtype is not torch.float64):
+            return None
+        return table.following(storage, lanes), table._beta, dtype is torch.float64
 
     # ---- after the read: a row that came in the place of the one that was drawn would have that one's weight ----
     def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
@@ -477,6 +619,14 @@ class PrioritizedSampler(Sampler, built_in=True):
         with self.lock:
             return self._table.get(index, storage)
 
+    def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
+        with self.lock:
+            return self._table.totals(lambda p: p.poll(_store_of(storage)) if newest else None, storage)
+
+    def raise_new_priority(self, priority: float, *, storage: Storage | None = None) -> None:
+        with self.lock:
+            self._table.raise_new(priority, storage)
+
     def checked_priorities(self, priority: Any, n: int) -> Tensor:
         """Priorities of n steps, reduced to one for each: float64 [n].
 
@@ -487,6 +637,14 @@ class PrioritizedSampler(Sampler, built_in=True):
 
     def check_storage(self, storage: Storage) -> None:
         self._table.check_storage(storage)
+
+    def _limits(self, storage: Storage) -> bool:
+        return self._table.most_rows(storage) is not None
+
+    def _check_rows(self, storage: Storage, rows: int) -> None:
+        most = self._table.most_rows(storage)
+        if most is not None:
+            self._table.refuse_beyond(most, stored_rows(storage) + rows)
 
     def empty(self) -> None:
         with self.lock:
@@ -519,12 +677,30 @@ class PrioritizedSampler(Sampler, built_in=True):
         with self.lock:
             self._table.sync(storage)
 
+    def _check_sending(self) -> None:
+        raise priorities_stay_here(self)
+
     def __getstate__(self) -> dict[str, Any]:
         with self.lock:
             return {**super().__getstate__(), "_table": copy.copy(self._table)}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._table.settings_shown()})"
+
+
+def _store_of(storage: Storage) -> _native.Store:
+    lanes = storage.lanes
+    assert lanes is not None
+    return lanes.store
+
+
+def priorities_stay_here(sampler: Sampler) -> RuntimeError:
+    """The error for a sampler with priorities that is being sent to another process."""
+    return RuntimeError(
+        f"a {type(sampler).__name__} cannot be shared between processes: each would go on with priorities of its own, "
+        "and no update would reach the other. Send the storage (rb.storage), and give the buffer there a sampler of "
+        "its own; pickle and copy.deepcopy make copies"
+    )
 
 
 def _shifted(saved: dict[str, Any], shifts: list[int]) -> dict[str, Any]:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from engram import _native
+from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
+    DrawTotals,
     EpochInfo,
     Index,
     Sampler,
     check_counts,
     check_epoch,
+    check_full_batches,
     stored_rows,
 )
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
-from engram.pytree import Key, KeyPath, as_path, format_key, get_entry, has_keys, set_entry
-from engram.store.episodes import DONE, EpisodeIndex
+from engram.pytree import Key, KeyPath, as_path, format_key, get_entries, get_entry, has_keys, map_outermost, set_entry
+from engram.store.episodes import EpisodeIndex
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -48,6 +51,26 @@ def _marked(batch: Any, path: KeyPath, mark: Callable[[Any], bool], flags: Calla
     return leaf
 
 
+def mark_rows(batch: Any, sampler: SliceSampler, last: Tensor, mask: Tensor | None) -> None:
+    """Marks slices in a batch that came as rows, in place, as a buffer on one machine does.
+
+    Args:
+        last: where slices end, bool [n]; mask: False where they are padded, bool [n].
+    """
+    if not has_keys(batch):
+        return
+    for path in sampler.marked_keys:
+        leaf: Tensor | None = get_entry(batch, path)
+        if leaf is None:
+            put(batch, path, last.unsqueeze(-1))
+        else:
+            leaf[last] = 1
+    if mask is not None:
+        put(batch, MASK, mask)
+    if sampler.slice_key is not None:
+        put(batch, sampler.slice_key, last.cumsum(0) - last.long())
+
+
 def put(batch: Any, path: KeyPath, value: Tensor) -> None:
     """Adds an entry at a path, with the dictionaries on the way to it.
 
@@ -66,8 +89,83 @@ def put(batch: Any, path: KeyPath, value: Tensor) -> None:
         ) from error
 
 
+class SliceInfo(EpochInfo):
+    """The info of a batch of slices: a dict that makes the flags of its rows when somebody looks for them.
+
+    Who draws without a buffer finds the flags as they are stored at that moment; a buffer puts those of the batch that
+    it read in their place.
+    """
+
+    promised: tuple[Any, ...] = ()  # keys that `make` will add
+    make: Callable[[], dict[Any, Any]] | None = None
+
+    def _complete(self) -> None:
+        if self.make is not None:
+            make, self.make, self.promised = self.make, None, ()
+            for key, value in make().items():
+                self.setdefault(key, value)
+
+    def __missing__(self, key: Any) -> Any:
+        if key not in self.promised:
+            raise KeyError(key)
+        self._complete()
+        return self[key]
+
+    def __contains__(self, key: Any) -> bool:
+        return dict.__contains__(self, key) or key in self.promised
+
+    def __iter__(self) -> Iterator[Any]:  # also that of dict(info) and {**info}
+        self._complete()
+        return dict.__iter__(self)
+
+    def __len__(self) -> int:
+        self._complete()
+        return dict.__len__(self)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __eq__(self, other: Any) -> bool:
+        return bool(dict(self) == other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def keys(self) -> Any:
+        self._complete()
+        return dict.keys(self)
+
+    def values(self) -> Any:
+        self._complete()
+        return dict.values(self)
+
+    def items(self) -> Any:
+        self._complete()
+        return dict.items(self)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._complete()
+        return dict.get(self, key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key in self.promised:
+            self._complete()
+        return dict.pop(self, key, *default)
+
+    def copy(self) -> dict[Any, Any]:
+        return dict(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 TRUNCATED = ("next", "truncated")
+MASK = ("collector", "mask")
 Weight = Literal["trajectories", "steps"]
+#: By how much slices may be cut at one end: not at all, to one step, by so many steps at most.
+Cut: TypeAlias = bool | int
 _MAX_RETRIES = 10_000  # while a writer replaces the rows of a tiny lane
 
 
@@ -79,23 +177,27 @@ class SliceSampler(Sampler, built_in=True):
 
     A batch is flat, slice after slice, `[batch_size]`: `batch.reshape(num_slices, -1)` has a row for each where all are
     whole. The last step of each is marked truncated and done, `terminated` stays. `info["slice_id"]` (int64 [n]) says
-    which slice a row is of, and with `truncated_key` `info` holds the marked flags under their keys. A slice never
+    which slice a row is of, and with `truncated_key` `info` holds the marked flags, and `terminated`, under their keys
+    (bool [n, 1]; also of a sampler that is used without a buffer: `sampler.sample(storage, n)`). A slice never
     crosses the end of a trajectory, the write cursor, a seam, or goes from one lane or environment to another; it wraps
     around the ring. What is new since the last batch is taken in at each, whatever the size of the buffer.
 
     Args:
         num_slices, slice_len: exactly one of them; the batch size is a multiple of it.
-        end_key, traj_key: where trajectories end, as for `EpisodeIndex`.
+        end_key, end_keys, traj_key: where trajectories end, as for `EpisodeIndex`.
         ends, trajectories: flags or ids of a dataset that does not change, instead of keys, as for `EpisodeIndex`.
         cache_values: accepted for users of other libraries; boundaries are always kept and never read twice.
         truncated_key: bool [n, 1], added where the data lack it, and `done` beside it; None: nothing is marked.
         strict_length: draw only from trajectories of at least a slice's length. False: a shorter one is a slice whole,
             and the batch has fewer rows.
-        span: slices may be cut by the begin and the end of their trajectory, `(begin, end)` or one bool for both, so
+        span: slices may be cut by the begin and the end of their trajectory, `(begin, end)` or one value for both, so
             that steps near them are as likely as others. With L the slice length and a trajectory of steps [a, b),
             windows of L steps start uniformly in [a, b - L]; with `begin` from a - L + 1 on, with `end` up to b - 1;
             what lies outside is left out, and the batch has fewer rows. With both, each step of a trajectory is in L of
-            its b - a + L - 1 windows.
+            its b - a + L - 1 windows. A number i instead of True: at least L - i steps of a slice remain at that end.
+        pad_output: fill slices that are short, behind, with copies of their last step: each has L rows, the last step
+            is marked, not the last row, and `("collector", "mask")` (bool [n], in the batch and in `info`) is False in
+            the padding.
         slice_key: also put `slice_id` into the batch, here.
         weight: what is drawn uniformly. "trajectories": a trajectory that is long enough, then a start in it. "steps":
             one of all admissible starts in all trajectories that are long enough; that is every step from which
@@ -123,36 +225,106 @@ class SliceSampler(Sampler, built_in=True):
         *,
         num_slices: int | None = None,
         slice_len: int | None = None,
-        end_key: Key = DONE,
+        end_key: Key | None = None,
+        end_keys: Sequence[Key] | None = None,
         traj_key: Key | None = None,
         ends: Tensor | None = None,
         trajectories: Tensor | None = None,
         cache_values: bool = False,
         truncated_key: Key | None = TRUNCATED,
         strict_length: bool = True,
-        span: bool | tuple[bool, bool] = False,
+        pad_output: bool = False,
+        span: Cut | tuple[Cut, Cut] = False,
         slice_key: Key | None = None,
         weight: Weight = "trajectories",
+        compilable: bool = False,
     ) -> None:
-        super().__init__()
+        Sampler.__init__(self, compilable)  # not the next class: a child that draws by priority has a table of its own
         if (num_slices is None) == (slice_len is None):
             raise ValueError(f"give exactly one of num_slices and slice_len, got {num_slices} and {slice_len}")
         self.num_slices = _positive(num_slices, "num_slices")
         self.slice_len = _positive(slice_len, "slice_len")
-        self.episodes = EpisodeIndex(end_key=end_key, traj_key=traj_key, ends=ends, trajectories=trajectories)
+        self.episodes = EpisodeIndex(
+            end_key=end_key, end_keys=end_keys, traj_key=traj_key, ends=ends, trajectories=trajectories
+        )
         self.cache_values = cache_values
         self.truncated_key = None if truncated_key is None else as_path(truncated_key, "truncated_key")
-        self._done_key = None if self.truncated_key is None else (*self.truncated_key[:-1], "done")
+        self._flags: tuple[KeyPath, ...] = ()  # marked, marked, and handed out as it is
+        if self.truncated_key is not None:
+            beside = self.truncated_key[:-1]
+            self._flags = self.truncated_key, (*beside, "done"), (*beside, "terminated")
+        self._flag_keys = tuple(map(_shown_key, self._flags))
+        self._flag_names = tuple(flag[-1] for flag in self._flags)
         self.strict_length = strict_length
+        self.pad_output = bool(pad_output)
         self.span = _pair(span)
+        if self.slice_len is not None:
+            _rows_cut(self.span, self.slice_len)
         self.slice_key = None if slice_key is None else as_path(slice_key, "slice_key")
         if weight not in get_args(Weight):
             raise ValueError(f"weight must be one of {get_args(Weight)}, got {weight!r}")
         self.weight = weight
         self._plan: tuple[int, int, _native.SliceRule] | None = None  # of the last batch size: it, slices, their rule
 
+    @property
+    def traj_key(self) -> Key | None:
+        """Where trajectory ids are; None: where they usually are, if anywhere."""
+        return None if self.episodes.traj_key is None else _shown_key(self.episodes.traj_key)
+
+    @property
+    def end_key(self) -> Key | None:
+        """Where flags are that end trajectories; None with `end_keys`."""
+        return None if self.episodes.end_key is None else _shown_key(self.episodes.end_key)
+
+    @property
+    def end_keys(self) -> tuple[Key, ...] | None:
+        """Where flags are that end trajectories, where there are several."""
+        return None if self.episodes.end_keys is None else tuple(map(_shown_key, self.episodes.end_keys))
+
+    @property
+    def marked_keys(self) -> tuple[KeyPath, ...]:
+        """Where the last step of each slice is marked: truncated, done beside it. None with `truncated_key=None`."""
+        return self._flags[:2]
+
+    @property
+    def _episode_index(self) -> EpisodeIndex:
+        return self.episodes
+
     # ---- drawing ----
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        index, info = self._sample_rows(storage, batch_size)
+        return index, self._with_stored_flags(storage, info)
+
+    def _sampling(self) -> Callable[[Storage, int], tuple[Index, dict[str, Any]]]:
+        return self._sample_rows if self._built_in else self.sample  # flags are those of the rows that the buffer reads
+
+    #: Attributes that decide what `_planned` gives, beside those of which `_plan` is made.
+    _watched: tuple[str, ...] = ("_plan", "pad_output", "slice_key")
+
+    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
+        return _native.SliceDraw(self, drawing, partial(self._planned, storage), self._watched)
+
+    def _planned(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[_native.Episodes, _native.Store, int, _native.SliceRule, tuple[tuple[str, KeyPath], ...]] | None:
+        """What the native draw of such batches needs; None: `sample` draws."""
+        plan = self._plan
+        if plan is None or plan[0] != batch_size:
+            plan = self._make_plan(batch_size)
+        packed = self.episodes.packed(storage)
+        return None if packed is None else (*packed, plan[1], plan[2], self._marks())
+
+    def _marks(self) -> tuple[tuple[str, KeyPath], ...]:
+        """What `_mark` does to a batch, in this order: the content of an entry, and its path."""
+        marks = [("last", path) for path in self.marked_keys]
+        if self.pad_output:
+            marks.append(("mask", MASK))
+        if self.slice_key is not None:
+            marks.append(("slice_id", self.slice_key))
+        return tuple(marks)
+
+    def _sample_rows(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        """As `sample`, without flags."""
         with self.lock:
             plan = self._plan
             if plan is None or plan[0] != batch_size:
@@ -160,7 +332,20 @@ class SliceSampler(Sampler, built_in=True):
             _, n, rule = plan
             return self._info(storage, self._slices(storage, rule, n))
 
+    def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
+        with self.lock:
+            return DrawTotals(float(self.episodes.choices(storage, self._rule_of(batch_size))))
+
+    def _rule_of(self, batch_size: int | None) -> _native.SliceRule:
+        if self.slice_len is not None:
+            return self._rule(self.slice_len)
+        if batch_size is None:
+            raise ValueError("with num_slices the batch size decides how long slices are; pass batch_size")
+        return self._rule(self._divide(batch_size)[1])
+
     def _max_rows(self, storage: Storage, batch_size: int) -> int:
+        if self.pad_output:
+            return batch_size
         n, length = self._divide(batch_size)
         return n * min(length, stored_rows(storage))
 
@@ -178,11 +363,13 @@ class SliceSampler(Sampler, built_in=True):
         return (given, batch_size // given) if self.slice_len is None else (batch_size // given, given)
 
     def _rule(self, length: int) -> _native.SliceRule:
-        before, after = (length - 1 if cut else 0 for cut in self.span)
+        before, after = _rows_cut(self.span, length)
         by_window = self.weight == "steps"
         if by_window and not self.strict_length:
             after = length - 1  # every step is a start
-        return _native.SliceRule(length, length if self.strict_length else 1, before, after, by_window=by_window)
+        return _native.SliceRule(
+            length, length if self.strict_length else 1, before, after, by_window=by_window, pad_behind=self.pad_output
+        )
 
     def _slices(self, storage: Storage, rule: _native.SliceRule, n: int) -> _native.SliceBatch:
         seed = self._draw_seed(storage, storage.lanes)
@@ -212,10 +399,34 @@ class SliceSampler(Sampler, built_in=True):
         )
 
     def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
-        slots, ids = slices.slots(), slices.ids()
+        slots = slices.slots()
+        return (storage.from_slots(slots) if storage.ndim > 1 else slots), self._entries(slices)
+
+    def _with_stored_flags(self, storage: Storage, info: dict[str, Any]) -> dict[str, Any]:
+        """The same info, with the flags of its rows when somebody looks for them."""
+        if not self._flag_keys:
+            return info
+        lazy = SliceInfo(info)
+        lazy.epoch = info.epoch if isinstance(info, EpochInfo) else None
+        lazy.promised, lazy.make = self._flag_keys, partial(self._stored_flags, storage, info["slices"])
+        return lazy
+
+    def _entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
+        """What to say of these slices."""
         # "slices" is for `_redraw`, `_find_stale` and `_postprocess`, which takes it out.
-        info = {"slice_id": ids, "slices": slices}
-        return (storage.from_slots(slots) if storage.ndim > 1 else slots), info
+        entries: dict[Any, Any] = {"slice_id": slices.ids(), "slices": slices}
+        if self.pad_output:
+            entries[MASK] = slices.mask()
+        return entries
+
+    def _stored_flags(self, storage: Storage, slices: _native.SliceBatch) -> dict[Any, Tensor]:
+        """The flags of these slices' rows as they are stored, with the last step of each marked: bool [n, 1]."""
+        slots, last = slices.slots(), slices.last()
+        truncated, done, terminated = (_stored_flag(storage, path, slots) for path in self._flags)
+        truncated = last if truncated is None else truncated | last
+        done = truncated if done is None else done | last
+        terminated = torch.zeros_like(last) if terminated is None else terminated
+        return dict(zip(self._flag_keys, (truncated, done, terminated), strict=True))
 
     # ---- after the read ----
     def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
@@ -235,20 +446,29 @@ class SliceSampler(Sampler, built_in=True):
             fresh = self._slices(storage, slices.rule, len(which))
             slices = slices.replaced(which[: len(fresh)], fresh)
             which = which[len(fresh) :]
-        info.update(self._info(storage, slices)[1])
+        info.update(self._entries(slices))
         return slices.slots()
 
     def _postprocess(self, batch: Any, info: dict[str, Any]) -> Any:
         slices = info.pop("slices")
+        if type(info) is SliceInfo:  # the flags of the batch are those that were read
+            info.promised, info.make = (), None
         if has_keys(batch):
             self._mark(batch, info, slices)
         return batch
 
     def _mark(self, batch: Any, info: dict[str, Any], slices: _native.SliceBatch) -> None:
-        flags: dict[Any, Any] = info  # where other libraries have them under their keys, too
-        if self.truncated_key is not None and self._done_key is not None:
-            for key in (self.truncated_key, self._done_key):
-                flags[key if len(key) > 1 else key[0]] = mark_last(batch, key, slices)
+        if self._flags:
+            flags: dict[Any, Any] = info  # where other libraries have them under their keys, too
+            truncated_key, done_key, terminated_key = self._flag_keys
+            truncated, done, terminated = get_entries(batch, self._flags[0][:-1], self._flag_names)
+            marked = truncated is not None and slices.mark_last(truncated)
+            flags[truncated_key] = truncated if marked else mark_last(batch, self._flags[0], slices)
+            marked = done is not None and slices.mark_last(done)
+            flags[done_key] = done if marked else mark_last(batch, self._flags[1], slices)
+            flags[terminated_key] = torch.zeros_like(slices.last()) if terminated is None else terminated
+        if self.pad_output:
+            put(batch, MASK, slices.mask())
         if self.slice_key is not None:
             put(batch, self.slice_key, info["slice_id"])
 
@@ -288,17 +508,45 @@ def _positive(n: Any, name: str) -> int | None:
     return int(n)
 
 
-def _pair(span: Any) -> tuple[bool, bool]:
-    pair = (span, span) if isinstance(span, bool) else span
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(s, bool) for s in pair):
-        raise ValueError(f"span is a bool or a pair of them (begin, end), got {span!r}")
-    return pair[0], pair[1]
+def _shown_key(path: KeyPath) -> Any:
+    """A key as users write it: a string where it is one."""
+    return path if len(path) > 1 else path[0]
+
+
+def _pair(span: Any) -> tuple[Cut, Cut]:
+    pair = tuple(span) if isinstance(span, tuple | list) else (span, span)
+    if len(pair) != 2 or not all(isinstance(s, bool) or (hasattr(s, "__index__") and int(s) >= 0) for s in pair):
+        raise ValueError(
+            f"span is a bool, a number of steps of 0 or more, or a pair of such (begin, end), got {span!r}"
+        )
+    begin, end = (s if isinstance(s, bool) else int(s) for s in pair)
+    return begin, end
+
+
+def _rows_cut(span: tuple[Cut, Cut], length: int) -> tuple[int, int]:
+    """By how many rows slices of this length may be cut at their begin and end."""
+    begin, end = (cut if type(cut) is int else (length - 1) * cut for cut in span)
+    if max(begin, end) >= length:
+        raise ValueError(f"span={span} leaves nothing of slices of {length} steps; a number must be less than {length}")
+    return begin, end
+
+
+def _stored_flag(storage: Storage, path: KeyPath, slots: Tensor) -> Tensor | None:
+    """The flags of stored rows, bool [n, 1]; None where these have no such leaf."""
+    with storage.mutex:
+        if storage.leaf(path) is None:
+            return None
+        lanes = storage.lanes
+        assert lanes is not None
+        rows = storage.column(path, slots // lanes.envs)
+        each = rows.reshape(len(slots), lanes.envs, -1)[torch.arange(len(slots)), slots % lanes.envs]
+    return each.cpu().to(torch.bool).any(1, keepdim=True)
 
 
 def _being_written(storage: Storage) -> bool:
     """Whether a writer is replacing rows: a tiny lane shows fewer for that moment."""
     lanes = storage.lanes
-    return lanes is not None and any(lane["claimed"] > lane["published"] for lane in lanes.states())
+    return lanes is not None and any(lane["claimed"] > lane["published"] for lane in lanes.counters())
 
 
 class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
@@ -335,14 +583,32 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         self._ran_out = False
         self._epoch_id = self._drawn_epoch_id = -1  # of the epoch, and of that of the last draw, in this process
 
+    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
+        return None  # an epoch has a state
+
     def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
         index, of_slices = super()._info(storage, slices)
         info = EpochInfo(of_slices)
         info.epoch = self._drawn_epoch_id
         return index, info
 
+    def _check_batch_size(self, batch_size: int | None, storage: Storage) -> None:
+        if self.drop_last:
+            check_full_batches(batch_size, storage)
+
     def _max_rows(self, storage: Storage, batch_size: int) -> int:
-        return min(batch_size, stored_rows(storage))
+        return batch_size if self.pad_output else min(batch_size, stored_rows(storage))
+
+    @property
+    def _sample_list(self) -> Tensor | None:
+        """The trajectories that are left of the epoch, in their order: int64, numbered as they were when it began.
+
+        None before the first epoch; empty after its last batch.
+        """
+        with self.lock:
+            if self._walk is None or self._epoch is None:
+                return torch.empty(0, dtype=torch.int64) if self._ran_out else None
+            return self._walk.rest(self._epoch["position"])
 
     def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
         """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""
@@ -358,7 +624,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         if fresh is not None:
             slices = slices.replaced(which[:done], fresh)
         slices = slices.without(which[done:])
-        info.update(super()._info(storage, slices)[1])
+        info.update(self._entries(slices))
         return slices.slots()
 
     def _draw_more(self, storage: Storage, rule: _native.SliceRule, epoch: int, n: int) -> _native.SliceBatch | None:
@@ -392,6 +658,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
             if len(slices) == n or (len(slices) and not self.drop_last):
                 return slices
         raise RuntimeError("writers overwrite the trajectories of an epoch before they can be read; use SliceSampler")
+
+    totals = Sampler.totals  # an epoch is one of a storage
 
     def _begin_if_needed(self, storage: Storage, rule: _native.SliceRule) -> tuple[dict[str, Any], _native.SliceEpoch]:
         lanes = storage.lanes
@@ -526,7 +794,8 @@ class SequenceSampler(SliceSampler, built_in=True):
             sequence).
         strict_length: draw only from trajectories of at least as many steps as there are training rows. The default is
             True with `weight="trajectories"`, and False with "steps", so that every stored step is drawn.
-        Others: as SliceSampler; there is no `span`. The last step, not the last row, is marked truncated and done.
+        Others: as SliceSampler; there is no `span` and no `pad_output`. The last step, not the last row, is marked
+            truncated and done.
 
     Raises:
         ValueError: `burn_in` is negative, or leaves no training rows (at `sample` where `num_slices` is given).
@@ -548,14 +817,16 @@ class SequenceSampler(SliceSampler, built_in=True):
         self,
         *,
         burn_in: int = 0,
-        mask_key: Key = ("collector", "mask"),
+        mask_key: Key = MASK,
         init_key: Key | None = "is_init",
         weight: Weight = "trajectories",
         strict_length: bool | None = None,
         **slices: Any,
     ) -> None:
-        if "span" in slices:
-            raise TypeError("sequences have one length: there is no span; use SliceSampler")
+        if "span" in slices or "pad_output" in slices:
+            raise TypeError(
+                "sequences have one length and are padded: there is no span, no pad_output; use SliceSampler"
+            )
         strict = weight == "trajectories" if strict_length is None else strict_length
         super().__init__(weight=weight, strict_length=strict, **slices)
         if isinstance(burn_in, bool) or not hasattr(burn_in, "__index__") or int(burn_in) < 0:
@@ -565,6 +836,12 @@ class SequenceSampler(SliceSampler, built_in=True):
             self._check_burn_in(self.slice_len)
         self.mask_key = as_path(mask_key, "mask_key")
         self.init_key = None if init_key is None else as_path(init_key, "init_key")
+
+    _watched = (*SliceSampler._watched, "mask_key", "init_key")
+
+    def _marks(self) -> tuple[tuple[str, KeyPath], ...]:
+        init = () if self.init_key is None else (("first", self.init_key),)
+        return (*super()._marks(), ("mask", self.mask_key), *init)
 
     def _check_burn_in(self, length: int) -> None:
         if self.burn_in >= length:
@@ -582,11 +859,8 @@ class SequenceSampler(SliceSampler, built_in=True):
             return _native.SliceRule(length, least, before=length - 1, pad=True, by_window=True)
         return _native.SliceRule(length, least, before=self.burn_in, pad=True)
 
-    def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
-        index, info = super()._info(storage, slices)
-        by_key: dict[Any, Any] = info
-        by_key[self.mask_key if len(self.mask_key) > 1 else self.mask_key[0]] = slices.mask()
-        return index, info
+    def _entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
+        return {**super()._entries(slices), _shown_key(self.mask_key): slices.mask()}
 
     def _mark(self, batch: Any, info: dict[str, Any], slices: _native.SliceBatch) -> None:
         super()._mark(batch, info, slices)
@@ -598,15 +872,22 @@ class SequenceSampler(SliceSampler, built_in=True):
         return {**super()._config(), "burn_in": self.burn_in}
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """Burn-in and training rows of a batch `[num_slices, slice_len]`: `[num_slices, burn_in]` and the rest."""
-        return batch[:, : self.burn_in], batch[:, self.burn_in :]
+        """Burn-in and training rows of a batch `[num_slices, slice_len]`: `[num_slices, burn_in]` and the rest.
+
+        A batch of dicts is one whose tensors have that shape first.
+        """
+        before, after = (slice(None), slice(self.burn_in)), (slice(None), slice(self.burn_in, None))
+        return (
+            map_outermost(batch, lambda part: part[before]),
+            map_outermost(batch, lambda part: part[after]),
+        )
 
     def __repr__(self) -> str:
         settings = f"burn_in={self.burn_in}, strict_length={self.strict_length}{self._weight_shown}"
         return f"{type(self).__name__}({self._size_shown}, {settings})"
 
 
-class PrioritizedSliceSampler(SliceSampler, built_in=True):
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
     """Slices of trajectories that start at a step with probability proportional to `(p + eps) ** alpha` of that step.
 
     A step can be a start when a whole slice from it on lies in its trajectory; with `strict_length=False` any step can,
@@ -616,8 +897,10 @@ class PrioritizedSliceSampler(SliceSampler, built_in=True):
 
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as `PrioritizedSampler`.
-        Others: as `SliceSampler`; `span` must be False, as windows that begin before their trajectory have no start.
-            There is no `weight`: priorities decide.
+        span: as `SliceSampler`. With `end` steps near the end of their trajectory can be starts, too; with `begin` a
+            slice that starts at the first step of its trajectory is cut by a number of steps that is drawn uniformly.
+            The probabilities of starts are those of their priorities all the same.
+        Others: as `SliceSampler`. There is no `weight`: priorities decide.
 
     Raises:
         ValueError: a setting that is not allowed.
@@ -644,110 +927,46 @@ class PrioritizedSliceSampler(SliceSampler, built_in=True):
         *,
         num_slices: int | None = None,
         slice_len: int | None = None,
-        end_key: Key = DONE,
+        end_key: Key | None = None,
+        end_keys: Sequence[Key] | None = None,
         traj_key: Key | None = None,
         ends: Tensor | None = None,
         trajectories: Tensor | None = None,
         cache_values: bool = False,
         truncated_key: Key | None = TRUNCATED,
         strict_length: bool = True,
-        span: bool | tuple[bool, bool] = False,
+        pad_output: bool = False,
+        span: Cut | tuple[Cut, Cut] = False,
         slice_key: Key | None = None,
+        compilable: bool = False,
     ) -> None:
-        super().__init__(
-            num_slices=num_slices, slice_len=slice_len, end_key=end_key, traj_key=traj_key, ends=ends,
-            trajectories=trajectories, cache_values=cache_values, truncated_key=truncated_key,
-            strict_length=strict_length, span=span, slice_key=slice_key,
+        SliceSampler.__init__(
+            self, num_slices=num_slices, slice_len=slice_len, end_key=end_key, end_keys=end_keys, traj_key=traj_key,
+            ends=ends, trajectories=trajectories, cache_values=cache_values, truncated_key=truncated_key,
+            strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key, compilable=compilable,
         )  # fmt: skip
-        if any(self.span):
-            raise ValueError(f"span must be False with priorities, got {span}; strict_length=False cuts slices at ends")
         self._table = PriorityTable(
             max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, starts_only=True
         )
 
-    # What the table says, as PrioritizedSampler has it.
-    alpha, beta, eps = PrioritizedSampler.alpha, PrioritizedSampler.beta, PrioritizedSampler.eps
-    max_capacity, dtype = PrioritizedSampler.max_capacity, PrioritizedSampler.dtype
-    reduction = PrioritizedSampler.reduction
-    max_priority_within_buffer = PrioritizedSampler.max_priority_within_buffer
-    default_priority, skipped = PrioritizedSampler.default_priority, PrioritizedSampler.skipped
-
     # ---- sampling ----
+    def _native_draw(self, storage: Storage) -> _native.RowDraw | None:
+        return None  # nor by priority, as PrioritizedSampler does
+
     def _draw(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
         if storage.lanes is None:
             return None
         return self.episodes.draw_starts(storage, self._table.following(storage, storage.lanes), rule, seed, n)
 
-    def _info(self, storage: Storage, slices: _native.SliceBatch) -> tuple[Index, dict[str, Any]]:
-        index, info = super()._info(storage, slices)
-        info["priority_weight"] = self._table.start_weights(slices)
-        return index, info
-
-    # ---- priorities: those of the table, under the lock ----
-    def update_priority(
-        self, index: Any, priority: Any, *, generation: Any = None, storage: Storage | None = None
-    ) -> None:
+    def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         with self.lock:
-            self._table.update(index, priority, generation, storage)
+            rule = self._rule_of(batch_size)
+            return self._table.totals(
+                lambda p: self.episodes.poll_starts(storage, p, rule) if newest else None, storage
+            )
 
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        with self.lock:
-            self._table.mark(index, storage)
-
-    def priorities(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """The priorities of stored steps as they were given: float64 [n]; -1 where a slot holds no step.
-
-        Raises:
-            IndexError: an index lies outside the storage.
-        """
-        with self.lock:
-            return self._table.get(index, storage)
-
-    def checked_priorities(self, priority: Any, n: int) -> Tensor:
-        """Priorities of n steps, reduced to one for each: float64 [n].
-
-        Raises:
-            ValueError: one is negative, NaN or infinite, or there is not one for each step.
-        """
-        return self._table.checked(priority, n)
-
-    def check_storage(self, storage: Storage) -> None:
-        self._table.check_storage(storage)
-
-    def empty(self) -> None:
-        with self.lock:
-            self._table.empty()
-
-    def state_dict(self) -> dict[str, Any]:
-        with self.lock:
-            return {**self._config(), **self._table.state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        with self.lock:
-            super().load_state_dict(state)
-            self._table = self._table.restored(state)
-
-    def _config(self) -> dict[str, Any]:
-        return {**super()._config(), **self._table.config()}
-
-    def _differences(self, state: dict[str, Any]) -> list[str]:
-        self._table.check_saved(state)
-        return super()._differences(state)
-
-    def _check_state(self, state: dict[str, Any], storage: Storage) -> None:
-        self._table.check_state(state, storage)
-
-    def _rebase(self, incarnation: int, shifts: list[int]) -> None:
-        with self.lock:
-            self._table = self._table.rebased(shifts)
-
-    def _sync(self, storage: Storage) -> None:
-        with self.lock:
-            self._table.sync(storage)
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self.lock:
-            return {**super().__getstate__(), "_table": copy.copy(self._table)}
+    def _entries(self, slices: _native.SliceBatch) -> dict[Any, Any]:
+        return {**super()._entries(slices), "priority_weight": self._table.start_weights(slices)}
 
     def __repr__(self) -> str:
         settings = f"strict_length={self.strict_length}, {self._table.settings_shown()}"

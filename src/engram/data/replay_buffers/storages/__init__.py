@@ -5,10 +5,13 @@ from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TensorStorage
+from engram.data.replay_buffers.storages.variants import CompressedListStorage, LazyStackStorage
 
 __all__ = [
     "Checked",
+    "CompressedListStorage",
     "LazyMemmapStorage",
+    "LazyStackStorage",
     "LazyTensorStorage",
     "ListStorage",
     "Rows",

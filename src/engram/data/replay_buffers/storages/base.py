@@ -11,15 +11,17 @@ import logging
 import math
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engram import pytree
+from engram import _native, pytree
 from engram._system import fork_registry
 from engram.checkpoint.snapshot import save_snapshot
 from engram.errors import CheckpointMisfitError, StorageError
@@ -27,7 +29,7 @@ from engram.interop.open import open_saved
 from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.counters import Counters, check_sequences
 from engram.store.files import is_passing_fds, pickle_by_state
-from engram.store.indexing import Selection, from_slots, select, stored_slots
+from engram.store.indexing import Selection, from_slots, select, stored_slots, to_slots
 from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.tables import JoinedRows, Rows, RowTable, expand_slots
@@ -35,6 +37,7 @@ from engram.store.tables import JoinedRows, Rows, RowTable, expand_slots
 log = logging.getLogger("engram")
 
 _MAX_SIZE = 1 << 56
+_NO_LIMIT = 1 << 40  # items of a storage without a size
 
 _T = TypeVar("_T")
 
@@ -59,6 +62,10 @@ class Storage(abc.ABC):
     A storage of your own defines `lanes`, `check`, `append`, `overwrite` and `read`; it may also define `replace` (for
     writers that keep the best), `leaf` and `column` (faster than reading whole rows), `empty` and `nbytes`.
     `engram.testing.StorageContract` tests it.
+
+    Or it defines `get(index)`, `set(index, data)` and `__len__` in TorchRL's form, and `_empty()` for buffers that are
+    emptied: `index` is an int, or a tensor of slots, for which `get` returns a batch or a list of items. Whoever reads
+    it while it is written must see whole rows; the buffer holds a lock meanwhile.
     """
 
     #: Batch dimensions of the data; the last one is time.
@@ -68,16 +75,30 @@ class Storage(abc.ABC):
 
     # Whether any objects are stored one by one, so that reading several gives a list of them.
     _holds_items: ClassVar[bool] = False
+    # Whether a list that is written stays one.
+    _takes_lists: ClassVar[bool] = False
+    # What makes a batch of what was read, where the buffer does not say it.
+    _default_collate: ClassVar[Any] = None
+    # Whether `_push` may stand for `check` and `append`.
+    _pushes: ClassVar[bool] = False
     # Whether it has no rows of its own, but members that have.
     _is_ensemble: ClassVar[bool] = False
+    # Whether what is `set` now are new rows (`_setting_new_rows`).
+    _sets_new_rows = False
+    # Whether its buffer's batches carry an index, so that rows must have a place for it where a writer stores it.
+    _requires_index = False
     # Whether its steps can be saved as items, one by one (`StepsAsItems`).
     _saved_as_items: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         pickle_by_state(cls)
+        if cls.get is not Storage.get and cls.set is not Storage.set and cls.append is Storage.append:
+            for name in _FROM_GET_AND_SET:
+                if getattr(cls, name, None) is getattr(Storage, name, None):
+                    setattr(cls, name, vars(_GetSetStorage)[name])
 
-    def __init__(self, max_size: int | None, checkpointer: Any = None) -> None:
+    def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
         if max_size is not None and (
             isinstance(max_size, bool) or not hasattr(max_size, "__index__") or not 0 < int(max_size) <= _MAX_SIZE
         ):
@@ -116,6 +137,27 @@ class Storage(abc.ABC):
     def env_shape(self) -> tuple[int, ...]:
         """The shape of the environments: `()` with ndim=1, `(envs,)` with ndim=2."""
         return ()
+
+    @property
+    def shape(self) -> torch.Size:
+        """The stored time steps, and with ndim=2 the environments of each."""
+        return torch.Size((len(self) // math.prod(self.env_shape), *self.env_shape))
+
+    def __contains__(self, index: Any) -> bool:
+        """Whether every step that an index means is stored."""
+        lanes = self.lanes
+        if lanes is None:
+            return False
+        try:
+            slots = select(lanes.store, index, self.env_shape).slots
+        except IndexError:
+            return False
+        inside = bool((slots < lanes.capacity).all())
+        return inside and bool((lanes.store.generations(slots) >= 0).all())
+
+    def flatten(self) -> Storage:
+        """This storage, where it has one dimension; else a new one of one dimension with copies of all rows."""
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +238,13 @@ class Storage(abc.ABC):
         number.
         """
 
+    def _push(self, items: Any, single: bool, time_dim: int, index_key: str | None) -> Any:
+        """`check` and `append` in one, for the commonest data; also of a list of items, stacked along `time_dim`.
+
+        Returns the index as `add` (`single`) and `extend` do. None: nothing was written, take the other way.
+        """
+        return None
+
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
         """Writes rows (int64 [n]) of a checked batch over stored ones; the caller uses the storage exclusively.
 
@@ -245,6 +294,13 @@ class Storage(abc.ABC):
             sequences: also return each row's sequence.
         """
 
+    def _read_items(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool, collated: bool) -> Rows:
+        """As `read`, of a storage of items: the caller's own ones; with `collated` a batch, or what is yet to be one.
+
+        A batch has the entries of `extra`.
+        """
+        return self.read(slots, None, extra, sequences)
+
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
         if not len(self) or self.lanes is None:
@@ -264,6 +320,11 @@ class Storage(abc.ABC):
     @property
     def _row_table(self) -> RowTable | None:
         """The packed rows; None where they are stored otherwise, or nothing is."""
+        return None
+
+    @property
+    def _row_source(self) -> _native.RowSource | None:
+        """What native calls read whole batches from, now; None where `read` does more than that."""
         return None
 
     def _read_many(
@@ -312,16 +373,144 @@ class Storage(abc.ABC):
         return self.read(selection.slots, selection.shape)
 
     def set(self, index: Any, items: Any, index_key: str | None = None) -> None:
-        """Replaces stored rows. With `index_key` each of them stores its own index there.
+        """Writes at an index: replaces rows that are stored, and appends at those that follow directly on them.
+
+        Args:
+            index: an int, or a range, list or tensor of ints: time steps. A slice of as many steps as the data have is
+                such a range, too. Any other index means stored rows.
+            items: a batch with a row for each, or one row for all. For storages of items also any sequence of these.
+            index_key: each row also stores its own index there.
 
         Raises:
-            IndexError: a step that has not been written.
-            StorageInUseError: another process has the storage open.
+            IndexError: an index that has not been written and does not follow directly on what is stored.
+            ValueError, TypeError: the data do not fit; the message names the leaf. Nothing is changed.
+            StorageInUseError: stored rows would be replaced, and another process has the storage open.
+
+        Example:
+            >>> storage = LazyTensorStorage(10)
+            >>> storage.set(range(3), torch.tensor([0.0, 1.0, 2.0]))
+            >>> storage.set([2, 3], torch.tensor([20.0, 30.0]))
+            >>> len(storage), storage[:]
+            (4, tensor([ 0.,  1., 20., 30.]))
         """
+        with self.mutex:
+            index = self._as_new_steps(index, items) if isinstance(index, slice) else index
+            steps = _listed_steps(index)
+            if steps is None:
+                self._replace_stored(index, items, index_key)
+                return
+            stored = self._are_stored(steps)
+            if self._sets_new_rows and torch.equal(steps, self._next_steps(len(steps))):
+                stored[:] = False  # round the ring: the newest rows take the place of the oldest
+            as_new = self._sets_new_rows and self._replaces_out_of_turn
+            if bool(stored.all()) and not as_new:
+                self._replace_stored(index, items, index_key)
+                return
+            rows = self._rows_for(index, len(steps), items)
+            new = steps[~stored]
+            following = self._next_steps(len(new))
+            if not torch.equal(new, following):
+                raise IndexError(
+                    f"index {new[new != following][0]} has not been written, and does not follow directly on the "
+                    f"{len(self)} stored steps: the next is {following[0]}. Nothing was written"
+                )
+            self._set_and_append(steps, stored, rows, index_key, as_new=as_new)
+
+    def _as_new_steps(self, index: slice, items: Any) -> slice | range:
+        """A slice as a range of time steps where it has as many of these as the data, and not all are stored."""
+        start, stop = index.start or 0, self.max_size if index.stop is None else index.stop
+        if type(start) is not int or type(stop) is not int or index.step not in (None, 1):
+            return index
+        if not 0 <= start < stop or stop - start != _length(items):
+            return index
+        is_single = not isinstance(items, list) and self.lanes is not None and len(self) and self._is_single(items)
+        if is_single or (self.max_size is not None and stop > self.max_size):
+            return index
+        steps = range(start, stop)
+        return index if bool(self._are_stored(torch.tensor(steps)).all()) else steps
+
+    def _set_and_append(self, steps: Tensor, stored: Tensor, rows: Any, index_key: str | None, *, as_new: bool) -> None:
+        """Replaces the rows of those steps that are stored, and appends those of the others."""
+        replaces, appends = bool(stored.any()), not bool(stored.all())
+        if appends:
+            checked = self.check(pytree.select_rows(rows, ~stored) if replaces else rows, False, 0, index_key)
+            if checked.steps != len(steps) - int(stored.sum()):
+                raise ValueError(f"{len(steps)} steps are indexed, the data have others; nothing was written")
+        if replaces:
+            replaced = pytree.select_rows(rows, stored) if appends else rows
+            put = self._replace_by_new if as_new else self._replace_stored
+            put(steps[stored], replaced, index_key)
+        if appends:
+            self.append(checked)
+
+    def _rows_for(self, index: Any, n: int, items: Any) -> Any:
+        """Data for n steps as a batch: one row is repeated, a list becomes a batch where rows have one layout."""
+        if np.ndim(index) == 0 and not isinstance(index, range):
+            if self._holds_items:
+                return [items]
+            return pytree.expand(items, 1) if self.lanes is None or self._is_single(items) else items
+        if type(items) is list and not self._takes_lists:
+            return pytree.stack(items, 0)
+        return pytree.expand(items, n) if self.lanes is not None and self._is_single(items) else items
+
+    def _next_steps(self, n: int) -> Tensor:
+        """The time steps that the next n rows of this process go to: int64 [n]."""
+        if self.lanes is not None:
+            return self.lanes.next_slots(n)
+        return torch.arange(n) if self.max_size is None else torch.arange(n) % self.max_size
+
+    def _are_stored(self, steps: Tensor) -> Tensor:
+        """Which of these time steps hold rows: bool [n]. IndexError: one lies outside the storage."""
+        lanes = self.lanes
+        if lanes is None:
+            return torch.zeros(len(steps), dtype=torch.bool)
+        room = lanes.capacity // lanes.envs
+        if bool((steps >= room).any()):
+            raise IndexError(
+                f"index {int(steps.max())} has not been written, and lies outside the {room} steps that the storage "
+                "has room for; nothing was written"
+            )
+        return lanes.store.generations(steps * lanes.envs) >= 0
+
+    def _replace_stored(self, index: Any, items: Any, index_key: str | None = None) -> None:
+        """Replaces stored rows in place: they are the same steps with other values."""
         if self.lanes is None:
             raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
         with self.lanes.exclusive("changing stored rows"):
             self._set(select(self.lanes.store, index, self.env_shape), items, index_key)
+
+    @property
+    def _replaces_out_of_turn(self) -> bool:
+        """Whether a new row can take the place of any stored one, with a sequence of its own."""
+        lanes, replaces = self.lanes, type(self).replace is not Storage.replace
+        return replaces and self.ndim == 1 and lanes is not None and lanes.store.lanes == 1
+
+    def _replace_by_new(self, slots: Tensor, items: Any, index_key: str | None) -> None:
+        """Puts new rows in the place of stored ones: each gets a sequence of its own."""
+        if len(set(slots.tolist())) != len(slots):
+            raise ValueError("an index names a step twice; nothing was written")
+        self._carry_sequences()
+        checked = self.check(items, False, 0, index_key, slots)
+        if checked.steps != len(slots):
+            raise ValueError(f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written")
+        with self._exclusive("replacing rows"):
+            assert self.lanes is not None
+            self._prepare_replace(checked, torch.arange(len(slots)), slots)()
+            self.lanes.store.count_replaced(slots)
+
+    @contextlib.contextmanager
+    def _setting_new_rows(self) -> Iterator[None]:
+        """Inside, in this thread, `set` writes new rows: also those that take the place of others."""
+        with self.mutex:
+            before, self._sets_new_rows = self._sets_new_rows, True
+            try:
+                yield
+            finally:
+                self._sets_new_rows = before
+
+    def _for_own_writers(self) -> Any:
+        """What a writer of a user's own calls `set` of."""
+        return self
 
     def _set(self, selection: Selection, items: Any, index_key: str | None) -> None:
         if len(set(selection.slots.tolist())) != len(selection.slots):
@@ -344,9 +533,34 @@ class Storage(abc.ABC):
     def __setitem__(self, index: Any, items: Any) -> None:
         self.set(index, items)
 
+    def _generations_of(self, index: Any) -> Tensor:
+        """The sequence of the row in each place, int64 in the shape of the index; -1: there is none."""
+        slots = to_slots(index, self.env_shape, self.max_size or 0)
+        return self._generations(slots).reshape(_shape_of(index, len(self.env_shape)))
+
+    def _generations(self, slots: Tensor) -> Tensor:
+        """The sequence of the row in each slot (int64 [n]); -1 where there is none, as for slot -1, which writers give
+        to what they refuse.
+        """
+        lanes = self.lanes
+        if lanes is None:
+            return torch.full_like(slots, -1)
+        return torch.where(slots < 0, -1, lanes.generations(slots.clamp(min=0)))
+
     def from_slots(self, slots: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Slots as users see them: int64 [n], with ndim=2 a tuple (time, env) of such."""
         return from_slots(slots, self.env_shape)
+
+    def _index_of(self, slots: Any, single: bool) -> Any:
+        """Slots as `add` (`single`) and `extend` return them."""
+        if self.ndim > 1:
+            # Before the first write a storage does not know its environments; there is nothing to point at, either.
+            if not len(slots):
+                return slots.new_empty(0, self.ndim)
+            return torch.stack(tuple(self.from_slots(slots)), -1)
+        if not single:
+            return slots
+        return slots if type(slots) is int else int(slots[0])
 
     # ---- life ----
     def empty(self, reset_count: bool = True) -> None:
@@ -379,6 +593,16 @@ class Storage(abc.ABC):
     def close(self) -> None:
         """Ends the use of the storage by this object."""
         self.release()
+
+    def _turn(self) -> AbstractContextManager[None]:
+        """A block in which no other process appends where this one does; the caller holds the mutex.
+
+        Before the first write there is nothing to take turns in.
+
+        Raises:
+            StorageInUseError: another process has been appending for ten seconds; the message names it.
+        """
+        return contextlib.nullcontext()
 
     def _exclusive(self, operation: str) -> AbstractContextManager[None]:
         """A block that no other user of the storage runs beside.
@@ -456,10 +680,10 @@ class Storage(abc.ABC):
         """Adds a callable that storages' checkpointers apply to what is loaded."""
         self.checkpointer.register_load_hook(hook)
 
-    def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> None:
-        """Saves this storage alone."""
+    def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> str:
+        """Saves this storage alone; returns the name of the snapshot."""
         with self.mutex, self._consistent_view() as source:
-            save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
+            return save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None) -> None:
         """Replaces everything by what was saved; errors as `ReplayBuffer.loads`."""
@@ -560,6 +784,9 @@ class Storage(abc.ABC):
             if hasattr(buffer, "after_fork"):
                 buffer.after_fork()
 
+    def _check_sending(self) -> None:
+        """Called before it is sent to another process; `__getstate__` says what cannot be."""
+
     def __getstate__(self) -> dict[str, Any]:
         raise StorageError(
             f"Cannot share a storage of type {type(self).__name__}, which belongs to its process; "
@@ -569,6 +796,18 @@ class Storage(abc.ABC):
     def _copy_arguments(self) -> dict[str, Any] | None:
         """Arguments for a storage like this one, to put copied rows in; None: it is copied as any object."""
         return None
+
+    def _description(self) -> dict[str, Any] | None:
+        """Arguments for a storage like this one, as far as a checkpoint can have them; None: they are not known."""
+        arguments = self._copy_arguments()
+        plain = arguments is not None and all(isinstance(v, bool | int | str | type(None)) for v in arguments.values())
+        return arguments if plain else None
+
+    @property
+    def _has_hooks(self) -> bool:
+        """Whether hooks change what is saved or loaded."""
+        own = self._checkpointer
+        return own is not None and bool(getattr(own, "save_hooks", ()) or getattr(own, "load_hooks", ()))
 
     @property
     def _pickled_by_path(self) -> bool:
@@ -618,6 +857,280 @@ class Storage(abc.ABC):
         return f"{type(self).__name__}(max_size={self.max_size}, len={len(self)}, ndim={self.ndim})"
 
 
+class _GetSetStorage(Storage):
+    """What a storage of a user's own gets that has only `get`, `set` and `__len__`: the rest, made of these."""
+
+    _own_lanes: Lanes | None = None
+    _takes_lists: ClassVar[bool] = True
+
+    @property
+    def lanes(self) -> Lanes:
+        if self._own_lanes is None:
+            self._own_lanes = Lanes.in_memory(self._max_size or _NO_LIMIT)
+            self._own_lanes.mutex = self.mutex
+            if len(self):
+                self._own_lanes.advance(len(self))
+        return self._own_lanes
+
+    def _for_own_writers(self) -> Any:
+        return _CountedSets(self)
+
+    # ---- copies: what the user's class keeps is copied as it is, and beside it the counters ----
+    def _check_sending(self) -> None:
+        Storage.__getstate__(self)
+
+    def _own_state(self) -> dict[str, Any]:
+        """The attributes that a copy gets, those of the user's class as they are; the caller holds the mutex."""
+        state = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
+        lanes = self._own_lanes
+        return {**state, "_own_lanes": None if lanes is None else (lanes.capacity, lanes.saved_states()[0])}
+
+    def __getstate__(self) -> dict[str, Any]:
+        if is_passing_fds():
+            self._check_sending()
+        with self.mutex:  # the rows of one moment, whatever is written while they are pickled
+            return copy.deepcopy(self._own_state(), {id(self): self})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Storage.__init__(self, None)
+        vars(self).update(state)
+        if state["_own_lanes"] is None:
+            return
+        capacity, lane = state["_own_lanes"]
+        self._own_lanes = lanes = Lanes.in_memory(capacity)
+        lanes.mutex = self.mutex
+        lanes.hold()  # as the writer of the copied rows: trajectories go on
+        lanes.store.begin_restore()
+        lanes.store.set_seams(
+            0, lane["base"], lane["published"], [seam for seam in lane["seams"] if seam > lane["base"]]
+        )
+        lanes.restore_lane(0, lane, 0)
+        lanes.store.end_restore()
+        self._sequence_shifts = [0]  # rows have the sequences that they had: a sampler's priorities stay theirs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if type(self).__getstate__ is not _GetSetStorage.__getstate__:  # the class says itself what a copy is made of
+            return Storage.__deepcopy__(self, memo)
+        memo[id(self)] = twin = type(self).__new__(type(self))
+        with self.mutex:
+            twin.__setstate__(copy.deepcopy(self._own_state(), memo))
+        return twin
+
+    def check(
+        self,
+        items: Any,
+        single: bool,
+        time_dim: int = 0,
+        index_key: str | None = None,
+        index: Tensor | None = None,
+    ) -> Checked:
+        items = pytree.clone(items)
+        n = 1 if single else _count_steps(items, time_dim)
+        if not n:
+            raise ValueError("nothing to add: the batch has no steps")
+        if not single:
+            items = items if isinstance(items, list) else pytree.move_dim(items, time_dim, 0)
+        if index_key is not None:
+            at = self.lanes.next_slots(n) if index is None else index
+            if isinstance(items, list):
+                items = [_with_index(item, index_key, slot, 0) for item, slot in zip(items, at, strict=True)]
+            else:
+                items = _with_index(items, index_key, at[0] if single else at, 0 if single else 1)
+        return Checked(n, (items, single))
+
+    def append(self, checked: Checked, most: int | None = None) -> Tensor:
+        items, single = checked.data
+        n = checked.steps if most is None else min(most, checked.steps)
+        slots = self.lanes.next_slots(n)
+        if single:
+            self.set(int(slots[0]), items)
+        else:
+            first = max(0, n - self.lanes.capacity)  # of a batch that is longer than the ring the last steps stay
+            chosen = torch.zeros(checked.steps, dtype=torch.bool)
+            chosen[first:n] = True
+            self.set(slots[first:], items if bool(chosen.all()) else pytree.select_rows(items, chosen))
+        self.lanes.advance(n)
+        return slots
+
+    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+        lanes = self.lanes
+        absent = slots[lanes.store.generations(slots) < 0]
+        if len(absent):
+            raise IndexError(f"index {int(absent[0])} has not been written; {len(self)} steps are stored")
+        n = _count_steps(items, 0)
+        if n != len(slots):
+            raise ValueError(f"{len(slots)} steps are indexed, the data have {n}; nothing was written")
+        self.set(slots, self.check(items, False, 0, index_key, slots).data[0])
+        lanes.store.note_edits(slots)
+
+    def read(
+        self,
+        slots: Tensor,
+        shape: tuple[int, ...] | None = None,
+        extra: dict[str, Any] | None = None,
+        sequences: bool = False,
+    ) -> Rows:
+        with self.mutex:
+            counted = self.lanes.generations(slots)
+            absent = torch.nonzero(counted < 0).reshape(-1).tolist()
+            if absent:
+                return Rows(None, absent=absent)
+            batch = self.get(slots)
+        if isinstance(batch, list):  # which a collate function makes a batch of
+            return Rows(batch, sequences=counted if sequences else None)
+        if shape is not None:
+            batch = pytree.map_outermost(batch, lambda part: part.reshape(*shape, *part.shape[1:]))
+        if extra and pytree.has_keys(batch):
+            batch = pytree.copy_containers(batch)
+            for key, value in extra.items():
+                pytree.set_per_item(batch, key, value, 1 if shape is None else len(shape))
+        return Rows(batch, sequences=counted if sequences else None)
+
+    def _default_collate(self, batch: Any) -> Any:
+        return pytree.collate_items(batch) if isinstance(batch, list) else batch
+
+    def leaf(self, path: KeyPath) -> LeafSpec | None:
+        if not len(self):
+            return None
+        value = get_entry(self._default_collate(self.get(stored_slots(self.lanes.store)[:1])), path)
+        return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))
+
+    def column(self, path: KeyPath, slots: Tensor) -> Tensor:
+        values = get_entry(self._default_collate(self.get(slots)), path)
+        if values is None:
+            raise KeyError(f"the stored steps have no {format_key(path)}")
+        return torch.as_tensor(values)
+
+    def _is_single(self, items: Any) -> bool:
+        stored = self.get(int(stored_slots(self.lanes.store)[0]))
+        return tuple(np.shape(_first_leaf(items))) == tuple(np.shape(_first_leaf(stored)))
+
+    def _replace_stored(self, index: Any, items: Any, index_key: str | None = None) -> None:
+        if np.ndim(index) == 0 and not isinstance(index, slice):
+            with self.lanes.exclusive("changing stored rows"):
+                selection = select(self.lanes.store, index, ())
+                self.set(int(selection.slots[0]), self.check(items, True, -1, index_key, selection.slots).data[0])
+                self.lanes.store.note_edits(selection.slots)
+            return
+        Storage._replace_stored(self, index, items, index_key)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.get(index)
+
+    def __setitem__(self, index: Any, items: Any) -> None:
+        self.set(index, items)
+
+    def empty(self, reset_count: bool = True) -> None:
+        forget = getattr(self, "_empty", None)
+        if forget is None:
+            raise RuntimeError(f"a {type(self).__name__} has no method _empty, which forgets all rows")
+        with self._replacing("empty"):
+            forget()
+            self.lanes.store.empty(reset_count)
+
+
+_FROM_GET_AND_SET = [
+    *("lanes", "check", "append", "overwrite", "read", "leaf", "column", "empty", "__getitem__", "__setitem__"),
+    *("_own_lanes", "_takes_lists", "_default_collate", "_is_single", "_replace_stored", "_for_own_writers"),
+    *("_check_sending", "_own_state", "__getstate__", "__setstate__", "__deepcopy__"),
+]
+_NOT_COPIED = ("mutex", "_attached", "_forked_from", "_own_lanes")  # each object has its own
+
+
+class _CountedSets:
+    """A storage whose class has a `set` of its own, for a writer: what the writer sets counts as stored."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._given = storage
+
+    def set(self, index: Any, items: Any, index_key: str | None = None) -> None:
+        storage = self._given
+        slots, single = torch.as_tensor(index, dtype=torch.int64).reshape(-1), np.ndim(index) == 0
+        with storage.mutex:
+            if torch.equal(slots, storage._next_steps(len(slots))):
+                checked = storage.check(items, single, -1 if single else 0, index_key)
+                if checked.steps != len(slots):
+                    raise ValueError(
+                        f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written"
+                    )
+                storage.append(checked)
+            else:
+                storage._replace_stored(index if single else slots, items, index_key)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._given[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_given":  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self._given, name)
+
+
+def warn_of_items(batch: Any) -> None:
+    """Warns, at the first batch of a storage with ndim=1, that whole trajectories are what it stores as items."""
+    shape = list(batch.shape)
+    n, steps = shape[0], math.prod(shape[1:])
+    warnings.warn(
+        f"a batch of shape {shape} is stored as {n} items of {steps} steps each, as the storage has ndim=1: a sample "
+        f"of k is [k, {', '.join(map(str, shape[1:]))}]. To store {n * steps} single steps, make the storage with "
+        f"ndim={len(shape)}, or write batch.reshape(-1); where whole trajectories are what you want, ignore this",
+        UserWarning,
+        stacklevel=6,
+    )
+
+
+def _with_index(items: Any, key: str, index: Tensor, lead: int) -> Any:
+    """Data with keys, and under one of them the index of each step; other data as they are."""
+    if not pytree.has_keys(items):
+        return items
+    items = items.copy()
+    pytree.set_per_item(items, key, index, lead)
+    return items
+
+
+def _length(items: Any) -> int | None:
+    """The length of a sequence or of the first dimension of a batch; None of a single step."""
+    if isinstance(items, list | tuple | range):
+        return len(items)
+    shape = items.shape if hasattr(items, "shape") else np.shape(_first_leaf(items))
+    return int(shape[0]) if len(shape) else None
+
+
+def _count_steps(items: Any, time_dim: int) -> int:
+    """The steps of a batch along the dimension of time; of a list its items."""
+    if isinstance(items, list):
+        return len(items)
+    shape = np.shape(_first_leaf(items)) if not hasattr(items, "shape") else items.shape
+    if len(shape) <= time_dim:
+        raise ValueError("extend takes a batch, found a single step; use add. Nothing was written")
+    return int(shape[time_dim])
+
+
+def _first_leaf(items: Any) -> Any:
+    """The first leaf of data; None where they have none."""
+    leaves = pytree.describe(items, 0)[1]
+    return leaves[0][1] if leaves else None
+
+
+def _listed_steps(index: Any) -> Tensor | None:
+    """The time steps of an int, or of a range, list, array or tensor of ints from 0 on; None: it is another index."""
+    if isinstance(index, range):
+        index = list(index)
+    if isinstance(index, bool | np.bool_ | tuple | slice | str) or index is None or index is ...:
+        return None
+    try:
+        steps = torch.as_tensor(index)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    if steps.dtype == torch.bool or steps.is_floating_point() or steps.is_complex() or steps.ndim > 1:
+        return None
+    steps = steps.reshape(-1).cpu().to(torch.int64)
+    return steps if len(steps) and int(steps.min()) >= 0 else None
+
+
 _live: weakref.WeakSet[Storage] = fork_registry(lambda storage: storage._after_fork())
 
 
@@ -627,6 +1140,14 @@ def _unpickled(cls: Any, arguments: dict[str, Any], checkpointer: Any, form: Any
         storage._take_row_form(form)
         storage.load_state_dict(state)
     return storage
+
+
+def _shape_of(index: Any, env_dims: int) -> tuple[int, ...]:
+    """The shape of the places that an index of a storage with so many dimensions of environments names."""
+    if isinstance(index, tuple):
+        return tuple(np.shape(index[0]))
+    shape = tuple(np.shape(index))
+    return shape[:-1] if env_dims else shape
 
 
 def as_storage(storage: Any) -> Storage:

@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 
-from engram import _native
 from engram._system import boot_id
 from engram.data.replay_buffers.storages.base import Checked, Storage, log
-from engram.data.replay_buffers.storages.tensor import TableStorage
+from engram.data.replay_buffers.storages.tensor import TableStorage, saved_layout
 from engram.errors import StorageError, StorageInUseError
 from engram.store.files import (
-    FILE_NAME,
     StoreSession,
     StoreSpec,
     create_named,
-    has_store,
     is_passing_fds,
     open_passed_store,
-    open_store,
     open_temporary,
     share_fd,
 )
+from engram.store.header import FILE_NAME, has_store, observe_store
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
-from engram.store.locks import LaneLocks, is_open_elsewhere
+from engram.store.locks import LaneLocks
 from engram.store.tables import Rows, RowTable
+from engram.store.unmade import UnmadeStore
 from engram.store.views import RowSnapshot
 
 _T = TypeVar("_T")
@@ -61,10 +60,11 @@ class ObservedMemmapStorage(TableStorage):
 
     def __init__(self, scratch_dir: str | os.PathLike[str], *, checkpointer: Any = None) -> None:
         self.scratch_dir = Path(scratch_dir)
-        store, fd = _observed(self.scratch_dir)
+        store, fd = observe_store(self.scratch_dir)
+        store.advise_random()
         self._fd = fd
         try:
-            layout, env_shape, ndim = _saved_layout(store)
+            layout, env_shape, ndim = saved_layout(store)
         except (ValueError, KeyError, TypeError) as error:
             os.close(fd)
             raise StorageError(f"{self.scratch_dir / FILE_NAME} has no readable layout: {error}") from error
@@ -118,6 +118,12 @@ class ObservedMemmapStorage(TableStorage):
     @property
     def _row_table(self) -> None:
         """None: each read is validated."""
+
+    def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
+        table = self._table
+        if not isinstance(table, RowTable):
+            raise StorageError(f"the storage in {self.scratch_dir} was closed")
+        return self._validated(lambda: table.read_packed(slots, by_leaf, sequences))
 
     def _settled(self, look: Callable[[], _T]) -> _T:
         return self._validated(look)
@@ -209,41 +215,6 @@ class _ObservedRows(RowSnapshot):
         return block
 
 
-def _observed(folder: Path) -> tuple[_native.Store, int]:
-    """The store in a folder, mapped read-only, and its descriptor."""
-    path = folder / FILE_NAME
-    fd, _ = open_store(folder, os.O_RDONLY)
-    try:
-        store = _native.Store.open(fd, read_only=True)
-        _check_repaired(store, fd, path)
-    except (RuntimeError, ValueError) as error:
-        os.close(fd)
-        raise StorageError(f"{path} cannot be opened: {error}") from error
-    except BaseException:
-        os.close(fd)
-        raise
-    store.advise_random()
-    return store, fd
-
-
-def _check_repaired(store: _native.Store, fd: int, path: Path) -> None:
-    """A StorageError where the store needs a repair, which only a writing process makes."""
-    now = boot_id()
-    in_use = is_open_elsewhere(fd)
-    has_boot_ids = any(now) and any(store.boot_id)
-    stopped = not store.clean and (store.boot_id != now if has_boot_ids else not in_use)
-    halfway = store.interrupted or any(n % 2 for n in store.epoch())
-    if stopped or (halfway and not in_use):
-        why = "the machine stopped while it was written" if stopped else "a process died in the middle of a change"
-        raise StorageError(f"{path}: {why}. Open it once for writing, which mends it")
-
-
-def _saved_layout(store: _native.Store) -> tuple[RowLayout, tuple[int, ...], int]:
-    """The layout of a store's rows, the shape of its environments, and its ndim; any error: they are damaged."""
-    saved = json.loads(store.layout)
-    return RowLayout.from_json(saved), tuple(int(d) for d in saved["inner"]), int(saved["ndim"])
-
-
 class LazyMemmapStorage(TableStorage):
     """Packed rows in a mapped file, made at the first write.
 
@@ -257,9 +228,21 @@ class LazyMemmapStorage(TableStorage):
         scratch_dir: a folder for the file.
         ndim: batch dimensions of the data; the last one is time.
         existsok: open the store that is in `scratch_dir` instead of refusing it.
-        lanes: how many processes may append.
+        lanes: how many processes may append side by side, each to a ring of its own. None: any number take turns in
+            one ring, an `extend` at a time, and slices end where another process wrote.
+        device: "cpu" or "auto": a mapped file is memory of the CPU.
+        compilable: accepted, without effect.
+        auto_cleanup: delete the store in `scratch_dir` when this object is closed or collected, or its process ends (a
+            kill leaves it), and the folder, if it was made for it. A store that another process has open then stays,
+            and copies that are sent there delete nothing. None, False: it stays. A file without `scratch_dir` always
+            goes.
+        shared_init: processes that have it (forked, or sent) before the first write share it: the first of them that
+            writes makes the file, the others use it. None of those that got it so deletes a store in `scratch_dir`.
+        max_bytes: instead of `max_size`, the size that the file may have: a number, "80GB", "512MiB". As many steps as
+            fit, which is known at the first write; until then `max_size` is None.
 
     Raises:
+        ValueError: another device.
         StorageError: there is a store in `scratch_dir` already; or, at the first write and with the numbers, the
             disk cannot hold it.
 
@@ -275,20 +258,37 @@ class LazyMemmapStorage(TableStorage):
         (6, tensor(5.))
     """
 
+    _is_mapped: ClassVar[bool] = True
+
     def __init__(
         self,
-        max_size: int | None,
+        max_size: int | None = None,
         scratch_dir: str | os.PathLike[str] | None = None,
         ndim: int = 1,
         existsok: bool = False,
-        lanes: int = 1,
+        lanes: int | None = None,
         *,
         checkpointer: Any = None,
+        device: torch.device | str = "cpu",
+        compilable: bool = False,
+        auto_cleanup: bool | None = None,
+        shared_init: bool = False,
+        max_bytes: int | str | None = None,
     ) -> None:
-        super().__init__(max_size, ndim, checkpointer, lanes)
+        if str(device) not in ("cpu", "cpu:0", "auto"):
+            raise ValueError(
+                f"device={device!r}: Memory map device other than CPU is not supported; move batches as they are read: "
+                "rb.append_transform(lambda batch: batch.to(device))"
+            )
+        super().__init__(max_size, ndim, checkpointer, lanes, max_bytes)
+        self.device = torch.device("cpu")
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self._auto_cleanup = bool(auto_cleanup)
+        self._makes_folder = self.scratch_dir is not None and not self.scratch_dir.exists()
+        self._remove: weakref.finalize[Any, Any] | None = None
         self._session: StoreSession | None = None
         self.dropped = 0
+        self._shared_init = shared_init
         if self.scratch_dir is not None and has_store(self.scratch_dir):
             if not existsok:
                 raise StorageError(
@@ -296,12 +296,14 @@ class LazyMemmapStorage(TableStorage):
                     "LazyMemmapStorage.open(...) or existsok=True, or choose another scratch_dir"
                 )
             self._open()
-        elif max_size is None and existsok and self.scratch_dir is not None:
+        elif max_size is None and max_bytes is None and existsok and self.scratch_dir is not None:
             raise StorageError(
                 f"there is no store in {self.scratch_dir} (no file {FILE_NAME}), and no max_size to make one"
             )
-        elif max_size is None:
-            raise ValueError("max_size must be given")
+        elif max_size is None and max_bytes is None:
+            raise ValueError("max_size must be given, or max_bytes")
+        elif shared_init and self.scratch_dir is None:
+            self._unmade = UnmadeStore(temporary=True)
 
     @classmethod
     def open(
@@ -322,19 +324,29 @@ class LazyMemmapStorage(TableStorage):
 
     # ---- making and opening ----
     def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable]:
-        envs, named = math.prod(self._env_shape), self.scratch_dir is not None
-        dimensions = {"inner": list(self._env_shape), "ndim": self.ndim} if named else None
-        spec = StoreSpec(layout, self._n_lanes, lane_capacity, envs, trailer=named, layout_extra=dimensions)
+        spec = self._spec(layout, lane_capacity, math.prod(self._env_shape))
         if self.scratch_dir is None:
-            fd = open_temporary(spec)
             log.info("mapped storage in a temporary file: %s", spec)
+            if self._unmade is not None:
+                store, locks = self._unmade.open_or_make(spec)
+                store.advise_random()
+                return self._table_of_shared(store, locks, layout)
+            fd = open_temporary(spec)
             store = spec.create_in(fd)
             store.advise_random()
-            lanes = Lanes(store, LaneLocks(fd))
+            lanes = Lanes(store, LaneLocks(fd), turns=self._given_lanes is None)
             return lanes, RowTable(lanes, layout, mapped=True)
         if create_named(self.scratch_dir, spec, _start_header):
             log.info("mapped storage in %s: %s", self.scratch_dir, spec)
         return self._open_file(layout)
+
+    def _spec(self, layout: RowLayout, lane_capacity: int, envs: int) -> StoreSpec:
+        named = self.scratch_dir is not None
+        dimensions = self._dimensions if named or self._unmade is not None else None
+        return StoreSpec(layout, self._n_lanes, lane_capacity, envs, trailer=named, layout_extra=dimensions)
+
+    def _bytes_of(self, layout: RowLayout, lane_capacity: int, envs: int) -> int:
+        return self._spec(layout, lane_capacity, envs).total_bytes
 
     def _open_file(self, layout: RowLayout | None) -> tuple[Lanes, RowTable]:
         """Opens the file, whichever process made it; its layout must be this one."""
@@ -346,12 +358,15 @@ class LazyMemmapStorage(TableStorage):
             session.locks.close()
             raise
         self._session, self.dropped = session, session.dropped
+        if self._auto_cleanup:
+            folder = self.scratch_dir.absolute() if self._makes_folder else None
+            self._remove = weakref.finalize(self, _remove_store, session, folder, os.getpid())
         return lanes, table
 
     def _table_of(self, session: StoreSession, layout: RowLayout | None) -> tuple[Lanes, RowTable]:
         assert self.scratch_dir is not None
         try:
-            saved, env_shape, ndim = _saved_layout(session.store)
+            saved, env_shape, ndim = saved_layout(session.store)
             differences = [] if layout is None else layout.differences(saved)
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{self.scratch_dir / FILE_NAME} has no readable layout: {error}") from error
@@ -364,17 +379,22 @@ class LazyMemmapStorage(TableStorage):
         else:
             saved.take_form(layout)  # which may have a tensorclass, unnamed in the file
         session.store.advise_random()
-        lanes = Lanes(session.store, session.locks, on_take=session.on_take, on_exclusive=session.on_exclusive)
+        turns = self._given_lanes is None
+        lanes = Lanes(session.store, session.locks, session.on_take, session.on_exclusive, turns)
         return lanes, RowTable(lanes, saved, mapped=True)
 
     def _open(self) -> None:
         max_size, ndim, n_lanes = self._max_size, self.ndim, self._n_lanes
         lanes, table = self._open_file(None)
         self._n_lanes = lanes.store.lanes
-        if max_size is not None:
+        if self._n_lanes > 1:
+            self._given_lanes = self._n_lanes
+        if max_size is not None or self._max_bytes is not None:
             differences = []
-            if lanes.capacity not in range(max_size, max_size + self._n_lanes * lanes.envs):
+            if max_size is not None and lanes.capacity not in range(max_size, max_size + self._n_lanes * lanes.envs):
                 differences.append(f"room for {lanes.capacity} steps, max_size={max_size} was asked for")
+            if max_size is None and lanes.store.lane_capacity != self._new_lane_capacity(table.layout, lanes.envs):
+                differences.append(f"{lanes.store.total_bytes} bytes, max_bytes={self._max_bytes} was asked for")
             if ndim != self.ndim:
                 differences.append(f"ndim={self.ndim}, ndim={ndim} was asked for")
             if n_lanes != self._n_lanes:
@@ -389,6 +409,19 @@ class LazyMemmapStorage(TableStorage):
         lanes.mutex = self.mutex
         self._lanes, self._table = lanes, table
         self._max_size = self._requested_size = lanes.capacity
+
+    def _join_made(self) -> None:
+        if self.scratch_dir is None:
+            super()._join_made()
+            return
+        with self._make_lock:
+            if self._table is None and has_store(self.scratch_dir):
+                self._open()
+
+    def _after_fork(self) -> None:
+        super()._after_fork()
+        if self._shared_init and self._lanes is None:
+            self._auto_cleanup = False  # the parent deletes what this process may make
 
     def _warn_of_copy(self) -> None:
         if self.scratch_dir is None:  # else the first write makes a file that both processes use
@@ -414,32 +447,54 @@ class LazyMemmapStorage(TableStorage):
 
     def close(self) -> None:
         """Syncs the rows and ends the use of the store; what was written is there for `open`."""
+        self._shared_init, self._unmade = False, None
         if self._lanes is None:
             return
         with self.mutex:
             try:
+                if self._remove is not None:
+                    self._remove()
                 if self._session is not None:
                     self._session.close()
             finally:
                 self._lanes.close()
-                self._lanes = self._table = self._session = None
+                self._lanes = self._table = self._session = self._remove = None
+
+    def cleanup(self) -> bool:
+        """Deletes the store in `scratch_dir` now; this object may be read until it is closed.
+
+        Returns False, and deletes nothing, where there is no store yet, or another process has it open.
+        """
+        if self._session is None or self.scratch_dir is None:
+            return False
+        with self.mutex:
+            if self._remove is not None:
+                self._remove.detach()
+                self._remove = None
+            folder = self.scratch_dir.absolute() if self._makes_folder else None
+            return _remove_store(self._session, folder, os.getpid())
 
     def _copy_arguments(self) -> dict[str, Any]:
         # A copy's file is temporary: no second store is made in the same folder.
-        return {"max_size": self._requested_size, "ndim": self.ndim, "lanes": self._n_lanes}
+        return {
+            **self._size_arguments(), "ndim": self.ndim, "lanes": self._given_lanes, "shared_init": self._shared_init,
+        }  # fmt: skip
 
     @property
     def _pickled_by_path(self) -> bool:
         return self.scratch_dir is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.scratch_dir is not None and self._lanes is None and not is_passing_fds():
+        if self.lanes is None and self.scratch_dir is not None and (self._shared_init or not is_passing_fds()):
             return {"unmade": {**self._copy_arguments(), "scratch_dir": str(self.scratch_dir.absolute())}}
+        if self.lanes is None and self._unmade is not None:
+            return {"unmade": {**self._copy_arguments(), "shared_init": False}, "store": self._unmade}
         if self._lanes is None or self._lanes.locks is None:
             raise StorageError(
-                "the storage has not been initialized: write its first batch before sending it to another process"
+                "the storage has not been initialized: write its first batch before sending it to another process, or "
+                "make it with shared_init=True"
             )
-        state: dict[str, Any] = {"env_shape": self._env_shape, "ndim": self.ndim}
+        state: dict[str, Any] = {"env_shape": self._env_shape, "ndim": self.ndim, "lanes": self._given_lanes}
         if self.scratch_dir is not None:
             return {**state, "scratch_dir": str(self.scratch_dir.absolute())}
         return {**state, "descriptor": share_fd(self._lanes.locks.fd)}
@@ -447,18 +502,32 @@ class LazyMemmapStorage(TableStorage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "unmade" in state:
             self.__init__(**state["unmade"], existsok=True)  # type: ignore[misc]
+            if "store" in state:
+                self._shared_init, self._unmade = True, state["store"]
             return
         if "scratch_dir" in state:
-            self.__init__(None, scratch_dir=state["scratch_dir"], existsok=True)  # type: ignore[misc]
+            self.__init__(None, state["scratch_dir"], existsok=True, lanes=state.get("lanes"))  # type: ignore[misc]
             return
         store, locks, layout = open_passed_store(state["descriptor"])
-        self.__init__(store.lanes * store.lane_capacity, ndim=state["ndim"])  # type: ignore[misc]
+        self.__init__(  # type: ignore[misc]
+            store.lanes * store.lane_capacity, ndim=state["ndim"], lanes=state.get("lanes")
+        )
         store.advise_random()
-        lanes = Lanes(store, locks)
+        lanes = Lanes(store, locks, turns=self._given_lanes is None)
         lanes.mutex = self.mutex
         self._n_lanes, self._env_shape, self._lanes = store.lanes, state["env_shape"], lanes
         self._table = RowTable(lanes, layout, mapped=True)
         self._max_size = self._requested_size = lanes.capacity
+
+
+def _remove_store(session: StoreSession, folder: Path | None, process: int) -> bool:
+    """Deletes a store that nobody else has open, and its folder where it was made for it; not in a forked child."""
+    if os.getpid() != process or not session.remove():
+        return False
+    if folder is not None:
+        with contextlib.suppress(OSError):  # other files are in it
+            folder.rmdir()
+    return True
 
 
 def _start_header(store: Any) -> None:

@@ -6,20 +6,24 @@ import abc
 import contextlib
 import copy
 import dataclasses
+import json
 import math
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram import pytree
+from engram import _native, pytree
+from engram._system import parse_bytes
 from engram.checkpoint.protocols import Rows as RowBlock
-from engram.data.replay_buffers.storages.base import Checked, Storage, TooManyRowsError, log
+from engram.data.replay_buffers.storages.base import Checked, Storage, TooManyRowsError, log, warn_of_items
 from engram.errors import CheckpointError, CheckpointMisfitError, StorageError
 from engram.pytree import TreeSpec
 from engram.specs.tensors import usable_device
@@ -35,10 +39,12 @@ from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, LeafSpec, MalformedLayoutError, RowLayout
 from engram.store.locks import LaneLocks
 from engram.store.tables import ColumnTable, JoinedRows, Rows, RowTable, expand_slots
+from engram.store.unmade import UnmadeStore
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, RowSnapshot
 
 _COPY_BLOCK_BYTES = 16 << 20
-_STAGED_BYTES = 1 << 28  # rows that a load holds in memory until they are verified
+_STAGED_BYTES = 1 << 28  # rows that a load keeps aside: those that come, until they are verified, and those that go
+_IN_MEMORY_BYTES = 1 << 25  # more of them are kept in a temporary file
 _NO_STEPS = "nothing to add: the batch has no steps"
 
 
@@ -46,11 +52,32 @@ class TableStorage(Storage):
     """A storage whose rows all have one layout: those of a table that is made when the layout is known."""
 
     _saved_as_items: ClassVar[bool] = False
+    _is_mapped: ClassVar[bool] = False  # whether rows are in a file, so that reading them may wait for a disk
 
-    def __init__(self, max_size: int | None, ndim: int, checkpointer: Any = None, lanes: int = 1) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A child that has one of them of its own wants it called.
+        cls._pushes = cls.check is TableStorage.check and cls.append is TableStorage.append
+
+    def __init__(
+        self,
+        max_size: int | None,
+        ndim: int,
+        checkpointer: Any = None,
+        given_lanes: int | None = None,
+        max_bytes: int | str | None = None,
+    ) -> None:
         super().__init__(max_size, checkpointer)
+        if max_size is not None and max_bytes is not None:
+            raise ValueError(f"max_size={max_size} and max_bytes={max_bytes!r} were given; give one of them")
+        self._max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
         if ndim < 1:
             raise ValueError(f"ndim must be at least 1, got {ndim}")
+        # Whether a storage that nothing was written to may be sent, and is then made by the first process that writes.
+        self._shared_init = False
+        self._unmade: UnmadeStore | None = None  # what these processes share until then, where no file has a name
+        self._given_lanes = given_lanes  # None: writers take turns in one lane
+        lanes = 1 if given_lanes is None else given_lanes
         if lanes < 1 or (lanes > 1 and ndim > 1):
             raise ValueError(f"lanes must be at least 1, and 1 with ndim={ndim}: got {lanes}")
         self.ndim = ndim
@@ -71,8 +98,10 @@ class TableStorage(Storage):
         self._expects_sequences = False
 
     def _after_fork(self) -> None:
-        super()._after_fork()
         self._make_lock = threading.Lock()
+        shared_init, self._shared_init = self._shared_init, False  # nothing is opened before this process uses it
+        super()._after_fork()
+        self._shared_init = shared_init
 
     @abc.abstractmethod
     def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
@@ -81,6 +110,8 @@ class TableStorage(Storage):
     # ---- facts ----
     @property
     def lanes(self) -> Lanes | None:
+        if self._lanes is None and self._shared_init:
+            self._join_made()
         return self._lanes
 
     @property
@@ -89,15 +120,20 @@ class TableStorage(Storage):
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._table is None else self._table.nbytes
+        return 0 if self.lanes is None or self._table is None else self._table.nbytes
 
     @property
     def layout(self) -> RowLayout | None:
-        return None if self._table is None else self._table.layout
+        return None if self.lanes is None or self._table is None else self._table.layout
+
+    def flatten(self) -> Storage:
+        if self.ndim == 1:
+            return self
+        return TensorStorage(pytree.flatten_dims(self.get(slice(None)), 0, len(self._env_shape)))
 
     @property
     def _storage(self) -> Any:
-        if self._table is None or self._lanes is None:
+        if self.lanes is None or self._lanes is None:
             return None
         store = self._lanes.store
         return self._shaped_view(0, store.lanes * store.lane_capacity)
@@ -106,7 +142,8 @@ class TableStorage(Storage):
         assert self._table is not None
         view = self._table.view(start, stop)
         if (len(self._env_shape) > 1 or self._env_shape == (1,)) and isinstance(self._table, RowTable):
-            view = view.reshape(stop - start, *self._env_shape)
+            lead, merged = (stop - start, *self._env_shape), 1 if self._env_shape == (1,) else 2
+            view = pytree.map_outermost(view, lambda part: part.reshape(*lead, *part.shape[merged:]))
         return view
 
     def __getitem__(self, index: Any) -> Any:
@@ -150,35 +187,148 @@ class TableStorage(Storage):
 
     # ---- making ----
     def _ensure(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> RowTable | ColumnTable:
-        with self._make_lock:
+        with self._making(), self._make_lock:
             if self._table is None:
                 layout = RowLayout.of(items, batch_dims)
                 # The first batch decides the layout only if it can be written itself.
                 if not layout.plan(items, batch_dims, time_dim).steps:
                     raise ValueError(_NO_STEPS)
+                if batch_dims == self.ndim == 1 and layout.within:
+                    warn_of_items(items)
                 if index_key is not None:
-                    layout = _with_index(layout, index_key, self.ndim)
+                    layout = _with_index(layout, index_key, self.ndim, required=self._requires_index)
                 self._make_table(layout, self._first_env_shape or _env_shape(items, batch_dims, time_dim))
         assert self._table is not None
+        if self._shared_init:  # another process may have made it
+            envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)
+            if envs != self._env_shape:
+                raise self._other_envs(envs)
         return self._table
+
+    def _other_envs(self, envs: tuple[int, ...]) -> ValueError:
+        return ValueError(f"the batch has environments of shape {list(envs)}, this storage {list(self._env_shape)}")
+
+    def adopt(self, layout: RowLayout) -> None:
+        """Makes the storage for rows of this layout before the first of them comes; ndim=1. The same again is no error.
+
+        Raises:
+            ValueError: it has another layout already; every difference is listed. Or ndim is not 1.
+            StorageError: it cannot be made.
+
+        Example:
+            >>> storage = LazyTensorStorage(10)
+            >>> storage.adopt(RowLayout.of(TensorDict({"x": torch.zeros(3)}, [3]), 1))
+            >>> storage.layout.paths, len(storage)
+            (frozenset({('x',)}), 0)
+        """
+        if self.ndim != 1:
+            raise ValueError(f"a layout says nothing of environments: ndim must be 1, it is {self.ndim}")
+        with self._make_lock:
+            if self._table is None:
+                self._make_table(layout, ())
+                return
+        differences = self._table.layout.differences(layout)
+        if differences:
+            raise ValueError(f"this storage has another layout: {'; '.join(differences)}. Nothing was changed")
 
     def _make_table(self, layout: RowLayout, env_shape: tuple[int, ...]) -> None:
         """Makes the table for rows of a layout and environments of this shape."""
-        if self._requested_size is None:
-            raise ValueError("this storage needs a max_size")
+        if self._requested_size is None and self._max_bytes is None:
+            raise ValueError("this storage needs a max_size, or max_bytes")
         self._warn_of_copy()
         self._env_shape = env_shape
         if self._expects_sequences:
             layout = layout.with_sequence()
         try:
-            lane_capacity = math.ceil(self._requested_size / (self._n_lanes * math.prod(env_shape)))
-            lanes, table = self._make(layout, lane_capacity)
+            lanes, table = self._make(layout, self._new_lane_capacity(layout, math.prod(env_shape)))
         except BaseException:
             self._env_shape = ()
             raise
+        self._take_table(lanes, table)
+
+    def _take_table(self, lanes: Lanes, table: RowTable | ColumnTable) -> None:
         lanes.mutex = self.mutex
         self._table, self._lanes = table, lanes
         self._max_size = lanes.capacity
+
+    # ---- making it together with other processes ----
+    def _join_made(self) -> None:
+        """Opens the store that another process has made, if one has."""
+        with self._make_lock:
+            if self._table is None and self._unmade is not None and self._unmade.is_made():
+                self._take_table(*self._table_of_shared(*self._unmade.open(), None))
+
+    @contextlib.contextmanager
+    def _making(self) -> Iterator[None]:
+        """A block in which no other process makes a storage that this one shares and has not made yet."""
+        if self._unmade is None or self.lanes is not None:
+            yield
+            return
+        with self._unmade.held():
+            self._join_made()  # while this process waited
+            yield
+
+    def _table_of_shared(
+        self, store: _native.Store, locks: LaneLocks, layout: RowLayout | None
+    ) -> tuple[Lanes, RowTable]:
+        """The lanes and the table of a store that one of the processes has made, perhaps for rows of this layout."""
+        saved, self._env_shape, _ = saved_layout(store)
+        if layout is not None and not layout.differences(saved):
+            saved.take_form(layout)  # which may have a tensorclass, unnamed in the store
+        lanes = Lanes(store, locks, turns=self._given_lanes is None)
+        return lanes, RowTable(lanes, saved, mapped=self._is_mapped)
+
+    @property
+    def _dimensions(self) -> dict[str, Any]:
+        """What processes that open the store must know besides the layout."""
+        return {"inner": list(self._env_shape), "ndim": self.ndim}
+
+    def _warn_of_copy(self) -> None:
+        if not self._shared_init:  # else the first write makes rows that both processes use
+            super()._warn_of_copy()
+
+    def set(self, index: Any, items: Any, index_key: str | None = None) -> None:
+        with self._making():
+            super().set(index, items, index_key)
+
+    def _exclusive(self, operation: str) -> AbstractContextManager[None]:
+        if self._unmade is None or self._lanes is not None:
+            return super()._exclusive(operation)
+        return self._first_exclusive(operation)
+
+    @contextlib.contextmanager
+    def _first_exclusive(self, operation: str) -> Iterator[None]:
+        with self.mutex, self._making(), super()._exclusive(operation):
+            yield
+
+    def _new_lane_capacity(self, layout: RowLayout, envs: int) -> int:
+        """Time steps of a lane of a new table. StorageError: not one fits into `max_bytes`."""
+        if self._max_bytes is None:
+            return math.ceil((self._requested_size or 0) / (self._n_lanes * envs))
+        fit, too_many = 0, self._max_bytes // max(self._n_lanes * envs * layout.payload_bytes, 1) + 1
+        while too_many - fit > 1:  # the space between header and rows grows with their number
+            steps = (fit + too_many) // 2
+            if self._bytes_of(layout, steps, envs) > self._max_bytes:
+                too_many = steps
+            else:
+                fit = steps
+        if not fit:
+            raise StorageError(
+                f"max_bytes={self._max_bytes} is less than the {self._bytes_of(layout, 1, envs)} bytes that a storage "
+                f"of one step{' of each environment' * (envs > 1)}{' in each lane' * (self._n_lanes > 1)} needs"
+            )
+        return fit
+
+    def _bytes_of(self, layout: RowLayout, lane_capacity: int, envs: int) -> int:
+        """Bytes of a new table, header and rows."""
+        extra = None if self._unmade is None else self._dimensions
+        return StoreSpec(layout, self._n_lanes, lane_capacity, envs, trailer=False, layout_extra=extra).total_bytes
+
+    def _size_arguments(self) -> dict[str, Any]:
+        """`max_size` and `max_bytes` for a storage with as much room."""
+        if self._max_bytes is None or self._lanes is not None:
+            return {"max_size": self._max_size if self._requested_size is None else self._requested_size}
+        return {"max_size": None, "max_bytes": self._max_bytes}
 
     def _expect_sequences(self) -> None:
         self._expects_sequences = True
@@ -262,7 +412,7 @@ class TableStorage(Storage):
         if self._table is None:
             self._first_env_shape = envs
         elif envs != self._env_shape:
-            raise ValueError(f"the batch has environments of shape {list(envs)}, this storage {list(self._env_shape)}")
+            raise self._other_envs(envs)
         if len(envs) == 1:
             return items, batch_dims, time_dim
         first = 1 if time_dim == 0 else 0
@@ -294,6 +444,26 @@ class TableStorage(Storage):
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         assert self._table is not None and self._lanes is not None
         return expand_slots(self._table.append(checked.data, most), self._lanes.envs)
+
+    def _push(self, items: Any, single: bool, time_dim: int, index_key: str | None) -> Any:
+        table, ndim = self._table, self.ndim
+        if type(table) is not RowTable or ndim > 2:
+            return None
+        if ndim == 1:
+            return table.push(items, 0 if single else 1, time_dim, index_key)
+        slots = table.push(items, 1 if single else 2, -1 if single else time_dim, index_key)
+        return None if slots is None else self._index_of(expand_slots(slots, table.lanes.envs), single)
+
+    def _turn(self) -> AbstractContextManager[None]:
+        lanes = self._lanes
+        if lanes is None and self._unmade is not None:
+            return self._first_turn()
+        return contextlib.nullcontext() if lanes is None or not lanes.takes_turns else lanes.turn()
+
+    @contextlib.contextmanager
+    def _first_turn(self) -> Iterator[None]:
+        with self._making(), contextlib.nullcontext() if self.lanes is None else self.lanes.turn():
+            yield
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
         self._prepare_replace(checked, rows, slots)()
@@ -341,9 +511,12 @@ class TableStorage(Storage):
         extra: dict[str, Any] | None = None,
         sequences: bool = False,
     ) -> Rows:
-        if self._table is None:
-            raise IndexError("nothing has been written to this storage yet")
-        return self._table.read(slots, shape, extra, sequences)
+        table = self._table
+        if table is None:
+            if self.lanes is None or self._table is None:
+                raise IndexError("nothing has been written to this storage yet")
+            table = self._table
+        return table.read(slots, shape, extra, sequences)
 
     def _read_many(
         self,
@@ -370,6 +543,11 @@ class TableStorage(Storage):
         return self._table if isinstance(self._table, RowTable) else None
 
     @property
+    def _row_source(self) -> _native.RowSource | None:
+        table, lanes = self._table, self._lanes
+        return None if table is None or lanes is None or lanes.unused_since_fork else table.source
+
+    @property
     def _item_shape(self) -> tuple[int, ...]:
         return () if self._table is None else self._table.layout.within
 
@@ -384,6 +562,46 @@ class TableStorage(Storage):
         assert self._table is not None
         return self._table.column(path, slots)
 
+    # ---- rows as bytes ----
+    def append_packed(self, lane: int, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
+        """Writes rows as bytes, uint8 [n, layout.payload_bytes], to a lane that this process holds: `Lanes.hold_lane`.
+
+        Returns time slots, int64 [n].
+
+        Raises:
+            ValueError: the rows are not ones of this layout; nothing was written.
+            StorageError: this process does not hold the lane; or the rows are not kept as bytes.
+
+        Example:
+            >>> batch = TensorDict({"x": torch.arange(3)}, [3])
+            >>> storage = LazyTensorStorage(10, shared=True, lanes=2)
+            >>> storage.adopt(RowLayout.of(batch, 1))
+            >>> storage.lanes.hold_lane(1)
+            >>> storage.append_packed(1, storage.layout.pack(batch))
+            tensor([5, 6, 7])
+        """
+        with self.mutex:
+            return self._packed_rows.append_packed(lane, rows)
+
+    def append_leaves(self, lane: int, leaves: list[Any]) -> Tensor:
+        """As `append_packed`, of the bytes of each leaf: uint8 [n, nbytes] for each of `layout.leaves`."""
+        with self.mutex:
+            return self._packed_rows.append_leaves(lane, leaves)
+
+    def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
+        """As `read`, as bytes: `batch` is a list of one tensor, uint8 [n, layout.payload_bytes].
+
+        With `by_leaf` a list with the bytes of each leaf, uint8 [n, nbytes].
+        """
+        return self._packed_rows.read_packed(slots, by_leaf, sequences)
+
+    @property
+    def _packed_rows(self) -> RowTable:
+        table = self._row_table
+        if table is None:
+            raise StorageError("this storage has no rows as bytes: adopt a layout first, with device='cpu'")
+        return table
+
     # ---- saving: the RowSource and RowSink that a checkpointer sees ----
     def _default_checkpointer(self) -> Any:
         from engram.data.replay_buffers.checkpointers.rows import TensorStorageCheckpointer
@@ -392,13 +610,13 @@ class TableStorage(Storage):
 
     def layout_state(self) -> dict[str, Any] | None:
         """The layout and the dimensions as JSON; None before the first write."""
-        if self._table is None:
+        if self.lanes is None or self._table is None:
             return None
         return {**self._table.layout.to_json(), "envs": list(self._env_shape), "ndim": self.ndim}
 
     def counters(self) -> dict[str, Any]:
         """Counters of every lane as JSON."""
-        if self._lanes is None:
+        if self.lanes is None or self._lanes is None:
             return {"lane_capacity": 0, "envs": 1, "lanes": []}
         store, lanes = self._lanes.store, self._lanes.saved_states()
         return {"lane_capacity": store.lane_capacity, "envs": store.envs, "lanes": lanes}
@@ -417,7 +635,7 @@ class TableStorage(Storage):
         return None if self._lanes is None else ChangeTracker(self._lanes).edited(since)
 
     def _snapshot_view(self) -> Any:
-        if self._table is None or self._lanes is None:
+        if self.lanes is None or self._table is None or self._lanes is None:
             return EmptySource()
         if isinstance(self._table, ColumnTable):
             return ColumnSnapshot(self._lanes, self)
@@ -429,7 +647,7 @@ class TableStorage(Storage):
 
     @contextlib.contextmanager
     def _consistent_view(self) -> Iterator[Any]:
-        table, lanes = self._table, self._lanes
+        lanes, table = self.lanes, self._table
         if lanes is None or lanes.locks is None or not isinstance(table, RowTable):
             yield self  # no other process sees these rows
             return
@@ -459,7 +677,7 @@ class TableStorage(Storage):
             envs = math.prod(env_shape)
             if counters["envs"] != envs:
                 differences.append(f"counters of {counters['envs']} environments, but a layout of {envs} there")
-            room = self._lane_room(envs)
+            room = self._lane_room(saved, envs)
             rows = [lane["published"] - lane["base"] for lane in lanes]
             if len(lanes) > self._n_lanes:
                 differences.append(f"{self._n_lanes} lanes here, {len(lanes)} there")
@@ -468,11 +686,9 @@ class TableStorage(Storage):
         if differences:
             raise CheckpointMisfitError("the checkpoint does not fit this storage", differences)
 
-    def _lane_room(self, envs: int) -> int:
-        """Time steps that fit into a lane."""
-        if self._lanes is not None:
-            return self._lanes.store.lane_capacity
-        return math.ceil((self._requested_size or 0) / (self._n_lanes * envs))
+    def _lane_room(self, layout: RowLayout, envs: int) -> int:
+        """Time steps that fit into a lane: of this table, or of one that is made with this layout."""
+        return self._new_lane_capacity(layout, envs) if self._lanes is None else self._lanes.store.lane_capacity
 
     def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """Makes the table if there is none and empties it."""
@@ -481,6 +697,8 @@ class TableStorage(Storage):
         if self._table is None and layout is not None:
             # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
             self._make_table(copy.copy(self._saved_layout(layout)), _saved_env_shape(layout))
+            if self._shared_init:
+                self.check_restore(layout, counters)  # another process may have made it
         elif layout is not None:
             self._make_room(self._saved_layout(layout))
         # From here on the old rows are being lost: whatever may fail comes first.
@@ -562,9 +780,10 @@ class TableStorage(Storage):
             rows.begin_restore(layout, counters)
         except TooManyRowsError:
             return None
+        steps = max(1, _COPY_BLOCK_BYTES // max(1, int(layout["row_bytes"]) * int(counters["envs"])))
         for i, lane in enumerate(counters["lanes"]):
-            if lane["published"] > lane["base"]:
-                rows.write_block(i, lane["base"], self.read_block(i, lane["base"], lane["published"]))
+            for start in range(lane["base"], lane["published"], steps):
+                rows.write_block(i, start, self.read_block(i, start, min(start + steps, lane["published"])))
         rows.end_restore()
         return rows.commit
 
@@ -575,7 +794,7 @@ class TableStorage(Storage):
 
     def abort_restore(self) -> None:
         """Leaves the storage empty, and without a layout where it had none before the load."""
-        if self._made_for_restore and self._remove_table():
+        if self._made_for_restore and not self._shared_init and self._remove_table():
             return
         if self._lanes is not None:
             self._lanes.store.begin_restore()
@@ -587,6 +806,12 @@ class TableStorage(Storage):
         assert self._lanes is not None
         same = self._restoring["lane_capacity"] == self._lanes.store.lane_capacity
         return 0 if same else int(self._restoring["lanes"][lane]["base"])
+
+
+def saved_layout(store: _native.Store) -> tuple[RowLayout, tuple[int, ...], int]:
+    """The layout of a store's rows, the shape of its environments, and its ndim; any error: they are damaged."""
+    saved = json.loads(store.layout)
+    return RowLayout.from_json(saved), tuple(int(d) for d in saved["inner"]), int(saved["ndim"])
 
 
 def _saved_env_shape(layout: dict[str, Any]) -> tuple[int, ...]:
@@ -611,8 +836,10 @@ def _check_rows(state: dict[str, Any]) -> None:
 class StagedRows:
     """The RowSink of a storage that holds rows: takes a saved state, which the storage gets in `commit`.
 
+    Many rows wait in a temporary file; in memory where there is no room for it.
+
     Args:
-        spill: whether rows that do not fit into the memory for this go to a temporary file; else they are too many.
+        spill: whether any number of rows may wait in the file; else more than `_STAGED_BYTES` are too many.
     """
 
     def __init__(self, storage: TableStorage, spill: bool) -> None:
@@ -621,6 +848,7 @@ class StagedRows:
         self._spill = spill
         self._blocks: list[tuple[int, int, RowBlock | _SpilledRows]] = []
         self._lock = threading.Lock()  # checkpointers read several files at once
+        self._fits_in_memory = True
         self._in_memory = 0
         self._file: Any = None
         self._end = 0  # of the file
@@ -644,14 +872,14 @@ class StagedRows:
         if nbytes > _STAGED_BYTES and not self._spill:
             raise TooManyRowsError
         self._saved_layout, self._saved_counters = layout, counters
+        self._fits_in_memory = nbytes <= _IN_MEMORY_BYTES
         self._blocks.clear()
 
     def write_block(self, lane: int, start: int, rows: RowBlock) -> None:
         with self._lock:
-            in_memory = self._in_memory + rows.nbytes <= _STAGED_BYTES
-            copy = np.array(rows, order="C") if in_memory else self._spilled(rows)
-            self._in_memory += rows.nbytes if in_memory else 0
-            self._blocks.append((lane, start, copy))
+            self._blocks.append(
+                (lane, start, self._in_memory_copy(rows) if self._fits_in_memory else self._spilled(rows))
+            )
 
     def end_restore(self) -> None:
         pass
@@ -671,7 +899,11 @@ class StagedRows:
             storage.abort_restore()
             raise
 
-    def _spilled(self, rows: RowBlock) -> _SpilledRows:
+    def _in_memory_copy(self, rows: RowBlock) -> RowBlock:
+        self._in_memory += rows.nbytes
+        return np.array(rows, order="C")
+
+    def _spilled(self, rows: RowBlock) -> _SpilledRows | RowBlock:
         content = np.ascontiguousarray(rows).reshape(-1)
         try:
             if self._file is None:
@@ -682,6 +914,8 @@ class StagedRows:
                 done = os.pwrite(self._file.fileno(), view, self._end)
                 view, self._end = view[done:], self._end + done
         except OSError as error:
+            if self._in_memory + rows.nbytes <= _STAGED_BYTES:
+                return self._in_memory_copy(rows)
             raise CheckpointError(
                 "with load hooks, rows that are loaded into a buffer that holds some wait in a temporary file until "
                 f"all of them are verified, and that cannot be written ({error.strerror}); set TMPDIR to a place with "
@@ -707,14 +941,19 @@ class _SpilledRows:
         return rows.reshape(self._shape)
 
 
-def _with_index(layout: RowLayout, key: str, ndim: int) -> RowLayout:
-    """The layout with one more key at its root, which holds each row's own index."""
+def _with_index(layout: RowLayout, key: str, ndim: int, *, required: bool) -> RowLayout:
+    """The layout with one more key at its root, which holds each row's own index.
+
+    Of a tensorclass without such a field the layout as it is, unless the index is required.
+    """
     kind, cls = layout.root.kind, layout.root.cls
-    if kind not in ("td", "dict", "class") or (
-        cls is not None and key not in {field.name for field in dataclasses.fields(cls)}
-    ):
-        form = "tensor" if kind == "leaf" else kind if cls is None else f"{cls.__name__} without such a field"
+    lacks_field = cls is not None and key not in {field.name for field in dataclasses.fields(cls)}
+    if kind not in ("td", "dict", "class") or (lacks_field and required):
+        named = {"leaf": "tensor", "stack": "lazy stack of different members"}
+        form = f"{cls.__name__} without such a field" if cls is not None else named.get(kind, kind)
         raise TypeError(f"a {form} has no place for {key!r}; use RoundRobinWriter, which stores no index")
+    if lacks_field:
+        return layout
     root = layout.root.children[0] if layout.root.kind == "class" else layout.root
     leaves = list(layout.leaves)
     index = LeafSpec((key,), torch.int64, (*root.batch, *(() if ndim == 1 else (ndim,))))
@@ -753,11 +992,17 @@ class LazyTensorStorage(TableStorage):
         device: where the rows are kept.
         ndim: batch dimensions of the data; the last one is time.
         shared: keep the rows in memory that other processes see and write too.
-        lanes: how many processes may append.
+        lanes: how many processes may append side by side, each to a ring of its own. None: any number take turns in
+            one ring, an `extend` at a time, and slices end where another process wrote.
+        compilable: accepted, without effect: under `torch.compile` each use of a buffer is a graph break.
+        shared_init: shared, and processes that have it (forked, or sent) before the first write share it, too: the
+            first of them that writes makes the rows' memory, the others use it.
+        max_bytes: instead of `max_size`, what the rows and their header may take: a number, "8GB", "512MiB". As many
+            steps as fit, which is known at the first write; until then `max_size` is None.
 
     Raises:
         ValueError: a setting that is not allowed, or there is no such device.
-        StorageError: at the first write, with the numbers, when memory cannot hold it.
+        StorageError: at the first write, with the numbers, when memory cannot hold it, or `max_bytes` not one step.
 
     Example:
         >>> storage = LazyTensorStorage(100)
@@ -766,50 +1011,70 @@ class LazyTensorStorage(TableStorage):
         tensor([0, 1, 2, 3, 4, 5])
         >>> len(storage), storage[2:4]["x"]
         (6, tensor([2., 3.]))
+        >>> storage = LazyTensorStorage(max_bytes="1MB")
+        >>> storage.set(0, torch.zeros(250))
+        >>> storage.max_size > 900, storage.nbytes <= 1_000_000
+        (True, True)
     """
 
     def __init__(
         self,
-        max_size: int,
+        max_size: int | None = None,
         device: torch.device | str = "cpu",
         ndim: int = 1,
         shared: bool = False,
-        lanes: int = 1,
+        lanes: int | None = None,
         *,
         checkpointer: Any = None,
+        compilable: bool = False,
+        shared_init: bool = False,
+        max_bytes: int | str | None = None,
     ) -> None:
-        super().__init__(max_size, ndim, checkpointer, lanes)
+        if max_size is None and max_bytes is None:
+            raise ValueError('a storage needs a size: max_size=100_000 steps, or max_bytes="8GB"')
+        super().__init__(max_size, ndim, checkpointer, lanes, max_bytes)
         self.device = _device(device)
-        self.shared = shared
-        if self.device.type != "cpu" and (shared or lanes > 1):
+        self.shared = shared or shared_init
+        if self.device.type != "cpu" and (self.shared or self._n_lanes > 1):
             raise ValueError(f"a storage on {self.device} belongs to one process: shared and lanes need device='cpu'")
-        if lanes > 1 and not shared:
+        if self._n_lanes > 1 and not self.shared:
             raise ValueError("lanes are for processes that share a storage: pass shared=True too")
+        if shared_init:
+            self._shared_init, self._unmade = True, UnmadeStore(temporary=False)
 
     def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
         envs = math.prod(self._env_shape)
-        spec = StoreSpec(layout, self._n_lanes, lane_capacity, envs, trailer=False)
-        if self.device.type != "cpu":
-            lanes = Lanes.in_memory(lane_capacity, envs)
-            log.info("storage on %s: %s", self.device, spec)
-            return lanes, ColumnTable.empty(lanes, layout, self._env_shape, self.device)
-        log.info("storage in %smemory: %s", "shared " if self.shared else "", spec)
-        if self.shared:
-            fd = open_shared_memory(spec)
-            lanes = Lanes(spec.create_in(fd), LaneLocks(fd))
-        else:
-            refuse_if_memory_is_short(spec)
-            lanes = Lanes(spec.create(-1))
+        extra = None if self._unmade is None else self._dimensions
+        spec = StoreSpec(layout, self._n_lanes, lane_capacity, envs, trailer=False, layout_extra=extra)
+        if not self.shared:
+            return _in_memory(spec, self)
+        log.info("storage in shared memory: %s", spec)
+        if self._unmade is not None:
+            return self._table_of_shared(*self._unmade.open_or_make(spec), layout)
+        fd = open_shared_memory(spec)
+        lanes = Lanes(spec.create_in(fd), LaneLocks(fd), turns=self._given_lanes is None)
         return lanes, RowTable(lanes, layout, mapped=False)
 
     def _share(self) -> None:
+        if self._table is not None and not self.shared:
+            raise ValueError(
+                "the rows are in private memory already: make the storage with shared=True, or call share() before its "
+                "first write"
+            )
+        if self.device.type != "cpu":
+            raise ValueError(f"a storage on {self.device} belongs to one process: sharing needs device='cpu'")
         self.shared = True
 
     def _copy_arguments(self) -> dict[str, Any]:
         return {
-            "max_size": self._requested_size, "device": str(self.device), "ndim": self.ndim, "shared": self.shared,
-            "lanes": self._n_lanes,
+            **self._size_arguments(), "device": str(self.device), "ndim": self.ndim, "shared": self.shared,
+            "lanes": self._given_lanes, "shared_init": self._shared_init,
         }  # fmt: skip
+
+    def _bytes_of(self, layout: RowLayout, lane_capacity: int, envs: int) -> int:
+        if self.device.type == "cpu":
+            return super()._bytes_of(layout, lane_capacity, envs)
+        return lane_capacity * envs * sum(leaf.nbytes for leaf in layout.stored)
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.shared:
@@ -817,20 +1082,30 @@ class LazyTensorStorage(TableStorage):
                 f"Cannot share a storage of type {type(self).__name__} whose rows are in private memory: make it with "
                 "shared=True"
             )
+        init = {
+            **self._size_arguments(), "device": str(self.device), "ndim": self.ndim, "shared": True,
+            "lanes": self._given_lanes,
+        }  # fmt: skip
+        if self.lanes is None and self._unmade is not None:
+            return {"init": init, "unmade": self._unmade}
         if self._lanes is None or self._lanes.locks is None:
             raise StorageError(
-                "the storage has not been initialized: write its first batch before sending it to another process"
+                "the storage has not been initialized: write its first batch before sending it to another process, or "
+                "make it with shared_init=True"
             )
         return {
-            "init": (self._requested_size, str(self.device), self.ndim, True, self._n_lanes),
+            "init": init,
             "env_shape": self._env_shape,
             "descriptor": share_fd(self._lanes.locks.fd),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*state["init"])  # type: ignore[misc]
+        self.__init__(**state["init"])  # type: ignore[misc]
+        if "unmade" in state:
+            self._shared_init, self._unmade = True, state["unmade"]
+            return
         store, locks, layout = open_passed_store(state["descriptor"])
-        lanes = Lanes(store, locks)
+        lanes = Lanes(store, locks, turns=self._given_lanes is None)
         lanes.mutex = self.mutex
         self._env_shape, self._lanes = state["env_shape"], lanes
         self._table = RowTable(lanes, layout, mapped=False)
@@ -841,13 +1116,15 @@ class TensorStorage(TableStorage):
     """A storage around tensors that exist: they are the stored rows, all of them, and are written in place.
 
     Args:
-        storage: a tensor, TensorDict, tensorclass or pytree whose first `ndim` dimensions are `[time, ...]`.
+        storage: a tensor, TensorDict, tensorclass or pytree whose first `ndim` dimensions are `[time, ...]`. A
+            TensorDict without entries is room for as many steps as its batch size says, which the first write fills
+            with entries: the rows are then the storage's own.
         max_size: steps; must agree with the data.
         device: where the data must be; the data's own if None.
         ndim: batch dimensions.
 
     Raises:
-        ValueError: `max_size` or `ndim` do not fit the data, or there is no such device.
+        ValueError: there are no data, `max_size` or `ndim` do not fit them, or there is no such device.
 
     Example:
         >>> data = torch.arange(10)
@@ -864,8 +1141,14 @@ class TensorStorage(TableStorage):
         ndim: int = 1,
         *,
         checkpointer: Any = None,
+        compilable: bool = False,
     ) -> None:
+        if storage is None:
+            raise ValueError("the data of a TensorStorage are to be non-null; LazyTensorStorage(n) begins without any")
         root, entries = pytree.describe(storage, ndim)
+        if not entries and isinstance(storage, TensorDictBase):
+            self._init_without_entries(storage, max_size, device, ndim, checkpointer)
+            return
         tensors = [_tensor(value, path) for path, value in entries]
         lead = _common_lead(entries, tensors, ndim)
         count = math.prod(lead)
@@ -886,11 +1169,40 @@ class TensorStorage(TableStorage):
         self._data = storage
         self.device = tensors[0].device
 
+    def _init_without_entries(
+        self, room: TensorDictBase, max_size: int | None, device: Any, ndim: int, checkpointer: Any
+    ) -> None:
+        lead = tuple(room.batch_size[:ndim])
+        if len(lead) < ndim or 0 in lead:
+            raise ValueError(f"a TensorDict without entries of batch size {list(room.batch_size)} is no room for steps")
+        count = math.prod(lead)
+        if max_size is not None and max_size not in (lead[0], count):
+            raise ValueError(f"max_size={max_size}, but the batch size is {list(lead)}; leave max_size out")
+        super().__init__(count, ndim, checkpointer)
+        self._data, self._room = room, lead
+        self.device = _device(device if device is not None else room.device or "cpu")
+
     def _copy_arguments(self) -> dict[str, Any]:
         return {"storage": self._data, "ndim": self.ndim}
 
     def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable | ColumnTable]:
-        raise AssertionError("made in __init__")
+        if self._env_shape != self._room[1:]:
+            raise ValueError(
+                f"the batch has environments of shape {list(self._env_shape)}, this storage {list(self._room[1:])}"
+            )
+        return _in_memory(StoreSpec(layout, 1, lane_capacity, math.prod(self._env_shape), trailer=False), self)
+
+
+def _in_memory(spec: StoreSpec, storage: LazyTensorStorage | TensorStorage) -> tuple[Lanes, RowTable | ColumnTable]:
+    """The lanes and the table of a new store of this process alone, on the storage's device."""
+    if storage.device.type != "cpu":
+        lanes = Lanes.in_memory(spec.lane_capacity, spec.envs)
+        log.info("storage on %s: %s", storage.device, spec)
+        return lanes, ColumnTable.empty(lanes, spec.layout, storage.env_shape, storage.device)
+    log.info("storage in memory: %s", spec)
+    refuse_if_memory_is_short(spec)
+    lanes = Lanes(spec.create(-1))
+    return lanes, RowTable(lanes, spec.layout, mapped=False)
 
 
 def _device(device: torch.device | str) -> torch.device:

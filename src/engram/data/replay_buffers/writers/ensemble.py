@@ -56,17 +56,25 @@ class WriterEnsemble(Writer, built_in=True):
     def __len__(self) -> int:
         return len(self._writers)
 
+    def generations_of(self, index: Any) -> NoReturn:
+        """An error: ask the writer of a member."""
+        raise RuntimeError("an ensemble has no rows of its own: ask the writer of a member, as rb[0].writer")
+
     def check_mutable(self, operation: str) -> None:
         for writer in self._writers:
             writer.check_mutable(operation)
 
-    @property
+    @property  # type: ignore[misc]
     def _cursor(self) -> list[int]:  # type: ignore[override]
         return [writer._cursor for writer in self._writers]
 
     def empty(self) -> None:
         for writer in self._writers:
             writer.empty()
+
+    @property
+    def _needs_storage_alone(self) -> bool:
+        return any(writer._needs_storage_alone for writer in self._writers)
 
     def state_dict(self) -> dict[str, Any]:
         return {"writers": [{"kind": w._kind, "state": w.state_dict()} for w in self._writers]}

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from engram import _native, pytree
 from engram.data.replay_buffers.writers.round_robin import Writer
+from engram.errors import StorageInUseError
+from engram.store.indexing import stored_slots
 from engram.store.layout import is_lazy
 
 if TYPE_CHECKING:
@@ -37,10 +39,12 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
         rank_key: where an item's rank is; ranks are float64. NaN is refused; infinities have their place.
         reduction: how several values of an item become one rank: sum, mean, max, median (the lower of the middle
             two), min.
+        track_generations: batches say the generation of each row, as with `ReplayBuffer(track_generations=True)`.
 
     Raises:
         ValueError: an unknown reduction; the storage has several dimensions; a rank is NaN (nothing is written then).
-        KeyError: an item has no `rank_key`; nothing is written.
+        KeyError: a TensorDict or tensorclass has no `rank_key`; nothing is written.
+        RuntimeError: other data have no `rank_key`; nothing is written.
         StorageError: rows would be replaced that another writer made, in a file or in shared memory: `dumps` them, and
             `loads` that into a storage that is made with this writer. Nothing is written.
 
@@ -54,8 +58,16 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
 
     index_key = "index"
 
-    def __init__(self, rank_key: str | tuple[str, ...] = ("next", "reward"), reduction: str = "sum") -> None:
-        super().__init__()
+    def __init__(
+        self,
+        rank_key: str | tuple[str, ...] = ("next", "reward"),
+        reduction: str = "sum",
+        *,
+        track_generations: bool = False,
+        compilable: bool = False,
+    ) -> None:
+        super().__init__(compilable)
+        self.tracks_generations = track_generations
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
         self._path = (rank_key,) if isinstance(rank_key, str) else tuple(rank_key)
@@ -68,8 +80,9 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
     def register_storage(self, storage: Storage) -> None:
         if storage.ndim != 1:
             raise ValueError(
-                f"TensorDictMaxValueWriter replaces items one by one, which needs a storage with ndim=1, got "
-                f"ndim={storage.ndim}; store whole trajectories as items, or flatten the data"
+                "TensorDictMaxValueWriter replaces items one by one and is not compatible with storages with more than "
+                f"one dimension: it needs ndim=1, got ndim={storage.ndim}; store whole trajectories as items, or "
+                "flatten the data"
             )
         super().register_storage(storage)
         storage._expect_sequences()
@@ -78,16 +91,28 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
         values = self._values(items, single)
         if storage.max_size is None:  # without limit everything stays
-            return storage.append(storage.check(items, single, time_dim, self.index_key))
+            return storage.append(storage.check(items, single, time_dim, self._index_key_of(items)))
+        with storage._turn():  # what is stored is ranked, and no other process may add to it
+            return self._write(storage, items, values, single, time_dim)
+
+    def _write(self, storage: Storage, items: Any, values: Tensor, single: bool, time_dim: int) -> Tensor | int:
         heap = self._following(storage)
+        is_new = storage.lanes is None
         store = None if storage.lanes is None else storage.lanes.store
         slots, appended, rows, targets = heap.place(store, values, self.reduction)
         with contextlib.ExitStack() as alone:
             try:
                 if rows is not None:
                     storage._carry_sequences()  # before the check, which is against the layout
-                checked = storage.check(items, single, time_dim, self.index_key, slots)
+                checked = storage.check(items, single, time_dim, self._index_key_of(items), slots)
                 self._check_shape(storage, checked, slots)
+                if is_new:
+                    alone.enter_context(storage._turn())
+                    if len(storage):
+                        raise StorageInUseError(
+                            "another process made this store and wrote to it meanwhile; nothing was written here. "
+                            "Write these items again"
+                        )
                 if rows is not None:
                     alone.enter_context(storage._exclusive("replacing rows (TensorDictMaxValueWriter)"))
             except BaseException:
@@ -112,6 +137,10 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
             replace()
             lanes.store.count_replaced(slots[appended:])
         self._heap.written(lanes.store)
+
+    def _index_key_of(self, items: Any) -> str | None:
+        """The key of the index, where the data have a place for it: a tensorclass needs a field of that name."""
+        return None if pytree.is_tensorclass(items) and not hasattr(items, self.index_key) else self.index_key
 
     def _check_shape(self, storage: Storage, checked: Checked, slots: Tensor) -> None:
         assert storage.lanes is not None
@@ -141,6 +170,19 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
                 raise
         return heap
 
+    @property
+    def _current_top_values(self) -> list[tuple[float, int]]:
+        """Rank and slot of each stored item, the lowest rank first; a view, made anew at each look."""
+        storage = self._storage
+        if storage is None or storage.lanes is None:
+            return []
+        with storage.mutex:
+            slots, ranks = stored_slots(storage.lanes.store), list[float]()
+            for part in torch.split(slots, _PIECE):
+                if len(part):
+                    ranks += _native.ranks(self._stored(storage, part), self.reduction)
+        return sorted(zip(ranks, slots.tolist(), strict=True))
+
     def _values(self, items: Any, single: bool) -> Tensor:
         """What the ranks are made of: [items, ...]."""
         if isinstance(items, list):
@@ -154,10 +196,15 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
 
     def _entry(self, items: Any) -> Any:
         found = pytree.get_entry(items, self._path)
-        if found is None:
-            has = sorted(map(str, items.keys())) if hasattr(items, "keys") else f"none: a {type(items).__name__}"
-            raise KeyError(f"the rank {pytree.format_key(self._path)} is not in the data, whose keys are {has}")
-        return found
+        if found is not None:
+            return found
+        rank = f"the rank {pytree.format_key(self._path)} is not in the data"
+        if pytree.has_batch_size(items):
+            raise KeyError(f"{rank}, whose keys are {sorted(map(str, items.keys()))}; nothing was written")
+        raise RuntimeError(
+            f"TensorDictMaxValueWriter expects data to be a tensor collection (a TensorDict or tensorclass), or a dict "
+            f"with a rank: got a {type(items).__name__}, and {rank}. Nothing was written"
+        )
 
     def _stored(self, storage: Storage, slots: Tensor) -> Tensor:
         """The same of stored rows."""
@@ -208,6 +255,10 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
             for name, value in mine.items()
             if state.get(name) != value
         ]
+
+    @property
+    def _needs_storage_alone(self) -> bool:
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_heap": None}  # it follows from the rows

@@ -3,39 +3,130 @@
 from __future__ import annotations
 
 import abc
+import os
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+
+from engram.checkpoint.snapshot import load_part, save_part
+from engram.pytree import move_dim, stack
+from engram.store.files import pickle_by_state
+from engram.store.indexing import to_slots
+from engram.store.tables import IndexTakenError, expand_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
 
 
 class Writer(abc.ABC):
-    """Decides where new rows go.
+    """Decides where new rows go. It needs no buffer: after `register_storage`, `add` and `extend` write.
 
     A writer of your own is a class with `write(storage, items, single, time_dim) -> slots`; it need not inherit from
     this one. It may also have any of `index_key`, `register_storage`, `check_mutable`, `empty`, `state_dict` and
     `load_state_dict`, as they are described here.
+
+    Or it is a class with `add(item) -> int` and `extend(items) -> slots` in TorchRL's form, which call `set` of the
+    storage that they were registered with, `self._storage`; in a child of this class `self._cursor` is theirs to set.
+    In a buffer what such a writer sets is a new row, also where it takes the place of another.
+
+    Args:
+        compilable: accepted, without effect: under `torch.compile` each write is a graph break.
+
+    Example:
+        >>> writer = RoundRobinWriter()
+        >>> writer.register_storage(LazyTensorStorage(10))
+        >>> writer.add(torch.tensor(1.0)), writer.extend(torch.zeros(2)), writer._cursor
+        (0, tensor([1, 2]), 3)
     """
 
     #: The key under which each row also stores its own index; None: it does not.
     index_key: str | None = None
+    #: Whether batches of its buffer say the generation of each row, as with `ReplayBuffer(track_generations=True)`.
+    tracks_generations = False
 
     #: Whether it is one of the library's own classes, which assign their attributes and never change them in place.
     #: Of a child that a user writes this need not hold, whatever its base.
     _built_in = False
+    #: Whether `write` is the storage's `check` and `append`, for which the storage may have a shorter way.
+    _only_appends = False
+    #: Whether a child has `add` and `extend` in place of `write`.
+    _sets_rows = False
+
+    # Of the class: a child's constructor need not call this one's.
+    _storage: Storage | None = None
+    _own_cursor: int | None = None  # that a child has set
 
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._built_in = built_in
+        cls._only_appends = built_in and bool(vars(cls).get("_only_appends"))
+        if cls.write is Writer.write and cls.add is not Writer.add and cls.extend is not Writer.extend:
+            cls._sets_rows = True
+            cls.write = _write_by_set  # type: ignore[method-assign]
+        elif {"add", "extend"} & vars(cls).keys() and "write" not in vars(cls) and not _writes_by_others(cls):
+            # They change what a parent's do, and call these.
+            cls._write_rows = cls.write  # type: ignore[method-assign]
+            cls.write = _write_by_overrides  # type: ignore[method-assign]
+        if type(vars(cls).get("_cursor")) is int:  # where a child's own begins; the property keeps and saves it
+            cls._own_cursor = vars(cls)["_cursor"]
+            del cls._cursor
+        if "_empty" in vars(cls) and cls.empty is Writer.empty:
+            cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
+        pickle_by_state(cls)
 
-    def __init__(self) -> None:
-        self._storage: Storage | None = None
+    def __init__(self, compilable: bool = False) -> None:
+        pass
 
     def register_storage(self, storage: Storage) -> None:
         """Writes to this storage from now on."""
         self._storage = storage
+        if self._sets_rows:
+            if self._own_cursor is None:
+                self._own_cursor = 0 if storage.lanes is None else storage.lanes.cursor
+            if storage.ndim == 1:
+                storage._expect_sequences()
+            self._storage = storage._for_own_writers()
+
+    # ---- without a buffer ----
+    def add(self, item: Any) -> int | Tensor:
+        """Stores one step in the registered storage; returns its index as `ReplayBuffer.add` does: an int.
+
+        Raises:
+            RuntimeError: there is no registered storage.
+            ValueError, TypeError: the step does not fit. Nothing is changed.
+        """
+        storage = self._registered()
+        with storage.mutex:
+            slots = self._write_rows(storage, item, True, -1)
+        index: int | Tensor = storage._index_of(slots, True)
+        return index
+
+    def extend(self, items: Any) -> Tensor:
+        """Stores a batch of steps; returns their indices as `ReplayBuffer.extend` does: int64 [n].
+
+        A list is a list of items; time is the last batch dimension. Errors as `add`; also RuntimeError where a list
+        does not stack.
+        """
+        storage = self._registered()
+        time_dim = storage.ndim - 1
+        if type(items) is list and not storage._takes_lists:
+            items = stack(items, time_dim)
+        with storage.mutex:
+            slots = self._write_rows(storage, items, False, time_dim)
+        index: Tensor = storage._index_of(slots, False)
+        return index
+
+    def _write_rows(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
+        """What `add` and `extend` call, where a child has its own of these: the `write` that it inherits."""
+        return self.write(storage, items, single, time_dim)
+
+    def _registered(self) -> Storage:
+        if self._storage is None:
+            raise RuntimeError(
+                f"this {type(self).__name__} has no storage to write to: register_storage(storage) first"
+            )
+        return self._storage
 
     @abc.abstractmethod
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
@@ -53,23 +144,99 @@ class Writer(abc.ABC):
             RuntimeError: this writer forbids it.
         """
 
+    def generations_of(self, index: Any) -> Tensor:
+        """The generation of the row that is in each place now, int64 in the shape of the index; -1: there is none.
+
+        It is the row's write number: a place has another one as soon as another row is in it. With ndim=2 an index is
+        [..., 2], or a tuple of times and environments. Asking costs nothing where `track_generations` is off.
+
+        Raises:
+            RuntimeError: the writer belongs to no storage yet.
+            IndexError: a place that the storage does not have.
+
+        Example:
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(3))
+            >>> index = rb.extend(torch.arange(5))
+            >>> index, rb.writer.generations_of(index), rb.writer.generations_of(2)
+            (tensor([0, 1, 2, 0, 1]), tensor([3, 4, 2, 3, 4]), tensor(2))
+        """
+        storage = self._storage
+        if storage is None:
+            raise RuntimeError("this writer belongs to no storage: give it to a buffer, or register_storage(storage)")
+        return storage._generations_of(index)
+
     @property
     def _cursor(self) -> int:
-        """Where the next row goes, along the first dimension."""
+        """Where the next row goes, along the first dimension. A writer of your own may keep one of its own here."""
+        if self._own_cursor is not None:
+            return self._own_cursor
         lanes = None if self._storage is None else self._storage.lanes
         return 0 if self._storage is None or lanes is None else self._storage._settled(lambda: lanes.cursor)
 
+    @_cursor.setter
+    def _cursor(self, cursor: int) -> None:
+        if self._built_in:
+            raise AttributeError(
+                f"the cursor of a {type(self).__name__} is where the storage's counters say that the next row goes; a "
+                "writer that chooses its own slots is a class with `add` and `extend`"
+            )
+        self._own_cursor = int(cursor)
+
     def empty(self) -> None:
         """Forgets what was written."""
+        if self._own_cursor is not None:
+            self._own_cursor = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved; the cursor belongs to the storage's counters."""
-        return {}
+        """What must be saved; the cursor belongs to the storage's counters, unless a child has its own."""
+        return {} if self._own_cursor is None else {"cursor": self._own_cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
+        if self._sets_rows and "cursor" in state:
+            self._own_cursor = int(state["cursor"])
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Saves this writer alone, as a snapshot of JSON that replaces the last one there.
+
+        The rows, and where the next one goes, are the storage's, which has a `dumps` of its own.
+
+        Raises:
+            CheckpointError: it cannot be written; the last snapshot is as it was.
+
+        Example:
+            >>> import tempfile
+            >>> folder = tempfile.mkdtemp()
+            >>> writer = TensorDictMaxValueWriter(rank_key="score")
+            >>> writer.dumps(folder)
+            >>> writer.loads(folder)
+        """
+        save_part(path, "writer", self._kind, self.state_dict())
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Takes over what `dumps` saved.
+
+        Raises:
+            CorruptCheckpointError: a file is not what was saved.
+            CheckpointMisfitError: another kind of writer was saved, or one with other settings. Nothing is changed.
+        """
+        load_part(path, "writer", self)
 
     # ---- between the parts of a buffer ----
+    @property
+    def _needs_storage_alone(self) -> bool:
+        """Whether it replaces rows out of turn, so that no other process may have the storage open."""
+        return False
+
+    def _check_sending(self) -> None:
+        """Called before it is sent to another process, alone or in a buffer; a RuntimeError where it must not be."""
+        if self._needs_storage_alone:
+            raise RuntimeError(
+                f"a {type(self).__name__} cannot be shared between processes: it replaces rows one by one, which needs "
+                "the storage alone. Send the storage (rb.storage) to those who read; pickle and copy.deepcopy make "
+                "copies"
+            )
+
     @property
     def _given(self) -> Any:
         """The object that the user gave: this one, or the one that is adapted."""
@@ -93,13 +260,41 @@ class Writer(abc.ABC):
         return f"{type(self).__name__}(cursor={self._cursor})"
 
 
+def _writes_by_others(cls: type[Writer]) -> bool:
+    """Whether `write` of a class calls its `add` and `extend`."""
+    return cls.write in (_write_by_set, _write_by_overrides)
+
+
+def _write_by_set(self: Any, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
+    """`write` of a writer that has `add` and `extend`, and calls `set` of its storage in them."""
+    if not single and storage.ndim > 1:
+        items = move_dim(items, time_dim, 0)
+    with storage._setting_new_rows():
+        index = self.add(items) if single else self.extend(items)
+    if single and storage.ndim == 1:
+        return int(index)
+    times = torch.as_tensor(index, dtype=torch.int64).reshape(-1)
+    return expand_slots(times, 1 if storage.lanes is None else storage.lanes.envs)
+
+
+def _write_by_overrides(self: Any, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
+    """`write` of a writer that has an `add` or `extend` of its own around that of a parent which has a `write`."""
+    if single:
+        index = self.add(items)
+    else:
+        index = self.extend(move_dim(items, time_dim, storage.ndim - 1) if storage.ndim > 1 else items)
+    return index if type(index) is int else to_slots(index, storage.env_shape, storage.max_size or 0)
+
+
 class _AdaptedWriter(Writer):
     """A writer of a user's own that is no `Writer`, with what it leaves out."""
 
     def __init__(self, writer: Any) -> None:
         super().__init__()
         self._own = writer
+        self._sets_rows = not callable(getattr(writer, "write", None))
         self.index_key = getattr(writer, "index_key", None)
+        self.tracks_generations = bool(getattr(writer, "tracks_generations", False))
 
     @property
     def _given(self) -> Any:
@@ -114,6 +309,8 @@ class _AdaptedWriter(Writer):
         self._call("register_storage", storage)
 
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
+        if self._sets_rows:
+            return _write_by_set(self._own, storage, items, single, time_dim)
         slots: Tensor | int = self._own.write(storage, items, single, time_dim)
         return slots
 
@@ -121,7 +318,7 @@ class _AdaptedWriter(Writer):
         self._call("check_mutable", operation)
 
     def empty(self) -> None:
-        self._call("empty")
+        self._call("empty" if hasattr(self._own, "empty") else "_empty")
 
     def state_dict(self) -> dict[str, Any]:
         return self._call("state_dict") or {}
@@ -141,18 +338,31 @@ def as_writer(writer: Any) -> Writer:
     """A Writer from what a user gave.
 
     Raises:
-        TypeError: it has no method `write`.
+        TypeError: it has no method `write`, nor `add` and `extend`.
     """
     if isinstance(writer, Writer):
         return writer
-    if isinstance(writer, type) or not callable(getattr(writer, "write", None)):
+    if isinstance(writer, type) or not has_writing_methods(writer):
         kind = writer.__name__ if isinstance(writer, type) else f"a {type(writer).__name__}"
-        raise TypeError(f"a writer is an object with write(storage, items, single, time_dim) -> slots, got {kind}")
+        raise TypeError(
+            "a writer is an object with write(storage, items, single, time_dim) -> slots, or with add(item) and "
+            f"extend(items), got {kind}"
+        )
     return _AdaptedWriter(writer)
+
+
+def has_writing_methods(writer: Any) -> bool:
+    """Whether an object has what makes it a writer."""
+    return any(
+        all(callable(getattr(writer, name, None)) for name in names) for names in (("write",), ("add", "extend"))
+    )
 
 
 class RoundRobinWriter(Writer, built_in=True):
     """Writes behind the newest row; in a full storage over the oldest.
+
+    Args:
+        track_generations: batches say the generation of each row, as with `ReplayBuffer(track_generations=True)`.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), writer=RoundRobinWriter())
@@ -160,14 +370,31 @@ class RoundRobinWriter(Writer, built_in=True):
         (tensor([0, 1, 2, 3, 4]), 5)
     """
 
+    _only_appends = True
+
+    def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
+        super().__init__(compilable)
+        self.tracks_generations = track_generations
+
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
         return storage.append(storage.check(items, single, time_dim, self.index_key))
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter, built_in=True):
-    """A RoundRobinWriter under which each row also stores its own slot, under `"index"`."""
+    """A RoundRobinWriter under which each row also stores its own slot, under `"index"`.
+
+    Rows of a tensorclass without such a field are stored without it.
+    """
 
     index_key = "index"
+    _only_appends = True
+
+    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
+        try:
+            return storage.append(storage.check(items, single, time_dim, self.index_key))
+        except IndexTakenError:  # another process was faster: this time it is kept out meanwhile
+            with storage._turn():
+                return storage.append(storage.check(items, single, time_dim, self.index_key))
 
 
 class ImmutableDatasetWriter(Writer, built_in=True):

@@ -1,0 +1,118 @@
+"""The arguments that parts of a buffer were made with, kept so that a checkpoint can say them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import Self
+
+_MOST_VALUES = 4096  # of a tensor that is kept
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class KeepsArguments:
+    """A base whose own classes (`_keeps_arguments`) remember the constructor's arguments as far as they can be saved.
+
+    Functions and other objects are not kept, only what they were.
+    """
+
+    _keeps_arguments = False
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        if cls._keeps_arguments:
+            self.__dict__["_arguments"] = tuple(map(_kept, args)), {name: _kept(v) for name, v in kwargs.items()}
+        return self
+
+
+class _NotKept:
+    """In the place of an argument that cannot be saved."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+
+def _kept(value: Any) -> Any:
+    """A value as it is kept: what can be saved, and other parts, which describe themselves."""
+    if type(value) in _PLAIN or isinstance(value, torch.dtype | KeepsArguments):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple, torch.Size):
+        return [*map(_kept, value)] if type(value) is list else tuple(map(_kept, value))
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {key: _kept(member) for key, member in value.items()}
+    if type(value) is torch.Tensor and value.numel() <= _MOST_VALUES:
+        return value.detach().cpu().clone()
+    return _NotKept(f"a {type(value).__name__}" + (f" {value.__name__}" if hasattr(value, "__name__") else ""))
+
+
+def describe(part: Any) -> dict[str, Any]:
+    """A part as a checkpoint describes it: `kind`, and `arguments`, None where it is a class of the user's own."""
+    own = isinstance(part, KeepsArguments) and part._keeps_arguments and part._arguments is not None
+    arguments = None
+    if own:
+        args, kwargs = part._arguments
+        arguments = {"args": [*map(_saved, args)], "kwargs": {name: _saved(value) for name, value in kwargs.items()}}
+    return {"kind": type(part).__name__, "arguments": arguments}
+
+
+def _saved(value: Any) -> Any:
+    """An argument in a form that can be saved, and that `restored` reads."""
+    if isinstance(value, torch.dtype):
+        return {"of": "dtype", "value": str(value).removeprefix("torch.")}
+    if isinstance(value, KeepsArguments):
+        return {"of": "part", "value": describe(value)}
+    if isinstance(value, _NotKept):
+        return {"of": "missing", "value": value.what}
+    if type(value) is dict:
+        return {"of": "dict", "value": {key: _saved(member) for key, member in value.items()}}
+    if type(value) in (list, tuple):
+        return type(value)(map(_saved, value))
+    return value
+
+
+class MissingPartError(Exception):
+    """A part cannot be made from its description; the message says why."""
+
+
+def restored(saved: Any, kinds: dict[str, Any]) -> Any:
+    """The part that a description describes.
+
+    Args:
+        saved: what `describe` returned.
+        kinds: the classes that may be made, by name.
+
+    Raises:
+        MissingPartError: it was made with a function or another object that is not saved, or its class is another.
+    """
+    kind, arguments = saved["kind"], saved["arguments"]
+    if kind not in kinds or arguments is None:
+        raise MissingPartError(f"{kind}, a class of your own")
+    try:
+        args = [_value(value, kinds) for value in arguments["args"]]
+        kwargs = {name: _value(value, kinds) for name, value in arguments["kwargs"].items()}
+        return kinds[kind](*args, **kwargs)
+    except MissingPartError as error:
+        raise MissingPartError(f"{kind}, which was made with {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise MissingPartError(f"{kind}, whose saved arguments are refused here ({error})") from error
+
+
+def _value(saved: Any, kinds: dict[str, Any]) -> Any:
+    if type(saved) in (list, tuple):
+        return type(saved)(_value(member, kinds) for member in saved)
+    if type(saved) is not dict:
+        return saved
+    of, value = saved["of"], saved["value"]
+    if of == "dtype":
+        return _DTYPES[value]
+    if of == "dict":
+        return {key: _value(member, kinds) for key, member in value.items()}
+    if of == "part":
+        return restored(value, kinds)
+    raise MissingPartError(str(value))

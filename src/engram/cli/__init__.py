@@ -1,0 +1,52 @@
+"""Looking into stores, checkpoints and dataset files: what the command `engram` does, as functions."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engram.cli.conversion import Conversion, convert
+    from engram.cli.description import Info, KeyInfo, LaneInfo, Summary, info
+    from engram.cli.differences import Differences, KeyDifference, diff
+    from engram.cli.html_report import report
+    from engram.cli.plots import plot
+    from engram.cli.rows import RowsShown, head, sample
+    from engram.cli.verification import Damage, Verification, verify
+
+__all__ = [
+    "Conversion",
+    "Damage",
+    "Differences",
+    "Info",
+    "KeyDifference",
+    "KeyInfo",
+    "LaneInfo",
+    "RowsShown",
+    "Summary",
+    "Verification",
+    "convert",
+    "diff",
+    "head",
+    "info",
+    "plot",
+    "report",
+    "sample",
+    "verify",
+]
+
+# Names are looked up when they are used: to describe a store needs no torch, whose import takes a second.
+_PLACES = {
+    "conversion": ("Conversion", "convert"),
+    "description": ("Info", "KeyInfo", "LaneInfo", "Summary", "info"),
+    "differences": ("Differences", "KeyDifference", "diff"),
+    "html_report": ("report",),
+    "plots": ("plot",),
+    "rows": ("RowsShown", "head", "sample"),
+    "verification": ("Damage", "Verification", "verify"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,356 @@
+"""What is at a path: keys, rows, bytes, episodes, writers; from headers and manifests, without reading rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from engram._progress import progress_bar
+from engram.checkpoint.reader import reading
+from engram.cli.kinds import Kind, kind_of, store_folder
+from engram.errors import StorageError, StorageInUseError
+from engram.store.counters import Counters
+from engram.store.header import FILE_NAME, observe_store
+from engram.store.locks import has_writer, is_open_elsewhere
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.storages import Storage
+
+#: Stores of no more rows have their episodes counted without being asked: their flags are read.
+_FEW_ROWS = 1 << 20
+_TRIES = 500  # while all rows are being replaced: a few seconds
+
+NOT_COUNTED = "episodes were not counted: episodes=True (--episodes) reads the flags of all rows"
+
+
+class KeyInfo(NamedTuple):
+    """A key of a stored step: its name as a user writes it, the shape of one step, the dtype, bytes of one step."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+class LaneInfo(NamedTuple):
+    """A lane: its rows (of all environments), steps ever written, seams among its rows, whether a process holds it.
+
+    `held` is None where that cannot be known: in a checkpoint.
+    """
+
+    rows: int
+    written: int
+    seams: int
+    held: bool | None
+
+
+class Summary(NamedTuple):
+    """Of some numbers: the least, the mean, the largest."""
+
+    least: float
+    mean: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Info:
+    """What is at a path; None stands for what its header does not say, or what was not asked for.
+
+    Attributes:
+        path: the file or folder.
+        kind: what it is.
+        rows: stored steps, of all environments.
+        capacity: steps that fit.
+        row_bytes: bytes of one step.
+        file_bytes: bytes on disk, of all files that belong to it.
+        envs: environments of a time step.
+        keys: the entries of a step.
+        lanes: the lanes.
+        in_use: whether a process has the store open.
+        snapshot: the snapshot of a checkpoint that is described.
+        parts: the parts of the buffer that were saved, and of what kind each is.
+        episodes: trajectories of which steps are stored.
+        lengths: of these trajectories, as far as they are stored.
+        returns: sums of `("next", "reward")` over these trajectories.
+        notes: what else there is to say.
+    """
+
+    path: str
+    kind: Kind
+    rows: int | None
+    capacity: int | None = None
+    row_bytes: int | None = None
+    file_bytes: int | None = None
+    envs: int = 1
+    keys: tuple[KeyInfo, ...] = ()
+    lanes: tuple[LaneInfo, ...] = ()
+    in_use: bool | None = None
+    snapshot: str | None = None
+    parts: dict[str, str] | None = None
+    episodes: int | None = None
+    lengths: Summary | None = None
+    returns: Summary | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as JSON."""
+        as_dict = dict(self.__dict__)
+        as_dict["keys"] = [{**key._asdict(), "shape": list(key.shape)} for key in self.keys]
+        as_dict["lanes"] = [lane._asdict() for lane in self.lanes]
+        for name in ("lengths", "returns"):
+            as_dict[name] = None if as_dict[name] is None else as_dict[name]._asdict()
+        as_dict["notes"] = list(self.notes)
+        return as_dict
+
+
+def info(
+    path: str | os.PathLike[str],
+    *,
+    episodes: bool | None = None,
+    returns: bool = False,
+    snapshot: str | None = None,
+    progress: bool = False,
+) -> Info:
+    """What a store, a checkpoint, a directory of TorchRL's or a dataset file holds.
+
+    A store may be in use: it is looked at without a lock and without a write. Of all but episodes and returns only
+    headers, manifests and file sizes are read.
+
+    Args:
+        path: the folder or the file.
+        episodes: read the done flags or trajectory ids of all rows and count trajectories. None: where that is quick,
+            in a store of up to a million rows.
+        returns: also read the rewards.
+        snapshot: of a checkpoint, another than the current one.
+        progress: show how far reading is, if standard error is a terminal.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        ValueError: what is there is none of these.
+        EngramError: it is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=folder))
+        >>> done = torch.tensor([0, 0, 1, 0, 0]).bool()
+        >>> _ = rb.extend(TensorDict({"n": torch.arange(5), "next": {"done": done}}, [5]))
+        >>> described = info(folder)
+        >>> described.kind, described.rows, described.episodes, described.lengths
+        ('store', 5, 2, Summary(least=2.0, mean=2.5, most=3.0))
+        >>> described.keys[0]
+        KeyInfo(key='n', shape=(), dtype='int64', nbytes=8)
+    """
+    kind = kind_of(path)
+    if kind == "store":
+        return _of_store(path, episodes, returns, progress)
+    if kind == "checkpoint":
+        described = _of_checkpoint(path, snapshot)
+    elif kind == "TorchRL directory":
+        described = _of_torchrl(path)
+    else:
+        described = _of_dataset(path, kind)
+    if not (episodes or returns):
+        return described
+    return _with_episodes(described, path, snapshot, returns, progress)
+
+
+def shown_key(path: Sequence[Any]) -> str:
+    """A key in one word: `obs`, `next.reward`; `tensor` at the root."""
+    return ".".join(map(str, path)) or "tensor"
+
+
+def _keys(layout: dict[str, Any]) -> tuple[KeyInfo, ...]:
+    """The keys of a row layout's JSON; a ValueError, KeyError or TypeError where it is none."""
+    keys = tuple(_key(leaf) for leaf in layout["leaves"])
+    hidden = 8 * len(layout.get("hidden", []))
+    if max(1, sum(key.nbytes for key in keys) + hidden) != layout["row_bytes"]:
+        raise ValueError(f"its keys do not make a row of {layout['row_bytes']} bytes")
+    return keys
+
+
+def _key(leaf: dict[str, Any]) -> KeyInfo:
+    dtype, shape = str(leaf["dtype"]), tuple(int(size) for size in leaf["shape"])
+    item_bytes = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    return KeyInfo(shown_key(leaf["path"]), shape, dtype, item_bytes * math.prod(shape))
+
+
+# ---- a store ----
+def _of_store(path: str | os.PathLike[str], episodes: bool | None, returns: bool, progress: bool) -> Info:
+    folder = store_folder(path)
+    store, fd = observe_store(folder)
+    try:
+        described = _settled(store, lambda: _of_header(path, store, fd))
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{folder / FILE_NAME} has no readable layout: {error}") from error
+    finally:
+        os.close(fd)
+    rows = described.rows or 0
+    if returns or (rows <= _FEW_ROWS if episodes is None else episodes):
+        return _with_episodes(described, path, None, returns, progress)
+    return described if episodes is False else _noting(described, NOT_COUNTED)
+
+
+def _settled(store: Any, read: Callable[[], Info]) -> Info:
+    """What the header says before or after all rows are replaced (`empty`, `loads`), never in the middle of that."""
+    for _ in range(_TRIES):
+        incarnation = store.epoch()[0]
+        described = read()
+        if incarnation % 2 == 0 and store.epoch()[0] == incarnation:
+            return described
+        time.sleep(0.005)
+    raise StorageInUseError("all rows of the store are being replaced; try again when that is done")
+
+
+def _of_header(path: str | os.PathLike[str], store: Any, fd: int) -> Info:
+    layout = json.loads(store.layout)
+    lanes = [{**store.lane(i), "seams": store.seams(i)} for i in range(store.lanes)]
+    return Info(
+        path=str(path),
+        kind="store",
+        rows=store.rows(),
+        capacity=store.lanes * store.lane_capacity * store.envs,
+        row_bytes=layout["row_bytes"],
+        file_bytes=os.fstat(fd).st_size,
+        envs=store.envs,
+        keys=_keys(layout),
+        lanes=tuple(_lane(lane, store.envs, has_writer(fd, i)) for i, lane in enumerate(lanes)),
+        in_use=is_open_elsewhere(fd),
+    )
+
+
+def _lane(state: dict[str, Any], envs: int, held: bool | None) -> LaneInfo:
+    first, published = state["first"], state["published"]
+    seams = sum(first < seam < published for seam in state["seams"])
+    return LaneInfo((published - first) * envs, (published - state["origin"]) % (1 << 64), seams, held)
+
+
+# ---- a checkpoint ----
+def _of_checkpoint(path: str | os.PathLike[str], snapshot: str | None) -> Info:
+    with reading(path, snapshot) as reader:
+        components, saved = reader.body.get("components", {}), reader.body.get("storage")
+        described = Info(
+            path=str(path),
+            kind="checkpoint",
+            rows=None,
+            file_bytes=sum(record.nbytes for record in reader.files.values()),
+            snapshot=reader.name,
+        )
+        try:
+            parts = {name: str(tree.get("kind", "")) for name, tree in components.items()}
+            if saved is None:
+                return replace(described, parts=parts)
+            described = replace(described, parts={"storage": str(saved["format"]), **parts})
+            return _of_saved_rows(described, saved["state"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise reader.malformed(f"its description of what was saved is malformed ({error!r})") from error
+
+
+def _of_saved_rows(described: Info, state: dict[str, Any]) -> Info:
+    if "members" in state:  # an ensemble
+        members = [_of_saved_rows(described, member["state"]) for member in state["members"]]
+        rows = sum(member.rows or 0 for member in members)
+        note = f"an ensemble of {len(members)} members with {', '.join(str(m.rows) for m in members)} rows"
+        return _noting(replace(described, rows=rows), note)
+    if "counters" not in state:
+        return described
+    counters = Counters(state["counters"])
+    capacity, envs = state["counters"]["lane_capacity"], counters.envs
+    layout = state.get("layout")
+    lanes = [
+        _lane({**lane, "first": counters.first(i)}, envs, None) for i, lane in enumerate(state["counters"]["lanes"])
+    ]
+    return replace(
+        described,
+        rows=counters.rows,
+        capacity=None if capacity is None else capacity * envs * counters.lanes,
+        row_bytes=None if layout is None else layout["row_bytes"],
+        envs=envs,
+        keys=() if layout is None else _keys(layout),
+        lanes=tuple(lanes),
+    )
+
+
+# ---- files of others: their readers load torch ----
+def _of_torchrl(path: str | os.PathLike[str]) -> Info:
+    from engram.cli.sources import torchrl_steps
+    from engram.interop.torchrl.files import layout_of
+
+    with torchrl_steps(path) as (steps, _):
+        layout, envs = layout_of(steps), math.prod(steps.inner)
+        return Info(
+            path=str(path),
+            kind="TorchRL directory",
+            rows=steps.length * envs,
+            capacity=steps.capacity * envs,
+            row_bytes=layout.payload_bytes,
+            file_bytes=_bytes_below(Path(path)),
+            envs=envs,
+            keys=_keys(layout.to_json()),
+        )
+
+
+def _of_dataset(path: str | os.PathLike[str], kind: Kind) -> Info:
+    from engram.cli.sources import DATASET_SIZES, dataset_batches
+    from engram.store.layout import RowLayout
+
+    size, place = DATASET_SIZES[kind](path), Path(path)
+    first = next(iter(dataset_batches(path, kind)), None)
+    layout = None if first is None else RowLayout.of(first, 1)
+    return Info(
+        path=str(path),
+        kind=kind,
+        rows=size.steps,
+        row_bytes=None if layout is None else layout.payload_bytes,
+        file_bytes=_bytes_below(place) if place.is_dir() else place.stat().st_size,
+        keys=() if layout is None else _keys(layout.to_json()),
+        episodes=size.episodes,
+        notes=("keys are those that the file's steps have in engram",),
+    )
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+
+
+# ---- episodes ----
+def _with_episodes(
+    described: Info, path: str | os.PathLike[str], snapshot: str | None, returns: bool, progress: bool
+) -> Info:
+    from engram.cli.sources import open_rows  # late: it loads torch
+
+    with open_rows(path, snapshot, progress=progress) as storage:
+        return _counted(described, storage, returns, progress)
+
+
+def _counted(described: Info, storage: Storage, returns: bool, progress: bool) -> Info:
+    from engram.cli.trajectories import episode_returns, has_rewards, trajectories_of
+
+    trajectories = trajectories_of(storage)
+    if isinstance(trajectories, str):
+        return _noting(described, trajectories)
+    counted = replace(described, episodes=len(trajectories.length), lengths=_summary(trajectories.length.numpy()))
+    if not returns:
+        return counted
+    if not has_rewards(storage):
+        return _noting(counted, "the rows have no ('next', 'reward'): there are no returns")
+    with progress_bar(f"reading rewards of {described.path}", storage.shape[0], progress) as advance:
+        return replace(counted, returns=_summary(episode_returns(storage, trajectories, advance)))
+
+
+def _summary(values: npt.NDArray[Any]) -> Summary | None:
+    values = values[~np.isnan(values)]
+    return Summary(float(values.min()), float(values.mean()), float(values.max())) if len(values) else None
+
+
+def _noting(described: Info, note: str) -> Info:
+    return replace(described, notes=(*described.notes, note))

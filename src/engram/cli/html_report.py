@@ -1,0 +1,184 @@
+"""A page about what is stored: figures, plots, images and rows in one HTML file that loads nothing."""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from collections.abc import Iterable, Iterator
+from html import escape
+from pathlib import Path
+
+import torch
+
+from engram import __version__
+from engram._system import human_bytes
+from engram.cli.description import Info, info, shown_key
+from engram.cli.differences import INDEX
+from engram.cli.plots import LENGTHS, RETURNS, Series, figure, import_matplotlib, png_of_figure, series
+from engram.cli.rows import RowsShown, _drawn, _read
+from engram.cli.sources import open_rows
+from engram.cli.tables import HELD, facts
+from engram.data.replay_buffers.storages import Storage
+
+_IMAGES = 16  # rows of which images are shown
+_ROWS = 8
+_MOST_HISTOGRAMS = 24
+_SEED = 0
+
+# No script, and a policy by which a browser loads nothing but what is in the page.
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; --line: #d5d9e0; --soft: #667; --back: #fff; --front: #16181d; --card: #f6f7f9; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --line: #343a46; --soft: #9aa3b2; --back: #14161b; --front: #e8eaee; --card: #1d2027; }}
+}}
+body {{ font: 15px/1.5 system-ui, sans-serif; background: var(--back); color: var(--front); margin: 0 auto;
+  max-width: 62rem; padding: 1.5rem; }}
+h1 {{ font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; }}
+h2 {{ font-size: 1.1rem; margin: 2rem 0 .6rem; }}
+p.soft, figcaption, footer {{ color: var(--soft); }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+th, td {{ text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line);
+  vertical-align: top; }}
+div.facts {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .6rem; margin: 1rem 0; }}
+div.fact {{ background: var(--card); border-radius: .5rem; padding: .6rem .8rem; overflow-wrap: anywhere; }}
+div.fact b {{ display: block; font-size: .8rem; font-weight: 400; color: var(--soft); }}
+div.wide {{ overflow-x: auto; }}
+figure {{ margin: 0; }}
+img {{ max-width: 100%; background: #fff; border-radius: .5rem; }}
+img.pixels {{ image-rendering: pixelated; min-width: min(100%, 24rem); background: none; }}
+div.grid {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(20rem, 1fr)); gap: 1rem; }}
+footer {{ margin-top: 2rem; font-size: .85rem; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p class="soft">{subtitle}</p>
+{body}
+<footer>{footer}</footer>
+</body>
+</html>
+"""
+
+
+def report(
+    path: str | os.PathLike[str],
+    *,
+    output: str | os.PathLike[str] | None = None,
+    snapshot: str | None = None,
+    progress: bool = False,
+) -> Path:
+    """Writes a page about what is at a path, one HTML file that loads nothing, and returns the file's path.
+
+    It shows what `info` says, returns and lengths of episodes over time, a histogram of each key that is no image,
+    images of some rows, and some rows as a table.
+
+    Args:
+        path: a store (which may be in use), a checkpoint, a directory of TorchRL's or a dataset file.
+        output: the file, which is replaced; None: `<name>.html` in the current directory.
+        snapshot: of a checkpoint, another than the current one.
+        progress: show how far reading is, if standard error is a terminal.
+
+    Raises:
+        ImportError: matplotlib is missing: `pip install "engram[cli]"`.
+        FileNotFoundError: there is nothing at the path.
+        ValueError: what is there is nothing that engram reads.
+        EngramError: it is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=folder))
+        >>> _ = rb.extend({"x": torch.rand(50)})
+        >>> report(folder, output=folder + "/report.html").read_text()[:15]
+        '<!doctype html>'
+    """
+    import_matplotlib()
+    name = Path(path).absolute().name
+    place = Path(f"{name}.html" if output is None else output)
+    described = info(path, episodes=True, returns=True, snapshot=snapshot, progress=progress)
+    with open_rows(path, snapshot, progress=progress) as storage:
+        body = "\n".join([*_head(described), *_sections(storage, progress)])
+    page = _PAGE.format(
+        title=escape(name), subtitle=escape(f"{described.kind} at {Path(path).absolute()}"), body=body,
+        footer=escape(f"engram {__version__}, {time.strftime('%Y-%m-%d %H:%M')}"),
+    )  # fmt: skip
+    place.write_text(page, encoding="utf-8")
+    return place
+
+
+def _head(described: Info) -> Iterator[str]:
+    cells = [f'<div class="fact"><b>{escape(name)}</b>{escape(value)}</div>' for name, value in facts(described)]
+    yield f'<div class="facts">{"".join(cells)}</div>'
+    for note in described.notes:
+        yield f'<p class="soft">{escape(note)}</p>'
+    if described.keys:
+        rows = [(k.key, str(list(k.shape)), k.dtype, human_bytes(k.nbytes)) for k in described.keys]
+        yield "<h2>Keys</h2>" + _table(("key", "shape of a step", "dtype", "bytes"), rows)
+    if described.lanes:
+        lanes: list[tuple[str, ...]] = [
+            (str(i), f"{lane.rows:,}", f"{lane.written:,}", f"{lane.seams:,}")
+            + ((HELD[lane.held],) if described.in_use is not None else ())
+            for i, lane in enumerate(described.lanes)
+        ]
+        head = ("lane", "rows", "steps ever written", "seams", "writer")
+        yield "<h2>Lanes</h2>" + _table(head[: len(lanes[0])], lanes)
+
+
+def _sections(storage: Storage, progress: bool) -> Iterator[str]:
+    if not len(storage):
+        yield '<p class="soft">No rows are stored.</p>'
+        return
+    if storage.layout is not None:
+        episodes = [drawn for name in (RETURNS, LENGTHS) for drawn in _drawable(storage, name, progress)]
+        if episodes:
+            yield "<h2>Episodes, oldest first</h2>" + _image(png_of_figure(figure(episodes)), "returns and lengths")
+    rows = _read(storage, lambda: _drawn(storage, _IMAGES, torch.Generator().manual_seed(_SEED)))
+    for key in rows.images():
+        caption = f"{key}: {len(rows.slots)} rows drawn at random"
+        yield f"<h2>Images: {escape(key)}</h2>" + _image(rows.to_png(key), caption, "pixels")
+    if storage.layout is not None:
+        yield from _histograms(storage, set(rows.images()), progress)
+    few = RowsShown(rows.slots[:_ROWS], rows.batch[:_ROWS]) if isinstance(rows.batch, list) else rows
+    head, cells = few.cells()
+    yield "<h2>Rows drawn at random</h2>" + _table(head, cells[:_ROWS])
+
+
+def _drawable(storage: Storage, name: str, progress: bool) -> Iterator[Series]:
+    """What is drawn of a name, if anything can be."""
+    try:
+        yield series(storage, name, progress)
+    except ValueError:  # no episodes, no rewards, complex numbers
+        return
+
+
+def _histograms(storage: Storage, images: set[str], progress: bool) -> Iterator[str]:
+    assert storage.layout is not None
+    names = [shown_key(leaf.path) for leaf in storage.layout.leaves if leaf.nbytes]
+    figures = []
+    for name in [name for name in names if name not in images and name != INDEX][:_MOST_HISTOGRAMS]:
+        for drawn in _drawable(storage, name, progress):
+            figures.append(_image(png_of_figure(figure([drawn], histogram=True, width=4.0, height=2.2)), name))
+    if figures:
+        yield f'<h2>How often each value is stored</h2><div class="grid">{"".join(figures)}</div>'
+
+
+def _image(png: bytes, caption: str, css: str = "") -> str:
+    data = base64.b64encode(png).decode()
+    return (
+        f'<figure><img class="{css}" alt="{escape(caption)}" src="data:image/png;base64,{data}">'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    titles = "".join(f"<th>{escape(name)}</th>" for name in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>'

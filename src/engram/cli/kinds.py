@@ -1,0 +1,69 @@
+"""What can be at a path, and what is; loads no torch for stores and checkpoints, which is most of what is looked at."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from engram.checkpoint.directory import CheckpointDirectory
+from engram.store.header import FILE_NAME, has_store
+
+#: What a path can hold.
+Kind = Literal["store", "checkpoint", "TorchRL directory", "Minari dataset", "HDF5 dataset", "Parquet file"]
+
+_HDF5_MAGIC, _PARQUET_MAGIC = b"\x89HDF\r\n\x1a\n", b"PAR1"
+
+
+def kind_of(path: str | os.PathLike[str]) -> Kind:
+    """What is at a path: a store or a checkpoint of engram's, another library's directory, or a dataset file.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        ValueError: it is none of these.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise FileNotFoundError(2, "there is no such file or directory", str(path))
+    kind = _kind_of_folder(place) if place.is_dir() else _kind_of_file(place)
+    if kind is None:
+        raise ValueError(
+            f"{path} is none of: a store (a folder with {FILE_NAME}), a checkpoint (a folder with CURRENT), a "
+            "directory that TorchRL's dumps wrote, a Minari dataset, a flat HDF5 file, a Parquet file"
+        )
+    return kind
+
+
+def _kind_of_folder(place: Path) -> Kind | None:
+    if has_store(place):
+        return "store"
+    directory = CheckpointDirectory(str(place.absolute()))
+    if os.path.lexists(directory.path("CURRENT")) or directory.snapshots():
+        return "checkpoint"
+    # Late: they load torch.
+    from engram.data.datasets.minari import FILE as MINARI_FILE
+    from engram.interop.torchrl.load import is_torchrl
+
+    if (place / "data" / MINARI_FILE).is_file() or (place / MINARI_FILE).is_file():
+        return "Minari dataset"
+    return "TorchRL directory" if is_torchrl(place) else None
+
+
+def _kind_of_file(place: Path) -> Kind | None:
+    if place.name == FILE_NAME:
+        return "store"
+    with open(place, "rb") as file:
+        start = file.read(8)
+    if start[:4] == _PARQUET_MAGIC:
+        return "Parquet file"
+    if start == _HDF5_MAGIC:
+        from engram.data.datasets.minari import FILE as MINARI_FILE
+
+        return "Minari dataset" if place.name == MINARI_FILE else "HDF5 dataset"
+    return None
+
+
+def store_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder of the store that a path means: itself, or that of the store's file."""
+    place = Path(path)
+    return place if place.is_dir() else place.absolute().parent

@@ -1,0 +1,214 @@
+"""The command `engram`: its arguments, and how results are shown.
+
+Exit codes: 0 done; 1 something is damaged, or two things differ; 2 it could not be done, and standard error says why.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engram import __version__, cli
+from engram.cli import tables
+from engram.errors import EngramError
+
+if TYPE_CHECKING:
+    import typer
+
+    from engram.cli.rows import RowsShown
+
+DONE, DIFFERENT, FAILED = 0, 1, 2
+FORMS = ("store", "checkpoint", "torchrl", "minari", "hdf5", "parquet")  # that `convert` writes
+
+# What a path, a snapshot or an installation can be the cause of; anything else is an error of ours, and shown whole.
+_EXPECTED = (EngramError, OSError, ValueError, TypeError, KeyError, ImportError, MemoryError)
+
+
+def run() -> None:
+    """The console script; ends the process with its exit code."""
+    try:
+        app = command()
+    except ImportError as error:
+        print(f"engram: {error}", file=sys.stderr)
+        raise SystemExit(FAILED) from None
+    app()
+
+
+def command() -> typer.Typer:
+    """The typer application with every command.
+
+    Raises:
+        ImportError: typer is not installed.
+    """
+    try:
+        import rich
+        import typer
+    except ImportError as error:
+        raise ImportError(f'the command line needs {error.name}: pip install "engram[cli]"') from error
+    del rich
+    app = typer.Typer(
+        name="engram",
+        help="Look into stores, checkpoints and dataset files. A store may be in use: nothing is locked or changed.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    as_json = typer.Option(False, "--json", help="Print JSON.")
+    of_snapshot = typer.Option(None, "--snapshot", help="Of a checkpoint, another snapshot than the current one.")
+    a_path = typer.Argument(..., help="A store, a checkpoint, a directory of TorchRL's or a dataset file.")
+
+    @app.callback(invoke_without_command=True)
+    def main(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+        if version:
+            print(__version__)
+            raise typer.Exit(DONE)
+
+    @app.command("info")
+    def info_command(
+        path: str = a_path,
+        episodes: bool = typer.Option(False, "--episodes", help="Count episodes: reads the flags of all rows."),
+        returns: bool = typer.Option(False, "--returns", help="Sum rewards over episodes: reads all rewards."),
+        snapshot: str = of_snapshot,
+        json: bool = as_json,
+    ) -> None:
+        """What it is: keys, shapes, dtypes, rows, bytes, lanes, writers; from headers, unless asked for more."""
+        with _errors_shown():
+            result = cli.info(path, episodes=episodes or None, returns=returns, snapshot=snapshot, progress=not json)
+        _show(result.to_json() if json else None, lambda: tables.show_info(result))
+
+    @app.command("verify")
+    def verify_command(path: str = a_path, json: bool = as_json) -> None:
+        """Compares everything with its checksums; exit code 1 and the damaged files and rows where they differ."""
+        with _errors_shown():
+            result = cli.verify(path, progress=not json)
+        _show(result.to_json() if json else None, lambda: tables.show_verification(result))
+        raise typer.Exit(DONE if result.ok else DIFFERENT)
+
+    @app.command("diff")
+    def diff_command(
+        a: str = a_path,
+        b: str = typer.Argument(..., help="What it is compared with."),
+        by: str = typer.Option(None, "--by", help="sequence or age, instead of what makes more rows equal."),
+        snapshot_a: str = typer.Option(None, "--snapshot-a", help="Of a checkpoint, another snapshot of A."),
+        snapshot_b: str = typer.Option(None, "--snapshot-b", help="The same of B."),
+        json: bool = as_json,
+    ) -> None:
+        """In what two things differ: keys, rows, parts of checkpoints; exit code 1 where they do."""
+        with _errors_shown():
+            result = cli.diff(a, b, by=by, snapshot_a=snapshot_a, snapshot_b=snapshot_b, progress=not json)
+        _show(result.to_json() if json else None, lambda: tables.show_differences(result))
+        raise typer.Exit(DONE if result.equal else DIFFERENT)
+
+    how_many = typer.Option(10, "-n", help="How many rows.")
+    to_png = typer.Option(None, "--png", help="Write the rows' images to this file, as a grid.")
+    of_key = typer.Option(None, "--key", help="Which key's images; the first that holds some.")
+
+    def show_rows(result: RowsShown, png: str | None, key: str | None, json: bool) -> None:
+        with _errors_shown():
+            if png is not None:
+                Path(png).write_bytes(result.to_png(key))
+        _show(result.to_json() if json else None, lambda: tables.show_rows(result))
+
+    @app.command("head")
+    def head_command(
+        path: str = a_path,
+        n: int = how_many,
+        snapshot: str = of_snapshot,
+        png: str = to_png,
+        key: str = of_key,
+        json: bool = as_json,
+    ) -> None:
+        """The oldest rows, as a table; of large leaves shape, least and largest number."""
+        with _errors_shown():
+            result = cli.head(path, n, snapshot=snapshot, progress=not json)
+        show_rows(result, png, key, json)
+
+    @app.command("sample")
+    def sample_command(
+        path: str = a_path,
+        n: int = how_many,
+        seed: int = typer.Option(None, "--seed", help="For the same rows again."),
+        snapshot: str = of_snapshot,
+        png: str = to_png,
+        key: str = of_key,
+        json: bool = as_json,
+    ) -> None:
+        """Rows drawn uniformly, as a table."""
+        with _errors_shown():
+            result = cli.sample(path, n, seed=seed, snapshot=snapshot, progress=not json)
+        show_rows(result, png, key, json)
+
+    names_to_plot = typer.Argument(None, help="returns, lengths, or keys; returns and lengths by default.")
+    keys_to_drop = typer.Option([], "--drop", help="A key to leave out; may be given several times.")
+
+    @app.command("plot")
+    def plot_command(
+        path: str = a_path,
+        what: list[str] = names_to_plot,
+        output: str = typer.Option(None, "-o", "--output", help="The PNG; <name>.png by default."),
+        histogram: bool = typer.Option(False, "--histogram", help="How often each value stands there."),
+        snapshot: str = of_snapshot,
+        json: bool = as_json,
+    ) -> None:
+        """Returns, lengths or any key over time, or as histograms: a PNG."""
+        with _errors_shown():
+            names = what or ["returns", "lengths"]
+            file = cli.plot(path, names, output=output, histogram=histogram, snapshot=snapshot, progress=not json)
+        _show({"file": str(file), "nbytes": file.stat().st_size} if json else None, lambda: print(file))
+
+    @app.command("convert")
+    def convert_command(
+        source: str = a_path,
+        target: str = typer.Argument(..., help="The folder or file to make."),
+        to: str = typer.Option(None, "--to", help=f"{', '.join(FORMS)}; or by the suffix."),
+        drop: list[str] = keys_to_drop,
+        capacity: int = typer.Option(None, "--capacity", help="Of a store or checkpoint: how many steps fit."),
+        snapshot: str = of_snapshot,
+        overwrite: bool = typer.Option(False, "--overwrite", help="Replace the target, if it is of the same kind."),
+        json: bool = as_json,
+    ) -> None:
+        """Writes the same steps in another form; what that cannot hold is named, and nothing is written."""
+        with _errors_shown():
+            result = cli.convert(
+                source, target, to=to, drop=drop, capacity=capacity, snapshot=snapshot, overwrite=overwrite,
+                progress=not json,
+            )  # fmt: skip
+        _show(result.to_json() if json else None, lambda: tables.show_conversion(result))
+
+    @app.command("report")
+    def report_command(
+        path: str = a_path,
+        output: str = typer.Option(None, "-o", "--output", help="The HTML file; <name>.html by default."),
+        snapshot: str = of_snapshot,
+        json: bool = as_json,
+    ) -> None:
+        """One HTML page that stands alone: what it holds, plots, images, rows."""
+        with _errors_shown():
+            file = cli.report(path, output=output, snapshot=snapshot, progress=not json)
+        _show({"file": str(file), "nbytes": file.stat().st_size} if json else None, lambda: print(file))
+
+    return app
+
+
+@contextmanager
+def _errors_shown() -> Iterator[None]:
+    """Around work: an error that the user can do something about is one line, not a traceback."""
+    try:
+        yield
+    except _EXPECTED as error:
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        print(f"engram: {text}", file=sys.stderr)
+        raise SystemExit(FAILED) from None
+
+
+def _show(as_json: Any, show: Callable[[], None]) -> None:
+    if as_json is None:
+        show()
+    else:
+        print(json.dumps(as_json, indent=2))

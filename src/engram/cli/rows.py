@@ -1,0 +1,162 @@
+"""Rows at a path: the oldest ones, or some drawn at random."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engram.cli.description import KeyInfo, shown_key
+from engram.cli.pixels import image_grid, is_image, png_of
+from engram.cli.sources import open_rows
+from engram.data.replay_buffers.storages import Storage
+from engram.errors import StorageInUseError
+from engram.pytree import describe
+
+_TRIES = 100  # beside a writer
+_MOST_SHOWN = 6  # numbers of a leaf that are shown one by one
+
+
+class RowsShown(NamedTuple):
+    """Some rows: their slots (int64 [n]), and the batch, or the list of items where steps are stored as items."""
+
+    slots: Tensor
+    batch: Any
+
+    def cells(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """A table of them: names of the columns, and the cells of each row. Large leaves are summed up."""
+        if isinstance(self.batch, list):
+            return ("slot", "item"), [
+                (str(slot), f"{item!r:.200}") for slot, item in zip(self.slots.tolist(), self.batch, strict=True)
+            ]
+        leaves = [(shown_key(path), torch.as_tensor(value)) for path, value in describe(self.batch, 1)[1]]
+        head = ("slot", *(name for name, _ in leaves))
+        return head, [
+            (str(slot), *(_cell(values[row]) for _, values in leaves)) for row, slot in enumerate(self.slots.tolist())
+        ]
+
+    def images(self) -> dict[str, Tensor]:
+        """The leaves that are images, by key: uint8 `[rows, H, W]`, `[rows, C, H, W]` or `[rows, H, W, C]`."""
+        if isinstance(self.batch, list):
+            return {}
+        leaves = [(shown_key(path), torch.as_tensor(value)) for path, value in describe(self.batch, 1)[1]]
+        return {name: values for name, values in leaves if is_image(_info_of(name, values))}
+
+    def to_png(self, key: str | None = None) -> bytes:
+        """A grid of the images under a key (None: the first that is one) as a PNG file.
+
+        Raises:
+            KeyError: no such key holds images; or none does.
+
+        Example:
+            >>> RowsShown(torch.arange(4), {"pixels": torch.zeros(4, 8, 8, dtype=torch.uint8)}).to_png()[1:4]
+            b'PNG'
+        """
+        images = self.images()
+        if not images or (key is not None and key not in images):
+            raise KeyError(f"{key or 'no key'} holds images; those that do: {', '.join(images) or 'none'}")
+        return png_of(image_grid(images[next(iter(images)) if key is None else key].numpy()))
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """A dict for each row: every value of every leaf."""
+        slots = self.slots.tolist()
+        if isinstance(self.batch, list):
+            return [{"slot": slot, "item": repr(item)} for slot, item in zip(slots, self.batch, strict=True)]
+        leaves = [(shown_key(path), torch.as_tensor(value).tolist()) for path, value in describe(self.batch, 1)[1]]
+        return [{"slot": slot, **{name: values[row] for name, values in leaves}} for row, slot in enumerate(slots)]
+
+
+def _info_of(name: str, values: Tensor) -> KeyInfo:
+    return KeyInfo(name, tuple(values.shape[1:]), str(values.dtype).removeprefix("torch."), 0)
+
+
+def head(
+    path: str | os.PathLike[str], n: int = 10, *, snapshot: str | None = None, progress: bool = False
+) -> RowsShown:
+    """The oldest n rows at a path (fewer where fewer are stored), lane by lane; with several environments steps of all.
+
+    `progress` shows that a file is being read, if standard error is a terminal.
+
+    Raises:
+        ValueError: n is below 1, or what is at the path is nothing that engram reads.
+        FileNotFoundError: there is nothing at the path.
+        EngramError: it is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> rb = ReplayBuffer(storage=LazyMemmapStorage(4, scratch_dir=folder))
+        >>> _ = rb.extend(torch.arange(6))
+        >>> rows = head(folder, 2)
+        >>> rows.slots, rows.batch
+        (tensor([2, 3]), tensor([2, 3]))
+    """
+    _check_count(n)
+    with open_rows(path, snapshot, progress=progress) as storage:
+        return _read(storage, lambda: _oldest_first(storage, n))
+
+
+def sample(
+    path: str | os.PathLike[str],
+    n: int = 10,
+    *,
+    seed: int | None = None,
+    snapshot: str | None = None,
+    progress: bool = False,
+) -> RowsShown:
+    """n rows at a path, drawn uniformly, with replacement; `seed` for the same ones again. Errors as `head`."""
+    _check_count(n)
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    with open_rows(path, snapshot, progress=progress) as storage:
+        return _read(storage, lambda: _drawn(storage, n, generator))
+
+
+def _check_count(n: int) -> None:
+    if n < 1:
+        raise ValueError(f"the number of rows must be 1 or more, got {n}")
+
+
+def _oldest_first(storage: Storage, n: int) -> Tensor:
+    lanes = storage.lanes
+    if lanes is None:
+        return torch.empty(0, dtype=torch.int64)
+    slots, capacity, envs = [], lanes.store.lane_capacity, lanes.envs
+    for lane, state in enumerate(lanes.states()):
+        steps = range(state["first"], min(state["published"], state["first"] + n))
+        slots += [(lane * capacity + step % capacity) * envs + env for step in steps for env in range(envs)]
+    return torch.tensor(slots[:n], dtype=torch.int64)
+
+
+def _drawn(storage: Storage, n: int, generator: torch.Generator) -> Tensor:
+    seed = torch.empty(1, dtype=torch.int64).random_(generator=generator)
+    slots = None if storage.lanes is None else storage.lanes.uniform(seed, n)
+    return torch.empty(0, dtype=torch.int64) if slots is None else slots
+
+
+def _read(storage: Storage, choose: Callable[[], Tensor]) -> RowsShown:
+    """The rows that `choose` names; others where a writer overwrote some of them before they were read."""
+    for _ in range(_TRIES):
+        slots = choose()
+        if not len(slots):
+            return RowsShown(slots, [])
+        rows = storage.read(slots)
+        if rows.overwritten is None and rows.absent is None:
+            return RowsShown(slots, rows.batch)
+    raise StorageInUseError("the rows are overwritten faster than they are read; try again")
+
+
+def _cell(value: Tensor) -> str:
+    """The numbers of a leaf, or of a large one its shape, least and largest number."""
+    if value.numel() <= _MOST_SHOWN:
+        shown = [f"{x:.5g}" if isinstance(x, float) else str(x) for x in value.reshape(-1).tolist()]
+        return shown[0] if len(shown) == 1 else f"[{' '.join(shown)}]"
+    if value.dtype.is_complex:
+        return str(list(value.shape))
+    return f"{list(value.shape)} {value.min().item():.5g} to {value.max().item():.5g}"

@@ -1,0 +1,110 @@
+"""Reads rows from whatever is at a path."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from engram import pytree
+from engram._progress import progress_bar
+from engram._system import free_memory
+from engram.cli.kinds import Kind, kind_of, store_folder
+from engram.data.datasets.hdf5 import hdf5_size, iter_hdf5
+from engram.data.datasets.minari import iter_minari, minari_size
+from engram.data.datasets.parquet import iter_parquet, parquet_size
+from engram.data.replay_buffers.rebuild import saved_storage
+from engram.data.replay_buffers.storages import LazyMemmapStorage, LazyTensorStorage, Storage
+from engram.errors import CheckpointMisfitError
+from engram.interop.torchrl.files import SavedSteps, layout_of
+from engram.interop.torchrl.load import open_torchrl
+
+DATASET_SIZES = {"Minari dataset": minari_size, "HDF5 dataset": hdf5_size, "Parquet file": parquet_size}
+
+
+def dataset_batches(path: str | os.PathLike[str], kind: Kind) -> Iterator[Any]:
+    """The steps of a dataset as batches `[n]`."""
+    readers: dict[str, Any] = {"Minari dataset": iter_minari, "HDF5 dataset": iter_hdf5, "Parquet file": iter_parquet}
+    batches: Iterator[Any] = readers[kind](path)
+    return batches
+
+
+@contextmanager
+def torchrl_steps(path: str | os.PathLike[str]) -> Iterator[tuple[SavedSteps, int]]:
+    """What a directory of TorchRL's holds, and with which `ndim`, which it does not say: the first that fits."""
+    with open_torchrl(path) as directory:
+        try:
+            steps, ndim = directory.saved_steps(1), 1
+        except CheckpointMisfitError:
+            steps, ndim = directory.saved_steps(2), 2
+        yield steps, ndim
+
+
+@contextmanager
+def open_rows(
+    path: str | os.PathLike[str], snapshot: str | None = None, *, progress: bool = False
+) -> Iterator[Storage]:
+    """A storage with the rows at a path: a store in place, as an observer; of anything else a copy.
+
+    The copy is in memory, or in a temporary file (in TMPDIR) where it would take more than half of what is free.
+
+    `progress` shows that something is being read, if standard error is a terminal.
+
+    Raises:
+        StorageError, CheckpointError, DatasetError: it cannot be read.
+    """
+    kind = kind_of(path)
+    if kind == "store":
+        storage: Any = LazyMemmapStorage.open(store_folder(path), read_only=True)
+    else:
+        with progress_bar(f"reading {path}", None, progress) as advance:
+            storage = _copy(path, kind, snapshot, advance)
+    try:
+        yield storage
+    finally:
+        storage.close()
+
+
+def _copy(path: str | os.PathLike[str], kind: Kind, snapshot: str | None, advance: Callable[[int], None]) -> Storage:
+    if kind == "checkpoint":
+        storage = saved_storage(path, snapshot, _is_large)
+        storage.loads(path, snapshot=snapshot)
+        return storage
+    if kind == "TorchRL directory":
+        with torchrl_steps(path) as (steps, ndim):
+            envs = math.prod(steps.inner)
+            nbytes = steps.length * envs * layout_of(steps).payload_bytes
+            storage = new_storage(steps.capacity * envs, nbytes, ndim)
+        storage.loads(path)
+        return storage
+    return _copy_of_dataset(path, kind, advance)
+
+
+def _copy_of_dataset(path: str | os.PathLike[str], kind: Kind, advance: Callable[[int], None]) -> Storage:
+    rows = DATASET_SIZES[kind](path).steps
+    if rows is None:  # the file does not say it: count them first
+        rows = sum(len(batch) for batch in dataset_batches(path, kind))
+    storage: Storage | None = None
+    for batch in dataset_batches(path, kind):
+        storage = storage or new_storage(rows, rows * row_bytes(batch))
+        storage.append(storage.check(batch, single=False))
+        advance(len(batch))
+    return storage or LazyTensorStorage(1)
+
+
+def new_storage(capacity: int, nbytes: int, ndim: int = 1) -> Storage:
+    """An empty storage for rows that take `nbytes`: in memory, or in a temporary file where they are large."""
+    return (LazyMemmapStorage if _is_large(nbytes) else LazyTensorStorage)(capacity, ndim=ndim)
+
+
+def row_bytes(batch: Any) -> int:
+    """Bytes of a row of a batch."""
+    return sum(leaf[:1].nbytes for _, leaf in pytree.describe(batch, 1)[1])
+
+
+def _is_large(nbytes: int) -> bool:
+    """Whether rows of this size are not to be held in memory: they would take more than half of what is free."""
+    free = free_memory()
+    return free is not None and nbytes > free // 2

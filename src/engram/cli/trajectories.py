@@ -1,0 +1,58 @@
+"""The stored trajectories of a storage: their lengths and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engram.data.datasets.episodes import REWARD
+from engram.data.replay_buffers.stats import stored_trajectories
+from engram.data.replay_buffers.storages import Storage
+from engram.store.episodes import EpisodeIndex, StoredTrajectories
+
+_AT_ONCE = 1 << 16  # time steps of which rewards are read at once
+
+
+def trajectories_of(storage: Storage) -> StoredTrajectories | str:
+    """Every stored trajectory; where there are none to count, a sentence that says why."""
+    if storage.layout is None and len(storage):
+        return "steps are stored as items of any form: episodes are not looked for"
+    trajectories = stored_trajectories(storage, EpisodeIndex())
+    if trajectories is None:
+        return "no key says where episodes end: ('next', 'done') or ('collector', 'traj_ids')"
+    return trajectories
+
+
+def has_rewards(storage: Storage) -> bool:
+    """Whether steps have `("next", "reward")`."""
+    return storage.leaf(REWARD) is not None
+
+
+def episode_returns(
+    storage: Storage, trajectories: StoredTrajectories, advance: Callable[[int], None] = lambda steps: None
+) -> npt.NDArray[np.float64]:
+    """The sum of `("next", "reward")` over each trajectory: float64 [n]; NaN where rows were overwritten meanwhile."""
+    lanes = storage.lanes
+    assert lanes is not None
+    capacity, sums = lanes.store.lane_capacity, np.zeros(len(trajectories.length))
+    lane_of, env_of, start_of, length_of = (values.numpy() for values in trajectories)
+    for lane in np.unique(lane_of):
+        here = np.flatnonzero(lane_of == lane)
+        begin, end = int(start_of[here].min()), int((start_of[here] + length_of[here]).max())
+        for at in range(begin, end, _AT_ONCE):
+            until = min(at + _AT_ONCE, end)
+            slots = int(lane) * capacity + torch.arange(at, until) % capacity
+            with storage.mutex:
+                rewards = storage.column(REWARD, slots).double().reshape(until - at, lanes.envs, -1).sum(-1).numpy()
+            totals = np.concatenate([np.zeros((1, lanes.envs)), rewards.cumsum(0)])
+            inside = here[(start_of[here] < until) & (start_of[here] + length_of[here] > at)]
+            first = np.maximum(start_of[inside], at) - at
+            last = np.minimum(start_of[inside] + length_of[inside], until) - at
+            sums[inside] += totals[last, env_of[inside]] - totals[first, env_of[inside]]
+            advance(until - at)
+        oldest = lanes.states()[int(lane)]["first"]  # after the rows were read
+        sums[here[start_of[here] < oldest]] = np.nan
+    return sums

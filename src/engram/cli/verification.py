@@ -1,0 +1,214 @@
+"""Compares every checksum at a path with the bytes, and says which file, and which rows, are damaged."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engram._progress import progress_bar
+from engram.checkpoint.directory import CheckpointDirectory
+from engram.checkpoint.reader import THREADS, SnapshotReader, SnapshotReport, in_parallel
+from engram.checkpoint.reader import verify as verify_snapshots
+from engram.cli.kinds import Kind, kind_of, store_folder
+from engram.errors import CheckpointError, DatasetError, StorageError, StorageInUseError
+from engram.store.header import FILE_NAME, observe_store
+
+_ROWS_AT_ONCE = 1 << 16  # rows of a lane, in one native call
+_TRIES = 500  # while rows are being changed in place
+
+
+class Damage(NamedTuple):
+    """What is damaged: a file, what is wrong with it, and which rows it held, where that can be said."""
+
+    file: str
+    reason: str
+    rows: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`.
+
+    Attributes:
+        path, kind: what was looked at.
+        ok: whether it can be used as it is: nothing is damaged; of a checkpoint, nothing of the snapshot in force.
+        nbytes: bytes that were compared with checksums.
+        checked: what was compared, in words.
+        damages: what is damaged.
+        newest_whole: of a checkpoint, the newest snapshot whose files are all as they were saved.
+    """
+
+    path: str
+    kind: Kind
+    ok: bool
+    nbytes: int
+    checked: str
+    damages: tuple[Damage, ...] = ()
+    newest_whole: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as JSON."""
+        return {**self.__dict__, "damages": [damage._asdict() for damage in self.damages]}
+
+
+def verify(path: str | os.PathLike[str], *, progress: bool = False) -> Verification:
+    """Reads everything at a path and compares it with its checksums. Damage is reported, not raised.
+
+    Of a store each row is compared with its own checksum, beside the job that writes it; of a checkpoint each file of
+    each snapshot; of a dataset all steps are read, with the checksums that its format has. Nothing is changed.
+
+    Args:
+        path: the folder or the file.
+        progress: show how far it is, if standard error is a terminal.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        ValueError: what is there is nothing that engram reads, or (a directory of TorchRL's) it has no checksums.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=folder))
+        >>> _ = rb.extend(torch.arange(10))
+        >>> result = verify(folder)
+        >>> result.ok, result.checked
+        (True, '10 rows')
+    """
+    kind = kind_of(path)
+    if kind == "store":
+        return _verify_store(path, progress)
+    if kind == "checkpoint":
+        return _verify_checkpoint(path, progress)
+    if kind == "TorchRL directory":
+        raise ValueError(f"{path} was written by TorchRL, which keeps no checksums: there is nothing to compare")
+    return _verify_dataset(path, kind, progress)
+
+
+# ---- a store ----
+def _verify_store(path: str | os.PathLike[str], progress: bool) -> Verification:
+    folder = store_folder(path)
+    file = str(folder / FILE_NAME)
+    try:
+        store, fd = observe_store(folder)
+    except StorageError as error:
+        return Verification(str(path), "store", False, 0, "the header", (Damage(file, str(error)),))
+    results: list[_Checked] = []
+    try:
+        with progress_bar(f"verifying {path}", store.rows(), progress) as advance:
+
+            def check(lane: int, start: int, stop: int) -> None:
+                results.append(_check_rows(store, lane, start, stop))
+                advance((stop - start) * store.envs)
+
+            # While one thread waits for the disk, the other one computes; neither holds the GIL.
+            in_parallel((functools.partial(check, *piece) for piece in _pieces(store)), THREADS)
+    finally:
+        os.close(fd)
+    results.sort()
+    damages = [_damaged_row(file, store, part.lane, *at) for part in results for at in part.damaged]
+    rows = sum(part.rows for part in results)
+    return Verification(str(path), "store", not damages, rows * store.row_stride, f"{rows:,} rows", tuple(damages))
+
+
+class _Checked(NamedTuple):
+    """Rows of a lane that were compared: where they begin, how many, sequence and environment of the damaged ones."""
+
+    lane: int
+    start: int
+    rows: int
+    damaged: list[tuple[int, int]]
+
+
+def _pieces(store: Any) -> Iterator[tuple[int, int, int]]:
+    """Lane, start and stop of the rows that are compared in one call."""
+    steps = max(1, _ROWS_AT_ONCE // store.envs)
+    for lane in range(store.lanes):
+        state = store.lane(lane)
+        for start in range(state["first"], state["published"], steps):
+            yield lane, start, min(start + steps, state["published"])
+
+
+def _check_rows(store: Any, lane: int, start: int, stop: int) -> _Checked:
+    """Compares rows with their checksums.
+
+    Raises:
+        StorageInUseError: rows were changed in place, or all rows replaced, each time that they were read.
+    """
+    for _ in range(_TRIES):
+        before = store.epoch()
+        checked, damaged = store.check_rows(lane, start, stop)
+        if not damaged or (store.epoch() == before and not any(count % 2 for count in before)):
+            return _Checked(lane, start, checked, damaged)
+        time.sleep(0.005)
+    raise StorageInUseError("rows of the store are being changed in place all the time; try again")
+
+
+def _damaged_row(file: str, store: Any, lane: int, sequence: int, env: int) -> Damage:
+    step = lane * store.lane_capacity + sequence % store.lane_capacity
+    slot = f"slot {step}" if store.envs == 1 else f"slot {step * store.envs + env} (environment {env})"
+    return Damage(file, "a row does not have the bytes that its checksum was made of", f"{slot}, lane {lane}")
+
+
+# ---- a checkpoint ----
+def _verify_checkpoint(path: str | os.PathLike[str], progress: bool) -> Verification:
+    with progress_bar(f"verifying {path}", None, progress) as advance:
+        report = verify_snapshots(path, advance=lambda name: advance(1))
+    directory = CheckpointDirectory(report.path)
+    damages = [Damage(report.path, problem) for problem in report.problems]
+    for snapshot in report.snapshots:
+        damages += _damages_of(directory, snapshot)
+    files, nbytes = (sum(getattr(s, name) for s in report.snapshots) for name in ("files", "nbytes"))
+    checked = f"{files} files in {len(report.snapshots)} snapshot{'' if len(report.snapshots) == 1 else 's'}"
+    return Verification(str(path), "checkpoint", report.ok, nbytes, checked, tuple(damages), report.newest_whole)
+
+
+def _damages_of(directory: CheckpointDirectory, report: SnapshotReport) -> list[Damage]:
+    if len(report.damaged) != len(report.problems):  # its manifest is damaged: no file could be looked at
+        return [Damage(directory.path(report.name), problem) for problem in report.problems]
+    rows = _rows_of_files(directory, report.name) if report.damaged else {}
+    return [
+        Damage(directory.path(report.name, file), problem, rows.get(file, ""))
+        for file, problem in zip(report.damaged, report.problems, strict=True)
+    ]
+
+
+def _rows_of_files(directory: CheckpointDirectory, name: str) -> dict[str, str]:
+    """Which steps each file of rows holds, in words."""
+    try:
+        with SnapshotReader(directory, name) as reader:
+            storage = reader.body.get("storage") or {}
+            chunks = {(c[0], c[1]): c for c in storage["state"]["chunks"] if isinstance(c, list)}
+            return {file: _in_words(file, chunks) for file in reader.files}
+    except (CheckpointError, KeyError, TypeError, IndexError):  # removed by a save, or of a form without chunks
+        return {}
+
+
+def _in_words(file: str, chunks: dict[tuple[int, int], list[int]]) -> str:
+    match = re.search(r"rows-(\d+)-(\d+)\.bin$", file)
+    chunk = None if match is None else chunks.get((int(match[1]), int(match[2])))
+    return "" if chunk is None else f"steps {chunk[2]} to {chunk[3] - 1} of lane {chunk[0]}"
+
+
+# ---- a dataset ----
+def _verify_dataset(path: str | os.PathLike[str], kind: Kind, progress: bool) -> Verification:
+    from engram.cli.sources import DATASET_SIZES, dataset_batches  # late: it loads torch
+
+    place, steps = Path(path), 0
+    try:
+        with progress_bar(f"reading {path}", DATASET_SIZES[kind](path).steps, progress) as advance:
+            for batch in dataset_batches(path, kind):
+                steps += len(batch)
+                advance(len(batch))
+    except DatasetError as error:
+        return Verification(
+            str(path), kind, False, 0, f"{steps:,} steps before the damage",
+            (Damage(error.file, error.reason, f"after step {steps}"),),
+        )  # fmt: skip
+    files = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else [place]
+    return Verification(str(path), kind, True, sum(file.stat().st_size for file in files), f"{steps:,} steps read")

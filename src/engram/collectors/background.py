@@ -1,0 +1,289 @@
+"""Collecting in a thread into a replay buffer, while the caller samples from it and trains."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import threading
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from engram._system import fork_registry
+from engram.envs.policies import own_exploration_type
+from engram.processes.worker import CLOSE_TIMEOUT
+
+log = logging.getLogger("engram")
+
+
+class Abandoned(BaseException):
+    """Raised in the thread where it waits for workers that the caller does not wait for any more."""
+
+
+class BackgroundThread:
+    """Calls `collect` in a thread until it returns False; pauses and ends between two calls.
+
+    `finish` completes what `collect` has begun ahead; it is called before each pause and at the end. Both are methods
+    of a collector, which the thread does not keep alive. An error ends the thread, is logged at once, and is raised by
+    `raise_failure`.
+    """
+
+    def __init__(self, collect: Callable[[], bool], finish: Callable[[], None], name: str) -> None:
+        self._collect, self._finish = weakref.WeakMethod(collect), weakref.WeakMethod(finish)
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self.after_fork()
+        _live.add(self)
+
+    def after_fork(self) -> None:
+        """In a process that was forked the thread does not run."""
+        self._turn = threading.Condition()
+        self._thread = None
+        self._holds = 0  # who waits for the thread to pause, or goes on while it does
+        self._is_between = True  # between two calls, or not running
+        self._is_active = self._is_stopping = self._is_abandoned = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the thread will collect more."""
+        return self._is_active
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is this thread that asks."""
+        return self._thread is threading.current_thread()
+
+    def start(self) -> None:
+        """Starts the thread; does nothing while it runs."""
+        if self._is_active:
+            return
+        if self._thread is not None:
+            self._thread.join()
+        self._is_stopping, self._is_between, self._is_active = False, False, True
+        # A daemon: the interpreter waits for other threads before it would ask this one to end.
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Waits until the thread is between two calls, and keeps it there."""
+        if self.is_current:
+            yield
+            return
+        with self._turn:
+            self._holds += 1
+        try:
+            with self._turn:
+                self._turn.wait_for(lambda: self._is_between)
+            yield
+        finally:
+            with self._turn:
+                self._holds -= 1
+                self._turn.notify_all()
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Ends the thread after its current call. Raises TimeoutError where that takes longer than `timeout` s."""
+        with self._turn:
+            self._is_stopping = True
+            self._turn.notify_all()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            raise TimeoutError(f"{self._name} was still in the middle of a batch after {timeout} s")
+
+    def abandon(self) -> None:
+        """Ends the thread as soon as it waits for workers."""
+        self._is_abandoned = True
+        self.stop()
+
+    def raise_if_abandoned(self) -> None:
+        """Raises Abandoned in this thread after `abandon`."""
+        if self._is_abandoned and self.is_current:
+            raise Abandoned
+
+    def raise_failure(self) -> None:
+        """Raises the error that has ended the thread, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self) -> None:
+        own_exploration_type()
+        try:
+            while self._may_collect() and (collect := self._collect()) is not None and collect():
+                del collect  # the caller may drop the collector
+            self._call_finish()
+        except Abandoned:
+            pass
+        except BaseException as error:  # whatever it was, the caller's next call raises it
+            self._failure = error
+            log.error("%s has ended with an error, which the next call raises", self._name, exc_info=error)
+        finally:
+            with self._turn:
+                self._is_between, self._is_active = True, False
+                self._turn.notify_all()
+
+    def _may_collect(self) -> bool:
+        if self._holds or self._is_stopping:
+            self._call_finish()
+            with self._turn:
+                self._is_between = True
+                self._turn.notify_all()
+                self._turn.wait_for(lambda: self._is_stopping or not self._holds)
+                self._is_between = False
+        return not self._is_stopping
+
+    def _call_finish(self) -> None:
+        if (finish := self._finish()) is not None:
+            finish()
+
+
+_live: weakref.WeakSet[BackgroundThread] = fork_registry(BackgroundThread.after_fork)
+
+
+@atexit.register  # after the import of `engram.processes.worker`, so that threads end before workers do
+def _stop_at_exit() -> None:
+    for thread in list(_live):
+        thread._is_abandoned = True
+        try:
+            thread.stop(CLOSE_TIMEOUT)
+        except TimeoutError as error:
+            log.warning("%s", error)
+
+
+class BackgroundCollector:
+    """Base of the collectors: with a replay buffer they can collect while the caller does other things.
+
+    While one does (`start`), a batch after the other is written into the buffer until there are `total_frames`, and
+    `rollout` and iterating raise RuntimeError. What asks for the state (`state_dict`, `set_seed`, `reset`, ...) waits
+    until the batch that is being collected is written. An error of an environment, the policy or the buffer is logged
+    at once and raised by the next call of the collector. Python's threads take turns: see to it that the buffer is
+    sampled in batches that are worth it.
+    """
+
+    total_frames: int
+    frames: int
+    frames_per_batch: int
+    _replay_buffer: Any
+    _background: BackgroundThread | None = None
+    _trajs_per_batch = 0
+
+    @abstractmethod
+    def rollout(self) -> Any:
+        """Collects the next batch."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]:
+        """Collects a batch at a time until there are `total_frames`."""
+
+    def next(self) -> Any:
+        """The next batch, as a loop over the collector gives it; StopIteration after `total_frames`."""
+        return next(iter(self))
+
+    @abstractmethod
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, *, raise_on_error: bool = True) -> None:
+        """Ends collecting."""
+
+    def start(self) -> None:
+        """Starts to collect into the replay buffer, in the background; does nothing where it does already.
+
+        A single collector steps in a thread, one with workers asks them for batches. A policy that is the caller's own
+        object acts with the weights that it has at each step; a copy (`policy_device`, `policy_factory`, worker
+        processes) with those of the last `update_policy_weights_`, from the next batch on.
+
+        Raises RuntimeError without a replay buffer and after `shutdown`.
+
+        >>> from engram.collectors import SyncDataCollector
+        >>> from engram.data import LazyTensorStorage, ReplayBuffer
+        >>> from engram.envs import GymEnv
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=32)
+        >>> collector = SyncDataCollector(
+        ...     lambda: GymEnv("CartPole-v1"), frames_per_batch=50, total_frames=200, replay_buffer=rb
+        ... )
+        >>> collector.start()
+        >>> while collector.is_running():
+        ...     with collector.pause():
+        ...         batch = rb.sample() if len(rb) else None
+        >>> collector.async_shutdown()
+        >>> collector.frames, len(rb)
+        (200, 200)
+        """
+        self._raise_background_failure()
+        if self._replay_buffer is None:
+            raise RuntimeError("collecting in the background fills a replay buffer; give replay_buffer=")
+        self._refuse_if_shut_down()
+        if self._background is None:
+            name = f"the background thread of {type(self).__name__}"
+            self._background = BackgroundThread(self._collect_next, self._finish_batches, name)
+        self._background.start()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """`with collector.pause():` nothing is collected, and what was begun is in the buffer; then it goes on."""
+        with self._between_batches():
+            yield
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Waits until the batches that were begun are in the buffer, and shuts down; `frames` is then what it got.
+
+        Raises the error that has ended collecting, if there was one; TimeoutError where it takes longer than `timeout`
+        seconds (None: any time).
+        """
+        if self._background is not None:
+            self._background.stop(timeout)
+        self.shutdown(close_env=close_env)
+
+    def is_running(self) -> bool:
+        """Whether it collects in the background: True from `start` to `total_frames`, an error, or the end."""
+        return self._background is not None and self._background.is_active
+
+    def __len__(self) -> int:
+        """The number of batches of `total_frames`. Raises TypeError where that is not known."""
+        if self.total_frames < 0 or self._trajs_per_batch:
+            raise TypeError("the number of batches is not known without total_frames, or with trajs_per_batch")
+        return math.ceil(self.total_frames / self.frames_per_batch)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @abstractmethod
+    def _refuse_if_shut_down(self) -> None:
+        """Raises RuntimeError after `shutdown`."""
+
+    def _collect_next(self) -> bool:
+        """Collects a batch in the background; False where there is nothing left to do."""
+        if 0 <= self.total_frames <= self.frames:
+            return False
+        self.rollout()
+        return True
+
+    def _finish_batches(self) -> None:
+        """Waits for batches that were begun ahead."""
+
+    def _refuse_beside_background(self) -> None:
+        """Raises what has ended collecting in the background, and RuntimeError while it goes on."""
+        if self._background is None or self._background.is_current:
+            return
+        if self._background.is_active:
+            raise RuntimeError("this collector is collecting in the background: sample from its replay buffer")
+        self._background.raise_failure()
+
+    def _raise_background_failure(self) -> None:
+        if self._background is not None and not self._background.is_current:
+            self._background.raise_failure()
+
+    @contextmanager
+    def _between_batches(self) -> Iterator[None]:
+        """Nothing is collected in the background while this is held."""
+        if self._background is None:
+            yield
+            return
+        with self._background.held():
+            self._raise_background_failure()
+            yield

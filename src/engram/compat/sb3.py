@@ -1,0 +1,165 @@
+"""A replay buffer for stable-baselines3's off-policy algorithms (DQN, SAC, TD3, DDPG, and those of sb3-contrib)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gymnasium import spaces
+from stable_baselines3.common import buffers
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+from stable_baselines3.common.vec_env import VecNormalize
+
+from engram.compat.transitions import REFUSES_SHARED_OBSERVATIONS, MakeStorage, TransitionRows
+from engram.data import LazyTensorStorage
+
+
+class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
+    """For `replay_buffer_class=`: stable-baselines3's ReplayBuffer, DictReplayBuffer and NStepReplayBuffer in one.
+
+    Batches are drawn as stable-baselines3 draws them, from NumPy's generator: equal seeds give the trainings that its
+    own buffers give. `model.save_replay_buffer` and `load_replay_buffer` work; so does `dumps` of `rows.buffer`, the
+    engram buffer, which survives a kill at any moment.
+
+    Args:
+        storage: makes the storage: called with a number of steps and `ndim=2`. With
+            `functools.partial(LazyMemmapStorage, scratch_dir=..., existsok=True)` a training goes on with the rows of
+            one that was killed.
+        n_steps, gamma: rewards of so many steps are added up, each `gamma` times less, as in NStepReplayBuffer; also
+            for dict observations.
+        Others: as stable-baselines3's, but `buffer_size`, and `pos`, follow from the storage.
+
+    `replay_buffer.observations` and its likes are views of what is stored so far, which cannot be written to.
+
+    Raises:
+        ValueError: `optimize_memory_usage=True`, which mixes episodes up where one ends.
+        TypeError: arguments of HerReplayBuffer: goals are relabelled by stable-baselines3's own class only.
+
+    Example:
+        >>> from stable_baselines3 import DQN
+        >>> model = DQN("MlpPolicy", "CartPole-v1", replay_buffer_class=ReplayBuffer, buffer_size=10_000).learn(40)
+        >>> model.replay_buffer.size()
+        40
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        storage: MakeStorage = LazyTensorStorage,
+    ) -> None:
+        if optimize_memory_usage:
+            raise ValueError(REFUSES_SHARED_OBSERVATIONS)
+        if n_steps < 1:
+            raise ValueError(f"n_steps must be 1 or more, got {n_steps}")
+        # Not that of its ReplayBuffer, which makes arrays for all steps.
+        super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        self.buffer_size = max(buffer_size // n_envs, 1)
+        self.optimize_memory_usage = False
+        self.handle_timeout_termination = handle_timeout_termination
+        self.n_steps = n_steps
+        self.gamma = gamma
+        self.rows = TransitionRows(self.buffer_size, n_envs, observation_space, action_space, storage)
+
+    # ---- where it stands ----
+    @property
+    def pos(self) -> int:
+        return self.rows.position
+
+    @pos.setter
+    def pos(self, value: int) -> None:
+        self._refuse_to_set("pos")
+
+    @property
+    def full(self) -> bool:
+        return self.rows.is_full
+
+    @full.setter
+    def full(self, value: bool) -> None:
+        self._refuse_to_set("full")
+
+    def _refuse_to_set(self, name: str) -> None:
+        if "rows" in self.__dict__:  # before that it is the parent's constructor, which says that nothing is stored
+            raise AttributeError(f"{name} follows from what was added, and cannot be set; reset() forgets everything")
+
+    def reset(self) -> None:
+        self.rows.buffer.empty()
+
+    # ---- writing ----
+    def add(
+        self,
+        obs: npt.NDArray[Any] | dict[str, npt.NDArray[Any]],
+        next_obs: npt.NDArray[Any] | dict[str, npt.NDArray[Any]],
+        action: npt.NDArray[Any],
+        reward: npt.NDArray[Any],
+        done: npt.NDArray[Any],
+        infos: list[dict[str, Any]],
+    ) -> None:
+        truncated = np.zeros(self.n_envs, np.bool_)
+        if self.handle_timeout_termination:
+            truncated[:] = [info.get("TimeLimit.truncated", False) for info in infos]
+        self.rows.add(obs, next_obs, action, reward, done, truncated)
+
+    # ---- reading; `sample` is inherited, and draws ----
+    def _get_samples(self, batch_inds: npt.NDArray[Any], env: VecNormalize | None = None) -> Any:
+        envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+        batch = self.rows.read(batch_inds, envs)
+        last, rewards, discounts = batch["next"], batch["next"]["reward"], None
+        if self.n_steps > 1:
+            last_inds, rewards, discounts = self._n_step_returns(batch_inds, envs, env)
+            last = self.rows.read(last_inds, envs)["next"]
+            discounts = discounts.to(self.device)
+        elif env is not None:
+            rewards = torch.from_numpy(self._normalize_reward(rewards.numpy(), env))
+        kind = DictReplayBufferSamples if isinstance(batch["observation"], dict) else ReplayBufferSamples
+        return kind(
+            observations=self._on_device(batch["observation"], env),
+            actions=batch["action"].to(self.device),
+            next_observations=self._on_device(last["observation"], env),
+            dones=(last["done"] & ~last["truncated"]).float().to(self.device),
+            rewards=rewards.to(self.device),
+            discounts=discounts,
+        )
+
+    def _n_step_returns(
+        self, first: npt.NDArray[Any], envs: npt.NDArray[Any], env: VecNormalize | None
+    ) -> tuple[npt.NDArray[Any], torch.Tensor, torch.Tensor]:
+        """Of each step: the slot of the last one that it reaches, the rewards up to there, gamma to that power."""
+        steps = np.arange(self.n_steps)
+        times = (first[:, None] + steps) % self.buffer_size
+        at = times.reshape(-1), envs.repeat(self.n_steps)
+        over, reward = (self.rows.column(("next", k), *at).numpy().reshape(times.shape) for k in ("done", "reward"))
+        over = over | (times == (self.pos - 1) % self.buffer_size)  # what comes behind the newest step is older
+        taken = np.where(over.any(1), over.argmax(1), self.n_steps - 1)
+        within = steps <= taken[:, None]
+        reward = self._normalize_reward(np.where(within, reward, 0), env)
+        weight = self.gamma ** np.arange(self.n_steps, dtype=np.float32)
+        returns = (reward * weight * within).sum(1, keepdims=True)
+        discounts = self.gamma ** within.sum(1, keepdims=True).astype(np.float32)
+        return times[np.arange(len(first)), taken], torch.from_numpy(returns), torch.from_numpy(discounts)
+
+    def _on_device(self, obs: Any, env: VecNormalize | None) -> Any:
+        if env is not None:
+            arrays = {k: v.numpy() for k, v in obs.items()} if isinstance(obs, dict) else obs.numpy()
+            obs = self._normalize_obs(arrays, env)
+        if isinstance(obs, dict):
+            return {key: torch.as_tensor(part, device=self.device) for key, part in obs.items()}
+        return torch.as_tensor(obs, device=self.device)
+
+    # ---- to look at ----
+    observations = property(lambda self: self.rows.stored("observation"))
+    next_observations = property(lambda self: self.rows.stored("next", "observation"))
+    actions = property(lambda self: self.rows.stored("action"))
+    rewards = property(lambda self: self.rows.stored("next", "reward")[..., 0])
+    dones = property(lambda self: self.rows.stored("next", "done")[..., 0])
+    timeouts = property(lambda self: self.rows.stored("next", "truncated")[..., 0])

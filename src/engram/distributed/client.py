@@ -1,0 +1,486 @@
+"""A client of one shard, whatever carries its calls: how long it waits, and sending again what was lost."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import itertools
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engram.distributed.blocks import Block
+from engram.distributed.shard import Acknowledgement, ShardFacts, ShardTotals, Tenancy
+from engram.errors import IncarnationError, ShardUnavailableError
+
+_MOST_CALLS = 32  # of `extend`, without their acknowledgement
+_PAUSE = 0.01  # seconds between two looks at a shard that is away
+_MOST_HELD = 512 << 10  # bytes of rows that wait for those that are on their way, to be sent in one call
+_LONGEST_HELD = 0.005  # seconds
+
+
+class PendingCall(abc.ABC):
+    """The answer to a call of a shard, which may be on its way."""
+
+    @abc.abstractmethod
+    def result(self, timeout: float) -> Any:
+        """The answer; what the shard raised is raised here.
+
+        Raises:
+            ShardUnavailableError: the shard, or its way here, was lost; whether it carried the call out is not known.
+            TimeoutError: it has not come within so many seconds; it still may.
+        """
+
+    @abc.abstractmethod
+    def has_come(self) -> bool:
+        """Whether `result` would not wait."""
+
+
+class ShardLink(abc.ABC):
+    """What carries calls to one shard. Calls of one process arrive in their order, or not at all.
+
+    Several threads may call.
+    """
+
+    @abc.abstractmethod
+    def call(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
+        """Begins a call of a method of `ReplayShard`; raises nothing.
+
+        Args:
+            answer_bytes: about how many the arrays of the answer have, which decides how it travels; 0: few.
+        """
+
+
+class ShardClient:
+    """A shard as one client sees it: in which life it is, whether it answers, and what it held at its last answer.
+
+    Several threads may use it: one that waits for an answer does not keep the others from theirs.
+
+    Args:
+        number: of the shard, for messages.
+    """
+
+    def __init__(self, link: ShardLink, number: int) -> None:
+        self.number = number
+        self._link = link
+        self._lock = threading.RLock()  # of what is known; nobody waits for the shard while holding it
+        self._facts: ShardFacts | None = None
+        self._greeting: PendingCall | None = link.call("facts")  # while nobody knows in which life it is
+        self._written = 0  # rows that it has ever had, as far as answers say
+        self._totals: ShardTotals | None = None
+        #: How often it stopped to answer.
+        self.outages = 0
+        #: Of the rows: a shard that comes back without one gets it. None: not known yet.
+        self.layout: bytes | None = None
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it answers, as far as is known without waiting."""
+        if self._greeting is not None:
+            self._look(0.0)
+        return self._greeting is None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it did not answer a call, and has not been heard of since."""
+        return self._greeting is not None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has ever answered."""
+        return self._facts is not None
+
+    @property
+    def facts(self) -> ShardFacts:
+        """What it said of itself when it was last greeted.
+
+        Raises:
+            ShardUnavailableError: it never answered.
+        """
+        if self._facts is None:
+            raise ShardUnavailableError(f"shard {self.number} has not answered yet")
+        return self._facts
+
+    @property
+    def totals(self) -> ShardTotals:
+        """What it held at its last answer; errors as `facts`."""
+        return self.facts.totals if self._totals is None else self._totals
+
+    def await_presence(self, deadline: float) -> ShardFacts:
+        """Waits until it answers.
+
+        Raises:
+            ShardUnavailableError: it has not until then.
+        """
+        while self._greeting is not None:
+            left = deadline - time.monotonic()
+            self._look(max(0.0, left))
+            if self._greeting is not None and left <= 0:
+                raise ShardUnavailableError(
+                    f"shard {self.number} does not answer; it is asked again at each call. Nothing was lost here"
+                )
+            if self._greeting is not None:
+                time.sleep(min(_PAUSE, max(0.0, left)))
+        return self.facts
+
+    def _look(self, timeout: float) -> None:
+        """Takes in what it says of itself, if that has come within so many seconds."""
+        greeting = self._greeting
+        if greeting is None:  # another thread has just done so
+            return
+        try:
+            facts: ShardFacts = greeting.result(timeout)
+        except ShardUnavailableError:
+            self._greet_again(greeting)
+            return
+        except TimeoutError:
+            return
+        with self._lock:
+            if self._greeting is greeting:
+                self._take_in(facts)
+
+    def _greet_again(self, before: PendingCall) -> None:
+        with self._lock:
+            if self._greeting is before:
+                self._greeting = self._link.call("facts")
+
+    def _take_in(self, facts: ShardFacts) -> None:
+        if facts.layout is None and self.layout is not None:
+            self._link.call("adopt", facts.totals.incarnation, self.layout)
+            self._greeting = self._link.call("facts")  # which comes after it
+            return
+        self._greeting = None
+        before, written = self._facts, facts.totals.writes
+        if before is not None and self.totals.incarnation == facts.totals.incarnation:
+            self._facts = facts  # as it was when it was greeted: answers since then are newer
+            return
+        if before is not None and facts.replaced <= before.replaced and written < self._written:
+            warnings.warn(
+                f"shard {self.number} came back without {self._written - written} rows that it had: they were in the "
+                "memory of a machine that is gone, or not yet on the disk at a power cut. All others are there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._facts, self._written = facts, written
+        self._totals = facts.totals
+
+    # ---- calls ----
+    def begin(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
+        """Begins a call in the life that is known; `answer_bytes` as `ShardLink.call`."""
+        return self._link.call(method, self.totals.incarnation, *arguments, answer_bytes=answer_bytes)
+
+    def finish(self, call: PendingCall, deadline: float) -> Any:
+        """The answer of a call.
+
+        Raises:
+            ShardUnavailableError: it does not answer until then, or has begun another life: whether it carried the
+                call out is not known. It counts as away until it has answered again.
+        """
+        try:
+            return self.answer_within(call, max(0.0, deadline - time.monotonic()))
+        except ShardUnavailableError:
+            raise
+        except TimeoutError as error:
+            self._lose()
+            raise ShardUnavailableError(f"shard {self.number} does not answer") from error
+
+    def answer_within(self, call: PendingCall, timeout: float) -> Any:
+        """The answer of a call, which may be waited for again.
+
+        Raises:
+            TimeoutError: it has not come within so many seconds.
+            ShardUnavailableError: it will not come; as `finish`.
+        """
+        try:
+            answer = call.result(timeout)
+        except IncarnationError as error:
+            self._lose()
+            raise ShardUnavailableError(f"shard {self.number} has begun another life: {error}") from error
+        except ShardUnavailableError as error:
+            self._lose()
+            raise ShardUnavailableError(f"shard {self.number} does not answer: {error}") from error
+        totals = answer if isinstance(answer, ShardTotals) else getattr(answer, "totals", None)
+        if totals is not None:
+            with self._lock:
+                self._totals = totals
+                self._written = max(self._written, totals.writes)
+        return answer
+
+    def ask(self, deadline: float, method: str, *arguments: Any) -> Any:
+        """The answer of a call that may be made twice: it is made again, where it or its answer was lost.
+
+        Errors as `await_presence`.
+        """
+        while True:
+            self.await_presence(deadline)
+            try:
+                return self.finish(self.begin(method, *arguments), deadline)
+            except ShardUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+
+    def ask_once(self, deadline: float, method: str, *arguments: Any) -> Any:
+        """The answer of a call that is made once; errors as `finish`, and `await_presence`."""
+        self.await_presence(deadline)
+        return self.finish(self.begin(method, *arguments), deadline)
+
+    def forget(self) -> None:
+        """Greets it anew at the next use, as it has begun another life that this client knows of."""
+        self._lose()
+
+    def _lose(self) -> None:
+        with self._lock:
+            if self._greeting is None:
+                self.outages += 1
+                self._greeting = self._link.call("facts")
+
+
+def finish_all(calls: Sequence[tuple[ShardClient, PendingCall]], deadline: float) -> list[Any]:
+    """The answers of calls of several shards, which wait beside each other; None for a shard that is away.
+
+    They are looked at in turn, so one that does not come takes no time from the others; and a shard that has not
+    answered an earlier call is not waited for again. What a shard raised is raised here.
+    """
+    answers: list[Any] = [None] * len(calls)
+    waiting, patience = list(range(len(calls))), _PAUSE
+    while waiting:
+        is_last, still = time.monotonic() >= deadline, []
+        for k in waiting:
+            shard, call = calls[k]
+            left = 0.0 if shard.is_awaited else max(0.0, deadline - time.monotonic())
+            try:
+                answers[k] = shard.answer_within(call, left if len(waiting) == 1 else min(patience, left))
+            except ShardUnavailableError:
+                continue
+            except TimeoutError:
+                if is_last:
+                    shard.forget()
+                if not shard.is_awaited:
+                    still.append(k)
+        waiting, patience = still, 2 * patience  # longer each time: one that is fetched is not begun again and again
+    return answers
+
+
+class _SentBlock(NamedTuple):
+    first: int  # the number of its first row in the tenancy
+    block: Block
+    call: PendingCall | None  # None: it was lost, and is sent again
+
+
+class Producer:
+    """One producer's rows on their way to one shard: each goes in once and in order, whoever dies.
+
+    Calls are on their way beside each other; what was not acknowledged is kept, and sent again after the shard was
+    away. A shard that lost the tenancy gives a new one, in which the rest goes on. Where rows come faster than calls
+    are answered, some are held for a few milliseconds and sent together, as a call costs as much as thousands of rows.
+
+    Args:
+        name: that no other producer has. Who goes on with the rows of one that died takes its name.
+        timeout: seconds that a call may wait.
+    """
+
+    def __init__(self, shard: ShardClient, name: str, timeout: float) -> None:
+        self.shard = shard
+        self.name = name
+        self.timeout = timeout
+        self._tenancy: Tenancy | None = None
+        self._sent: collections.deque[_SentBlock] = collections.deque()
+        self._next = 0  # the number of the next row in the tenancy
+        self._acknowledged = 0
+        self._credit = 0
+        self._before = 0  # acknowledged rows of tenancies before
+        self._lock = threading.RLock()  # of all this: rows that are held are sent by a thread of their own
+        self._held: list[Block] = []  # which follow on those that were sent
+        self._held_bytes = 0
+        self._held_priority: float | None = None
+        self._timer: threading.Timer | None = None
+
+    @property
+    def acknowledged(self) -> int:
+        """How many rows this producer's shard has acknowledged, over all tenancies of this object."""
+        return self._before + self._acknowledged
+
+    @property
+    def unacknowledged(self) -> int:
+        """How many rows are on their way."""
+        return self._next - self._acknowledged
+
+    def extend(self, block: Block, new_priority: float | None = None, deadline: float | None = None) -> Tensor:
+        """Sends rows; returns the slots of the shard that they go to, int64 [n].
+
+        It waits where too many rows are on their way (`Acknowledgement.credit`), for `timeout` or until `deadline`.
+
+        Raises:
+            ShardUnavailableError: the shard is away, and it cannot wait for it longer: these rows were not sent. Those
+                before them are kept, and go in when it is back.
+            NoFreeLaneError: the shard has no lane for this producer.
+        """
+        deadline = time.monotonic() + self.timeout if deadline is None else deadline
+        with self._lock:
+            if self._tenancy is None:
+                self._join(deadline)
+            while self._sent and not self._may_send(len(block)):
+                self._send_held()
+                self._settle(deadline, (len(self._sent) + 1) // 2)  # fewer waits, each of which costs as much as a call
+            assert self._tenancy is not None
+            slots = self._slots(self._tenancy, self._next, len(block))
+            self._send_or_hold(block, new_priority)
+            return slots
+
+    def open(self) -> None:
+        """Gets the lane, if it has none yet: from then on `acknowledged` says what is in. Errors as `extend`."""
+        with self._lock:
+            if self._tenancy is None:
+                self._join(time.monotonic() + self.timeout)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Waits until all rows are in.
+
+        Raises:
+            ShardUnavailableError: they are not within so many seconds; those that are missing are kept.
+        """
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        with self._lock:
+            self._send_held()
+            while self._sent:
+                self._settle(deadline)
+
+    def leave(self) -> None:
+        """Gives the lane back, when all rows are in; errors as `flush`."""
+        deadline = time.monotonic() + self.timeout
+        with self._lock:
+            self._send_held()
+            while self._sent:
+                self._settle(deadline)
+            if self._tenancy is not None:
+                self._end(self.shard.ask(deadline, "leave", self.name, self._tenancy.number))
+
+    # ---- inside ----
+    def _send_or_hold(self, block: Block, new_priority: float | None) -> None:
+        """Sends rows, or holds them while others are on their way: of a producer that is slower none is ever held."""
+        if self._held_bytes + block.nbytes > _MOST_HELD:
+            self._send_held()
+        self._held_bytes += block.nbytes
+        # Rows that travel leaf by leaf may lie in the caller's memory, who may write to it before they are in.
+        self._held.append(block if len(block.parts) == 1 else Block.joined([block]))
+        if new_priority is not None:
+            self._held_priority = max(new_priority, self._held_priority or 0.0)
+        self._next += len(block)
+        if len(self._held) > 1:
+            return
+        newest = self._sent[-1].call if self._sent else None
+        if newest is None or block.nbytes > _MOST_HELD or newest.has_come():
+            self._send_held()
+        elif self._timer is None:
+            self._timer = threading.Timer(_LONGEST_HELD, self._send_after_a_while)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _send_after_a_while(self) -> None:
+        with self._lock:
+            self._timer = None
+            self._send_held()
+
+    def _send_held(self) -> None:
+        """Sends the rows that are held, in one call."""
+        if not self._held:
+            return
+        held, self._held, self._held_bytes = self._held, [], 0
+        priority, self._held_priority = self._held_priority, None
+        block = held[0] if len(held) == 1 else Block.joined(held)
+        self._send(self._next - len(block), block, priority)
+
+    def _may_send(self, n: int) -> bool:
+        is_lost = self._sent[0].call is None
+        on_their_way = self._next - self._acknowledged
+        return not is_lost and len(self._sent) < _MOST_CALLS and on_their_way + n <= self._credit
+
+    def _slots(self, tenancy: Tenancy, first: int, n: int) -> Tensor:
+        facts = self.shard.facts
+        room = facts.capacity // facts.lanes
+        lane_begin, at = tenancy.lane * room, (tenancy.begin + first) % room
+        if at + n <= room:
+            return torch.arange(lane_begin + at, lane_begin + at + n)
+        return lane_begin + torch.arange(at, at + n) % room
+
+    def _send(self, first: int, block: Block, new_priority: float | None = None) -> None:
+        assert self._tenancy is not None
+        call = self.shard.begin("extend", self.name, self._tenancy.number, first, block, new_priority)
+        self._sent.append(_SentBlock(first, block, call))
+
+    def _settle(self, deadline: float, calls: int | None = None) -> None:
+        """Waits for the acknowledgements of the oldest calls (None: of all); sends again what was lost."""
+        calls = len(self._sent) if calls is None else calls
+        if self._sent[0].call is not None:
+            try:
+                answer = self._acknowledgement_of(calls, deadline)
+                if answer.in_force:
+                    self._acknowledged, self._credit = answer.rows, answer.credit
+                    for _ in range(calls):
+                        self._sent.popleft()
+                    return
+                self._lose()
+            except ShardUnavailableError:
+                self._lose()
+            except BaseException:
+                self._lose()
+                raise
+        self._join(deadline)
+
+    def _acknowledgement_of(self, calls: int, deadline: float) -> Acknowledgement:
+        """That of the last of the oldest calls. It counts the rows of those before it, too, which came before it."""
+        *before, last = (sent.call for sent in itertools.islice(self._sent, calls))
+        assert last is not None
+        try:
+            answer: Acknowledgement = self.shard.finish(last, deadline)
+        except ShardUnavailableError:
+            raise
+        except Exception:
+            for call in before:  # the first one that was refused says why
+                assert call is not None
+                self.shard.finish(call, deadline)
+            raise
+        return answer
+
+    def _lose(self) -> None:
+        """Nothing is known of the calls that are on their way: they are made again."""
+        self._sent = collections.deque(sent._replace(call=None) for sent in self._sent)
+
+    def _join(self, deadline: float) -> None:
+        """Gets a tenancy, or the one that it has, and sends again what is not in."""
+        before = self._tenancy
+        tenancy: Tenancy = self.shard.ask(deadline, "join", self.name)
+        if before is None:
+            count = 0
+            self._next = tenancy.rows
+            self._acknowledged, self._tenancy = tenancy.rows, tenancy
+        elif tenancy.number == before.number and tenancy.rows >= self._acknowledged:
+            count, self._acknowledged = tenancy.rows, tenancy.rows
+        else:
+            if tenancy.number == before.number:  # a power cut took rows that were acknowledged
+                self.shard.ask(deadline, "leave", self.name, tenancy.number)
+                tenancy = self.shard.ask(deadline, "join", self.name)
+                count = self._acknowledged
+            else:
+                ended = tenancy.ended
+                told = ended is not None and ended[0] == before.number
+                count = max(self._acknowledged, ended[1] if told and ended is not None else 0)
+            self._before += count
+            # What is left gets new numbers, from where the old tenancy ended.
+            self._sent = collections.deque(_SentBlock(sent.first - count, sent.block, None) for sent in self._sent)
+            self._next -= count
+            count, self._tenancy, self._acknowledged = tenancy.rows, tenancy, tenancy.rows
+        waiting, self._sent = self._sent, collections.deque()
+        for sent in waiting:
+            rest = sent.block.rest(max(0, count - sent.first)) if sent.first < count else sent.block
+            if len(rest):
+                self._send(max(sent.first, count), rest)
+
+    def _end(self, count: int) -> None:
+        self._before += count
+        self._tenancy, self._next, self._acknowledged = None, 0, 0

@@ -1,0 +1,128 @@
+"""Folders of shards in a node's memory: to whom each belongs, and removing those to which nobody comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from engram.distributed.shard import LOCK_NAME
+
+PREFIX = "engram-"
+_OWNER = "owner.json"
+_ABANDONED = "abandoned"  # since this file was made, nobody of its cluster has been here
+_GRACE = 600.0  # seconds in which a node that went down may join its cluster again, and go on with its rows
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderOwner:
+    """The actor to which a folder belongs; Ray may start it again, so it may live while it has no process.
+
+    Attributes:
+        cluster: the address of its Ray cluster; `namespace` and `name`: of the actor there.
+        parent: the process that starts it on this node, and when that itself began, in ticks since the boot.
+        processes: the namespace in which that process has its number.
+    """
+
+    cluster: str
+    namespace: str
+    name: str
+    parent: tuple[int, int]
+    processes: str
+
+    @classmethod
+    def of_this_process(cls, cluster: str, namespace: str, name: str) -> FolderOwner:
+        """The owner whose actor is this process."""
+        return cls(cluster, namespace, name, (os.getppid(), _began(os.getppid()) or 0), _process_namespace())
+
+    @property
+    def has_parent(self) -> bool:
+        """Whether the process lives that would start the actor again here; True where that cannot be seen."""
+        return self.processes != _process_namespace() or _began(self.parent[0]) == self.parent[1]
+
+
+def claim_folder(folder: Path, owner: FolderOwner) -> None:
+    """Makes a folder, and writes into it to whom it belongs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f"{_OWNER}.new"
+    aside.write_text(json.dumps(dataclasses.asdict(owner)))
+    aside.replace(folder / _OWNER)
+    (folder / _ABANDONED).unlink(missing_ok=True)
+
+
+def remove_abandoned_folders(
+    memory: Path, cluster: str, lives: Callable[[FolderOwner], bool], grace: float = _GRACE
+) -> list[Path]:
+    """Removes folders of shards that were killed and will not start again; returns them.
+
+    One goes where nobody holds its lock, and its actor is gone for good: one of this cluster, where the cluster no
+    longer knows it; one of another, where the process is gone that would start it again here, and was so at an earlier
+    call, `grace` seconds ago. What is not known to be so stays.
+
+    Args:
+        cluster: the address of this process's Ray cluster.
+        lives: whether the actor of this cluster lives, or is being started again.
+    """
+    removed = []
+    for folder in sorted(memory.glob(f"{PREFIX}*")):
+        owner = _owner_of(folder)
+        if owner is None or owner.processes != _process_namespace():
+            continue
+        is_gone = not lives(owner) if owner.cluster == cluster else _is_abandoned(folder, owner, grace)
+        if is_gone and _removed_under_lock(folder):
+            removed.append(folder)
+    return removed
+
+
+def _is_abandoned(folder: Path, owner: FolderOwner, grace: float) -> bool:
+    """Whether nobody of another cluster has been here for so long."""
+    if owner.has_parent:
+        return False
+    mark = folder / _ABANDONED
+    try:
+        if not mark.exists():
+            mark.touch()
+        return time.time() - mark.stat().st_mtime >= grace
+    except OSError:  # another user's
+        return False
+
+
+def _owner_of(folder: Path) -> FolderOwner | None:
+    try:
+        state = json.loads((folder / _OWNER).read_text())
+        return FolderOwner(**{**state, "parent": tuple(state["parent"])})
+    except (OSError, ValueError, KeyError, TypeError):  # another's, older, or just being made
+        return None
+
+
+def _removed_under_lock(folder: Path) -> bool:
+    try:
+        lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:  # another user's
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+
+
+def _process_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
+def _began(process: int) -> int | None:
+    """When a process began, in ticks since the boot; None: there is none, or only what is left of it."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

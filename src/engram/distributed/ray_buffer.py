@@ -1,0 +1,434 @@
+"""A replay buffer on a Ray cluster: a shard in each of some actors, and a client of them all."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import os
+import pickle
+import shutil
+import tempfile
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.samplers import RandomSampler, Sampler
+from engram.data.replay_buffers.storages import Storage
+from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
+from engram.data.replay_buffers.writers import RoundRobinWriter
+from engram.distributed.blocks import Block
+from engram.distributed.client import PendingCall, ShardLink
+from engram.distributed.node_folders import PREFIX, FolderOwner, claim_folder, remove_abandoned_folders
+from engram.distributed.shard import ReplayShard
+from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings
+from engram.errors import ShardUnavailableError
+
+_START_TIMEOUT = 120.0  # seconds in which the actors of a new buffer must have started: they import torch
+_END_TIMEOUT = 30.0  # seconds that an actor has to remove its folder; it may be starting again
+_MEMORY = Path("/dev/shm")
+_MOST_INLINE = 90_000  # bytes of arrays in a message that is one piece
+_PIECE = 98_304  # bytes of one; Ray puts objects over 102,400 into its object store
+_MOST_PIECES = 32  # of a message: each one costs some CPU, so the object store carries larger ones with less
+_SMALL_ARRAY = 4096  # bytes
+_ALIGNED = 64  # bytes, where arrays begin
+
+
+def import_ray() -> Any:
+    """Ray, which only those need who use it.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise ImportError(f"RayReplayBuffer needs Ray: pip install 'engram[ray]' ({error})") from error
+    return ray
+
+
+def _to_send(message: Any, most: int) -> tuple[Any, ...]:
+    """A message as Ray carries it with the least work: in pieces that travel in a call itself, `most` at most.
+
+    Larger objects go through the object stores of both nodes, which takes several times as long, and as much CPU again
+    in Ray's own processes. Only where a message is too large for pieces it is one such object: tensors are arrays,
+    which are in pickle without a copy, and come as memory of the object store.
+    """
+    message = _with_arrays(message)
+    if _array_bytes(message) <= _MOST_INLINE:
+        return (pickle.dumps(message, protocol=5),)
+    parts: list[Any] = []
+    sizes: list[int] = []
+
+    def set_aside(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _SMALL_ARRAY:
+            return True  # it is pickled with the rest
+        sizes.append(raw.nbytes)
+        parts.extend((raw, bytes(-raw.nbytes % _ALIGNED)))
+        return False
+
+    head = pickle.dumps(message, protocol=5, buffer_callback=set_aside)
+    if 1 - sum(map(len, parts)) // -_PIECE > most:
+        return (message,)
+    return (pickle.dumps((head, sizes), protocol=5), *_cut(parts))  # the first one says what is in the others
+
+
+def _pieces_for(nbytes: int) -> int:
+    """How many pieces an answer with arrays of about so many bytes may have; 1: the object store shall carry it."""
+    nbytes += _SMALL_ARRAY  # of what it has besides
+    pieces = 1 if nbytes <= _MOST_INLINE else 2 + nbytes // _PIECE
+    return pieces if pieces <= _MOST_PIECES else 1
+
+
+def _cut(parts: list[Any]) -> Iterator[bytes]:
+    """All bytes of some memory, in order, in pieces."""
+    piece: list[Any] = []
+    room = _PIECE
+    for part in parts:
+        left = memoryview(part)
+        while len(left) >= room:
+            yield b"".join((*piece, left[:room]))
+            left, piece, room = left[room:], [], _PIECE
+        piece.append(left)
+        room -= len(left)
+    if room < _PIECE:
+        yield b"".join(piece)
+
+
+def _received(pieces: Sequence[Any]) -> Any:
+    """What `_to_send` was given. Every tensor can be written; arrays of blocks not where they came as one object."""
+    first, *rest = pieces
+    if not isinstance(first, bytes):
+        return _with_tensors(first, shared=True)
+    if not rest or not rest[0]:
+        return _with_tensors(pickle.loads(first), shared=False)
+    head, sizes = pickle.loads(first)
+    memory = memoryview(np.empty(sum(map(len, rest)), np.uint8))  # type: ignore[arg-type]
+    at = 0
+    for piece in rest:
+        memory[at : at + len(piece)] = piece
+        at += len(piece)
+    starts = itertools.accumulate((size + -size % _ALIGNED for size in sizes), initial=0)
+    arrays = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    return _with_tensors(pickle.loads(head, buffers=arrays), shared=False)
+
+
+def _with_arrays(message: Any) -> Any:
+    if isinstance(message, Tensor):
+        return message.numpy()
+    if isinstance(message, tuple):
+        parts = map(_with_arrays, message)
+        return type(message)(*parts) if hasattr(message, "_fields") else tuple(parts)
+    return message
+
+
+def _with_tensors(message: Any, shared: bool) -> Any:
+    """`shared`: arrays lie in the object store, whose memory is read-only, so tensors are copies."""
+    if isinstance(message, np.ndarray):
+        return torch.from_numpy(message.copy() if shared or not message.flags.writeable else message)
+    if isinstance(message, tuple):
+        parts = (_with_tensors(part, shared) for part in message)
+        return type(message)(*parts) if hasattr(message, "_fields") else tuple(parts)
+    return message
+
+
+def _array_bytes(message: Any) -> int:
+    if isinstance(message, np.ndarray):
+        return message.nbytes
+    if isinstance(message, Block):
+        return message.nbytes
+    return sum(map(_array_bytes, message)) if isinstance(message, tuple) else 0
+
+
+class _ShardActor:
+    """A shard in a process of its own."""
+
+    def __init__(self, arguments: dict[str, Any], folder: str | None, name: str) -> None:
+        torch.set_num_threads(1)
+        self._owns_folder = folder is None
+        memory = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+        self._folder = Path(folder) if folder is not None else memory / name
+        if self._owns_folder:
+            _claim(memory, self._folder)
+        self._shard = ReplayShard(**arguments, scratch_dir=self._folder)
+        self._remover = weakref.finalize(self, _remove, str(self._folder)) if self._owns_folder else None
+
+    def place(self) -> tuple[str, int]:
+        """Its node, and its process."""
+        return str(import_ray().get_runtime_context().get_node_id()), os.getpid()
+
+    def call(self, answers: int, *request: Any) -> Any:
+        """Calls a method of the shard; `request`: its name and arguments, as `_to_send` makes them.
+
+        The answer is as many objects as `answers` says: pieces, and empty ones after these.
+        """
+        method, *arguments = _received(request)
+        pieces = _to_send(getattr(self._shard, method)(*arguments), answers)
+        return pieces[0] if answers == 1 else pieces + (b"",) * (answers - len(pieces))
+
+    def close(self) -> None:
+        self._shard.close()
+        if self._remover is not None:
+            self._remover()
+
+
+def _claim(memory: Path, folder: Path) -> None:
+    """Makes the folder of this actor, and removes those of actors that were killed and will not come back."""
+    context = import_ray().get_runtime_context()
+    cluster = str(context.gcs_address)
+    owner = FolderOwner.of_this_process(cluster, context.namespace, context.get_actor_name() or "")
+    if not _lives(owner):  # it was given another namespace: nobody could ask for it
+        owner = dataclasses.replace(owner, name="")
+    claim_folder(folder, owner)
+    remove_abandoned_folders(memory, cluster, _lives)
+
+
+def _lives(owner: FolderOwner) -> bool:
+    """Whether an actor of this cluster lives, or is being started again; True where that is not known."""
+    if not owner.name or not owner.namespace:
+        return True
+    try:
+        import_ray().get_actor(owner.name, namespace=owner.namespace)
+    except ValueError:  # the cluster has no such actor
+        return False
+    except (TimeoutError, import_ray().exceptions.RayError):
+        return True
+    return True
+
+
+def _remove(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class _RayCall(PendingCall):
+    def __init__(self, references: list[Any]) -> None:
+        self._references = references  # of the pieces of the answer
+
+    def result(self, timeout: float) -> Any:
+        try:
+            return _received(import_ray().get(self._references, timeout=timeout))
+        except import_ray().exceptions.RayTaskError as error:
+            raise error.cause or error from None  # None: it could not be sent
+        except import_ray().exceptions.GetTimeoutError as error:
+            raise TimeoutError(str(error)) from error
+        except import_ray().exceptions.RayError as error:  # the actor, its node, or an object on its way
+            raise ShardUnavailableError(f"{type(error).__name__}: {error}") from error
+
+    def has_come(self) -> bool:
+        ready, _ = import_ray().wait(self._references[:1], timeout=0, fetch_local=False)
+        return bool(ready)
+
+
+class _RayLink(ShardLink):
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._calls: dict[int, Any] = {}  # by the number of objects in the answer
+
+    def call(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
+        answers = _pieces_for(answer_bytes)
+        call = self._calls.get(answers)
+        if call is None:
+            call = self._calls[answers] = self._actor.call.options(num_returns=answers)
+        references = call.remote(answers, *_to_send((method, *arguments), _MOST_PIECES))
+        return _RayCall([references] if answers == 1 else references)
+
+
+class RayReplayBuffer(ShardedReplayBuffer):
+    """A replay buffer whose rows lie on the nodes of a Ray cluster, used as one that lies here.
+
+    Each shard is a store of one node, in shared memory or a mapped file, behind an actor. Every process that writes is
+    a producer with a lane of its own in one shard, so no trajectory mixes with another, and each row goes in once,
+    whoever dies. A lane is a ring of `max_size / (num_shards * lanes)` rows: with fewer producers than lanes the
+    others stay empty. Whoever is on the node of its shard writes into the store, and reads from it, directly.
+
+    Sent to other processes (as an argument of Ray's tasks and actors) it is the same rows, and another producer.
+
+    Args:
+        storage: how many rows all shards have room for together: a storage with that `max_size`, or something without
+            arguments that makes one; rows are kept in shards all the same.
+        sampler: `RandomSampler`, `PrioritizedSampler`, `SliceSampler(slice_len=...)` or `PrioritizedSliceSampler`.
+        writer: None, or a RoundRobinWriter: another one has no place in a shard.
+        transform: applied here: on writing its inverse, before rows are sent, on reading after they came.
+        batch_size: rows of a batch, where `sample` does not say it.
+        prefetch: accepted, without effect: rounds of `batches_per_call` are on their way ahead anyhow.
+        replay_buffer_cls: `TensorDictReplayBuffer` (or a child): batches carry `"index"`, `"generation"` and, with
+            priorities, `"priority_weight"`. `ReplayBuffer`: these are in the info only.
+        ray_init_config: arguments of `ray.init`, where Ray has not been started.
+        remote_config: options of the actors, as `ray.remote` takes them. `{"num_cpus": 0}`.
+        num_shards, lanes: how many shards, and how many producers may write to each at a time.
+        placement: "SPREAD": shards go to the nodes in turn, and stay there while these live; or a scheduling strategy
+            of Ray. With another name of one, as "DEFAULT", a shard may move, so all rows go through its actor.
+        scratch_dir: a folder on each node for the rows, which then outlive the actors; None: shared memory.
+        batches_per_call: batches of a round, which is one call of each shard.
+        timeout: seconds that `sample`, `extend` and others wait for shards that are away.
+        priority_key: as TensorDictReplayBuffer.
+        generator: of the client's draws.
+
+    Raises:
+        ImportError: without Ray.
+        ValueError, TypeError: a setting that is not allowed, or a sampler whose draws cannot be divided.
+        NoFreeLaneError, StorageError: the folder of a shard is in use, or holds another store.
+        ShardUnavailableError: the actors have not started within two minutes.
+
+    Example:
+        >>> rb = RayReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=256)  # doctest: +SKIP
+        >>> rb.extend(steps)  # doctest: +SKIP
+        >>> batch = rb.sample()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: Storage | Callable[[], Storage],
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: Any = None,
+        transform: Any = None,
+        batch_size: int | None = None,
+        prefetch: int | None = None,
+        replay_buffer_cls: type[ReplayBuffer[Any]] = TensorDictReplayBuffer,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+        num_shards: int = 1,
+        lanes: int = 8,
+        placement: Any = "SPREAD",
+        scratch_dir: str | os.PathLike[str] | None = None,
+        batches_per_call: int = 32,
+        timeout: float = 1.0,
+        priority_key: str = "td_error",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        for what, value in (("num_shards", num_shards), ("lanes", lanes), ("batches_per_call", batches_per_call)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{what} must be a positive integer, got {value!r}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
+        if writer is not None and not isinstance(writer, RoundRobinWriter):
+            raise TypeError(
+                f"{writer!r} has no place in shards, to which producers append: leave writer out, or use a "
+                "ReplayBuffer on one machine"
+            )
+        sampler = RandomSampler() if sampler is None else sampler if isinstance(sampler, Sampler) else sampler()
+        arguments: dict[str, Any] = {
+            "capacity": -(-_capacity_of(storage) // num_shards),
+            "lanes": lanes,
+            "sampler": sampler,
+        }
+        ReplayShard(**{**arguments, "sampler": copy.deepcopy(sampler)}).close()  # its errors are raised here
+        settings = ShardedSettings(
+            sampler, transform, batch_size, issubclass(replay_buffer_cls, TensorDictReplayBuffer), priority_key,
+            batches_per_call, float(timeout),
+        )  # fmt: skip
+        if not import_ray().is_initialized():
+            import_ray().init(**(ray_init_config or {}))
+        options = {"num_cpus": 0, **(remote_config or {}), "max_restarts": -1, "max_task_retries": 0}
+        strategies = _strategies(placement, num_shards, options)
+        self._actors = _start_shards(arguments, strategies, options, scratch_dir)
+        self._stays = [_stays(strategy) for strategy in strategies]
+        self._connect(_nodes_of(self._actors), settings, generator)
+
+    def _connect(self, nodes: list[str], settings: ShardedSettings, generator: torch.Generator | None) -> None:
+        self._nodes = nodes
+        here = str(import_ray().get_runtime_context().get_node_id())
+        super().__init__(
+            [_RayLink(actor) for actor in self._actors], settings,
+            local=[stays and node == here for stays, node in zip(self._stays, nodes, strict=True)],
+            generator=generator,
+        )  # fmt: skip
+
+    @property
+    def nodes(self) -> list[str]:
+        """The nodes on which its shards were when it was made, by Ray's ids, one for each shard."""
+        return list(self._nodes)
+
+    # ---- other processes ----
+    def __getstate__(self) -> dict[str, Any]:
+        settings = self._settings_of_another()
+        return {"actors": self._actors, "nodes": self._nodes, "stays": self._stays, "settings": settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._actors, self._stays = state["actors"], state["stays"]
+        self._connect(state["nodes"], state["settings"], None)
+
+    # ---- life ----
+    def shutdown(self) -> None:
+        """Closes this object and ends the actors; rows stay only where there is a `scratch_dir`."""
+        try:
+            self.close()
+        finally:
+            for actor in self._actors:
+                try:
+                    import_ray().get(actor.close.remote(), timeout=_END_TIMEOUT)
+                except (import_ray().exceptions.RayError, TimeoutError):
+                    pass  # it is gone, or is ended now
+                import_ray().kill(actor)
+
+
+def _capacity_of(storage: Any) -> int:
+    made = storage if isinstance(storage, Storage) else storage()
+    if not isinstance(made, Storage):
+        raise TypeError(f"storage must be a Storage or make one, got a {type(made).__name__}")
+    if made.max_size is None or made.max_size < 1:
+        raise ValueError("the storage needs a max_size: it says how many rows all shards have room for")
+    if made.ndim != 1:
+        raise ValueError(f"shards hold steps of one environment each: ndim must be 1, it is {made.ndim}")
+    if len(made):
+        raise ValueError(f"the storage holds {len(made)} rows, which would not be in the shards: give an empty one")
+    return made.max_size
+
+
+def _start_shards(
+    arguments: dict[str, Any], strategies: list[Any], options: Mapping[str, Any], scratch_dir: Any
+) -> list[Any]:
+    name = f"{PREFIX}{uuid.uuid4().hex[:12]}"
+    actors = []
+    for k, strategy in enumerate(strategies):
+        folder = None if scratch_dir is None else str(Path(scratch_dir).absolute() / f"shard-{k}")
+        own = {"name": f"{name}-{k}", **options, "scheduling_strategy": strategy}  # by its name it is asked for
+        actor_class = import_ray().remote(**own)(_ShardActor)
+        actors.append(actor_class.remote(arguments, folder, f"{name}-{k}"))
+    return actors
+
+
+def _stays(strategy: Any) -> bool:
+    """Whether an actor that died comes back to its node, if that lives.
+
+    Where Ray may choose another node, nobody opens the store directly: who had it open would not notice the move.
+    """
+    return not isinstance(strategy, str)
+
+
+def _strategies(placement: Any, number: int, options: Mapping[str, Any]) -> list[Any]:
+    """How each actor is placed; a node that is gone may be replaced by another one."""
+    if placement != "SPREAD":
+        return [placement] * number
+    needed = {**options.get("resources", {}), "CPU": options["num_cpus"]}
+    nodes = [
+        node["NodeID"]
+        for node in import_ray().nodes()
+        if node["Alive"] and all(node["Resources"].get(what, 0) >= much for what, much in needed.items())
+    ]
+    if not nodes:
+        return ["SPREAD"] * number
+    strategy = import_ray().util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    return [strategy(nodes[k % len(nodes)], soft=True) for k in range(number)]
+
+
+def _nodes_of(actors: list[Any]) -> list[str]:
+    asked = [actor.place.remote() for actor in actors]
+    try:
+        return [str(node) for node, _ in import_ray().get(asked, timeout=_START_TIMEOUT)]
+    except import_ray().exceptions.GetTimeoutError as error:
+        raise ShardUnavailableError(
+            f"the actors of the shards have not started within {_START_TIMEOUT:g} seconds: {error}"
+        ) from error
+    except import_ray().exceptions.RayError as error:
+        raise ShardUnavailableError(f"the actors of the shards cannot start: {error}") from error

@@ -1,0 +1,688 @@
+"""A replay buffer over shards, whatever carries its calls."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import os
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from engram import pytree
+from engram.data.replay_buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, SliceSampler
+from engram.data.replay_buffers.samplers.slices import mark_rows
+from engram.data.replay_buffers.storages import LazyMemmapStorage
+from engram.data.replay_buffers.tensordict import TensorDictReplayBuffer
+from engram.distributed.batches import BatchStream, Rows
+from engram.distributed.blocks import pack, unpack
+from engram.distributed.client import PendingCall, Producer, ShardClient, ShardLink, finish_all
+from engram.distributed.commit import load_shards, save_shards
+from engram.distributed.local import LocalProducer, LocalReader
+from engram.errors import ShardUnavailableError
+from engram.store.layout import RowLayout
+from engram.transforms.adapters import as_transform
+from engram.transforms.base import WriteRequest
+from engram.transforms.compose import Compose
+
+_MOST_UPDATES = 16  # calls that set priorities, without their answer
+_MOST_WAITING = 1 << 18  # priorities that wait for shards that are away
+_PAUSE = 0.01  # seconds between two looks at shards that are all away
+
+
+class ShardedStats(NamedTuple):
+    """The state of a buffer over shards in numbers; there may be more fields later.
+
+    Attributes:
+        rows: stored steps, as far as shards that are away had told.
+        capacity: steps that fit.
+        writes: steps ever written, by whomever.
+        accepted: rows of this object that are in, over all lanes that it had; of one that took the name of a producer
+            that died, also what that had written to its last lane.
+        draws: batches that this object has handed out.
+        unacknowledged: rows that this object has written and that are on their way.
+        away: numbers of the shards that do not answer.
+    """
+
+    rows: int
+    capacity: int
+    writes: int
+    accepted: int
+    draws: int
+    unacknowledged: int
+    away: tuple[int, ...]
+
+
+class ShardedSettings(NamedTuple):
+    """How a client of shards writes and draws.
+
+    Attributes:
+        sampler: which says how shards draw; its `beta` is that of the weights, and may be set at any time.
+        attaches: whether batches carry their index.
+        Others: as `RayReplayBuffer`.
+    """
+
+    sampler: Sampler
+    transform: Any = None
+    batch_size: int | None = None
+    attaches: bool = True
+    priority_key: str = "td_error"
+    batches_per_call: int = 32
+    timeout: float = 1.0
+
+
+class _Priorities(NamedTuple):
+    """Priorities, float64 [n], of rows by flat index and generation, int64 [n]; generation None: of any row there."""
+
+    flat_index: Tensor
+    priority: Tensor
+    generation: Tensor | None
+
+    @classmethod
+    def joined(cls, some: Sequence[_Priorities]) -> _Priorities:
+        generations = [one.generation for one in some if one.generation is not None]
+        flat_index, priority = torch.cat([one.flat_index for one in some]), torch.cat([one.priority for one in some])
+        return cls(flat_index, priority, torch.cat(generations) if generations else None)
+
+    def part(self, where: Any) -> _Priorities:
+        generation = None if self.generation is None else self.generation[where]
+        return _Priorities(self.flat_index[where], self.priority[where], generation)
+
+    def last(self, n: int) -> _Priorities:
+        return self.part(slice(max(0, len(self.flat_index) - n), None))
+
+
+class ShardedReplayBuffer:
+    """A client of a buffer whose rows lie in several shards: writes to one of them, and draws from all.
+
+    Args:
+        links: what carries calls to each shard.
+        local: which shards' stores can be opened here.
+        producer: this client's name among producers; None: one of its own.
+        generator: of this client's draws; None: torch's global one.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[ShardLink],
+        settings: ShardedSettings,
+        *,
+        local: Sequence[bool] | None = None,
+        producer: str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self._settings, self._generator = settings, generator
+        self._links = list(links)
+        self._local = [False] * len(links) if local is None else list(local)
+        transform = settings.transform
+        self._transform = Compose(*([] if transform is None else [as_transform(transform)]))
+        self._prioritized = settings.sampler if isinstance(settings.sampler, PrioritizedSampler) else None
+        self._writing = threading.RLock()  # of what is written; taken before the other one
+        self._lock = threading.RLock()  # of draws: they do not wait for a shard to which another thread writes
+        self._shards = [ShardClient(link, number) for number, link in enumerate(links)]
+        self._name = producer or f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._producer: Producer | LocalProducer | None = None
+        self._accepted_before = 0  # rows of producers before
+        self._layout: RowLayout | None = None
+        self._stream: BatchStream | None = None
+        self._beside: ReplayBuffer[Any] | None = None  # that reads the store of the only shard
+        self._readers: dict[int, LocalReader] = {}  # of stores on this machine, where there are several shards
+        self._updates: list[_Priorities] = []
+        self._sent_updates: collections.deque[tuple[ShardClient, PendingCall, _Priorities]] = collections.deque()
+        self._dropped: dict[int, int] = {}  # priorities, by shard, of which nobody was told yet
+        self._warned_of: dict[int, int] = {}  # by shard, the outage in which priorities were dropped
+        self._draws = 0
+
+    # ---- writing ----
+    def extend(self, items: Any) -> Tensor:
+        """Stores a batch of steps; returns their indices, int64 [n]: `shard * capacity of a shard + slot`.
+
+        Rows go to one shard, on their way beside each other, and those of several calls together where they come faster
+        than it answers; `flush` waits until they are in. The index of a row is that of another row where the shard was
+        lost, with all that it held, before the row came.
+
+        Raises:
+            ValueError, TypeError: the batch does not fit; the message names the leaf. Nothing is changed.
+            ShardUnavailableError: the shard is away, and there is no room for more rows on their way: these were not
+                sent.
+            NoFreeLaneError: every lane of the shard has a producer; make the buffer with more lanes.
+        """
+        batch = pytree.stack(items, 0) if type(items) is list else items
+        return self._write(WriteRequest(batch, 1, 0, single=False))
+
+    def add(self, item: Any) -> int | Tensor:
+        """Stores one step; returns its index. Errors as `extend`, which is much faster for many."""
+        index = self._write(WriteRequest(pytree.stack([item], 0), 1, 0, single=False))
+        return int(index) if len(index) == 1 else index
+
+    def flush_transforms(self) -> Tensor:
+        """Writes the steps that transforms hold back, as `ReplayBuffer.flush_transforms`; returns their indices.
+
+        `close` does so, too. Errors as `extend`; TypeError: a transform cannot give them back.
+        """
+        return self._write(WriteRequest(None, 1, 0), flushed=True)
+
+    def _write(self, request: WriteRequest, flushed: bool = False) -> Tensor:
+        with self._writing:
+            deadline = self._deadline()
+            transform = self._transform
+            before = transform.remember() if transform.inverse_in_order else None
+            try:
+                if transform.transforms:
+                    request = transform.flush(request) if flushed else transform.inverse_stream(request)
+                batch = request.items
+                if batch is None:  # a transform holds all of it back
+                    return torch.empty(0, dtype=torch.int64)
+                block = pack(self._layout_for(batch, deadline), batch)
+                producer = self._own_producer(deadline)
+                slots = producer.extend(block, self._highest_new_priority(), deadline)
+            except BaseException:
+                if before is not None:
+                    transform.undo(before)
+                raise
+            return producer.shard.number * producer.shard.facts.capacity + slots
+
+    def _deadline(self) -> float:
+        """Until when a call that begins now may wait: one for all that it waits for."""
+        return time.monotonic() + self._settings.timeout
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Waits until all rows of this object are in.
+
+        Raises:
+            ShardUnavailableError: they are not within so many seconds (`timeout` of the buffer); they are kept, and
+                sent again.
+        """
+        with self._writing:
+            if self._producer is not None:
+                self._producer.flush(timeout)
+
+    def producing_as(self, name: str) -> Self:
+        """A client of the same rows that writes under a name of its own choice.
+
+        A process that goes on with the work of one that died takes its name, and with it its lane: what is in already
+        (`rows_in`) is not written again. No two living clients may have one name. Steps that its transforms hold back
+        are its own.
+        """
+        twin = copy.copy(self)
+        ShardedReplayBuffer.__init__(
+            twin, self._links, self._settings_of_another(), local=self._local, producer=name, generator=self._generator
+        )
+        return twin
+
+    def _settings_of_another(self) -> ShardedSettings:
+        """The settings for another client: with the transforms of now, and none of the steps that they hold back."""
+        transform = self._transform
+        if transform.inverse_in_order:
+            with self._writing:
+                transform = copy.deepcopy(transform)
+            transform.empty()
+        return self._settings._replace(transform=transform if transform.transforms else None)
+
+    def rows_in(self) -> int:
+        """How many rows of this client's name are in, since it was given the lane that it has; 0: none ever came.
+
+        `stats().accepted` counts on over all its lanes.
+
+        Raises:
+            ShardUnavailableError: the shard does not answer.
+        """
+        with self._writing:
+            deadline = self._deadline()
+            if not any(shard.facts.layout for shard in self._all_present(deadline)):
+                return 0
+            producer = self._own_producer(deadline)
+            producer.open()
+            return producer.acknowledged
+
+    def end_producer(self, name: str) -> int:
+        """Gives the lanes of a producer that has died back; returns how many of its rows are in. May be repeated.
+
+        Rows of it that are still on their way are refused from now on.
+
+        Raises:
+            ShardUnavailableError: a shard does not answer, and it may be the one with the lane.
+            NoFreeLaneError: the producer lives, and writes to its lane on the machine of the shard.
+        """
+        with self._writing:
+            deadline = self._deadline()
+            rows = 0
+            for shard in self._shards:
+                shard.forget()  # who joined since it was greeted
+                shard.await_presence(deadline)
+                rows += shard.ask(deadline, "end_producer", name)
+            return rows
+
+    def _all_present(self, deadline: float, *, awaits_all: bool = False) -> list[ShardClient]:
+        """The shards that answer; waits until one does, and half of the time for those that never have, or for all.
+
+        Raises:
+            ShardUnavailableError: none answers.
+        """
+        now = time.monotonic()
+        halfway = now + (deadline - now) / 2
+        while True:
+            present = [shard for shard in self._shards if shard.is_present]
+            absent = [shard for shard in self._shards if shard.is_awaited and (awaits_all or not shard.is_known)]
+            if present and (time.monotonic() >= halfway or not absent):
+                return present
+            if time.monotonic() >= deadline:
+                raise ShardUnavailableError("no shard answers; they are asked again at each call. Nothing was lost")
+            time.sleep(_PAUSE)
+
+    def _own_producer(self, deadline: float) -> Producer | LocalProducer:
+        if self._producer is None:
+            shard = self._shards[self._shard_for_writing(deadline)]
+            # Over several shards new rows get the highest priority of all, which only calls tell.
+            by_itself = self._local[shard.number] and (self._prioritized is None or len(self._shards) == 1)
+            kind = LocalProducer if by_itself else Producer
+            self._producer = kind(shard, self._name, self._settings.timeout)
+        return self._producer
+
+    def _shard_for_writing(self, deadline: float) -> int:
+        """The one that knows this producer, else one of this machine, if there is any, with the fewest producers."""
+        return min(
+            (self._name not in s.facts.producers, not self._local[s.number], len(s.facts.producers), s.number)
+            for s in self._all_present(deadline, awaits_all=True)  # else all would go to who answers first
+        )[3]
+
+    def _layout_for(self, batch: Any, deadline: float) -> RowLayout:
+        """The layout of all shards, which the first batch decides."""
+        if self._layout is None:
+            layout = RowLayout.of(batch, 1)
+            for shard in self._shards:
+                shard.ask(deadline, "adopt", layout.to_bytes())
+                shard.layout = layout.to_bytes()
+                shard.forget()  # what it says of itself has changed
+            self._layout = layout
+        return self._layout
+
+    def _known_layout(self, deadline: float) -> RowLayout:
+        """The layout of the rows that are there.
+
+        Raises:
+            RuntimeError: there are none.
+        """
+        if self._layout is None:
+            saved = self._saved_layout(deadline) or self._saved_layout(deadline, again=True)
+            if saved is None:
+                raise RuntimeError("Cannot sample from an empty buffer. Add or extend it first.")
+            self._layout = RowLayout.from_bytes(saved)
+            for shard in self._shards:
+                shard.layout = saved
+        return self._layout
+
+    def _saved_layout(self, deadline: float, again: bool = False) -> bytes | None:
+        """What shards said of the layout, or say now: another client may have decided it since they were greeted."""
+        present = self._all_present(deadline)
+        for shard in present if again else []:
+            shard.forget()
+            with contextlib.suppress(ShardUnavailableError):
+                shard.await_presence(deadline)
+        return next((s.facts.layout for s in self._shards if s.is_present and s.facts.layout), None)
+
+    # ---- sampling ----
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """A batch, drawn from all shards that answer; with `return_info` also its info.
+
+        Raises:
+            RuntimeError: no batch size here or in the constructor; nothing is stored.
+            ShardUnavailableError: no shard that has rows answers within `timeout`.
+        """
+        n = self._settings.batch_size if batch_size is None else batch_size
+        if n is None:
+            raise RuntimeError(
+                "batch_size not specified: give one to sample(batch_size) or to the buffer's constructor"
+            )
+        deadline = self._deadline()
+        if self._beside is None and (self._stream is None or self._stream.batch_size != n):
+            self._flush_before(deadline)
+        with self._lock:
+            beside = self._beside or self._open_beside(deadline)
+            if beside is not None:
+                self._draws += 1
+                return beside.sample(n, return_info)
+            if self._stream is None or self._stream.batch_size != n:
+                now = time.monotonic()
+                self._refresh(now + (deadline - now) / 2)  # with time left to draw from those that answer
+                self._stream = self._new_stream(n, self._known_layout(deadline))
+            rows = self._stream.next(deadline)
+            self._draws += 1
+            batch, info = self._batch_of(rows)
+        return (batch, info) if return_info else batch
+
+    def _flush_before(self, deadline: float) -> None:
+        """Waits for the rows of this object, which shall be drawn; `stats` says which are not in by then."""
+        if self._producer is None or not self._producer.unacknowledged:
+            return
+        if self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                # With time left for what the caller wants of the other shards.
+                with contextlib.suppress(ShardUnavailableError):
+                    self.flush((deadline - time.monotonic()) / 2)
+            finally:
+                self._writing.release()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches without end."""
+        while True:
+            yield self.sample()
+
+    def _new_stream(self, n: int, layout: RowLayout) -> BatchStream:
+        return BatchStream(
+            self._shards, self._settings.sampler, n, row_bytes=layout.payload_bytes,
+            batches_per_call=self._settings.batches_per_call, timeout=self._settings.timeout, generator=self._generator,
+            before_round=self._send_updates, readers=self._open_readers(),
+        )  # fmt: skip
+
+    def _open_readers(self) -> dict[int, LocalReader]:
+        """Readers of the stores that lie on this machine, of shards that draw uniformly; others are asked."""
+        if type(self._settings.sampler) is not RandomSampler:
+            return {}
+        for shard in self._shards:
+            folder = shard.facts.folder if self._local[shard.number] and shard.is_present else None
+            if folder is not None and shard.facts.layout is not None and shard.number not in self._readers:
+                self._readers[shard.number] = LocalReader(shard, folder)
+        return self._readers
+
+    def _open_beside(self, deadline: float) -> ReplayBuffer[Any] | None:
+        """A buffer that reads the store of the only shard, where that lies on this machine and has rows."""
+        if self._prioritized is not None or self._local != [True]:
+            return None
+        folder = self._shards[0].await_presence(deadline).folder
+        if folder is None or self._shards[0].facts.layout is None:
+            self._refresh(deadline)
+            folder = self._shards[0].facts.folder
+        if folder is None or self._shards[0].facts.layout is None:
+            return None
+        storage = LazyMemmapStorage.open(folder, read_only=True)
+        kind = TensorDictReplayBuffer if self._settings.attaches else ReplayBuffer
+        self._beside = kind(
+            storage=storage, sampler=self._settings.sampler, transform=self._transform, generator=self._generator
+        )  # fmt: skip
+        return self._beside
+
+    def _batch_of(self, rows: Rows) -> tuple[Any, dict[str, Any]]:
+        sampler, settings = self._settings.sampler, self._settings
+        info: dict[str, Any] = {"index": rows.flat_index, "generation": rows.generation}
+        entries = {"index": rows.flat_index}
+        if rows.weight is not None and self._prioritized is not None:
+            info["priority_weight"] = rows.weight.to(self._prioritized.dtype)
+            entries = info.copy()
+        assert self._layout is not None
+        batch = unpack(self._layout, rows.block, entries if settings.attaches else None)
+        if isinstance(sampler, SliceSampler) and rows.last is not None:
+            mark_rows(batch, sampler, rows.last, rows.mask)
+        return self._transform.forward(batch) if self._transform.transforms else batch, info
+
+    # ---- priorities ----
+    def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:
+        """Sets priorities of stored rows; they are sent with the next round of batches, or by `flush_priorities`.
+
+        It waits for nothing.
+
+        Args:
+            index: int64 [n], as `extend` and batches give it.
+            priority: a number, or one for each row.
+            generation: int64 [n], as batches and infos have it: where another row is by then, it is left out.
+
+        Raises:
+            ValueError: a priority is negative, NaN or infinite, or sizes differ. Nothing is changed.
+            IndexError: an index lies outside the buffer.
+        """
+        if self._prioritized is None:
+            return
+        at = torch.as_tensor(index, dtype=torch.int64).reshape(-1)
+        priorities = self._prioritized.checked_priorities(priority, len(at))
+        generations = None if generation is None else torch.as_tensor(generation, dtype=torch.int64).reshape(-1)
+        if generations is not None and len(generations) != len(at):
+            raise ValueError(f"{len(generations)} generations came with {len(at)} indices; nothing was changed")
+        end = len(self._shards) * self._shards[0].facts.capacity
+        if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < end:
+            outside = at[(at < 0) | (at >= end)]
+            raise IndexError(f"index {int(outside[0])} is not one of 0 to {end - 1}; nothing was changed")
+        with self._lock:
+            self._updates.append(_Priorities(at, priorities, generations))
+
+    def update_tensordict_priority(self, batch: Any) -> None:
+        """Sets the priorities of a batch's rows from `batch[priority_key]`; errors as `update_priority`, KeyError."""
+        generation = batch["generation"] if "generation" in batch.keys() else None  # noqa: SIM118 -- a TensorDict iterates over rows
+        self.update_priority(batch["index"], batch[self._settings.priority_key], generation)
+
+    def flush_priorities(self) -> None:
+        """Sends the priorities that wait, and waits until they are set, for `timeout` at most.
+
+        Those of shards that are away wait until these are back, if they came with generations; others are dropped,
+        with a RuntimeWarning.
+        """
+        with self._lock:
+            deadline = self._deadline()
+            self._send_updates(deadline)
+            self._settle_updates(0, deadline)
+
+    def _send_updates(self, deadline: float) -> None:
+        updates, self._updates = self._updates, []
+        if not updates:
+            return
+        self._settle_updates(_MOST_UPDATES, deadline)
+        updates = [*self._updates, *updates]  # the ones that were lost just now come first
+        self._updates = []
+        capacity = self._shards[0].facts.capacity
+        for with_generation in (True, False):
+            some = [update for update in updates if (update.generation is not None) == with_generation]
+            if not some:
+                continue
+            joined = _Priorities.joined(some)
+            owner = joined.flat_index.div(capacity, rounding_mode="floor")
+            for shard in self._shards:
+                mine = owner == shard.number
+                if not bool(mine.any()):
+                    continue
+                part = joined.part(mine)
+                if not shard.is_present:
+                    self._keep(shard, part)
+                    continue
+                slots = part.flat_index - shard.number * capacity
+                call = shard.begin("update_priority", slots, part.priority, part.generation)
+                self._sent_updates.append((shard, call, part))
+        self._warn_of_dropped()
+
+    def _keep(self, shard: ShardClient, lost: _Priorities) -> None:
+        """Sends priorities again when their shard is back; without generations they might be of other rows by then."""
+        room = 0
+        if lost.generation is not None:
+            room = max(0, _MOST_WAITING - sum(len(one.flat_index) for one in self._updates))
+            self._updates.append(lost.last(room))
+        dropped = max(0, len(lost.flat_index) - room)
+        if dropped:
+            self._dropped[shard.number] = self._dropped.get(shard.number, 0) + dropped
+
+    def _warn_of_dropped(self) -> None:
+        """Warns of dropped priorities: once for each shard and outage."""
+        dropped, self._dropped = self._dropped, {}
+        for number, n in dropped.items():
+            outage = self._shards[number].outages
+            if self._warned_of.get(number) != outage:
+                self._warned_of[number] = outage
+                warnings.warn(
+                    f"{n} priorities of rows of shard {number} were dropped, and so may be more while it does not "
+                    f"answer: give update_priority the generations of the rows, and up to {_MOST_WAITING} wait for it",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _settle_updates(self, most: int, deadline: float) -> None:
+        n = max(0, len(self._sent_updates) - most)
+        sent = [self._sent_updates.popleft() for _ in range(n)]
+        answers = finish_all([(shard, call) for shard, call, _ in sent], deadline)
+        newer, self._updates = self._updates, []
+        for (shard, _, part), answer in zip(sent, answers, strict=True):
+            if answer is None:
+                self._keep(shard, part)
+        self._updates += newer
+        self._warn_of_dropped()
+
+    def _highest_new_priority(self) -> float | None:
+        if self._prioritized is None or len(self._shards) == 1:
+            return None
+        known = [s.totals.draws.new_priority for s in self._shards if s.is_present]
+        return max((one for one in known if one is not None), default=None)
+
+    # ---- facts ----
+    def _refresh(self, deadline: float) -> None:
+        """Asks every shard that answers what it holds."""
+        finish_all([(shard, shard.begin("totals")) for shard in self._all_present(deadline)], deadline)
+
+    def stats(self) -> ShardedStats:
+        """Numbers of the buffer, after the rows of this object are in; shards that are away count as they had told.
+
+        Raises:
+            ShardUnavailableError: no shard has answered within `timeout`.
+        """
+        deadline = self._deadline()
+        self._flush_before(deadline)
+        with self._lock:
+            self._refresh(deadline)
+            totals = [shard.totals for shard in self._shards if shard.is_known]
+            rows = sum(int((one.ranges[:, 1] - one.ranges[:, 0]).sum()) for one in totals)
+            away = tuple(shard.number for shard in self._shards if not shard.is_present)
+            capacity = sum(shard.facts.capacity for shard in self._shards if shard.is_known)
+            producer, accepted = self._producer, self._accepted_before
+            unacknowledged = 0 if producer is None else producer.unacknowledged
+            accepted += 0 if producer is None else producer.acknowledged
+            writes = sum(one.writes for one in totals)
+            return ShardedStats(rows, capacity, writes, accepted, self._draws, unacknowledged, away)
+
+    def __len__(self) -> int:
+        """Stored steps."""
+        return self.stats().rows
+
+    @property
+    def write_count(self) -> int:
+        """Steps ever written."""
+        return self.stats().writes
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a batch where `sample` does not say it."""
+        return self._settings.batch_size
+
+    @property
+    def sampler(self) -> Sampler:
+        """Which says how shards draw; `beta` may be set at any time."""
+        return self._settings.sampler
+
+    @property
+    def transform(self) -> Compose:
+        """What is applied to batches."""
+        return self._transform
+
+    def append_transform(self, transform: Any) -> Self:
+        """Adds a transform at the end."""
+        with self._writing, self._lock:
+            self._transform.append(transform)
+            self._stop_drawing()
+        return self
+
+    # ---- life ----
+    def empty(self) -> None:
+        """Forgets every row of every shard, and steps that transforms of this object hold back.
+
+        Producers go on with new lanes.
+
+        Raises:
+            ShardUnavailableError: a shard is away; some may have been emptied.
+            StorageInUseError: a producer on the machine of a shard writes to it: let it leave first.
+        """
+        with self._writing, self._lock:
+            deadline = self._deadline()
+            self._before_replacing()
+            for shard in self._shards:
+                shard.ask_once(deadline, "empty")
+                shard.forget()
+
+    def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1, timeout: float = 3600.0) -> str:
+        """Saves all shards and puts the save in force as a whole; returns the snapshot's name.
+
+        Shards write beside each other, each from its machine: the path must be that of one folder for all of them.
+        Rows of this object are in it; those of others as far as their shard had them. Steps that transforms hold back
+        are not.
+
+        Args:
+            keep_last: how many saves stay.
+            timeout: seconds that it may take.
+
+        Raises:
+            ShardUnavailableError: a shard is away, or has not saved in time.
+            CheckpointError: a shard cannot save, or another save runs here. What was saved before is still in force.
+        """
+        with self._writing, self._lock:
+            self.flush()
+            self.flush_priorities()
+            return save_shards(self._shards, path, keep_last, timeout)
+
+    def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None, timeout: float = 3600.0) -> None:
+        """Takes over what `dumps` saved, or one of its older saves, into all shards, after all have verified theirs.
+
+        Raises:
+            CheckpointError: nothing was saved there; or it is damaged, or does not fit. Nothing was changed.
+            ShardUnavailableError: a shard is away for so long: others may have loaded. Load again.
+            StorageInUseError: a producer on the machine of a shard writes to it: let it leave first.
+        """
+        with self._writing, self._lock:
+            self._before_replacing()
+            load_shards(self._shards, path, snapshot, timeout)
+            self._layout = None
+
+    def _before_replacing(self) -> None:
+        """Lets go of what this client has of rows that are about to be replaced."""
+        if self._producer is not None:
+            self._producer.leave()
+            self._end_producing()
+        self._transform.empty()
+        self._updates.clear()
+        self._stop_drawing()
+
+    def _end_producing(self) -> None:
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            self._accepted_before += producer.acknowledged
+
+    def _stop_drawing(self) -> None:
+        """Drops batches that are on their way."""
+        self._stream = None
+        for reader in self._readers.values():
+            reader.close()
+        self._readers = {}
+        if self._beside is not None:
+            self._beside.storage.close()
+            self._beside = None
+
+    def close(self) -> None:
+        """Waits until the rows of this object are in, and gives its lane back; steps that were held back go in first.
+
+        Raises:
+            ShardUnavailableError: they are not within `timeout`: those that are not in are lost.
+            TypeError: a transform cannot give back the steps that it holds; those are lost.
+        """
+        with self._writing, self._lock:
+            self._stop_drawing()
+            try:
+                if self._transform.inverse_in_order:
+                    self.flush_transforms()
+            finally:
+                producer = self._producer
+                try:
+                    if producer is not None:
+                        producer.leave()
+                finally:
+                    self._end_producing()

@@ -1,0 +1,35 @@
+"""`EnvCreator`: a function that creates an environment, with its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class EnvCreator:
+    """Calls `create_env_fn` with `create_env_kwargs`, as what collectors and `ParallelEnv` take.
+
+    `share_memory` has no effect: each environment has transforms of its own.
+
+    >>> from engram.envs import GymEnv, SerialEnv
+    >>> SerialEnv(2, EnvCreator(GymEnv, {"name_or_env": "CartPole-v1"})).batch_size
+    torch.Size([2])
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Callable[..., Any],
+        create_env_kwargs: dict[str, Any] | None = None,
+        share_memory: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if not callable(create_env_fn):
+            raise TypeError(f"create_env_fn must be callable, got a {type(create_env_fn).__name__}")
+        self.create_env_fn = create_env_fn
+        self.create_env_kwargs = {**(create_env_kwargs or {}), **kwargs}
+
+    def __call__(self, **kwargs: Any) -> Any:
+        return self.create_env_fn(**{**self.create_env_kwargs, **kwargs})
+
+    def __repr__(self) -> str:
+        return f"EnvCreator({self.create_env_fn!r}, {self.create_env_kwargs!r})"

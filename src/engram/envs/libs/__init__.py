@@ -1,0 +1,6 @@
+"""Environments of other libraries, under the paths where users look for them."""
+
+from engram.envs.libs.dm_control import DMControlEnv
+from engram.envs.libs.gym import GymEnv, GymWrapper, gym_backend, set_gym_backend
+
+__all__ = ["DMControlEnv", "GymEnv", "GymWrapper", "gym_backend", "set_gym_backend"]

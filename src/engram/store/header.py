@@ -1,0 +1,81 @@
+"""A store's file as somebody finds it who only looks: its name, its header, and whether anybody uses it.
+
+Loads no torch: `engram info` reads headers, and torch would take longer than all the rest.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from engram import _native
+from engram._system import boot_id, open_regular
+from engram.errors import StorageError
+from engram.store.locks import is_open_elsewhere
+
+FILE_NAME = "rows.engram"
+
+
+def has_store(folder: Path) -> bool:
+    """Whether a folder has an entry with the name of a store's file; StorageError where it cannot be read."""
+    try:
+        os.lstat(folder / FILE_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be looked into: {error.strerror}") from error
+    return True
+
+
+def open_store(folder: Path, flags: int = os.O_RDWR) -> tuple[int, os.stat_result]:
+    """A descriptor of the store's file in a folder, and its `stat`.
+
+    Raises:
+        StorageError: there is none, or it cannot be opened as a regular file.
+    """
+    path = folder / FILE_NAME
+    try:
+        fd = open_regular(path, flags)
+        return fd, os.fstat(fd)
+    except FileNotFoundError:
+        raise StorageError(f"there is no store in {folder} (no file {FILE_NAME})") from None
+    except OSError as error:
+        reason = error.strerror
+        if path.is_symlink():
+            reason = "it is a symbolic link, which is not followed; open the folder that the file lies in"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            reason = f"{reason}; a store is opened for reading and writing (read_only=True: for reading)"
+        raise StorageError(f"{path} cannot be opened: {reason}") from error
+
+
+def observe_store(folder: Path) -> tuple[_native.Store, int]:
+    """The store in a folder, mapped read-only, and its descriptor; without a lock, beside whoever writes it.
+
+    Raises:
+        StorageError: there is none, it is damaged, or it needs a repair, which only a writing process makes.
+    """
+    path = folder / FILE_NAME
+    fd, _ = open_store(folder, os.O_RDONLY)
+    try:
+        store = _native.Store.open(fd, read_only=True)
+        _check_repaired(store, fd, path)
+    except (RuntimeError, ValueError) as error:
+        os.close(fd)
+        raise StorageError(f"{path} cannot be opened: {error}") from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return store, fd
+
+
+def _check_repaired(store: _native.Store, fd: int, path: Path) -> None:
+    """A StorageError where the store needs a repair, which only a writing process makes."""
+    now = boot_id()
+    in_use = is_open_elsewhere(fd)
+    has_boot_ids = any(now) and any(store.boot_id)
+    stopped = not store.clean and (store.boot_id != now if has_boot_ids else not in_use)
+    halfway = store.interrupted or any(n % 2 for n in store.epoch())
+    if stopped or (halfway and not in_use):
+        why = "the machine stopped while it was written" if stopped else "a process died in the middle of a change"
+        raise StorageError(f"{path}: {why}. Open it once for writing, which mends it")

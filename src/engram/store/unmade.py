@@ -1,0 +1,162 @@
+"""Stores that processes share before they are made: the first process to write makes one, the others open it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from engram import _native
+from engram._system import fork_registry
+from engram.errors import StorageError, StorageInUseError
+from engram.store.files import StoreSpec, open_unnamed, refuse_if_memory_is_short, reserve, share_fd
+from engram.store.locks import LaneLocks, _close, _lock
+
+_MADE = b"\1"
+_LOCK_BYTE = 1 << 60  # of the flag's file: far behind its end
+_MAKE_TIMEOUT = 60.0  # seconds that a process waits for another one that makes the store
+
+
+class UnmadeStore:
+    """The empty file of a store without a layout, for processes that share it: the first of them to write makes it.
+
+    A flag in shared memory says that the store is made. Who makes it holds a lock until then, which ends with its
+    process; what a process left behind that died is made anew. Forked children have it, and it may be sent to others.
+
+    Args:
+        temporary: the rows will be in an unlinked file in TMPDIR; else in shared memory.
+
+    Raises:
+        StorageError: a temporary file cannot be made.
+    """
+
+    def __init__(self, *, temporary: bool) -> None:
+        self._temporary = temporary
+        flag = os.memfd_create("engram-made", os.MFD_CLOEXEC)
+        try:
+            file = open_unnamed() if temporary else os.memfd_create("engram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except BaseException:
+            os.close(flag)
+            raise
+        self._own(flag, file)
+
+    def _own(self, flag: int, file: int) -> None:
+        self._flag, self._file = flag, file
+        self._closer = weakref.finalize(self, _close, flag, file)
+        self._mutex = threading.RLock()
+        self._depth = 0
+        self._lock_fd: int | None = None  # a description of its own: forked children have the others
+        self._has_made = False
+        _live.add(self)
+
+    def is_made(self) -> bool:
+        """Whether a process has made the store."""
+        return os.pread(self._flag, 1, 0) == _MADE
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A block in which no other process makes the store; one that is made inside is opened by others after it.
+
+        Raises:
+            StorageInUseError: another process has held it for a minute.
+        """
+        with self._mutex:
+            if not self._depth:
+                self._lock()
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self._release()
+
+    def open_or_make(self, spec: StoreSpec) -> tuple[_native.Store, LaneLocks]:
+        """The store; makes it where no process has. StorageError, with the numbers, where there is no room for it."""
+        with self.held():
+            if not self.is_made() and not self._has_made:
+                self._make(spec)
+                self._has_made = True
+            return self.open()
+
+    def open(self) -> tuple[_native.Store, LaneLocks]:
+        """The store that was made, opened anew, so that its locks are this process's own."""
+        fd = _opened_anew(self._file)
+        try:
+            store = _native.Store.open(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return store, LaneLocks(fd)
+
+    def _make(self, spec: StoreSpec) -> None:
+        os.ftruncate(self._file, 0)  # what another process has left half made
+        try:
+            if self._temporary:
+                reserve(self._file, spec, tempfile.gettempdir())
+            else:
+                refuse_if_memory_is_short(spec)
+                os.ftruncate(self._file, spec.total_bytes)
+            spec.create(self._file)
+        except BaseException as error:
+            os.ftruncate(self._file, 0)
+            if isinstance(error, OSError):
+                raise StorageError(f"there is no room for the storage ({error.strerror}): {spec}") from error
+            raise
+
+    # ---- the lock ----
+    def _lock(self) -> None:
+        fd, deadline = _opened_anew(self._flag), time.monotonic() + _MAKE_TIMEOUT
+        try:
+            while not _lock(fd, fcntl.F_WRLCK, _LOCK_BYTE):
+                if time.monotonic() > deadline:
+                    raise StorageInUseError(
+                        f"another process has been making this storage for {_MAKE_TIMEOUT:g} seconds: it was stopped, "
+                        "or loads a large checkpoint into it. Let it go on or end it"
+                    )
+                time.sleep(0.001)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._lock_fd = fd
+
+    def _release(self) -> None:
+        fd, self._lock_fd = self._lock_fd, None
+        assert fd is not None
+        try:
+            if self._has_made and not self.is_made():
+                os.pwrite(self._flag, _MADE, 0)
+                if not self._temporary:
+                    fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # as of other shared memory
+        finally:
+            _lock(fd, fcntl.F_UNLCK, _LOCK_BYTE)  # not by closing: a child that was forked meanwhile has it, too
+            os.close(fd)
+
+    # ---- other processes ----
+    def after_fork(self) -> None:
+        """In a child: a mutex that no thread of the parent holds, and no lock."""
+        self._mutex, self._depth, self._has_made = threading.RLock(), 0, False
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"temporary": self._temporary, "flag": share_fd(self._flag), "file": share_fd(self._file)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._temporary = state["temporary"]
+        self._own(state["flag"].detach(), state["file"].detach())
+
+
+def _opened_anew(fd: int) -> int:
+    """Another description of an open file, which shares no locks with the first."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
+_live: weakref.WeakSet[UnmadeStore] = fork_registry(UnmadeStore.after_fork)

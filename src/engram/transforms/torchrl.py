@@ -1,0 +1,224 @@
+"""TorchRL's transforms in environments of engram: their specs are computed, and they act, as in TorchRL.
+
+TorchRL is never imported from here: who has one of its transforms has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from engram.pytree import Key
+from engram.specs import (
+    Binary,
+    Bounded,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    OneHot,
+    Unbounded,
+)
+from engram.transforms.base import Transform, TransformStep
+from engram.transforms.env_specs import EnvSpecs
+
+
+class TorchRLTransform(Transform, built_in=True):
+    """A transform of TorchRL's, or of a user's that inherits from TorchRL's, in an environment.
+
+    It gets the environment before it as its `parent`, in TorchRL's form. Unknown attributes are the transform's.
+    """
+
+    def __init__(self, transform: Any, root: Any) -> None:
+        self.transform = transform
+        for part in _parts(transform):
+            if type(part)._post_step_mdp_hooks is not root._post_step_mdp_hooks:
+                raise TypeError(
+                    f"{type(part).__name__} changes how one step becomes the next, which environments of engram do not "
+                    "let it; append it to the replay buffer, or use an environment of TorchRL's"
+                )
+        self._before: EnvSpecs | None = None  # the specs of the environment before it, and with it
+        self._after: EnvSpecs | None = None
+        self._env: Any = None  # the environment with it, as TorchRL sees it
+
+    def policy_entries(self) -> list[Key]:
+        specs = [part.primers for part in _parts(self.transform) if hasattr(part, "primers")]
+        return [key for spec in specs for key in spec_from_torchrl(spec).leaves()]
+
+    def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
+        if self._after is None or self._before != specs:
+            self._connect(specs)
+            changed = self._specs_of(self._env)
+            self._check_action(changed, specs)
+            self._before, self._after = specs, changed
+        return self._after
+
+    def _connect(self, specs: EnvSpecs) -> None:
+        """Gives the transform its parent."""
+        if self.transform.container is not None:
+            self.transform.reset_parent()
+            self.transform.set_container(None)
+        self._env = sys.modules["torchrl.envs"].TransformedEnv(_parent_class()(self.parent, specs), self.transform)
+
+    def _connected(self) -> EnvSpecs:
+        """The specs with the transform, which has its parent again where it has come from a pickle or a copy."""
+        assert self._before is not None and self._after is not None
+        if self._env is None:
+            self._connect(self._before)
+        return self._after
+
+    def _check_action(self, outer: EnvSpecs, inner: EnvSpecs) -> None:
+        """Raises TypeError if the inverse does not turn an action of `outer` into one of `inner`."""
+        state = outer.blank(stepped=False).set("action", outer.action.rand())
+        try:
+            action = self.transform.inv(state).get("action")
+            fits = action.shape == inner.action.shape and action.dtype == inner.action.dtype
+        except Exception as error:
+            raise TypeError(f"{self._no_action} ({error!r:.200})") from error
+        if not fits:
+            raise TypeError(self._no_action)
+
+    @property
+    def _no_action(self) -> str:
+        return (
+            f"{self.kind} does not turn actions of the environment into such actions; append a transform for replay "
+            "buffers to the buffer"
+        )
+
+    def _specs_of(self, env: Any) -> EnvSpecs:
+        """The specs of an environment of TorchRL's. Raises TypeError, with the names, for entries that are not ours."""
+        rewards, actions = (spec_from_torchrl(spec) for spec in (env.full_reward_spec, env.full_action_spec))
+        flags = spec_from_torchrl(env.full_done_spec)
+        for what, spec, names in (
+            ("rewards", rewards, {"reward"}),
+            ("flags", flags, {"done", "terminated", "truncated"}),
+            ("actions", actions, {"action"}),
+        ):
+            if set(spec.keys()) != names:
+                raise TypeError(
+                    f"{self.kind} makes the {what} {sorted(map(str, spec.keys()))} of an environment, where these are "
+                    f"{sorted(names)}: use a transform of engram.envs, or append it to the replay buffer"
+                )
+        observation = spec_from_torchrl(env.observation_spec)
+        return EnvSpecs(observation, actions["action"], rewards["reward"], flags["done"])
+
+    # ---- steps ----
+    def env_steps(self) -> list[TransformStep]:
+        return [TransformStep(self, self._reset, self._step, self._inv_call)]
+
+    def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
+        specs, mask = self._connected(), td.get("_reset", None)
+        if mask is not None:  # the other rows are not read
+            td = specs.blank(stepped=False).set("_reset", mask)
+        changed: TensorDictBase = self.transform._reset(self.transform._reset_env_preprocess(td), fresh)
+        return changed.exclude("_reset")
+
+    def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        self._connected()
+        changed: TensorDictBase = self.transform._step(td, following)
+        return changed
+
+    def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
+        self._connected()
+        inner: TensorDictBase = self.transform.inv(td)
+        return inner
+
+    # ---- the object ----
+    def to(self, device: Any = None, dtype: Any = None) -> Any:
+        self.transform.to(*(given for given in (device, dtype) if given is not None))
+        return self
+
+    @property
+    def kind(self) -> str:
+        return type(self.transform).__name__
+
+    def forward(self, batch: Any) -> Any:
+        return self.transform(batch)
+
+    def inv(self, batch: Any) -> Any:
+        return self.transform.inv(batch)
+
+    def __repr__(self) -> str:
+        return repr(self.transform)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "transform":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.transform, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without its parent, whose class is made in this process.
+        return {**vars(self), "_env": None, "transform": self.transform.clone()}
+
+
+def _parts(transform: Any) -> list[Any]:
+    """The transforms that one of TorchRL's is composed of; itself if it is a single one."""
+    if not hasattr(transform, "transforms"):
+        return [transform]
+    return [part for inner in transform.transforms for part in _parts(inner)]
+
+
+@lru_cache(maxsize=1)
+def _parent_class() -> Any:
+    """The class of an environment of engram in TorchRL's form, which is the parent of its transforms."""
+    theirs: Any = sys.modules["torchrl.envs"]
+
+    class Parent(theirs.EnvBase):  # type: ignore[misc]
+        def __init__(self, env: Any, specs: EnvSpecs) -> None:
+            super().__init__(device=env.device, batch_size=env.batch_size)
+            self.engram_env = env
+            shape = env.batch_size
+            flags = dict.fromkeys(("done", "terminated", "truncated"), specs.done)
+            self.observation_spec = specs.observation.to_torchrl()
+            self.full_action_spec = Composite({"action": specs.action}, shape=shape).to_torchrl()
+            self.full_reward_spec = Composite({"reward": specs.reward}, shape=shape).to_torchrl()
+            self.full_done_spec = Composite(flags, shape=shape).to_torchrl()
+
+        def _reset(self, tensordict: Any = None, **_: Any) -> Any:
+            td = None if tensordict is None or tensordict.get("_reset", None) is None else tensordict
+            return self.engram_env.reset(td).exclude("_reset")
+
+        def _step(self, tensordict: Any) -> Any:
+            return self.engram_env.step(tensordict.exclude("next")).get("next")
+
+        def _set_seed(self, seed: Any) -> None:
+            self.engram_env.set_seed(seed)
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name.startswith("_") or not hasattr(self.engram_env, "gym_env"):
+                    raise
+                return getattr(self.engram_env.gym_env, name)  # as TorchRL's environments of gymnasium do
+
+    return Parent
+
+
+def spec_from_torchrl(spec: Any) -> Any:
+    """A spec of TorchRL's as one of engram's; of kinds that engram has not, an Unbounded of the same shape."""
+    theirs: Any = sys.modules["torchrl.data"]
+    if isinstance(spec, theirs.Composite):
+        entries = {key: spec_from_torchrl(part) for key, part in spec.items() if part is not None}
+        return Composite(entries, shape=spec.shape, device=spec.device)
+    place = {"shape": spec.shape, "device": spec.device, "dtype": spec.dtype}
+    width = spec.shape[-1] if len(spec.shape) else 0
+    if isinstance(spec, theirs.Binary) and width == spec.n:
+        return Binary(spec.n, **place)
+    if isinstance(spec, theirs.OneHot):
+        return OneHot(spec.space.n, **place)
+    if isinstance(spec, theirs.MultiOneHot):
+        return MultiOneHot(list(spec.nvec), **place)
+    if isinstance(spec, theirs.MultiCategorical):
+        return MultiCategorical(torch.as_tensor(spec.nvec).reshape(-1, width)[0].tolist(), **place)
+    if isinstance(spec, theirs.Categorical) and spec.space.n >= 1:
+        return Categorical(spec.space.n, **place)
+    if isinstance(spec, theirs.Binary):
+        return Categorical(2, **place)
+    if isinstance(spec, theirs.Bounded):
+        return Bounded(spec.space.low, spec.space.high, **place)
+    return Unbounded(**place)

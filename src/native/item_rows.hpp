@@ -1,0 +1,235 @@
+// Items of one form (TensorDicts or dicts of tensors) as packed rows by slot: copied in from items or a batch of them, and
+// built again where they are read. Which slots hold such rows is told by a list of Python's, in which these have a marker.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bind_store.hpp"
+
+namespace engram {
+
+// New tensors [lead..., ...] for each leaf of a codec, big ones in memory of their own.
+class OutLeaves {
+ public:
+  OutLeaves(const Codec& codec, const std::vector<int64_t>& lead, size_t n) : codec_(codec), shared_(codec.leaves().size()) {
+    bool any_shared = false;
+    for (const Leaf& leaf : codec.leaves()) {
+      if (leaf.bytes > kMostBytes / std::max<size_t>(1, n)) throw std::bad_alloc();
+      const size_t size = leaf.bytes * n;
+      if ((bytes_ += size) > kMostBytes) throw std::bad_alloc();
+      OutBlock* block = size >= kBigLeaf ? own_.emplace_back(std::make_unique<OutBlock>()).get() : &shared_;
+      any_shared |= block == &shared_;
+      where_.emplace_back(block, block->plan(leaf.dtype, lead.data(), lead.size(), leaf.shape, size));
+    }
+    if (any_shared) shared_.take();
+    for (auto& block : own_) block->take();
+    tensors_.reserve(where_.size());
+    for (auto [block, i] : where_) tensors_.push_back(block->make(i));  // may run Python code
+    for (size_t k : codec.in_row()) {
+      const Leaf& leaf = codec.leaves()[k];
+      copies_.push_back({leaf.offset, leaf.bytes, where_[k].first->data(where_[k].second), static_cast<ptrdiff_t>(leaf.bytes)});
+    }
+  }
+  std::vector<LeafCopy>& copies() { return copies_; }
+  std::vector<nb::object>& tensors() { return tensors_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  const Codec& codec_;
+  OutBlock shared_;
+  std::vector<std::unique_ptr<OutBlock>> own_;
+  std::vector<std::pair<OutBlock*, size_t>> where_;
+  std::vector<nb::object> tensors_;
+  std::vector<LeafCopy> copies_;
+  size_t bytes_ = 0;
+};
+
+// Rows of items that were looked at and are not stored yet.
+struct NewItemRows {
+  std::vector<uint8_t> bytes;
+  size_t n = 0;
+};
+
+class ItemRows {
+ public:
+  // `row`: what stands in a list for an item that is a row here. `most`: slots that there will be; 0: no limit is known.
+  ItemRows(nb::object codec, nb::object row, uint64_t most) : kept_(std::move(codec)), row_(std::move(row)) {
+    codec_ = nb::cast<const Codec*>(kept_);
+    if (codec_->sequence()) throw nb::value_error("items carry no sequence");
+    stride_ = round_up(std::max<size_t>(1, codec_->row_end()), 8);
+    const uint64_t fitting = std::clamp<uint64_t>(kChunkBytes / stride_, 1, 4096);
+    per_chunk_ = std::bit_ceil(most ? std::min<uint64_t>(most, fitting) : fitting);
+    clear();
+  }
+  void clear() { chunks_ = std::make_shared<Chunks>(); }
+
+  // The rows of a list of items (`dims` 0) or of a batch of them (`dims` 1); None: one of them is of another form. `own`: the
+  // leaf in which they store their own index.
+  std::unique_ptr<NewItemRows> look(nb::handle items, bool batch, std::optional<size_t> own) const {
+    bool with_env = false;
+    if (own && (!codec_->holds_index(*own, with_env) || with_env)) throw nb::value_error("this leaf has no room for an index");
+    auto rows = std::make_unique<NewItemRows>();
+    std::vector<nb::object> values;
+    Plan plan;
+    if (batch) {
+      if (!codec_->check_same(plan, values, items.ptr(), true, own)) return nullptr;
+      resize(*rows, plan.steps);
+      for (const LeafSource& leaf : plan.leaves)
+        for (size_t i = 0; leaf.array && leaf.bytes && i < plan.steps; ++i)
+          std::memcpy(rows->bytes.data() + i * stride_ + leaf.offset, leaf.at(i, 0), leaf.bytes);
+      return rows->n ? std::move(rows) : nullptr;
+    }
+    if (!PyList_CheckExact(items.ptr())) return nullptr;
+    const Py_ssize_t n = PyList_Size(items.ptr());
+    if (n <= 0) return nullptr;
+    resize(*rows, static_cast<size_t>(n));
+    uint8_t* row = rows->bytes.data();
+    for (Py_ssize_t i = 0; i < n; ++i, row += stride_) {
+      if (PyList_Size(items.ptr()) != n) return nullptr;
+      const nb::object item = nb::borrow(PyList_GetItem(items.ptr(), i));
+      plan.clear();
+      if (!codec_->check_same(plan, values, item.ptr(), false, own)) return nullptr;
+      for (const LeafSource& leaf : plan.leaves)
+        if (leaf.array && leaf.bytes) std::memcpy(row + leaf.offset, leaf.array, leaf.bytes);
+    }
+    return rows;
+  }
+  // Each of the rows stores its slot, once for each step of its item.
+  void set_index(NewItemRows& rows, size_t own, nb::handle slots_in) const {
+    check(rows);
+    bool with_env = false;
+    if (!codec_->holds_index(own, with_env) || with_env) throw nb::value_error("this leaf has no room for an index");
+    const SlotsArg slots(nb::borrow(slots_in));
+    if (slots.n != rows.n) throw nb::value_error("one slot for each row");
+    const Leaf& leaf = codec_->leaves()[own];
+    for (size_t i = 0; i < rows.n; ++i)
+      for (size_t at = 0; at < leaf.bytes; at += 8)
+        std::memcpy(rows.bytes.data() + i * stride_ + leaf.offset + at, &slots.data[i], 8);
+  }
+  // Takes all memory that `put` needs.
+  void reserve(uint64_t slot, uint64_t n, uint64_t capacity) {
+    if (slot >= capacity || n > capacity || capacity > kMostSlots) throw nb::index_error("the slots lie outside the ring");
+    const uint64_t until_end = std::min(n, capacity - slot);
+    make_room(slot, until_end), make_room(0, n - until_end);
+  }
+  // Puts n rows from `first` on into the slots from `slot` on, round a ring.
+  void put(const NewItemRows& rows, uint64_t first, uint64_t n, uint64_t slot, uint64_t capacity) {
+    check(rows);
+    if (first > rows.n || n > rows.n - first) throw nb::index_error("there are not so many rows");
+    reserve(slot, n, capacity);
+    const uint64_t until_end = std::min(n, capacity - slot);
+    for (uint64_t i = 0; i < n; ++i)
+      std::memcpy(at(i < until_end ? slot + i : i - until_end), rows.bytes.data() + (first + i) * stride_, stride_);
+  }
+  // What stands in the list at these places, rows as new items.
+  nb::list pick(nb::list list, nb::list slots) const {
+    nb::list picked;
+    for (size_t i = 0; i < nb::len(slots); ++i) {
+      const auto slot = nb::cast<Py_ssize_t>(slots[i]);
+      if (slot < 0 || slot >= static_cast<Py_ssize_t>(nb::len(list))) throw nb::index_error("no such slot");
+      nb::object item = nb::borrow(PyList_GetItem(list.ptr(), slot));
+      picked.append(item.is(row_) ? this->item(static_cast<uint64_t>(slot)) : item);
+    }
+    return picked;
+  }
+  nb::object item(uint64_t slot) const { return built([&] { return row(slot); }); }
+  nb::object new_item(const NewItemRows& rows, uint64_t i) const {
+    check(rows);
+    if (i >= rows.n) throw nb::index_error("no such row");
+    return built([&] { return rows.bytes.data() + i * stride_; });
+  }
+  // Rows as one batch, with these entries at its root; None: one of the slots holds no row.
+  nb::object gather(nb::list list, nb::handle slots_in, nb::handle extra) const {
+    const SlotsArg slots(nb::borrow(slots_in));
+    const std::vector<int64_t> lead(1, static_cast<int64_t>(slots.n));
+    OutLeaves out(*codec_, lead, slots.n);
+    std::vector<const uint8_t*> rows(slots.n);
+    const auto items = static_cast<uint64_t>(nb::len(list));
+    for (size_t i = 0; i < slots.n; ++i) {
+      const auto slot = static_cast<uint64_t>(slots.data[i]);
+      if (slot >= items || PyList_GetItem(list.ptr(), static_cast<Py_ssize_t>(slot)) != row_.ptr()) return nb::none();
+      rows[i] = row(slot);
+    }
+    const std::shared_ptr<Chunks> held = chunks_;  // if another thread lets them go meanwhile
+    maybe_without_gil(out.bytes() > kGilBytes, [&] {
+      gather_rows(rows.data(), rows.size(), stride_, out.copies().data(), out.copies().size());
+    });
+    return codec_->build(out.tensors(), lead, extra);
+  }
+  size_t item_bytes() const {
+    size_t bytes = 0;
+    for (const Leaf& leaf : codec_->leaves()) bytes += leaf.bytes;
+    return bytes;
+  }
+
+ private:
+  static constexpr size_t kChunkBytes = 64 << 10;
+  static constexpr uint64_t kMostSlots = uint64_t{1} << 56;
+  struct Chunks {
+    std::vector<std::unique_ptr<uint8_t[]>> at;
+  };
+
+  void resize(NewItemRows& rows, size_t n) const {
+    if (n > kMostBytes / stride_) throw std::bad_alloc();
+    rows.bytes.resize(n * stride_), rows.n = n;
+  }
+  void check(const NewItemRows& rows) const {
+    if (rows.bytes.size() != rows.n * stride_) throw nb::value_error("these rows are of another form");
+  }
+  void make_room(uint64_t slot, uint64_t n) {
+    if (n == 0) return;
+    auto& chunks = chunks_->at;
+    const uint64_t last = (slot + n - 1) / per_chunk_;
+    if (last >= kMostBytes / (per_chunk_ * stride_)) throw std::bad_alloc();
+    if (last >= chunks.size()) chunks.resize(last + 1);
+    for (uint64_t c = slot / per_chunk_; c <= last; ++c)
+      if (!chunks[c]) chunks[c] = std::make_unique<uint8_t[]>(per_chunk_ * stride_);
+  }
+  uint8_t* at(uint64_t slot) const { return chunks_->at[slot / per_chunk_].get() + slot % per_chunk_ * stride_; }
+  const uint8_t* row(uint64_t slot) const {
+    const uint64_t c = slot / per_chunk_;
+    if (c >= chunks_->at.size() || !chunks_->at[c]) throw nb::index_error("this slot holds no row");
+    return at(slot);
+  }
+  // An item of the row that `find` returns once its tensors are there.
+  nb::object built(auto&& find) const {
+    static const std::vector<int64_t> lead;
+    OutLeaves out(*codec_, lead, 1);
+    const uint8_t* row = find();
+    for (const LeafCopy& leaf : out.copies())
+      if (leaf.bytes) std::memcpy(leaf.array, row + leaf.offset, leaf.bytes);
+    return codec_->build(out.tensors(), lead, nb::none());
+  }
+
+  nb::object kept_, row_;
+  const Codec* codec_ = nullptr;
+  uint64_t stride_ = 8, per_chunk_ = 1;
+  std::shared_ptr<Chunks> chunks_;
+};
+
+inline void bind_item_rows(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<NewItemRows>(m, "NewItemRows").def("__len__", [](const NewItemRows& rows) { return rows.n; });
+  nb::class_<ItemRows>(m, "ItemRows")
+      .def(nb::init<nb::object, nb::object, uint64_t>(), "codec"_a, "row"_a, "most"_a = 0)
+      .def("look", &ItemRows::look, "items"_a.none(), "batch"_a, "own"_a.none() = nb::none(),
+           nb::sig("def look(self, items: object, batch: bool, own: int | None = None) -> NewItemRows | None"))
+      .def("set_index", &ItemRows::set_index, "rows"_a, "own"_a, "slots"_a)
+      .def("reserve", &ItemRows::reserve, "slot"_a, "n"_a, "capacity"_a)
+      .def("put", &ItemRows::put, "rows"_a, "first"_a, "n"_a, "slot"_a, "capacity"_a)
+      .def("pick", &ItemRows::pick, "list"_a, "slots"_a)
+      .def("item", &ItemRows::item, "slot"_a)
+      .def("new_item", &ItemRows::new_item, "rows"_a, "i"_a)
+      .def("gather", &ItemRows::gather, "list"_a, "slots"_a, "extra"_a.none() = nb::none())
+      .def("clear", &ItemRows::clear)
+      .def_prop_ro("item_bytes", &ItemRows::item_bytes);
+}
+
+}  // namespace engram

@@ -1,0 +1,131 @@
+// Checking a batch, or a list of items, and appending it, in one call: nothing is written before all of it has been
+// looked at. What is not plain, or not of the store's layout, is left to the slower way, which has the errors.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "bind_store.hpp"
+
+namespace engram {
+
+// The rows of a list of items, side by side.
+struct StagedRows {
+  std::vector<uint8_t> bytes;
+  size_t row_bytes = 0;
+  Plan plan;
+
+  // `dims`: batch dimensions of an item, 0 or 1 (its environments). False: an item is not plain, or not of the layout, or the
+  // list changed while its items were looked at.
+  bool stage(const Codec& codec, PyObject* list, int dims, size_t envs, size_t payload, std::optional<size_t> own,
+             int float_bits) {
+    const Py_ssize_t n = PyList_Size(list);
+    if (n <= 0) return false;
+    row_bytes = payload;
+    if (static_cast<size_t>(n) > kMostBytes / std::max<size_t>(1, envs * row_bytes)) throw std::bad_alloc();
+    bytes.resize(static_cast<size_t>(n) * envs * row_bytes);
+    const std::vector<int64_t> lead(static_cast<size_t>(dims), static_cast<int64_t>(envs));
+    const Numbers numbers{float_bits};
+    std::vector<nb::object> values;
+    Plan one;
+    uint8_t* row = bytes.data();
+    for (Py_ssize_t i = 0; i < n; ++i) {
+      if (PyList_Size(list) != n) return false;
+      const nb::object item = nb::borrow(PyList_GetItem(list, i));
+      one.clear();
+      if (!codec.check_without(one, values, item.ptr(), dims, -1, own, numbers, &lead)) return false;
+      if (one.steps != 1 || one.envs != envs) return false;
+      for (size_t env = 0; env < envs; ++env, row += row_bytes)
+        for (const LeafSource& leaf : one.leaves)
+          if (leaf.array && leaf.bytes) std::memcpy(row + leaf.offset, leaf.at(0, env), leaf.bytes);
+    }
+    plan.leaves.assign(one.leaves.begin(), one.leaves.end());
+    for (LeafSource& leaf : plan.leaves) {
+      if (leaf.array) leaf.array = bytes.data() + leaf.offset;
+      leaf.stride = static_cast<ptrdiff_t>(envs * row_bytes), leaf.env_stride = static_cast<ptrdiff_t>(row_bytes);
+    }
+    plan.steps = static_cast<size_t>(n), plan.envs = envs, plan.sized = true;
+    plan.bytes = bytes.size(), plan.carries_sequence = one.carries_sequence;
+    return true;
+  }
+};
+
+// Appends a checked batch; rows that store their own index in leaf `own` get the one that is theirs. None: another process
+// has the turn.
+inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::optional<size_t> own, bool with_env) {
+  const StoreGeometry& s = store.geometry();
+  const Turn turn(store, lane);
+  if (turn.refused()) return nb::none();
+  std::vector<int64_t> index;
+  if (own) {
+    LeafSource& leaf = plan.leaves[*own];
+    index.resize(plan.steps * plan.envs * leaf.bytes / 8);
+    leaf.array = reinterpret_cast<const uint8_t*>(index.data());
+    leaf.stride = static_cast<ptrdiff_t>(plan.envs * leaf.bytes), leaf.env_stride = static_cast<ptrdiff_t>(leaf.bytes);
+  }
+  std::optional<OutBlock> block;
+  nb::object slots;
+  const auto steps = static_cast<int64_t>(plan.steps);
+  static const std::vector<int64_t> scalar;
+  if (!plan.single) {
+    block.emplace();
+    block->plan({kDLInt, 64}, &steps, 1, scalar, plan.steps * 8);
+    block->take();
+    slots = block->make(0);  // may run Python code, another append, say: the first slot is looked up after it
+  }
+  const uint64_t first = store.lanes.lane(lane).published.load(), base = lane * s.lane_capacity;
+  if (plan.single) slots = nb::int_(base + first % s.lane_capacity);
+  uint64_t slot = first % s.lane_capacity;
+  auto* out = plan.single ? nullptr : reinterpret_cast<int64_t*>(block->data(0));
+  int64_t* own_index = index.data();
+  const size_t each = own ? plan.leaves[*own].bytes / 8 : 0;
+  for (size_t i = 0; i < plan.steps; ++i) {
+    const auto at = static_cast<int64_t>(base + slot);
+    if (out) out[i] = at;
+    for (size_t env = 0; each && env < plan.envs; ++env)
+      for (size_t k = 0; k < each; ++k) *own_index++ = with_env && k % 2 ? static_cast<int64_t>(env) : at;
+    if (++slot == s.lane_capacity) slot = 0;
+  }
+  maybe_without_gil(plan.bytes > kGilBytes || store.readahead().on(), [&] {
+    RowWriter(store).append(lane, plan.steps, plan.leaves);
+  });
+  return slots;
+}
+
+// Checks a batch and appends it: see `Codec.check` and `Store.append`. A list is one of items, stacked along time; with
+// `float_bits` Python's floats in it have so many. `own`: the leaf in which the rows store their own index. None: nothing
+// was written; it is not plain, does not fit, has no steps, or another process has the turn.
+inline nb::object push(Store& store, const Codec& codec, uint64_t lane, nb::handle batch, int batch_dims, int time_dim,
+                       std::optional<size_t> own, std::optional<int> float_bits) {
+  store.must_be_writable();
+  check_lane(store, lane);
+  check_codec(store, codec);
+  Codec::check_dims(batch_dims, time_dim);
+  bool with_env = false;
+  if (own && !codec.holds_index(*own, with_env)) throw nb::value_error("this leaf has no room for an index");
+  const size_t envs = store.geometry().envs;
+  if (float_bits) {
+    StagedRows rows;
+    if (batch_dims < 1 || !PyList_CheckExact(batch.ptr())) return nb::none();
+    if (!rows.stage(codec, batch.ptr(), batch_dims - 1, envs, store.geometry().payload_bytes, own, *float_bits))
+      return nb::none();
+    return append_checked(store, lane, rows.plan, own, with_env);
+  }
+  Plan plan;
+  std::vector<nb::object> values;
+  if (!codec.check_without(plan, values, batch.ptr(), batch_dims, time_dim, own, {})) return nb::none();
+  if (plan.steps == 0 || plan.envs != envs) return nb::none();
+  return append_checked(store, lane, plan, own, with_env);
+}
+
+inline void bind_push(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("push", &push, "store"_a, "codec"_a, "lane"_a, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
+        "own"_a.none() = nb::none(), "float_bits"_a.none() = nb::none(),
+        nb::sig("def push(store: Store, codec: Codec, lane: int, batch: object | None, batch_dims: int, time_dim: int, "
+                "own: int | None = None, float_bits: int | None = None) -> torch.Tensor | int | None"));
+}
+
+}  // namespace engram

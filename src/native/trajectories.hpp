@@ -1,0 +1,114 @@
+// Trajectories in batches of environments that step together: their ids, and the totals of the episodes that end.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace engram {
+
+namespace nb = nanobind;
+
+template <typename T, int dims>
+using CpuArray = nb::ndarray<T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
+
+// Gives the steps of n environments, [n, steps], the ids of their trajectories: new ones count up from `count` in the order of
+// their first steps, of equal ones by environment. `current` [n] has the id of each environment's last step, and `starts` [n]
+// says whose next step begins a trajectory; both are brought up to date. Returns the next id.
+inline int64_t number_trajectories(CpuArray<const bool, 2> done, CpuArray<int64_t, 1> current, CpuArray<bool, 1> starts,
+                                   int64_t count, CpuArray<int64_t, 2> ids) {
+  const size_t n = done.shape(0), steps = done.shape(1);
+  if (current.shape(0) != n || starts.shape(0) != n || ids.shape(0) != n || ids.shape(1) != steps)
+    throw nb::value_error("the arrays are not of the same environments and steps");
+  const bool* ends = done.data();
+  int64_t* now = current.data();
+  bool* begins = starts.data();
+  int64_t* out = ids.data();
+  for (size_t t = 0; t < steps; ++t)
+    for (size_t env = 0; env < n; ++env) {
+      if (begins[env]) now[env] = count++;
+      out[env * steps + t] = now[env];
+      begins[env] = ends[env * steps + t];
+    }
+  return count;
+}
+
+// Adds rewards and flags of n environments, [n, steps], to the totals of their unfinished episodes, [n] each. Returns how
+// many episodes ended, and the returns and lengths of the last `most` of them, as they ended, of equal ones by environment.
+template <typename Reward>
+nb::tuple add_episodes(CpuArray<const Reward, 2> reward, CpuArray<const bool, 2> done, CpuArray<double, 1> totals,
+                       CpuArray<int64_t, 1> lengths, size_t most) {
+  const size_t n = done.shape(0), steps = done.shape(1);
+  if (reward.shape(0) != n || reward.shape(1) != steps || totals.shape(0) != n || lengths.shape(0) != n)
+    throw nb::value_error("the arrays are not of the same environments and steps");
+  struct Episode {
+    double total;
+    int64_t length;
+  };
+  std::vector<Episode> ended;
+  const bool* ends = done.data();
+  for (size_t t = 0; t < steps; ++t)
+    for (size_t env = 0; env < n; ++env) {
+      double& total = totals.data()[env];
+      int64_t& length = lengths.data()[env];
+      total += static_cast<double>(reward.data()[env * steps + t]);
+      ++length;
+      if (!ends[env * steps + t]) continue;
+      ended.push_back({total, length});
+      total = 0, length = 0;
+    }
+  nb::list returns, sizes;
+  for (size_t i = ended.size() - std::min(ended.size(), most); i < ended.size(); ++i) {
+    returns.append(ended[i].total);
+    sizes.append(ended[i].length);
+  }
+  return nb::make_tuple(ended.size(), returns, sizes);
+}
+
+// Takes the first `steps` waiting frames of each of n environments, oldest first. `idle` has one byte for each call and
+// environment, [calls, n]: whether the call only reset it, and is no frame. `taken` [n] says how many frames of each were
+// taken before. Writes which call made each frame to `taken_calls` [n, steps], and returns how many calls, from the oldest
+// on, hold no waiting frame any more; `taken` and `waiting` count without these calls afterwards.
+inline size_t take_frames(nb::bytes idle, CpuArray<int64_t, 1> taken, CpuArray<int64_t, 1> waiting,
+                          CpuArray<int64_t, 2> taken_calls) {
+  const size_t n = taken.shape(0), steps = taken_calls.shape(1);
+  if (n == 0 || waiting.shape(0) != n || taken_calls.shape(0) != n || idle.size() % n != 0)
+    throw nb::value_error("the arrays are not of the same environments");
+  const size_t calls = idle.size() / n;
+  const char* only_reset = idle.c_str();
+  size_t dropped = calls;
+  for (size_t env = 0; env < n; ++env) {
+    int64_t number = -taken.data()[env];  // of the next frame, from the first one that waits
+    const auto count = static_cast<int64_t>(steps);
+    size_t call = 0;
+    for (; call < calls && number <= count; ++call) {
+      if (only_reset[call * n + env]) continue;
+      if (number == count) break;
+      if (number >= 0) taken_calls.data()[env * steps + static_cast<size_t>(number)] = static_cast<int64_t>(call);
+      ++number;
+    }
+    if (number < count) throw nb::value_error("an environment has fewer frames");
+    dropped = std::min(dropped, call);
+  }
+  for (size_t env = 0; env < n; ++env) {
+    int64_t frames = 0;
+    for (size_t call = 0; call < dropped; ++call) frames += !only_reset[call * n + env];
+    waiting.data()[env] -= static_cast<int64_t>(steps);
+    taken.data()[env] += static_cast<int64_t>(steps) - frames;
+  }
+  return dropped;
+}
+
+inline void bind_trajectories(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("number_trajectories", &number_trajectories, "done"_a, "current"_a.noconvert(), "starts"_a.noconvert(), "count"_a,
+        "ids"_a.noconvert());
+  m.def("take_frames", &take_frames, "idle"_a, "taken"_a.noconvert(), "waiting"_a.noconvert(), "calls"_a.noconvert());
+  m.def("add_episodes", &add_episodes<float>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),
+        "lengths"_a.noconvert(), "most"_a);
+  m.def("add_episodes", &add_episodes<double>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),
+        "lengths"_a.noconvert(), "most"_a);
+}
+
+}  // namespace engram

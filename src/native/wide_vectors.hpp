@@ -1,0 +1,13 @@
+// Loops that run on the widest vectors that the processor has.
+#pragma once
+
+// Compiled once more for processors with wider registers; which one runs is decided when the library is loaded. Not under
+// sanitizers, which are not ready by then. Defined with ENGRAM_CHOOSES_VECTORS: functions of one name may be written for each
+// of these targets.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12 && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define ENGRAM_CHOOSES_VECTORS
+#define ENGRAM_WIDE_VECTORS __attribute__((target_clones("default", "avx2", "arch=x86-64-v4")))
+#else
+#define ENGRAM_WIDE_VECTORS
+#endif

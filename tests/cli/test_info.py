@@ -1,0 +1,175 @@
+"""`info`: what is at a path, from headers; it disturbs nobody."""
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from cli.support import episodes, store
+from engram.cli import description, info
+from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, ReplayBufferEnsemble
+from engram.data.datasets import write_hdf5, write_minari, write_parquet
+from engram.errors import CheckpointError
+
+
+def test_a_store_in_use_is_described(tmp_path):
+    rb = store(tmp_path)
+    result = info(tmp_path / "store")
+    assert (result.kind, result.rows, result.capacity, result.in_use) == ("store", 300, 1000, True)
+    assert [(k.key, k.shape, k.dtype, k.nbytes) for k in result.keys][:2] == [
+        ("observation", (3,), "float32", 12),
+        ("action", (), "int64", 8),
+    ]
+    assert result.row_bytes == rb.storage.layout.payload_bytes
+    assert result.file_bytes == os.stat(tmp_path / "store" / "rows.engram").st_size
+
+
+def test_the_file_of_a_store_means_the_store(tmp_path):
+    rb = store(tmp_path)
+    assert info(tmp_path / "store" / "rows.engram").rows == len(rb)
+
+
+def test_lanes_say_who_writes_them_and_how_many_seams_they_have(tmp_path):
+    rb = store(tmp_path, lanes=2)
+    assert [lane.held for lane in info(tmp_path / "store").lanes] == [True, False]
+    rb.storage.mark_seam()
+    rb.extend(episodes(100))
+    lane = info(tmp_path / "store").lanes[0]
+    assert (lane.rows, lane.written, lane.seams) == (400, 400, 1)
+    rb.storage.close()
+    assert [lane.held for lane in info(tmp_path / "store").lanes] == [False, False]
+
+
+def test_episodes_lengths_and_returns_are_those_of_the_rows(tmp_path):
+    rb = store(tmp_path, steps=250)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch has no views of read-only memory, and warns where it makes one
+        result = info(tmp_path / "store", returns=True)
+    assert (result.episodes, result.lengths, result.returns) == (3, (50, 250 / 3, 100), (50, 250 / 3, 100))
+    assert result.episodes == rb.stats().episodes
+
+
+def test_returns_of_a_ring_that_has_gone_round_are_those_of_the_stored_steps(tmp_path):
+    rb = store(tmp_path, capacity=250)
+    result = info(tmp_path / "store", returns=True)
+    assert (result.rows, result.episodes, result.returns) == (250, 3, (50, 250 / 3, 100))
+    assert result.lengths == result.returns and len(rb) == 250
+
+
+def test_returns_are_those_of_each_environment(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(40, scratch_dir=tmp_path / "store", ndim=2))
+    done = torch.zeros(2, 10, 1, dtype=torch.bool)
+    done[:, 4] = True
+    reward = torch.tensor([1.0, 2.0]).reshape(2, 1, 1).expand(2, 10, 1)
+    rb.extend(TensorDict({"next": {"reward": reward, "done": done}}, [2, 10]))
+    result = info(tmp_path / "store", returns=True)
+    assert (result.rows, result.envs, result.episodes, result.returns) == (20, 2, 4, (5, 7.5, 10))
+
+
+def test_steps_without_flags_have_no_episodes_and_it_says_so(tmp_path):
+    rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
+    rb.extend(torch.arange(5))
+    result = info(tmp_path)
+    assert result.episodes is None and result.keys[0].key == "tensor"
+    assert "no key says where episodes end" in result.notes[0]
+
+
+def test_the_store_can_be_used_exclusively_meanwhile(tmp_path):
+    rb = store(tmp_path)
+    before = (tmp_path / "store" / "rows.engram").read_bytes()
+    info(tmp_path / "store", returns=True)
+    assert (tmp_path / "store" / "rows.engram").read_bytes() == before
+    rb[0] = rb[1]
+    rb.empty()
+    assert info(tmp_path / "store").rows == 0
+
+
+def test_a_header_is_read_again_while_all_rows_are_replaced(tmp_path, monkeypatch):
+    native = store(tmp_path).storage.lanes.store
+    steps = [native.begin_restore, native.end_restore, lambda: None]  # `loads` begins, and ends
+    original = description._of_header
+
+    def beside_a_load(*args):
+        steps.pop(0)()
+        return original(*args)
+
+    monkeypatch.setattr(description, "_of_header", beside_a_load)
+    info(tmp_path / "store", episodes=False)
+    assert not steps
+
+
+def test_a_checkpoint_is_described_by_its_manifest(tmp_path):
+    rb = store(tmp_path)
+    rb.dumps(tmp_path / "saved")
+    for rows in (tmp_path / "saved" / "g-000001" / "storage").iterdir():
+        rows.chmod(0)  # no row is read
+    result = info(tmp_path / "saved")
+    assert (result.kind, result.rows, result.capacity, result.snapshot) == ("checkpoint", 300, 1000, "g-000001")
+    assert result.parts["storage"] == "rows" and result.parts["sampler"] == "RandomSampler"
+    assert result.keys == info(tmp_path / "store").keys and result.lanes[0].held is None
+
+
+@pytest.mark.parametrize("format_name", ["Flat", "Nested", "H5"])
+def test_returns_of_a_checkpoint_in_any_format_are_read_from_it(tmp_path, format_name):
+    data = __import__("engram.data").data
+    storage = LazyTensorStorage(1000, checkpointer=getattr(data, f"{format_name}StorageCheckpointer")())
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(episodes())
+    rb.dumps(tmp_path)
+    assert info(tmp_path, returns=True).returns == (100, 100, 100)
+
+
+def test_checkpoints_of_lists_ensembles_and_single_parts_are_described(tmp_path):
+    items = ReplayBuffer(storage=ListStorage(10))
+    items.extend(["a", "b"])
+    items.dumps(tmp_path / "items")
+    assert (info(tmp_path / "items").rows, info(tmp_path / "items").capacity) == (2, 10)
+    members = [ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2) for _ in range(2)]
+    for n, member in enumerate(members):
+        member.extend(torch.arange(n + 1))
+    ReplayBufferEnsemble(*members).dumps(tmp_path / "ensemble")
+    assert info(tmp_path / "ensemble").rows == 3
+    assert "2 members" in info(tmp_path / "ensemble").notes[0]
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    rb.sampler.dumps(tmp_path / "sampler")
+    assert info(tmp_path / "sampler").parts == {"sampler": "RandomSampler"}
+    with pytest.raises(CheckpointError, match="holds no rows"):
+        info(tmp_path / "sampler", episodes=True)
+
+
+def test_an_older_snapshot_can_be_named(tmp_path):
+    rb = store(tmp_path)
+    rb.dumps(tmp_path / "saved", keep_last=2)
+    rb.extend(episodes(100))
+    rb.dumps(tmp_path / "saved", keep_last=2)
+    assert info(tmp_path / "saved").rows == 400
+    assert info(tmp_path / "saved", snapshot="g-000001").rows == 300
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "kind", "counted"),
+    [
+        (write_minari, "dataset", "Minari dataset", 3),
+        (write_hdf5, "flat.hdf5", "HDF5 dataset", None),
+        (write_parquet, "steps.parquet", "Parquet file", None),
+    ],
+)
+def test_a_dataset_file_is_described(tmp_path, write, name, kind, counted):
+    write(episodes(), tmp_path / name)
+    result = info(tmp_path / name)
+    assert (result.kind, result.rows, result.episodes) == (kind, 300, counted)
+    assert "observation" in [key.key for key in result.keys] and result.file_bytes > 0
+    assert info(tmp_path / name, returns=True).returns == (100, 100, 100)
+
+
+def test_a_path_without_anything_to_describe_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        info(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"is none of: a store"):
+        info(tmp_path)
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    with pytest.raises(ValueError, match=r"is none of: a store"):
+        info(tmp_path / "array.npy")

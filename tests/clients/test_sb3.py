@@ -1,0 +1,230 @@
+"""stable-baselines3 trains with rows of engram as with its own buffers: the same draws, batches and weights."""
+
+import functools
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from stable_baselines3 import DQN
+from stable_baselines3.common import buffers
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+from clients.trainings import sb3 as trainings
+from engram.compat.sb3 import ReplayBuffer
+from engram.data import LazyMemmapStorage
+
+TRAININGS = {"dqn_cartpole": 2000, "sac_pendulum": 300, "td3_dict_in_four_environments": 1200}
+BOX = spaces.Box(-1, 1, (3,))
+OBSERVATIONS = {
+    "box": BOX,
+    "pixels": spaces.Box(0, 255, (2, 8, 8), np.uint8),
+    "float64": spaces.Box(-1, 1, (3,), np.float64),
+    "discrete": spaces.Discrete(5),
+    "multi binary": spaces.MultiBinary(4),
+    "dict": spaces.Dict(a=BOX, b=spaces.Discrete(3), c=spaces.Box(0, 255, (2, 4, 4), np.uint8)),
+}
+ACTIONS = {
+    "box": spaces.Box(-1, 1, (2, 2)),
+    "discrete": spaces.Discrete(4),
+    "float64": spaces.Box(-1, 1, (2,), np.float64),
+    "multi discrete": spaces.MultiDiscrete([3, 4]),
+}
+
+
+def batched(space: spaces.Space, n: int) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: batched(part, n) for key, part in space.items()}
+    return np.stack([space.sample() for _ in range(n)])
+
+
+def fill(pair: list[Any], observation: spaces.Space, action: spaces.Space, steps: int, n_envs: int) -> None:
+    """The same steps into each buffer; some end an episode, some of these by a time limit."""
+    draw = np.random.default_rng(1)
+    observation.seed(1), action.seed(1)
+    for _ in range(steps):
+        done = draw.random(n_envs) < 0.3
+        infos = [{"TimeLimit.truncated": bool(d and draw.random() < 0.5)} for d in done]
+        obs, following, act = batched(observation, n_envs), batched(observation, n_envs), batched(action, n_envs)
+        reward = draw.random(n_envs)
+        for buffer in pair:
+            given = (dict(obs), dict(following)) if isinstance(obs, dict) else (obs, following)
+            buffer.add(*given, act, reward, done, infos)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+
+
+def assert_same_batches(pair: list[Any], env: Any = None) -> None:
+    for seed in range(5):
+        batches = []
+        for buffer in pair:
+            np.random.seed(seed)
+            batches.append(buffer.sample(64, env=env))
+        assert type(batches[0]) is type(batches[1])
+        for name, theirs, ours in zip(batches[0]._fields, *batches, strict=True):
+            assert same(theirs, ours), name
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+def test_a_training_ends_with_the_same_weights(training, tell):
+    theirs, ours = (
+        trainings.outcome(getattr(trainings, training), buffer, TRAININGS[training]) for buffer in (None, ReplayBuffer)
+    )
+    for name, outcome in {"its own buffer": theirs, "engram": ours}.items():
+        cell = f"{outcome['seconds']:.1f} s, return {np.mean(outcome['returns'][-5:]):.0f}"
+        tell("stable-baselines3", training, name, cell)
+    assert ours["returns"] == theirs["returns"] and ours["weights"] == theirs["weights"]
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("steps", [7, 25], ids=["half full", "gone round"])
+def test_batches_are_those_of_its_own_buffer(observation, action, steps):
+    spaces_of = OBSERVATIONS[observation], ACTIONS[action]
+    kind = buffers.DictReplayBuffer if observation == "dict" else buffers.ReplayBuffer
+    pair = [cls(30, *spaces_of, "cpu", n_envs=3) for cls in (kind, ReplayBuffer)]
+    fill(pair, *spaces_of, steps=steps, n_envs=3)
+    assert [(b.pos, b.full, b.size(), b.buffer_size) for b in pair[1:]] == [
+        (b.pos, b.full, b.size(), b.buffer_size) for b in pair[:1]
+    ]
+    assert_same_batches(pair)
+
+
+@pytest.mark.parametrize("steps", [7, 10, 25])
+def test_n_step_batches_are_those_of_its_own_buffer(steps):
+    pair = [
+        cls(30, BOX, ACTIONS["box"], "cpu", n_envs=3, n_steps=3, gamma=0.9)
+        for cls in (buffers.NStepReplayBuffer, ReplayBuffer)
+    ]
+    fill(pair, BOX, ACTIONS["box"], steps=steps, n_envs=3)
+    for seed in range(5):
+        batches = []
+        for buffer in pair:
+            np.random.seed(seed)
+            batches.append(buffer.sample(64))
+        for name, theirs, ours in zip(batches[0]._fields, *batches, strict=True):
+            torch.testing.assert_close(ours, theirs.to(ours.dtype), msg=name)
+
+
+def test_time_limits_count_as_ends_where_they_are_not_handled():
+    pair = [cls(30, BOX, ACTIONS["box"], "cpu", handle_timeout_termination=False)
+            for cls in (buffers.ReplayBuffer, ReplayBuffer)]  # fmt: skip
+    fill(pair, BOX, ACTIONS["box"], steps=20, n_envs=1)
+    assert pair[1].sample(200).dones.any() and not pair[1].timeouts.any()
+    assert_same_batches(pair)
+
+
+@pytest.mark.parametrize("observation", ["box", "dict"])
+def test_batches_are_normalised(observation):
+    space = OBSERVATIONS[observation]
+    if observation == "dict":
+        space = spaces.Dict(a=BOX, c=spaces.Box(0, 255, (2, 4, 4), np.uint8))
+
+    class Env(gymnasium.Env):
+        observation_space, action_space = space, ACTIONS["box"]
+
+        def reset(self, **kwargs):
+            return self.observation_space.sample(), {}
+
+        def step(self, action):
+            return self.observation_space.sample(), 2.0, False, False, {}
+
+    env = VecNormalize(DummyVecEnv([Env] * 3), norm_obs_keys=["a"] if observation == "dict" else None)
+    env.reset()
+    for _ in range(10):
+        env.step(batched(ACTIONS["box"], 3))
+    kind = buffers.DictReplayBuffer if observation == "dict" else buffers.ReplayBuffer
+    pair = [cls(30, space, ACTIONS["box"], "cpu", n_envs=3) for cls in (kind, ReplayBuffer)]
+    fill(pair, space, ACTIONS["box"], steps=8, n_envs=3)
+    assert_same_batches(pair, env)
+
+
+def model_with(buffer: Any, **kwargs: Any) -> DQN:
+    return DQN("MlpPolicy", "CartPole-v1", buffer_size=500, learning_starts=20, seed=1, device="cpu",
+               replay_buffer_class=buffer, replay_buffer_kwargs=kwargs)  # fmt: skip
+
+
+def test_a_replay_buffer_is_saved_and_loaded(tmp_path):
+    model = model_with(ReplayBuffer).learn(60)
+    model.save_replay_buffer(tmp_path / "buffer.pkl")
+    again = model_with(ReplayBuffer)
+    again.load_replay_buffer(tmp_path / "buffer.pkl")
+    assert (again.replay_buffer.pos, again.replay_buffer.size()) == (60, 60)
+    assert_same_batches([model.replay_buffer, again.replay_buffer])
+    again.learn(20)
+    assert again.replay_buffer.pos == 80 and model.replay_buffer.pos == 60
+
+
+def test_a_training_goes_on_with_the_rows_in_a_file(tmp_path):
+    storage = functools.partial(LazyMemmapStorage, scratch_dir=tmp_path / "rows", existsok=True)
+    first = model_with(ReplayBuffer, storage=storage).learn(72)
+    first.replay_buffer.rows.buffer.storage.close()
+    second = model_with(ReplayBuffer, storage=storage)
+    assert (second.replay_buffer.pos, second.replay_buffer.full) == (72, False)
+    assert second.learn(28).replay_buffer.pos == 100
+
+
+def test_a_checkpoint_of_the_rows_brings_position_and_batches_back(tmp_path):
+    pair = [ReplayBuffer(30, BOX, ACTIONS["box"], "cpu", n_envs=3) for _ in range(2)]
+    fill(pair[:1], BOX, ACTIONS["box"], steps=14, n_envs=3)
+    pair[0].rows.buffer.dumps(tmp_path)
+    pair[1].rows.buffer.loads(tmp_path)
+    assert (pair[1].pos, pair[1].full) == (4, True)
+    assert_same_batches(pair)
+
+
+def test_what_is_stored_can_be_looked_at_and_not_written_to():
+    pair = [cls(9, BOX, ACTIONS["discrete"], "cpu", n_envs=3) for cls in (buffers.ReplayBuffer, ReplayBuffer)]
+    fill(pair, BOX, ACTIONS["discrete"], steps=5, n_envs=3)
+    for name in ("observations", "next_observations", "actions", "rewards", "dones", "timeouts"):
+        theirs, ours = (getattr(buffer, name) for buffer in pair)
+        assert theirs.shape == ours.shape and (theirs == ours).all(), name
+        with pytest.raises(ValueError, match="read-only"):
+            ours[0] = 0
+
+
+def test_reset_forgets_everything():
+    pair = [cls(9, BOX, ACTIONS["box"], "cpu") for cls in (buffers.ReplayBuffer, ReplayBuffer)]
+    fill(pair, BOX, ACTIONS["box"], steps=12, n_envs=1)
+    for buffer in pair:
+        buffer.reset()
+        assert (buffer.pos, buffer.full, buffer.size()) == (0, False, 0)
+        with pytest.raises(ValueError):
+            buffer.sample(1)
+    fill(pair, BOX, ACTIONS["box"], steps=4, n_envs=1)
+    assert_same_batches(pair)
+
+
+def test_extend_adds_step_after_step():
+    buffer = ReplayBuffer(9, BOX, ACTIONS["box"], "cpu")
+    steps = np.zeros((4, 1, 3), np.float32)
+    buffer.extend(steps, steps, np.zeros((4, 1, 2, 2)), np.arange(4.0)[:, None], np.zeros((4, 1)), [[{}]] * 4)
+    assert buffer.rewards[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_settings_that_cannot_be_honoured_are_refused():
+    with pytest.raises(ValueError, match="at the end of an episode"):
+        ReplayBuffer(9, BOX, ACTIONS["box"], optimize_memory_usage=True)
+    with pytest.raises(ValueError, match="n_steps must be 1 or more"):
+        ReplayBuffer(9, BOX, ACTIONS["box"], n_steps=0)
+    with pytest.raises(TypeError, match="n_sampled_goal"):
+        ReplayBuffer(9, BOX, ACTIONS["box"], n_sampled_goal=4)
+    buffer = ReplayBuffer(9, BOX, ACTIONS["box"])
+    for name in ("pos", "full"):
+        with pytest.raises(AttributeError, match="follows from what was added"):
+            setattr(buffer, name, 1)
+
+
+def test_a_step_that_does_not_fit_is_refused_and_changes_nothing():
+    buffer = ReplayBuffer(9, BOX, ACTIONS["box"], "cpu", n_envs=2)
+    with pytest.raises(ValueError):
+        buffer.add(np.zeros((3, 3)), np.zeros((2, 3)), np.zeros((2, 4)), np.zeros(2), np.zeros(2), [{}, {}])
+    assert buffer.pos == 0

@@ -1,0 +1,50 @@
+"""How long a test waits for what comes at once where nothing else runs, and what a process leaves behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+#: Seconds after which what a test waits for does not come any more, however many programs run beside it.
+NEVER = 120
+
+
+def allowed(seconds: float) -> float:
+    """Seconds that something may take that takes fewer than `seconds` on a machine of its own.
+
+    More, in proportion, where other programs want the same cores.
+    """
+    with open("/proc/loadavg") as file:
+        fields = file.read().split()
+    running = max(float(fields[0]), float(fields[3].split("/")[0]))
+    return seconds * (2 + 4 * running / len(os.sched_getaffinity(0)))
+
+
+def comes(what: Callable[[], object], within: float = NEVER) -> bool:
+    """Whether `what` becomes true."""
+    until = time.monotonic() + within
+    while not what():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def is_gone(pid: int, within: float = NEVER) -> bool:
+    """Whether a process ends."""
+    return comes(lambda: not _runs(pid), within)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def has_named_memory(pid: int) -> bool:
+    """Whether a process maps what would outlive it."""
+    with open(f"/proc/{pid}/maps") as file:
+        return any("/dev/shm" in line for line in file)

@@ -1,0 +1,183 @@
+"""A shard's process that is killed again and again while rows are on their way: each is in once, and in order."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.shards import LAYOUT, read, rows, shard, whole
+from engram.data import RandomSampler
+from engram.distributed import pack
+from engram.distributed.client import PendingCall, Producer, ShardClient, ShardLink
+from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings
+from engram.errors import ShardUnavailableError
+
+SERVER = """
+    import pickle, socket
+    from multiprocessing.connection import Connection
+    from engram.distributed import ReplayShard
+
+    way = socket.socket(socket.AF_UNIX)
+    way.connect({address!r})
+    connection = Connection(way.detach())
+    shard = ReplayShard({capacity}, lanes=4, idle=1e9, scratch_dir={folder!r})
+    while True:
+        method, arguments = pickle.loads(connection.recv_bytes())  # `send` would share the memory of tensors
+        try:
+            answer = getattr(shard, method)(*arguments)
+        except Exception as error:
+            answer = error
+        connection.send_bytes(pickle.dumps(answer))
+"""
+
+
+class ProcessLink(ShardLink):
+    """Calls of a shard in a process that is started again after it died."""
+
+    def __init__(self, start: Callable[[], tuple[Any, Connection]]) -> None:
+        self._start = start
+        self.program, self._connection = start()
+        self._waiting: list[_Call] = []
+        self.starts = 1
+        self._lock = threading.RLock()  # producers send rows that they held from other threads
+        self.before_kill: Callable[[], None] | None = None  # of the process, in the middle of the next save
+
+    def call(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
+        with self._lock:
+            return self._call(method, *arguments)
+
+    def _call(self, method: str, *arguments: Any) -> PendingCall:
+        if self.program.poll() is not None and method == "facts":
+            self._fail()
+            self.program, self._connection = self._start()
+            self.starts += 1
+        pending = _Call(self)
+        self._waiting.append(pending)
+        try:
+            self._connection.send_bytes(pickle.dumps((method, arguments)))
+        except OSError:
+            self._fail()
+        if method == "dumps" and self.before_kill is not None:
+            self.before_kill()
+            self.program.kill()
+            self.before_kill = None
+        return pending
+
+    def receive(self, timeout: float) -> None:
+        """Takes the next answer in, or the end of the process."""
+        with self._lock:
+            try:
+                if self._connection.poll(timeout):
+                    answer = self._connection.recv_bytes()
+                    self._waiting.pop(0).answer = pickle.loads(answer)
+            except (EOFError, OSError):
+                self._fail()
+
+    def _fail(self) -> None:
+        for pending in self._waiting:
+            pending.answer = ShardUnavailableError("the process is gone")
+        self._waiting.clear()
+
+
+_NONE_YET = object()
+
+
+class _Call(PendingCall):
+    def __init__(self, link: ProcessLink) -> None:
+        self._link, self.answer = link, _NONE_YET
+
+    def result(self, timeout: float) -> Any:
+        deadline = time.monotonic() + timeout
+        while self.answer is _NONE_YET:
+            left = deadline - time.monotonic()
+            self._link.receive(max(0.0, left))
+            if self.answer is _NONE_YET and left <= 0:
+                raise TimeoutError
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def has_come(self) -> bool:
+        return self.answer is not _NONE_YET
+
+
+@pytest.fixture
+def link(script: Any, ram_path: Path) -> Iterator[ProcessLink]:
+    address = str(ram_path / "way")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+
+    def start() -> tuple[Any, Connection]:
+        program = script(SERVER, address=address, capacity=400_000, folder=str(ram_path / "shard"))
+        listener.settimeout(120)
+        return program, Connection(listener.accept()[0].detach())
+
+    yield ProcessLink(start)
+    listener.close()
+
+
+def test_each_row_is_in_once_and_in_order(link: ProcessLink, ram_path: Path) -> None:
+    rng = random.Random(0)
+    client = ShardClient(link, 0)
+    client.ask(time.monotonic() + 120, "adopt", LAYOUT.to_bytes())
+    client.layout = LAYOUT.to_bytes()
+    client.forget()
+    producers, sent = [Producer(client, name, 300.0) for name in "ab"], [0, 0]
+    while link.starts < 13:
+        for _ in range(rng.randrange(1, 12)):
+            k, n = rng.randrange(2), rng.choice([1, 7, 500, 4000])
+            if sent[k] + n <= 90_000:
+                producers[k].extend(pack(LAYOUT, rows(sent[k], sent[k] + n, k)))
+                sent[k] += n
+        if rng.random() < 0.3:
+            producers[0].flush()
+        time.sleep(rng.random() * 0.004)
+        link.program.kill()
+    for producer in producers:
+        producer.flush()
+    assert [producer.acknowledged for producer in producers] == sent
+    link.program.kill()
+    link.program.wait()
+    left = shard(400_000, scratch_dir=ram_path / "shard")
+    lanes = sorted((read(left, lane) for lane in range(2)), key=len)
+    assert min(sent) > 10_000
+    for lane, n in zip(lanes, sorted(sent), strict=True):
+        assert lane == list(range(n))
+
+
+def test_a_save_of_shards_that_is_killed_is_not_in_force(link: ProcessLink, ram_path: Path) -> None:
+    rng = random.Random(1)
+    rb = ShardedReplayBuffer([link], ShardedSettings(RandomSampler(), batch_size=16, timeout=300.0))
+    rb.extend(rows(0, 1000))
+    rb.dumps(ram_path / "saved")
+    saved, killed, finished, took = 1000, 0, 0, 0.03
+    for k in range(60):
+        rb.extend(rows(1000 * k + 1000, 1000 * k + 2000))
+        rb.flush()
+        written = len(rb)
+        link.before_kill = partial(time.sleep, 1.5 * took * rng.random())  # about as long as a save takes here
+        began = time.monotonic()
+        try:
+            rb.dumps(ram_path / "saved", timeout=300.0)
+            saved, finished, took = written, finished + 1, time.monotonic() - began
+        except ShardUnavailableError:
+            killed += 1
+        rb.loads(ram_path / "saved")
+        assert len(rb) == saved and bool((whole(rb.sample()) < 61_000).all())
+        rb.empty()
+        rb.loads(ram_path / "saved")
+        assert len(rb) == saved
+        if killed >= 3 and finished >= 3 and k >= 9:
+            break
+    assert killed >= 3, f"{killed} of {killed + finished} saves were killed"

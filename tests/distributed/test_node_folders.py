@@ -1,0 +1,110 @@
+"""Folders that shards leave in a node's memory are removed when nobody can come back to them, and not before."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.shards import read, rows, shard, write
+from engram.distributed.node_folders import FolderOwner, claim_folder, remove_abandoned_folders
+
+HERE, OTHER = "10.0.0.1:6379", "10.0.0.2:6379"
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that would start an actor again."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def began(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def left_behind(memory: Path, parent: int | None, cluster: str = OTHER, **changes: Any) -> Path:
+    """A folder whose shard was killed."""
+    folder = memory / "engram-0123-0"
+    owner = FolderOwner.of_this_process(cluster, "a namespace", "engram-0123-0")
+    own = (2**22 + 1, 1) if parent is None else (parent, began(parent))
+    claim_folder(folder, dataclasses.replace(owner, parent=own, **changes))
+    s = shard(scratch_dir=folder)
+    write(s, "a", rows(0, 3))
+    s.close()
+    return folder
+
+
+def removed(memory: Path, lives: bool = False, grace: float = 0.0) -> list[Path]:
+    return remove_abandoned_folders(memory, HERE, lambda owner: lives, grace)
+
+
+def test_one_of_another_cluster_waits_for_its_node_to_join_again(tmp_path: Path, parent: Any) -> None:
+    folder = left_behind(tmp_path, None)
+    assert removed(tmp_path, grace=600.0) == []
+    long_ago = time.time() - 601
+    os.utime(folder / "abandoned", (long_ago, long_ago))
+    owner = FolderOwner.of_this_process(OTHER, "a namespace", "engram-0123-0")
+    claim_folder(folder, dataclasses.replace(owner, parent=(parent.pid, began(parent.pid))))  # its node is back
+    assert removed(tmp_path, grace=600.0) == []
+    parent.kill()
+    parent.wait()
+    assert removed(tmp_path, grace=600.0) == []
+    os.utime(folder / "abandoned", (long_ago, long_ago))
+    assert removed(tmp_path, grace=600.0) == [folder]
+
+
+def test_one_of_a_cluster_that_is_gone_is_removed(tmp_path: Path) -> None:
+    folder = left_behind(tmp_path, None)
+    assert removed(tmp_path) == [folder] and not folder.exists()
+
+
+def test_one_whose_number_another_process_has_by_now_is_removed(tmp_path: Path, parent: Any) -> None:
+    folder = left_behind(tmp_path, parent.pid)
+    owner = FolderOwner.of_this_process(OTHER, "a namespace", "engram-0123-0")
+    claim_folder(folder, dataclasses.replace(owner, parent=(parent.pid, began(parent.pid) - 1)))
+    assert removed(tmp_path) == [folder]
+
+
+def test_one_whose_actor_may_start_again_stays(tmp_path: Path, parent: Any) -> None:
+    folder = left_behind(tmp_path, parent.pid)
+    assert removed(tmp_path) == []
+    parent.kill()
+    parent.wait()
+    assert removed(tmp_path) == [folder]
+
+
+def test_of_its_own_cluster_the_cluster_decides(tmp_path: Path, parent: Any) -> None:
+    folder = left_behind(tmp_path, None, HERE)
+    assert removed(tmp_path, lives=True) == []
+    assert removed(tmp_path, lives=False) == [folder]
+
+
+def test_one_with_a_living_shard_stays(tmp_path: Path) -> None:
+    folder = left_behind(tmp_path, None)
+    living = shard(scratch_dir=folder)
+    assert removed(tmp_path) == [] and read(living, 0) == [0, 1, 2]
+    living.close()
+    assert removed(tmp_path) == [folder]
+
+
+def test_one_of_processes_that_cannot_be_seen_stays(tmp_path: Path) -> None:
+    left_behind(tmp_path, None, processes="pid:[1]")
+    assert removed(tmp_path) == []
+
+
+@pytest.mark.parametrize("owner", [None, "", "{}", '{"cluster": 3}'])
+def test_one_of_nobody_knows_whom_stays(tmp_path: Path, owner: str | None) -> None:
+    folder = left_behind(tmp_path, None)
+    (folder / "owner.json").unlink() if owner is None else (folder / "owner.json").write_text(owner)
+    (tmp_path / "another").mkdir()
+    assert removed(tmp_path) == [] and folder.exists()

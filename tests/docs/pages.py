@@ -1,0 +1,80 @@
+"""The code on the pages of the documentation, as programs: a page's blocks, one after the other, are one program."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {"command-line.md"}  # its code runs in tests/cli, with a store that is there
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name not in ELSEWHERE)]
+
+#: Packages that only the environment of the benchmarks has.
+PEERS = ("torchrl", "stable_baselines3", "tianshou", "cpprb", "flashbax", "jax")
+#: The package that only the environment of the tests on a cluster has.
+CLUSTER = ("ray",)
+
+_BLOCK = re.compile(r"^( *)```(python|bash)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and text of each block of Python or of a shell."""
+    without_margin = []
+    for margin, language, text in _BLOCK.findall(page.read_text()):
+        without_margin.append((language, "".join(line.removeprefix(margin) for line in text.splitlines(keepends=True))))
+    return without_margin
+
+
+def imports_any(page: Path, packages: tuple[str, ...]) -> bool:
+    """Whether the page's code imports one of the packages."""
+    line = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(packages)})\b", re.MULTILINE)
+    return any(line.search(text) for language, text in blocks(page) if language == "python")
+
+
+def pages(with_peers: bool, on_cluster: bool = False) -> list[str]:
+    """Pages with code, by their paths in the repository: those that one environment can run."""
+    return [
+        str(page.relative_to(ROOT))
+        for page in PAGES
+        if blocks(page) and (imports_any(page, PEERS), imports_any(page, CLUSTER)) == (with_peers, on_cluster)
+    ]
+
+
+def _program(page: Path) -> list[tuple[str, str]]:
+    """The page's blocks, those of Python that follow each other in one piece."""
+    pieces: list[tuple[str, str]] = []
+    for language, text in blocks(page):
+        if language == "python" and pieces and pieces[-1][0] == "python":
+            pieces[-1] = ("python", pieces[-1][1] + "\n" + text)
+        else:
+            pieces.append((language, text))
+    return pieces
+
+
+def run_page(path: str, folder: Path) -> None:
+    """Runs a page's code in an empty folder; fails where a reader would be left with an error.
+
+    Python that stands between two blocks of a shell is a program of its own. Of a shell, `engram` is run, and `make`
+    must have the target; the rest (`pip install`) is for the reader's machine.
+    """
+    for number, (language, text) in enumerate(_program(ROOT / path)):
+        if language == "python":
+            script = folder / f"page_{number}.py"
+            script.write_text(text)
+            _run([sys.executable, script.name], path, folder)
+            continue
+        for line in text.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["engram"]:
+                _run([sys.executable, "-m", "engram.cli", *words[1:]], path, folder)
+            elif words[:1] == ["make"]:
+                done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+                assert done.returncode == 0, f"{path}: `{line}`: {done.stderr}"
+
+
+def _run(command: list[str], path: str, folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{path}: {shlex.join(command)}:\n{done.stdout}\n{done.stderr}"
