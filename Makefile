@@ -54,7 +54,7 @@ test-deep: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "deep and not long" $(PYTEST)
 
 test-long: $(VENV)/.engram $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -m long $(PYTEST)
+	$(VENV)/bin/python -m pytest -o faulthandler_timeout=0 -m long $(PYTEST)
 
 mutants: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) -m mutant --mutants $(PYTEST)

@@ -20,7 +20,7 @@ test-native-sanitized: $(VENV)/.engram $(VENV)/.dev
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  $(VENV)/bin/python -m pytest -q -p no:cacheprovider --capture=sys tests/native -m "not long" $(PYTEST)
 
-TORTURE := $(VENV)/bin/python -m pytest -q -m long tests/processes
+TORTURE := $(VENV)/bin/python -m pytest -q -o faulthandler_timeout=0 -m long tests/processes
 
 # Twenty minutes of writers, readers, kills, saves and forks; then the figures, of a machine that has nothing else to do.
 torture: $(VENV)/.engram $(VENV)/.dev

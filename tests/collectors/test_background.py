@@ -123,6 +123,18 @@ def test_nothing_is_collected_in_a_pause_and_it_goes_on_after_it():
     assert torch.equal(left[:400], torch.arange(1000, 600, -1).to(left)[: len(left)]) and rb.write_count % 5 == 0
 
 
+def test_between_two_pauses_at_least_a_batch_is_collected():
+    rb = buffer()
+    collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, total_frames=500, replay_buffer=rb)
+    collector.start()
+    counts = []
+    while collector.is_running():
+        with collector.pause():
+            counts.append(rb.write_count)
+    assert counts == sorted(counts) and counts.count(500) <= 2 and len(set(counts)) >= len(counts) - 1
+    collector.async_shutdown()
+
+
 def test_a_state_is_that_between_two_batches():
     def make():
         return SyncDataCollector(

@@ -70,7 +70,10 @@ class BackgroundThread:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Waits until the thread is between two calls, and keeps it there."""
+        """Waits until the thread is between two calls, and keeps it there; after it the thread has a turn.
+
+        (A caller that holds it again and again would otherwise be back before the thread has woken.)
+        """
         if self.is_current:
             yield
             return
@@ -83,6 +86,8 @@ class BackgroundThread:
         finally:
             with self._turn:
                 self._holds -= 1
+                if self._is_active and not self._holds:
+                    self._is_between = False
                 self._turn.notify_all()
 
     def stop(self, timeout: float | None = None) -> None:
@@ -133,9 +138,9 @@ class BackgroundThread:
         if self._holds or self._is_stopping:
             self._call_finish()
             with self._turn:
-                self._is_between = True
+                self._is_between = self._holds > 0
                 self._turn.notify_all()
-                self._turn.wait_for(lambda: self._is_stopping or not self._holds)
+                self._turn.wait_for(lambda: self._is_stopping or not self._is_between)
                 self._is_between = False
         return not self._is_stopping
 
