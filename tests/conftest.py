@@ -7,6 +7,7 @@ one of each kind, so that a fault shows in `make test`, too. (`make test-search`
 import gc
 import os
 import random
+import signal
 import subprocess
 import tempfile
 import textwrap
@@ -28,6 +29,9 @@ try:
     from engram.data.replay_buffers import prefetch
 except ModuleNotFoundError:  # wheels are tried without torch
     torch = prefetch = None
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
