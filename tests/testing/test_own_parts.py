@@ -29,6 +29,7 @@ def outcomes():
     """Of a pytest run in this process: Python and torch are not started again."""
     outcomes = Outcomes()
     options = ["-qq", "--tb=native", *(f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "xdist"))]
+    options += ["--override-ini=addopts=--import-mode=importlib"]  # options of a plugin that is off are no mistake here
     options += ["-k", "not TestBrokenStorage or writing"]  # it fails at every test: one will do
     assert pytest.main([*options, str(OWN_PARTS)], [outcomes]) == pytest.ExitCode.TESTS_FAILED
     return outcomes
