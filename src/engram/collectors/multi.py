@@ -784,6 +784,9 @@ class MultiCollector(BackgroundCollector):
 
     def _request(self, k: int, message: Any) -> Any:
         """Sends worker k a message and returns its answer; batches that come before it are received."""
+        while self._pending[k]:  # a large message would wait for a worker that waits to send a large batch
+            if self._wait_for_any([self._workers[k]]):
+                self._receive_message(k)
         while True:
             worker = self._workers[k]
             worker.post(message)
