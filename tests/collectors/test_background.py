@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
-from engram.collectors import SyncDataCollector
+from engram.collectors import SyncDataCollector, background
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
 from engram.envs import GymEnv, SerialEnv
 from engram.envs.policies import exploration_type
@@ -133,6 +134,80 @@ def test_between_two_pauses_at_least_a_batch_is_collected():
             counts.append(rb.write_count)
     assert counts == sorted(counts) and counts.count(500) <= 2 and len(set(counts)) >= len(counts) - 1
     collector.async_shutdown()
+
+
+def test_several_threads_that_pause_again_and_again_do_not_keep_it_from_collecting():
+    rb = buffer()
+    collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, total_frames=100, replay_buffer=rb)
+    collector.start()
+    until = time.monotonic() + 60
+
+    def pause():
+        while collector.is_running() and time.monotonic() < until:
+            with collector.pause():
+                time.sleep(0.002)
+
+    threads = [threading.Thread(target=pause) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert collector.frames == 100
+    collector.async_shutdown()
+
+
+def test_who_pauses_may_wait_for_another_thread_that_pauses_twice(monkeypatch):
+    monkeypatch.setattr(background, "_PATIENCE", 0.1)
+    collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, replay_buffer=buffer())
+    collector.start()
+    states = []
+    with collector.pause():
+        other = threading.Thread(target=lambda: states.extend(collector.state_dict() for _ in range(2)), daemon=True)
+        other.start()
+        other.join(60)
+        assert len(states) == 2 and states[0]["frames"] == states[1]["frames"] == collector.frames
+    collector.async_shutdown()
+
+
+def test_where_no_thread_can_be_started_nobody_waits_for_it(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, total_frames=10, replay_buffer=buffer())
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", refuse)
+        collector.start()
+    assert not collector.is_running()
+    with collector.pause():
+        assert collector.frames == 0
+    collector.start()
+    ended(collector).async_shutdown()
+    assert collector.frames == 10
+
+
+def test_two_threads_that_start_it_start_one(monkeypatch):
+    begun, start = [], threading.Thread.start
+
+    def slow(thread):
+        if thread.name.startswith("the background"):
+            begun.append(thread)
+            time.sleep(0.1)
+        start(thread)
+
+    collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, total_frames=10, replay_buffer=buffer())
+    collector.start()
+    ended(collector)
+    collector.total_frames, thread = 20, collector._background._thread
+    monkeypatch.setattr(threading.Thread, "start", slow)
+    monkeypatch.setattr(thread, "join", lambda: time.sleep(0.1))
+    callers = [threading.Thread(target=collector.start) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(begun) == 1
+    ended(collector).async_shutdown()
+    assert collector.frames == 20
 
 
 def test_a_state_is_that_between_two_batches():
@@ -386,6 +461,20 @@ def test_a_forked_process_does_not_collect():
         os._exit(int(collector.is_running()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert collector.is_running()
+    collector.async_shutdown()
+
+
+def test_a_process_that_was_forked_in_a_pause_can_pause():
+    collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, replay_buffer=buffer())
+    collector.start()
+    with collector.pause():
+        child = os.fork()
+    if child == 0:
+        threading.Timer(60, os._exit, [1]).start()
+        collector.start()
+        with collector.pause():
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     collector.async_shutdown()
 
 

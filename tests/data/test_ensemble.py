@@ -1,8 +1,10 @@
 """ReplayBufferEnsemble and its parts."""
 
+import contextlib
 import itertools
 import os
 import threading
+import time
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -933,3 +935,23 @@ class TestTransformsOfAllMembers:
         assert torch.equal(batch["next", "reward"], rows * 2 + 1)
         assert torch.equal(batch["generation"], info["generation"]) and batch["priority_weight"].shape == (4, 2)
         assert torch.equal(batch["priority_weight"], info["priority_weight"])
+
+
+def test_ensembles_with_the_same_members_in_other_orders_do_not_wait_for_each_other(monkeypatch):
+    members = [ReplayBuffer(storage=LazyTensorStorage(20), batch_size=4, prefetch=1) for _ in range(2)]
+    ensembles = [ReplayBufferEnsemble(*order, batch_size=4) for order in (members, members[::-1])]
+    paused = ReplayBuffer._paused
+
+    @contextlib.contextmanager
+    def slowly(rb):
+        with paused(rb):
+            time.sleep(0.1)
+            yield
+
+    monkeypatch.setattr(ReplayBuffer, "_paused", slowly)
+    threads = [threading.Thread(target=rb.state_dict, daemon=True) for rb in ensembles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()

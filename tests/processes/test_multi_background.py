@@ -96,6 +96,37 @@ def test_new_weights_reach_the_workers_while_they_collect(cls):
     assert rows["weight"].unique().tolist()[-1] == 3 and state["workers"][1]["policy_version"] == 3
 
 
+@pytest.mark.parametrize("cls", BOTH)
+def test_the_end_does_not_wait_for_a_trajectory_that_never_ends(cls):
+    makers = [lambda: GymEnv(Countdown((10**9,)))] * 2
+    collector = cls(makers, frames_per_batch=10, trajs_per_batch=1, replay_buffer=buffer())
+    collector.start()
+    ending = threading.Thread(target=collector.shutdown, args=(0.2,), daemon=True)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive() and collector.is_shut_down
+
+
+def test_rows_that_another_thread_writes_first_do_not_stop_it(monkeypatch):
+    rb = buffer("shared")
+    collector = MultiaSyncDataCollector([cartpole] * 2, frames_per_batch=20, total_frames=100, replay_buffer=rb)
+    asked, ask = [], collector._should_attach
+
+    def asked_before_the_first_rows():
+        asked.append(ask())
+        if len(asked) == 1:
+            rb.extend(first)
+        return asked[-1]
+
+    with MultiaSyncDataCollector([cartpole], frames_per_batch=20) as other:
+        first = other.rollout()
+    monkeypatch.setattr(collector, "_should_attach", asked_before_the_first_rows)
+    collector.start()
+    collector._background._thread.join(60)
+    assert not collector.is_running() and collector.frames == 100
+    collector.shutdown()
+
+
 def test_weights_are_written_by_one_thread_at_a_time(monkeypatch):
     policy, rb, inside = constant(), buffer("shared"), []
     with MultiSyncDataCollector(

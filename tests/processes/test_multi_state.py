@@ -1,13 +1,16 @@
 """States of collectors with worker processes."""
 
 import itertools
+import threading
+import time
 
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
+from contracts.gym_worlds import Countdown
+from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector, worker
 from engram.envs import GymEnv, SerialEnv
 
 BOTH = [MultiSyncDataCollector, MultiaSyncDataCollector]
@@ -170,3 +173,27 @@ def test_a_state_of_a_collector_without_workers_is_refused():
         with pytest.raises(ValueError, match=r"(?s)has 'workers'.*found.*'stepped'"):
             collector.load_state_dict(state)
         assert len(collector.rollout()) == 2
+
+
+def test_a_large_state_and_a_large_batch_that_meet_do_not_wait_for_each_other(monkeypatch):
+    def sent_whole(writer, batch):  # as batches are whose agents differ
+        return worker.SharedBatchRef(tuple(batch.shape), 0, None, batch)
+
+    def act(observation):
+        time.sleep(1e-5)
+        return torch.tensor([1, 0, 0])
+
+    monkeypatch.setattr(worker.SharedBatchWriter, "put", sent_whole)
+    policy = nn.Linear(1000, 1000)
+    policy.forward = act
+    policy = TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
+    with MultiaSyncDataCollector([lambda: GymEnv(Countdown((1000,)))], policy, frames_per_batch=10_000) as collector:
+        state = collector.state_dict()
+        for part in state["workers"]:
+            part.pop("env_random_state", None)  # which some environments do not have
+        collector.rollout()
+        assert any(collector._pending)
+        loading = threading.Thread(target=collector.load_state_dict, args=(state,), daemon=True)
+        loading.start()
+        loading.join(60)
+        assert not loading.is_alive()

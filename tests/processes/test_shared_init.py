@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
+import time
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -15,6 +17,7 @@ from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Tens
 from engram.errors import StorageError, StorageInUseError
 from engram.store import unmade
 from engram.store.files import StoreSpec, passing_fds
+from engram.store.layout import RowLayout
 
 FORK = multiprocessing.get_context("fork")
 KINDS = ["memory", "temporary file", "folder"]
@@ -255,3 +258,28 @@ def test_a_closed_one_is_not_opened_again(tmp_path):
     ReplayBuffer(storage=storage).extend(steps(0))
     storage.close()
     assert len(storage) == 0 and len(LazyMemmapStorage.open(tmp_path / "store")) == 5
+
+
+@pytest.mark.parametrize("order", ["set, extend", "extend, adopt"])
+def test_threads_that_write_the_first_rows_in_different_ways_do_not_wait_for_each_other(order, monkeypatch):
+    rb = ReplayBuffer(storage=LazyTensorStorage(20, shared_init=True), batch_size=4)
+    lock = unmade.UnmadeStore._lock
+
+    def slowly(store):
+        lock(store)
+        time.sleep(0.3)
+
+    calls = {
+        "set": lambda: rb.storage.set(range(3), torch.arange(3)),
+        "extend": lambda: rb.extend(torch.arange(3)),
+        "adopt": lambda: rb.storage.adopt(RowLayout.of(torch.arange(3), 1)),
+    }
+    monkeypatch.setattr(unmade.UnmadeStore, "_lock", slowly)
+    threads = [threading.Thread(target=calls[name], daemon=True) for name in order.split(", ")]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert len(rb) == (6 if "set" in order else 3)

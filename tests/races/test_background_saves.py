@@ -361,3 +361,19 @@ def test_a_frozen_storage_gives_its_rows_as_they_were(tmp_path, kind, what):
         rb.loads(tmp_path / "other")
     assert blocks(frozen) == expected and frozen.counters() == counters and frozen.left_out == 0
     frozen.close()
+
+
+def test_a_forked_process_does_not_wait_for_a_save_of_its_parent(tmp_path):
+    rb = ReplayBuffer(storage=storage("memory", tmp_path), batch_size=4)
+    rb.extend(batch("memory", 0, 40))
+    gate = Gate(rb)
+    handle = rb.dumps(tmp_path / "saved", blocking=False)
+    child = os.fork()
+    if child == 0:
+        threading.Timer(60, os._exit, [1]).start()
+        with pytest.raises(CheckpointError, match="forked from"):
+            handle.result()
+        os._exit(0 if handle.done() else 2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gate.opened.set()
+    assert handle.result() == "g-000001"

@@ -18,6 +18,8 @@ from engram.processes.worker import CLOSE_TIMEOUT
 
 log = logging.getLogger("engram")
 
+_PATIENCE = 10.0  # seconds that a caller who has held the thread waits for its turn, while others hold it
+
 
 class Abandoned(BaseException):
     """Raised in the thread where it waits for workers that the caller does not wait for any more."""
@@ -43,7 +45,9 @@ class BackgroundThread:
         """In a process that was forked the thread does not run."""
         self._turn = threading.Condition()
         self._thread = None
-        self._holds = 0  # who waits for the thread to pause, or goes on while it does
+        # By hold, the thread that waits for this one to pause, or goes on while it does.
+        self._holds: dict[object, int] = {}
+        self._had: set[int] = set()  # threads that have held this one since its last turn
         self._is_between = True  # between two calls, or not running
         self._is_active = self._is_stopping = self._is_abandoned = False
 
@@ -59,35 +63,48 @@ class BackgroundThread:
 
     def start(self) -> None:
         """Starts the thread; does nothing while it runs."""
-        if self._is_active:
-            return
-        if self._thread is not None:
-            self._thread.join()
-        self._is_stopping, self._is_between, self._is_active = False, False, True
-        # A daemon: the interpreter waits for other threads before it would ask this one to end.
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        with self._turn:
+            if self._is_active:
+                return
+            if self._thread is not None:
+                self._thread.join()  # it needs nothing any more that is held here
+            # A daemon: the interpreter waits for other threads before it would ask this one to end.
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._is_stopping, self._is_between, self._is_active = False, False, True
+            try:
+                self._thread.start()
+            except Exception:  # the system has no room for a thread
+                self._thread, self._is_between, self._is_active = None, True, False
+                self._turn.notify_all()
+                raise
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Waits until the thread is between two calls, and keeps it there; after it the thread has a turn.
 
-        (A caller that holds it again and again would otherwise be back before the thread has woken.)
+        (A caller that holds it again and again would otherwise be back before the thread has woken, and several such
+        callers would relieve each other. One that comes again waits for the turn, but not for ever: who holds the
+        thread may be waiting for it.)
         """
         if self.is_current:
             yield
             return
-        with self._turn:
-            self._holds += 1
+        hold, me = object(), threading.get_ident()
         try:
             with self._turn:
+                if me not in self._holds.values():
+                    self._turn.wait_for(lambda: not self._is_active or me not in self._had, _PATIENCE)
+                self._holds[hold] = me
+                self._had.add(me)
                 self._turn.wait_for(lambda: self._is_between)
             yield
         finally:
             with self._turn:
-                self._holds -= 1
-                if self._is_active and not self._holds:
-                    self._is_between = False
+                self._holds.pop(hold, None)  # in a process that was forked inside it is not there
+                if not self._holds:
+                    self._had.clear()
+                    if self._is_active:
+                        self._is_between = False
                 self._turn.notify_all()
 
     def stop(self, timeout: float | None = None) -> None:
@@ -138,7 +155,7 @@ class BackgroundThread:
         if self._holds or self._is_stopping:
             self._call_finish()
             with self._turn:
-                self._is_between = self._holds > 0
+                self._is_between = bool(self._holds)
                 self._turn.notify_all()
                 self._turn.wait_for(lambda: self._is_stopping or not self._is_between)
                 self._is_between = False

@@ -481,6 +481,8 @@ class MultiCollector(BackgroundCollector):
         """Waits until some of the workers have sent a message, or one that hangs in its step was replaced."""
         if self._timeout is None and self._background is None:
             return wait_for_any(workers)
+        if self._background is not None:
+            self._background.raise_if_abandoned()  # also where messages come all the time
         while not (ready := wait_for_any(workers, self._seconds_to_wait())):
             if self._background is not None:
                 self._background.raise_if_abandoned()
@@ -782,6 +784,9 @@ class MultiCollector(BackgroundCollector):
 
     def _request(self, k: int, message: Any) -> Any:
         """Sends worker k a message and returns its answer; batches that come before it are received."""
+        while self._pending[k]:  # a large message would wait for a worker that waits to send a large batch
+            if self._wait_for_any([self._workers[k]]):
+                self._receive_message(k)
         while True:
             worker = self._workers[k]
             worker.post(message)
@@ -1066,9 +1071,11 @@ class MultiaSyncDataCollector(MultiCollector):
         return max(self._frames)
 
     def _next(self) -> TensorDictBase | None:
-        if self._should_attach() and not self._arrived and not any(self._pending):
+        attaches = self._should_attach()  # asked once: another thread may write the first rows now
+        if attaches and not self._arrived and not any(self._pending):
             self._attach()
-        if not self._is_finishing and not self._should_attach():  # else all are written before new ones are begun
+            attaches = False
+        if not self._is_finishing and not attaches:  # else all are written before new ones are begun
             self._request_batches()
         while not self._arrived:
             self._wait()

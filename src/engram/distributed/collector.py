@@ -417,6 +417,8 @@ class RayCollector(BackgroundCollector):
         """
         self._lives[k].busy_since = None
         while not import_ray().wait([reference], timeout=self._interval())[0]:
+            if self._background is not None:
+                self._background.raise_if_abandoned()
             self._refuse_overdue(k, reference)
         return import_ray().get(reference)
 

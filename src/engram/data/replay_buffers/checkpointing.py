@@ -7,16 +7,18 @@ import copy
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from engram._system import fork_registry
 from engram.checkpoint.snapshot import save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.writers.round_robin import Writer
-from engram.errors import CheckpointMisfitError, differences_of
+from engram.errors import CheckpointError, CheckpointMisfitError, differences_of
 from engram.interop.open import Part, Receiver, as_damage, open_saved
 from engram.transforms.compose import Compose
 
@@ -257,6 +259,7 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._left_out = 0
         self._begun, self._ended = threading.Event(), threading.Event()
+        _live.add(self)
         self._thread = threading.Thread(target=self._run, name="engram-save")
         self._thread.start()
         self._begun.wait()
@@ -299,6 +302,13 @@ class SaveHandle:
         """Rows, the oldest ones, that other processes overwrote before they were saved."""
         return self._left_out if self.done() else int(self._source.left_out)
 
+    def after_fork(self) -> None:
+        """In a child: the saving thread runs in the parent only, and nobody here learns how the save ends."""
+        if not self._ended.is_set():
+            self._ended = threading.Event()
+            self._error = CheckpointError("this save is made by the process that this one was forked from")
+            self._ended.set()
+
     def _run(self) -> None:
         try:
             self._name = self._work(self)
@@ -315,6 +325,9 @@ class SaveHandle:
     def __repr__(self) -> str:
         state = f"{self.progress:.0%}" if not self.done() else "failed" if self._error else self._name
         return f"{type(self).__name__}({state})"
+
+
+_live: weakref.WeakSet[SaveHandle] = fork_registry(SaveHandle.after_fork)
 
 
 PARTS = ("storage", "sampler", "writer", "generator")

@@ -539,7 +539,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         with contextlib.ExitStack() as held:
-            for rb in (self, *self._members):
+            for rb in sorted((self, *self._members), key=id):  # in one order for all ensembles
                 held.enter_context(rb._paused())
             held.enter_context(self._reader.lock)
             # Members' own, and those of samplers that the ensemble draws with instead; in one order for all ensembles.

@@ -223,7 +223,7 @@ class TableStorage(Storage):
         """
         if self.ndim != 1:
             raise ValueError(f"a layout says nothing of environments: ndim must be 1, it is {self.ndim}")
-        with self._make_lock:
+        with self.mutex, self._making(), self._make_lock:  # in the order of `extend`
             if self._table is None:
                 self._make_table(layout, ())
                 return
@@ -288,7 +288,7 @@ class TableStorage(Storage):
             super()._warn_of_copy()
 
     def set(self, index: Any, items: Any, index_key: str | None = None) -> None:
-        with self._making():
+        with self.mutex, self._making():  # in the order of `extend`
             super().set(index, items, index_key)
 
     def _exclusive(self, operation: str) -> AbstractContextManager[None]:
