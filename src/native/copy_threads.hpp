@@ -97,11 +97,12 @@ class RowCopy {
     while (copy_piece()) {}
     std::unique_lock lock(mutex_);
     while (!done_ && !(failed_ && active_ == 0)) {
-      changed_.wait(lock);
       if (opened_ && next_ < n_ && !failed_) {  // another thread has just looked
         lock.unlock();
         while (copy_piece()) {}
         lock.lock();
+      } else {
+        changed_.wait(lock);
       }
     }
   }

@@ -318,9 +318,11 @@ class SaveHandle:
                 log.error("a save in the background failed: %s", error)
         finally:
             self._begun.set()  # before `finish`, which may have to wait until whoever waits for this lets go
-            self._left_out = int(self._source.left_out)
-            self._finish()
-            self._ended.set()
+            try:
+                self._left_out = int(self._source.left_out)
+                self._finish()
+            finally:
+                self._ended.set()
 
     def __repr__(self) -> str:
         state = f"{self.progress:.0%}" if not self.done() else "failed" if self._error else self._name
