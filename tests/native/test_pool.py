@@ -42,6 +42,13 @@ def test_a_kept_leaf_keeps_its_memory_when_the_batch_and_the_other_leaves_are_go
         assert torch.equal(leaf, expected)
 
 
+@pytest.fixture
+def nobody_elses_blocks() -> None:
+    """Batches that earlier tests left to the garbage collection do not come back to the pool during this one."""
+    gc.collect()
+
+
+@pytest.mark.usefixtures("nobody_elses_blocks")
 def test_blocks_come_back_and_are_used_again() -> None:
     s, code = three_leaves()
     where = torch.zeros(200, dtype=torch.int64)
@@ -54,6 +61,7 @@ def test_blocks_come_back_and_are_used_again() -> None:
     assert again[0].data_ptr() == address and _native.testing.pool_bytes() == before
 
 
+@pytest.mark.usefixtures("nobody_elses_blocks")
 def test_what_is_kept_can_be_given_back() -> None:
     s, code = three_leaves()
     held = s.gather(code, torch.zeros(200, dtype=torch.int64))[0]
