@@ -17,6 +17,7 @@ from torch import nn
 
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
+from contracts.waiting import comes
 from engram.collectors import SyncDataCollector
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
 from engram.envs import GymEnv, SerialEnv
@@ -91,12 +92,12 @@ def test_the_buffer_is_sampled_while_it_is_filled():
     collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=50, total_frames=5000, replay_buffer=rb)
     collector.start()
     samples = 0
+    assert comes(lambda: rb.write_count >= 50)
     while collector.is_running() or not samples:
-        if rb.write_count >= 50:
-            rows = rb.sample().reshape(2, 8)
-            assert torch.equal(rows["next", "observation"][:, :-1], rows["observation"][:, 1:])
-            assert collector.stats.frames <= 5000
-            samples += 1
+        rows = rb.sample().reshape(2, 8)
+        assert torch.equal(rows["next", "observation"][:, :-1], rows["observation"][:, 1:])
+        assert collector.stats.frames <= 5000
+        samples += 1
     collector.async_shutdown()
     assert collector.frames == rb.write_count == 5000
 
@@ -316,8 +317,7 @@ def test_an_update_never_undoes_a_step_of_the_callers_optimiser():
     with torch.no_grad():
         policy.weight.fill_(7.0)
     policy.opened.set()
-    while rb.write_count < 15:
-        threading.Event().wait(0.001)
+    assert comes(lambda: rb.write_count >= 15)
     collector.async_shutdown()
     assert policy.weight.item() == 7
 
