@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from contracts.children import Child
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
 from contracts.waiting import comes
@@ -380,11 +380,12 @@ def test_a_collector_that_nobody_uses_any_more_ends():
 def test_a_forked_process_does_not_collect():
     collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, replay_buffer=buffer())
     collector.start()
-    child = os.fork()
-    if child == 0:
+
+    def shut_down():
         collector.shutdown()  # waits for nobody
-        os._exit(int(collector.is_running()))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return collector.is_running()
+
+    assert Child(shut_down).result() is False
     assert collector.is_running()
     collector.async_shutdown()
 
