@@ -267,6 +267,24 @@ def test_a_small_ring_whose_writer_is_in_the_middle_of_a_step_is_looked_at_again
     assert next(looks) == 21
 
 
+@pytest.mark.quick
+def test_a_small_ring_whose_writer_ends_its_step_right_after_a_look_is_looked_at_again(monkeypatch):
+    rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=SliceSampler(slice_len=8, traj_key="id"), batch_size=8)
+    rb.extend(episodes([8]))
+    store, draw, drawn = rb.storage.lanes.store, SliceSampler._draw, []
+    at = _native.testing.claim(store, 0, 1)
+
+    def draw_before_it_ends(*args):
+        drawn.append(draw(*args))
+        if len(drawn) == 2:
+            _native.testing.publish(store, 0, at, 1)
+        return drawn[-1]
+
+    monkeypatch.setattr(SliceSampler, "_draw", draw_before_it_ends)
+    assert rb.sample(return_info=True)[1]["index"].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
+    assert drawn[:2] == [None, None]
+
+
 def test_a_forked_child_draws_with_an_index_of_its_own():
     rb = ReplayBuffer(storage=LazyTensorStorage(100), sampler=SliceSampler(slice_len=3), batch_size=12)
     rb.extend(episodes([20, 30]))
