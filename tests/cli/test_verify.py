@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from cli.support import episodes, store
+from contracts.waiting import NEVER
 from engram.cli import verification, verify
 from engram.data import LazyMemmapStorage, ReplayBuffer
 from engram.data.datasets import write_minari, write_parquet
@@ -110,7 +111,7 @@ def another_process(write, *args):
     process = context.Process(target=_in_one_thread, args=(write, ready, *args), daemon=True)
     process.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(NEVER)
         yield
     finally:
         process.kill()

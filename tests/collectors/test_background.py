@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -16,8 +15,10 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from contracts.children import Child
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
+from contracts.waiting import comes
 from engram.collectors import SyncDataCollector, background
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
 from engram.envs import GymEnv, SerialEnv
@@ -92,12 +93,12 @@ def test_the_buffer_is_sampled_while_it_is_filled():
     collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=50, total_frames=5000, replay_buffer=rb)
     collector.start()
     samples = 0
+    assert comes(lambda: rb.write_count >= 50)
     while collector.is_running() or not samples:
-        if rb.write_count >= 50:
-            rows = rb.sample().reshape(2, 8)
-            assert torch.equal(rows["next", "observation"][:, :-1], rows["observation"][:, 1:])
-            assert collector.stats.frames <= 5000
-            samples += 1
+        rows = rb.sample().reshape(2, 8)
+        assert torch.equal(rows["next", "observation"][:, :-1], rows["observation"][:, 1:])
+        assert collector.stats.frames <= 5000
+        samples += 1
     collector.async_shutdown()
     assert collector.frames == rb.write_count == 5000
 
@@ -197,7 +198,7 @@ def test_two_threads_that_start_it_start_one(monkeypatch):
     collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, total_frames=10, replay_buffer=buffer())
     collector.start()
     ended(collector)
-    collector.total_frames, thread = 20, collector._background._thread
+    collector.total_frames, thread = 10**9, collector._background._thread
     monkeypatch.setattr(threading.Thread, "start", slow)
     monkeypatch.setattr(thread, "join", lambda: time.sleep(0.1))
     callers = [threading.Thread(target=collector.start) for _ in range(2)]
@@ -205,9 +206,8 @@ def test_two_threads_that_start_it_start_one(monkeypatch):
         caller.start()
     for caller in callers:
         caller.join()
-    assert len(begun) == 1
-    ended(collector).async_shutdown()
-    assert collector.frames == 20
+    assert len(begun) == 1 and collector.is_running()
+    collector.async_shutdown()
 
 
 def test_a_state_is_that_between_two_batches():
@@ -391,8 +391,7 @@ def test_an_update_never_undoes_a_step_of_the_callers_optimiser():
     with torch.no_grad():
         policy.weight.fill_(7.0)
     policy.opened.set()
-    while rb.write_count < 15:
-        threading.Event().wait(0.001)
+    assert comes(lambda: rb.write_count >= 15)
     collector.async_shutdown()
     assert policy.weight.item() == 7
 
@@ -455,11 +454,12 @@ def test_a_collector_that_nobody_uses_any_more_ends():
 def test_a_forked_process_does_not_collect():
     collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, replay_buffer=buffer())
     collector.start()
-    child = os.fork()
-    if child == 0:
+
+    def shut_down():
         collector.shutdown()  # waits for nobody
-        os._exit(int(collector.is_running()))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return collector.is_running()
+
+    assert Child(shut_down).result() is False
     assert collector.is_running()
     collector.async_shutdown()
 
@@ -467,14 +467,18 @@ def test_a_forked_process_does_not_collect():
 def test_a_process_that_was_forked_in_a_pause_can_pause():
     collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, replay_buffer=buffer())
     collector.start()
-    with collector.pause():
-        child = os.fork()
-    if child == 0:
-        threading.Timer(60, os._exit, [1]).start()
+    pause = collector.pause()
+    pause.__enter__()
+
+    def goes_on_and_pauses():
+        pause.__exit__(None, None, None)
         collector.start()
         with collector.pause():
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            return collector.is_running()
+
+    child = Child(goes_on_and_pauses)
+    pause.__exit__(None, None, None)
+    assert child.result() is True
     collector.async_shutdown()
 
 

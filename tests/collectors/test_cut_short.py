@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 
@@ -14,6 +15,7 @@ from collectors.failing import raises
 from contracts.batch_worlds import LoopEngine
 from contracts.gym_loop import Proxy
 from contracts.gym_worlds import Countdown
+from contracts.waiting import comes
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ReplayBuffer
 from engram.envs import GymEnv, ParallelEnv, SerialEnv, TransformedEnv
@@ -240,9 +242,10 @@ def test_a_worker_hands_over_the_rows_before_its_error(cls):
 
 
 @pytest.mark.parametrize("threshold", [None, 1.0])
-def test_what_another_worker_has_handed_over_comes_before_the_error(threshold):
-    makers = [lambda: GymEnv(Countdown((4,))), lambda: GymEnv(Breaks(18, slowly(raises)))]
+def test_what_another_worker_has_handed_over_comes_before_the_error(threshold, tmp_path):
+    makers = [lambda: GymEnv(Countdown((4,))), lambda: GymEnv(Breaks(18, after_that(tmp_path / "came", raises)))]
     collector = MultiSyncDataCollector(makers, frames_per_batch=20, preemptive_threshold=threshold)
+    tell(collector, tmp_path / "came")
     batches, _ = rows_before_error(collector)
     assert [tuple(batch.shape) for batch in batches] == [(2, 10), (1, 10), (1, 7)] and collector.frames == 37
     assert shown(batches[1])[0] == [2, 1, 4, 3, 2, 1, 4, 3, 2, 1]
@@ -250,11 +253,21 @@ def test_what_another_worker_has_handed_over_comes_before_the_error(threshold):
     assert not ids[1] & ids[2] and (threshold is None or batches[2]["collector", "mask"].all())
 
 
-def slowly(what):
-    import time
+def tell(collector, file):
+    """Makes the file when the second batch of the first worker has come."""
+    receive, batches = collector._receive_batch, itertools.count(1)
 
+    def receive_and_tell(k, message):
+        receive(k, message)
+        if k == 0 and next(batches) == 2:
+            file.touch()
+
+    collector._receive_batch = receive_and_tell
+
+
+def after_that(file, what):
     def later():
-        time.sleep(0.5)
+        assert comes(file.exists)
         what()
 
     return later
@@ -271,12 +284,13 @@ def test_workers_write_the_rows_before_an_error_into_the_buffer(cls, shared):
     assert rb[:]["observation"][:, 0].tolist() == ([4, 3, 2, 1] * 5)[:17]
 
 
-def test_a_worker_that_is_killed_takes_no_batch_of_another_one_with_it():
+def test_a_worker_that_is_killed_takes_no_batch_of_another_one_with_it(tmp_path):
     def kill():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    makers = [lambda: GymEnv(Countdown((4,))), lambda: GymEnv(Breaks(18, slowly(kill)))]
+    makers = [lambda: GymEnv(Countdown((4,))), lambda: GymEnv(Breaks(18, after_that(tmp_path / "came", kill)))]
     collector = MultiSyncDataCollector(makers, frames_per_batch=20)
+    tell(collector, tmp_path / "came")
     batches, told = rows_before_error(collector)
     assert [tuple(batch.shape) for batch in batches] == [(2, 10), (1, 10)] and "SIGKILL" in told
 

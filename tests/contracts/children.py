@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 import sys
 import traceback
@@ -85,5 +86,6 @@ class Signal:
     def send(self) -> None:
         os.write(self._write, b"!")
 
-    def wait(self) -> None:
+    def wait(self, within: float = 300) -> None:
+        assert select.select([self._read], [], [], within)[0], "the signal does not come: who was to send it has failed"
         assert os.read(self._read, 1) == b"!"

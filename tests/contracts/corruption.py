@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from contracts.waiting import NEVER
 from engram.checkpoint.directory import digest, from_checksummed_json, to_checksummed_json
 
 # What a load of damaged files may do: refuse them; give what was saved all the same; give other values, too.
@@ -175,7 +176,7 @@ def _replaced(saved: Saved, rng: random.Random, budget: Budget) -> Iterator[Sequ
                 elsewhere.write_bytes(content)
                 file.unlink()
                 put(file)
-                with within(60):
+                with within(NEVER):
                     yield [file]
                 file.rmdir() if file.is_dir() else file.unlink()
                 elsewhere.unlink()

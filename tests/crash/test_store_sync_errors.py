@@ -57,6 +57,11 @@ def filled(folder: Path, rows: int = WIDE) -> ReplayBuffer:
     return rb
 
 
+def unsynced_bytes(rb: ReplayBuffer) -> int:
+    """Of rows that no sync of ours has confirmed: the system may have written some of them for another program."""
+    return (WIDE - durable(rb)) * int(rb.storage.lanes.store.row_stride)
+
+
 def durable(rb: ReplayBuffer) -> int:
     return int(rb.storage.lanes.states()[0]["durable"])
 
@@ -64,7 +69,7 @@ def durable(rb: ReplayBuffer) -> int:
 def test_a_flush_after_two_that_failed_writes_everything_again(tmp_path, monkeypatch):
     rb = filled(tmp_path / "store")
     disk = FailingDisk(monkeypatch, times=2)
-    at_stake = dirty_bytes()
+    at_stake = unsynced_bytes(rb)
     for _ in range(2):
         with pytest.raises(StorageError, match=r"store/rows.engram.*Input/output error"):
             rb.storage.flush()
@@ -94,7 +99,7 @@ def test_a_row_that_was_dropped_after_a_failed_sync_is_never_reported_as_flushed
 def test_whoever_opens_a_store_after_a_failed_flush_writes_the_rows_again(tmp_path, monkeypatch):
     rb = filled(tmp_path / "store")
     disk = FailingDisk(monkeypatch, times=2)
-    at_stake = dirty_bytes()
+    at_stake = unsynced_bytes(rb)
     with pytest.raises(StorageError):
         rb.storage.flush()
     with pytest.raises(StorageError):
@@ -103,7 +108,7 @@ def test_whoever_opens_a_store_after_a_failed_flush_writes_the_rows_again(tmp_pa
     again = ReplayBuffer.open(tmp_path / "store")
     assert numbers(again[:]) == list(range(WIDE)) and dirty_bytes() < at_stake
     again.storage.flush()
-    assert disk.dirty >= at_stake and durable(again) == WIDE
+    assert disk.dirty >= at_stake > 100_000 and durable(again) == WIDE
     again.storage.close()
 
 

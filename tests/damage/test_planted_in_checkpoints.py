@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.corruption import KINDS, OUTSIDE, plant, within
+from contracts.waiting import NEVER
 from engram.checkpoint.reader import verify
 from engram.data import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 from engram.errors import CheckpointError
@@ -42,7 +43,7 @@ def planted(kind, name, tmp_path):
 def test_loads_and_saves_touch_nothing_outside_and_work_or_say_why_not(kind, name, tmp_path):
     rb, path = planted(kind, name, tmp_path)
     other = buffer(1)
-    with within(20):
+    with within(NEVER):
         try:
             other.loads(path)
             assert torch.equal(other[:]["n"], rb[:]["n"])
@@ -68,7 +69,7 @@ def test_loads_and_saves_touch_nothing_outside_and_work_or_say_why_not(kind, nam
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_has_the_name_of_the_next_pointer_gives_way_but_for_a_folder(kind, tmp_path):
     rb, path = planted(kind, "CURRENT.new", tmp_path)
-    with within(20):
+    with within(NEVER):
         if "folder" in kind:
             with pytest.raises(CheckpointError, match=r"CURRENT\.new"):
                 rb.dumps(path)
@@ -85,6 +86,6 @@ def test_a_save_beside_a_lost_pointer_does_not_wait_for_a_manifest(kind, tmp_pat
     """Without CURRENT the save looks into each manifest for one that could be rescued."""
     rb, path = planted(kind, "g-000002/manifest.json", tmp_path)
     (path / "CURRENT").unlink()
-    with within(20):
+    with within(NEVER):
         rb.dumps(path)
     assert verify(path).ok and (tmp_path / "outside").read_bytes() == OUTSIDE

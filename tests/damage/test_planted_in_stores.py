@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from contracts.children import Child
 from contracts.corruption import KINDS, OUTSIDE, plant, within
+from contracts.waiting import NEVER
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from engram.errors import CheckpointError, StorageError
 from engram.processes.shared_memory import SharedMemory
@@ -35,7 +36,7 @@ def test_only_a_file_is_opened_as_a_store(kind, tmp_path):
     made(folder).storage.close()
     (folder / "rows.engram").rename(folder / "away")
     plant(kind, folder / "rows.engram", tmp_path / "outside")
-    with within(20):
+    with within(NEVER):
         with pytest.raises(StorageError, match=r"rows\.engram cannot be opened"):
             LazyMemmapStorage.open(folder)
         with pytest.raises(StorageError, match=r"rows\.engram cannot be opened"):
@@ -66,7 +67,7 @@ def test_what_lies_there_under_the_name_of_a_file_being_made_is_never_opened_for
     folder = tmp_path / "store"
     folder.mkdir()
     plant(kind, folder / ".rows-abc.tmp", tmp_path / "outside")
-    with within(20):
+    with within(NEVER):
         rb = made(folder)
         assert len(rb) == 20
         rb.storage.close()
@@ -188,7 +189,8 @@ def test_a_second_opener_without_a_boot_id_does_not_wait(first, tmp_path, monkey
         no_boot_id(monkeypatch)
     rb = made(tmp_path, lanes=2)
     no_boot_id(monkeypatch)
-    with within(5):
+    monkeypatch.setattr(locks, "_OPEN_TIMEOUT", 2.0 * NEVER)
+    with within(NEVER):
         other = LazyMemmapStorage.open(tmp_path)
         assert len(other) == 20 and other.dropped == 0
     other.close()

@@ -100,7 +100,7 @@ def test_whose_parent_has_ended_is_alone_with_its_copy():
         parent = os.getpid()
         if os.fork() == 0:
             try:
-                alone_after_fork(30)
+                alone_after_fork(300)
                 os.close(waiting)
                 os.read(waited, 1)  # until the one between is ending
                 while os.getppid() == parent:  # it closes its files a moment before it has ended

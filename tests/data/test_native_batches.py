@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, tensorclass
 
+from contracts.children import Child
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -396,16 +397,12 @@ def test_a_forked_child_that_only_samples_has_joined_the_store_before_its_first_
     rb = ReplayBuffer(storage=LazyTensorStorage(10, shared=True), batch_size=3)
     rb.extend(torch.arange(10))
     rb.sample()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            torch.set_num_threads(1)
-            rb.sample()
-            status = int(rb.storage.lanes.unused_since_fork)
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    def sample():
+        rb.sample()
+        return rb.storage.lanes.unused_since_fork
+
+    assert Child(sample).result() is False
 
 
 # ---- large batches, which two threads copy where torch may use several ----
@@ -426,8 +423,14 @@ def frames(sampler=RandomSampler, **arguments):
 
 
 def copying_threads():
-    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
-    return sum(name.startswith("engram-copy") for name in names)
+    return sum(name_of(task).startswith("engram-copy") for task in Path("/proc/self/task").iterdir())
+
+
+def name_of(task):
+    try:
+        return (task / "comm").read_text()
+    except OSError:  # it has just ended
+        return ""
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the kernel lists no threads here")
@@ -487,16 +490,14 @@ def test_threads_that_sample_at_once_share_the_one_that_helps(two_threads):
 def test_a_forked_child_copies_with_a_thread_of_its_own(two_threads):
     rb = frames()
     rb.sample()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            rb.sample()  # joins the store
-            batch = rb.sample()
-            status = int((batch["0"].numpy() != batch["index"].numpy()[:, None]).any() or copying_threads() != 1)
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
+
+    def sample():
+        torch.set_num_threads(2)
+        rb.sample()  # joins the store
+        batch = rb.sample()
+        return bool((batch["0"].numpy() == batch["index"].numpy()[:, None]).all()), copying_threads()
+
+    assert Child(sample).result() == (True, 1)
 
 
 # ---- samplers with a state of their own ----

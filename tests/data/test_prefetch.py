@@ -9,6 +9,7 @@ import torch
 
 from contracts.children import Child
 from contracts.programs import run_program
+from contracts.waiting import NEVER
 from engram.data import LazyTensorStorage, ListStorage, RandomSampler, ReplayBuffer, SamplerWithoutReplacement
 from engram.data.replay_buffers import prefetch
 
@@ -104,6 +105,36 @@ def test_no_prepared_batch_outlives_a_replacement_an_empty_or_a_load(tmp_path):
     ReplayBuffer(storage=storage).extend(torch.arange(300, 309))
     rb.set_storage(storage)
     assert rb.sample().min() >= 300
+
+
+class Announced:
+    """A lock that tells when somebody comes for it."""
+
+    def __init__(self, lock):
+        self.lock, self.came = lock, threading.Event()
+
+    def __enter__(self):
+        self.came.set()
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+@pytest.mark.parametrize("draw", [lambda rb: rb.sample(), lambda rb: next(iter(rb))], ids=["sample", "iterate"])
+def test_who_waits_while_the_sampler_is_replaced_has_a_batch(draw):
+    rb = make(2, RandomSampler)
+    rb.sample()
+    batches = []
+    waits = threading.Thread(target=lambda: batches.append(draw(rb)), daemon=True)
+    with rb._prefetcher.paused():
+        rb._prefetcher._lock = lock = Announced(rb._prefetcher._lock)
+        waits.start()
+        assert lock.came.wait(NEVER)
+        rb.set_sampler(SamplerWithoutReplacement(shuffle=False))
+    waits.join(NEVER)
+    assert len(batches) == 1 and len(batches[0]) == 7
+    assert rb.sample().tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_an_emptied_buffer_says_so_and_recovers():

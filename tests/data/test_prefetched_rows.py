@@ -14,6 +14,7 @@ from tensordict import TensorDict
 import engram
 from contracts.children import Child
 from contracts.programs import run_program
+from contracts.waiting import comes
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -127,7 +128,7 @@ def test_threads_that_copy_end_with_their_buffer():
     rb.sample()
     assert copying_threads() - before
     del rb
-    assert copying_threads() <= before
+    assert comes(lambda: copying_threads() <= before)  # one that was waited for is still listed for a moment
 
 
 def test_threads_that_copy_leave_signals_to_those_that_python_knows():

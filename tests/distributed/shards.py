@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from contracts.waiting import NEVER
 from engram.data import RandomSampler
 from engram.distributed import ReplayShard, draw_sequences, pack, unpack
 from engram.distributed.client import PendingCall, ShardLink
@@ -123,5 +124,5 @@ class _Answer(PendingCall):
 def client(links: Sequence[ShardLink], **settings: Any) -> ShardedReplayBuffer:
     """A buffer over these links."""
     own = {name: settings.pop(name) for name in ("local", "producer", "generator") if name in settings}
-    settings = {"sampler": RandomSampler(), "batch_size": 16, "timeout": 0.2, **settings}
+    settings = {"sampler": RandomSampler(), "batch_size": 16, "timeout": NEVER, **settings}
     return ShardedReplayBuffer(links, ShardedSettings(**settings), **own)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from contracts.waiting import NEVER
 from distributed.shards import Link, client, read, rows, shard, write
 from engram.distributed import ReplayShard
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError, ShardUnavailableError
@@ -20,7 +21,7 @@ def buffer(n: int = 3) -> tuple[list[Link], Any]:
     """Shards with a producer each, and a client."""
     links = [Link(shard()) for _ in range(n)]
     for k in range(n):
-        rb = client(links, timeout=60.0)
+        rb = client(links)
         rb.extend(rows(100 * k, 100 * k + 10))
         rb.flush()
     return links, rb
@@ -66,7 +67,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: An
                 fate = "call" if failing == "dumps of the last shard" else "answer"
                 links[2].lose = lambda method, fate=fate: fate if method == "dumps" else None
             with pytest.raises(CheckpointError if failing == "the root" else ShardUnavailableError):
-                rb.dumps(tmp_path, timeout=60.0)
+                rb.dumps(tmp_path, timeout=NEVER)
             links[2].lose = lambda method: None
     rb.loads(tmp_path)
     assert stored(links) == before
@@ -151,5 +152,5 @@ def test_a_shard_that_was_away_in_the_middle_of_a_load_loads_when_it_is_back(
     rb.extend(rows(500, 510))
     losses = [method]
     links[1].lose = lambda called: fate if called in losses and not losses.remove(called) else None
-    rb.loads(tmp_path, timeout=20.0)
+    rb.loads(tmp_path, timeout=NEVER)
     assert not losses and stored(links) == before and len(rb.sample()) == 16

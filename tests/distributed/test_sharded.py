@@ -62,7 +62,7 @@ class TestWriting:
         rng = random.Random(0)
         ls = links(1)
         ls[0].lose = lambda method: fate if rng.random() < 0.3 else None
-        rb = client(ls, timeout=5.0)
+        rb = client(ls)
         for k in range(0, 90, 9):
             rb.extend(rows(k, k + 9))
         rb.flush()
@@ -106,7 +106,7 @@ class TestWriting:
 
     def test_rows_for_a_shard_that_is_away_are_refused_when_too_many_wait(self) -> None:
         ls = links(1)
-        rb = client(ls, timeout=0.05)
+        rb = client(ls, timeout=1.0)
         rb.extend(rows(0, 1))
         rb.flush()
         ls[0].lose = lambda method: "call"
@@ -184,7 +184,7 @@ class TestSampling:
         assert bool((numbers < 100).any()) and rb.stats().away == ()
 
     def test_with_no_shard_left_there_is_an_error(self) -> None:
-        ls, rb = self.two(timeout=0.05)
+        ls, rb = self.two(timeout=1.0)
         for link in ls:
             link.lose = lambda method: "call"
         with pytest.raises(ShardUnavailableError):
@@ -192,7 +192,7 @@ class TestSampling:
 
     def test_one_without_rows_does_not_stand_for_those_that_are_away(self) -> None:
         ls = links(2)
-        rb = client(ls, timeout=0.05)
+        rb = client(ls, timeout=1.0)
         rb.extend(rows(0, 10))
         rb.sample()
         ls[0].lose = lambda method: "call"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import threading
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from contracts.children import Child
 from engram import _native
 from native.core.support import store
 from native.support import append_words, codec, numbers_of, row_words, slots, words
@@ -42,6 +42,13 @@ def test_a_kept_leaf_keeps_its_memory_when_the_batch_and_the_other_leaves_are_go
         assert torch.equal(leaf, expected)
 
 
+@pytest.fixture
+def nobody_elses_blocks() -> None:
+    """Batches that earlier tests left to the garbage collection do not come back to the pool during this one."""
+    gc.collect()
+
+
+@pytest.mark.usefixtures("nobody_elses_blocks")
 def test_blocks_come_back_and_are_used_again() -> None:
     s, code = three_leaves()
     where = torch.zeros(200, dtype=torch.int64)
@@ -54,6 +61,7 @@ def test_blocks_come_back_and_are_used_again() -> None:
     assert again[0].data_ptr() == address and _native.testing.pool_bytes() == before
 
 
+@pytest.mark.usefixtures("nobody_elses_blocks")
 def test_what_is_kept_can_be_given_back() -> None:
     s, code = three_leaves()
     held = s.gather(code, torch.zeros(200, dtype=torch.int64))[0]
@@ -127,19 +135,19 @@ def test_a_forked_child_uses_its_own_pool_while_threads_use_the_parents() -> Non
         while not stop.is_set():
             s.gather(code, torch.arange(64))
 
+    def use() -> int:
+        at_first = _native.testing.pool_bytes()
+        for _ in range(50):
+            rows = s.gather(code, torch.arange(64))[0][0]
+            assert numbers_of(rows)[1].all()
+        kept.clear()
+        return at_first
+
     thread = threading.Thread(target=churn)
     thread.start()
     try:
         for _ in range(15):
-            pid = os.fork()
-            if pid == 0:
-                fine = _native.testing.pool_bytes() == 0
-                for _ in range(50):
-                    rows = s.gather(code, torch.arange(64))[0][0]
-                    fine &= bool(numbers_of(rows)[1].all())
-                kept.clear()
-                os._exit(0 if fine else 1)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            assert Child(use).result() == 0
     finally:
         stop.set()
         thread.join()

@@ -102,8 +102,8 @@ def test_rounds_may_be_interrupted_anywhere(made):
     pool, counts = made(2)
     rounds = 0
     for k in range(60):
-        interrupt(0.0005 + k * 0.00003)
         try:
+            interrupt(0.0005 + k * 0.00003)
             while True:
                 pool.execute(COUNT)
                 rounds += 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.waiting import NEVER
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -274,11 +275,12 @@ def ten_thousand(path, loads):
         return run
 
     with Threads(*map(counted, counts)) as threads:
-        for k in range(loads):
+        until = time.monotonic() + NEVER
+        for k in itertools.count():
+            if threads.failed or (k >= loads and (all(counts.values()) or time.monotonic() > until)):
+                break
             rb.loads(path / str(STATES[k % len(STATES)]))
             assert len(rb) == ROWS
-            if threads.failed:
-                break
     assert all(counts.values())
     return {work.__name__: count for work, count in counts.items()}
 

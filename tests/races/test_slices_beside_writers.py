@@ -1,8 +1,10 @@
 """Slices while rows are overwritten: between the look, the draw and the read, by this process or by another."""
 
 import functools
+import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from engram.data import (
     SliceSamplerWithoutReplacement,
     TensorStorage,
 )
+from engram.data.replay_buffers.samplers import slices
 
 
 def columns(n):
@@ -249,15 +252,37 @@ def test_flags_are_read_of_steps_that_are_there_beside_a_thread_that_writes(stor
 
 
 @pytest.mark.quick
-def test_a_small_ring_whose_writer_is_in_the_middle_of_a_step_is_looked_at_again():
+def test_a_small_ring_whose_writer_is_in_the_middle_of_a_step_is_looked_at_again(monkeypatch):
     rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=SliceSampler(slice_len=8, traj_key="id"), batch_size=8)
     rb.extend(episodes([8]))
     store = rb.storage.lanes.store
-    at = _native.testing.claim(store, 0, 1)
-    writer = threading.Timer(0.02, lambda: _native.testing.publish(store, 0, at, 1))
-    writer.start()
+    at, looks = _native.testing.claim(store, 0, 1), itertools.count(1)
+
+    def let_the_writer_run(seconds):
+        if next(looks) == 20:
+            _native.testing.publish(store, 0, at, 1)
+
+    monkeypatch.setattr(slices, "time", SimpleNamespace(sleep=let_the_writer_run))
     assert rb.sample(return_info=True)[1]["index"].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
-    writer.join()
+    assert next(looks) == 21
+
+
+@pytest.mark.quick
+def test_a_small_ring_whose_writer_ends_its_step_right_after_a_look_is_looked_at_again(monkeypatch):
+    rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=SliceSampler(slice_len=8, traj_key="id"), batch_size=8)
+    rb.extend(episodes([8]))
+    store, draw, drawn = rb.storage.lanes.store, SliceSampler._draw, []
+    at = _native.testing.claim(store, 0, 1)
+
+    def draw_before_it_ends(*args):
+        drawn.append(draw(*args))
+        if len(drawn) == 2:
+            _native.testing.publish(store, 0, at, 1)
+        return drawn[-1]
+
+    monkeypatch.setattr(SliceSampler, "_draw", draw_before_it_ends)
+    assert rb.sample(return_info=True)[1]["index"].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
+    assert drawn[:2] == [None, None]
 
 
 def test_a_forked_child_draws_with_an_index_of_its_own():

@@ -1,6 +1,5 @@
 """n-step returns: a slow loop says what is right, streams are cut anywhere, and no step is lost."""
 
-import os
 import pickle
 import threading
 from itertools import pairwise
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, tensorclass
 
+from contracts.children import Child
 from engram.checkpoint.snapshot import save_snapshot
 from engram.data import (
     ImmutableDatasetWriter,
@@ -494,17 +494,11 @@ def test_a_process_that_shares_the_storage_does_not_write_what_waits_here():
     assert copy[0].held_back == 2, "a transform alone keeps what it has"
     sent = pickle.loads(bytes(ForkingPickler.dumps(rb)))
     assert sent._transform[0].held_back == 0 and len(sent) == 3 and rb._transform[0].held_back == 2
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if rb._transform[0].held_back == 0 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert Child(lambda: rb._transform[0].held_back).result() == 0
     assert rb._transform[0].held_back == 2
     private = buffer()
     private.extend(stream([9])[:5])
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if private._transform[0].held_back == 2 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert Child(lambda: private._transform[0].held_back).result() == 2
 
 
 def test_threads_that_write_with_ids_lose_nothing():

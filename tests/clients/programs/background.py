@@ -52,7 +52,7 @@ def main(seed):
         before = rb.write_count
         time.sleep(0.2)
         paused = rb.write_count == before
-    after = time.monotonic() + 30
+    after = time.monotonic() + 120
     while rb.write_count == before and time.monotonic() < after:
         time.sleep(0.01)
     went_on = rb.write_count > before

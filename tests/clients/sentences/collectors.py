@@ -9,6 +9,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from clients.packages import Package, sentence
+from contracts.waiting import comes
 
 NO_PAUSE = "its single collector has no pause(), and with workers it goes on beyond total_frames"
 
@@ -38,10 +39,7 @@ def buffer(rl: Package, **arguments: Any) -> Any:
 
 
 def wait(is_true: Any) -> None:
-    until = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < until, "it never happened"
-        time.sleep(0.005)
+    assert comes(is_true), "it never happened"
 
 
 @sentence("A collector made by its newer name takes everything that its constructor names")

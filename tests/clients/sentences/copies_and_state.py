@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from clients.packages import Package, sentence
+from contracts.waiting import NEVER
 
 OLDER = "TorchRL 0.14"
 
@@ -159,14 +160,18 @@ def ensembles_and_pytrees_are_copied(rl: Package) -> None:
     not_in_torchrl="its copies are the same rows",
 )
 def deep_copies_have_no_names(rl: Package) -> None:
-    folder, temporary = tempfile.mkdtemp(), tempfile.gettempdir()
+    folder, temporary, usual = tempfile.mkdtemp(), tempfile.mkdtemp(), tempfile.tempdir
     rb = rl.data.ReplayBuffer(storage=rl.data.LazyMemmapStorage(20, scratch_dir=folder), batch_size=4)
     rb.extend(steps(0, 7))
-    before = sorted(os.listdir(folder)), len(os.listdir(temporary))
-    made = copy.deepcopy(rb)
-    made.extend(steps(7, 9))
+    before = sorted(os.listdir(folder))
+    tempfile.tempdir = temporary  # where no other program makes files
+    try:
+        made = copy.deepcopy(rb)
+        made.extend(steps(7, 9))
+    finally:
+        tempfile.tempdir = usual
     assert made.storage.scratch_dir is None and (len(made), len(rb)) == (9, 7)
-    assert (sorted(os.listdir(folder)), len(os.listdir(temporary))) == before
+    assert sorted(os.listdir(folder)) == before and os.listdir(temporary) == []
 
 
 @sentence("A copy draws the batches that its original draws")
@@ -205,8 +210,8 @@ def shared_buffers_are_sent(rl: Package) -> None:
     lengths = context.Queue()
     child = context.Process(target=extended, args=(rb, lengths))
     child.start()
-    assert lengths.get(timeout=60) == 7
-    child.join(60)
+    assert lengths.get(timeout=NEVER) == 7
+    child.join(NEVER)
     assert len(rb) == 7 and rb[:]["n"].tolist() == [0, 1, 2, 3, 100, 101, 102]
 
 

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from clients.packages import Package, sentence
+from contracts.waiting import NEVER
 
 
 def _in_a_child(work: Callable[[], object]) -> None:
@@ -21,7 +22,7 @@ def _in_a_child(work: Callable[[], object]) -> None:
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
-    child.join(60)
+    child.join(NEVER)
     assert child.exitcode == 0
 
 

@@ -14,6 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, tensorclass
 
 from clients.packages import Package, sentence
+from contracts.waiting import NEVER
 
 NO_TREES = "the segment trees of this release do not load beside this torch"
 
@@ -536,7 +537,7 @@ def buffers_are_shared(rl: Package) -> None:
 
     child = multiprocessing.get_context("fork").Process(target=write)
     child.start()
-    child.join(60)
+    child.join(NEVER)
     assert child.exitcode == 0 and len(rb) == 5 and rb[:]["a"].tolist() == [0, 1, 2, 3, 4]
 
 

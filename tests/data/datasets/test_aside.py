@@ -86,7 +86,7 @@ def test_a_killed_write_leaves_no_half_file_and_the_next_one_cleans_up(kind, tmp
     def batches():
         yield steps([50] * 20)
         half_way.send()
-        time.sleep(60)
+        Signal().wait()
 
     child = Child(lambda: WRITE[kind](batches(), tmp_path / "set"))
     half_way.wait()

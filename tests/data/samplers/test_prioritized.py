@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from contracts.children import Child
+from contracts.waiting import comes
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -820,7 +822,8 @@ def test_threads_write_sample_and_update_at_once():
     threads = [threading.Thread(target=repeat, args=(w,)) for w in (learn, learn, lambda: rb.extend(steps(0, 7)))]
     for t in threads:
         t.start()
-    stop.wait(1.5)
+    time.sleep(1.5)
+    comes(lambda: failed or rb.write_count >= 100)
     stop.set()
     for t in threads:
         t.join()

@@ -15,6 +15,7 @@ import torch
 
 from contracts.children import Child, Signal
 from contracts.programs import run_program
+from contracts.waiting import NEVER
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -158,9 +159,10 @@ def test_beside_a_job_that_changes_rows_it_sees_one_state_or_says_so(tmp_path: P
 
     child = Child(change)
     started.wait()
-    rb, seen = observer(folder, batch_size=64), set()
+    rb, seen, reads, until = observer(folder, batch_size=64), set(), 0, time.monotonic() + NEVER
     try:
-        for _ in range(300):
+        while reads < 300 or (len(seen) < 2 and time.monotonic() < until):
+            reads += 1
             try:
                 found = rb[:]["v"] if kind != "replaced" else rb.sample()["v"]
             except (StorageInUseError, RuntimeError, IndexError) as error:

@@ -364,8 +364,8 @@ class TestMappedFiles:
         with tempfile.TemporaryDirectory() as folder, file_store(Path(folder) / "s", width, 2000) as s:
             append_words(s, code, 2000)
             s.sync_header()
-            os.sync()
             fd = os.open(Path(folder) / "s", os.O_RDWR)
+            os.fsync(fd)
             opened = _native.Store.open(fd, os.fstat(fd).st_size)
             opened.advise_random()
             for _ in range(12):

@@ -161,6 +161,7 @@ class Prefetcher:
         self._seconds: deque[float] = deque(maxlen=_WATCHED)  # that the last batches took
         self._pays = PAYS_FROM_S <= 0
         self._ends = False  # what is prepared is still handed out, but nothing more is prepared
+        self._is_closed = False
         self._unwatched = 0  # of the next batches
         self._alone_s = 0.0  # that a batch took before threads prepared them
         self._waited: list[float] = []  # seconds that prepared batches cost their callers since the last comparison
@@ -204,6 +205,8 @@ class Prefetcher:
     def _watch(self, n: int, details: bool, seconds: float) -> None:
         """Notes what a batch of n took; decides whether the next ones are prepared ahead."""
         with self._lock:
+            if self._is_closed:
+                return
             if n != self._batch_size:
                 self._batch_size, self._pause = n, _PAUSE
                 self._seconds.clear()
@@ -341,8 +344,10 @@ class Prefetcher:
             _put_back(generator, position)
 
     def close(self) -> None:
-        """Ends the threads."""
-        self.drop()
+        """Ends the threads; who has waited meanwhile makes a batch without them."""
+        with self._lock:
+            self.drop()
+            self._is_closed, self._pays = True, False
         self._threads.shutdown(wait=True)
         self._copy_threads.close()
 

@@ -380,10 +380,11 @@ class SliceSampler(Sampler, built_in=True):
         for _ in range(_MAX_RETRIES):
             if slices is not None:
                 return slices
-            if not _being_written(storage):
-                break
             time.sleep(0)
+            before = _counters(storage)
             slices = self._draw(storage, rule, seed, n)
+            if slices is None and not _is_being_written(before) and before == _counters(storage):
+                break  # nobody has written since the look before the draw
         raise self._nothing_to_draw(storage, rule)
 
     def _draw(self, storage: Storage, rule: _native.SliceRule, seed: Tensor, n: int) -> _native.SliceBatch | None:
@@ -543,10 +544,14 @@ def _stored_flag(storage: Storage, path: KeyPath, slots: Tensor) -> Tensor | Non
     return each.cpu().to(torch.bool).any(1, keepdim=True)
 
 
-def _being_written(storage: Storage) -> bool:
-    """Whether a writer is replacing rows: a tiny lane shows fewer for that moment."""
+def _counters(storage: Storage) -> list[dict[str, Any]]:
     lanes = storage.lanes
-    return lanes is not None and any(lane["claimed"] > lane["published"] for lane in lanes.counters())
+    return [] if lanes is None else lanes.counters()
+
+
+def _is_being_written(lanes: list[dict[str, Any]]) -> bool:
+    """Whether a writer is replacing rows: a tiny lane shows fewer for that moment."""
+    return any(lane["claimed"] > lane["published"] for lane in lanes)
 
 
 class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
