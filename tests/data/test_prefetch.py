@@ -123,7 +123,7 @@ class Announced:
 
 @pytest.mark.parametrize("draw", [lambda rb: rb.sample(), lambda rb: next(iter(rb))], ids=["sample", "iterate"])
 def test_who_waits_while_the_sampler_is_replaced_has_a_batch(draw):
-    rb = make(2, RandomSampler)
+    rb = make(2, RandomSampler, ListStorage)
     rb.sample()
     batches = []
     waits = threading.Thread(target=lambda: batches.append(draw(rb)), daemon=True)
