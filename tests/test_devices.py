@@ -61,6 +61,7 @@ def test_to_an_environment_a_missing_device_changes_nothing():
     assert env.device == before and env.rollout(2).device == before
 
 
+@pytest.mark.deep
 def test_looking_at_a_device_does_not_initialise_cuda():
     code = (
         "import torch\nfrom engram.data import LazyTensorStorage\n"

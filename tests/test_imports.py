@@ -84,14 +84,17 @@ def without():
     return json.loads(output_of(WITHOUT))
 
 
+@pytest.mark.deep
 def test_every_module_is_imported_without_the_optional_packages(without):
     assert {"engram.data", "engram.envs", "engram.collectors", "engram.data.datasets"} <= set(without[0])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", INSTALL)
 def test_what_needs_a_missing_package_says_how_to_install_it(without, name):
     assert without[1][name] == INSTALL[name]
 
 
+@pytest.mark.deep
 def test_without_rich_progress_is_a_line_of_text(without):
     assert without[2].startswith("\rreading set: 0 of 2,000 steps") and without[2].endswith(" \r")

@@ -61,11 +61,13 @@ def counted(tmp_path_factory):
     return json.loads(done.stdout)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["ReplayBuffer", "TensorDictReplayBuffer"])
 def test_a_uniform_batch_gives_the_gil_away_not_once_with_reuse_and_a_generator_of_ours(counted, kind):
     assert counted[kind]["both"] == 0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["ReplayBuffer", "TensorDictReplayBuffer"])
 def test_without_them_torch_gives_it_away_at_each_draw_and_each_end_of_a_tensor(counted, kind):
     assert counted[kind]["reuse"] >= 1

@@ -86,7 +86,6 @@ def test_a_parallel_env_names_worker_environment_and_step(kind, where, number, h
     )
 
 
-@pytest.mark.quick
 def test_of_several_environments_in_one_worker_the_one_that_hangs_is_named():
     env = ParallelEnv(3, [calm, calm, lambda: GymEnv(Hangs("step"))], num_workers=1, timeout=6.0)
     assert "worker 0 was killed: step 3 of environment 2 " in ended(env)

@@ -66,6 +66,7 @@ def test_a_store_goes_with_its_object_where_that_is_said(folder, way, cleans):
         assert view.tolist() == [2, 3, 4]
 
 
+@pytest.mark.deep
 def test_a_store_goes_with_its_process(folder):
     code = (
         "import torch\nfrom engram.data import *\n"
