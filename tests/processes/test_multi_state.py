@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from contracts.gym_worlds import Countdown
+from contracts.waiting import NEVER
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector, worker
 from engram.envs import GymEnv, SerialEnv
 
@@ -102,6 +104,21 @@ def test_workers_with_different_weights_in_a_state_get_the_newest():
         state["workers"][1] = {**state["workers"][1], "policy_version": 2, "policy_state_dict": newest}
         collector.load_state_dict(state)
         assert collector.policy_version == 2 and told(collector.rollout()) == ([0.5], [2])
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_threads_that_ask_at_once_have_the_answers_to_their_own_questions(cls):
+    with made(cls) as collector:
+        state = collector.state_dict()
+        questions = [
+            lambda: collector.state_dict().keys() == state.keys(),
+            lambda: collector.set_seed(3) > 3,
+            lambda: collector.reset() is None,
+        ]
+        with ThreadPoolExecutor(len(questions)) as threads:
+            asked = [threads.submit(question) for _ in range(60) for question in questions]
+            assert all(answer.result(NEVER) for answer in asked)
+        assert collector.rollout() is not None
 
 
 # ---- states that do not fit ----

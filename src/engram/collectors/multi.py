@@ -252,6 +252,7 @@ class MultiCollector(BackgroundCollector):
         if getattr(policy, "__name__", None) in ("rand_step", "rand_action") and hasattr(policy, "__self__"):
             policy = None  # of an environment in this process: those of the workers act at random, too
         self._policy = policy
+        self._questions = threading.RLock()  # one caller at a time asks the workers
         self._weights_lock = threading.Lock()  # one writer at a time: `update_at_each_batch` may run in the background
         self._factory_state: dict[str, Any] | None = None  # of the policy that a factory made for the first worker
         self._is_updated = False  # whether workers have other weights than those that they began with
@@ -670,7 +671,7 @@ class MultiCollector(BackgroundCollector):
 
         With `static_seed` the environments of all workers start from `seed`, which is returned.
         """
-        with self._between_batches(), self._shut_down_on_error():
+        with self._asking(), self._shut_down_on_error():
             for k in range(self.num_workers):
                 self._seeds[k] = SetSeed(seed, static_seed)
                 seed = self._request(k, SetSeed(seed, static_seed))
@@ -690,7 +691,7 @@ class MultiCollector(BackgroundCollector):
         chosen = [True] * self.num_workers if reset_idx is None else [bool(flag) for flag in reset_idx]
         if len(chosen) != self.num_workers:
             raise ValueError(f"reset_idx has {len(chosen)} flags for {self.num_workers} workers; give one for each")
-        with self._between_batches(), self._shut_down_on_error():
+        with self._asking(), self._shut_down_on_error():
             for k in range(self.num_workers):
                 if chosen[k]:
                     self._request(k, Reset())
@@ -710,7 +711,7 @@ class MultiCollector(BackgroundCollector):
         are, under "waiting". A worker that was replaced counts on from the one before; how many restarts are left is
         not part of it.
         """
-        with self._between_batches():
+        with self._asking():
             return self._state_dict()
 
     def _state_dict(self) -> dict[str, Any]:
@@ -730,7 +731,7 @@ class MultiCollector(BackgroundCollector):
         void. Raises ValueError for a state of another kind of collector or policy, of another number of workers, or of
         other environments, with nothing changed.
         """
-        with self._between_batches():
+        with self._asking():
             self._load_state_dict(state_dict)
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
@@ -836,6 +837,13 @@ class MultiCollector(BackgroundCollector):
     def _between_batches(self) -> Iterator[None]:
         with super()._between_batches():
             self._refuse_if_shut_down()
+            yield
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """As `_between_batches`, for one caller at a time: an answer of a worker is that to the caller's question."""
+        with self._between_batches(), self._questions:
+            self._refuse_if_shut_down()  # by an error of the caller before
             yield
 
     def _refuse_if_shut_down(self) -> None:
