@@ -59,6 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         inside = item.path.relative_to(_HERE).parts[0] if item.path.is_relative_to(_HERE) else ""
         if inside in DEEP and not any(map(item.get_closest_marker, ("deep", "long", "quick"))):
             item.add_marker("deep")
+        if inside in ("clients", "cluster"):  # what the threads of peers and of Ray do is not ours
+            item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnhandledThreadExceptionWarning"))
 
 
 #: What `make mutants` must find: a line each, the test's folder and name.

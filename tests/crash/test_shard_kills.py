@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings
 from engram.errors import ShardUnavailableError
 
 SERVER = """
-    import pickle, socket
+    import os, pickle, signal, socket, sys
     from multiprocessing.connection import Connection
     from engram.distributed import ReplayShard
 
@@ -31,8 +30,26 @@ SERVER = """
     way.connect({address!r})
     connection = Connection(way.detach())
     shard = ReplayShard({capacity}, lanes=4, idle=1e9, scratch_dir={folder!r})
+    events, dies_at, is_saving = 0, None, False
+
+    def count(event, arguments):  # of what a save does with files
+        global events
+        if is_saving and (event == "open" or event.startswith("os.")):
+            events += 1
+            if events == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
     while True:
         method, arguments = pickle.loads(connection.recv_bytes())  # `send` would share the memory of tensors
+        if method == "die_at":
+            (dies_at,) = arguments
+            continue
+        if method == "events":
+            connection.send_bytes(pickle.dumps(events))
+            continue
+        if is_saving := method == "dumps":
+            events = 0
         try:
             answer = getattr(shard, method)(*arguments)
         except Exception as error:
@@ -50,7 +67,6 @@ class ProcessLink(ShardLink):
         self._waiting: list[_Call] = []
         self.starts = 1
         self._lock = threading.RLock()  # producers send rows that they held from other threads
-        self.before_kill: Callable[[], None] | None = None  # of the process, in the middle of the next save
 
     def call(self, method: str, *arguments: Any, answer_bytes: int = 0) -> PendingCall:
         with self._lock:
@@ -67,11 +83,11 @@ class ProcessLink(ShardLink):
             self._connection.send_bytes(pickle.dumps((method, arguments)))
         except OSError:
             self._fail()
-        if method == "dumps" and self.before_kill is not None:
-            self.before_kill()
-            self.program.kill()
-            self.before_kill = None
         return pending
+
+    def die_at(self, event: int) -> None:
+        """The process is to kill itself at the event given, 1 or more, of the next save."""
+        self._connection.send_bytes(pickle.dumps(("die_at", (event,))))
 
     def receive(self, timeout: float) -> None:
         """Takes the next answer in, or the end of the process."""
@@ -161,16 +177,17 @@ def test_a_save_of_shards_that_is_killed_is_not_in_force(link: ProcessLink, ram_
     rb = ShardedReplayBuffer([link], ShardedSettings(RandomSampler(), batch_size=16, timeout=300.0))
     rb.extend(rows(0, 1000))
     rb.dumps(ram_path / "saved")
-    saved, killed, finished, took = 1000, 0, 0, 0.03
-    for k in range(60):
+    saved, killed = 1000, 0
+    for k in range(24):
+        events = link.call("events").result(300.0) if k % 2 else 0  # of the save before, which was finished
         rb.extend(rows(1000 * k + 1000, 1000 * k + 2000))
         rb.flush()
         written = len(rb)
-        link.before_kill = partial(time.sleep, 1.5 * took * rng.random())  # about as long as a save takes here
-        began = time.monotonic()
+        if k % 2:
+            link.die_at(rng.randrange(events) + 1)
         try:
             rb.dumps(ram_path / "saved", timeout=300.0)
-            saved, finished, took = written, finished + 1, time.monotonic() - began
+            saved = written
         except ShardUnavailableError:
             killed += 1
         rb.loads(ram_path / "saved")
@@ -178,6 +195,4 @@ def test_a_save_of_shards_that_is_killed_is_not_in_force(link: ProcessLink, ram_
         rb.empty()
         rb.loads(ram_path / "saved")
         assert len(rb) == saved
-        if killed >= 3 and finished >= 3 and k >= 9:
-            break
-    assert killed >= 3, f"{killed} of {killed + finished} saves were killed"
+    assert killed == link.starts - 1 >= 6, "a save after one that was killed has more to do, so some may have ended"
