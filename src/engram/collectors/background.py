@@ -247,7 +247,10 @@ class BackgroundCollector:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """`with collector.pause():` nothing is collected, and what was begun is in the buffer; then it goes on."""
+        """`with collector.pause():` nothing is collected, and what was begun is in the buffer; then it goes on.
+
+        Between two pauses at least a batch is collected.
+        """
         with self._between_batches():
             yield
 
