@@ -18,7 +18,7 @@ from torch import nn
 from contracts.children import Child
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
-from contracts.waiting import comes
+from contracts.waiting import NEVER, comes
 from engram.collectors import SyncDataCollector, background
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
 from engram.envs import GymEnv, SerialEnv
@@ -141,7 +141,7 @@ def test_several_threads_that_pause_again_and_again_do_not_keep_it_from_collecti
     rb = buffer()
     collector = SyncDataCollector(countdown(), Rule(), frames_per_batch=5, total_frames=100, replay_buffer=rb)
     collector.start()
-    until = time.monotonic() + 60
+    until = time.monotonic() + NEVER
 
     def pause():
         while collector.is_running() and time.monotonic() < until:
@@ -165,7 +165,7 @@ def test_who_pauses_may_wait_for_another_thread_that_pauses_twice(monkeypatch):
     with collector.pause():
         other = threading.Thread(target=lambda: states.extend(collector.state_dict() for _ in range(2)), daemon=True)
         other.start()
-        other.join(60)
+        other.join(NEVER)
         assert len(states) == 2 and states[0]["frames"] == states[1]["frames"] == collector.frames
     collector.async_shutdown()
 

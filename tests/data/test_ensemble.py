@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
+from contracts.waiting import NEVER
 from engram import Generator, _native
 from engram.data import (
     LazyMemmapStorage,
@@ -953,5 +954,5 @@ def test_ensembles_with_the_same_members_in_other_orders_do_not_wait_for_each_ot
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(NEVER)
         assert not thread.is_alive()

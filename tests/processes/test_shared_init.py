@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.waiting import NEVER
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.errors import StorageError, StorageInUseError
 from engram.store import unmade
@@ -280,6 +281,6 @@ def test_threads_that_write_the_first_rows_in_different_ways_do_not_wait_for_eac
         thread.start()
         time.sleep(0.1)
     for thread in threads:
-        thread.join(30)
+        thread.join(NEVER)
         assert not thread.is_alive()
     assert len(rb) == (6 if "set" in order else 3)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.children import Child
 from contracts.programs import run_program
 from engram import verify
 from engram.data import (
@@ -368,12 +369,12 @@ def test_a_forked_process_does_not_wait_for_a_save_of_its_parent(tmp_path):
     rb.extend(batch("memory", 0, 40))
     gate = Gate(rb)
     handle = rb.dumps(tmp_path / "saved", blocking=False)
-    child = os.fork()
-    if child == 0:
-        threading.Timer(60, os._exit, [1]).start()
+
+    def waits():
         with pytest.raises(CheckpointError, match="forked from"):
             handle.result()
-        os._exit(0 if handle.done() else 2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return handle.done()
+
+    assert Child(waits, 60).result() is True
     gate.opened.set()
     assert handle.result() == "g-000001"
