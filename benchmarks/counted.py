@@ -99,9 +99,8 @@ def _collecting(policy: Any) -> Call:
     return lambda: next(batches)
 
 
-def count(markers: Path, only: str) -> dict[str, int]:
+def count(library: ctypes.PyDLL, only: str) -> dict[str, int]:
     """Makes every call whose name has `only` in it between its markers; how often each was made."""
-    library = ctypes.PyDLL(str(markers))  # which keeps the GIL: nobody else runs between the markers
     made: dict[str, int] = {}
     for name, call, times in calls():
         if only not in name:
@@ -118,8 +117,17 @@ def count(markers: Path, only: str) -> dict[str, int]:
     return made
 
 
+def cpu(library: ctypes.PyDLL) -> str:
+    """The CPU that this process sees: under callgrind the one that it emulates, not that of the machine."""
+    numbers = (ctypes.c_uint32 * 9)()
+    library.cpu_seen(numbers)
+    vendor = bytes(numbers)[:12].rstrip(b"\0").decode("latin-1")
+    features = " ".join(f"{number:x}" for number in numbers[3:])
+    return f"{platform.machine()} {vendor} {features}" if vendor else platform.machine()
+
+
 def versions() -> dict[str, str]:
-    """What the counts depend on besides our code."""
+    """The versions that the counts depend on."""
     own = {"python": platform.python_version(), "libc": "-".join(platform.libc_ver())}
     return own | {name: importlib.metadata.version(name) for name in PACKAGES}
 
@@ -130,7 +138,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     gc.disable()
-    made.write_text(json.dumps({"versions": versions(), "made": count(markers, sys.argv[3])}))
+    library = ctypes.PyDLL(str(markers))  # which keeps the GIL: nobody else runs between the markers
+    machine = {"cpu": cpu(library), **versions()}
+    made.write_text(json.dumps({"machine": machine, "made": count(library, sys.argv[3])}))
 
 
 if __name__ == "__main__":
