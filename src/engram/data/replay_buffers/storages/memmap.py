@@ -74,6 +74,33 @@ class ObservedMemmapStorage(TableStorage):
         self._env_shape, self._n_lanes = env_shape, store.lanes
         self._lanes, self._table = lanes, RowTable(lanes, layout, mapped=True)
         self._max_size = self._requested_size = lanes.capacity
+        self._frozen_at: int | None = None  # the incarnation of `freeze`
+
+    def freeze(self) -> None:
+        """Hides the rows that are written from now on, so that several reads and counts are about the same rows.
+
+        Rows that a writer overwrites are gone, as ever: of these there are fewer with time. A read after all rows were
+        replaced (`empty`, `loads`) raises a StorageInUseError.
+
+        Example:
+            >>> import tempfile
+            >>> folder = tempfile.mkdtemp()
+            >>> job = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder))
+            >>> _ = job.extend(torch.arange(4))
+            >>> observed = LazyMemmapStorage.open(folder, read_only=True)
+            >>> observed.freeze()
+            >>> _ = job.extend(torch.arange(4, 6))
+            >>> len(observed), observed.get(slice(None)).sum()
+            (4, tensor(6))
+        """
+        self._frozen_at = None
+        self._frozen_at = self._validated(self._freeze_lanes)
+
+    def _freeze_lanes(self) -> int | None:
+        if self._lanes is None:
+            return None
+        self._lanes.store.freeze()
+        return self._lanes.store.incarnation
 
     # ---- reading ----
     def _validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
@@ -82,6 +109,10 @@ class ObservedMemmapStorage(TableStorage):
             return read()
         for attempt in range(_READ_TRIES):
             before, error = lanes.store.epoch(), None
+            if self._frozen_at not in (None, before[0]):
+                raise StorageInUseError(
+                    f"all rows of the store in {self.scratch_dir} were replaced while it was read; look at it again"
+                )
             if errors_only or not any(n % 2 for n in before):
                 # Rows that are being changed can cause any error: it counts only if they were not.
                 try:
