@@ -225,21 +225,29 @@ class ReplayBuffer(Generic[T]):
 
     @classmethod
     def open(
-        cls, scratch_dir: str | os.PathLike[str], *, read_only: bool = False, **parts: Unpack[BufferArguments]
+        cls,
+        scratch_dir: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        take_over: bool = False,
+        **parts: Unpack[BufferArguments],
     ) -> Self:
         """A buffer over the mapped store in a folder, as it was left by an exit, a crash or `kill -9`.
 
         Args:
             read_only: look at the rows only, beside a job that writes them: no lock is taken and nothing is repaired
                 or written, so the job may go on as if nobody looked. Works on a read-only file system.
+            take_over: open a store on a network file system that another node left open, and does not use any more:
+                rows that it left torn are dropped, as after a power cut.
             parts: as the constructor takes them, storage apart.
 
         Raises:
             StorageError: there is no store, or its file is damaged.
+            StorageInUseError: it is on a network file system, and another node may be using it.
         """
         if "storage" in parts:
             raise TypeError("open takes no storage: it is the one in the folder")
-        parts["storage"] = LazyMemmapStorage.open(scratch_dir, read_only=read_only)
+        parts["storage"] = LazyMemmapStorage.open(scratch_dir, read_only=read_only, take_over=take_over)
         return cls(**parts)
 
     _reuse_batches = False

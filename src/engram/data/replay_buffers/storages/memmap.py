@@ -32,6 +32,7 @@ from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
 from engram.store.locks import LaneLocks
+from engram.store.nodes import note_node
 from engram.store.tables import Rows, RowTable
 from engram.store.unmade import UnmadeStore
 from engram.store.views import RowSnapshot
@@ -271,6 +272,8 @@ class LazyMemmapStorage(TableStorage):
             writes makes the file, the others use it. None of those that got it so deletes a store in `scratch_dir`.
         max_bytes: instead of `max_size`, the size that the file may have: a number, "80GB", "512MiB". As many steps as
             fit, which is known at the first write; until then `max_size` is None.
+        take_over: with `existsok`, open a store on a network file system that another node left open. Only where no
+            process there uses it any more: rows that it left torn are dropped, as after a power cut.
 
     Raises:
         ValueError: another device.
@@ -305,6 +308,7 @@ class LazyMemmapStorage(TableStorage):
         auto_cleanup: bool | None = None,
         shared_init: bool = False,
         max_bytes: int | str | None = None,
+        take_over: bool = False,
     ) -> None:
         if str(device) not in ("cpu", "cpu:0", "auto"):
             raise ValueError(
@@ -314,6 +318,7 @@ class LazyMemmapStorage(TableStorage):
         super().__init__(max_size, ndim, checkpointer, lanes, max_bytes)
         self.device = torch.device("cpu")
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self._takes_over = take_over
         self._auto_cleanup = bool(auto_cleanup)
         self._makes_folder = self.scratch_dir is not None and not self.scratch_dir.exists()
         self._remove: weakref.finalize[Any, Any] | None = None
@@ -338,20 +343,30 @@ class LazyMemmapStorage(TableStorage):
 
     @classmethod
     def open(
-        cls, scratch_dir: str | os.PathLike[str], *, read_only: bool = False, checkpointer: Any = None
+        cls,
+        scratch_dir: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        take_over: bool = False,
+        checkpointer: Any = None,
     ) -> LazyMemmapStorage | ObservedMemmapStorage:
         """The store in a folder, as it was left.
 
         Args:
             read_only: only read the rows, which other processes may be writing: an `ObservedMemmapStorage`.
+            take_over: open a store on a network file system that another node left open, and does not use any more.
 
         Raises:
             StorageError: there is none, or its file is damaged.
+            StorageInUseError: it is on a network file system, and another node may be using it.
+            ValueError: `read_only` and `take_over`.
         """
         folder = Path(scratch_dir)
+        if read_only and take_over:
+            raise ValueError("take_over=True opens a store for writing, read_only=True does not; give one of them")
         if read_only:
             return ObservedMemmapStorage(folder, checkpointer=checkpointer)
-        return cls(None, scratch_dir=folder, existsok=True, checkpointer=checkpointer)
+        return cls(None, scratch_dir=folder, existsok=True, take_over=take_over, checkpointer=checkpointer)
 
     # ---- making and opening ----
     def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable]:
@@ -382,7 +397,7 @@ class LazyMemmapStorage(TableStorage):
     def _open_file(self, layout: RowLayout | None) -> tuple[Lanes, RowTable]:
         """Opens the file, whichever process made it; its layout must be this one."""
         assert self.scratch_dir is not None
-        session = StoreSession(self.scratch_dir)
+        session = StoreSession(self.scratch_dir, self._takes_over)
         try:
             lanes, table = self._table_of(session, layout)
         except BaseException:
@@ -562,5 +577,5 @@ def _remove_store(session: StoreSession, folder: Path | None, process: int) -> b
 
 
 def _start_header(store: Any) -> None:
-    store.boot_id = boot_id()
+    note_node(store, boot_id())
     store.clean = True  # nothing in it yet
