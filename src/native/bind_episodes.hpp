@@ -125,12 +125,21 @@ class Episodes {
     poll(store, fetch);
     return use(index_, empty_batch(store, rule));
   }
+  using Trajectories = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+  using Ranges = std::vector<std::pair<uint64_t, uint64_t>>;
   // Every trajectory as (lane, env, first sequence, length), lane by lane, environment by environment, oldest first.
-  std::tuple<Tensor, Tensor, Tensor, Tensor> trajectories(Store& store, nb::handle fetch) {
+  Trajectories trajectories(Store& store, nb::handle fetch) { return trajectories_and_rows(store, fetch).first; }
+  // The same, and of each lane the sequences [first, stop) of the rows that they are made of.
+  std::pair<Trajectories, Ranges> trajectories_and_rows(Store& store, nb::handle fetch) {
     std::vector<int64_t> out[4];
+    Ranges ranges;
     {
       const ForkSafeMutex::Lock lock(mutex_);
       poll(store, fetch);
+      for (uint64_t l = 0; l < store.geometry().lanes; ++l) {
+        const LaneView rows = index_.indexed(l);
+        ranges.emplace_back(std::min(rows.first, rows.published), rows.published);
+      }
       for (uint64_t k = 0; k < index_.envs(); ++k)
         for (uint64_t i = 0; i < index_.count(k); ++i) {
           const Trajectory t = index_.trajectory(k, i);
@@ -138,7 +147,7 @@ class Episodes {
           for (int c = 0; c < 4; ++c) out[c].push_back(static_cast<int64_t>(values[c]));
         }
     }
-    return {copied_out(out[0]), copied_out(out[1]), copied_out(out[2]), copied_out(out[3])};
+    return {{copied_out(out[0]), copied_out(out[1]), copied_out(out[2]), copied_out(out[3])}, std::move(ranges)};
   }
   uint64_t longest(Store& store, nb::handle fetch) {
     const ForkSafeMutex::Lock lock(mutex_);
@@ -431,6 +440,7 @@ inline void bind_episodes(nb::module_& m) {
            "rule"_a, "seed"_a, "n"_a, "fetch"_a.none() = nb::none())
       .def("choices", &Episodes::choices, "store"_a, "rule"_a, "fetch"_a.none() = nb::none())
       .def("trajectories", &Episodes::trajectories, "store"_a, "fetch"_a.none() = nb::none())
+      .def("trajectories_and_rows", &Episodes::trajectories_and_rows, "store"_a, "fetch"_a.none() = nb::none())
       .def("longest", &Episodes::longest, "store"_a, "fetch"_a.none() = nb::none())
       .def("begin_epoch", &Episodes::begin_epoch, "store"_a, "rule"_a, "key"_a, "shuffle"_a,
            "fetch"_a.none() = nb::none())

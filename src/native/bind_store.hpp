@@ -9,6 +9,10 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#if defined(__linux__)
+#include <sys/vfs.h>
+#endif
+
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -732,14 +736,22 @@ inline std::tuple<bool, bool, nb::bytes> left_as(Store& store) {
   return {whole, h.clean != 0, nb::bytes(h.boot_id, 16)};
 }
 
+// `f_type` of statfs(2), of the file system that a file lies on; 0 where the system has none.
+inline uint32_t file_system_type(int fd) {
+#if defined(__linux__)
+  struct statfs system;
+  if (::fstatfs(fd, &system) == 0) return static_cast<uint32_t>(system.f_type);
+#endif
+  return 0;
+}
+
 inline nb::dict lane_state(const Store& store, uint64_t l) {
   check_lane(store, l);
   const LaneHeader& h = store.lanes.lane(l);
-  const LaneView v = store.lanes.view(l);
-  const uint64_t base = h.base.load();
+  const LaneView v = store.lanes.settled_view(l);
   nb::dict d;
-  d["first"] = std::max(v.first, std::min(base, v.published)), d["published"] = v.published, d["claimed"] = v.claimed;
-  d["base"] = base, d["origin"] = h.origin.load(), d["durable"] = h.durable.load();
+  d["first"] = v.first, d["published"] = v.published, d["claimed"] = v.claimed;
+  d["base"] = h.base.load(), d["origin"] = store.lanes.origin(l), d["durable"] = h.durable.load();
   d["term"] = h.term.load();
   return d;
 }
@@ -754,6 +766,7 @@ inline void bind_store(nb::module_& m) {
         "extra"_a.none() = nb::none(), "mapped"_a = false, "sequences"_a = false, "parts"_a.none() = nb::none());
   m.def("pack", &pack, "plan"_a, "row_bytes"_a);
   m.def("unpack", &unpack, "codec"_a, "rows"_a.noconvert(), "extra"_a.none() = nb::none());
+  m.def("file_system_type", &file_system_type, "fd"_a);
   m.def("joint_index", &joint_index, "slots"_a, "members"_a);
 
   nb::class_<Plan>(m, "Plan")
@@ -852,11 +865,22 @@ inline void bind_store(nb::module_& m) {
                      if (b.size() != 16) throw nb::value_error("a boot id has 16 bytes");
                      std::memcpy(s.header()->boot_id, b.c_str(), 16);
                    })
+      .def_prop_rw("host_id", [](const Store& s) { return nb::bytes(s.header()->host_id, 16); },
+                   [](Store& s, nb::bytes b) {
+                     s.must_be_writable();
+                     if (b.size() != 16) throw nb::value_error("a host id has 16 bytes");
+                     std::memcpy(s.header()->host_id, b.c_str(), 16);
+                   })
       .def_prop_rw("replaced", [](const Store& s) { return s.header()->replaced.load(); },
                    [](const Store& s, uint64_t n) { s.must_be_writable(); s.header()->replaced.store(n); })
       .def_prop_rw("clean", [](const Store& s) { return s.header()->clean != 0; },
                    [](Store& s, bool clean) { s.must_be_writable(); s.header()->clean = clean; })
       .def("lane", &lane_state, "lane"_a)
+      .def("freeze", [](Store& s) {
+        if (!s.read_only()) throw nb::value_error("only a store that was opened to be observed is frozen");
+        s.check_file();
+        s.lanes.freeze();
+      })
       .def("check_file", &Store::check_file)
       .def("rows", [](const Store& s) { s.check_file(); return s.lanes.rows() * s.geometry().envs; })
       .def("cursor", [](const Store& s, uint64_t l) {

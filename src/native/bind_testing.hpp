@@ -2,6 +2,8 @@
 #pragma once
 #include <nanobind/nanobind.h>
 
+#include <cstddef>
+#include <tuple>
 #include <vector>
 
 #include "bind_priorities.hpp"
@@ -88,6 +90,55 @@ inline std::vector<std::vector<double>> all_powers(nb::handle values_in, double 
   return ways;
 }
 
+// Name, offset and bytes of each field of the blocks of a store's file, for tests that damage them.
+using Fields = std::vector<std::tuple<const char*, size_t, size_t>>;
+inline nb::dict block_fields() {
+#define ENGRAM_FIELD(name) {#name, offsetof(Block, name), sizeof(Block::name)}
+  const auto geometry = [] {
+    using Block = StoreGeometry;
+    return Fields{ENGRAM_FIELD(magic), ENGRAM_FIELD(version), ENGRAM_FIELD(lane_version), ENGRAM_FIELD(features),
+                  ENGRAM_FIELD(feature_names), ENGRAM_FIELD(lanes), ENGRAM_FIELD(lane_capacity), ENGRAM_FIELD(envs),
+                  ENGRAM_FIELD(payload_bytes), ENGRAM_FIELD(row_stride), ENGRAM_FIELD(seams_offset),
+                  ENGRAM_FIELD(seams_bytes), ENGRAM_FIELD(layout_bytes), ENGRAM_FIELD(layout_offset),
+                  ENGRAM_FIELD(log_offset), ENGRAM_FIELD(redo_offset), ENGRAM_FIELD(redo_bytes),
+                  ENGRAM_FIELD(consumers_offset), ENGRAM_FIELD(arena_offset), ENGRAM_FIELD(rows_offset),
+                  ENGRAM_FIELD(total_bytes), ENGRAM_FIELD(store_id), ENGRAM_FIELD(layout_crc), ENGRAM_FIELD(crc)};
+  };
+  const auto session = [] {
+    using Block = StoreHeader;
+    return Fields{ENGRAM_FIELD(incarnation), ENGRAM_FIELD(edits), ENGRAM_FIELD(log_head), ENGRAM_FIELD(replaced),
+                  ENGRAM_FIELD(boot_id), ENGRAM_FIELD(clean), ENGRAM_FIELD(session_unused), ENGRAM_FIELD(host_id),
+                  ENGRAM_FIELD(unused)};
+  };
+  const auto lane = [] {
+    using Block = LaneHeader;
+    return Fields{ENGRAM_FIELD(claimed), ENGRAM_FIELD(published), ENGRAM_FIELD(base), ENGRAM_FIELD(origin),
+                  ENGRAM_FIELD(durable), ENGRAM_FIELD(term), ENGRAM_FIELD(version), ENGRAM_FIELD(version_unused),
+                  ENGRAM_FIELD(border_looked), ENGRAM_FIELD(border_agreed), ENGRAM_FIELD(turn),
+                  ENGRAM_FIELD(last_writer), ENGRAM_FIELD(writers), ENGRAM_FIELD(unused)};
+  };
+  const auto trailer = [] {
+    using Block = Trailer;
+    return Fields{ENGRAM_FIELD(sequence_and_seam), ENGRAM_FIELD(term), ENGRAM_FIELD(crc)};
+  };
+  const auto redo = [] {
+    using Block = RedoHeader;
+    return Fields{ENGRAM_FIELD(state), ENGRAM_FIELD(crc), ENGRAM_FIELD(rows), ENGRAM_FIELD(row_stride),
+                  ENGRAM_FIELD(log_head)};
+  };
+#undef ENGRAM_FIELD
+  nb::dict blocks;
+  const auto add = [&](const char* block, size_t bytes, const Fields& fields) {
+    nb::dict named;
+    for (const auto& [name, offset, size] : fields) named[name] = nb::make_tuple(offset, size);
+    blocks[block] = nb::make_tuple(bytes, named);
+  };
+  add("StoreGeometry", sizeof(StoreGeometry), geometry()), add("StoreHeader", sizeof(StoreHeader), session());
+  add("LaneHeader", sizeof(LaneHeader), lane()), add("Trailer", sizeof(Trailer), trailer());
+  add("RedoHeader", sizeof(RedoHeader), redo());
+  return blocks;
+}
+
 inline void bind_testing(nb::module_& m) {
   using namespace nb::literals;
   m.attr("PLANTED") =
@@ -123,6 +174,7 @@ inline void bind_testing(nb::module_& m) {
   m.def("pool_bytes", [] { return BlockPool::instance().free_bytes(); });
   m.def("empty_pool", [] { BlockPool::instance().empty(); });
 
+  m.def("block_fields", &block_fields);
   m.def("redo_offset", [](const Store& s) { return s.geometry().redo_offset; }, "store"_a);
   m.def("has_trailer", [](const Store& s) { return s.has_trailer(); }, "store"_a);
   m.def("is_whole", [](const Store& s, uint64_t physical_row) {

@@ -124,7 +124,9 @@ class EpisodeIndex {
   // Whether writers replaced a whole ring of rows during the last poll, so that nothing of it is left.
   bool overtaken(const Store& store) const {
     for (uint64_t l = 0; l < lanes_.size(); ++l)
-      if (lanes_[l].first >= lanes_[l].published && store.lanes.view(l).published > lanes_[l].published) return true;
+      if (lanes_[l].first >= lanes_[l].published &&
+          store.lanes.view(l).published > std::max(lanes_[l].first, lanes_[l].published))
+        return true;
     return false;
   }
 

@@ -63,7 +63,8 @@ struct StoreHeader {
   alignas(64) uint8_t boot_id[16];  // of the machine's last session that wrote
   uint32_t clean;                   // 1: closed by its last user, everything on disk
   uint32_t session_unused;
-  uint8_t unused[1024 - 512 - 192];
+  uint8_t host_id[16];              // of that machine, the same after it has started again; zeros: not known
+  uint8_t unused[1024 - 512 - 208];
 };
 static_assert(sizeof(StoreHeader) == 1024);
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -58,7 +59,7 @@ class Lanes {
   Lanes() = default;
   // `geometry` is a checked copy: the one in the store may change at any time (a damaged disk, another process).
   Lanes(StoreHeader* header, LaneHeader* lanes, Counter* seams, const StoreGeometry& geometry, bool others_see_it)
-      : header_(header), lanes_(lanes), seams_(geometry.seams_bytes ? seams : nullptr), geometry_(geometry),
+      : header_(header), lanes_(lanes), ends_(lanes), seams_(geometry.seams_bytes ? seams : nullptr), geometry_(geometry),
         piece_(claim_steps(geometry.lane_capacity, geometry.row_stride, others_see_it)) {}
 
   const StoreGeometry& geometry() const { return geometry_; }
@@ -70,7 +71,17 @@ class Lanes {
   Protocol protocol(uint64_t l) const {
     LaneHeader& h = lanes_[l];
     Counter* const seams = seams_ ? seams_ + l * (geometry_.seams_bytes / sizeof(Counter)) : nullptr;
-    return {h.claimed, h.published, h.base, seams, capacity()};
+    return {h.claimed, ends_[l].published, h.base, seams, capacity()};
+  }
+  // From here on this object sees no rows beyond those of now; rows that are overwritten go, as ever.
+  void freeze() {
+    ends_ = lanes_;
+    std::shared_ptr<LaneHeader[]> ends(new LaneHeader[count()]{});
+    for (uint64_t l = 0; l < count(); ++l) {
+      ends[l].published.store(view(l).published);
+      ends[l].origin.store(lanes_[l].origin.load());
+    }
+    frozen_ = std::move(ends), ends_ = frozen_.get();
   }
 
   TurnProtocol<StdMemory> turns(uint64_t l) const { return {lanes_[l].turn, lanes_[l].last_writer}; }
@@ -88,18 +99,30 @@ class Lanes {
     return e;
   }
   LaneView view(uint64_t l) const { return protocol(l).look(); }
+  uint64_t origin(uint64_t l) const { return ends_[l].origin.load(); }
+  // As `view`, of one moment: a reader that was suspended between its two loads, while a whole ring of rows was written,
+  // would find none. `first` is at most `published`.
+  LaneView settled_view(uint64_t l) const {
+    LaneView v = view(l);
+    for (int looks = 0; v.first > v.published && ends_ == lanes_ && looks < kLooks; ++looks) v = view(l);
+    v.first = std::min(v.first, v.published);
+    return v;
+  }
   // The oldest row that is still whole, for a reader that has just copied rows: call after its acquire fence.
   uint64_t first_now(uint64_t l) const { return protocol(l).first_now(); }
 
   uint64_t rows() const {
     uint64_t total = 0;
-    for (uint64_t l = 0; l < count(); ++l) total += view(l).rows();
+    for (uint64_t l = 0; l < count(); ++l) {
+      const LaneView v = view(l);
+      total += v.first > v.published ? settled_view(l).rows() : v.published - v.first;
+    }
     return total;
   }
   uint64_t write_count() const {
     uint64_t total = 0;
     for (uint64_t l = 0; l < count(); ++l)
-      total += lanes_[l].published.load(std::memory_order_acquire) - lanes_[l].origin.load(std::memory_order_relaxed);
+      total += ends_[l].published.load(std::memory_order_acquire) - ends_[l].origin.load(std::memory_order_relaxed);
     return total;
   }
 
@@ -162,6 +185,7 @@ class Lanes {
 
  private:
   static constexpr uint64_t kInTransition = uint64_t{1} << 63;
+  static constexpr int kLooks = 1000;
   void empty_lane(uint64_t l, bool reset_count) const {
     LaneHeader& h = lanes_[l];
     const uint64_t at = h.published.load();
@@ -171,6 +195,8 @@ class Lanes {
 
   StoreHeader* header_ = nullptr;
   LaneHeader* lanes_ = nullptr;
+  LaneHeader* ends_ = nullptr;  // where `published` and `origin` are read: `lanes_`, or those that `freeze` kept
+  std::shared_ptr<LaneHeader[]> frozen_;
   Counter* seams_ = nullptr;
   StoreGeometry geometry_{};
   uint64_t piece_ = 1;

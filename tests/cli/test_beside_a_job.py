@@ -1,10 +1,12 @@
 """Every command is an observer: the job that has the store open goes on as if nobody looked."""
 
+import contextlib
+
 import pytest
 
 from cli.support import episodes, store
 from engram.cli import convert, diff, head, info, plot, report, sample, verify
-from engram.cli.sources import open_rows
+from engram.data import LazyMemmapStorage
 
 COMMANDS = {
     "info": lambda store, out: info(store, episodes=True, returns=True),
@@ -31,7 +33,7 @@ def test_a_command_changes_no_byte_of_a_store_in_use(tmp_path, command):
 
 def test_the_job_may_change_and_empty_its_store_while_somebody_reads_it(tmp_path):
     rb = store(tmp_path)
-    with open_rows(tmp_path / "store") as observed:
+    with contextlib.closing(LazyMemmapStorage.open(tmp_path / "store", read_only=True)) as observed:
         assert len(observed) == 300
         rb[0] = rb[1]
         assert observed.get(0)["action"] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from engram import pytree
 from engram._progress import progress_bar
 from engram.checkpoint.snapshot import open_snapshot
 from engram.cli.description import shown_key
-from engram.cli.kinds import Kind, kind_of
+from engram.cli.kinds import Kind, kind_of, one_snapshot
 from engram.cli.rows import _oldest_first
 from engram.cli.sources import DATASET_SIZES, new_storage, open_rows, row_bytes
-from engram.cli.trajectories import trajectories_of
+from engram.cli.trajectories import read_column, trajectories_of
 from engram.data.datasets.atomic_files import new_folder
 from engram.data.datasets.episodes import TERMINATED, TRUNCATED, StepBlock, episode_source
 from engram.data.datasets.hdf5 import iter_hdf5, write_hdf5
@@ -116,6 +117,7 @@ def convert(
     """
     kind, place = _kind_to_write(target, to), Path(target)
     with ExitStack() as stack:
+        snapshot = stack.enter_context(one_snapshot(source, snapshot))
         data = stack.enter_context(_opened(source, snapshot, progress))
         dropped, ends_dropped = _dropped(data, drop)
         problems = _unheld(data, kind, dropped, ends_dropped)
@@ -243,9 +245,9 @@ class _Ends:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        trajectories = trajectories_of(storage)
-        if isinstance(trajectories, str):  # there are none
-            trajectories = StoredTrajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
+        counted = trajectories_of(storage)
+        none = StoredTrajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
+        trajectories = none if isinstance(counted, str) else counted[0]
         self._lane, self._env, self._start, self._length = (values.numpy() for values in trajectories)
 
     def hidden(self) -> int:
@@ -275,8 +277,7 @@ class _Ends:
         """One number of a key for each trajectory, of the step with that sequence."""
         lanes = _lanes(self._storage)
         capacity = lanes.store.lane_capacity
-        with self._storage.mutex:
-            column = self._storage.column(path, torch.from_numpy(self._lane * capacity + sequences % capacity))
+        column = read_column(self._storage, path, torch.from_numpy(self._lane * capacity + sequences % capacity))
         which = torch.arange(len(self._lane)), torch.from_numpy(self._env), 0
         return column.reshape(len(self._lane), lanes.envs, -1)[which].numpy()
 
@@ -291,8 +292,7 @@ def _unheld_flags(storage: Storage, paths: Sequence[KeyPath]) -> list[str]:
             slots = lane * lanes.store.lane_capacity + sequences % lanes.store.lane_capacity
 
             def column(path: KeyPath, slots: torch.Tensor = slots) -> Any:
-                with storage.mutex:
-                    return storage.column(path, slots).numpy() != 0
+                return read_column(storage, path, slots).numpy() != 0
 
             for path in _ROOT_FLAGS:
                 if path in paths and column(path).any():
@@ -439,6 +439,12 @@ def _to_torchrl(request: _Request) -> int:
                 mapped[key][rows : rows + n].copy_(values)
             rows += n
             advance(n)
+        if rows < total:  # its writer overwrote some before they were read: the files have no room for others
+            (folder / "storage").rename(folder / "longer")
+            shorter = mapped[:1].clone().expand(rows).memmap_like(prefix=folder / "storage")
+            for key in mapped.keys(include_nested=True, leaves_only=True):
+                shorter[key].copy_(mapped[key][:rows])
+            shutil.rmtree(folder / "longer")
         _write_json(folder / "storage" / "storage_metadata.json", {"metadata": {}, "is_pytree": False, "len": rows})
         _write_json(folder / "writer" / "metadata.json", {"cursor": 0, "write_count": rows})
         _write_json(folder / "buffer_metadata.json", {"batch_size": None, "consume_after_n_samples": None})

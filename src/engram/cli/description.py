@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,13 +17,14 @@ import numpy.typing as npt
 
 from engram._progress import progress_bar
 from engram.checkpoint.reader import reading
-from engram.cli.kinds import Kind, kind_of, store_folder
+from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.errors import StorageError, StorageInUseError
 from engram.store.counters import Counters
-from engram.store.header import FILE_NAME, observe_store
+from engram.store.header import FILE_NAME, observe_store, open_store
 from engram.store.locks import has_writer, is_open_elsewhere
 
 if TYPE_CHECKING:
+    from engram.cli.trajectories import CountedTrajectories
     from engram.data.replay_buffers.storages import Storage
 
 #: Stores of no more rows have their episodes counted without being asked: their flags are read.
@@ -153,15 +155,34 @@ def info(
     kind = kind_of(path)
     if kind == "store":
         return _of_store(path, episodes, returns, progress)
-    if kind == "checkpoint":
-        described = _of_checkpoint(path, snapshot)
-    elif kind == "TorchRL directory":
-        described = _of_torchrl(path)
+    with one_snapshot(path, snapshot) as snapshot:
+        described = _of_files(path, kind, snapshot)
+        if not (episodes or returns):
+            return described
+        with _opened_rows(path, snapshot, progress) as storage:
+            return _with_episodes(described, storage, _trajectories_of(storage), returns, progress)
+
+
+def info_of_rows(
+    path: str | os.PathLike[str], storage: Storage, snapshot: str | None = None, *, progress: bool = False
+) -> Info:
+    """What `info` says, with episodes and returns, of a path whose rows are open: those and all else of one moment."""
+    kind, trajectories = kind_of(path), _trajectories_of(storage)
+    if kind == "store":
+        fd, _ = open_store(store_folder(path), os.O_RDONLY)
+        try:
+            described = _of_observed(path, fd, storage, trajectories)
+        finally:
+            os.close(fd)
     else:
-        described = _of_dataset(path, kind)
-    if not (episodes or returns):
-        return described
-    return _with_episodes(described, path, snapshot, returns, progress)
+        described = _of_files(path, kind, snapshot)
+    return _with_episodes(described, storage, trajectories, True, progress)
+
+
+def _of_files(path: str | os.PathLike[str], kind: Kind, snapshot: str | None) -> Info:
+    if kind == "checkpoint":
+        return _of_checkpoint(path, snapshot)
+    return _of_torchrl(path) if kind == "TorchRL directory" else _of_dataset(path, kind)
 
 
 def shown_key(path: Sequence[Any]) -> str:
@@ -190,14 +211,25 @@ def _of_store(path: str | os.PathLike[str], episodes: bool | None, returns: bool
     store, fd = observe_store(folder)
     try:
         described = _settled(store, lambda: _of_header(path, store, fd))
+        rows = described.rows or 0
+        if not (returns or (rows <= _FEW_ROWS if episodes is None else episodes)):
+            return described if episodes is False else _noting(described, NOT_COUNTED)
+        with _opened_rows(path, None, progress) as storage:
+            trajectories = _trajectories_of(storage)
+            described = _of_observed(path, fd, storage, trajectories)
+            return _with_episodes(described, storage, trajectories, returns, progress)
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{folder / FILE_NAME} has no readable layout: {error}") from error
     finally:
         os.close(fd)
-    rows = described.rows or 0
-    if returns or (rows <= _FEW_ROWS if episodes is None else episodes):
-        return _with_episodes(described, path, None, returns, progress)
-    return described if episodes is False else _noting(described, NOT_COUNTED)
+
+
+def _of_observed(path: str | os.PathLike[str], fd: int, storage: Storage, trajectories: CountedTrajectories) -> Info:
+    """What the header says of the rows that trajectories were counted in, or of those that are there now."""
+    lanes = storage.lanes
+    assert lanes is not None
+    rows = None if isinstance(trajectories, str) or not trajectories[1] else trajectories[1]
+    return storage._validated(lambda: _of_header(path, lanes.store, fd, rows))
 
 
 def _settled(store: Any, read: Callable[[], Info]) -> Info:
@@ -211,27 +243,29 @@ def _settled(store: Any, read: Callable[[], Info]) -> Info:
     raise StorageInUseError("all rows of the store are being replaced; try again when that is done")
 
 
-def _of_header(path: str | os.PathLike[str], store: Any, fd: int) -> Info:
+def _of_header(path: str | os.PathLike[str], store: Any, fd: int, rows: list[range] | None = None) -> Info:
+    """What the header says; of each lane about the rows with these sequences (None: about those of now)."""
     layout = json.loads(store.layout)
     lanes = [{**store.lane(i), "seams": store.seams(i)} for i in range(store.lanes)]
+    if rows is None:
+        rows = [range(lane["first"], lane["published"]) for lane in lanes]
     return Info(
         path=str(path),
         kind="store",
-        rows=store.rows(),
+        rows=store.envs * sum(map(len, rows)),
         capacity=store.lanes * store.lane_capacity * store.envs,
         row_bytes=layout["row_bytes"],
         file_bytes=os.fstat(fd).st_size,
         envs=store.envs,
         keys=_keys(layout),
-        lanes=tuple(_lane(lane, store.envs, has_writer(fd, i)) for i, lane in enumerate(lanes)),
+        lanes=tuple(_lane(lane, rows[i], store.envs, has_writer(fd, i)) for i, lane in enumerate(lanes)),
         in_use=is_open_elsewhere(fd),
     )
 
 
-def _lane(state: dict[str, Any], envs: int, held: bool | None) -> LaneInfo:
-    first, published = state["first"], state["published"]
-    seams = sum(first < seam < published for seam in state["seams"])
-    return LaneInfo((published - first) * envs, (published - state["origin"]) % (1 << 64), seams, held)
+def _lane(state: dict[str, Any], rows: range, envs: int, held: bool | None) -> LaneInfo:
+    seams = sum(rows.start < seam < rows.stop for seam in state["seams"])
+    return LaneInfo(len(rows) * envs, (rows.stop - state["origin"]) % (1 << 64), seams, held)
 
 
 # ---- a checkpoint ----
@@ -267,7 +301,8 @@ def _of_saved_rows(described: Info, state: dict[str, Any]) -> Info:
     capacity, envs = state["counters"]["lane_capacity"], counters.envs
     layout = state.get("layout")
     lanes = [
-        _lane({**lane, "first": counters.first(i)}, envs, None) for i, lane in enumerate(state["counters"]["lanes"])
+        _lane(lane, range(counters.first(i), counters.stop(i)), envs, None)
+        for i, lane in enumerate(state["counters"]["lanes"])
     ]
     return replace(
         described,
@@ -322,29 +357,34 @@ def _bytes_below(folder: Path) -> int:
     return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
 
 
-# ---- episodes ----
+# ---- episodes: what is late here loads torch ----
+def _opened_rows(path: str | os.PathLike[str], snapshot: str | None, progress: bool) -> AbstractContextManager[Storage]:
+    from engram.cli.sources import open_rows
+
+    return open_rows(path, snapshot, progress=progress)
+
+
+def _trajectories_of(storage: Storage) -> CountedTrajectories:
+    from engram.cli.trajectories import trajectories_of
+
+    return trajectories_of(storage)
+
+
 def _with_episodes(
-    described: Info, path: str | os.PathLike[str], snapshot: str | None, returns: bool, progress: bool
+    described: Info, storage: Storage, trajectories: CountedTrajectories, returns: bool, progress: bool
 ) -> Info:
-    from engram.cli.sources import open_rows  # late: it loads torch
+    from engram.cli.trajectories import episode_returns, has_rewards
 
-    with open_rows(path, snapshot, progress=progress) as storage:
-        return _counted(described, storage, returns, progress)
-
-
-def _counted(described: Info, storage: Storage, returns: bool, progress: bool) -> Info:
-    from engram.cli.trajectories import episode_returns, has_rewards, trajectories_of
-
-    trajectories = trajectories_of(storage)
     if isinstance(trajectories, str):
         return _noting(described, trajectories)
-    counted = replace(described, episodes=len(trajectories.length), lengths=_summary(trajectories.length.numpy()))
+    counted, _ = trajectories
+    described = replace(described, episodes=len(counted.length), lengths=_summary(counted.length.numpy()))
     if not returns:
-        return counted
+        return described
     if not has_rewards(storage):
-        return _noting(counted, "the rows have no ('next', 'reward'): there are no returns")
+        return _noting(described, "the rows have no ('next', 'reward'): there are no returns")
     with progress_bar(f"reading rewards of {described.path}", storage.shape[0], progress) as advance:
-        return replace(counted, returns=_summary(episode_returns(storage, trajectories, advance)))
+        return replace(described, returns=_summary(episode_returns(storage, counted, advance)))
 
 
 def _summary(values: npt.NDArray[Any]) -> Summary | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from engram._progress import progress_bar
 from engram.checkpoint.snapshot import open_snapshot
 from engram.cli.description import shown_key
-from engram.cli.kinds import kind_of
+from engram.cli.kinds import kind_of, one_snapshot, store_folder
 from engram.cli.sources import open_rows
 from engram.data.replay_buffers.storages import Storage
 from engram.pytree import describe
@@ -115,19 +115,25 @@ def diff(
     if by not in (None, SEQUENCE, AGE):
         raise ValueError(f"by is {SEQUENCE!r} or {AGE!r}, got {by!r}")
     with ExitStack() as stack:
+        snapshot_a, snapshot_b = (stack.enter_context(one_snapshot(*x)) for x in ((a, snapshot_a), (b, snapshot_b)))
         one = stack.enter_context(open_rows(a, snapshot_a, progress=progress))
-        other = stack.enter_context(open_rows(b, snapshot_b, progress=progress))
+        # Two looks at a store that a job writes would be of two moments.
+        other = one if _is_same_store(a, b) else stack.enter_context(open_rows(b, snapshot_b, progress=progress))
         comparison = _Comparison(one, other, by)
         with progress_bar(f"comparing {a} and {b}", comparison.total, progress) as advance:
             for n in comparison.run():
                 advance(n)
         keys, values = comparison.key_lines(), comparison.values()
-    parts, notes = _part_differences(a, b, snapshot_a, snapshot_b)
+        parts, notes = _part_differences(a, b, snapshot_a, snapshot_b)
     equal = not (keys or parts or comparison.rows or comparison.only_a or comparison.only_b)
     return Differences(
         str(a), str(b), equal, comparison.compared, comparison.by, comparison.rows, comparison.only_a,
         comparison.only_b, keys, parts, values, (*notes, *comparison.notes),
     )  # fmt: skip
+
+
+def _is_same_store(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> bool:
+    return all(kind_of(path) == "store" for path in (a, b)) and os.path.samefile(store_folder(a), store_folder(b))
 
 
 # ---- rows ----
@@ -140,23 +146,20 @@ class _Pairs(NamedTuple):
     only_b: int
 
     @classmethod
-    def by_age(cls, a: Storage, b: Storage) -> _Pairs:
-        one, other = _stored(a), _stored(b)
+    def by_age(cls, a: Storage, b: Storage, rows_a: list[range], rows_b: list[range]) -> _Pairs:
+        one, other = _slots_of_all(a, rows_a), _slots_of_all(b, rows_b)
         n = min(len(one), len(other))
         return cls(one[:n], other[:n], len(one) - n, len(other) - n)
 
     @classmethod
-    def by_sequence(cls, a: Storage, b: Storage) -> _Pairs | None:
+    def by_sequence(cls, a: Storage, b: Storage, rows_a: list[range], rows_b: list[range]) -> _Pairs | None:
         """Rows of one sequence; None where lanes or environments are others."""
         if a.lanes is None or b.lanes is None or _shape(a) != _shape(b):
             return None
-        of_a, of_b = [], []
-        for lane, (x, y) in enumerate(zip(a.lanes.states(), b.lanes.states(), strict=True)):
-            both = np.arange(max(x["first"], y["first"]), min(x["published"], y["published"]))
-            of_a.append(_slots_of(a, lane, both))
-            of_b.append(_slots_of(b, lane, both))
-        one, other = np.concatenate(of_a), np.concatenate(of_b)
-        return cls(one, other, len(a) - len(one), len(b) - len(other))
+        both = [range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(rows_a, rows_b, strict=True)]
+        one, other = _slots_of_all(a, both), _slots_of_all(b, both)
+        only_a, only_b = (sum(map(len, rows)) * a.lanes.envs - len(one) for rows in (rows_a, rows_b))
+        return cls(one, other, only_a, only_b)
 
     def probe(self) -> _Pairs:
         """A few of them, all over the storages."""
@@ -169,7 +172,8 @@ class _Comparison:
 
     def __init__(self, a: Storage, b: Storage, by: str | None) -> None:
         self._a, self._b = a, b
-        age, sequence = _Pairs.by_age(a, b), _Pairs.by_sequence(a, b)
+        rows = _stored(a), _stored(b)
+        age, sequence = _Pairs.by_age(a, b, *rows), _Pairs.by_sequence(a, b, *rows)
         if by == SEQUENCE and sequence is None:
             raise ValueError(f"the lanes or environments of a and b differ: rows can be compared by {AGE} only")
         # A copy counts its rows anew: what rows are the same ones, the rows say.
@@ -245,18 +249,21 @@ def _shape(storage: Storage) -> tuple[int, int]:
     return storage.lanes.store.lanes, storage.lanes.envs
 
 
-def _slots_of(storage: Storage, lane: int, sequences: Slots) -> Slots:
-    """The slots of time steps of a lane, of all environments."""
-    assert storage.lanes is not None
-    capacity, envs = storage.lanes.store.lane_capacity, storage.lanes.envs
-    return ((lane * capacity + sequences % capacity)[:, None] * envs + np.arange(envs)).reshape(-1)
-
-
-def _stored(storage: Storage) -> Slots:
-    """The slots that hold rows, lane by lane, oldest first."""
+def _stored(storage: Storage) -> list[range]:
+    """The sequences of the time steps that each lane holds."""
     states = [] if storage.lanes is None else storage.lanes.states()
-    slots = [_slots_of(storage, i, np.arange(x["first"], x["published"])) for i, x in enumerate(states)]
-    return np.concatenate([np.zeros(0, np.int64), *slots])
+    return [range(state["first"], state["published"]) for state in states]
+
+
+def _slots_of_all(storage: Storage, rows: list[range]) -> Slots:
+    """The slots of time steps with these sequences of each lane, of all environments, oldest first."""
+    slots = [np.zeros(0, np.int64)]
+    for lane, stored in enumerate(rows):
+        assert storage.lanes is not None
+        capacity, envs = storage.lanes.store.lane_capacity, storage.lanes.envs
+        times = lane * capacity + np.arange(stored.start, stored.stop) % capacity
+        slots.append((times[:, None] * envs + np.arange(envs)).reshape(-1))
+    return np.concatenate(slots)
 
 
 def _form(leaf: Any) -> str:

@@ -13,8 +13,9 @@ import torch
 
 from engram import __version__
 from engram._system import human_bytes
-from engram.cli.description import Info, info, shown_key
+from engram.cli.description import Info, info_of_rows, shown_key
 from engram.cli.differences import INDEX
+from engram.cli.kinds import one_snapshot
 from engram.cli.plots import LENGTHS, RETURNS, Series, figure, import_matplotlib, png_of_figure, series
 from engram.cli.rows import RowsShown, _drawn, _read
 from engram.cli.sources import open_rows
@@ -103,8 +104,8 @@ def report(
     import_matplotlib()
     name = Path(path).absolute().name
     place = Path(f"{name}.html" if output is None else output)
-    described = info(path, episodes=True, returns=True, snapshot=snapshot, progress=progress)
-    with open_rows(path, snapshot, progress=progress) as storage:
+    with one_snapshot(path, snapshot) as snapshot, open_rows(path, snapshot, progress=progress) as storage:
+        described = info_of_rows(path, storage, snapshot, progress=progress)
         body = "\n".join([*_head(described), *_sections(storage, progress)])
     page = _PAGE.format(
         title=escape(name), subtitle=escape(f"{described.kind} at {Path(path).absolute()}"), body=body,

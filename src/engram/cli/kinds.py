@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from engram.checkpoint.directory import CheckpointDirectory
+from engram.checkpoint.reader import reading
 from engram.store.header import FILE_NAME, has_store
 
 #: What a path can hold.
@@ -67,3 +70,19 @@ def store_folder(path: str | os.PathLike[str]) -> Path:
     """The folder of the store that a path means: itself, or that of the store's file."""
     place = Path(path)
     return place if place.is_dir() else place.absolute().parent
+
+
+@contextmanager
+def one_snapshot(path: str | os.PathLike[str], snapshot: str | None = None) -> Iterator[str | None]:
+    """A block in which all that is read of a checkpoint is of one snapshot, which no save removes: yields its name.
+
+    Of anything else yields None.
+
+    Raises:
+        CheckpointError: there is no such snapshot.
+    """
+    if kind_of(path) != "checkpoint":
+        yield None
+        return
+    with reading(path, snapshot) as reader:
+        yield reader.name

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from engram._progress import progress_bar
 from engram.cli.description import shown_key
 from engram.cli.sources import open_rows
-from engram.cli.trajectories import episode_returns, has_rewards, trajectories_of
+from engram.cli.trajectories import column_blocks, episode_returns, has_rewards, trajectories_of
 from engram.data.replay_buffers.storages import Storage
 from engram.pytree import KeyPath
 
@@ -115,52 +114,50 @@ def _of_episodes(storage: Storage, name: str, progress: bool) -> Series:
     if isinstance(trajectories, str):
         raise ValueError(f"there are no {name} to draw: {trajectories}")
     if name == LENGTHS:
-        values = trajectories.length.numpy().astype(np.float64)
+        values = trajectories[0].length.numpy().astype(np.float64)
     elif has_rewards(storage):
         with progress_bar("reading rewards", storage.shape[0], progress) as advance:
-            values = episode_returns(storage, trajectories, advance)
+            values = episode_returns(storage, trajectories[0], advance)
     else:
         raise ValueError("there are no returns to draw: the rows have no ('next', 'reward')")
     values = values[np.isfinite(values)]
     if not len(values):
         raise ValueError(f"there are no {name} to draw: no episodes are stored")
-    return _summed_up(name, "episode", len(values), lambda: iter([values[:, None]]))
+    drawn = _summed_up(name, "episode", len(values), lambda: iter([values[:, None]]))
+    assert drawn is not None
+    return drawn
 
 
 def _of_key(storage: Storage, name: str, path: KeyPath, progress: bool) -> Series:
-    steps = storage.shape[0]
+    lanes = storage.lanes
+    rows = [] if lanes is None else [range(lane["first"], lane["published"]) for lane in lanes.counters()]
+    steps = sum(map(len, rows))
     if not steps:
         raise ValueError(f"there is no {name} to draw: no rows are stored")
     with progress_bar(f"reading {name}", 2 * steps, progress) as advance:
-        return _summed_up(name, "stored step, oldest first", steps, lambda: _blocks(storage, path, advance))
+        drawn = _summed_up(name, "stored step, oldest first", steps, lambda: _blocks(storage, path, rows, advance))
+    if drawn is None:
+        raise ValueError(f"there is no {name} to draw: all rows were overwritten by their writer before they were read")
+    return drawn
 
 
-def _blocks(storage: Storage, path: KeyPath, advance: Callable[[int], None]) -> Iterator[Numbers]:
-    """A key of all rows, oldest first: `[steps, lines]` a block."""
-    lanes = storage.lanes
-    assert lanes is not None
-    capacity = lanes.store.lane_capacity
-    for lane, state in enumerate(lanes.states()):
-        for start in range(state["first"], state["published"], _ROWS_AT_ONCE):
-            times = torch.arange(start, min(start + _ROWS_AT_ONCE, state["published"])) % capacity
-            with storage.mutex:
-                column = storage.column(path, lane * capacity + times)
-            values = column.double().reshape(len(times), -1).cpu().numpy()
-            yield values if values.shape[1] <= _MOST_LINES else values.mean(1, keepdims=True)
-            advance(len(times))
+def _blocks(storage: Storage, path: KeyPath, rows: list[range], advance: Callable[[int], None]) -> Iterator[Numbers]:
+    """A key of these rows of each lane, oldest first: `[steps, lines]` a block."""
+    for column, gone in column_blocks(storage, path, rows, _ROWS_AT_ONCE):
+        values = column.double().flatten(1).cpu().numpy() if column.ndim > 1 else column.double().cpu().numpy()[:, None]
+        yield values if values.shape[1] <= _MOST_LINES else values.mean(1, keepdims=True)
+        advance(len(values) + gone)
 
 
-def _summed_up(name: str, x_label: str, n: int, blocks: Callable[[], Iterator[Numbers]]) -> Series:
-    """Sums values up: buckets over time, and a histogram; reads the blocks twice."""
+def _summed_up(name: str, x_label: str, n: int, blocks: Callable[[], Iterator[Numbers]]) -> Series | None:
+    """Sums up to n values up: buckets over time, and a histogram; reads the blocks twice. None: there are no values."""
     size = max(1, -(-n // _MOST_POINTS))  # values of a bucket
-    points = -(-n // size)
     total = least = most = np.zeros((0, 0))
     at, low, high = 0, np.inf, -np.inf
     for block in blocks():
         if not total.size:
-            total = np.zeros((points, block.shape[1]))
+            total = np.zeros((-(-n // size), block.shape[1]))
             least, most = np.full_like(total, np.inf), np.full_like(total, -np.inf)
-        block = block[: n - at]  # a writer may have gone on meanwhile
         bucket = (at + np.arange(len(block))) // size
         np.add.at(total, bucket, block)
         np.minimum.at(least, bucket, block)
@@ -169,13 +166,16 @@ def _summed_up(name: str, x_label: str, n: int, blocks: Callable[[], Iterator[Nu
         if finite.size:
             low, high = min(low, float(finite.min())), max(high, float(finite.max()))
         at += len(block)
+    if not at:
+        return None
+    points = -(-at // size)  # a writer may have overwritten some before they were read
     counts, edges = np.zeros(_BINS), np.linspace(*_span(low, high), _BINS + 1)
     for block in blocks():
         finite = block[np.isfinite(block)]
         counts += np.histogram(np.clip(finite, edges[0], edges[-1]), edges)[0]
     each = np.minimum(size, at - size * np.arange(points)).clip(1)
     x = size * np.arange(points) + (each - 1) / 2
-    return Series(name, x_label, x, total / each[:, None], least, most, counts, edges)
+    return Series(name, x_label, x, total[:points] / each[:, None], least[:points], most[:points], counts, edges)
 
 
 def _span(low: float, high: float) -> tuple[float, float]:

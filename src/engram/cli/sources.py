@@ -11,13 +11,14 @@ from typing import Any
 from engram import pytree
 from engram._progress import progress_bar
 from engram._system import free_memory
-from engram.cli.kinds import Kind, kind_of, store_folder
+from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
 from engram.data.datasets.hdf5 import hdf5_size, iter_hdf5
 from engram.data.datasets.minari import iter_minari, minari_size
 from engram.data.datasets.parquet import iter_parquet, parquet_size
 from engram.data.replay_buffers.rebuild import saved_storage
 from engram.data.replay_buffers.storages import LazyMemmapStorage, LazyTensorStorage, Storage
-from engram.errors import CheckpointMisfitError
+from engram.data.replay_buffers.storages.memmap import ObservedMemmapStorage
+from engram.errors import CheckpointMisfitError, DatasetError
 from engram.interop.torchrl.files import SavedSteps, layout_of
 from engram.interop.torchrl.load import open_torchrl
 
@@ -48,7 +49,9 @@ def open_rows(
 ) -> Iterator[Storage]:
     """A storage with the rows at a path: a store in place, as an observer; of anything else a copy.
 
-    The copy is in memory, or in a temporary file (in TMPDIR) where it would take more than half of what is free.
+    Of a store that a job writes, whatever is read and counted is about the rows of this moment, less those that are
+    overwritten meanwhile. A copy is in memory, or in a temporary file (in TMPDIR) where it would take more than half of
+    what is free.
 
     `progress` shows that something is being read, if standard error is a terminal.
 
@@ -57,9 +60,10 @@ def open_rows(
     """
     kind = kind_of(path)
     if kind == "store":
-        storage: Any = LazyMemmapStorage.open(store_folder(path), read_only=True)
+        storage: Any = ObservedMemmapStorage(store_folder(path))
+        storage.freeze()
     else:
-        with progress_bar(f"reading {path}", None, progress) as advance:
+        with progress_bar(f"reading {path}", None, progress) as advance, one_snapshot(path, snapshot) as snapshot:
             storage = _copy(path, kind, snapshot, advance)
     try:
         yield storage
@@ -89,6 +93,10 @@ def _copy_of_dataset(path: str | os.PathLike[str], kind: Kind, advance: Callable
     storage: Storage | None = None
     for batch in dataset_batches(path, kind):
         storage = storage or new_storage(rows, rows * row_bytes(batch))
+        if len(storage) + len(batch) > rows:
+            raise DatasetError(
+                str(path), f"it was changed while it was read: it has more than the {rows} steps of before"
+            )
         storage.append(storage.check(batch, single=False))
         advance(len(batch))
     return storage or LazyTensorStorage(1)

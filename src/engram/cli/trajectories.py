@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from engram.data.datasets.episodes import REWARD
 from engram.data.replay_buffers.stats import stored_trajectories
 from engram.data.replay_buffers.storages import Storage
+from engram.pytree import KeyPath
 from engram.store.episodes import EpisodeIndex, StoredTrajectories
 
 _AT_ONCE = 1 << 16  # time steps of which rewards are read at once
 
 
-def trajectories_of(storage: Storage) -> StoredTrajectories | str:
-    """Every stored trajectory; where there are none to count, a sentence that says why."""
+#: Every stored trajectory, and of each lane the sequences of the steps that they are made of; or why there are none.
+CountedTrajectories = tuple[StoredTrajectories, list[range]] | str
+
+
+def trajectories_of(storage: Storage) -> CountedTrajectories:
+    """Every stored trajectory, with the steps of the same moment; where there are none to count, why, in words."""
     if storage.layout is None and len(storage):
         return "steps are stored as items of any form: episodes are not looked for"
     trajectories = stored_trajectories(storage, EpisodeIndex())
@@ -45,14 +51,35 @@ def episode_returns(
         for at in range(begin, end, _AT_ONCE):
             until = min(at + _AT_ONCE, end)
             slots = int(lane) * capacity + torch.arange(at, until) % capacity
-            with storage.mutex:
-                rewards = storage.column(REWARD, slots).double().reshape(until - at, lanes.envs, -1).sum(-1).numpy()
+            rewards = read_column(storage, REWARD, slots).double().reshape(until - at, lanes.envs, -1).sum(-1).numpy()
             totals = np.concatenate([np.zeros((1, lanes.envs)), rewards.cumsum(0)])
             inside = here[(start_of[here] < until) & (start_of[here] + length_of[here] > at)]
             first = np.maximum(start_of[inside], at) - at
             last = np.minimum(start_of[inside] + length_of[inside], until) - at
             sums[inside] += totals[last, env_of[inside]] - totals[first, env_of[inside]]
             advance(until - at)
-        oldest = lanes.states()[int(lane)]["first"]  # after the rows were read
+        oldest = lanes.store.lane(int(lane))["first"]  # after the rows were read
         sums[here[start_of[here] < oldest]] = np.nan
     return sums
+
+
+def read_column(storage: Storage, path: KeyPath, slots: Tensor) -> Tensor:
+    """One leaf of the steps at these time slots: [n, *envs, ...]. Of steps overwritten meanwhile it may be anything."""
+    with storage.mutex:
+        return storage._validated(lambda: storage.column(path, slots))
+
+
+def column_blocks(storage: Storage, path: KeyPath, rows: list[range], steps: int) -> Iterator[tuple[Tensor, int]]:
+    """One leaf of the steps with these sequences of each lane, oldest first: blocks `[n, *envs, ...]`.
+
+    Without those that a writer overwrote before they were read; how many these are comes with each block.
+    """
+    lanes = storage.lanes
+    assert lanes is not None
+    capacity = lanes.store.lane_capacity
+    for lane, stored in enumerate(rows):
+        for start in range(stored.start, stored.stop, steps):
+            times = torch.arange(start, min(start + steps, stored.stop))
+            values = read_column(storage, path, lane * capacity + times % capacity)
+            gone = min(max(0, lanes.store.lane(lane)["first"] - start), len(times))
+            yield values[gone:], gone

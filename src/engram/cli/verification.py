@@ -6,7 +6,6 @@ import functools
 import os
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,18 +95,22 @@ def _verify_store(path: str | os.PathLike[str], progress: bool) -> Verification:
     file = str(folder / FILE_NAME)
     try:
         store, fd = observe_store(folder)
+    except StorageInUseError:
+        raise
     except StorageError as error:
         return Verification(str(path), "store", False, 0, "the header", (Damage(file, str(error)),))
     results: list[_Checked] = []
     try:
-        with progress_bar(f"verifying {path}", store.rows(), progress) as advance:
+        pieces = _pieces(store)
+        total = store.envs * sum(stop - start for _, start, stop in pieces)
+        with progress_bar(f"verifying {path}", total, progress) as advance:
 
             def check(lane: int, start: int, stop: int) -> None:
                 results.append(_check_rows(store, lane, start, stop))
                 advance((stop - start) * store.envs)
 
             # While one thread waits for the disk, the other one computes; neither holds the GIL.
-            in_parallel((functools.partial(check, *piece) for piece in _pieces(store)), THREADS)
+            in_parallel((functools.partial(check, *piece) for piece in pieces), THREADS)
     finally:
         os.close(fd)
     results.sort()
@@ -125,13 +128,15 @@ class _Checked(NamedTuple):
     damaged: list[tuple[int, int]]
 
 
-def _pieces(store: Any) -> Iterator[tuple[int, int, int]]:
-    """Lane, start and stop of the rows that are compared in one call."""
+def _pieces(store: Any) -> list[tuple[int, int, int]]:
+    """Lane, start and stop of the rows that are compared in one call: of all that are stored now."""
     steps = max(1, _ROWS_AT_ONCE // store.envs)
+    pieces = []
     for lane in range(store.lanes):
         state = store.lane(lane)
         for start in range(state["first"], state["published"], steps):
-            yield lane, start, min(start + steps, state["published"])
+            pieces.append((lane, start, min(start + steps, state["published"])))
+    return pieces
 
 
 def _check_rows(store: Any, lane: int, start: int, stop: int) -> _Checked:

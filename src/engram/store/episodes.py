@@ -193,6 +193,16 @@ class EpisodeIndex:
             return StoredTrajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
         return StoredTrajectories(*self._query(steps, "trajectories"))
 
+    def trajectories_and_rows(self, steps: StepSource) -> tuple[StoredTrajectories, list[range]]:
+        """Every stored trajectory, and of each lane the sequences of the steps that they are made of.
+
+        Both are of one moment, whoever writes: no step lies outside of the trajectories, and none in two of them.
+        """
+        if self._of(steps) is None:
+            return self.trajectories(steps), []
+        trajectories, ranges = self._query(steps, "trajectories_and_rows")
+        return StoredTrajectories(*trajectories), [range(*bounds) for bounds in ranges]
+
     def _query(self, steps: StepSource, method: str, *args: Any) -> Any:
         indexed = self._of(steps)
         if indexed is None:

@@ -24,6 +24,7 @@ from engram.errors import StorageError
 from engram.store.header import FILE_NAME, open_store
 from engram.store.layout import RowLayout
 from engram.store.locks import LaneLocks
+from engram.store.nodes import network_file_system, note_node, refuse_other_node, warn_of_network
 
 
 class StoreSpec:
@@ -312,15 +313,18 @@ _log = logging.getLogger("engram")
 class StoreSession:
     """One process's use of the store in a folder, from opening to `close`.
 
+    Args:
+        take_over: open a store on a network file system that another node left open, and has stopped using.
+
     Attributes:
         dropped: rows torn by a power cut that the opening removed.
 
     Raises:
         StorageError: there is no store, or its file is damaged.
-        StorageInUseError: another process holds it exclusively for a long time.
+        StorageInUseError: another process holds it exclusively for a long time; or another node has it open.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, take_over: bool = False) -> None:
         try:
             remove_leftovers(folder)
         except OSError as error:
@@ -339,6 +343,14 @@ class StoreSession:
         self.dropped = 0
         self._wrote = False
         self._name_synced = False
+        self._on_network = network_file_system(fd) is not None
+        self._takes_over = take_over
+        try:
+            self._refuse_other_node()
+        except BaseException:
+            os.close(fd)
+            raise
+        warn_of_network(fd, path)
         try:
             self.locks = LaneLocks(fd, str(path.absolute()), needs_repair=self._needs_repair, repair=self._repair)
         except OSError as error:
@@ -347,6 +359,19 @@ class StoreSession:
         self._handled_failures = -1 if self.store.unflushed else self.store.sync_failures
         if self.dropped:
             _log.warning("%s: %d rows that a power cut had torn were dropped", path, self.dropped)
+        if self._on_network:  # from now on: another node that opens it is refused before either has written
+            try:
+                self._begin()
+            except BaseException:
+                self.locks.close()
+                raise
+            self._wrote = True
+        self._takes_over = False  # a node that takes it over from this one is not overwritten
+
+    def _refuse_other_node(self) -> None:
+        """A StorageInUseError where another node may be using the store."""
+        if self._on_network and not self._takes_over:
+            refuse_other_node(self.store, boot_id(), self._fd, self._path)
 
     def on_take(self, lane: int) -> None:
         """Before the first write to a lane; a StorageError where the file has been deleted."""
@@ -367,7 +392,8 @@ class StoreSession:
 
     def _begin(self) -> None:
         """Marks the store as in use: from here on, opening it after an unclean stop of the machine scans its rows."""
-        self.store.boot_id = boot_id()
+        self._refuse_other_node()
+        note_node(self.store, boot_id())
         self.store.clean = False
         with self._disk_errors("the beginning of a session"):
             self.store.sync_header()
@@ -436,6 +462,7 @@ class StoreSession:
                 warnings.warn(
                     f"{self._path} {_DELETED} while it was open: its rows are lost with this close", stacklevel=4
                 )
+            self._refuse_other_node()  # one that has taken it over is not to find it clean
             self._sync()
             if self.locks.try_exclusive():
                 self.store.clean = True
@@ -444,6 +471,7 @@ class StoreSession:
 
     # ---- repairs, under the exclusive lock ----
     def _needs_repair(self) -> bool:
+        self._refuse_other_node()
         whole, clean, boot = self.store.left_as()
         return not whole or self._machine_stopped(clean, boot, unless_known=False)
 
@@ -457,6 +485,7 @@ class StoreSession:
         return boot != now
 
     def _repair(self) -> None:
+        self._refuse_other_node()
         reserve_holes(self._fd, self._stat, self.store.total_bytes, self._path)
         whole, clean, boot = self.store.repair()
         if not whole:
@@ -465,7 +494,7 @@ class StoreSession:
         # Without boot ids nothing says that the machine has not stopped since: the rows are scanned.
         if self._machine_stopped(clean, boot, unless_known=True):
             self.dropped = self.store.recover()
-            self.store.boot_id = boot_id()  # opened again in this boot, it is not scanned again
+            note_node(self.store, boot_id())  # opened again in this boot, it is not scanned again
 
 
 _passing = threading.local()  # `fds`: the descriptors that travel with what is being pickled or unpickled

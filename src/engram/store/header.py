@@ -11,8 +11,9 @@ from pathlib import Path
 
 from engram import _native
 from engram._system import boot_id, open_regular
-from engram.errors import StorageError
+from engram.errors import StorageError, StorageInUseError
 from engram.store.locks import is_open_elsewhere
+from engram.store.nodes import refuse_other_node
 
 FILE_NAME = "rows.engram"
 
@@ -54,12 +55,16 @@ def observe_store(folder: Path) -> tuple[_native.Store, int]:
 
     Raises:
         StorageError: there is none, it is damaged, or it needs a repair, which only a writing process makes.
+        StorageInUseError: it is on a network file system, and another node may be using it.
     """
     path = folder / FILE_NAME
     fd, _ = open_store(folder, os.O_RDONLY)
     try:
         store = _native.Store.open(fd, read_only=True)
         _check_repaired(store, fd, path)
+    except StorageInUseError:
+        os.close(fd)
+        raise
     except (RuntimeError, ValueError) as error:
         os.close(fd)
         raise StorageError(f"{path} cannot be opened: {error}") from error
@@ -70,8 +75,9 @@ def observe_store(folder: Path) -> tuple[_native.Store, int]:
 
 
 def _check_repaired(store: _native.Store, fd: int, path: Path) -> None:
-    """A StorageError where the store needs a repair, which only a writing process makes."""
+    """A StorageError where the store needs a repair, which only a writing process makes, or is another node's."""
     now = boot_id()
+    refuse_other_node(store, now, fd, path)
     in_use = is_open_elsewhere(fd)
     has_boot_ids = any(now) and any(store.boot_id)
     stopped = not store.clean and (store.boot_id != now if has_boot_ids else not in_use)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +14,10 @@ from torch import Tensor
 
 from engram import _native
 from engram.errors import is_masked
+
+_T = TypeVar("_T")
+_LOOKS = 500  # for rows that a writer is overwriting: about two seconds
+_PAUSE, _LONGEST_PAUSE = 1e-5, 0.005  # seconds between two of them
 
 
 class Selection(NamedTuple):
@@ -20,6 +27,10 @@ class Selection(NamedTuple):
     shape: tuple[int, ...]
 
 
+class MissingRowError(IndexError):
+    """No row lies at an index. One may at the next look, where a writer is overwriting the oldest rows of a ring."""
+
+
 def stored_slots(store: _native.Store) -> Tensor:
     """Every slot that holds a row, in the order of slots: int64 [n]."""
     lanes = [store.lane(i) for i in range(store.lanes)]
@@ -27,6 +38,33 @@ def stored_slots(store: _native.Store) -> Tensor:
     walk = _native.EpochWalk(store, 0, False, ranges)
     slots, _ = walk.take(store, 0, len(walk))
     return slots
+
+
+def look_again(store: _native.Store, look: Callable[[], _T]) -> _T:
+    """What `look` returns, after a first look that met a row which was not there.
+
+    While a writer of another process overwrites the oldest rows of a full ring, their slots hold neither the old row
+    nor the new one. That no row is there counts where nobody was overwriting rows since the look before.
+
+    Raises:
+        MissingRowError: as the last look.
+    """
+    before: list[dict[str, Any]] = []
+    for attempt in range(_LOOKS):
+        full = _full_lanes(store)
+        if full == before and all(lane["claimed"] == lane["published"] for lane in full):
+            break
+        before = full
+        time.sleep(min(_LONGEST_PAUSE, _PAUSE * attempt))
+        with contextlib.suppress(MissingRowError):
+            return look()
+    return look()
+
+
+def _full_lanes(store: _native.Store) -> list[dict[str, Any]]:
+    """The counters of lanes in which rows have been overwritten."""
+    lanes = [store.lane(i) for i in range(store.lanes)]
+    return [lane for lane in lanes if lane["claimed"] - lane["base"] > store.lane_capacity]
 
 
 def select(store: _native.Store, index: Any, env_shape: tuple[int, ...]) -> Selection:
@@ -40,6 +78,7 @@ def select(store: _native.Store, index: Any, env_shape: tuple[int, ...]) -> Sele
 
     Raises:
         IndexError: a slot that does not exist or has not been written; the message says which.
+        MissingRowError: one of these that depends on which rows are stored now.
     """
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
@@ -54,7 +93,9 @@ def select(store: _native.Store, index: Any, env_shape: tuple[int, ...]) -> Sele
     grid = stored_slots(store).reshape(-1, *env_shape)
     try:
         slots = grid[_torch_index(index)]
-    except (IndexError, TypeError, ValueError, OverflowError) as error:
+    except IndexError as error:
+        raise MissingRowError(f"{index!r:.80} does not index the stored steps {list(grid.shape)}: {error}") from error
+    except (TypeError, ValueError, OverflowError) as error:
         raise IndexError(f"{index!r:.80} does not index the stored steps {list(grid.shape)}: {error}") from error
     return Selection(slots.reshape(-1).contiguous(), tuple(slots.shape))
 
@@ -80,10 +121,9 @@ def _one_dimension(store: _native.Store, index: Any) -> Selection | None:
             raise IndexError(f"indices must be integers or bools, found {index.dtype}")
         index = index.cpu().to(torch.int64)
         if index.numel() and int(index.min()) < 0:
-            n = store.rows()
-            if int(index.min()) < -n:
-                raise IndexError(f"index {int(index.min())} is out of range for the {n} stored steps")
             stored = stored_slots(store)
+            if int(index.min()) < -len(stored):
+                raise MissingRowError(f"index {int(index.min())} is out of range for the {len(stored)} stored steps")
             index = torch.where(index < 0, stored[index.clamp(max=-1)], index)
         return Selection(index.reshape(-1).contiguous(), tuple(index.shape))
     return None
@@ -125,8 +165,15 @@ def tensor_of(index: Any) -> Tensor:
 
 
 def _check_written(store: _native.Store, slot: int) -> None:
-    if slot >= store.lanes * store.lane_capacity * store.envs or int(store.generations(torch.tensor([slot]))[0]) < 0:
-        raise IndexError(f"index {slot} has not been written; {store.rows()} steps are stored")
+    if slot >= store.lanes * store.lane_capacity * store.envs:
+        raise unwritten(store, slot, IndexError)
+    if int(store.generations(torch.tensor([slot]))[0]) < 0:
+        raise unwritten(store, slot)
+
+
+def unwritten(store: _native.Store, slot: int, kind: type[IndexError] = MissingRowError) -> IndexError:
+    """The error for a slot that holds no row."""
+    return kind(f"index {slot} has not been written; {store.rows()} steps are stored")
 
 
 def _points(store: _native.Store, index: tuple[Tensor, ...], env_shape: tuple[int, ...]) -> Selection:

@@ -289,44 +289,75 @@ class StoredSteps:
     def blocks(self) -> Iterator[StepBlock]:
         """All steps; writers of this process wait until the last block was handed out, as during `dumps`."""
         with self._storage.mutex:
-            trajectories = self._trajectories()
+            trajectories, rows = self._counted()
             nothing = np.zeros((0, 2), np.int64)
-            for lane, state in enumerate(self._storage.lanes.states()):
+            for lane, stored in enumerate(rows):
                 for env in range(self._storage.lanes.envs):
                     own = None if trajectories is None else trajectories.get((lane, env), nothing)
-                    yield from self._env_blocks(lane, env, state["first"], state["published"], own)
+                    yield from self._env_blocks(lane, env, stored.start, stored.stop, own)
 
-    def _trajectories(self) -> dict[tuple[int, int], Ints] | None:
-        """Starts and lengths [k, 2] of the trajectories of each lane and environment; None without flags and ids."""
+    def _counted(self) -> tuple[dict[tuple[int, int], Ints] | None, list[range]]:
+        """Starts and lengths [k, 2] of the trajectories of each lane and environment; None without flags and ids.
+
+        And the sequences of the steps of each lane, of the same moment.
+        """
         try:
-            lanes, envs, *bounds = (t.numpy() for t in self._episodes.trajectories(self._storage))
+            trajectories, rows = self._episodes.trajectories_and_rows(self._storage)
         except KeyError:
-            return None
+            return None, [range(lane["first"], lane["published"]) for lane in self._storage.lanes.counters()]
+        lanes, envs, *bounds = (t.numpy() for t in trajectories)
         n = self._storage.lanes.envs
         groups, begins = np.unique(lanes * n + envs, return_index=True)
         order = np.argsort(begins)
         pieces = np.split(np.stack(bounds, 1), np.sort(begins)[1:])
-        return {divmod(int(g), n): piece for g, piece in zip(groups[order], pieces, strict=True)}
+        own = {divmod(int(g), n): piece for g, piece in zip(groups[order], pieces, strict=True)}
+        return own, rows
 
     def _env_blocks(self, lane: int, env: int, start: int, stop: int, trajectories: Ints | None) -> Iterator[StepBlock]:
         if start >= stop:
             return
-        n = block_rows(RowLayout.of(self._read(lane, env, start, start + 1), 1).payload_bytes)
+        n, written = block_rows(self._row_bytes(lane, env, start)), False
         for begin in range(start, stop, n):
             end = min(begin + n, stop)
-            rows = pytree.without_entries(self._read(lane, env, begin, end), self._exclude)
-            yield StepBlock(rows, None if trajectories is None else _parts_within(trajectories, begin, end))
+            rows, missing = self._read(lane, env, begin, end)
+            if missing and (written or begin + missing == stop):  # the steps before the gap are written already
+                raise RuntimeError(
+                    "another process overwrote steps before they were written to the dataset; let it pause, or write "
+                    "from a larger buffer"
+                )
+            if begin + missing == end:
+                continue
+            if trajectories is not None and not written:
+                trajectories = _beginning_at(trajectories, begin + missing)
+            written = True
+            parts = None if trajectories is None else _parts_within(trajectories, begin + missing, end)
+            yield StepBlock(pytree.without_entries(rows, self._exclude), parts)
 
-    def _read(self, lane: int, env: int, start: int, stop: int) -> Any:
+    def _row_bytes(self, lane: int, env: int, start: int) -> int:
+        layout = self._storage.layout
+        if layout is None:  # items of this process, which nobody else overwrites
+            layout = RowLayout.of(self._read(lane, env, start, start + 1)[0], 1)
+        payload_bytes: int = layout.payload_bytes
+        return payload_bytes
+
+    def _read(self, lane: int, env: int, start: int, stop: int) -> tuple[Any, int]:
+        """The rows of these steps, and how many of the first are left out: another process overwrote them."""
         store = self._storage.lanes.store
         times = lane * store.lane_capacity + torch.arange(start, stop) % store.lane_capacity
         rows = self._storage.read(times * store.envs + env)
-        if rows.overwritten is not None or rows.absent is not None:
-            raise RuntimeError(
-                "another process overwrote steps before they were written to the dataset; let it pause, or write from "
-                "a larger buffer"
-            )
-        return stack(rows.batch, 0) if isinstance(rows.batch, list) else rows.batch
+        missing = max([*(rows.overwritten or ()), *(rows.absent or ())], default=-1) + 1
+        if isinstance(rows.batch, list):
+            return stack(rows.batch[missing:], 0) if missing < stop - start else [], missing
+        left = pytree.map_outermost(rows.batch, lambda part: part[missing:]) if missing else rows.batch
+        return left, missing
+
+
+def _beginning_at(trajectories: Ints, start: int) -> Ints:
+    """The trajectories (starts, lengths) without what lies before a step."""
+    stops = trajectories.sum(1)
+    left = stops > start
+    starts = np.maximum(trajectories[left, 0], start)
+    return np.stack([starts, stops[left] - starts], 1)
 
 
 def _parts_within(trajectories: Ints, start: int, stop: int) -> Ints:

@@ -43,7 +43,7 @@ from engram.data.replay_buffers.reader import MANY_ROWS, BatchReader
 from engram.data.replay_buffers.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler
 from engram.data.replay_buffers.samplers.random import RandomSampler
-from engram.data.replay_buffers.stats import BatchCount, BufferStats, count_episodes
+from engram.data.replay_buffers.stats import BatchCount, BufferStats, StepCount, count_steps
 from engram.data.replay_buffers.storages.base import Storage, as_storage
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
@@ -225,21 +225,29 @@ class ReplayBuffer(Generic[T]):
 
     @classmethod
     def open(
-        cls, scratch_dir: str | os.PathLike[str], *, read_only: bool = False, **parts: Unpack[BufferArguments]
+        cls,
+        scratch_dir: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        take_over: bool = False,
+        **parts: Unpack[BufferArguments],
     ) -> Self:
         """A buffer over the mapped store in a folder, as it was left by an exit, a crash or `kill -9`.
 
         Args:
             read_only: look at the rows only, beside a job that writes them: no lock is taken and nothing is repaired
                 or written, so the job may go on as if nobody looked. Works on a read-only file system.
+            take_over: open a store on a network file system that another node left open, and does not use any more:
+                rows that it left torn are dropped, as after a power cut.
             parts: as the constructor takes them, storage apart.
 
         Raises:
             StorageError: there is no store, or its file is damaged.
+            StorageInUseError: it is on a network file system, and another node may be using it.
         """
         if "storage" in parts:
             raise TypeError("open takes no storage: it is the one in the folder")
-        parts["storage"] = LazyMemmapStorage.open(scratch_dir, read_only=read_only)
+        parts["storage"] = LazyMemmapStorage.open(scratch_dir, read_only=read_only, take_over=take_over)
         return cls(**parts)
 
     _reuse_batches = False
@@ -661,13 +669,14 @@ class ReplayBuffer(Generic[T]):
         `("next", "done")`. The first call looks at every stored step's id or flag, later ones at new steps.
         """
         storage = self._storage
+        counted = count_steps(storage, self._sampler, self._episodes)
         return BufferStats(
-            rows=len(storage),
+            rows=counted.rows,
             bytes=storage.nbytes,
             capacity=storage.max_size,
-            writes=storage.write_count,
+            writes=counted.writes,
             draws=self._handed_out.batches,
-            episodes=count_episodes(storage, self._sampler, self._episodes),
+            episodes=counted.episodes,
         )
 
     @overload
@@ -1122,20 +1131,22 @@ class ReplayBuffer(Generic[T]):
         rows, layout = len(self._storage), self._storage.layout
         if not rows or self._storage._is_ensemble:
             return {}
+        counted = self._counted_at_once() if rows <= _COUNTED_IN_REPR else None
+        rows = rows if counted is None else counted.rows
         shown: dict[str, Any] = {"rows": rows, "bytes": human_bytes(self._storage.nbytes)}
         if layout is not None:
             keys = [f"{format_key(x.path)}: {str(x.dtype)[6:]} {list(x.shape)}" for x in layout.leaves]
             shown["keys"] = f"{{{', '.join(keys)}}}"
-        episodes = self._counted_at_once() if rows <= _COUNTED_IN_REPR else None
+        episodes = None if counted is None else counted.episodes
         return shown if episodes is None else {**shown, "episodes": episodes}
 
-    def _counted_at_once(self) -> int | None:
-        """The stored trajectories; None where no step tells, or another thread is using the buffer."""
+    def _counted_at_once(self) -> StepCount | None:
+        """What is stored; None where another thread is using the buffer."""
         locks = self._sampler.lock, self._storage.mutex
         acquired = [lock for lock in locks if lock.acquire(blocking=False)]
         try:
             whole = len(acquired) == len(locks)
-            return count_episodes(self._storage, self._sampler, self._episodes) if whole else None
+            return count_steps(self._storage, self._sampler, self._episodes) if whole else None
         finally:
             for lock in acquired:
                 lock.release()

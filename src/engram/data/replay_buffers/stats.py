@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.store.episodes import EpisodeIndex, StoredTrajectories
@@ -49,19 +47,50 @@ class BatchCount:
         self.batches = 0
 
 
-def count_episodes(storage: Storage, sampler: Sampler, index: EpisodeIndex) -> int | None:
-    """The stored trajectories as the sampler sees them, or with `index`, where it sees none; None: no step tells."""
-    with sampler.lock:
-        trajectories = stored_trajectories(storage, sampler._episode_index or index)
-    return None if trajectories is None else len(trajectories.length)
+class StepCount(NamedTuple):
+    """Stored steps, steps ever written, and stored trajectories (None: no step tells where they end), of one moment."""
+
+    rows: int
+    writes: int
+    episodes: int | None
 
 
-def stored_trajectories(storage: Storage, index: EpisodeIndex) -> StoredTrajectories | None:
-    """Every stored trajectory; None where the steps do not say where trajectories end. Reads the flags of new steps."""
-    if not len(storage):
-        return StoredTrajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
+def count_steps(storage: Storage, sampler: Sampler, index: EpisodeIndex) -> StepCount:
+    """Counts what is stored, with the trajectories as the sampler sees them, or as `index` does where it sees none."""
+    with sampler.lock, storage.mutex:
+        return storage._validated(lambda: _counted(storage, sampler._episode_index or index))
+
+
+def _counted(storage: Storage, index: EpisodeIndex) -> StepCount:
+    lanes = storage.lanes
+    if lanes is None:
+        return StepCount(len(storage), storage.write_count, 0)
+    counted = _trajectories_and_rows(storage, index)
+    counters = lanes.counters()
+    if counted is None:
+        rows, episodes = [range(lane["first"], lane["published"]) for lane in counters], None
+    elif counted[1]:
+        rows, episodes = counted[1], len(counted[0].length)
+    elif any(lane["published"] > lane["first"] for lane in counters):  # the first rows, written meanwhile
+        return _counted(storage, index)
+    else:
+        rows, episodes = [range(lane["published"], lane["published"]) for lane in counters], 0
+    writes = sum((r.stop - lane["origin"]) % (1 << 64) for lane, r in zip(counters, rows, strict=True))
+    return StepCount(sum(map(len, rows)) * lanes.envs, writes * lanes.envs, episodes)
+
+
+def stored_trajectories(storage: Storage, index: EpisodeIndex) -> tuple[StoredTrajectories, list[range]] | None:
+    """As `EpisodeIndex.trajectories_and_rows`; None where the steps do not say where trajectories end.
+
+    Reads the flags of new steps.
+    """
     with storage.mutex:
-        try:
-            return storage._validated(lambda: index.trajectories(storage))
-        except (KeyError, ValueError):  # the steps have neither ids nor flags, or not one a step
-            return None
+        return storage._validated(lambda: _trajectories_and_rows(storage, index))
+
+
+def _trajectories_and_rows(storage: Storage, index: EpisodeIndex) -> tuple[StoredTrajectories, list[range]] | None:
+    """As `stored_trajectories`; the caller holds the mutex, and validates what it reads."""
+    try:
+        return index.trajectories_and_rows(storage)
+    except (KeyError, ValueError):  # the steps have neither ids nor flags, or not one a step
+        return None

@@ -29,7 +29,16 @@ from engram.interop.open import open_saved
 from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.counters import Counters, check_sequences
 from engram.store.files import is_passing_fds, pickle_by_state
-from engram.store.indexing import Selection, from_slots, select, stored_slots, to_slots
+from engram.store.indexing import (
+    MissingRowError,
+    Selection,
+    from_slots,
+    look_again,
+    select,
+    stored_slots,
+    to_slots,
+    unwritten,
+)
 from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.tables import JoinedRows, Rows, RowTable, expand_slots
@@ -149,11 +158,20 @@ class Storage(abc.ABC):
         if lanes is None:
             return False
         try:
-            slots = select(lanes.store, index, self.env_shape).slots
+            self._beside_writers(functools.partial(self._check_stored, index))
         except IndexError:
             return False
-        inside = bool((slots < lanes.capacity).all())
-        return inside and bool((lanes.store.generations(slots) >= 0).all())
+        return True
+
+    def _check_stored(self, index: Any) -> None:
+        """An IndexError where an index means a step that is not stored."""
+        lanes = self.lanes
+        assert lanes is not None
+        slots = select(lanes.store, index, self.env_shape).slots
+        if outside := slots[slots >= lanes.capacity].tolist():
+            raise unwritten(lanes.store, outside[0], IndexError)
+        if missing := slots[lanes.store.generations(slots) < 0].tolist():
+            raise unwritten(lanes.store, missing[0])
 
     def flatten(self) -> Storage:
         """This storage, where it has one dimension; else a new one of one dimension with copies of all rows."""
@@ -357,17 +375,35 @@ class Storage(abc.ABC):
             IndexError: a step that has not been written.
         """
         for _ in range(100):
-            with self.mutex:  # no row may be replaced between the look at the counters and the copy
-                if self.lanes is None:
-                    raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
-                selection = select(self.lanes.store, index, self.env_shape)
-                rows = self._read_selection(selection)
-            if rows.absent is not None:
-                slot = int(selection.slots[rows.absent[0]])
-                raise IndexError(f"index {slot} has not been written; {len(self)} steps are stored")
+            rows = self._beside_writers(functools.partial(self._read_stored, index))
             if rows.overwritten is None:
                 return rows.batch
         raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
+
+    def _read_stored(self, index: Any) -> Rows:
+        """The rows at an index; MissingRowError where one of them is not stored now."""
+        with self.mutex:  # no row may be replaced between the look at the counters and the copy
+            lanes = self.lanes
+            if lanes is None:
+                raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
+            selection = select(lanes.store, index, self.env_shape)
+            rows = self._read_selection(selection)
+        if rows.absent is not None:
+            raise unwritten(lanes.store, int(selection.slots[rows.absent[0]]))
+        return rows
+
+    def _beside_writers(self, look: Callable[[], _T]) -> _T:
+        """What `look` returns, which is called again while other processes overwrite rows that it misses.
+
+        Raises:
+            MissingRowError: a row is missing for another reason.
+        """
+        try:
+            return look()
+        except MissingRowError:
+            if self.lanes is None:
+                raise
+            return look_again(self.lanes.store, look)
 
     def _read_selection(self, selection: Selection) -> Rows:
         return self.read(selection.slots, selection.shape)

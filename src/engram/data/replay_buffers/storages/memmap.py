@@ -32,6 +32,7 @@ from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout
 from engram.store.locks import LaneLocks
+from engram.store.nodes import note_node
 from engram.store.tables import Rows, RowTable
 from engram.store.unmade import UnmadeStore
 from engram.store.views import RowSnapshot
@@ -74,6 +75,33 @@ class ObservedMemmapStorage(TableStorage):
         self._env_shape, self._n_lanes = env_shape, store.lanes
         self._lanes, self._table = lanes, RowTable(lanes, layout, mapped=True)
         self._max_size = self._requested_size = lanes.capacity
+        self._frozen_at: int | None = None  # the incarnation of `freeze`
+
+    def freeze(self) -> None:
+        """Hides the rows that are written from now on, so that several reads and counts are about the same rows.
+
+        Rows that a writer overwrites are gone, as ever: of these there are fewer with time. A read after all rows were
+        replaced (`empty`, `loads`) raises a StorageInUseError.
+
+        Example:
+            >>> import tempfile
+            >>> folder = tempfile.mkdtemp()
+            >>> job = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder))
+            >>> _ = job.extend(torch.arange(4))
+            >>> observed = LazyMemmapStorage.open(folder, read_only=True)
+            >>> observed.freeze()
+            >>> _ = job.extend(torch.arange(4, 6))
+            >>> len(observed), observed.get(slice(None)).sum()
+            (4, tensor(6))
+        """
+        self._frozen_at = None
+        self._frozen_at = self._validated(self._freeze_lanes)
+
+    def _freeze_lanes(self) -> int | None:
+        if self._lanes is None:
+            return None
+        self._lanes.store.freeze()
+        return self._lanes.store.incarnation
 
     # ---- reading ----
     def _validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
@@ -82,6 +110,10 @@ class ObservedMemmapStorage(TableStorage):
             return read()
         for attempt in range(_READ_TRIES):
             before, error = lanes.store.epoch(), None
+            if self._frozen_at not in (None, before[0]):
+                raise StorageInUseError(
+                    f"all rows of the store in {self.scratch_dir} were replaced while it was read; look at it again"
+                )
             if errors_only or not any(n % 2 for n in before):
                 # Rows that are being changed can cause any error: it counts only if they were not.
                 try:
@@ -240,6 +272,8 @@ class LazyMemmapStorage(TableStorage):
             writes makes the file, the others use it. None of those that got it so deletes a store in `scratch_dir`.
         max_bytes: instead of `max_size`, the size that the file may have: a number, "80GB", "512MiB". As many steps as
             fit, which is known at the first write; until then `max_size` is None.
+        take_over: with `existsok`, open a store on a network file system that another node left open. Only where no
+            process there uses it any more: rows that it left torn are dropped, as after a power cut.
 
     Raises:
         ValueError: another device.
@@ -274,6 +308,7 @@ class LazyMemmapStorage(TableStorage):
         auto_cleanup: bool | None = None,
         shared_init: bool = False,
         max_bytes: int | str | None = None,
+        take_over: bool = False,
     ) -> None:
         if str(device) not in ("cpu", "cpu:0", "auto"):
             raise ValueError(
@@ -283,6 +318,7 @@ class LazyMemmapStorage(TableStorage):
         super().__init__(max_size, ndim, checkpointer, lanes, max_bytes)
         self.device = torch.device("cpu")
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self._takes_over = take_over
         self._auto_cleanup = bool(auto_cleanup)
         self._makes_folder = self.scratch_dir is not None and not self.scratch_dir.exists()
         self._remove: weakref.finalize[Any, Any] | None = None
@@ -307,20 +343,30 @@ class LazyMemmapStorage(TableStorage):
 
     @classmethod
     def open(
-        cls, scratch_dir: str | os.PathLike[str], *, read_only: bool = False, checkpointer: Any = None
+        cls,
+        scratch_dir: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        take_over: bool = False,
+        checkpointer: Any = None,
     ) -> LazyMemmapStorage | ObservedMemmapStorage:
         """The store in a folder, as it was left.
 
         Args:
             read_only: only read the rows, which other processes may be writing: an `ObservedMemmapStorage`.
+            take_over: open a store on a network file system that another node left open, and does not use any more.
 
         Raises:
             StorageError: there is none, or its file is damaged.
+            StorageInUseError: it is on a network file system, and another node may be using it.
+            ValueError: `read_only` and `take_over`.
         """
         folder = Path(scratch_dir)
+        if read_only and take_over:
+            raise ValueError("take_over=True opens a store for writing, read_only=True does not; give one of them")
         if read_only:
             return ObservedMemmapStorage(folder, checkpointer=checkpointer)
-        return cls(None, scratch_dir=folder, existsok=True, checkpointer=checkpointer)
+        return cls(None, scratch_dir=folder, existsok=True, take_over=take_over, checkpointer=checkpointer)
 
     # ---- making and opening ----
     def _make(self, layout: RowLayout, lane_capacity: int) -> tuple[Lanes, RowTable]:
@@ -351,7 +397,7 @@ class LazyMemmapStorage(TableStorage):
     def _open_file(self, layout: RowLayout | None) -> tuple[Lanes, RowTable]:
         """Opens the file, whichever process made it; its layout must be this one."""
         assert self.scratch_dir is not None
-        session = StoreSession(self.scratch_dir)
+        session = StoreSession(self.scratch_dir, self._takes_over)
         try:
             lanes, table = self._table_of(session, layout)
         except BaseException:
@@ -531,5 +577,5 @@ def _remove_store(session: StoreSession, folder: Path | None, process: int) -> b
 
 
 def _start_header(store: Any) -> None:
-    store.boot_id = boot_id()
+    note_node(store, boot_id())
     store.clean = True  # nothing in it yet

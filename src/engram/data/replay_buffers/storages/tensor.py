@@ -42,6 +42,7 @@ from engram.store.tables import ColumnTable, JoinedRows, Rows, RowTable, expand_
 from engram.store.unmade import UnmadeStore
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, RowSnapshot
 
+_MOST_DIMS = 64  # of a batch: more than tensors have
 _COPY_BLOCK_BYTES = 16 << 20
 _STAGED_BYTES = 1 << 28  # rows that a load keeps aside: those that come, until they are verified, and those that go
 _IN_MEMORY_BYTES = 1 << 25  # more of them are kept in a temporary file
@@ -811,7 +812,12 @@ class TableStorage(Storage):
 def saved_layout(store: _native.Store) -> tuple[RowLayout, tuple[int, ...], int]:
     """The layout of a store's rows, the shape of its environments, and its ndim; any error: they are damaged."""
     saved = json.loads(store.layout)
-    return RowLayout.from_json(saved), tuple(int(d) for d in saved["inner"]), int(saved["ndim"])
+    layout, inner, ndim = RowLayout.from_json(saved), tuple(saved["inner"]), saved["ndim"]
+    if any(type(n) is not int for n in (*inner, ndim)) or math.prod(inner) != store.envs or not 0 <= ndim <= _MOST_DIMS:
+        raise ValueError(f"its rows are of environments {list(inner)!r:.80} and {ndim!r:.80} dimensions")
+    if layout.payload_bytes != store.payload_bytes:
+        raise ValueError(f"its rows have {layout.payload_bytes} bytes, those of the store {store.payload_bytes}")
+    return layout, inner, ndim
 
 
 def _saved_env_shape(layout: dict[str, Any]) -> tuple[int, ...]:
