@@ -348,6 +348,8 @@ class BatchMaker {
     static PyObject* lock = PyUnicode_InternFromString("lock");
     const HeldLock held(attribute(sampler, lock));  // a forked child has another one
     if (!draw.plan(store, n) || !is_made_here() || !draw.prepare(store)) return false;
+    if (store.geometry().lanes > std::max<size_t>(n, 1) && draw.takes_newer_rows() && !store.read_only())
+      return draw.draw(store, n, drawn) && reader.find(drawn.slots.data(), drawn.slots.size());
     reader.look();
     // Only in a store that this process may not write can another one be replacing all rows.
     if (store.read_only() && reader.rows_are_being_replaced()) return false;
