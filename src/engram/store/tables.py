@@ -126,9 +126,14 @@ class RowTable:
         return self._append_in_turn(plan, most) if slots is None else slots
 
     def _append_in_turn(self, plan: _native.Plan, most: int | None) -> Tensor | int:
-        """As `append`, where it is another process's turn, or the first one of this, or others have written."""
+        """As `append`, where it is another process's turn, or the first one of this, or others have written.
+
+        Also before rows of an earlier writer are evicted.
+        """
         with self.lanes.turn():
-            slots = self._store.append(self.lanes.hold(), plan, most)
+            lane = self.lanes.hold()
+            self.lanes.warn_of_evictions()
+            slots = self._store.append(lane, plan, most)
         if slots is None:
             raise IndexTakenError(
                 "another process wrote between the check of these rows and their append, so the index that they store "
