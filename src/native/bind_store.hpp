@@ -107,8 +107,9 @@ inline bool is_index_of(const Plan& plan, uint64_t time_slot) {
 }
 
 // `most`: only so many of the first steps. None: the caller must get the turn first; or it has it, and the rows store the
-// index of others; or it must say first that rows of an earlier writer are evicted.
+// index of others; or it must say first that rows of an earlier writer are evicted; or this process was forked and holds no lane.
 inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most) {
+  if (joined_after_fork()) return nb::none();
   store.must_be_writable();
   check_lane(store, lane);
   const size_t steps = most ? std::min(*most, plan.steps) : plan.steps;
@@ -148,6 +149,7 @@ inline void check_packed(const PackedRows& rows, size_t row_bytes, const char* w
 
 // Appends packed rows of the codec's layout to a lane; returns their slots. The caller keeps other writers of the lane out.
 inline Tensor append_packed(Store& store, uint64_t lane, const Codec& codec, const PackedRows& rows) {
+  if (joined_after_fork()) throw nb::value_error("this process was forked and holds no lane; nothing was written");
   store.must_be_writable();
   check_lane(store, lane);
   const StoreGeometry& s = store.geometry();

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "fork_page.hpp"
 #include "lanes.hpp"
 #include "readahead.hpp"
 #include "snapshot.hpp"
@@ -364,7 +365,9 @@ class Store {
   }
   // Called before the map is touched: throws FileCutShort where the file is now shorter than the store. This costs a branch
   // for private memory and sealed shared memory, and one fstat for a file, which may still be truncated during the call.
+  // In a process that other code than Python's has forked it first does what Python's hooks do after a fork.
   void check_file() const {
+    joined_after_fork();
     if (watched_ && is_cut_short()) refuse_file();
   }
   uint8_t* at(uint64_t offset) const { return region_->data() + offset; }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import fork_registry, run_after_fork
+from engram._system import fork_registry, notice_fork, run_after_fork
 from engram.errors import NoFreeLaneError, StorageInUseError
 from engram.store.locks import LaneLocks
 
@@ -123,6 +123,7 @@ class Lanes:
         A lane's end is a seam, unless this process writes the lane or was the last to write it: a process that loads
         the save goes on as this one would.
         """
+        notice_fork()
         if self.unused_since_fork and self.locks is not None:  # a process that only saves is a user of the store, too
             self.join_after_fork()
         # A copy of private memory that is only saved stays unused.
@@ -198,6 +199,7 @@ class Lanes:
         return self.hold(next((i for i, end in enumerate(ends) if all(end) and i < self.store.lanes), None))
 
     def _take(self, preferred: int | None) -> int:
+        notice_fork()
         if self.unused_since_fork:
             self.join_after_fork()
         with self.mutex:
@@ -291,6 +293,7 @@ class Lanes:
     # ---- several lanes of one process ----
     def holds(self, lane: int) -> bool:
         """Whether this process writes to a lane: its own, or one that it took with `hold_lane`."""
+        notice_fork()
         return lane == self._held or lane in self._held_beside
 
     def hold_lane(self, lane: int, *, goes_on: bool = False) -> None:
@@ -304,6 +307,7 @@ class Lanes:
             NoFreeLaneError: another process writes to it.
             ValueError: it is this process's own, or one in which writers take turns.
         """
+        notice_fork()
         self._check_lane(lane)
         if self.unused_since_fork:
             self.join_after_fork()
@@ -323,6 +327,7 @@ class Lanes:
 
     def release_lane(self, lane: int) -> None:
         """Gives a lane that `hold_lane` took back; others: nothing happens."""
+        notice_fork()
         with self.mutex:
             if lane not in self._held_beside:
                 return
@@ -389,6 +394,7 @@ class Lanes:
         Raises:
             StorageInUseError: another process has been appending for ten seconds; the message names it.
         """
+        notice_fork()
         if not self.takes_turns or self.store.has_turn:
             yield
             return
@@ -451,11 +457,16 @@ class Lanes:
 
     def next_slots(self, steps: int) -> Tensor:
         """The time slots that the next steps of this process go to: int64 [steps]."""
-        return self.store.next_slots(self.hold(), steps)
+        lane = self.hold()
+        slots = self.store.next_slots(lane, steps)
+        # The native call notices a fork that Python did not see, and the lane is another one then.
+        return slots if lane == self._held else self.store.next_slots(self.hold(), steps)
 
     def next_slot(self) -> int:
         """The time slot that the next step of this process goes to."""
-        return self.store.next_slot(self.hold())
+        lane = self.hold()
+        slot = self.store.next_slot(lane)
+        return slot if lane == self._held else self.store.next_slot(self.hold())
 
     def advance(self, steps: int, begins: bool = False) -> Tensor:
         """Counts steps as written, for storages that keep their rows elsewhere; returns their time slots.
@@ -519,6 +530,7 @@ class Lanes:
 
     def release(self) -> None:
         """Gives this process's lane back. If no other process writes to it before this one does, trajectories go on."""
+        notice_fork()
         if self._copy_of:
             self.join_after_fork()
         with self.mutex:
@@ -534,6 +546,7 @@ class Lanes:
         Raises:
             StorageInUseError: another process has the store open; `operation` is named in the message.
         """
+        notice_fork()
         if self.unused_since_fork:
             self.join_after_fork()
         with self.mutex:

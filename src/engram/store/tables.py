@@ -128,9 +128,9 @@ class RowTable:
     def _append_in_turn(self, plan: _native.Plan, most: int | None) -> Tensor | int:
         """As `append`, where it is another process's turn, or the first one of this, or others have written.
 
-        Also before rows of an earlier writer are evicted.
+        Also before rows of an earlier writer are evicted, and in a process that has just found out that it was forked.
         """
-        with self.lanes.turn():
+        with self.lanes.mutex, self.lanes.turn():  # the mutex of a forked child is another one than its caller holds
             lane = self.lanes.hold()
             self.lanes.warn_of_evictions()
             slots = self._store.append(lane, plan, most)
