@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -11,6 +12,8 @@ import weakref
 from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING, TypeVar
+
+from engram import _native
 
 if TYPE_CHECKING:
     import torch
@@ -143,9 +146,42 @@ def _read(path: str) -> str:
         return f.read().strip()
 
 
+os.register_at_fork(after_in_child=_native.acknowledge_fork)  # the first: what follows here does the rest
+_fork_callbacks: list[Callable[[], object]] = []
+_late_callbacks = threading.RLock()
+_is_running_late = False
+
+
 def run_after_fork(callback: Callable[[], object]) -> None:
-    """Calls a function in every forked child, after those that were registered before it."""
+    """Calls a function in every forked child, after those that were registered before it.
+
+    Python calls it after `os.fork`. In a child that other code has forked (a C library, `libc.fork()`) it is called
+    before the child first uses a store, a lock or a thread of this library.
+    """
+    _fork_callbacks.append(callback)
     os.register_at_fork(after_in_child=callback)
+
+
+def notice_fork() -> None:
+    """In a child that other code than Python's has forked: runs the callbacks that Python would have run."""
+    if _native.is_new_process():
+        run_fork_callbacks()
+
+
+def run_fork_callbacks() -> None:
+    """Runs all callbacks, in a child where they have not run; other threads of it wait meanwhile."""
+    global _is_running_late
+    with _late_callbacks:
+        if _is_running_late or not _native.is_new_process():
+            return
+        _is_running_late = True
+        try:
+            with contextlib.ExitStack() as callbacks:  # each is run, whatever another one raises
+                for callback in reversed(_fork_callbacks):
+                    callbacks.callback(callback)
+        finally:
+            _is_running_late = False
+            _native.acknowledge_fork()
 
 
 def fork_registry(restart: Callable[[T], object]) -> weakref.WeakSet[T]:

@@ -323,6 +323,7 @@ class BatchMaker {
   // A batch of n rows; None: it takes more than this call does, and the caller makes it. `as_numpy`: dicts of arrays.
   nb::object sample(const RowSource& source, size_t n, bool as_numpy) {
     Store& store = source.store();
+    if (joined_after_fork()) return nb::none();
     store.check_file();
     if (n > kMostBytes / 8) throw std::bad_alloc();
     if (as_numpy && !has_arrays(source.codec())) return nb::none();
@@ -348,6 +349,8 @@ class BatchMaker {
     static PyObject* lock = PyUnicode_InternFromString("lock");
     const HeldLock held(attribute(sampler, lock));  // a forked child has another one
     if (!draw.plan(store, n) || !is_made_here() || !draw.prepare(store)) return false;
+    if (store.geometry().lanes > std::max<size_t>(n, 1) && draw.takes_newer_rows() && !store.read_only())
+      return draw.draw(store, n, drawn) && reader.find(drawn.slots.data(), drawn.slots.size());
     reader.look();
     // Only in a store that this process may not write can another one be replacing all rows.
     if (store.read_only() && reader.rows_are_being_replaced()) return false;
@@ -639,6 +642,7 @@ inline nb::object BatchMaker::sample_with_a_thread(const RowSource& source, size
 }
 
 inline nb::object BatchMaker::prepare(nb::object maker, nb::object source, size_t n, CopyThreads& threads) {
+  if (joined_after_fork()) return nb::none();
   nb::cast<const RowSource&>(source).store().check_file();
   if (n > kMostBytes / 8) throw std::bad_alloc();
   auto prepared = std::make_unique<PreparedBatch>(std::move(maker), std::move(source));

@@ -39,7 +39,7 @@ class JointBatchMaker {
   // A batch of n rows, its slots and the number of the member that each row is of, int64 [members, rows]; `nested`: the batch
   // alone, which has both at its root, if it has keys, under "index". None: it takes more than this call does.
   nb::object sample(size_t n, bool nested) {
-    if (!is_made_here_) return nb::none();
+    if (!is_made_here_ || joined_after_fork()) return nb::none();
     for (const Member& member : members_) member.source->store().check_file();
     if (n > kMostBytes / 8) throw std::bad_alloc();
     // Taken out, as the making of tensors may run a finaliser that samples, too.

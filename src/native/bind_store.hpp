@@ -111,8 +111,9 @@ inline bool is_index_of(const Plan& plan, uint64_t time_slot) {
 }
 
 // `most`: only so many of the first steps. None: the caller must get the turn first; or it has it, and the rows store the
-// index of others.
+// index of others; or it must say first that rows of an earlier writer are evicted; or this process was forked and holds no lane.
 inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most) {
+  if (joined_after_fork()) return nb::none();
   store.must_be_writable();
   check_lane(store, lane);
   const size_t steps = most ? std::min(*most, plan.steps) : plan.steps;
@@ -129,6 +130,7 @@ inline nb::object append(Store& store, uint64_t lane, const Plan& plan, std::opt
   // Before the rows: when they are there nothing may fail any more. The caller keeps this process's other writers out.
   const uint64_t first = store.lanes.lane(lane).published.load();
   const uint64_t first_slot = lane * s.lane_capacity + first % s.lane_capacity;
+  if (store.would_evict(lane, first, steps)) return nb::none();
   if (store.writer() && !is_index_of(plan, first_slot)) return nb::none();
   nb::object slots = plan.single ? nb::object(nb::int_(first_slot))
                                  : slots_from(store, lane, first, steps);
@@ -151,6 +153,7 @@ inline void check_packed(const PackedRows& rows, size_t row_bytes, const char* w
 
 // Appends packed rows of the codec's layout to a lane; returns their slots. The caller keeps other writers of the lane out.
 inline Tensor append_packed(Store& store, uint64_t lane, const Codec& codec, const PackedRows& rows) {
+  if (joined_after_fork()) throw nb::value_error("this process was forked and holds no lane; nothing was written");
   store.must_be_writable();
   check_lane(store, lane);
   const StoreGeometry& s = store.geometry();
@@ -752,7 +755,7 @@ inline nb::dict lane_state(const Store& store, uint64_t l) {
   nb::dict d;
   d["first"] = v.first, d["published"] = v.published, d["claimed"] = v.claimed;
   d["base"] = h.base.load(), d["origin"] = store.lanes.origin(l), d["durable"] = h.durable.load();
-  d["term"] = h.term.load();
+  d["term"] = h.term.load(), d["written_at"] = h.written_at.load();
   return d;
 }
 
@@ -1033,6 +1036,9 @@ inline void bind_store(nb::module_& m) {
         const uint64_t number = s.lanes.lane(l).writers.fetch_add(1) + 1;
         return (number << kPidBits) | (pid & mask);
       }, "lane"_a, "pid"_a)
+      .def("watch_evictions", [](Store& s, uint64_t l, uint64_t from) { check_lane(s, l); s.watch_evictions(l, from); },
+           "lane"_a, "first"_a)
+      .def("end_watch", &Store::end_watch)
       .def_prop_rw("writer", &Store::writer, &Store::set_writer)
       .def_prop_ro("has_turn", &Store::has_turn)
       .def_prop_ro("has_written", &Store::has_written)

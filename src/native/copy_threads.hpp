@@ -20,20 +20,10 @@
 #include <utility>
 #include <vector>
 
+#include "fork_page.hpp"
 #include "rows.hpp"
 
 namespace engram {
-
-// The number of forks between the first process and this one. A child has none of its parent's threads, and what these had
-// locked stays locked there: who was made before a fork is left as it is.
-inline uint64_t forks() {
-  static std::atomic<uint64_t> count{0};
-  [[maybe_unused]] static const bool counting = [] {
-    ::pthread_atfork(nullptr, nullptr, [] { count.fetch_add(1, std::memory_order_relaxed); });
-    return true;
-  }();
-  return count.load(std::memory_order_relaxed);
-}
 
 // The rows of one batch on their way into its memory. Pieces of them are copied by any number of threads; the first one of
 // them looks which rows exist, the last one finds out which were overwritten meanwhile. The store, the slots and the memory

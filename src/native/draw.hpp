@@ -26,10 +26,13 @@ inline uint64_t below(uint64_t random, uint64_t n) {
   return static_cast<uint64_t>((static_cast<unsigned __int128>(random) * n) >> 64);
 }
 
+constexpr size_t kFewLanes = 16;  // so many are looked at as quickly as one that is searched for
+
 // Rows of all lanes at one moment, and the slot of the i-th of them.
 class RowMap {
  public:
   explicit RowMap(const Lanes& lanes) : capacity_(lanes.capacity()), envs_(lanes.envs()) {
+    parts_.reserve(lanes.count());
     for (uint64_t l = 0; l < lanes.count(); ++l) {
       const LaneView v = lanes.view(l);
       add(v.first, v.rows());
@@ -37,7 +40,7 @@ class RowMap {
   }
   RowMap(uint64_t capacity, uint64_t envs) : capacity_(capacity), envs_(envs) {}
   void add(uint64_t first, uint64_t rows) {
-    parts_.push_back({first, rows, rows ? first % capacity_ : 0});
+    parts_.push_back({first, rows, rows ? first % capacity_ : 0, total_ / envs_});
     total_ += rows * envs_;
   }
   uint64_t total() const { return total_; }
@@ -45,8 +48,7 @@ class RowMap {
   int64_t by_age(uint64_t i) const {
     uint64_t time = i, env = 0;
     if (envs_ > 1) time = i / envs_, env = i - time * envs_;
-    uint64_t lane = 0;
-    while (time >= parts_[lane].rows) time -= parts_[lane++].rows;
+    const uint64_t lane = lane_of(time);
     uint64_t slot = parts_[lane].first_slot + time;
     if (slot >= capacity_) slot -= capacity_;
     return static_cast<int64_t>((lane * capacity_ + slot) * envs_ + env);
@@ -55,8 +57,7 @@ class RowMap {
   int64_t by_slot(uint64_t i, uint64_t& lane, uint64_t& sequence) const {
     uint64_t time = i, env = 0;
     if (envs_ > 1) time = i / envs_, env = i - time * envs_;
-    lane = 0;
-    while (time >= parts_[lane].rows) time -= parts_[lane++].rows;
+    lane = lane_of(time);
     const Part& p = parts_[lane];
     const uint64_t before_wrap = std::min(p.rows, capacity_ - p.first_slot);  // rows from `first` to the ring's end
     const uint64_t wrapped = p.rows - before_wrap;
@@ -76,8 +77,20 @@ class RowMap {
 
  private:
   struct Part {
-    uint64_t first, rows, first_slot;
+    uint64_t first, rows, first_slot, before;  // `before`: rows of the lanes before it
   };
+  // The lane of a row; makes its number that within the lane.
+  uint64_t lane_of(uint64_t& time) const {
+    uint64_t lane = 0;
+    if (parts_.size() > kFewLanes) {  // not one after the other
+      const auto behind = std::upper_bound(parts_.begin(), parts_.end(), time,
+                                           [](uint64_t row, const Part& part) { return row < part.before; });
+      lane = static_cast<uint64_t>(behind - parts_.begin()) - 1;  // the last of those with this sum: it has rows
+      time -= parts_[lane].before;
+    }
+    while (time >= parts_[lane].rows) time -= parts_[lane++].rows;
+    return lane;
+  }
   uint64_t capacity_, envs_, total_ = 0;
   std::vector<Part> parts_;
 };
@@ -89,6 +102,26 @@ ENGRAM_WIDE_VECTORS inline void draw_parts(uint64_t seed, double total, double* 
     out[i] = static_cast<double>(static_cast<int64_t>(random >> 11)) * 0x1p-53 * total;
   }
 }
+struct CounterOf {
+  uint64_t seed, drawn = 0;
+  uint64_t next() { return mix64(seed + drawn++ * 0x9E3779B97F4A7C15ull); }
+};
+// Draws slots of all lanes, and takes those that hold a row: a look at each row's lane, not at all of them. Returns how many
+// of n rows it has drawn; fewer where less than half of the slots are hit, and then the sums of all lanes are quicker. That
+// decision rests on how many were hit, not on which, so each row is as likely either way.
+inline size_t draw_by_rejection(const Lanes& lanes, CounterOf& random, int64_t* out, size_t n) {
+  constexpr size_t kFirst = 16;  // slots that are drawn in any case
+  const uint64_t capacity = lanes.capacity(), envs = lanes.envs(), slots = lanes.count() * capacity * envs;
+  size_t hit = 0;
+  for (size_t drawn = 0; hit < n && (drawn < kFirst || 2 * hit >= drawn); ++drawn) {
+    const uint64_t slot = below(random.next(), slots), time = envs == 1 ? slot : slot / envs, lane = time / capacity;
+    const LaneView view = lanes.view(lane);
+    if (view.rows() == 0) continue;
+    const uint64_t at = time - lane * capacity, first = view.first % capacity;
+    if (at - first + (at < first ? capacity : 0) < view.rows()) out[hit++] = static_cast<int64_t>(slot);
+  }
+  return hit;
+}
 inline bool draw_uniform(const Lanes& lanes, uint64_t seed, int64_t* out, size_t n) {
   if (lanes.count() == 1 && lanes.envs() == 1) {  // as below, without a look at the lanes for each row
     const LaneView view = lanes.view(0);
@@ -99,9 +132,12 @@ inline bool draw_uniform(const Lanes& lanes, uint64_t seed, int64_t* out, size_t
     }
     return rows > 0;
   }
+  CounterOf random{seed};
+  const size_t hit = lanes.count() > kFewLanes ? draw_by_rejection(lanes, random, out, n) : 0;
+  if (hit == n) return n > 0 || lanes.rows() > 0;
   const RowMap map(lanes);
   if (map.total() == 0) return false;
-  for (size_t i = 0; i < n; ++i) out[i] = map.by_age(below(mix64(seed + i * 0x9E3779B97F4A7C15ull), map.total()));
+  for (size_t i = hit; i < n; ++i) out[i] = map.by_age(below(random.next(), map.total()));
   return true;
 }
 

@@ -82,7 +82,8 @@ struct LaneHeader {
   alignas(64) Counter turn;       // which writer is appending, where several take turns; 0: none
   Counter last_writer;            // which wrote the newest row; 0: unknown
   Counter writers;                // numbers ever given to writers that take turns
-  uint8_t unused[512 - 320 - 24];
+  Counter written_at;             // of several lanes: when the newest row was written, ns since 1970; 0: unknown
+  uint8_t unused[512 - 320 - 32];
 };
 static_assert(sizeof(LaneHeader) == 512);
 static_assert(offsetof(LaneHeader, turn) == 320);

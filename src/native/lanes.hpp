@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <ctime>
 #include <memory>
 #include <string>
 #include <vector>
@@ -90,6 +91,14 @@ class Lanes {
   uint64_t piece() const { return piece_; }
   uint64_t claim(uint64_t l, uint64_t n) const { return protocol(l).claim(n); }
   void publish(uint64_t l, uint64_t at, uint64_t n) const { protocol(l).publish(at, n); }
+  // Notes when rows were written, so that the lane whose newest row is the oldest can be found. Of any accuracy: it decides
+  // which lane a writer takes, nothing else.
+  void note_time(uint64_t l) const {
+    timespec now{};
+    ::clock_gettime(CLOCK_REALTIME, &now);
+    const auto ns = static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
+    lanes_[l].written_at.store(ns, std::memory_order_relaxed);
+  }
 
   // ---- reading ----
   Epoch epoch() const {
@@ -149,6 +158,7 @@ class Lanes {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     h.origin.store(origin);
     h.border_agreed.store(0), h.border_looked.store(0);
+    h.written_at.store(0);
     h.claimed.store(published);
     h.published.store(published);
     std::atomic_thread_fence(std::memory_order_seq_cst);

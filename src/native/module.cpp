@@ -14,6 +14,7 @@
 #include "bind_ranks.hpp"
 #include "bind_store.hpp"
 #include "bind_testing.hpp"
+#include "fork_page.hpp"
 #include "item_rows.hpp"
 #include "owner_watch.hpp"
 #include "push.hpp"
@@ -51,6 +52,7 @@ NB_MODULE(_native, m) {
   bind_trajectories(m);
   bind_atomics(m);
   bind_owner_watch(m);
+  bind_fork_page(m);
   nb::module_ testing = m.def_submodule("testing", "What only tests call.");
   bind_testing(testing);
 }

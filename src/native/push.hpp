@@ -53,11 +53,11 @@ struct StagedRows {
 };
 
 // Appends a checked batch; rows that store their own index in leaf `own` get the one that is theirs. None: another process
-// has the turn.
+// has the turn, or rows of an earlier writer would be evicted.
 inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::optional<size_t> own, bool with_env) {
   const StoreGeometry& s = store.geometry();
   const Turn turn(store, lane);
-  if (turn.refused()) return nb::none();
+  if (turn.refused() || store.would_evict(lane, store.lanes.lane(lane).published.load(), plan.steps)) return nb::none();
   std::vector<int64_t> index;
   if (own) {
     LeafSource& leaf = plan.leaves[*own];
@@ -96,9 +96,11 @@ inline nb::object append_checked(Store& store, uint64_t lane, Plan& plan, std::o
 
 // Checks a batch and appends it: see `Codec.check` and `Store.append`. A list is one of items, stacked along time; with
 // `float_bits` Python's floats in it have so many. `own`: the leaf in which the rows store their own index. None: nothing
-// was written; it is not plain, does not fit, has no steps, or another process has the turn.
+// was written; it is not plain, does not fit, has no steps, another process has the turn, rows of an earlier writer would be
+// evicted, or this process was forked and holds no lane.
 inline nb::object push(Store& store, const Codec& codec, uint64_t lane, nb::handle batch, int batch_dims, int time_dim,
                        std::optional<size_t> own, std::optional<int> float_bits) {
+  if (joined_after_fork()) return nb::none();
   store.must_be_writable();
   check_lane(store, lane);
   check_codec(store, codec);

@@ -300,7 +300,8 @@ struct ReadScratch {
   std::vector<SlotSequences> sequences;
   std::vector<const uint8_t*> rows;
   std::vector<uint64_t> physical, slot, sequence, first;
-  std::vector<uint32_t> lane;
+  std::vector<uint32_t> lane, looked_at;
+  std::vector<uint8_t> is_looked_at;
 };
 
 // Looks up the rows of a batch of slots, copies them, and tells which of them were still there after the copy.
@@ -308,22 +309,38 @@ class RowReader {
  public:
   RowReader(Store& store, ReadScratch& scratch)
       : store_(store), views_(scratch.views), sequences_(scratch.sequences), rows_(scratch.rows),
-        physical_(scratch.physical), slot_(scratch.slot), first_(scratch.first), lane_(scratch.lane) {}
+        physical_(scratch.physical), slot_(scratch.slot), first_(scratch.first), lane_(scratch.lane),
+        looked_at_(scratch.looked_at), is_looked_at_(scratch.is_looked_at) {}
 
   // Looks up every slot. False: a slot lies outside the store, and nothing may be read.
   bool find(const int64_t* slots, size_t n) {
+    if (store_.geometry().lanes > std::max<size_t>(n, 1)) {
+      if (!locate(slots, n)) return false;
+      choose_lanes();
+#ifndef ENGRAM_PLANT_ROWS_BEFORE_PUBLISHED
+      look();
+#endif
+      return true;
+    }
 #ifndef ENGRAM_PLANT_ROWS_BEFORE_PUBLISHED
     look();
 #endif
     return locate(slots, n);
   }
-  // Which rows exist: before any is read.
+  // Which rows exist: before any is read. In the lanes of the slots, where these are known and there are many lanes.
   void look() {
     epoch_ = store_.lanes.epoch();
-    views_.clear(), sequences_.clear();
-    for (uint64_t l = 0; l < store_.geometry().lanes; ++l) {
-      views_.push_back(store_.lanes.view(l));
-      sequences_.emplace_back(views_.back(), store_.geometry().lane_capacity);
+    if (in_some_lanes_) {
+      for (uint32_t l : looked_at_) {
+        views_[l] = store_.lanes.view(l);
+        sequences_[l] = {views_[l], store_.geometry().lane_capacity};
+      }
+    } else {
+      views_.clear(), sequences_.clear();
+      for (uint64_t l = 0; l < store_.geometry().lanes; ++l) {
+        views_.push_back(store_.lanes.view(l));
+        sequences_.emplace_back(views_.back(), store_.geometry().lane_capacity);
+      }
     }
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
     read_claims_early();
@@ -449,7 +466,10 @@ class RowReader {
   // After the copy of rows that existed at some moment since the look: whether all of them are whole.
   bool are_whole() {
     bool overwritten = !look_again();
-    for (uint64_t l = 0; l < views_.size(); ++l) overwritten |= first_[l] != views_[l].first;
+    if (in_some_lanes_)
+      for (uint32_t l : looked_at_) overwritten |= first_[l] != views_[l].first;
+    else
+      for (uint64_t l = 0; l < views_.size(); ++l) overwritten |= first_[l] != views_[l].first;
     if (!overwritten) return true;
     ReadResult result;
     settle(false, result);
@@ -457,6 +477,16 @@ class RowReader {
   }
 
  private:
+  // From here on only the lanes of the located slots are looked at.
+  void choose_lanes() {
+    const uint64_t lanes = store_.geometry().lanes;
+    in_some_lanes_ = true;
+    views_.resize(lanes), sequences_.resize(lanes), first_.resize(lanes), is_looked_at_.resize(lanes);
+    looked_at_.clear();
+    for (uint32_t l : lane_)
+      if (!std::exchange(is_looked_at_[l], 1)) looked_at_.push_back(l);
+    for (uint32_t l : looked_at_) is_looked_at_[l] = 0;
+  }
   // After the copy; false: more than appends happened since the look.
   bool look_again() {
     Lanes::Protocol::after_reading();
@@ -465,8 +495,12 @@ class RowReader {
     first_ = plant_first_;
 #else
     const Epoch now = store_.lanes.epoch();
-    first_.clear();
-    for (uint64_t l = 0; l < views_.size(); ++l) first_.push_back(store_.lanes.first_now(l));
+    if (in_some_lanes_) {
+      for (uint32_t l : looked_at_) first_[l] = store_.lanes.first_now(l);
+    } else {
+      first_.clear();
+      for (uint64_t l = 0; l < views_.size(); ++l) first_.push_back(store_.lanes.first_now(l));
+    }
 #endif
     return epoch_ == now && epoch_.quiet();
   }
@@ -483,11 +517,13 @@ class RowReader {
   const int64_t* slots_ = nullptr;
   bool in_one_ring_ = false;  // of one lane and one environment: a slot is a row's place
   bool warm_ = false;
+  bool in_some_lanes_ = false;  // only those of the slots are looked at
   std::vector<LaneView>& views_;
   std::vector<SlotSequences>& sequences_;
   std::vector<const uint8_t*>& rows_;
   std::vector<uint64_t>&physical_, &slot_, &first_;
-  std::vector<uint32_t>& lane_;
+  std::vector<uint32_t>&lane_, &looked_at_;
+  std::vector<uint8_t>& is_looked_at_;
 #ifdef ENGRAM_PLANT_CLAIM_READ_EARLY
   void read_claims_early() {
     plant_first_.clear();

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "fork_page.hpp"
 #include "lanes.hpp"
 #include "readahead.hpp"
 #include "snapshot.hpp"
@@ -298,6 +299,7 @@ class Store {
   void after_fork() {
     seams_.after_fork();
     writer_ = 0, has_turn_ = has_written_ = false;
+    end_watch();
   }
 
   // ---- writers that take turns in a lane. The caller keeps this process's other threads out ----
@@ -326,10 +328,18 @@ class Store {
   }
   // Before the first row of an append is claimed.
   void begin_rows(uint64_t l) {
+    if (lanes.count() > 1) lanes.note_time(l);
     if (!writer_) return;
     lanes.turns(l).begin_rows(writer_);
     has_written_ = true;
   }
+
+  // ---- a lane with rows of an earlier writer ----
+  // From this sequence on each row that this process appends to the lane takes the place of one of them.
+  void watch_evictions(uint64_t l, uint64_t from) { watched_lane_ = l, evicts_from_ = from; }
+  void end_watch() { watched_lane_ = kNoLane; }
+  // Whether n rows from a sequence on would be the first to do so: the caller is to say it first.
+  bool would_evict(uint64_t l, uint64_t at, uint64_t n) const { return l == watched_lane_ && at + n > evicts_from_; }
 
   // ---- the border between stored and appended rows ----
   void set_border(BorderRule rule) { border_ = std::move(rule); }
@@ -355,7 +365,9 @@ class Store {
   }
   // Called before the map is touched: throws FileCutShort where the file is now shorter than the store. This costs a branch
   // for private memory and sealed shared memory, and one fstat for a file, which may still be truncated during the call.
+  // In a process that other code than Python's has forked it first does what Python's hooks do after a fork.
   void check_file() const {
+    joined_after_fork();
     if (watched_ && is_cut_short()) refuse_file();
   }
   uint8_t* at(uint64_t offset) const { return region_->data() + offset; }
@@ -466,7 +478,8 @@ class Store {
   uint32_t id_crc_ = 0;
   std::shared_ptr<CopyOnWriteSnapshot> snapshot_;  // set and read by threads that hold the storage's mutex
   mutable SeamNotes seams_;
-  uint64_t writer_ = 0;
+  static constexpr uint64_t kNoLane = ~uint64_t{0};
+  uint64_t writer_ = 0, watched_lane_ = kNoLane, evicts_from_ = 0;
   bool has_turn_ = false, has_written_ = false;
   mutable std::atomic<uint64_t> sync_failures_{0};
   BorderRule border_;

@@ -37,11 +37,11 @@ def fork(work: Callable[[], Any], seconds: int = 300) -> int:
 
 
 class Child:
-    """A forked child that runs `work`; at most for `seconds`."""
+    """A forked child that runs `work`; at most for `seconds`. `fork`: what forks, as `os.fork` does."""
 
-    def __init__(self, work: Callable[[], Any], seconds: int = 300) -> None:
+    def __init__(self, work: Callable[[], Any], seconds: int = 300, fork: Callable[[], int] = os.fork) -> None:
         self._read, write = os.pipe()
-        self.pid = os.fork()
+        self.pid = fork()
         if self.pid == 0:
             try:
                 alone_after_fork(seconds)

@@ -14,9 +14,24 @@ from native.core.support import powers, store
 from native.support import append_strands, append_words, slots, words
 
 
+def mix64(x: int) -> int:
+    """SplitMix64."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+def in_lane(lane: int, written: int, capacity: int) -> list[int]:
+    """Slots of a lane's rows, the oldest first."""
+    return [lane * capacity + w % capacity for w in range(max(0, written - capacity), written)]
+
+
 class TestUniform:
     @pytest.mark.parametrize(("capacity", "lanes", "strands", "written"), [
         (64, 1, 1, [64]), (64, 1, 1, [150]), (64, 2, 1, [100, 30]), (20, 3, 2, [55, 3, 20]), (50, 1, 3, [17]),
+        (10, 40, 1, [*range(40)]), (10, 40, 1, [0, 25, 0, 7] * 10), (10, 40, 1, [0, 0, 0, 3] * 5),
+        (10, 300, 1, [30] * 300), (10, 40, 2, [13, 4] * 20), (5, 300, 1, [*[0] * 140, 9, *[0] * 150, 2]),
     ])  # fmt: skip
     def test_every_stored_row_is_equally_likely_and_no_other_is_drawn(
         self, capacity: int, lanes: int, strands: int, written: list[int]
@@ -40,6 +55,17 @@ class TestUniform:
 
     def test_nothing_stored_gives_nothing(self) -> None:
         assert store(8, 4).uniform(slots(1), 3) is None
+        assert store(8, 4, lanes=100).uniform(slots(1), 3) is None
+
+    @pytest.mark.parametrize("lanes", [1, 2, 16])
+    def test_of_one_or_a_few_lanes_the_slots_of_a_seed_are_those_of_the_counts(self, lanes: int) -> None:
+        code, width = words(1)
+        s = store(width, 30, lanes=lanes)
+        for lane in range(lanes):
+            append_words(s, code, 20 + 2 * lane, lane=lane)
+        there = [slot for lane in range(lanes) for slot in in_lane(lane, 20 + 2 * lane, 30)]
+        numbers = [mix64(12345 + i * 0x9E3779B97F4A7C15) * len(there) >> 64 for i in range(100)]
+        assert s.uniform(slots(12345), 100).tolist() == [there[i] for i in numbers]
 
 
 class TestPermutations:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from engram._system import fork_registry
+from engram._system import fork_registry, notice_fork
 from engram.envs.policies import own_exploration_type
 from engram.processes.worker import CLOSE_TIMEOUT
 
@@ -54,6 +54,7 @@ class BackgroundThread:
     @property
     def is_active(self) -> bool:
         """Whether the thread will collect more."""
+        notice_fork()  # in a child it does not run
         return self._is_active
 
     @property
@@ -63,6 +64,7 @@ class BackgroundThread:
 
     def start(self) -> None:
         """Starts the thread; does nothing while it runs."""
+        notice_fork()
         with self._turn:
             if self._is_active:
                 return
@@ -89,6 +91,7 @@ class BackgroundThread:
         if self.is_current:
             yield
             return
+        notice_fork()
         hold, me = object(), threading.get_ident()
         try:
             with self._turn:
@@ -109,6 +112,7 @@ class BackgroundThread:
 
     def stop(self, timeout: float | None = None) -> None:
         """Ends the thread after its current call. Raises TimeoutError where that takes longer than `timeout` s."""
+        notice_fork()
         with self._turn:
             self._is_stopping = True
             self._turn.notify_all()

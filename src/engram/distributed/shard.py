@@ -535,8 +535,8 @@ class ReplayShard:
         return Tenancy(lane, use.tenancy, use.begin, self._count(lane), self._record.ended.get(use.producer))
 
     def _free_lane(self) -> int:
-        for lane, use in enumerate(self._record.lanes):
-            if use is None and self._reclaim(lane):
+        for lane in self._lanes.by_room():
+            if self._record.lanes[lane] is None and self._reclaim(lane):
                 return lane
         for lane in sorted(range(self._n_lanes), key=self._last_rows.__getitem__):
             if time.monotonic() - self._last_rows[lane] >= self._idle and self._reclaim(lane):

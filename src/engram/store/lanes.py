@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engram import _native
-from engram._system import fork_registry, run_after_fork
+from engram._system import fork_registry, notice_fork, run_after_fork
 from engram.errors import NoFreeLaneError, StorageInUseError
 from engram.store.locks import LaneLocks
 
@@ -64,6 +64,9 @@ class Lanes:
         self.unused_since_fork = False  # in a forked child that has not used the store yet
         self._copy_of = 0  # the process whose private memory this is a copy of, until the warning about it
         self._held_by_parent: int | None = None  # the lane in which such a copy goes on
+        # Incarnation and end of a lane with rows of earlier writers, when this process took it.
+        self._taken_at: tuple[int, int] | None = None
+        self._has_warned = False  # of their eviction
         #: The sequences that rows carry (int64 [n] of slots); 0 where a row has the one that its lane counts.
         #: None: they carry none. Set by the table that holds the rows.
         self.own_sequences: Callable[[Tensor], Tensor] | None = None
@@ -120,6 +123,7 @@ class Lanes:
         A lane's end is a seam, unless this process writes the lane or was the last to write it: a process that loads
         the save goes on as this one would.
         """
+        notice_fork()
         if self.unused_since_fork and self.locks is not None:  # a process that only saves is a user of the store, too
             self.join_after_fork()
         # A copy of private memory that is only saved stays unused.
@@ -176,33 +180,101 @@ class Lanes:
         return [(slot // lane_slots, w) if w >= 0 else None for slot, w in zip(slots.tolist(), sequences, strict=True)]
 
     # ---- writing ----
-    def hold(self) -> int:
+    def hold(self, preferred: int | None = None) -> int:
         """The lane that this process writes to; the first call takes a free one, or the one in which all take turns.
+
+        Args:
+            preferred: the lane to take where it is free; else the first free one of `by_room`.
 
         Raises:
             NoFreeLaneError: every lane has a writer.
             StorageInUseError: as `turn`.
         """
         held = self._held
-        return held if held is not None else self._take()
+        return held if held is not None else self._take(preferred)
 
-    def _take(self) -> int:
+    def hold_as_saved(self, saved: list[dict[str, Any]]) -> int:
+        """As `hold`, before rows with these `saved_states` are restored: takes the lane that their writer held."""
+        ends = [(lane["published"] > lane["base"], lane["seams"][-1:] != [lane["published"]]) for lane in saved]
+        return self.hold(next((i for i, end in enumerate(ends) if all(end) and i < self.store.lanes), None))
+
+    def _take(self, preferred: int | None) -> int:
+        notice_fork()
         if self.unused_since_fork:
             self.join_after_fork()
         with self.mutex:
             if self._held is not None:
                 return self._held
-            for lane in range(self.store.lanes):
-                if lane in self._held_beside:  # whose lock is this process's already
+            while (found := self._first_free(preferred)) is not None:
+                lane, end = found
+                if end != self._end(lane):  # another process had it since the look: it may be the wrong one by now
+                    self._free(lane)
                     continue
-                if self.locks is None or self.locks.take_lane(lane, self.takes_turns):
-                    self._prepare(lane)
-                    self._held = lane
-                    return lane
+                own = self._released.get(lane) == end
+                self._prepare(lane)
+                if not own:
+                    self._watch_evictions(lane)
+                self._held = lane
+                return lane
         n = self.store.lanes
         raise NoFreeLaneError(
             f"all {n} lane{'s' if n > 1 else ''} of this store have a writer; make the store with lanes={n + 1} or "
             "more, or release() one of them"
+        )
+
+    def _first_free(self, preferred: int | None) -> tuple[int, tuple[int, int]] | None:
+        """Locks the first lane of `by_room` that is free; returns it and its end before. None: each has a writer."""
+        ends = [self._end(lane) for lane in range(self.store.lanes)]
+        for lane in sorted(self.by_room(), key=lambda lane: lane != preferred):
+            if lane in self._held_beside:  # whose lock is this process's already
+                continue
+            if self.locks is None or self.locks.take_lane(lane, self.takes_turns):
+                return lane, ends[lane]
+        return None
+
+    def _free(self, lane: int) -> None:
+        if self.locks is not None:
+            self.locks.free_lane(lane)
+
+    def by_room(self) -> list[int]:
+        """All lanes, in the order in which a new writer should take one: where the fewest rows are lost by it.
+
+        First those that this process gave back and nobody has written to since; then by their number of rows; of equal
+        ones that whose newest row is the oldest.
+        """
+        if self.store.lanes == 1:
+            return [0]
+        own = [lane for lane, end in self._released.items() if end == self._end(lane)][::-1]
+        lanes = self.counters()
+        rows = [lane["published"] - lane["first"] for lane in lanes]
+        others = sorted(range(len(lanes)), key=lambda i: (rows[i], lanes[i]["written_at"] if rows[i] else 0, i))
+        return own + [lane for lane in others if lane not in own]
+
+    def _watch_evictions(self, lane: int) -> None:
+        """The first append to this lane that replaces a row of an earlier writer will be one with a warning."""
+        counters = self.store.lane(lane)
+        if self.store.lanes > 1 and counters["published"] > counters["first"] and not self._has_warned:
+            self._taken_at = self._end(lane)
+            self.store.watch_evictions(lane, counters["first"] + self.store.lane_capacity)
+
+    def warn_of_evictions(self) -> None:
+        """Warns, once, that rows of earlier writers leave the lane of this process, where they do from now on."""
+        lane, taken_at, self._taken_at = self._held, self._taken_at, None
+        self.store.end_watch()
+        if lane is None or taken_at is None or taken_at[0] != self.store.incarnation:
+            return
+        rows, n = taken_at[1] - self.store.lane(lane)["first"], self.store.lanes
+        if rows <= 0:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"lane {lane} of {n} is full: from here on each step of this process replaces one of {rows} that an "
+            f"earlier writer left there, the oldest first; {len(self)} of {self.capacity} steps are stored. A writer "
+            f"has a lane of {self.store.lane_capacity} steps, and takes the free one with the fewest. To keep more "
+            "steps of each make the storage with fewer lanes or a larger max_size; where old steps are to go, ignore "
+            "this",
+            RuntimeWarning,
+            stacklevel=8,
         )
 
     def _prepare(self, lane: int, goes_on: bool = False) -> None:
@@ -215,13 +287,13 @@ class Lanes:
             if self._released.pop(lane, None) != self._end(lane) and not goes_on:
                 self.store.mark_seam(lane)
         except BaseException:
-            if self.locks is not None:
-                self.locks.free_lane(lane)
+            self._free(lane)
             raise
 
     # ---- several lanes of one process ----
     def holds(self, lane: int) -> bool:
         """Whether this process writes to a lane: its own, or one that it took with `hold_lane`."""
+        notice_fork()
         return lane == self._held or lane in self._held_beside
 
     def hold_lane(self, lane: int, *, goes_on: bool = False) -> None:
@@ -235,6 +307,7 @@ class Lanes:
             NoFreeLaneError: another process writes to it.
             ValueError: it is this process's own, or one in which writers take turns.
         """
+        notice_fork()
         self._check_lane(lane)
         if self.unused_since_fork:
             self.join_after_fork()
@@ -254,14 +327,17 @@ class Lanes:
 
     def release_lane(self, lane: int) -> None:
         """Gives a lane that `hold_lane` took back; others: nothing happens."""
+        notice_fork()
         with self.mutex:
             if lane not in self._held_beside:
                 return
-            if not self.store.next_is_seam(lane):
-                self._released[lane] = self._end(lane)
+            self._note_released(lane)
             self._held_beside.discard(lane)
-            if self.locks is not None:
-                self.locks.free_lane(lane)
+            self._free(lane)
+
+    def _note_released(self, lane: int) -> None:
+        self._released.pop(lane, None)  # so that it is the last
+        self._released[lane] = self._end(lane)
 
     def mark_seam_in(self, lane: int) -> None:
         """Puts a seam before the next row of a lane that this process holds."""
@@ -318,6 +394,7 @@ class Lanes:
         Raises:
             StorageInUseError: another process has been appending for ten seconds; the message names it.
         """
+        notice_fork()
         if not self.takes_turns or self.store.has_turn:
             yield
             return
@@ -380,11 +457,16 @@ class Lanes:
 
     def next_slots(self, steps: int) -> Tensor:
         """The time slots that the next steps of this process go to: int64 [steps]."""
-        return self.store.next_slots(self.hold(), steps)
+        lane = self.hold()
+        slots = self.store.next_slots(lane, steps)
+        # The native call notices a fork that Python did not see, and the lane is another one then.
+        return slots if lane == self._held else self.store.next_slots(self.hold(), steps)
 
     def next_slot(self) -> int:
         """The time slot that the next step of this process goes to."""
-        return self.store.next_slot(self.hold())
+        lane = self.hold()
+        slot = self.store.next_slot(lane)
+        return slot if lane == self._held else self.store.next_slot(self.hold())
 
     def advance(self, steps: int, begins: bool = False) -> Tensor:
         """Counts steps as written, for storages that keep their rows elsewhere; returns their time slots.
@@ -399,9 +481,8 @@ class Lanes:
     def mark_seam(self) -> None:
         """Puts a seam before the next step that this process writes: a trajectory begins there."""
         with self.mutex:
-            self._released.clear()
-            if self._held is not None:
-                self.store.mark_seam(self._held)
+            for lane in self._released if self._held is None else (self._held,):  # one of which it takes again
+                self.store.mark_seam(lane)
 
     def note_border(self, begins: Tensor) -> None:
         """Puts a seam before the next step if this flag, which a device may still be computing, is set."""
@@ -449,14 +530,13 @@ class Lanes:
 
     def release(self) -> None:
         """Gives this process's lane back. If no other process writes to it before this one does, trajectories go on."""
+        notice_fork()
         if self._copy_of:
             self.join_after_fork()
         with self.mutex:
             if self._held is not None:
-                if not self.store.next_is_seam(self._held):
-                    self._released[self._held] = self._end(self._held)
-                if self.locks is not None:
-                    self.locks.free_lane(self._held)
+                self._note_released(self._held)
+                self._free(self._held)
             self._held = None
 
     @contextlib.contextmanager
@@ -466,6 +546,7 @@ class Lanes:
         Raises:
             StorageInUseError: another process has the store open; `operation` is named in the message.
         """
+        notice_fork()
         if self.unused_since_fork:
             self.join_after_fork()
         with self.mutex:
@@ -568,6 +649,7 @@ class Lanes:
         self.mutex = threading.RLock()
         self._exclusive_depth = 0
         self._held_beside = set()
+        self._taken_at, self._has_warned = None, False
         self._released.clear()  # the parent may go on where it stopped; this process did not write there
         self.store.end_save()  # the saving thread runs in the parent only
         self.store.after_fork()

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
-from engram._system import fork_registry, open_regular, run_after_fork
+from engram._system import fork_registry, notice_fork, open_regular, run_after_fork
 from engram.errors import StorageError, StorageInUseError
 
 # Far behind the last byte of any store: locks need no bytes behind them.
@@ -68,25 +68,25 @@ class LaneLocks:
 
     def take_lane(self, lane: int, shared: bool = False) -> bool:
         """Takes a lane (`shared`: with others that take turns in it); False where another process holds it."""
-        return _lock(self._lock_fd, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, _FIRST_LANE_BYTE + lane)
+        return _lock(self._own_fd(), fcntl.F_RDLCK if shared else fcntl.F_WRLCK, _FIRST_LANE_BYTE + lane)
 
     def free_lane(self, lane: int) -> None:
-        _lock(self._lock_fd, fcntl.F_UNLCK, _FIRST_LANE_BYTE + lane)
+        _lock(self._own_fd(), fcntl.F_UNLCK, _FIRST_LANE_BYTE + lane)
 
     def take_writer(self, number: int) -> bool:
         """Takes the byte of a writer's number for as long as this object is open; False: another writer has it."""
-        return _lock(self._lock_fd, fcntl.F_WRLCK, _FIRST_WRITER_BYTE + number)
+        return _lock(self._own_fd(), fcntl.F_WRLCK, _FIRST_WRITER_BYTE + number)
 
     def is_writer_alive(self, number: int) -> bool:
         """Whether another process or object that took this number has the store open."""
-        return _is_locked(self._lock_fd, _FIRST_WRITER_BYTE + number)
+        return _is_locked(self._own_fd(), _FIRST_WRITER_BYTE + number)
 
     def try_exclusive(self) -> bool:
         """Locks the store exclusively, until `end_exclusive`; False where somebody else has it open."""
-        return _lock(self._lock_fd, fcntl.F_WRLCK, _OPEN_BYTE)
+        return _lock(self._own_fd(), fcntl.F_WRLCK, _OPEN_BYTE)
 
     def end_exclusive(self) -> None:
-        _lock(self._lock_fd, fcntl.F_RDLCK, _OPEN_BYTE)
+        _lock(self._own_fd(), fcntl.F_RDLCK, _OPEN_BYTE)
 
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:
@@ -132,6 +132,11 @@ class LaneLocks:
             raise StorageError(self._fork_error)
         self._lock_shared()
 
+    def _own_fd(self) -> int:
+        """The descriptor that this process's locks belong to: after a fork that Python did not see, its own, too."""
+        notice_fork()
+        return self._lock_fd
+
     def _open_again(self) -> int:
         try:
             return os.open(f"{_DESCRIPTORS}/{self.fd}", os.O_RDWR | os.O_CLOEXEC)  # whatever the file is called now
@@ -154,7 +159,7 @@ class LaneLocks:
                 repair()
                 self.end_exclusive()
                 return
-            if _lock(self._lock_fd, fcntl.F_RDLCK, _OPEN_BYTE):
+            if _lock(self._own_fd(), fcntl.F_RDLCK, _OPEN_BYTE):
                 if needs_repair is None or not needs_repair():
                     # Whoever opened it before us has checked and repaired it under the exclusive lock; had they died
                     # before the end of that, we would get that lock now.
@@ -227,6 +232,7 @@ class FileLock:
 
     def release(self) -> None:
         """Unlocks and closes the file; a second call does nothing, nor does one in a forked child."""
+        notice_fork()
         if self in _held:
             _held.discard(self)
             try:

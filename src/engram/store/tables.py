@@ -126,9 +126,14 @@ class RowTable:
         return self._append_in_turn(plan, most) if slots is None else slots
 
     def _append_in_turn(self, plan: _native.Plan, most: int | None) -> Tensor | int:
-        """As `append`, where it is another process's turn, or the first one of this, or others have written."""
-        with self.lanes.turn():
-            slots = self._store.append(self.lanes.hold(), plan, most)
+        """As `append`, where it is another process's turn, or the first one of this, or others have written.
+
+        Also before rows of an earlier writer are evicted, and in a process that has just found out that it was forked.
+        """
+        with self.lanes.mutex, self.lanes.turn():  # the mutex of a forked child is another one than its caller holds
+            lane = self.lanes.hold()
+            self.lanes.warn_of_evictions()
+            slots = self._store.append(lane, plan, most)
         if slots is None:
             raise IndexTakenError(
                 "another process wrote between the check of these rows and their append, so the index that they store "

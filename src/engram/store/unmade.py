@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engram import _native
-from engram._system import fork_registry
+from engram._system import fork_registry, notice_fork
 from engram.errors import StorageError, StorageInUseError
 from engram.store.files import StoreSpec, open_unnamed, refuse_if_memory_is_short, reserve, share_fd
 from engram.store.locks import LaneLocks, _close, _lock
@@ -66,6 +66,7 @@ class UnmadeStore:
         Raises:
             StorageInUseError: another process has held it for a minute.
         """
+        notice_fork()
         with self._mutex:
             if not self._depth:
                 self._lock()

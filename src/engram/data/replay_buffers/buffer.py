@@ -655,6 +655,7 @@ class ReplayBuffer(Generic[T]):
 
     # ---- by index ----
     def __len__(self) -> int:
+        """Stored steps of all writers; of a storage with `lanes=n` at most `max_size / n` of each."""
         return len(self._storage)
 
     @property

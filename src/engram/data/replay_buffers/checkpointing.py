@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from engram._system import fork_registry
+from engram._system import fork_registry, notice_fork
 from engram.checkpoint.snapshot import save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.samplers.base import Sampler
@@ -274,6 +274,7 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
+        notice_fork()  # in a child it has no thread
         return self._ended.is_set()
 
     def result(self, timeout: float | None = None) -> str:
@@ -283,6 +284,7 @@ class SaveHandle:
             TimeoutError: it has not ended yet.
             CheckpointError: it failed; what was saved there before is untouched.
         """
+        notice_fork()
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save has not ended after {timeout} seconds ({self.progress:.0%} is written)")
         if self._error is not None:

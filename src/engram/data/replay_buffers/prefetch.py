@@ -16,7 +16,7 @@ import torch
 
 from engram import _native
 from engram._generator import Generator
-from engram._system import fork_registry, set_state, state_of
+from engram._system import fork_registry, notice_fork, set_state, state_of
 from engram.data.replay_buffers.samplers.base import Sampler
 
 #: A batch that takes less is prepared by who wants it: handing it from thread to thread costs more. 0: never.
@@ -246,6 +246,7 @@ class Prefetcher:
 
     def _next(self, n: int, details: bool) -> tuple[Any, dict[str, Any], bool] | None:
         """The next batch, its info, and whether it is the last of its epoch; None: the caller is to make it."""
+        notice_fork()  # the threads are the parent's
         with self._lock:
             if not self._pays:  # another thread has found out meanwhile
                 return None
@@ -321,6 +322,7 @@ class Prefetcher:
 
     def drop(self) -> None:
         """Forgets what was prepared; the sampler is where it was before."""
+        notice_fork()
         with self._lock:
             if not self._queue:
                 return
@@ -345,6 +347,7 @@ class Prefetcher:
 
     def close(self) -> None:
         """Ends the threads; who has waited meanwhile makes a batch without them."""
+        notice_fork()
         with self._lock:
             self.drop()
             self._is_closed, self._pays = True, False

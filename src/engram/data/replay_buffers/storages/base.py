@@ -201,6 +201,7 @@ class Storage(abc.ABC):
         return not len(self)
 
     def __len__(self) -> int:
+        """Stored steps of all writers; with `lanes=n` at most `max_size / n` of each."""
         return self._settled(self._count)
 
     def _count(self) -> int:

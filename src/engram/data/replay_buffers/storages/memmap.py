@@ -224,7 +224,7 @@ class ObservedMemmapStorage(TableStorage):
 class _ObservedLanes(Lanes):
     """Lanes that this process does not write to."""
 
-    def hold(self) -> NoReturn:
+    def hold(self, preferred: int | None = None) -> NoReturn:
         raise StorageError(_READ_ONLY)
 
     @contextlib.contextmanager
@@ -260,8 +260,9 @@ class LazyMemmapStorage(TableStorage):
         scratch_dir: a folder for the file.
         ndim: batch dimensions of the data; the last one is time.
         existsok: open the store that is in `scratch_dir` instead of refusing it.
-        lanes: how many processes may append side by side, each to a ring of its own. None: any number take turns in
-            one ring, an `extend` at a time, and slices end where another process wrote.
+        lanes: how many processes may append side by side, each to a ring of its own of `max_size / lanes` steps: no
+            more of one writer are kept. A new writer takes the free lane with the fewest steps. None: any number take
+            turns in one ring, an `extend` at a time, and slices end where another process wrote.
         device: "cpu" or "auto": a mapped file is memory of the CPU.
         compilable: accepted, without effect.
         auto_cleanup: delete the store in `scratch_dir` when this object is closed or collected, or its process ends (a

@@ -109,6 +109,13 @@ class TableStorage(Storage):
         """The lanes and the table of a new store. Raises StorageError, with the numbers, where memory is short."""
 
     # ---- facts ----
+    def __repr__(self) -> str:
+        shown = super().__repr__()
+        if self._n_lanes > 1:
+            each = "" if self._max_size is None else f", steps_per_lane={self._max_size // self._n_lanes}"
+            shown = f"{shown.removesuffix(')')}, lanes={self._n_lanes}{each})"
+        return shown
+
     @property
     def lanes(self) -> Lanes | None:
         if self._lanes is None and self._shared_init:
@@ -706,7 +713,7 @@ class TableStorage(Storage):
         self._byte_order = None if layout is None or self._table is None else self._order_in(layout)
         self._restoring = counters
         if self._lanes is not None:
-            self._lanes.hold()
+            self._lanes.hold_as_saved(counters["lanes"])
             self._lanes.store.begin_restore()
         if self._lanes is not None:
             for i, lane in enumerate(counters["lanes"]):
@@ -998,8 +1005,9 @@ class LazyTensorStorage(TableStorage):
         device: where the rows are kept.
         ndim: batch dimensions of the data; the last one is time.
         shared: keep the rows in memory that other processes see and write too.
-        lanes: how many processes may append side by side, each to a ring of its own. None: any number take turns in
-            one ring, an `extend` at a time, and slices end where another process wrote.
+        lanes: how many processes may append side by side, each to a ring of its own of `max_size / lanes` steps: no
+            more of one writer are kept. A new writer takes the free lane with the fewest steps. None: any number take
+            turns in one ring, an `extend` at a time, and slices end where another process wrote.
         compilable: accepted, without effect: under `torch.compile` each use of a buffer is a graph break.
         shared_init: shared, and processes that have it (forked, or sent) before the first write share it, too: the
             first of them that writes makes the rows' memory, the others use it.
