@@ -115,7 +115,7 @@ inline nb::dict block_fields() {
     return Fields{ENGRAM_FIELD(claimed), ENGRAM_FIELD(published), ENGRAM_FIELD(base), ENGRAM_FIELD(origin),
                   ENGRAM_FIELD(durable), ENGRAM_FIELD(term), ENGRAM_FIELD(version), ENGRAM_FIELD(version_unused),
                   ENGRAM_FIELD(border_looked), ENGRAM_FIELD(border_agreed), ENGRAM_FIELD(turn),
-                  ENGRAM_FIELD(last_writer), ENGRAM_FIELD(writers), ENGRAM_FIELD(unused)};
+                  ENGRAM_FIELD(last_writer), ENGRAM_FIELD(writers), ENGRAM_FIELD(written_at), ENGRAM_FIELD(unused)};
   };
   const auto trailer = [] {
     using Block = Trailer;
