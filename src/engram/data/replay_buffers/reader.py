@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -149,22 +150,18 @@ class BatchReader:
         with self.lock:
             self.draws += self.has_epochs
             incarnation = self.storage._incarnation
-            index, info = self._draw(n)
+            index, info = self.draw_index(n)
             last = self.sampler.ran_out
         return Draw(self.slots_of(index), index, info, last, incarnation)
 
-    def _draw(self, n: int) -> tuple[Any, dict[str, Any]]:
+    def draw_index(self, n: int) -> tuple[Any, dict[str, Any]]:
         """Index and info of n rows. Somebody else may empty or replace the rows: the read finds out which exist."""
         storage, sampler = self.storage, self.sampler
-        drawn: tuple[Any, dict[str, Any]]
+        sample = sampler._sampling()
         with self.lock:
-            if storage.read_only:
-                drawn = storage._validated(
-                    lambda: sampler.sample(storage, n), errors_only=not sampler._can_repeat_draws
-                )
-            else:
-                drawn = sampler.sample(storage, n)
-        return drawn
+            if not storage.read_only:
+                return sample(storage, n)
+            return storage._validated(lambda: sample(storage, n), errors_only=not sampler._can_repeat_draws)
 
     def slots_of(self, index: Any) -> Tensor:
         """The slots that a sampler's index means: int64 [n]."""
@@ -280,11 +277,11 @@ class BatchReader:
                     with sampler.lock:
                         self.draws = draws = self.draws + 1
                         before = draws, sampler._get_cursor()
-                        index, info = self._sample(storage, n) if self._draws_directly else self._draw(n)
+                        index, info = self._sample(storage, n) if self._draws_directly else self.draw_index(n)
                 elif self._draws_directly:
                     index, info = self._sample(storage, n)
                 else:
-                    index, info = self._draw(n)
+                    index, info = self.draw_index(n)
                 slots: Any = index if self._index_is_slots else self.slots_of(index)
                 # Positional, and without a Draw: this is the hot path.
                 batch_and_info = self._read(slots, index, info, generations, incarnation)
@@ -412,6 +409,11 @@ class BatchReader:
         if isinstance(batch, TensorDictBase | dict):
             for key, value in (extra or {}).items():
                 set_per_item(batch, key, value)
+        if absent is not None and not sampler._built_in:
+            raise IndexError(
+                f"{sampler._kind}.sample returns slot {int(slots[absent[0]])}, which holds no row; {len(storage)} are "
+                "stored"
+            )
         return postprocess(batch, info)
 
 

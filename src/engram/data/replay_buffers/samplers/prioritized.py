@@ -152,7 +152,7 @@ class PriorityTable:
             self._resume(lanes)
         return self._priorities
 
-    def _resume(self, lanes: Lanes) -> None:
+    def _resume(self, storage: Storage, lanes: Lanes) -> None:
         saved = self._waiting
         assert saved is not None
         self._priorities.resume(
@@ -585,10 +585,15 @@ class PrioritizedSampler(Sampler, built_in=True):
     def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
         if type(info) is not DrawnInfo:
             return super()._redraw(storage, slots, info, positions)
-        index, fresh = self.sample(storage, len(positions))
-        assert type(fresh) is DrawnInfo
+        index, fresh = self._sample_checked(storage, len(positions))
+        again = to_slots(index, storage.env_shape, storage.max_size or 0)
+        if type(fresh) is not DrawnInfo or len(again) != len(positions):
+            raise RuntimeError(
+                f"{self._kind}.sample returned {len(again)} rows and a {type(fresh).__name__} where {len(positions)} "
+                "rows are to be drawn again; it must return as many as it is asked for, and the info of its base"
+            )
         slots, at = slots.clone(), torch.tensor(positions)
-        slots[at] = to_slots(index, storage.env_shape, storage.max_size or 0)
+        slots[at] = again
         put_rows(info, fresh, at, len(slots))
         info.drawn.replace(positions, fresh.drawn)
         return slots

@@ -27,6 +27,7 @@ from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, 
 from engram.pytree import Key, KeyPath, as_path, format_key, get_entries, get_entry, has_keys, map_outermost, set_entry
 from engram.store.episodes import EpisodeIndex
 
+from engram.store.indexing import to_slots
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
 
@@ -296,7 +297,7 @@ class SliceSampler(Sampler, built_in=True):
         return index, self._with_stored_flags(storage, info)
 
     def _sampling(self) -> Callable[[Storage, int], tuple[Index, dict[str, Any]]]:
-        return self._sample_rows if self._built_in else self.sample  # flags are those of the rows that the buffer reads
+        return self._sample_rows if self._built_in else super()._sampling()  # the buffer reads rows with their flags
 
     #: Attributes that decide what `_planned` gives, beside those of which `_plan` is made.
     _watched: tuple[str, ...] = ("_plan", "pad_output", "slice_key")
@@ -432,6 +433,8 @@ class SliceSampler(Sampler, built_in=True):
     # ---- after the read ----
     def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
         lanes = storage.lanes
+        if "slices" not in info:
+            return None  # a user's child has drawn steps of its own choice
         assert lanes is not None
         stale = info["slices"].stale(lanes.store)
         return torch.isin(info["slice_id"], torch.tensor(stale)).nonzero().flatten().tolist() if stale else None
@@ -479,6 +482,8 @@ class SliceSampler(Sampler, built_in=True):
         return {**super()._config(), **own, **self.episodes.settings}
 
     def _get_cursor(self) -> Any:
+        if "slices" not in info:
+            return batch
         """Nothing: a draw changes the generator alone."""
 
     def _set_cursor(self, cursor: Any) -> None:
