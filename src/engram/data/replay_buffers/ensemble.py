@@ -64,7 +64,8 @@ class EnsembleReader:
         self._attaches = all(reader.attaches for reader in readers)
         # Whether rows of all members can go straight into one batch.
         alike = all(reader.attaches == readers[0].attaches for reader in readers)
-        self._reads_at_once = alike and collate_fn is None and all(reader.only_reads for reader in readers)
+        plainly = all(reader.only_reads and not reader.attaches_info for reader in readers)
+        self._reads_at_once = alike and collate_fn is None and plainly
         self._has_epochs = any(reader.has_epochs for reader in readers)
         self._row_draws = self._native_draws()
         #: The sources of the members' rows, and what makes batches of them in one native call; None: nothing does.
@@ -117,9 +118,9 @@ class EnsembleReader:
         """Draws members, and rows of them."""
         with self.lock:
             ids, rows_of_each = self.sampler.choose(n)
-            incarnations = [self.readers[i].storage._incarnation for i in ids]
             if not self.sampler._built_in:
                 _check_members(ids, rows_of_each, len(self.readers))
+            incarnations = [self.readers[i].storage._incarnation for i in ids]
             draws = [
                 _draw_exactly(self.readers[i], rows_of_each, incarnation)
                 for i, incarnation in zip(ids, incarnations, strict=True)
@@ -295,7 +296,6 @@ class EnsembleReader:
         return batch, info
 
 
-def _put_index(batch: Any, index: Tensor | list[Tensor], ids: Tensor) -> None:
 def _check_members(ids: Any, rows: Any, members: int) -> None:
     """ValueError where what `choose` of a user's own sampler of members returned is not what it must be."""
     whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < members for i in ids)
@@ -306,6 +306,7 @@ def _check_members(ids: Any, rows: Any, members: int) -> None:
         )
 
 
+def _put_index(batch: Any, index: Tensor | list[Tensor], ids: Tensor) -> None:
     """Puts each row's index and member at the root of a batch that has keys, under `"index"`."""
     if isinstance(batch, dict):
         batch["index"] = {"index": index, "buffer_ids": ids}
@@ -433,12 +434,12 @@ def _draw_exactly(reader: BatchReader, n: int, incarnation: int) -> Draw:
         while not info and (drawn := _count(index)) < n:
             more, info = reader.draw_index(n - drawn)
             last = last or sampler.ran_out
-            index = _concatenated(index, more)
             if not _count(more):
                 raise RuntimeError(
                     f"{sampler!r} drew {drawn} rows of the {n} that each member gives to a batch, and then none; a "
                     "sampler without rows to draw raises a RuntimeError, others draw some"
                 )
+            index = _concatenated(index, more)
     return Draw(reader.slots_of(index), index, info, last, incarnation)
 
 

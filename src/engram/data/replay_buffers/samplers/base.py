@@ -113,6 +113,10 @@ class Sampler(KeepsArguments, abc.ABC):
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         """Index of the rows to read, int64 [batch_size] (with ndim=2 a tuple (time, env) of such), and an info dict.
 
+        A sampler of your own may return integers of any dtype, as a tensor, array or list, and fewer rows or more;
+        buffers refuse floats, masks, and slots that the storage does not have. What its info has for each row is in the
+        batches of TensorDict buffers, too.
+
         Raises:
             RuntimeError: the storage is empty.
         """
@@ -334,12 +338,12 @@ class Sampler(KeepsArguments, abc.ABC):
             slots[at] = fresh
             put_rows(info, fresh_info, at, n)
             done += len(fresh)
+            if not len(fresh):
+                raise RuntimeError(f"{self._kind}.sample returned no slots for {len(positions)} rows to be drawn again")
         return slots
 
     def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
         """Positions in a batch that was just read whose slots may hold other rows than those that were drawn.
-            if not len(fresh):
-                raise RuntimeError(f"{self._kind}.sample returned no slots for {len(positions)} rows to be drawn again")
 
         For samplers to whom it matters which rows these are; None: there are none, or it does not matter.
         """
@@ -496,14 +500,6 @@ def as_sampler(sampler: Any) -> Sampler:
     return _AdaptedSampler(sampler)
 
 
-def stored_rows(storage: Storage) -> int:
-    """How many rows there are, of all environments."""
-    lanes = storage.lanes
-    return 0 if lanes is None else sum(s["published"] - s["first"] for s in lanes.counters()) * lanes.envs
-
-
-def check_full_batches(batch_size: int | None, storage: Storage) -> None:
-    """ValueError where batches that are all full (`drop_last`) cannot be had from a storage, or of a size not known."""
 # ---- what a sampler of a user's own returns ----
 def checked_draw(drawn: Any, storage: Storage, kind: str) -> tuple[Index, dict[str, Any]]:
     """Index and info that a sampler of this kind returned, as int64 [n] (with ndim=2 a tuple of such) and a dict.
@@ -600,6 +596,14 @@ def _shown(value: Any) -> str:
         raise ValueError(
             "a sampler with drop_last=True needs a predictable batch-size, the buffer has none: pass batch_size to the "
             "buffer's constructor"
+def stored_rows(storage: Storage) -> int:
+    """How many rows there are, of all environments."""
+    lanes = storage.lanes
+    return 0 if lanes is None else sum(s["published"] - s["first"] for s in lanes.counters()) * lanes.envs
+
+
+def check_full_batches(batch_size: int | None, storage: Storage) -> None:
+    """ValueError where batches that are all full (`drop_last`) cannot be had from a storage, or of a size not known."""
         )
     if storage.max_size is not None and batch_size > storage.max_size:
         raise ValueError(
@@ -627,9 +631,29 @@ def check_epoch(state: dict[str, Any], *names: str) -> None:
 def put_rows(info: dict[str, Any], fresh: dict[str, Any], at: Tensor, n: int) -> None:
     """Puts the info of rows that were drawn again at their positions (int64) in the info of a batch of n rows."""
     for key, value in fresh.items():
-        old = info.get(key)
-        if isinstance(value, Tensor) and isinstance(old, Tensor) and value.ndim and len(old) == n:
-            info[key] = old.index_copy(0, at, value[: len(at)])
+        old: Any = info.get(key)
+        if not is_per_row(old, n) or not is_per_row(value) or len(value) < len(at):
+            continue
+        if isinstance(old, Tensor):
+            info[key] = old.index_copy(0, at, torch.as_tensor(value[: len(at)]).to(old))
+        else:
+            info[key] = old.copy()
+            for place, one in zip(at.tolist(), value, strict=False):
+                info[key][place] = one
+
+
+def keep_rows(info: dict[str, Any], keep: Tensor) -> None:
+    """Leaves rows out of the info of a batch, whose rows to keep are True: bool [n]."""
+    for key, value in list(dict.items(info)):
+        if is_per_row(value, len(keep)):
+            rows = keep.nonzero().flatten()
+            info[key] = [value[i] for i in rows.tolist()] if isinstance(value, list) else value[rows]
+
+
+def is_per_row(value: Any, n: int | None = None) -> bool:
+    """Whether an entry of an info has a value for each row: a tensor, array or list; with n: of so many."""
+    sized = isinstance(value, list) or (isinstance(value, Tensor | np.ndarray) and value.ndim > 0)
+    return sized and (n is None or len(value) == n)
 
 
 def _renew_lock(sampler: Sampler) -> None:

@@ -24,6 +24,8 @@ from engram.data.replay_buffers.samplers.base import (
     check_counts,
     check_epoch,
     check_full_batches,
+    is_per_row,
+    keep_rows,
     stored_rows,
 )
 
@@ -215,13 +217,18 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         epoch = info.epoch if isinstance(info, EpochInfo) else None
         if self.drop_last or epoch is None or len(positions) == len(slots):
             return super()._redraw(storage, slots, info, positions)
-        with self.lock:
-            fresh = self._draw_more(storage, epoch, len(positions))
+        fresh = slots[:0]
+        if not any(
+            is_per_row(value, len(slots)) for value in info.values()
+        ):  # a child's own, which it says at `sample`
+            with self.lock:
+                fresh = self._draw_more(storage, epoch, len(positions))
         keep = torch.ones(len(slots), dtype=torch.bool)
         keep[positions[len(fresh) :]] = False
         slots = slots.clone()
         slots[positions[: len(fresh)]] = fresh
         return slots[keep]
+        keep_rows(info, keep)
 
     def _draw_more(self, storage: Storage, epoch: int, n: int) -> Tensor:
         """Up to n more rows of this epoch, such that a last batch remains, which says that it is the last."""

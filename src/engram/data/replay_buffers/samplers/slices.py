@@ -21,13 +21,14 @@ from engram.data.replay_buffers.samplers.base import (
     check_counts,
     check_epoch,
     check_full_batches,
+    is_per_row,
     stored_rows,
 )
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
 from engram.pytree import Key, KeyPath, as_path, format_key, get_entries, get_entry, has_keys, map_outermost, set_entry
 from engram.store.episodes import EpisodeIndex
-
 from engram.store.indexing import to_slots
+
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
 
@@ -432,15 +433,19 @@ class SliceSampler(Sampler, built_in=True):
 
     # ---- after the read ----
     def _find_stale(self, storage: Storage, slots: Tensor, info: dict[str, Any]) -> list[int] | None:
-        lanes = storage.lanes
         if "slices" not in info:
             return None  # a user's child has drawn steps of its own choice
+        lanes = storage.lanes
         assert lanes is not None
         stale = info["slices"].stale(lanes.store)
         return torch.isin(info["slice_id"], torch.tensor(stale)).nonzero().flatten().tolist() if stale else None
 
     def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
         """Other slices for those that lost a row; with slices of several lengths the batch may get another one."""
+        if "slices" not in info:
+            return super()._redraw(storage, slots, info, positions)
+        if self._has_own_rows(info):
+            return self._draw_all_again(storage, info)
         ids = info["slice_id"]
         which = sorted({int(ids[position]) for position in positions if position < len(ids)})
         if not which:
@@ -453,7 +458,32 @@ class SliceSampler(Sampler, built_in=True):
         info.update(self._entries(slices))
         return slices.slots()
 
+    def _has_own_rows(self, info: dict[str, Any]) -> bool:
+        """Whether a child of a user's own has put entries with a value for each row into the info."""
+        if self._built_in:
+            return False
+        slices = info["slices"]
+        known = {*self._entries(slices), *self._flag_keys}
+        return any(is_per_row(value, slices.rows) for key, value in dict.items(info) if key not in known)
+
+    def _draw_all_again(self, storage: Storage, info: dict[str, Any]) -> Tensor:
+        """Slots of another batch, whose info takes the place of this one: a child adds entries in `sample` only."""
+        index, fresh = self._sample_checked(storage, self._asked_for(info["slices"]))
+        if isinstance(info, SliceInfo):
+            info.promised, info.make = (), None  # the flags are those of the batch that is read
+        if isinstance(info, EpochInfo):
+            info.epoch = fresh.epoch if isinstance(fresh, EpochInfo) else None
+        dict.clear(info)
+        dict.update(info, dict(dict.items(fresh)))
+        return to_slots(index, storage.env_shape, storage.max_size or 0)
+
+    def _asked_for(self, slices: _native.SliceBatch) -> int:
+        """The batch size that these slices were drawn for."""
+        return len(slices) * slices.rule.length
+
     def _postprocess(self, batch: Any, info: dict[str, Any]) -> Any:
+        if "slices" not in info:
+            return batch
         slices = info.pop("slices")
         if type(info) is SliceInfo:  # the flags of the batch are those that were read
             info.promised, info.make = (), None
@@ -482,8 +512,6 @@ class SliceSampler(Sampler, built_in=True):
         return {**super()._config(), **own, **self.episodes.settings}
 
     def _get_cursor(self) -> Any:
-        if "slices" not in info:
-            return batch
         """Nothing: a draw changes the generator alone."""
 
     def _set_cursor(self, cursor: Any) -> None:
@@ -623,6 +651,8 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
     def _redraw(self, storage: Storage, slots: Tensor, info: dict[str, Any], positions: list[int]) -> Tensor:
         """Slices of other trajectories of the same epoch; where it has no more, the batch has fewer slices."""
         slices: _native.SliceBatch = info["slices"]
+        if "slices" not in info or self._has_own_rows(info):
+            return super()._redraw(storage, slots, info, positions)
         ids = info["slice_id"]
         which = sorted({int(ids[position]) for position in positions if position < len(ids)})
         epoch = info.epoch if isinstance(info, EpochInfo) else None
